@@ -1,0 +1,49 @@
+"""fl_lightning: Batch Normalization in federated learning, on PyTorch Lightning.
+
+The public names are imported on first use, so that ``import fl_lightning`` does not import torch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fl_lightning.callback import FederatedCallback
+    from fl_lightning.cohort import Cohort
+    from fl_lightning.datamodule import ClientDataModule, FederatedDataModule
+    from fl_lightning.errors import ConfigurationError
+    from fl_lightning.executors import SequentialExecutor, VectorizedExecutor
+    from fl_lightning.module import FederatedModule
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "ClientDataModule": "datamodule",
+    "Cohort": "cohort",
+    "ConfigurationError": "errors",
+    "FederatedCallback": "callback",
+    "FederatedDataModule": "datamodule",
+    "FederatedModule": "module",
+    "SequentialExecutor": "executors",
+    "VectorizedExecutor": "executors",
+}
+
+__all__ = [
+    "ClientDataModule",
+    "Cohort",
+    "ConfigurationError",
+    "FederatedCallback",
+    "FederatedDataModule",
+    "FederatedModule",
+    "SequentialExecutor",
+    "VectorizedExecutor",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -1,0 +1,38 @@
+"""Randomness as a function of (seed, purpose, round, client, ...), never of call order.
+
+Every random draw of a federated run (participation, data order, augmentation, dropout, attacks) comes from a generator
+made here. Results then do not depend on which process, block or executor computed a client, any round can be computed
+alone, and a resumed run needs no saved generator state.
+"""
+
+import hashlib
+import struct
+
+import torch
+from torch import Tensor
+
+
+def derive_seed(seed: int, purpose: str, *coordinates: int) -> int:
+    """Hash a seed, a purpose and integer coordinates into an independent 63-bit seed.
+
+    Args:
+        seed: The run's seed.
+        purpose: What the numbers are for, such as ``"participation"``: equal coordinates of different purposes are
+            independent.
+        coordinates: Round, client, step, ...: whatever the draw is a function of.
+
+    Returns:
+        An integer in [0, 2**63).
+    """
+    message = purpose.encode() + struct.pack(f"<{len(coordinates) + 1}q", seed, *coordinates)
+    return int.from_bytes(hashlib.blake2b(message, digest_size=8).digest(), "little") >> 1
+
+
+def generator(seed: int, purpose: str, *coordinates: int) -> torch.Generator:
+    """A CPU generator for one purpose at the given coordinates (see :func:`derive_seed`)."""
+    return torch.Generator().manual_seed(derive_seed(seed, purpose, *coordinates))
+
+
+def permutation(n: int, seed: int, purpose: str, *coordinates: int) -> Tensor:
+    """A random permutation of ``range(n)`` for one purpose at the given coordinates, shape ``[n]``, int64."""
+    return torch.randperm(n, generator=generator(seed, purpose, *coordinates))
