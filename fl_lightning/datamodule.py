@@ -12,7 +12,7 @@ from typing import Any, Literal
 import lightning as L
 import numpy as np
 import torch
-from lightning.fabric.utilities.seed import isolate_rng
+from lightning.pytorch.utilities.seed import isolate_rng
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from torch.utils.data import DataLoader
 
@@ -37,6 +37,13 @@ class CohortBatch:
         if self._rows is None:
             return CohortBatch(stack=function(self._stack))
         return CohortBatch(rows=[function(batch) for batch in self._rows])
+
+    def num_samples(self) -> int:
+        """Number of samples in all batches together."""
+        if self._rows is None:
+            shape = first_shape(self._stack)
+            return shape[0] * shape[1]
+        return sum(first_shape(batch)[0] for batch in self._rows)
 
     def rows(self) -> Sequence[Any]:
         """One batch per client."""
@@ -241,6 +248,10 @@ class FederatedDataModule(L.LightningDataModule):
         """Number of local steps in one pass over a client's training data."""
         return self._source(client_id).steps_per_epoch
 
+    def samples_per_step(self, client_id: int) -> float:
+        """Training samples in a client's batch, on average over a pass."""
+        return self.num_examples(client_id) / self.steps_per_epoch(client_id)
+
     def cohort_batch(self, client_ids: Sequence[int], steps: Sequence[int]) -> CohortBatch:
         """The batches of one local step.
 
@@ -264,7 +275,11 @@ class FederatedDataModule(L.LightningDataModule):
         source = self._batches.get(client_id)
         if source is None:
             client = self.clients[client_id]
-            source = client if isinstance(client, ClientDataModule) else LoaderBatches(client, client_id, self.seed)
+            source = (
+                client
+                if isinstance(client, ClientDataModule)
+                else LoaderBatches(client, client_id, self.seed)
+            )
             self._batches[client_id] = source
         return source
 
@@ -273,5 +288,3 @@ def first_shape(batch: Any) -> tuple[int, ...]:
     """Shape of the first tensor of a batch, for messages and sample counts."""
     leaves = [leaf for leaf in tree_flatten(batch)[0] if isinstance(leaf, torch.Tensor)]
     return tuple(leaves[0].shape) if leaves else ()
-
-

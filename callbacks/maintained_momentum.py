@@ -1,0 +1,86 @@
+"""Maintained momentum: section 7 of Zhong et al., "Making Batch Normalization Great in Federated Deep Learning"."""
+
+from typing import TYPE_CHECKING, Any, Literal
+
+import lightning as L
+import torch
+from torch import Tensor
+
+from fl_lightning import ConfigurationError, FederatedCallback
+
+if TYPE_CHECKING:
+    from fl_lightning import Cohort, FederatedModule
+
+
+class MaintainedMomentum(FederatedCallback):
+    """Keep the client optimizer's state from one round to the next instead of starting each round from zero.
+
+    Any elementwise optimizer's state is kept: SGD's momentum, Adam's moments with each client's own step count.
+
+    Args:
+        scope: ``"local"``: each client keeps its own state; absent clients keep theirs untouched. ``"global"``: clients
+            send their state after the local steps, the server averages it with the aggregation weights, and every
+            client of the next round starts from the average (so state is sent both ways).
+
+    Raises:
+        ConfigurationError: Unknown scope, or a client optimizer without state (SGD without momentum).
+    """
+
+    def __init__(self, scope: Literal["local", "global"] = "local") -> None:
+        if scope not in ("local", "global"):
+            raise ConfigurationError(f"MaintainedMomentum.scope: {scope!r} must be local or global")
+        self.scope = scope
+        self.memory: dict[int, dict[str, Tensor]] = {}
+
+    def on_round_start(self, trainer: L.Trainer, pl_module: "FederatedModule", cohort: "Cohort") -> None:
+        """Put the remembered state back."""
+        if not cohort.optimizer_state_keys:
+            raise ConfigurationError(
+                f"MaintainedMomentum: client_optimizer {type(cohort.optimizer).__name__} keeps no state between steps; set "
+                "momentum > 0"
+            )
+        remembered = [self.memory.get(self._owner(client), {}) for client in cohort.client_ids]
+        for key in cohort.optimizer_state_keys:
+            for block, rows in cohort.optimizer_state(key).blocks.items():
+                for row, memory in zip(rows, remembered, strict=True):
+                    if f"{key}/{block}" in memory:
+                        row.copy_(memory[f"{key}/{block}"])
+        steps = [int(memory.get("steps", torch.tensor(0))) for memory in remembered]
+        cohort.optimizer_steps = torch.tensor(steps)
+
+    def on_before_aggregate(self, trainer: L.Trainer, pl_module: "FederatedModule", cohort: "Cohort") -> None:
+        """Remember the state that the clients end with."""
+        blocks = {
+            f"{key}/{block}": rows
+            for key in cohort.optimizer_state_keys
+            for block, rows in cohort.optimizer_state(key).blocks.items()
+        }
+        if self.scope == "global":
+            average = {name: cohort.mean(rows) for name, rows in blocks.items()}
+            self._remember(-1, {**average, "steps": cohort.optimizer_steps.max()})
+            return
+        for index, client in enumerate(cohort.client_ids):
+            kept = {name: rows[index].clone() for name, rows in blocks.items()}
+            self._remember(client, {**kept, "steps": cohort.optimizer_steps[index]})
+
+    def extra_payload(self, cohort: "Cohort") -> tuple[int, int]:
+        """Global scope sends the state once up and once down."""
+        if self.scope == "local":
+            return 0, 0
+        keys = cohort.optimizer_state_keys
+        floats = sum(block.shape[1] for key in keys for block in cohort.optimizer_state(key).blocks.values())
+        return floats, floats
+
+    def state_dict(self) -> dict[str, Any]:
+        """The remembered state by client id (-1: the server's average)."""
+        return {"memory": self.memory}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take up the remembered state of a checkpoint."""
+        self.memory = state_dict["memory"]
+
+    def _owner(self, client: int) -> int:
+        return client if self.scope == "local" else -1
+
+    def _remember(self, owner: int, state: dict[str, Tensor]) -> None:
+        self.memory.setdefault(owner, {}).update(state)

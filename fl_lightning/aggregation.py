@@ -1,0 +1,54 @@
+"""Aggregation rules: pure functions on rows ``[n, d] -> [d]`` and the classes that name them in YAML."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def weighted_mean(rows: Tensor, weights: Tensor) -> Tensor:
+    """Weighted mean of the clients' rows (FedAvg, McMahan et al. 2017, Algorithm 1).
+
+    Args:
+        rows: One row per client, shape ``[n, d]``.
+        weights: Non-negative weights that sum to 1, shape ``[n]``.
+
+    Returns:
+        The mean, shape ``[d]``.
+    """
+    return weights.to(rows.dtype) @ rows
+
+
+class Aggregator(ABC):
+    """How the server turns the clients' rows into one."""
+
+    @abstractmethod
+    def __call__(self, rows: Tensor, weights: Tensor) -> Tensor:
+        """Aggregate ``rows [n, d]`` with ``weights [n]`` (sum 1) to ``[d]``."""
+
+    def blocks(self, blocks: Sequence[Tensor], weights: Tensor) -> list[Tensor]:
+        """Aggregate several blocks ``[n, d_k]`` as one vector per client, as rules that measure distances need.
+
+        Args:
+            blocks: Column blocks of the clients' rows, each ``[n, d_k]``.
+            weights: Weights ``[n]`` that sum to 1.
+
+        Returns:
+            The aggregate of each block, ``[d_k]``.
+        """
+        if not blocks:
+            return []
+        return list(self(torch.cat(list(blocks), 1), weights).split([block.shape[1] for block in blocks]))
+
+
+class WeightedMean(Aggregator):
+    """Weighted mean: FedAvg's rule, and the default."""
+
+    def __call__(self, rows: Tensor, weights: Tensor) -> Tensor:
+        """Aggregate ``rows [n, d]`` with ``weights [n]`` (sum 1) to ``[d]``."""
+        return weighted_mean(rows, weights)
+
+    def blocks(self, blocks: Sequence[Tensor], weights: Tensor) -> list[Tensor]:
+        """Aggregate each block by itself: the mean is linear, so no copy of all columns is needed."""
+        return [self(block, weights) for block in blocks]

@@ -1,0 +1,190 @@
+"""Batch Normalization state, found by module type and never by name.
+
+The state of a model falls into kinds, and every method is a statement about what happens to each kind in a round:
+
+=========== ==========================================================================
+``weight``  trainable parameters that are not a BN layer's
+``affine``  gamma and beta of BN layers
+``mean``    running means of BN layers
+``var``     running variances of BN layers
+``counter`` ``num_batches_tracked`` of BN layers, int64
+``buffer``  any other persistent buffer
+``scratch`` non-persistent buffers (such as dropout keys): never sent, never averaged
+=========== ==========================================================================
+"""
+
+from collections.abc import Iterable, Mapping
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from fl_lightning.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from fl_lightning.callback import FederatedCallback
+
+KINDS = ("weight", "affine", "mean", "var", "counter", "buffer")
+"""The kinds of state that the server holds, in the order of the policy table."""
+
+TREATMENTS = ("averaged", "max", "local", "frozen", "pooled", "reset")
+"""What may happen to a kind in a round.
+
+``averaged`` and ``max``: sent by the clients and aggregated (``max`` is the counter's rule). ``frozen``: kept as the
+server holds it; frozen statistics also normalise in training (the BN layers run in eval mode), frozen parameters are
+not trained. ``local``: kept by the client, managed by the callback that declares it. ``pooled``: aggregated by the
+callback that declares it. ``reset``: not kept after the round.
+"""
+
+_DEFAULT = {kind: "averaged" for kind in KINDS} | {"counter": "max"}
+_BN_BUFFERS = {"running_mean": "mean", "running_var": "var", "num_batches_tracked": "counter"}
+
+
+def batch_norm_layers(model: nn.Module) -> dict[str, _BatchNorm]:
+    """The BN layers of a model (``BatchNorm1d/2d/3d``, ``SyncBatchNorm`` and subclasses) by their qualified name."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, _BatchNorm)}
+
+
+def parameter_kinds(model: nn.Module) -> dict[str, str]:
+    """Kind of each trainable parameter by its qualified name, in the order of ``named_parameters``."""
+    affine = {id(p) for layer in batch_norm_layers(model).values() for p in layer.parameters(recurse=False)}
+    return {
+        name: "affine" if id(parameter) in affine else "weight"
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
+    }
+
+
+def buffer_kinds(model: nn.Module) -> dict[str, str]:
+    """Kind of each buffer by its qualified name, in the order of ``named_buffers``."""
+    layers = batch_norm_layers(model)
+    persistent = model.state_dict(keep_vars=True).keys()
+    kinds = {}
+    for name, _ in model.named_buffers():
+        owner, _, attribute = name.rpartition(".")
+        if owner in layers and attribute in _BN_BUFFERS:
+            kinds[name] = _BN_BUFFERS[attribute]
+        else:
+            kinds[name] = "buffer" if name in persistent else "scratch"
+    return kinds
+
+
+def resolve_policy(
+    callbacks: Iterable["FederatedCallback"], round_number: int, total_rounds: int
+) -> dict[str, str]:
+    """What happens to each kind of state in a round, from what the active callbacks declare.
+
+    Args:
+        callbacks: The run's federated callbacks.
+        round_number: The communication round, from 1.
+        total_rounds: Number of planned rounds.
+
+    Returns:
+        The treatment of each kind of :data:`KINDS`.
+
+    Raises:
+        ConfigurationError: Two callbacks declare different treatments of one kind, or an unknown kind or treatment.
+    """
+    policy = dict(_DEFAULT)
+    declared_by: dict[str, str] = {}
+    for callback in callbacks:
+        name = type(callback).__name__
+        for kind, treatment in callback.policy(round_number, total_rounds).items():
+            if kind not in KINDS or treatment not in TREATMENTS:
+                raise ConfigurationError(
+                    f"{name}.policy() declares {kind!r}: {treatment!r}; kinds are {', '.join(KINDS)} and treatments "
+                    f"{', '.join(TREATMENTS)}"
+                )
+            if kind in declared_by and policy[kind] != treatment:
+                raise ConfigurationError(
+                    f"callbacks {declared_by[kind]} and {name} cannot be combined: one wants {kind} {policy[kind]}, the "
+                    f"other {treatment}, in round {round_number}"
+                )
+            policy[kind], declared_by[kind] = treatment, name
+    if (policy["mean"] == "frozen") != (policy["var"] == "frozen"):
+        raise ConfigurationError(
+            "running means and variances can only be frozen together (policy of mean and var)"
+        )
+    return policy
+
+
+def policy_table(
+    model: nn.Module, callbacks: Iterable["FederatedCallback"], total_rounds: int
+) -> dict[str, str]:
+    """The policy over a whole run in words, by kind, for the kinds that the model has.
+
+    Args:
+        model: The model.
+        callbacks: The run's federated callbacks.
+        total_rounds: Number of planned rounds.
+
+    Returns:
+        For each kind a text such as ``"averaged"`` or ``"averaged; frozen from round 51"``.
+    """
+    callbacks = list(callbacks)
+    present = {*parameter_kinds(model).values(), *buffer_kinds(model).values()}
+    policies = [resolve_policy(callbacks, r, total_rounds) for r in range(1, max(total_rounds, 1) + 1)]
+    table = {}
+    for kind in (kind for kind in KINDS if kind in present):
+        stages, start = [], 1
+        for treatment, rounds in groupby(policies, key=lambda policy: policy[kind]):
+            stages.append(treatment if start == 1 else f"{treatment} from round {start}")
+            start += len(list(rounds))
+        table[kind] = "; ".join(stages)
+    return table
+
+
+def check_variances(
+    layers: Iterable[str], rows: Mapping[str, Tensor], client_ids: list[int], round_number: int
+) -> None:
+    """Refuse negative running variances, which would turn into NaN under the square root.
+
+    Args:
+        layers: Names of the BN layers.
+        rows: Stacked buffers ``[C, *shape]`` by name.
+        client_ids: The client of each row; empty for the server's own state (one row).
+        round_number: The communication round, for the message.
+
+    Raises:
+        ConfigurationError: A running variance is negative; names layer, client and round.
+    """
+    for layer in layers:
+        negative = (rows[f"{layer}.running_var"] < 0).flatten(1).any(1)
+        if negative.any():
+            row = int(negative.nonzero()[0])
+            owner = f"client {client_ids[row]}" if client_ids else "the server"
+            raise ConfigurationError(
+                f"round {round_number}: {owner} holds a negative running variance in BN layer {layer!r}; statistics "
+                "must be aggregated by a rule that keeps variances >= 0, such as WeightedMean"
+            )
+
+
+def explain_batch_of_one(model: nn.Module, forward: Any) -> ConfigurationError:
+    """Turn PyTorch's "expected more than 1 value per channel" into an error that names the layer and the way out.
+
+    Args:
+        model: The model in the state in which the error arose.
+        forward: A function without arguments that runs the failing forward pass again.
+    """
+    seen: list[str] = []
+    handles = [
+        layer.register_forward_pre_hook(
+            lambda _module, args, name=name: seen.append(f"{name!r} {tuple(args[0].shape)}")
+        )
+        for name, layer in batch_norm_layers(model).items()
+    ]
+    try:
+        with torch.no_grad():
+            forward()
+    except ValueError:
+        where = f"BN layer {seen[-1]}" if seen else "a BN layer"
+    else:
+        where = "a BN layer"
+    finally:
+        for handle in handles:
+            handle.remove()
+    return ConfigurationError(
+        f"{where} gets one value per channel, whose variance is undefined; use batch_size >= 2, larger images or norm: gn"
+    )

@@ -1,0 +1,236 @@
+"""The cohort: the state of a round's clients, stacked along dimension 0."""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from fl_lightning.batch_norm import buffer_kinds, parameter_kinds
+from fl_lightning.client_optimizer import ClientOptimizer, OptimizerCallable
+from fl_lightning.dropout import Dropout
+from fl_lightning.rows import Layout, Rows, join_columns
+
+if TYPE_CHECKING:
+    from fl_lightning.callback import FederatedCallback
+
+
+class Cohort:
+    """The clients that take part in one communication round.
+
+    Trainable parameters lie in one contiguous block ``[C, columns]`` per parameter group, buffers in one per kind;
+    ``params``, ``grads`` and ``buffers`` give named views ``[C, *shape]`` of them. Row i belongs to ``client_ids[i]``.
+
+    Attributes:
+        client_ids: The clients, in increasing order.
+        weights: Aggregation weights p_i, shape ``[C]``, sum 1.
+        round: The communication round, from 1.
+        step: The present local step, from 0.
+        local_steps: Number of local steps of each client in this round.
+        active: Which clients take the present local step, bool ``[C]``.
+        params: Parameters, ``[C, *shape]`` by name.
+        grads: Gradients of the present local step, likewise.
+        buffers: Buffers, likewise: running statistics, counters, others.
+        server: The server's parameters that this round started from, ``[*shape]`` by name.
+        policy: What happens to each kind of state in this round (see ``fl_lightning.batch_norm``).
+    """
+
+    def __init__(self, model: nn.Module, num_clients: int, groups: Mapping[str, str]) -> None:
+        parameters = dict(model.named_parameters())
+        buffers = dict(model.named_buffers())
+        self.parameter_kinds = parameter_kinds(model)
+        self.buffer_kinds = buffer_kinds(model)
+        self.params = Rows.empty(_layout(parameters, groups), parameters, num_clients)
+        self.grads = self.params.zeros_like()
+        self.buffers = Rows.empty(_layout(buffers, self.buffer_kinds), buffers, num_clients)
+        self.client_ids: list[int] = []
+        self.local_steps: list[int] = []
+        self.policy: dict[str, str] = {}
+        self.round = self.step = 0
+        self._dropout_keys = [f"{n}.key" for n, layer in model.named_modules() if isinstance(layer, Dropout)]
+        self._row_leaves: dict[int, dict[str, Tensor]] = {}
+        self._finished: dict[int, list[Tensor]] = {}
+
+    def __len__(self) -> int:
+        return len(self.params.blocks[next(iter(self.params.blocks))])
+
+    def broadcast(
+        self,
+        model: nn.Module,
+        *,
+        round_number: int,
+        client_ids: Sequence[int],
+        weights: Tensor,
+        local_steps: Sequence[int],
+        policy: Mapping[str, str],
+        optimizer: OptimizerCallable,
+        overrides: Mapping[str, Mapping[str, float]],
+        lr_factor: float,
+    ) -> None:
+        """Start a round: every row becomes a copy of the server's state, with a fresh client optimizer."""
+        self.round = round_number
+        self.client_ids, self.weights = list(client_ids), weights
+        self.local_steps = list(local_steps)
+        self.policy = dict(policy)
+        self._finished.clear()
+        parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
+        server = {name: join_columns(parameters, shapes)[None] for name, shapes in self.params.layout.items()}
+        for name, row in server.items():
+            self.params.blocks[name].copy_(row.expand_as(self.params.blocks[name]))
+        for name, shapes in self.buffers.layout.items():
+            self.buffers.blocks[name].copy_(
+                join_columns(buffers, shapes).expand_as(self.buffers.blocks[name])
+            )
+        self.server = Rows(self.params.layout, server).row(0)
+        trained = {name: block for name, block in self.params.blocks.items() if self.is_trained(name)}
+        self._optimizer = ClientOptimizer(
+            optimizer, trained, {name: self.grads.blocks[name] for name in trained}, overrides, lr_factor
+        )
+        self.begin_step(0)
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The client optimizer: one torch optimizer whose parameters are the trained blocks ``[C, columns]``."""
+        return self._optimizer.torch
+
+    def is_trained(self, block: str) -> bool:
+        """Whether a parameter block is trained in this round, that is, not frozen by the policy."""
+        return self.treatment(block) != "frozen"
+
+    def trained_names(self) -> list[str]:
+        """Names of the parameters that are trained in this round."""
+        return [n for block, shapes in self.params.layout.items() if self.is_trained(block) for n in shapes]
+
+    def mean(self, stacked: Tensor) -> Tensor:
+        """Weighted mean over the clients, ``[C, *shape] -> [*shape]``, with the round's aggregation weights."""
+        return torch.tensordot(self.weights.to(stacked.dtype), stacked, dims=1)
+
+    def optimizer_state(self, key: str) -> Rows:
+        """What the client optimizer remembers under ``key`` (SGD: ``"momentum_buffer"``), ``[C, *shape]`` by name.
+
+        The views can be read and written. At the start of a round they are zero: state is reset unless a callback puts
+        it back.
+
+        Raises:
+            ConfigurationError: The client optimizer keeps no such state.
+        """
+        blocks = self._optimizer.state(key)
+        return Rows({name: self.params.layout[name] for name in blocks}, blocks)
+
+    @property
+    def optimizer_state_keys(self) -> list[str]:
+        """The keys that :meth:`optimizer_state` knows."""
+        return self._optimizer.keys()
+
+    @property
+    def optimizer_steps(self) -> Tensor:
+        """How many steps each client's optimizer state has seen, int64 ``[C]``: settable at the start of a round."""
+        return self._optimizer.steps_taken(torch.tensor(self.local_steps))
+
+    @optimizer_steps.setter
+    def optimizer_steps(self, steps: Tensor) -> None:
+        self._optimizer.restore_steps(steps)
+
+    def treatment(self, block: str) -> str:
+        """What the policy of this round does with a block of parameters or buffers."""
+        kind = block.split(" ")[0]
+        if kind == "scratch":
+            return "reset"
+        return self.policy[
+            {"weights": "weight", "scalars": "weight", "bias": "weight", "batch_norm": "affine"}.get(
+                kind, kind
+            )
+        ]
+
+    def set_dropout_keys(self, keys: Tensor) -> None:
+        """Give every dropout layer of row i the key ``keys[i]`` for the present local step."""
+        for name in self._dropout_keys:
+            self.buffers[name].copy_(keys)
+
+    def take_step(self) -> None:
+        """Let the client optimizer take one local step of every row."""
+        self._optimizer.step()
+
+    def payload_bytes(self, callbacks: Sequence["FederatedCallback"]) -> tuple[int, int]:
+        """Bytes that all clients of this round together send and receive: (upload, download).
+
+        What the policy averages is sent both ways; counters are not counted. Callbacks add what they send on top.
+        """
+        sent = [
+            block.shape[1] * block.element_size()
+            for name, block in (*self.params.blocks.items(), *self.buffers.blocks.items())
+            if self.treatment(name) in ("averaged", "pooled") and block.is_floating_point()
+        ]
+        size = next(iter(self.params.blocks.values())).element_size()
+        extra = [callback.extra_payload(self) for callback in callbacks]
+        upload = sum(sent) + size * sum(up for up, _ in extra)
+        download = sum(sent) + size * sum(down for _, down in extra)
+        return upload * len(self), download * len(self)
+
+    def begin_step(self, step: int) -> None:
+        """Mark the clients that take local step ``step`` (from 0) as active; rows that do not get a zero gradient."""
+        self.step = step
+        self.active = torch.tensor([step < steps for steps in self.local_steps])
+        for row in (row for row, steps in enumerate(self.local_steps) if step == steps):
+            for block in self.grads.blocks.values():
+                block[row].zero_()
+
+    def active_rows(self) -> list[int]:
+        """Indices of the rows that take the present local step."""
+        return self.active.nonzero().flatten().tolist()
+
+    def finish_step(self, step: int) -> None:
+        """Keep aside the state of clients whose last local step was ``step`` while others go on."""
+        if step + 1 < max(self.local_steps):
+            for row, steps in enumerate(self.local_steps):
+                if step + 1 == steps:
+                    self._finished[row] = [block[row].clone() for block in self._storage()]
+
+    def restore_finished(self) -> None:
+        """Put back the state of clients that finished early: they take part with exactly their own steps."""
+        for row, kept in self._finished.items():
+            for block, value in zip(self._storage(), kept, strict=True):
+                block[row].copy_(value)
+        self.active = torch.ones(len(self), dtype=torch.bool)
+
+    def row_leaves(self, row: int) -> dict[str, Tensor]:
+        """One client's parameters as autograd leaves that share the row's memory."""
+        if row not in self._row_leaves:
+            leaves = {name: value.detach().requires_grad_() for name, value in self.params.row(row).items()}
+            self._row_leaves[row] = leaves
+        return self._row_leaves[row]
+
+    def _storage(self) -> list[Tensor]:
+        states = [block for key in self._optimizer.keys() for block in self._optimizer.state(key).values()]
+        return [*self.params.blocks.values(), *self.buffers.blocks.values(), *states]
+
+
+def parameter_blocks(model: nn.Module, overrides: Mapping[str, Mapping[str, float]]) -> dict[str, str]:
+    """The parameter group, and so the block, of each trainable parameter.
+
+    BN layers' gamma and beta are always a group of their own (``batch_norm``); parameters with one element
+    (``scalars``) and biases (``bias``) are where ``overrides`` sets something for them; all others are ``weights``.
+    """
+    groups = {}
+    for name, kind in parameter_kinds(model).items():
+        parameter = model.get_parameter(name)
+        if kind == "affine":
+            groups[name] = "batch_norm"
+        elif "scalars" in overrides and parameter.numel() == 1:
+            groups[name] = "scalars"
+        elif "bias" in overrides and name.rpartition(".")[2] == "bias":
+            groups[name] = "bias"
+        else:
+            groups[name] = "weights"
+    return groups
+
+
+def _layout(tensors: Mapping[str, Tensor], groups: Mapping[str, str]) -> Layout:
+    """Blocks of tensors of one group and dtype."""
+    main: dict[str, torch.dtype] = {}
+    layout: dict[str, dict[str, torch.Size]] = {}
+    for name, group in groups.items():
+        dtype = tensors[name].dtype
+        block = group if main.setdefault(group, dtype) == dtype else f"{group} {dtype}"
+        layout.setdefault(block, {})[name] = tensors[name].shape
+    return layout

@@ -1,0 +1,197 @@
+"""Executors: who computes the clients' losses and gradients. They fill the same rows; callbacks cannot tell which ran."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from fl_lightning.batch_norm import batch_norm_layers, explain_batch_of_one
+from fl_lightning.datamodule import CohortBatch
+from fl_lightning.errors import ConfigurationError
+from fl_lightning.randomness import derive_seed
+
+if TYPE_CHECKING:
+    from fl_lightning.cohort import Cohort
+    from fl_lightning.module import FederatedModule
+
+
+class StateSlots:
+    """The places in a model's modules where its parameters and buffers hang, so that a client's can hang there instead.
+
+    Args:
+        model: The server's model. Tied parameters and buffers fill several places.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        names = {id(p): name for name, p in model.named_parameters()} | {
+            id(b): n for n, b in model.named_buffers()
+        }
+        self._places: list[tuple[dict[str, Any], str, str, Tensor]] = []
+        for module in model.modules():
+            for store in (module._parameters, module._buffers):
+                for attribute, tensor in store.items():
+                    if tensor is not None:
+                        self._places.append((store, attribute, names[id(tensor)], tensor))
+
+    @contextmanager
+    def filled(self, tensors: Mapping[str, Tensor]) -> Iterator[None]:
+        """Hang ``tensors`` (by qualified name; absent names stay the server's) and take them off again."""
+        try:
+            for store, attribute, name, own in self._places:
+                store[attribute] = tensors.get(name, own)
+            yield
+        finally:
+            for store, attribute, _, own in self._places:
+                store[attribute] = own
+
+    def read(self, names: Sequence[str]) -> dict[str, Tensor]:
+        """What hangs in the model now under the given names, after a forward pass may have changed or replaced it."""
+        held = {name: store[attribute] for store, attribute, name, _ in self._places}
+        return {name: held[name] for name in names}
+
+
+class Executor(ABC):
+    """Computes one local step's losses and gradients for some rows of a cohort."""
+
+    @abstractmethod
+    def backward(
+        self, module: "FederatedModule", cohort: "Cohort", batch: CohortBatch, rows: Sequence[int]
+    ) -> Tensor:
+        """Fill ``cohort.grads`` and update ``cohort.buffers`` for ``rows``.
+
+        Args:
+            module: The federated module: ``client_loss`` gives a client's loss.
+            cohort: The round's stacked client state.
+            batch: One batch for each of ``rows``.
+            rows: Indices of the active rows.
+
+        Returns:
+            The local losses, detached, shape ``[len(rows)]``.
+        """
+
+
+class SequentialExecutor(Executor):
+    """One client after the other: a loop over rows. The reference, and the right choice on a CPU."""
+
+    def backward(
+        self, module: "FederatedModule", cohort: "Cohort", batch: CohortBatch, rows: Sequence[int]
+    ) -> Tensor:
+        """Fill ``cohort.grads`` and update ``cohort.buffers`` for ``rows``; see :meth:`Executor.backward`."""
+        slots, names = module.slots, cohort.trained_names()
+        losses = []
+        for row, client_batch in zip(rows, batch.rows(), strict=True):
+            leaves, buffers = cohort.row_leaves(row), cohort.buffers.row(row)
+            _seed_global_generator(module, cohort, row)
+            with slots.filled({**leaves, **buffers}):
+                loss = _client_loss(module, client_batch)
+                for name, value in slots.read(list(buffers)).items():
+                    if value is not buffers[name]:
+                        buffers[name].copy_(value.detach())
+            gradients = torch.autograd.grad(
+                loss, [leaves[n] for n in names], allow_unused=True, materialize_grads=True
+            )
+            own = cohort.grads.row(row)
+            torch._foreach_copy_([own[name] for name in names], list(gradients))
+            losses.append(loss.detach())
+        return torch.stack(losses)
+
+
+class VectorizedExecutor(Executor):
+    """All clients of a block at once with ``torch.func.vmap``.
+
+    Args:
+        block_size: How many clients are computed together; None for the whole cohort. Smaller blocks need less memory.
+
+    Raises:
+        ConfigurationError: ``block_size`` is below 1.
+    """
+
+    def __init__(self, block_size: int | None = None) -> None:
+        if block_size is not None and block_size < 1:
+            raise ConfigurationError(
+                f"VectorizedExecutor.block_size: {block_size} must be at least 1 (or null for all)"
+            )
+        self.block_size = block_size
+
+    def backward(
+        self, module: "FederatedModule", cohort: "Cohort", batch: CohortBatch, rows: Sequence[int]
+    ) -> Tensor:
+        """Fill ``cohort.grads`` and update ``cohort.buffers`` for ``rows``; see :meth:`Executor.backward`."""
+        size = self.block_size or len(rows)
+        if size >= len(rows):
+            return self._block(module, cohort, batch.stack(), list(rows))
+        losses = []
+        for start in range(0, len(rows), size):
+            part = tree_map(lambda leaf: leaf[start : start + size], batch.stack())  # noqa: B023  # used at once
+            losses.append(self._block(module, cohort, part, list(rows[start : start + size])))
+        return torch.cat(losses)
+
+    def _block(self, module: "FederatedModule", cohort: "Cohort", batch: Any, rows: list[int]) -> Tensor:
+        slots, trained = module.slots, cohort.trained_names()
+        # The batching rule of batch_norm updates running statistics in place only where they are contiguous.
+        params = {name: value[rows].requires_grad_() for name, value in cohort.params.items()}
+        buffers = {name: value[rows] for name, value in cohort.buffers.items()}
+
+        def loss_and_buffers(
+            params: dict[str, Tensor], buffers: dict[str, Tensor], batch: Any
+        ) -> tuple[Tensor, dict[str, Tensor]]:
+            with slots.filled({**params, **buffers}):
+                return _client_loss(module, batch), slots.read(list(buffers))
+
+        with _numeric_momentum(module.model, buffers):
+            losses, updated = torch.func.vmap(loss_and_buffers)(params, buffers, batch)
+        leaves = [params[name] for name in trained]
+        gradients = torch.autograd.grad(losses.sum(), leaves, allow_unused=True, materialize_grads=True)
+        for name, gradient in zip(trained, gradients, strict=True):
+            cohort.grads[name][rows] = gradient
+        for name, value in updated.items():
+            cohort.buffers[name][rows] = value.detach()
+        return losses.detach()
+
+
+def _client_loss(module: "FederatedModule", batch: Any) -> Tensor:
+    try:
+        return module.client_loss(batch)
+    except ValueError as error:
+        if "more than 1 value per channel" in str(error):
+            raise explain_batch_of_one(module.model, lambda: module.client_loss(batch)) from error
+        raise
+    except RuntimeError as error:
+        if "randomness" in str(error):
+            raise ConfigurationError(
+                f"model {type(module.model).__name__} draws random numbers that VectorizedExecutor cannot give each client "
+                "by itself; use fl_lightning.dropout.Dropout, or SequentialExecutor"
+            ) from error
+        raise
+
+
+def _seed_global_generator(module: "FederatedModule", cohort: "Cohort", row: int) -> None:
+    """Make a model's own draws (stochastic depth, say) a function of (seed, round, client, step)."""
+    seed = derive_seed(module.seed, "model", cohort.round, cohort.client_ids[row], cohort.step)
+    torch.default_generator.manual_seed(seed)
+    if module.device.type == "cuda":
+        torch.cuda.default_generators[module.device.index or 0].manual_seed(seed)
+
+
+@contextmanager
+def _numeric_momentum(model: nn.Module, buffers: Mapping[str, Tensor]) -> Iterator[None]:
+    """Give BN layers with ``momentum=None`` (cumulative average) the equal number 1/(k+1): vmap cannot read a counter."""
+    cumulative = {name: layer for name, layer in batch_norm_layers(model).items() if layer.momentum is None}
+    try:
+        for name, layer in cumulative.items():
+            if layer.track_running_stats:
+                counts = buffers[f"{name}.num_batches_tracked"]
+                if not bool((counts == counts[0]).all()):
+                    raise ConfigurationError(
+                        f"BN layer {name!r} has momentum=None and clients with different counters, which "
+                        "VectorizedExecutor cannot run; use SequentialExecutor"
+                    )
+                layer.momentum = 1.0 / (int(counts[0]) + 1)
+        yield
+    finally:
+        for layer in cumulative.values():
+            layer.momentum = None

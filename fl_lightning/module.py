@@ -1,0 +1,410 @@
+"""The federated LightningModule: ``training_step`` is one communication round."""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, Literal
+
+import lightning as L
+import torch
+from lightning.fabric.utilities import move_data_to_device
+from torch import Tensor, nn
+
+from fl_lightning.aggregation import Aggregator, WeightedMean
+from fl_lightning.batch_norm import batch_norm_layers, check_variances, resolve_policy
+from fl_lightning.callback import FederatedCallback
+from fl_lightning.client_optimizer import OptimizerCallable, check_elementwise, check_overrides
+from fl_lightning.cohort import Cohort, parameter_blocks
+from fl_lightning.datamodule import CohortBatch, FederatedDataModule
+from fl_lightning.dropout import convert_dropout, dropout_keys, number_dropout_layers
+from fl_lightning.errors import ConfigurationError
+from fl_lightning.evaluation import ServerEvaluation
+from fl_lightning.executors import Executor, SequentialExecutor, StateSlots
+from fl_lightning.participation import cohort_size
+from fl_lightning.planning import RoundPlan
+from fl_lightning.record import RunRecord
+from fl_lightning.rows import split_columns
+from fl_lightning.schedules import LRSchedule
+
+
+class FederatedModule(L.LightningModule):
+    """Federated learning as a LightningModule: one epoch, one batch, one ``training_step`` is one communication round.
+
+    The round is Algorithm 1 of FedAvg (McMahan et al. 2017) with a server optimizer on the pseudo-gradient (FedOpt,
+    Reddi et al. 2021): ``SGD(lr=1)`` is FedAvg, ``SGD(lr=1, momentum=0.9)`` FedAvgM, ``Adam`` FedAdam (with torch's bias
+    correction, which Reddi et al. leave out). Rounds count from 1; ``max_epochs`` is the number of rounds. ``state_dict()``
+    is exactly the server model's. Methods are callbacks (see :class:`~fl_lightning.callback.FederatedCallback`).
+
+    Args:
+        model: The server's model; every client trains a copy.
+        client_optimizer: Makes the client optimizer from parameters. Its state is reset each round.
+        server_optimizer: Makes the server optimizer from parameters. Default: ``SGD(lr=1)``, which is FedAvg.
+        local_steps: Local steps E of each client in a round. Give this or ``local_epochs``.
+        local_epochs: Passes over a client's own data in a round.
+        participation: Clients in a round: a fraction in (0, 1] (float) or a number (int).
+        executor: Who computes the clients' gradients. Default: :class:`~fl_lightning.executors.SequentialExecutor`.
+        aggregator: How the server combines the clients. Default: :class:`~fl_lightning.aggregation.WeightedMean`.
+        weighting: Aggregation weights: ``"examples"`` (p_i = n_i / sum of n_j over the cohort) or ``"uniform"``.
+        loss: Loss of (outputs, targets), averaged over the batch. Default: cross-entropy.
+        client_lr_schedule: Factor on the client learning rate, a function of (round, planned rounds).
+        parameter_groups: Client optimizer settings by parameter group (``batch_norm``, ``scalars``, ``bias``): values
+            override, ``lr_scale`` multiplies the learning rate.
+        budget_epochs: Sets the number of rounds so that all rounds together see this many times the training data; the
+            last round is cut short where the budget ends.
+        on_divergence: ``"error"`` stops when a client's update is not finite and names it; ``"record"`` goes on and flags
+            the run as diverged.
+        seed: Seed of participation and dropout.
+
+    Raises:
+        ConfigurationError: A setting is out of range or contradicts another one.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        client_optimizer: OptimizerCallable,
+        server_optimizer: OptimizerCallable | None = None,
+        local_steps: int | None = None,
+        local_epochs: int | None = None,
+        participation: int | float = 1.0,
+        executor: Executor | None = None,
+        aggregator: Aggregator | None = None,
+        weighting: Literal["examples", "uniform"] = "examples",
+        loss: Callable[[Tensor, Tensor], Tensor] | None = None,
+        client_lr_schedule: LRSchedule | Callable[[int, int], float] | None = None,
+        parameter_groups: dict[str, dict[str, float]] | None = None,
+        budget_epochs: float | None = None,
+        on_divergence: Literal["error", "record"] = "error",
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        if (local_steps is None) == (local_epochs is None):
+            raise ConfigurationError(
+                f"local_steps: {local_steps} and local_epochs: {local_epochs}: give exactly one of them, such as "
+                "local_steps: 20 (null switches the other off)"
+            )
+        for setting, value in (("local_steps", local_steps), ("local_epochs", local_epochs)):
+            if value is not None and value < 1:
+                raise ConfigurationError(f"{setting}: {value} must be at least 1")
+        if budget_epochs is not None and budget_epochs <= 0:
+            raise ConfigurationError(f"budget_epochs: {budget_epochs} must be positive")
+        cohort_size(2**62, participation)
+        check_elementwise(client_optimizer)
+        check_overrides(client_optimizer, parameter_groups or {})
+        if not any(parameter.requires_grad for parameter in model.parameters()):
+            raise ConfigurationError(f"model: {type(model).__name__} has no trainable parameters")
+        self.num_dropout_layers = convert_dropout(model)
+        number_dropout_layers(model)
+        self.model = model
+        self.client_optimizer = client_optimizer
+        self.server_optimizer = server_optimizer or partial(torch.optim.SGD, lr=1.0)
+        self.local_steps, self.local_epochs = local_steps, local_epochs
+        self.participation = participation
+        self.executor = executor or SequentialExecutor()
+        self.aggregator = aggregator or WeightedMean()
+        self.weighting = weighting
+        self.loss = loss or nn.functional.cross_entropy
+        self.client_lr_schedule = client_lr_schedule
+        self.parameter_groups = parameter_groups or {}
+        self.budget_epochs = budget_epochs
+        self.on_divergence = on_divergence
+        self.seed = seed
+        self.total_rounds: int | None = None
+        self.record = RunRecord()
+        self.evaluation = ServerEvaluation()
+        self._cohort: Cohort | None = None
+
+    # One communication round
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        """One communication round: broadcast, local steps, aggregation, server step."""
+        started = time.perf_counter()
+        cohort = self.start_round()
+        self._call("on_round_start", cohort)
+        loss_sum = torch.zeros(len(cohort), device=self.device)
+        for step in range(max(cohort.local_steps)):
+            cohort.begin_step(step)
+            rows = cohort.active_rows()
+            batches = self.client_batches(cohort, rows, step)
+            loss_sum[rows] += self.executor.backward(self, cohort, batches, rows).to(loss_sum.dtype)
+            self._call("on_after_local_backward", cohort, step)
+            cohort.take_step()
+            self._call("on_local_step_end", cohort, step)
+            cohort.finish_step(step)
+        cohort.restore_finished()
+        self._call("on_before_aggregate", cohort)
+        self.aggregate(cohort)
+        self.server_step()
+        self._call("on_round_end", cohort)
+        losses = loss_sum / torch.tensor(cohort.local_steps, device=self.device)
+        self.log("train/loss", cohort.mean(losses).item(), prog_bar=True)
+        self._log_costs(cohort, time.perf_counter() - started)
+
+    def start_round(self) -> Cohort:
+        """Sample the cohort of this round and broadcast the server's state to it."""
+        clients = self.plan.cohort(self.round)
+        policy = resolve_policy(self.federated_callbacks, self.round, self.planned_rounds)
+        for layer in batch_norm_layers(self.model).values():
+            layer.train(policy["mean"] != "frozen")
+        if self._cohort is None or len(self._cohort) != len(clients):
+            self._cohort = Cohort(
+                self.model, len(clients), parameter_blocks(self.model, self.parameter_groups)
+            )
+        if self.weighting == "examples":
+            sizes = [float(self.data.num_examples(client)) for client in clients]
+        else:
+            sizes = [1.0] * len(clients)
+        schedule = self.client_lr_schedule
+        self._cohort.broadcast(
+            self.model,
+            round_number=self.round,
+            client_ids=clients,
+            weights=torch.tensor([size / sum(sizes) for size in sizes], dtype=torch.float64).to(self.device),
+            local_steps=[self.plan.steps(client, self.round) for client in clients],
+            policy=policy,
+            optimizer=self.client_optimizer,
+            overrides=self.parameter_groups,
+            lr_factor=schedule(self.round, self.planned_rounds) if schedule is not None else 1.0,
+        )
+        return self._cohort
+
+    def client_batches(self, cohort: Cohort, rows: Sequence[int], step: int) -> CohortBatch:
+        """The batches of the active clients at a local step, on this module's device and in its precision."""
+        clients = [cohort.client_ids[row] for row in rows]
+        positions = [self.plan.first_step(client, self.round) + step for client in clients]
+        if self.num_dropout_layers:
+            keys = dropout_keys(self.seed, self.round, cohort.client_ids, step)
+            cohort.set_dropout_keys(keys.to(self.device))
+        batches = self.data.cohort_batch(clients, positions)
+        self.record.add_samples(batches.num_samples())
+        convert = self.trainer.precision_plugin.convert_input
+        return batches.map(lambda batch: convert(move_data_to_device(batch, self.device)))
+
+    def client_loss(self, batch: Any) -> Tensor:
+        """A client's loss on its batch, a scalar: override it where a batch is not ``(inputs, targets)``."""
+        inputs, targets = batch
+        return self.loss(self.model(inputs), targets)
+
+    def aggregate(self, cohort: Cohort) -> None:
+        """Set the server's statistics to the clients' aggregate and its gradients to the pseudo-gradient."""
+        self._check_finite(cohort)
+        layers = [
+            name for name, layer in batch_norm_layers(self.model).items() if layer.running_var is not None
+        ]
+        check_variances(layers, cohort.buffers, cohort.client_ids, cohort.round)
+        names = [
+            n for n in cohort.params.blocks if cohort.treatment(n) == "averaged" and cohort.is_trained(n)
+        ]
+        means = self.aggregator.blocks([cohort.params.blocks[name] for name in names], cohort.weights)
+        parameters = dict(self.model.named_parameters())
+        for parameter in parameters.values():
+            parameter.grad = None
+        for name, mean in zip(names, means, strict=True):
+            for key, value in split_columns(mean, cohort.params.layout[name]).items():
+                parameters[key].grad = parameters[key].detach() - value
+        buffers = dict(self.model.named_buffers())
+        for name, block in cohort.buffers.blocks.items():
+            treatment = cohort.treatment(name)
+            if treatment == "averaged" and block.is_floating_point():
+                row = self.aggregator(block, cohort.weights)
+            elif treatment in ("averaged", "max"):
+                row = block.amax(0)
+            else:
+                continue
+            for key, value in split_columns(row, cohort.buffers.layout[name]).items():
+                buffers[key].copy_(value)
+        check_variances(layers, {name: buffer[None] for name, buffer in buffers.items()}, [], cohort.round)
+
+    def server_step(self) -> None:
+        """Step the server optimizer on the pseudo-gradient."""
+        optimizer = self.optimizers()
+        assert isinstance(optimizer, L.pytorch.core.optimizer.LightningOptimizer)
+        optimizer.step()
+
+    # The run
+
+    @property
+    def round(self) -> int:
+        """The communication round under way, from 1."""
+        return self.trainer.current_epoch + 1
+
+    @property
+    def planned_rounds(self) -> int:
+        """Number of rounds that was planned at round 1: what fractions of a run refer to."""
+        assert self.total_rounds is not None
+        return self.total_rounds
+
+    @property
+    def row(self) -> Mapping[str, float]:
+        """The newest row of metrics, such as ``{"round": 12, "train/loss": 0.7, "val/accuracy": 0.8}``."""
+        return self.record.row
+
+    @property
+    def data(self) -> FederatedDataModule:
+        """The federated data of the run."""
+        data = self.trainer.datamodule  # type: ignore[attr-defined]  # set by Trainer.fit(datamodule=...)
+        if not isinstance(data, FederatedDataModule):
+            raise ConfigurationError(
+                f"data: FederatedModule needs a FederatedDataModule, got {type(data).__name__}; pass "
+                "datamodule=FederatedDataModule(clients=[...]) to fit()"
+            )
+        return data
+
+    @property
+    def federated_callbacks(self) -> list[FederatedCallback]:
+        """The methods that are active in this run."""
+        return [cb for cb in self.trainer.callbacks if isinstance(cb, FederatedCallback)]  # type: ignore[attr-defined]
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """The server optimizer; it sees trainable parameters only, never statistics."""
+        return self.server_optimizer([p for p in self.model.parameters() if p.requires_grad])
+
+    def setup(self, stage: str) -> None:
+        """Prepare what depends on the trainer: the plan of local work."""
+        if stage != "fit":
+            return
+        if self.trainer.world_size > 1:
+            raise ConfigurationError(
+                f"trainer.devices: {self.trainer.world_size} processes; use devices: 1 for now"
+            )
+        if str(self.trainer.precision).startswith("16"):
+            raise ConfigurationError(
+                f"trainer.precision: {self.trainer.precision} scales losses; use bf16-mixed or 32-true"
+            )
+        size = cohort_size(self.data.num_clients, self.participation)
+        self.plan = RoundPlan(self.data, self.local_steps, self.local_epochs, size, self.seed)
+
+    def on_fit_start(self) -> None:
+        """Fix the number of rounds at round 1; a resumed run keeps it."""
+        limit = self.trainer.max_epochs
+        rounds = self.plan.limit(self.budget_epochs) if self.budget_epochs is not None else None
+        if self.total_rounds is None:
+            self.total_rounds = rounds or limit
+            if self.total_rounds is None or self.total_rounds < 0:
+                raise ConfigurationError(
+                    "trainer.max_epochs: set the number of rounds, or model.budget_epochs"
+                )
+        elif limit is not None and limit > self.total_rounds and rounds is None:
+            self.print(
+                f"Training goes on to round {limit}. The run was planned for {self.total_rounds} rounds: freeze rounds and "
+                "learning-rate milestones stay as planned."
+            )
+        if rounds is not None and (limit is None or limit < 0 or limit > rounds):
+            self.trainer.fit_loop.max_epochs = rounds
+        self.slots = StateSlots(self.model)
+        self._cohort = None
+
+    def on_train_start(self) -> None:
+        """Cut metric files back to the checkpoint's round when a run is resumed."""
+        for logger in self.trainer.loggers:
+            if hasattr(logger, "cut_back"):
+                logger.cut_back(self.trainer.current_epoch)
+
+    def on_train_epoch_end(self) -> None:
+        """Write the round's row of metrics, before any checkpoint of the round."""
+        self._write_row(self.record.finish_row(self.round))
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        """Exactly the server model's state."""
+        return self.model.state_dict(*args, **kwargs)
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """Load a server model's state."""
+        return self.model.load_state_dict(state_dict, strict=strict, assign=assign)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Keep what the run has planned and counted."""
+        checkpoint["fl_lightning"] = {"total_rounds": self.total_rounds, "record": self.record.state_dict()}
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Take up what the run had planned and counted."""
+        state = checkpoint.get("fl_lightning")
+        if state is None:
+            raise ConfigurationError("ckpt_path: the checkpoint was not written by a FederatedModule")
+        self.total_rounds = state["total_rounds"]
+        self.record.load_state_dict(state["record"])
+
+    # Metrics
+
+    def log(self, name: str, value: Any, **kwargs: Any) -> None:  # type: ignore[override]
+        """Log a metric of this round: one row per round holds the last value of each name.
+
+        Args:
+            name: Metric name, such as ``"bn/drift"``.
+            value: A number, a one-element tensor or a torchmetrics metric.
+            kwargs: As for ``LightningModule.log``; the loggers get the row, so ``logger`` defaults to False.
+        """
+        if not self.trainer.sanity_checking:
+            self.record.add(name, value)
+        super().log(
+            name, value, **{"on_step": False, "on_epoch": True, "batch_size": 1, "logger": False, **kwargs}
+        )
+
+    def forward(self, inputs: Any) -> Any:
+        """The server model's outputs."""
+        return self.model(inputs)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        """Evaluate the server model on a batch of evaluation data."""
+        inputs, targets = batch
+        outputs = self.model(inputs)
+        self.evaluation.update(outputs, targets, self.loss(outputs, targets))
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        """Evaluate the server model on a batch of test data."""
+        self.validation_step(batch, batch_idx)
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        """The server model's outputs on a batch."""
+        return self.model(batch[0] if isinstance(batch, list | tuple) else batch)
+
+    def on_validation_epoch_end(self) -> None:
+        """Log the evaluation; before training, as row 0."""
+        metrics = self._evaluated(self.data.fit_split)
+        if self.trainer.sanity_checking:
+            if self.trainer.num_sanity_val_steps == float("inf"):
+                self._write_row({"round": 0, **metrics})
+        else:
+            self.log_dict(metrics, prog_bar=True)
+
+    def on_test_epoch_end(self) -> None:
+        """Log the test metrics."""
+        self.log_dict(self._evaluated("test"), prog_bar=True)
+
+    def _evaluated(self, prefix: str) -> dict[str, float]:
+        metrics = self.evaluation.finish()
+        self.record.diverged |= self.evaluation.diverged
+        return {f"{prefix}/{name}": value for name, value in metrics.items()}
+
+    def _write_row(self, row: dict[str, float]) -> None:
+        self.record.row = row
+        for logger in self.trainer.loggers:
+            logger.log_metrics(row, step=int(row["round"]))
+
+    def _log_costs(self, cohort: Cohort, seconds: float) -> None:
+        upload, download = cohort.payload_bytes(self.federated_callbacks)
+        samples = self.record.finish_round(seconds, upload, download)
+        self.log("comm/upload_bytes", float(upload))
+        self.log("comm/download_bytes", float(download))
+        self.log("time/round_s", seconds)
+        self.log("time/samples_per_s", samples / seconds)
+
+    def _call(self, hook: str, cohort: Cohort, *args: int) -> None:
+        for callback in self.federated_callbacks:
+            getattr(callback, hook)(self.trainer, self, cohort, *args)
+
+    def _check_finite(self, cohort: Cohort) -> None:
+        finite = torch.ones(len(cohort), dtype=torch.bool, device=self.device)
+        for block in (*cohort.params.blocks.values(), *cohort.buffers.blocks.values()):
+            finite &= block.isfinite().all(1)
+        if not finite.all():
+            self.record.diverged = True
+            if self.on_divergence == "error":
+                client = cohort.client_ids[int((~finite).nonzero()[0])]
+                raise ConfigurationError(
+                    f"round {cohort.round}: the update of client {client} is not finite; lower client_optimizer lr (now "
+                    f"{cohort.optimizer.param_groups[0]['lr']:g}), or set model.on_divergence: record to go on"
+                )

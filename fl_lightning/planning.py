@@ -1,0 +1,98 @@
+"""How many rounds a run has and how many local steps each client takes in each of them."""
+
+from dataclasses import dataclass, field
+from math import ceil
+
+from fl_lightning.datamodule import FederatedDataModule
+from fl_lightning.errors import ConfigurationError
+from fl_lightning.participation import sample_cohort
+
+
+@dataclass
+class RoundPlan:
+    """The local work of a run; a function of the data and the settings alone.
+
+    Args:
+        data: The federated data.
+        local_steps: Local steps E of each client in a round, or None.
+        local_epochs: Passes over each client's own data in a round, or None: clients of different size then take
+            different numbers of steps.
+        cohort_size: Number of clients in a round.
+        seed: The run's seed.
+        last_round: The budget's last round, None without a budget.
+        last_round_steps: Upper bound on the local steps of each client in that round.
+    """
+
+    data: FederatedDataModule
+    local_steps: int | None
+    local_epochs: int | None
+    cohort_size: int
+    seed: int
+    last_round: int | None = None
+    last_round_steps: int | None = None
+    _per_round: dict[int, int] = field(default_factory=dict, repr=False)
+
+    def cohort(self, round_number: int) -> list[int]:
+        """The clients of a round."""
+        return sample_cohort(self.data.num_clients, self.cohort_size, self.seed, round_number)
+
+    def full_steps(self, client_id: int) -> int:
+        """Local steps of a client in a round that no budget cuts short."""
+        if self.local_steps is not None:
+            return self.local_steps
+        assert self.local_epochs is not None
+        if client_id not in self._per_round:
+            self._per_round[client_id] = self.local_epochs * self.data.steps_per_epoch(client_id)
+        return self._per_round[client_id]
+
+    def steps(self, client_id: int, round_number: int) -> int:
+        """Local steps of a client in a round."""
+        full = self.full_steps(client_id)
+        return min(full, self.last_round_steps or full) if round_number == self.last_round else full
+
+    def first_step(self, client_id: int, round_number: int) -> int:
+        """Position in the client's data of its first batch in a round: (round - 1) x E, present or absent before."""
+        return (round_number - 1) * self.full_steps(client_id)
+
+    def limit(self, budget_epochs: float) -> int:
+        """Set the number of rounds so that all rounds together see ``budget_epochs`` times the training data.
+
+        The last round is cut short where the budget ends inside it (FixBN, Appendix B.4: E x T x b x clients =
+        epochs x data; at E=2,500 the 25.6 rounds of CIFAR-10 become 26).
+
+        Returns:
+            The number of rounds.
+
+        Raises:
+            ConfigurationError: The budget does not buy one local step.
+        """
+        data = self.data
+        everyone = range(data.num_clients)
+        samples = {i: data.samples_per_step(i) for i in everyone}
+        remaining = budget_epochs * sum(data.num_examples(i) for i in everyone) + 1e-6
+        costs = {i: samples[i] * self.full_steps(i) for i in everyone}
+        round_number = 1
+        if len(set(costs.values())) == 1:
+            skipped = max(ceil(remaining / (costs[0] * self.cohort_size)) - 1, 0)
+            remaining -= skipped * costs[0] * self.cohort_size
+            round_number += skipped
+        while remaining > (cost := sum(costs[i] for i in self.cohort(round_number))):
+            remaining -= cost
+            round_number += 1
+        cohort = self.cohort(round_number)
+
+        def cost_up_to(limit: int) -> float:
+            return sum(samples[i] * min(limit, self.full_steps(i)) for i in cohort)
+
+        last_steps = max(self.full_steps(i) for i in cohort)
+        while last_steps > 0 and cost_up_to(last_steps) > remaining:
+            last_steps = min(last_steps - 1, int(remaining / min(samples[i] for i in cohort)))
+        if last_steps == 0:
+            round_number -= 1
+        if round_number == 0:
+            raise ConfigurationError(
+                f"budget_epochs: {budget_epochs} is less than one local step of a round's {len(cohort)} clients; raise it"
+            )
+        self.last_round = round_number
+        self.last_round_steps = last_steps or None
+        return round_number

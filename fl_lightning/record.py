@@ -1,0 +1,63 @@
+"""What a run counts: the row of the round under way and totals since round 1."""
+
+from typing import Any
+
+from torchmetrics import Metric
+
+
+class RunRecord:
+    """Metrics and totals of a run; saved with its checkpoints.
+
+    Attributes:
+        row: The newest finished row of metrics.
+        samples: Training samples that clients have processed.
+        upload_bytes: Bytes that clients have sent.
+        download_bytes: Bytes that clients have received.
+        seconds: Time spent in rounds.
+        diverged: Whether an update or an evaluation was ever not finite.
+    """
+
+    def __init__(self) -> None:
+        self.row: dict[str, float] = {}
+        self.samples = self.upload_bytes = self.download_bytes = 0
+        self.seconds = 0.0
+        self.diverged = False
+        self._pending: dict[str, float] = {}
+        self._round_samples = 0
+
+    def add(self, name: str, value: Any) -> None:
+        """Add a metric to the row of the round under way."""
+        self._pending[name] = float(value.compute() if isinstance(value, Metric) else value)
+
+    def add_samples(self, samples: int) -> None:
+        """Count samples of a local step."""
+        self._round_samples += samples
+
+    def finish_round(self, seconds: float, upload_bytes: int, download_bytes: int) -> int:
+        """Add a round's costs to the totals.
+
+        Returns:
+            The samples of the round.
+        """
+        samples, self._round_samples = self._round_samples, 0
+        self.samples += samples
+        self.seconds += seconds
+        self.upload_bytes += upload_bytes
+        self.download_bytes += download_bytes
+        return samples
+
+    def finish_row(self, round_number: int) -> dict[str, float]:
+        """The finished row of a round; the next row starts empty."""
+        row = {"round": round_number, **self._pending}
+        self._pending = {}
+        return row
+
+    def state_dict(self) -> dict[str, Any]:
+        """Totals and the newest row, as plain numbers."""
+        names = ("samples", "upload_bytes", "download_bytes", "seconds", "diverged")
+        return {**{name: getattr(self, name) for name in names}, "row": dict(self.row)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take up the totals of a checkpoint."""
+        for name, value in state.items():
+            setattr(self, name, value)

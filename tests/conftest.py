@@ -1,0 +1,20 @@
+"""Settings of every test: one thread, no network, no accelerator."""
+
+import os
+
+os.environ.setdefault("WANDB_MODE", "offline")
+os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
+
+import pytest
+import torch
+
+
+@pytest.fixture(autouse=True)
+def single_thread():
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def own_directory(tmp_path, monkeypatch):
+    """Whatever a test writes relative to the working directory lands in its temporary directory."""
+    monkeypatch.chdir(tmp_path)
