@@ -16,12 +16,13 @@ from fl_lightning.callback import FederatedCallback
 from fl_lightning.client_optimizer import OptimizerCallable, check_elementwise, check_overrides
 from fl_lightning.cohort import Cohort, parameter_blocks
 from fl_lightning.datamodule import CohortBatch, FederatedDataModule
-from fl_lightning.dropout import convert_dropout, dropout_keys, number_dropout_layers
+from fl_lightning.dropout import convert_dropout, dropout_keys
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.evaluation import ServerEvaluation
 from fl_lightning.executors import Executor, SequentialExecutor, StateSlots
 from fl_lightning.participation import cohort_size
 from fl_lightning.planning import RoundPlan
+from fl_lightning.progress import RoundProgress
 from fl_lightning.record import RunRecord
 from fl_lightning.rows import split_columns
 from fl_lightning.schedules import LRSchedule
@@ -95,7 +96,6 @@ class FederatedModule(L.LightningModule):
         if not any(parameter.requires_grad for parameter in model.parameters()):
             raise ConfigurationError(f"model: {type(model).__name__} has no trainable parameters")
         self.num_dropout_layers = convert_dropout(model)
-        number_dropout_layers(model)
         self.model = model
         self.client_optimizer = client_optimizer
         self.server_optimizer = server_optimizer or partial(torch.optim.SGD, lr=1.0)
@@ -125,6 +125,7 @@ class FederatedModule(L.LightningModule):
         loss_sum = torch.zeros(len(cohort), device=self.device)
         for step in range(max(cohort.local_steps)):
             cohort.begin_step(step)
+            self._show_progress(step, max(cohort.local_steps))
             rows = cohort.active_rows()
             batches = self.client_batches(cohort, rows, step)
             loss_sum[rows] += self.executor.backward(self, cohort, batches, rows).to(loss_sum.dtype)
@@ -295,12 +296,6 @@ class FederatedModule(L.LightningModule):
         self.slots = StateSlots(self.model)
         self._cohort = None
 
-    def on_train_start(self) -> None:
-        """Cut metric files back to the checkpoint's round when a run is resumed."""
-        for logger in self.trainer.loggers:
-            if hasattr(logger, "cut_back"):
-                logger.cut_back(self.trainer.current_epoch)
-
     def on_train_epoch_end(self) -> None:
         """Write the round's row of metrics, before any checkpoint of the round."""
         self._write_row(self.record.finish_row(self.round))
@@ -391,6 +386,11 @@ class FederatedModule(L.LightningModule):
         self.log("comm/download_bytes", float(download))
         self.log("time/round_s", seconds)
         self.log("time/samples_per_s", samples / seconds)
+
+    def _show_progress(self, step: int, of: int) -> None:
+        progress = self.trainer.progress_bar_callback
+        if isinstance(progress, RoundProgress):
+            progress.local_step(step, of)
 
     def _call(self, hook: str, cohort: Cohort, *args: int) -> None:
         for callback in self.federated_callbacks:

@@ -1,0 +1,52 @@
+"""``python -m fl_lightning``: answers ``--version`` and the top-level ``--help`` without importing torch."""
+
+import sys
+from collections.abc import Sequence
+
+_HELP = """\
+usage: python -m fl_lightning {fit,validate,test,predict} --config FILE [--key value ...]
+
+Batch Normalization in federated learning, on PyTorch Lightning.
+
+commands:
+  fit        train; ends with a table of results and writes runs/NAME/...
+  validate   evaluate a checkpoint on the validation data
+  test       evaluate a checkpoint on the test data
+  predict    write a checkpoint's predictions on the test data
+
+often used:
+  --config configs/quickstart.yaml   a YAML file; several are merged, later ones win
+  --seed_everything 1                the seed of everything
+  --trainer.max_epochs 200           the number of communication rounds
+  --ckpt_path last                   resume (fit) or evaluate the newest run of this configuration
+  --print_config                     print the resolved configuration and stop
+
+  python -m fl_lightning fit --help                       all settings
+  python -m fl_lightning fit --trainer.callbacks.help FixBN   the settings of one class
+  python -m fl_lightning --version
+"""
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    """Run the command line.
+
+    Args:
+        args: Arguments without the program's name; those of the process when None.
+    """
+    arguments = list(sys.argv[1:] if args is None else args)
+    if arguments in ([], ["-h"], ["--help"]):
+        print(_HELP, end="")
+        if not arguments:
+            sys.exit(2)
+    elif arguments == ["--version"]:
+        from fl_lightning import __version__
+
+        print(f"fl_lightning {__version__}")
+    else:
+        from fl_lightning.cli import main as run
+
+        run(arguments)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,63 @@
+"""Files that are replaced as a whole or not at all."""
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from fl_lightning.errors import ConfigurationError
+
+
+@contextmanager
+def atomic_write(path: Path) -> Iterator[BinaryIO]:
+    """Write a file so that a reader, at any moment and after any crash, finds the old or the new content.
+
+    A temporary file beside the target (the system's temporary folder may be another file system) is written,
+    synced and renamed, then the folder is synced. Its name is fixed: the next write replaces what a killed
+    process left.
+
+    Args:
+        path: The target; missing folders are created.
+
+    Raises:
+        ConfigurationError: The file cannot be written: a full disk, a folder without permission.
+    """
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with temporary.open("wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+    except BaseException as error:
+        if temporary.parent.is_dir():
+            temporary.unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            raise unwritable(path, error) from error
+        raise
+
+
+def unwritable(path: Path, error: OSError) -> ConfigurationError:
+    """The message for a file that the system refuses to write."""
+    return ConfigurationError(
+        f"{path} cannot be written: {error.strerror}; free space or choose another folder"
+    )
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a text file atomically (see :func:`atomic_write`)."""
+    with atomic_write(path) as file:
+        file.write(text.encode())
+
+
+def write_json(path: Path, obj: Any) -> None:
+    """Write an object as indented JSON, atomically (see :func:`atomic_write`)."""
+    write_text(path, json.dumps(obj, indent=2) + "\n")

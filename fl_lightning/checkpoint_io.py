@@ -1,0 +1,114 @@
+"""How a checkpoint reaches the disk, and how it is read back.
+
+Lightning writes a checkpoint into the system's temporary folder and moves it, which is neither atomic across
+file systems nor synced. :class:`AtomicCheckpointIO` writes beside the target, syncs and renames.
+"""
+
+import os
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
+
+from fl_lightning.atomic import atomic_write, unwritable
+from fl_lightning.errors import ConfigurationError
+
+
+class AtomicCheckpointIO(CheckpointIO):
+    """Writes a checkpoint so that its path always holds a whole one, the old or the new; local paths only.
+
+    Pass it as ``Trainer(plugins=[AtomicCheckpointIO()])``.
+    """
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any = None
+    ) -> None:
+        """Write a checkpoint atomically.
+
+        Args:
+            checkpoint: What ``torch.save`` shall write.
+            path: The target; missing folders are created.
+            storage_options: Must be None: they are for remote storage.
+
+        Raises:
+            ConfigurationError: The path is remote, the disk is full or the folder cannot be written.
+        """
+        target = local_path(path)
+        if storage_options is not None:
+            raise ConfigurationError(
+                f"storage_options {storage_options!r} are for remote storage; leave them out"
+            )
+        try:
+            with atomic_write(target) as file:
+                torch.save(checkpoint, file)
+        except RuntimeError as error:
+            # torch's zip writer answers a failed write with an error of its own and hides the system's
+            if isinstance(error.__context__, OSError):
+                raise unwritable(target, error.__context__) from error
+            raise
+
+    def load_checkpoint(
+        self, path: str | os.PathLike[str], map_location: Any = None, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Read a checkpoint and check that it is whole.
+
+        Args:
+            path: The checkpoint file.
+            map_location: As in ``torch.load``; None means the CPU.
+            weights_only: As in ``torch.load``; None means True: tensors and plain values, no code.
+
+        Raises:
+            ConfigurationError: The file is missing, damaged, remote or holds more than ``weights_only``
+                allows.
+        """
+        target = local_path(path)
+        if not target.is_file():
+            raise ConfigurationError(f"checkpoint {target} does not exist; use another one{_another(target)}")
+        try:
+            with zipfile.ZipFile(
+                target
+            ) as archive:  # torch.load takes flipped bits for weights, the CRC does not
+                damaged = archive.testzip()
+        except (OSError, zipfile.BadZipFile):
+            damaged = "the archive"
+        if damaged is not None:
+            raise ConfigurationError(
+                f"checkpoint {target} is truncated or unreadable ({target.stat().st_size:,} bytes); "
+                f"use another one{_another(target)}"
+            )
+        only = True if weights_only is None else weights_only
+        try:
+            checkpoint: dict[str, Any] = torch.load(
+                target, map_location=map_location or "cpu", weights_only=only
+            )
+        except Exception as error:
+            reason = " ".join(str(error).split())
+            raise ConfigurationError(
+                f"checkpoint {target} is whole but cannot be loaded with weights_only={only}; "
+                f"use one that this program wrote (torch says: {reason})"
+            ) from error
+        return checkpoint
+
+    def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
+        """Remove a checkpoint file if it is there."""
+        local_path(path).unlink(missing_ok=True)
+
+
+def local_path(path: str | os.PathLike[str]) -> Path:
+    """The path, refused where it is a URL.
+
+    Raises:
+        ConfigurationError: The path is a URL.
+    """
+    if "://" in str(path):
+        raise ConfigurationError(
+            f"checkpoint path {path} is remote; use a path of a local or mounted file system"
+        )
+    return Path(path)
+
+
+def _another(path: Path) -> str:
+    others = [other for other in path.parent.glob("*.ckpt") if other.name != path.name]
+    return f", such as {max(others, key=lambda other: other.stat().st_mtime)}" if others else ""

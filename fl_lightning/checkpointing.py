@@ -1,0 +1,197 @@
+"""Checkpoints of whole rounds: after which rounds, and which model was the best."""
+
+import contextlib
+import errno
+import math
+import os
+import time
+from typing import Any, Literal
+
+import lightning as L
+from lightning.pytorch.callbacks import Checkpoint
+
+from fl_lightning.atomic import unwritable
+from fl_lightning.checkpoint_io import AtomicCheckpointIO, local_path
+from fl_lightning.errors import ConfigurationError
+
+__all__ = ["AtomicCheckpointIO", "RoundCheckpoint"]
+
+
+class RoundCheckpoint(Checkpoint):
+    """Keeps ``last.ckpt``, and ``best.ckpt`` where a metric is monitored, always of a complete round.
+
+    ``last.ckpt`` is written after a round when either period has passed, after the last round of the fit, and
+    when an exception or a termination signal stops the fit between two rounds. A round that was broken off is
+    never saved: the resumed run computes it again from its start. Nothing is written under ``fast_dev_run``.
+
+    Args:
+        dirpath: Folder of the checkpoints; None means ``checkpoints`` in the trainer's ``default_root_dir``.
+        every_n_seconds: Save when this many seconds, >= 0, have passed since the last save; 0 means after each
+            round, None never for this reason.
+        every_n_rounds: Save when the round is a multiple of this, >= 1; None never for this reason.
+        monitor: Name of a logged metric, such as ``"val/accuracy"``; ``best.ckpt`` is the model of the first
+            round that reached its best value. Rounds that do not log it are passed over, and so is NaN.
+        mode: Whether the ``"max"`` or the ``"min"`` of the monitored metric is best.
+
+    Attributes:
+        best_score: Best value of the monitored metric, None before the first.
+        best_round: The round that reached it.
+    """
+
+    def __init__(
+        self,
+        dirpath: str | os.PathLike[str] | None = None,
+        every_n_seconds: float | None = 60.0,
+        every_n_rounds: int | None = None,
+        monitor: str | None = None,
+        mode: Literal["max", "min"] = "max",
+    ) -> None:
+        if every_n_seconds is not None and not every_n_seconds >= 0:
+            raise ConfigurationError(f"every_n_seconds must be >= 0 or null, found {every_n_seconds}")
+        if every_n_rounds is not None and every_n_rounds < 1:
+            raise ConfigurationError(f"every_n_rounds must be >= 1 or null, found {every_n_rounds}")
+        if mode not in ("max", "min"):
+            raise ConfigurationError(f"mode must be 'max' or 'min', found {mode!r}")
+        self.dirpath = None if dirpath is None else local_path(dirpath)
+        self.every_n_seconds = every_n_seconds
+        self.every_n_rounds = every_n_rounds
+        self.monitor = monitor
+        self.mode = mode
+        self.best_score: float | None = None
+        self.best_round: int | None = None
+        self._complete_round: int | None = None
+        self._saved_round: int | None = None
+        self._saved_at = 0.0
+        self._evaluated = False
+
+    @property
+    def state_key(self) -> str:
+        """One per monitored metric: a best score means nothing to another metric."""
+        return self._generate_state_key(monitor=self.monitor, mode=self.mode)
+
+    @property
+    def best_model_path(self) -> str:
+        """Path of ``best.ckpt``, empty where there is none; Lightning's ``ckpt_path="best"`` reads it."""
+        return str(self.dirpath / "best.ckpt") if self.dirpath and self.best_round is not None else ""
+
+    def state_dict(self) -> dict[str, Any]:
+        """The best score and its round; nothing where no metric is monitored."""
+        if self.monitor is None:
+            return {}
+        return {"best_score": self.best_score, "best_round": self.best_round}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue from the best score of the resumed run."""
+        self.best_score = state_dict["best_score"]
+        self.best_round = state_dict["best_round"]
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Find the folder, and fail now rather than after the first round where it cannot be used.
+
+        Raises:
+            ConfigurationError: The folder cannot be created or written.
+        """
+        if self.dirpath is None:
+            self.dirpath = local_path(trainer.default_root_dir) / "checkpoints"
+        if stage == "fit" and trainer.is_global_zero and self._active(trainer):
+            try:
+                self.dirpath.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise unwritable(self.dirpath, error) from error
+            if not os.access(self.dirpath, os.W_OK):
+                raise unwritable(self.dirpath, PermissionError(errno.EACCES, os.strerror(errno.EACCES)))
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Start the clock; no round of this fit is complete or saved."""
+        self._complete_round = self._saved_round = None
+        self._evaluated = False
+        self._saved_at = time.monotonic()
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Note that the evaluation metrics are now logged."""
+        self._evaluated = not trainer.sanity_checking
+
+    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """From here on the round is half done."""
+        self._complete_round = None
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Save what is due now that the round is complete.
+
+        Raises:
+            ConfigurationError: The server optimizer did not step once per round, a file cannot be written, or
+                the server was evaluated without logging the monitored evaluation metric.
+        """
+        if not self._active(trainer):
+            return
+        rounds = trainer.current_epoch + 1
+        if trainer.global_step != rounds:
+            raise ConfigurationError(
+                f"the server optimizer stepped {trainer.global_step} times in {rounds} rounds; "
+                "checkpoints need a module whose training_step steps it exactly once"
+            )
+        self._complete_round = rounds
+        if self._evaluated and (self.monitor or "").startswith(("val/", "test/")):
+            self._require_monitor(trainer)
+        if self._reached_best(trainer):
+            self._save(trainer, "best.ckpt")
+        if self._due(trainer):
+            self._save_last(trainer)
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Save the last round.
+
+        Raises:
+            ConfigurationError: A file cannot be written, or the monitored metric was never logged.
+        """
+        if self._active(trainer):
+            self._save_last(trainer)
+            self._require_monitor(trainer)
+
+    def on_exception(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException
+    ) -> None:
+        """Save the round that was completed, if none is half done."""
+        between_rounds = trainer.fit_loop.epoch_progress.current.ready == self._complete_round
+        # one failing process cannot save: saving is a meeting point of all
+        if between_rounds and self._active(trainer) and trainer.world_size == 1:
+            with contextlib.suppress(ConfigurationError):  # the exception on its way out is the one to show
+                self._save_last(trainer)
+
+    def _active(self, trainer: L.Trainer) -> bool:
+        return not trainer.fast_dev_run  # type: ignore[attr-defined]  # set in a helper of the trainer
+
+    def _require_monitor(self, trainer: L.Trainer) -> None:
+        if self.monitor and self.best_score is None and self.monitor not in trainer.callback_metrics:
+            logged = ", ".join(sorted(trainer.callback_metrics)) or "nothing"
+            raise ConfigurationError(f"monitor {self.monitor!r} was never logged; logged are: {logged}")
+
+    def _reached_best(self, trainer: L.Trainer) -> bool:
+        if self.monitor is None or self.monitor not in trainer.callback_metrics:
+            return False
+        # a metric not logged in this round keeps its old value, which is not strictly better than itself
+        score = trainer.strategy.broadcast(float(trainer.callback_metrics[self.monitor]))
+        sign = 1 if self.mode == "max" else -1
+        if math.isnan(score) or (self.best_score is not None and sign * score <= sign * self.best_score):
+            return False
+        self.best_score, self.best_round = score, self._complete_round
+        return True
+
+    def _due(self, trainer: L.Trainer) -> bool:
+        if self.every_n_rounds is not None and trainer.global_step % self.every_n_rounds == 0:
+            return True
+        if self.every_n_seconds is None:
+            return False
+        return trainer.strategy.broadcast(time.monotonic() - self._saved_at >= self.every_n_seconds)
+
+    def _save_last(self, trainer: L.Trainer) -> None:
+        if self._saved_round != self._complete_round:
+            self._save(trainer, "last.ckpt")
+            self._saved_round = self._complete_round
+            self._saved_at = time.monotonic()
+
+    def _save(self, trainer: L.Trainer, name: str) -> None:
+        for logger in trainer.loggers:
+            logger.save()  # the rows reach the disk before the checkpoint that counts on them
+        assert self.dirpath is not None
+        trainer.save_checkpoint(self.dirpath / name, weights_only=False)

@@ -1,0 +1,169 @@
+"""The command line: LightningCLI with the shipped callbacks, data sets and models known by their bare names."""
+
+import logging
+import shutil
+import sys
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import ProgressBar
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+import fl_lightning
+import fl_lightning.aggregation
+import fl_lightning.executors
+import fl_lightning.models
+import fl_lightning.schedules  # imported so that bare class names resolve in YAML
+from fl_lightning.checkpointing import AtomicCheckpointIO, RoundCheckpoint
+from fl_lightning.datamodule import FederatedDataModule
+from fl_lightning.errors import ConfigurationError
+from fl_lightning.metrics_log import JSONLinesLogger
+from fl_lightning.module import FederatedModule
+from fl_lightning.parser import ConciseParser
+from fl_lightning.progress import RoundProgress
+from fl_lightning.results import RunFiles, collect_result, print_result
+from fl_lightning.run_directory import Attempt, RunDirectory, attempt_of, config_hash, write_json
+
+_HOME = Path(fl_lightning.__file__).resolve().parent.parent
+
+_TRAINER_DEFAULTS: dict[str, Any] = {
+    "accelerator": "auto",
+    "devices": 1,
+    "max_epochs": -1,
+    "logger": False,
+    "num_sanity_val_steps": -1,
+    "log_every_n_steps": 1,
+    "enable_model_summary": False,
+}
+_MODEL_LINKS = ("num_classes", "in_channels", "image_size")
+
+
+class FederatedCLI(LightningCLI):
+    """Adds to LightningCLI the run directory, checkpoints of whole rounds and the result table."""
+
+    attempt: Attempt | None = None
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """Add the run's name, its checkpoints and the links between data and model."""
+        parser.add_argument("--name", type=str | None, default=None, help="runs/NAME/... (default: the YAML's name)")
+        parser.add_argument("--run_root", type=str, default="runs", help="the folder of all runs")
+        parser.add_lightning_class_args(RoundCheckpoint, "checkpoint")
+        parser.link_arguments("seed_everything", "model.seed")
+        parser.link_arguments("seed_everything", "data.init_args.seed")
+        for name in _MODEL_LINKS:
+            parser.link_arguments(f"data.{name}", f"model.model.init_args.{name}", apply_on="instantiate")
+
+    def before_instantiate_classes(self) -> None:
+        """Find out where the run lives, before any logger exists."""
+        config = self.config[self.subcommand]
+        self.config_yaml = self._parser(self.subcommand).dump(config, skip_none=False)
+        resolved = yaml.safe_load(self.config_yaml)
+        name = config.name or (Path(config.config[-1].relative).stem if config.get("config") else "run")
+        self.directory = RunDirectory(Path(config.run_root) / name, f"{config_hash(resolved)}-s{config.seed_everything}")
+        if config.get("ckpt_path"):
+            config.ckpt_path = str(self.directory.resolve_checkpoint(config.ckpt_path))
+
+    def instantiate_trainer(self, **kwargs: Any) -> Trainer:
+        """Make the trainer with this project's logger, checkpoints, progress and, for ``fit``, the run's folder."""
+        settings = self._get(self.config_init, "trainer")
+        writes = self.subcommand == "fit" and not settings.fast_dev_run
+        if writes:
+            ckpt_path = self._get(self.config_init, "ckpt_path")
+            self.attempt = (attempt_of(Path(ckpt_path)) if ckpt_path else None) or self.directory.new_attempt()
+        callbacks = list(settings.callbacks or [])
+        if settings.enable_progress_bar is not False and not any(isinstance(callback, ProgressBar) for callback in callbacks):
+            callbacks.append(RoundProgress())
+        if self.subcommand == "fit":
+            callbacks.append(RunFiles(self.attempt, self.config_yaml))
+        loggers = [settings.logger] if settings.logger else []
+        loggers = list(settings.logger) if isinstance(settings.logger, list) else loggers
+        if self.attempt is not None:
+            loggers.append(JSONLinesLogger(self.attempt.path))
+            kwargs["default_root_dir"] = str(self.attempt.path)
+        plugins = [*(settings.plugins or []), AtomicCheckpointIO()]
+        return super().instantiate_trainer(callbacks=callbacks, logger=loggers or False, plugins=plugins, **kwargs)
+
+    def after_fit(self) -> None:
+        """Evaluate the final server model on the test data; print and write the result."""
+        assert isinstance(self.model, FederatedModule)
+        metrics = {name: value for name, value in self.model.row.items() if name.startswith("val/")}
+        if self.datamodule.test_dataloader():
+            metrics |= self.trainer.test(self.model, datamodule=self.datamodule, verbose=False)[0]
+        result = collect_result(self.trainer, self.model, self.attempt, metrics)
+        if self.attempt is not None:
+            write_json(self.attempt.result, result)
+        print_result(result)
+
+
+def main(args: Sequence[str] | None = None, model_class: type[FederatedModule] = FederatedModule) -> FederatedCLI:
+    """Run the command line.
+
+    Args:
+        args: Arguments without the program's name; those of the process when None.
+        model_class: The module: a subclass of ``FederatedModule`` with a loss of its own, say.
+
+    Returns:
+        The finished command line, with its trainer, model and data.
+    """
+    _quiet_host()
+    cli: FederatedCLI | None = None
+    try:
+        _import_shipped()
+        arguments = list(sys.argv[1:] if args is None else args)
+        sys.argv = sys.argv[:1]
+        cli = FederatedCLI.__new__(FederatedCLI)
+        cli.__init__(
+            model_class,
+            FederatedDataModule,
+            save_config_callback=None,
+            parser_class=ConciseParser,
+            parser_kwargs={"prog": "python -m fl_lightning"},
+            trainer_defaults=_TRAINER_DEFAULTS,
+            seed_everything_default=0,
+            subclass_mode_data=True,
+            auto_configure_optimizers=False,
+            load_from_checkpoint_support=False,
+            args=arguments,
+        )
+        return cli
+    except (ConfigurationError, MisconfigurationException) as error:
+        if cli is not None and cli.attempt is not None and not cli.attempt.metrics.exists():
+            shutil.rmtree(cli.attempt.path)
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        sys.exit(2)
+
+
+def _import_shipped() -> None:
+    """Import the shipped callbacks and data sets, and refuse foreign packages of the same names.
+
+    Raises:
+        ConfigurationError: Another package named ``callbacks`` or ``datamodules`` comes first on the path.
+    """
+    for name in ("callbacks", "datamodules"):
+        package = __import__(name)
+        home = Path(package.__file__ or str(next(iter(package.__path__)))).resolve()
+        if _HOME not in home.parents:
+            raise ConfigurationError(
+                f"the package {name!r} found at {home} is not fl_lightning's; rename it or start from another folder"
+            )
+
+
+def _quiet_host() -> None:
+    """Silence what Lightning says about hardware and loaders that cannot matter here."""
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    for message in (
+        ".*does not have many workers.*",  # in-memory data need none
+        ".*isinstance\\(treespec, LeafSpec\\).*",  # Lightning 2.6 on torch 2.12 and later, harmless
+        ".*You defined a `validation_step` but have no `val_dataloader`.*",  # a federation without evaluation data
+    ):
+        warnings.filterwarnings("ignore", message)
+
+
+if __name__ == "__main__":
+    main()

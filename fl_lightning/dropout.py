@@ -1,0 +1,164 @@
+"""Dropout whose mask is a function of (key, layer, element), never of call order.
+
+torch's own dropout draws from a global generator, so a client's masks depend on what ran before it, and under
+``torch.func.vmap`` they differ from those of a loop over clients. Here an element is dropped or kept by a hash of its
+index, of the layer's number and of a key that the executor sets from (seed, round, client, step): every executor,
+device and dtype gives bit-identical masks.
+"""
+
+from collections.abc import Sequence
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from fl_lightning.errors import ConfigurationError
+from fl_lightning.randomness import derive_seed
+
+_MASK32 = 0xFFFFFFFF
+_Words = TypeVar("_Words", int, Tensor)
+
+
+def dropout_keys(seed: int, round: int, client_ids: Sequence[int], step: int) -> Tensor:
+    """The dropout keys of a cohort for one local step.
+
+    Args:
+        seed: The run's seed.
+        round: The communication round, from 1.
+        client_ids: The clients of the cohort.
+        step: The local step within the round.
+
+    Returns:
+        One key per client, shape ``[C]``, int64, each in [0, 2**63).
+    """
+    return torch.tensor(
+        [derive_seed(seed, "dropout", round, client, step) for client in client_ids], dtype=torch.int64
+    )
+
+
+class Dropout(nn.Module):
+    """Zeroes elements with probability ``p`` in training and scales the others by ``1 / (1 - p)``.
+
+    The executors set the buffer ``key`` before every local step (see :func:`dropout_keys`); between two settings of it
+    the mask stays the same. A layer called twice in one forward drops the same elements both times: give each place
+    its own layer.
+
+    Args:
+        p: Probability in [0, 1] that an element is dropped; 0 is the identity, 1 gives zeros.
+        dim: Number of trailing dimensions that are dropped together: 0 drops single elements, 1, 2 or 3 drop whole
+            channels of ``[b, channels, ...]`` as ``nn.Dropout1d``, ``nn.Dropout2d`` and ``nn.Dropout3d`` do.
+
+    Attributes:
+        key: Scalar int64 buffer in [0, 2**63), not part of the ``state_dict``; ``[C]`` when stacked for ``vmap``.
+        layer: Number of this layer in its model, see :func:`number_dropout_layers`.
+
+    Raises:
+        ConfigurationError: ``p`` or ``dim`` is out of range.
+    """
+
+    key: Tensor
+
+    def __init__(self, p: float = 0.5, dim: int = 0) -> None:
+        super().__init__()
+        if not 0 <= p <= 1:
+            raise ConfigurationError(f"dropout probability p={p} is out of range; use a number in [0, 1]")
+        if dim not in (0, 1, 2, 3):
+            raise ConfigurationError(
+                f"dropout dim={dim} is unknown; use 0 for elements, 1, 2 or 3 for channels"
+            )
+        self.p = p
+        self.dim = dim
+        self.layer = 0
+        self.register_buffer("key", torch.zeros((), dtype=torch.int64), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Drop elements of one client's activations ``[b, ...]``; the identity in eval mode."""
+        if not self.training or self.p == 0:
+            return x
+        scale = 1 / (1 - self.p) if self.p < 1 else 0.0
+        return torch.where(self.kept(x), x * scale, 0.0)
+
+    def kept(self, x: Tensor) -> Tensor:
+        """The mask for ``x``: bool, of its shape with the last ``dim`` sizes replaced by 1."""
+        shape = x.shape[: x.dim() - self.dim]
+        # Two rounds of hashing, one for each half of the key: with one the masks of two keys would be permutations
+        # of each other.
+        low = _mix((self.key & _MASK32) ^ _mix(self.layer + 1))
+        high = _mix((self.key >> 32) ^ low)
+        words = _mix(_mix(torch.arange(shape.numel(), device=x.device) ^ low) ^ high)
+        return (words >= round(self.p * 2**32)).view(shape + (1,) * self.dim)
+
+    def extra_repr(self) -> str:
+        """The settings, for ``print(model)``."""
+        return f"p={self.p}, dim={self.dim}, layer={self.layer}"
+
+
+def _mix(words: _Words) -> _Words:
+    """Hash integers in [0, 2**32) to integers in [0, 2**32), one to one; a tensor is overwritten.
+
+    Multipliers and shifts are those of a two-round hash of low bias listed in C. Wellons's hash-prospector.
+    Both multipliers are below 2**31, so no product overflows int64.
+    """
+    words ^= words >> 16
+    words *= 0x21F0AAAD
+    words &= _MASK32
+    words ^= words >> 15
+    words *= 0x735A2D97
+    words &= _MASK32
+    words ^= words >> 15
+    return words
+
+
+def number_dropout_layers(model: nn.Module) -> int:
+    """Number the :class:`Dropout` layers of a model 0, 1, ... in the order of ``model.modules()``.
+
+    Returns:
+        How many there are.
+    """
+    layers = [module for module in model.modules() if isinstance(module, Dropout)]
+    for number, layer in enumerate(layers):
+        layer.layer = number
+    return len(layers)
+
+
+_DROPPED_DIMENSIONS: dict[type[nn.Module], int] = {
+    nn.Dropout: 0,
+    nn.Dropout1d: 1,
+    nn.Dropout2d: 2,
+    nn.Dropout3d: 3,
+}
+
+
+def convert_dropout(model: nn.Module) -> int:
+    """Replace torch's dropout layers by :class:`Dropout`, by type and in place, and number all of them.
+
+    A layer that is used at several places of the model becomes several layers. Calls of ``F.dropout`` cannot be found.
+
+    Returns:
+        How many dropout layers the model has, those that were already ours included.
+
+    Raises:
+        ConfigurationError: A layer of torch draws random numbers and has no stateless form.
+    """
+    for path, module in list(model.named_modules(remove_duplicate=False)):
+        if isinstance(module, nn.modules.dropout._DropoutNd) and type(module) in _DROPPED_DIMENSIONS:
+            ours = Dropout(module.p, _DROPPED_DIMENSIONS[type(module)]).train(module.training)
+            model.set_submodule(path, ours)
+        elif remedy := _remedy(module):
+            raise ConfigurationError(
+                f"model layer {path!r} is a {type(module).__name__}, whose random numbers depend on call order; {remedy}"
+            )
+    return number_dropout_layers(model)
+
+
+def _remedy(module: nn.Module) -> str | None:
+    """What to use in place of a layer that draws from torch's global generator; None for all other layers."""
+    if isinstance(module, nn.modules.dropout._DropoutNd):
+        return "use nn.Dropout itself, which is converted"
+    if isinstance(module, nn.RReLU):
+        return "use nn.LeakyReLU"
+    if isinstance(module, nn.FractionalMaxPool2d | nn.FractionalMaxPool3d):
+        return "use nn.MaxPool2d or nn.MaxPool3d"
+    if isinstance(module, nn.MultiheadAttention | nn.RNNBase) and module.dropout > 0:
+        return "set its dropout to 0 and put nn.Dropout after it"
+    return None

@@ -1,0 +1,167 @@
+"""``metrics.jsonl``: one JSON object per logged round, the run's source of truth.
+
+Floats are written with all their digits and read back bit for bit. JSON has no NaN or infinity: they are the
+strings ``"NaN"``, ``"Infinity"`` and ``"-Infinity"``, which any JSON reader accepts, Python's ``float(...)``
+and JavaScript's ``Number(...)`` convert, and :func:`read_rows` turns back into floats.
+"""
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch.loggers.logger import Logger
+from lightning.pytorch.utilities import rank_zero_only
+
+from fl_lightning.atomic import atomic_write, unwritable
+from fl_lightning.errors import ConfigurationError
+
+_NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+
+
+class JSONLinesLogger(Logger):
+    """Appends each round's metrics to ``<save_dir>/metrics.jsonl``; nothing is created before the first row.
+
+    Only rows with the key ``"round"`` are written: Lightning's own, which count steps and epochs, are not
+    rounds. Each row is one write to the file, so a killed run leaves at most one half-written line, the last.
+
+    Args:
+        save_dir: The run's folder.
+    """
+
+    def __init__(self, save_dir: str | os.PathLike[str]) -> None:
+        super().__init__()
+        self.path = Path(save_dir) / "metrics.jsonl"
+
+    @property
+    def name(self) -> str:
+        """Empty: the folder is the run, nothing is nested in it by name."""
+        return ""
+
+    @property
+    def version(self) -> str:
+        """Empty, like the name."""
+        return ""
+
+    @property
+    def save_dir(self) -> str:
+        """The run's folder."""
+        return str(self.path.parent)
+
+    @property
+    def root_dir(self) -> str:
+        """The run's folder."""
+        return self.save_dir
+
+    @property
+    def log_dir(self) -> str:
+        """The run's folder."""
+        return self.save_dir
+
+    @rank_zero_only
+    def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+        """Append one row.
+
+        Args:
+            metrics: Scalars, tensors, or lists of them by name; without ``"round"`` nothing is written.
+            step: Not written: the round is in the metrics.
+
+        Raises:
+            ConfigurationError: The file cannot be written.
+        """
+        if "round" not in metrics:
+            return
+        row = {"round": int(metrics["round"])} | {
+            key: _plain(metrics[key]) for key in metrics if key != "round"
+        }
+        line = json.dumps(row, allow_nan=False).encode() + b"\n"
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with self.path.open("ab", buffering=0) as file:
+                written = file.write(line)
+        except OSError as error:
+            raise unwritable(self.path, error) from error
+        if written != len(line):
+            raise ConfigurationError(
+                f"{self.path} took only a part of a row: the disk is full; free space and resume"
+            )
+
+    def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
+        """Does nothing: the run's settings are in ``config.yaml``."""
+
+    @rank_zero_only
+    def save(self) -> None:
+        """Bring the rows written so far safely onto the disk."""
+        if self.path.exists():
+            with self.path.open("ab") as file:
+                os.fsync(file.fileno())
+
+
+def read_rows(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """All rows of a ``metrics.jsonl``, in order; a half-written last line is left out.
+
+    Raises:
+        ConfigurationError: There is no such file, or a line other than the last is not a row.
+    """
+    return [row for row, _ in _parse(Path(path))]
+
+
+def cut_back(path: str | os.PathLike[str], round: int) -> None:
+    """Drop every row after a round and a half-written last line, atomically; kept lines keep their bytes.
+
+    Args:
+        path: A ``metrics.jsonl``; where there is none, there is nothing to do.
+        round: The round of the checkpoint that the run resumes from.
+
+    Raises:
+        ConfigurationError: A line other than the last is not a row, or the file cannot be written.
+    """
+    target = Path(path)
+    if target.exists():
+        kept = [line + b"\n" for row, line in _parse(target) if row["round"] <= round]
+        with atomic_write(target) as file:
+            file.writelines(kept)
+
+
+def _parse(path: Path) -> list[tuple[dict[str, Any], bytes]]:
+    try:
+        *lines, last = path.read_bytes().split(b"\n")
+    except FileNotFoundError as error:
+        raise ConfigurationError(
+            f"metrics file {path} does not exist; give a run directory that has one"
+        ) from error
+    rows = [(_row(line), line) for line in lines] + [(_row(last), last)]
+    for number, (row, _) in enumerate(rows[:-1], start=1):
+        if row is None:
+            raise ConfigurationError(
+                f"{path} line {number} is not a row of metrics; restore the file or start anew"
+            )
+    return [(row, line) for row, line in rows if row is not None]
+
+
+def _row(line: bytes) -> dict[str, Any] | None:
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None
+    return _restore(row) if isinstance(row, dict) and "round" in row else None
+
+
+def _plain(value: Any) -> Any:
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value
+
+
+def _restore(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _restore(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_restore(item) for item in value]
+    return _NON_FINITE.get(value, value) if isinstance(value, str) else value

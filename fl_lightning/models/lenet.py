@@ -1,0 +1,61 @@
+"""The LeNet-like CNN of FixBN (Section 3.2) and of Hsieh et al., ICML 2020: Caffe's cifar10-quick with norm layers."""
+
+from torch import Tensor, nn
+
+from fl_lightning.models.checks import require_at_least, require_images
+from fl_lightning.models.norm import conv_bias, make_norm
+
+
+class LeNet(nn.Module):
+    """Three 5x5 convolutions, each halving the image by a 3x3 pooling, and one linear layer.
+
+    The first convolution is pooled (maximum) before its norm layer, the other two (average) after their ReLU.
+    12.30 million multiply-adds for a 32x32 image. All weights have torch's default initialisation.
+
+    Args:
+        num_classes: Number of classes.
+        in_channels: Channels of the images.
+        image_size: Height and width of the images in pixels, at least 8.
+        norm: ``"bn"``, ``"gn"`` or ``"none"``; without a norm the convolutions have biases.
+        groups: Number of groups of every GN layer.
+
+    Raises:
+        ConfigurationError: A setting cannot be used.
+    """
+
+    def __init__(
+        self,
+        num_classes: int = 10,
+        in_channels: int = 3,
+        image_size: int = 32,
+        norm: str = "bn",
+        groups: int = 2,
+    ) -> None:
+        super().__init__()
+        require_at_least(1, num_classes=num_classes, in_channels=in_channels)
+        require_at_least(8, image_size=image_size)
+        self.in_channels = in_channels
+        self.image_size = image_size
+        bias = conv_bias(norm)
+        # Caffe rounds the size of a pooled image up, so that 32 gives 16 with a window that overlaps the border.
+        self.features = nn.Sequential(
+            nn.Conv2d(in_channels, 32, 5, padding=2, bias=bias),
+            nn.MaxPool2d(3, stride=2, ceil_mode=True),
+            make_norm(norm, 32, groups),
+            nn.ReLU(),
+            nn.Conv2d(32, 32, 5, padding=2, bias=bias),
+            make_norm(norm, 32, groups),
+            nn.ReLU(),
+            nn.AvgPool2d(3, stride=2, ceil_mode=True),
+            nn.Conv2d(32, 64, 5, padding=2, bias=bias),
+            make_norm(norm, 64, groups),
+            nn.ReLU(),
+            nn.AvgPool2d(3, stride=2, ceil_mode=True),
+        )
+        self.classifier = nn.Linear(64 * (image_size // 8) ** 2, num_classes)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Map images ``[b, in_channels, image_size, image_size]`` to logits ``[b, num_classes]``."""
+        require_images(images, self.in_channels, self.image_size)
+        logits: Tensor = self.classifier(self.features(images).flatten(1))
+        return logits

@@ -1,0 +1,215 @@
+"""One line that shows where a run is: rounds, local steps, loss, accuracy, speed and the time left."""
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import lightning as L
+from lightning.pytorch.callbacks import ProgressBar
+from lightning.pytorch.trainer.states import TrainerFn
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
+from rich.table import Column
+
+from fl_lightning.errors import ConfigurationError
+
+_REFRESH_SECONDS = 0.1
+_SCORES = ("val/accuracy", "val/mean_iou", "test/accuracy", "test/mean_iou")
+
+
+class RoundProgress(ProgressBar):
+    """Shows the progress of a run by communication rounds.
+
+    On a terminal it is one live line, refreshed ten times a second at most. Elsewhere (a pipe, a log file) it
+    is a plain line now and then, without control characters. It reads ``total_rounds`` (the trainer's
+    ``max_epochs`` where absent) and ``row`` (the metrics of the newest complete round) from the module, which
+    reports the local steps of a round to :meth:`local_step`.
+
+    Args:
+        every_n_seconds: Least time between two plain lines, >= 0.
+    """
+
+    def __init__(self, every_n_seconds: float = 5.0) -> None:
+        super().__init__()
+        if not every_n_seconds >= 0:
+            raise ConfigurationError(f"every_n_seconds must be >= 0, found {every_n_seconds}")
+        self.every_n_seconds = every_n_seconds
+        self._enabled = True
+        self._live: Progress | None = None
+        self._next_time = 0.0
+        self._started_at = 0.0
+        self._first_round = 0
+        self._batches = 0
+        self._score: tuple[str, Any] | None = None
+
+    def enable(self) -> None:
+        """Show the progress (the default on the first process)."""
+        self._enabled = True
+
+    def disable(self) -> None:
+        """Show nothing."""
+        self._close()
+        self._enabled = False
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Open the line; a resumed run starts at its round."""
+        self._score = None
+        self._started_at = time.monotonic()
+        self._first_round = trainer.current_epoch
+        self._open()
+        self._next_time = self._started_at + (0.0 if self._live else self.every_n_seconds)
+
+    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Show the round before this one: its row came after this callback's ``on_train_epoch_end``."""
+        self._note_score(_row(pl_module))
+        if self._is_due() and (self._live or trainer.current_epoch > self._first_round):
+            self._show()
+
+    def local_step(self, step: int, of: int) -> None:
+        """Show the position inside a round.
+
+        Args:
+            step: Local steps done in this round, from 1.
+            of: Local steps of the round.
+        """
+        if self._live and self._is_due():
+            self._show(f"step {step}/{of}", step / max(of, 1))
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Show the last round and leave its line."""
+        self._note_score(_row(pl_module))
+        if self._enabled:
+            self._show()
+        self._close()
+
+    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Count the batches of an evaluation; outside a fit it has a line of its own."""
+        self._start_evaluation(trainer)
+
+    def on_test_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Open the line of a test."""
+        self._start_evaluation(trainer)
+
+    def on_predict_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Open the line of a prediction."""
+        self._start_evaluation(trainer)
+
+    def on_validation_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any) -> None:
+        """Show the position inside an evaluation of the server."""
+        self._advance_evaluation(trainer, trainer.num_val_batches)
+
+    def on_test_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any) -> None:
+        """Show the position inside a test."""
+        self._advance_evaluation(trainer, trainer.num_test_batches)
+
+    def on_predict_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any) -> None:
+        """Show the position inside a prediction."""
+        self._advance_evaluation(trainer, trainer.num_predict_batches)
+
+    def on_exception(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException
+    ) -> None:
+        """Give the terminal back."""
+        self._close()
+
+    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Give the terminal back."""
+        self._close()
+
+    def _open(self) -> None:
+        self._close()
+        console = Console()
+        if self._enabled and console.is_interactive:
+            text = TextColumn("{task.fields[text]}", table_column=Column(no_wrap=True, overflow="ellipsis"))
+            name = TextColumn("{task.description}", table_column=Column(no_wrap=True))
+            self._live = Progress(
+                name, BarColumn(bar_width=None), text, console=console, auto_refresh=False, expand=True
+            )
+            self._live.add_task("", text="")
+            self._live.start()
+
+    def _close(self) -> None:
+        if self._live:
+            self._live.stop()
+            self._live = None
+
+    def _is_due(self) -> bool:
+        now = time.monotonic()
+        if not self._enabled or now < self._next_time:
+            return False
+        self._next_time = now + (_REFRESH_SECONDS if self._live else self.every_n_seconds)
+        return True
+
+    def _update(self, description: str, completed: float, total: float, text: str = "") -> None:
+        assert self._live is not None
+        shown_total = total if math.isfinite(total) else None
+        task = self._live.task_ids[0]
+        self._live.update(
+            task, description=description, completed=completed, total=shown_total, text=text, refresh=True
+        )
+
+    def _show(self, steps: str = "", fraction: float = 0.0) -> None:
+        done, total = self.trainer.current_epoch, self._total_rounds()
+        name = f"round {done}/{total if math.isfinite(total) else '?'}"
+        texts = [
+            steps,
+            *self._metrics(_row(self.trainer.lightning_module)),
+            self._clock(done + fraction, total),
+        ]
+        text = "  ".join(filter(None, texts))
+        if self._live:
+            self._update(name, done + fraction, total, text)
+        else:
+            print(f"{name}  {text}", flush=True)
+
+    def _total_rounds(self) -> float:
+        total = getattr(self.trainer.lightning_module, "total_rounds", None) or self.trainer.max_epochs
+        return math.inf if total in (None, -1) else total
+
+    def _metrics(self, row: Mapping[str, Any]) -> list[str]:
+        shown = [f"loss {float(row['train/loss']):.4g}"] if "train/loss" in row else []
+        if self._score:
+            shown.append(f"{self._score[0]} {float(self._score[1]):.4g}")
+        if "time/samples_per_s" in row:
+            shown.append(f"{float(row['time/samples_per_s']):,.0f} samples/s")
+        return shown
+
+    def _clock(self, done: float, total: float) -> str:
+        elapsed = time.monotonic() - self._started_at
+        if done >= total:
+            return f"in {_minutes(elapsed)}"
+        here = done - self._first_round
+        return f"ETA {_minutes(elapsed / here * (total - done))}" if here > 0 and math.isfinite(total) else ""
+
+    def _note_score(self, row: Mapping[str, Any]) -> None:
+        # most rounds are not evaluated: the last score stays on show
+        self._score = next(((key, row[key]) for key in _SCORES if key in row), self._score)
+
+    def _start_evaluation(self, trainer: L.Trainer) -> None:
+        self._batches = 0
+        if trainer.state.fn != TrainerFn.FITTING:
+            self._next_time = 0.0
+            self._open()
+
+    def _advance_evaluation(self, trainer: L.Trainer, batches: Sequence[float]) -> None:
+        self._batches += 1
+        if self._live is None or trainer.sanity_checking:
+            return
+        total = sum(batches)
+        position = f"{self._batches}/{total if math.isfinite(total) else '?'}"
+        if trainer.state.fn != TrainerFn.FITTING:
+            if self._is_due() or self._batches == total:
+                self._update(f"{trainer.state.fn} {position}", self._batches, total)
+        elif self._is_due():
+            self._show(f"evaluating {position}", 1.0)
+
+
+def _row(pl_module: L.LightningModule) -> Mapping[str, Any]:
+    return getattr(pl_module, "row", None) or {}
+
+
+def _minutes(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

@@ -1,0 +1,130 @@
+"""What a run leaves behind: the files of its directory and the table that ``fit`` ends with."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import lightning as L
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from fl_lightning.batch_norm import policy_table
+from fl_lightning.metrics_log import cut_back
+from fl_lightning.module import FederatedModule
+from fl_lightning.run_directory import Attempt, environment_record, write_json, write_text
+
+_KIND_LABELS = {
+    "weight": "weights",
+    "affine": "BN gamma, beta",
+    "mean": "BN running mean",
+    "var": "BN running variance",
+    "counter": "BN batch counter",
+    "buffer": "other buffers",
+}
+
+
+class RunFiles(L.Callback):
+    """Writes what identifies a run into its directory and prints the policy in force.
+
+    Args:
+        attempt: The run's folder.
+        config: The resolved configuration as YAML.
+    """
+
+    def __init__(self, attempt: Attempt | None, config: str) -> None:
+        self.attempt = attempt
+        self.config = config
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Write ``config.yaml``, ``partition.json`` and ``policy.json``; on resume cut ``metrics.jsonl`` back."""
+        assert isinstance(pl_module, FederatedModule)
+        table = policy_table(pl_module.model, pl_module.federated_callbacks, pl_module.planned_rounds)
+        if not trainer.global_step:
+            print_policy(table)
+        if self.attempt is not None:
+            if trainer.global_step:
+                cut_back(self.attempt.metrics, trainer.global_step)
+            write_text(self.attempt.config, self.config)
+            write_json(self.attempt.partition, pl_module.data.partition_record())
+            write_json(self.attempt.path / "policy.json", table)
+
+
+def print_policy(table: Mapping[str, str]) -> None:
+    """Print what happens to each kind of state in a round."""
+    view = Table(title="State of the model", title_justify="left", title_style="bold", box=None, padding=(0, 2, 0, 0))
+    view.add_column("state")
+    view.add_column("in a round")
+    for kind, treatment in table.items():
+        view.add_row(_KIND_LABELS[kind], treatment)
+    Console().print(view)
+
+
+def method_name(module: FederatedModule, callbacks: Sequence[L.Callback]) -> str:
+    """The method of a run in the field's words, such as ``"FedAvg + FixBN(freeze_fraction=0.5)"``."""
+    optimizer = module.server_optimizer([torch.zeros(1)])
+    settings = optimizer.param_groups[0]
+    base = f"server {type(optimizer).__name__}(lr={settings['lr']:g})"
+    if isinstance(optimizer, torch.optim.SGD):
+        momentum = settings["momentum"]
+        base = f"FedAvgM(lr={settings['lr']:g}, momentum={momentum:g})" if momentum else base
+        base = "FedAvg" if settings["lr"] == 1 and not momentum else base
+    names = [getattr(callback, "label", type(callback).__name__) for callback in callbacks]
+    return " + ".join([base, *names])
+
+
+def collect_result(
+    trainer: L.Trainer, module: FederatedModule, attempt: Attempt | None, metrics: Mapping[str, float]
+) -> dict[str, Any]:
+    """What ``result.json`` holds.
+
+    Args:
+        trainer: The trainer after ``fit``.
+        module: The trained module.
+        attempt: The run's folder, None where nothing is written (``fast_dev_run``).
+        metrics: Evaluation metrics of the final server model, by name.
+    """
+    record = module.record
+    return {
+        "method": method_name(module, module.federated_callbacks),
+        "model": type(module.model).__name__,
+        "partition": module.data.describe_partition(),
+        "rounds": trainer.global_step,
+        "planned_rounds": module.planned_rounds,
+        "samples": record.samples,
+        **metrics,
+        "diverged": record.diverged,
+        "upload_bytes": record.upload_bytes,
+        "download_bytes": record.download_bytes,
+        "train_seconds": record.seconds,
+        "seed": module.seed,
+        "directory": str(attempt.path) if attempt is not None else None,
+        "environment": environment_record(),
+    }
+
+
+def print_result(result: Mapping[str, Any]) -> None:
+    """Print a result as a table."""
+    rows = {
+        "method": result["method"],
+        "model": result["model"],
+        "partition": result["partition"],
+        "rounds": f"{result['rounds']:,}" + ("  (diverged)" if result["diverged"] else ""),
+        "samples seen": f"{result['samples']:,}",
+        **{name: f"{value:.4f}" for name, value in result.items() if "/" in name},
+        "sent by clients": _bytes(result["upload_bytes"]),
+        "sent to clients": _bytes(result["download_bytes"]),
+        "training time": f"{result['train_seconds']:.1f} s",
+        "files": result["directory"] or "none (fast_dev_run)",
+    }
+    view = Table(title="Result", title_justify="left", title_style="bold", show_header=False, box=None, padding=(0, 2, 0, 0))
+    for name, value in rows.items():
+        view.add_row(name, str(value))
+    Console(soft_wrap=True).print(view)
+
+
+def _bytes(count: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.4g} {unit}"
+        count /= 1000
+    return f"{count:.4g} TB"

@@ -1,0 +1,236 @@
+"""Where a run lives on disk: ``runs/<name>/<config hash>-s<seed>``, one folder per attempt.
+
+The folder is fixed before any logger exists and is the same for the same configuration, so that a resumed run
+finds its checkpoints. A fresh ``fit`` never touches an existing folder: it takes ``...-s0.2``, then
+``...-s0.3``, ...
+"""
+
+import hashlib
+import importlib.metadata
+import json
+import platform
+import re
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fl_lightning import __version__
+from fl_lightning.atomic import write_json, write_text
+from fl_lightning.errors import ConfigurationError
+
+__all__ = [
+    "OUTSIDE_THE_HASH",
+    "Attempt",
+    "RunDirectory",
+    "attempt_of",
+    "config_hash",
+    "environment_record",
+    "write_json",
+    "write_text",
+]
+
+OUTSIDE_THE_HASH = frozenset(
+    {
+        "ckpt_path",
+        "config",
+        "name",
+        "run_directory",
+        "seed_everything",
+        "trainer.accelerator",
+        "trainer.callbacks.RoundCheckpoint",
+        "trainer.callbacks.RoundProgress",
+        "trainer.default_root_dir",
+        "trainer.devices",
+        "trainer.enable_checkpointing",
+        "trainer.enable_model_summary",
+        "trainer.enable_progress_bar",
+        "trainer.log_every_n_steps",
+        "trainer.logger",
+        "trainer.max_epochs",
+        "trainer.max_time",
+        "trainer.num_nodes",
+        "trainer.profiler",
+        "trainer.strategy",
+    }
+)
+"""Settings that change no result or only name the attempt; a callback in a list goes by its class name."""
+
+
+def config_hash(config: Mapping[str, Any]) -> str:
+    """Name a configuration: 8 hex digits of SHA-256 over its canonical JSON without :data:`OUTSIDE_THE_HASH`.
+
+    Args:
+        config: The resolved configuration, every default filled in; the order of its keys does not matter.
+    """
+    canonical = json.dumps(_inside_the_hash(config, ""), sort_keys=True, separators=(",", ":"), default=str)
+    return hashlib.sha256(canonical.encode()).hexdigest()[:8]
+
+
+def _inside_the_hash(node: Any, prefix: str) -> Any:
+    if isinstance(node, Mapping):
+        return {
+            key: _inside_the_hash(value, f"{prefix}{key}.")
+            for key, value in node.items()
+            if f"{prefix}{key}" not in OUTSIDE_THE_HASH
+        }
+    if isinstance(node, list | tuple):
+        return [_inside_the_hash(x, prefix) for x in node if prefix + _class_name(x) not in OUTSIDE_THE_HASH]
+    return node
+
+
+def _class_name(entry: Any) -> str:
+    return (
+        str(entry["class_path"]).rpartition(".")[2]
+        if isinstance(entry, Mapping) and "class_path" in entry
+        else ""
+    )
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One attempt's folder and the names of what it holds.
+
+    Attributes:
+        path: The folder, such as ``runs/quickstart/1f0c9a7e-s0.2``.
+    """
+
+    path: Path
+
+    @property
+    def config(self) -> Path:
+        """The resolved configuration."""
+        return self.path / "config.yaml"
+
+    @property
+    def metrics(self) -> Path:
+        """One line per logged round: the source of truth."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def result(self) -> Path:
+        """What the finished run found."""
+        return self.path / "result.json"
+
+    @property
+    def partition(self) -> Path:
+        """How the data were spread over the clients."""
+        return self.path / "partition.json"
+
+    @property
+    def checkpoints(self) -> Path:
+        """The folder of ``last.ckpt`` and ``best.ckpt``."""
+        return self.path / "checkpoints"
+
+
+@dataclass(frozen=True)
+class RunDirectory:
+    """All attempts at one configuration and seed.
+
+    Args:
+        root: ``runs/<name>``.
+        stem: ``<config hash>-s<seed>``: the first attempt's folder; later ones add ``.2``, ``.3``, ...
+    """
+
+    root: Path
+    stem: str
+
+    def new_attempt(self) -> Attempt:
+        """Create the folder of the next attempt; two processes that start together get two folders.
+
+        Raises:
+            ConfigurationError: The folder cannot be created.
+        """
+        try:
+            self.root.mkdir(parents=True, exist_ok=True)
+            number = max(self._attempts(), default=0)
+            while True:
+                number += 1
+                path = self.root / (self.stem if number == 1 else f"{self.stem}.{number}")
+                try:
+                    path.mkdir()
+                except FileExistsError:
+                    continue
+                return Attempt(path)
+        except OSError as error:
+            raise ConfigurationError(
+                f"run directory {self.root / self.stem} cannot be created: {error.strerror}; "
+                "use a folder that you can write to"
+            ) from error
+
+    def newest_attempt(self) -> Attempt | None:
+        """The attempt with the highest number, None where there is none yet."""
+        attempts = self._attempts()
+        return attempts[max(attempts)] if attempts else None
+
+    def resolve_checkpoint(self, ckpt_path: str) -> Path:
+        """Find the file that ``--ckpt_path`` means.
+
+        Args:
+            ckpt_path: ``"last"`` or ``"best"`` of the newest attempt, or the path of an existing file.
+
+        Raises:
+            ConfigurationError: There is no such checkpoint.
+        """
+        if ckpt_path not in ("last", "best"):
+            path = Path(ckpt_path).expanduser()
+            if not path.is_file():
+                raise ConfigurationError(
+                    f"ckpt_path {path} is not a file; give an existing one, 'last' or 'best'"
+                )
+            return path
+        newest = self.newest_attempt() or Attempt(self.root / self.stem)
+        path = newest.checkpoints / f"{ckpt_path}.ckpt"
+        if not path.is_file():
+            older = [a.checkpoints / path.name for _, a in sorted(self._attempts().items(), reverse=True)]
+            found = next(
+                (str(candidate) for candidate in older if candidate.is_file()), "the path of a checkpoint"
+            )
+            raise ConfigurationError(
+                f"ckpt_path {ckpt_path!r} found no {path.name} in {path.parent}; "
+                f"give {found}, or start without ckpt_path"
+            )
+        return path
+
+    def _attempts(self) -> dict[int, Attempt]:
+        pattern = re.compile(re.escape(self.stem) + r"(?:\.([1-9][0-9]*))?")
+        folders = [path for path in self.root.iterdir() if path.is_dir()] if self.root.is_dir() else []
+        matches = ((pattern.fullmatch(path.name), path) for path in folders)
+        return {int(match[1] or 1): Attempt(path) for match, path in matches if match}
+
+
+def attempt_of(checkpoint: Path) -> Attempt | None:
+    """The attempt that an explicit checkpoint belongs to, None where it does not lie in a run directory."""
+    folder = checkpoint.resolve().parent
+    attempt = Attempt(folder.parent)
+    return attempt if folder.name == attempt.checkpoints.name and attempt.config.is_file() else None
+
+
+def environment_record() -> dict[str, str | None]:
+    """Versions, platform and git commit (None outside a checkout; ``-dirty``: with uncommitted changes)."""
+    versions = {package: _version(package) for package in ("torch", "lightning")} | {
+        "fl_lightning": __version__
+    }
+    return {
+        "python": platform.python_version(),
+        **versions,
+        "platform": platform.platform(),
+        "git_commit": _git_commit(),
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _git_commit() -> str | None:
+    command = ["git", "--no-optional-locks", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return answer.stdout.strip()
