@@ -51,7 +51,7 @@ class FixBN(FederatedCallback):
         if freeze not in _FROZEN:
             raise ConfigurationError(f"FixBN.freeze: {freeze!r} must be one of {', '.join(_FROZEN)}")
         self.freeze_round = freeze_round
-        self.freeze_fraction = 0.5 if freeze_fraction is None else freeze_fraction
+        self.freeze_fraction = freeze_fraction
         self.freeze = freeze
 
     def last_batch_round(self, total_rounds: int) -> int:

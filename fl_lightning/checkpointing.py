@@ -26,8 +26,8 @@ class RoundCheckpoint(Checkpoint):
 
     Args:
         dirpath: Folder of the checkpoints; None means ``checkpoints`` in the trainer's ``default_root_dir``.
-        every_n_seconds: Save when this many seconds, >= 0, have passed since the last save; 0 means after each
-            round, None never for this reason.
+        every_n_seconds: Save when this many seconds, >= 0, have passed since the last save; 0 means after
+            each round, None never for this reason.
         every_n_rounds: Save when the round is a multiple of this, >= 1; None never for this reason.
         monitor: Name of a logged metric, such as ``"val/accuracy"``; ``best.ckpt`` is the model of the first
             round that reached its best value. Rounds that do not log it are passed over, and so is NaN.
@@ -36,6 +36,8 @@ class RoundCheckpoint(Checkpoint):
     Attributes:
         best_score: Best value of the monitored metric, None before the first.
         best_round: The round that reached it.
+        best_model_path: Path of ``best.ckpt``, empty where there is none. Lightning's ``ckpt_path="best"`` reads
+            it and its process launchers set it.
     """
 
     def __init__(
@@ -59,6 +61,7 @@ class RoundCheckpoint(Checkpoint):
         self.mode = mode
         self.best_score: float | None = None
         self.best_round: int | None = None
+        self.best_model_path = ""
         self._complete_round: int | None = None
         self._saved_round: int | None = None
         self._saved_at = 0.0
@@ -68,11 +71,6 @@ class RoundCheckpoint(Checkpoint):
     def state_key(self) -> str:
         """One per monitored metric: a best score means nothing to another metric."""
         return self._generate_state_key(monitor=self.monitor, mode=self.mode)
-
-    @property
-    def best_model_path(self) -> str:
-        """Path of ``best.ckpt``, empty where there is none; Lightning's ``ckpt_path="best"`` reads it."""
-        return str(self.dirpath / "best.ckpt") if self.dirpath and self.best_round is not None else ""
 
     def state_dict(self) -> dict[str, Any]:
         """The best score and its round; nothing where no metric is monitored."""
@@ -84,13 +82,20 @@ class RoundCheckpoint(Checkpoint):
         """Continue from the best score of the resumed run."""
         self.best_score = state_dict["best_score"]
         self.best_round = state_dict["best_round"]
+        if self.dirpath is not None and self.best_round is not None:
+            self.best_model_path = str(self.dirpath / "best.ckpt")
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Find the folder, and fail now rather than after the first round where it cannot be used.
 
         Raises:
-            ConfigurationError: The folder cannot be created or written.
+            ConfigurationError: The folder cannot be created or written, or the trainer counts steps.
         """
+        if stage == "fit" and self._active(trainer) and trainer.max_steps != -1:
+            # Lightning resumes a run that counts steps inside its last epoch, which repeats or drops a round
+            raise ConfigurationError(
+                f"trainer.max_steps {trainer.max_steps} cannot be resumed by rounds; set trainer.max_epochs instead"
+            )
         if self.dirpath is None:
             self.dirpath = local_path(trainer.default_root_dir) / "checkpoints"
         if stage == "fit" and trainer.is_global_zero and self._active(trainer):
@@ -109,11 +114,7 @@ class RoundCheckpoint(Checkpoint):
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Note that the evaluation metrics are now logged."""
-        self._evaluated = not trainer.sanity_checking
-
-    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """From here on the round is half done."""
-        self._complete_round = None
+        self._evaluated = True
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Save what is due now that the round is complete.
@@ -134,7 +135,7 @@ class RoundCheckpoint(Checkpoint):
         if self._evaluated and (self.monitor or "").startswith(("val/", "test/")):
             self._require_monitor(trainer)
         if self._reached_best(trainer):
-            self._save(trainer, "best.ckpt")
+            self.best_model_path = self._save(trainer, "best.ckpt")
         if self._due(trainer):
             self._save_last(trainer)
 
@@ -190,8 +191,10 @@ class RoundCheckpoint(Checkpoint):
             self._saved_round = self._complete_round
             self._saved_at = time.monotonic()
 
-    def _save(self, trainer: L.Trainer, name: str) -> None:
+    def _save(self, trainer: L.Trainer, name: str) -> str:
         for logger in trainer.loggers:
             logger.save()  # the rows reach the disk before the checkpoint that counts on them
         assert self.dirpath is not None
-        trainer.save_checkpoint(self.dirpath / name, weights_only=False)
+        path = str(self.dirpath / name)
+        trainer.save_checkpoint(path, weights_only=False)
+        return path

@@ -24,9 +24,9 @@ from fl_lightning.datamodule import FederatedDataModule
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.metrics_log import JSONLinesLogger
 from fl_lightning.module import FederatedModule
-from fl_lightning.parser import ConciseParser
+from fl_lightning.parser import ConciseParser, behind
 from fl_lightning.progress import RoundProgress
-from fl_lightning.results import RunFiles, collect_result, print_result
+from fl_lightning.results import RunFiles, collect_result, print_result, write_predictions
 from fl_lightning.run_directory import Attempt, RunDirectory, attempt_of, config_hash, write_json
 
 _HOME = Path(fl_lightning.__file__).resolve().parent.parent
@@ -40,6 +40,7 @@ _TRAINER_DEFAULTS: dict[str, Any] = {
     "log_every_n_steps": 1,
     "enable_model_summary": False,
 }
+_HASHED = ("model", "data", "trainer")
 _MODEL_LINKS = ("num_classes", "in_channels", "image_size")
 
 
@@ -62,11 +63,13 @@ class FederatedCLI(LightningCLI):
         """Find out where the run lives, before any logger exists."""
         config = self.config[self.subcommand]
         self.config_yaml = self._parser(self.subcommand).dump(config, skip_none=False)
-        resolved = yaml.safe_load(self.config_yaml)
+        resolved = {key: value for key, value in yaml.safe_load(self.config_yaml).items() if key in _HASHED}
         name = config.name or (Path(config.config[-1].relative).stem if config.get("config") else "run")
         self.directory = RunDirectory(Path(config.run_root) / name, f"{config_hash(resolved)}-s{config.seed_everything}")
-        if config.get("ckpt_path"):
+        if config.ckpt_path:
             config.ckpt_path = str(self.directory.resolve_checkpoint(config.ckpt_path))
+        elif self.subcommand != "fit":
+            raise ConfigurationError(f"ckpt_path: {self.subcommand} needs a trained model; use --ckpt_path last or a file")
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """Make the trainer with this project's logger, checkpoints, progress and, for ``fit``, the run's folder."""
@@ -87,6 +90,14 @@ class FederatedCLI(LightningCLI):
             kwargs["default_root_dir"] = str(self.attempt.path)
         plugins = [*(settings.plugins or []), AtomicCheckpointIO()]
         return super().instantiate_trainer(callbacks=callbacks, logger=loggers or False, plugins=plugins, **kwargs)
+
+    def predict(self, **kwargs: Any) -> None:
+        """Write the predictions on the test data to ``predictions.csv`` in the run's folder."""
+        outputs = self.trainer.predict(**{**kwargs, "return_predictions": True})
+        attempt = attempt_of(Path(kwargs["ckpt_path"]))
+        path = (attempt.path if attempt is not None else Path()) / "predictions.csv"
+        count = write_predictions(path, outputs or [], self.datamodule.predict_dataloader())
+        print(f"{count:,} predictions written to {path}")
 
     def after_fit(self) -> None:
         """Evaluate the final server model on the test data; print and write the result."""
@@ -131,10 +142,13 @@ def main(args: Sequence[str] | None = None, model_class: type[FederatedModule] =
             args=arguments,
         )
         return cli
-    except (ConfigurationError, MisconfigurationException) as error:
+    except Exception as error:
+        told = next((e for e in behind(error) if isinstance(e, ConfigurationError | MisconfigurationException)), None)
         if cli is not None and cli.attempt is not None and not cli.attempt.metrics.exists():
             shutil.rmtree(cli.attempt.path)
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        if told is None:
+            raise
+        print(f"error: {' '.join(str(told).split())}", file=sys.stderr)
         sys.exit(2)
 
 

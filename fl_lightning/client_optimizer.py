@@ -31,7 +31,7 @@ _ZERO_STATES = {
 
 def optimizer_name(factory: OptimizerCallable) -> str:
     """The class name of the optimizer that a factory makes."""
-    return type(factory([torch.zeros(1)])).__name__
+    return type(factory([torch.zeros(1, 1)])).__name__
 
 
 def check_elementwise(factory: OptimizerCallable) -> None:
@@ -40,9 +40,12 @@ def check_elementwise(factory: OptimizerCallable) -> None:
     Two steps on a block of two rows must equal, bit for bit, the same steps on each row by itself.
 
     Raises:
-        ConfigurationError: The optimizer is not elementwise (Adafactor, Muon, LBFGS, ...).
+        ConfigurationError: The optimizer cannot be made, or is not elementwise (Adafactor, Muon, LBFGS, ...).
     """
-    name = optimizer_name(factory)
+    try:
+        name = optimizer_name(factory)
+    except (ValueError, TypeError) as error:
+        raise ConfigurationError(f"client_optimizer: {error}") from error
     start = torch.tensor([[0.5, -1.0, 2.0], [3.0, 0.25, -0.125]])
     gradients = [
         torch.tensor([[1.0, 2.0, -3.0], [-50.0, 0.5, 7.0]]),
@@ -190,7 +193,7 @@ class ClientOptimizer:
                 for key in keys:
                     state[key] = torch.tensor(0.0) if key == "step" else torch.zeros_like(block)
             for key in keys:
-                if key != "step":
+                if state[key].shape == block.shape:  # not step counts or NAdam's mu_product, which all rows share
                     self._states.setdefault(key, {})[name] = state[key]
 
 

@@ -20,7 +20,7 @@ from fl_lightning.dropout import convert_dropout, dropout_keys
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.evaluation import ServerEvaluation
 from fl_lightning.executors import Executor, SequentialExecutor, StateSlots
-from fl_lightning.participation import cohort_size
+from fl_lightning.participation import check_participation, cohort_size
 from fl_lightning.planning import RoundPlan
 from fl_lightning.progress import RoundProgress
 from fl_lightning.record import RunRecord
@@ -90,7 +90,7 @@ class FederatedModule(L.LightningModule):
                 raise ConfigurationError(f"{setting}: {value} must be at least 1")
         if budget_epochs is not None and budget_epochs <= 0:
             raise ConfigurationError(f"budget_epochs: {budget_epochs} must be positive")
-        cohort_size(2**62, participation)
+        check_participation(participation)
         check_elementwise(client_optimizer)
         check_overrides(client_optimizer, parameter_groups or {})
         if not any(parameter.requires_grad for parameter in model.parameters()):
@@ -263,6 +263,8 @@ class FederatedModule(L.LightningModule):
 
     def setup(self, stage: str) -> None:
         """Prepare what depends on the trainer: the plan of local work."""
+        # Lightning converts after it has loaded a checkpoint: a float64 checkpoint would pass through float32.
+        self.trainer.precision_plugin.convert_module(self)
         if stage != "fit":
             return
         if self.trainer.world_size > 1:

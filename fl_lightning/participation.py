@@ -4,6 +4,19 @@ from fl_lightning.errors import ConfigurationError
 from fl_lightning.randomness import permutation
 
 
+def check_participation(participation: int | float) -> None:
+    """Refuse a participation that no federation could satisfy.
+
+    Raises:
+        ConfigurationError: A number below 1 or a fraction outside (0, 1].
+    """
+    valid = participation >= 1 if isinstance(participation, int) else 0 < participation <= 1
+    if not valid:
+        raise ConfigurationError(
+            f"participation: {participation} must be a fraction in (0, 1] (0.1, 1.0) or a number of clients (1, 2, ...)"
+        )
+
+
 def cohort_size(num_clients: int, participation: int | float) -> int:
     """Number of clients in a round's cohort.
 
@@ -14,16 +27,15 @@ def cohort_size(num_clients: int, participation: int | float) -> int:
     Raises:
         ConfigurationError: The number or fraction is out of range.
     """
-    if isinstance(participation, int):
-        if not 1 <= participation <= num_clients:
-            raise ConfigurationError(
-                f"participation: {participation} asks for that many clients a round, but there are {num_clients}; use "
-                f"a number in 1..{num_clients} or a fraction such as 0.1 (1.0 for all)"
-            )
-        return participation
-    if not 0 < participation <= 1:
-        raise ConfigurationError(f"participation: {participation} is a fraction and must lie in (0, 1]")
-    return max(1, round(participation * num_clients))
+    check_participation(participation)
+    if isinstance(participation, float):
+        return max(1, round(participation * num_clients))
+    if participation > num_clients:
+        raise ConfigurationError(
+            f"participation: {participation} clients a round, but there are only {num_clients}; use at most that many or a "
+            "fraction such as 0.1"
+        )
+    return participation
 
 
 def sample_cohort(num_clients: int, size: int, seed: int, round_number: int) -> list[int]:

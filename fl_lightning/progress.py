@@ -41,6 +41,7 @@ class RoundProgress(ProgressBar):
         self._started_at = 0.0
         self._first_round = 0
         self._batches = 0
+        self._evaluation = ""
         self._score: tuple[str, Any] | None = None
 
     def enable(self) -> None:
@@ -57,7 +58,7 @@ class RoundProgress(ProgressBar):
         self._score = None
         self._started_at = time.monotonic()
         self._first_round = trainer.current_epoch
-        self._open()
+        self._open(self._round_name(self._total_rounds()))
         self._next_time = self._started_at + (0.0 if self._live else self.every_n_seconds)
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -85,15 +86,15 @@ class RoundProgress(ProgressBar):
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Count the batches of an evaluation; outside a fit it has a line of its own."""
-        self._start_evaluation(trainer)
+        self._start_evaluation(trainer, "validate")
 
     def on_test_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Open the line of a test."""
-        self._start_evaluation(trainer)
+        self._start_evaluation(trainer, "test")
 
     def on_predict_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Open the line of a prediction."""
-        self._start_evaluation(trainer)
+        self._start_evaluation(trainer, "predict")
 
     def on_validation_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any) -> None:
         """Show the position inside an evaluation of the server."""
@@ -117,12 +118,14 @@ class RoundProgress(ProgressBar):
         """Give the terminal back."""
         self._close()
 
-    def _open(self) -> None:
+    def _open(self, longest_name: str) -> None:
         self._close()
         console = Console()
         if self._enabled and console.is_interactive:
             text = TextColumn("{task.fields[text]}", table_column=Column(no_wrap=True, overflow="ellipsis"))
-            name = TextColumn("{task.description}", table_column=Column(no_wrap=True))
+            name = TextColumn(
+                "{task.description}", table_column=Column(no_wrap=True, min_width=len(longest_name))
+            )
             self._live = Progress(
                 name, BarColumn(bar_width=None), text, console=console, auto_refresh=False, expand=True
             )
@@ -151,17 +154,20 @@ class RoundProgress(ProgressBar):
 
     def _show(self, steps: str = "", fraction: float = 0.0) -> None:
         done, total = self.trainer.current_epoch, self._total_rounds()
-        name = f"round {done}/{total if math.isfinite(total) else '?'}"
+        name = self._round_name(done)
         texts = [
-            steps,
             *self._metrics(_row(self.trainer.lightning_module)),
             self._clock(done + fraction, total),
+            steps,
         ]
         text = "  ".join(filter(None, texts))
         if self._live:
             self._update(name, done + fraction, total, text)
         else:
             print(f"{name}  {text}", flush=True)
+
+    def _round_name(self, done: float) -> str:
+        return f"round {done}/{_count(self._total_rounds())}"
 
     def _total_rounds(self) -> float:
         total = getattr(self.trainer.lightning_module, "total_rounds", None) or self.trainer.max_epochs
@@ -186,27 +192,32 @@ class RoundProgress(ProgressBar):
         # most rounds are not evaluated: the last score stays on show
         self._score = next(((key, row[key]) for key in _SCORES if key in row), self._score)
 
-    def _start_evaluation(self, trainer: L.Trainer) -> None:
+    def _start_evaluation(self, trainer: L.Trainer, name: str) -> None:
         self._batches = 0
+        self._evaluation = name
         if trainer.state.fn != TrainerFn.FITTING:
             self._next_time = 0.0
-            self._open()
+            self._open(name)
 
     def _advance_evaluation(self, trainer: L.Trainer, batches: Sequence[float]) -> None:
         self._batches += 1
         if self._live is None or trainer.sanity_checking:
             return
         total = sum(batches)
-        position = f"{self._batches}/{total if math.isfinite(total) else '?'}"
+        position = f"{self._batches}/{_count(total)}"
         if trainer.state.fn != TrainerFn.FITTING:
             if self._is_due() or self._batches == total:
-                self._update(f"{trainer.state.fn} {position}", self._batches, total)
+                self._update(f"{self._evaluation} {position}", self._batches, total)
         elif self._is_due():
             self._show(f"evaluating {position}", 1.0)
 
 
 def _row(pl_module: L.LightningModule) -> Mapping[str, Any]:
     return getattr(pl_module, "row", None) or {}
+
+
+def _count(total: float) -> str:
+    return str(total) if math.isfinite(total) else "?"
 
 
 def _minutes(seconds: float) -> str:

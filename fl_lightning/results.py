@@ -1,12 +1,15 @@
 """What a run leaves behind: the files of its directory and the table that ``fit`` ends with."""
 
-from collections.abc import Mapping, Sequence
+import inspect
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import lightning as L
 import torch
 from rich.console import Console
 from rich.table import Table
+from torch import Tensor
 
 from fl_lightning.batch_norm import policy_table
 from fl_lightning.metrics_log import cut_back
@@ -68,8 +71,15 @@ def method_name(module: FederatedModule, callbacks: Sequence[L.Callback]) -> str
         momentum = settings["momentum"]
         base = f"FedAvgM(lr={settings['lr']:g}, momentum={momentum:g})" if momentum else base
         base = "FedAvg" if settings["lr"] == 1 and not momentum else base
-    names = [getattr(callback, "label", type(callback).__name__) for callback in callbacks]
-    return " + ".join([base, *names])
+    return " + ".join([base, *map(describe, callbacks)])
+
+
+def describe(thing: object) -> str:
+    """An object as it could be written: its class and the constructor arguments that are not the defaults."""
+    parameters = list(inspect.signature(type(thing)).parameters.values())
+    settings = {p.name: getattr(thing, p.name) for p in parameters if hasattr(thing, p.name)}
+    changed = [f"{p.name}={settings[p.name]}" for p in parameters if p.name in settings and settings[p.name] != p.default]
+    return f"{type(thing).__name__}({', '.join(changed)})"
 
 
 def collect_result(
@@ -114,12 +124,37 @@ def print_result(result: Mapping[str, Any]) -> None:
         "sent by clients": _bytes(result["upload_bytes"]),
         "sent to clients": _bytes(result["download_bytes"]),
         "training time": f"{result['train_seconds']:.1f} s",
-        "files": result["directory"] or "none (fast_dev_run)",
+        "files": _shown(result["directory"]) if result["directory"] else "none (fast_dev_run)",
     }
     view = Table(title="Result", title_justify="left", title_style="bold", show_header=False, box=None, padding=(0, 2, 0, 0))
     for name, value in rows.items():
         view.add_row(name, str(value))
     Console(soft_wrap=True).print(view)
+
+
+def write_predictions(path: Path, outputs: Sequence[Tensor], batches: Iterable[Any]) -> int:
+    """Write class predictions as CSV: index, target, prediction and its probability.
+
+    Args:
+        path: The file.
+        outputs: Class scores ``[b, classes]`` of each batch.
+        batches: The batches ``(inputs, targets)`` that they belong to.
+
+    Returns:
+        The number of predictions.
+    """
+    lines = ["index,target,prediction,probability"]
+    for scores, (_, targets) in zip(outputs, batches, strict=True):
+        probability, prediction = scores.float().softmax(1).max(1)
+        for target, guess, chance in zip(targets.tolist(), prediction.tolist(), probability.tolist(), strict=True):
+            lines.append(f"{len(lines) - 1},{target},{guess},{chance:.6g}")
+    write_text(path, "\n".join(lines) + "\n")
+    return len(lines) - 1
+
+
+def _shown(directory: str) -> str:
+    path, here = Path(directory).resolve(), Path.cwd()
+    return str(path.relative_to(here) if path.is_relative_to(here) else path)
 
 
 def _bytes(count: float) -> str:

@@ -33,10 +33,11 @@ __all__ = [
 
 OUTSIDE_THE_HASH = frozenset(
     {
+        "checkpoint",
         "ckpt_path",
         "config",
         "name",
-        "run_directory",
+        "run_root",
         "seed_everything",
         "trainer.accelerator",
         "trainer.callbacks.RoundCheckpoint",
@@ -53,6 +54,7 @@ OUTSIDE_THE_HASH = frozenset(
         "trainer.num_nodes",
         "trainer.profiler",
         "trainer.strategy",
+        "weights_only",
     }
 )
 """Settings that change no result or only name the attempt; a callback in a list goes by its class name."""
