@@ -56,9 +56,9 @@ class FixBN(FederatedCallback):
 
     def last_batch_round(self, total_rounds: int) -> int:
         """T*: the last round that trains with batch statistics."""
-        return (
-            round_at(self.freeze_fraction, total_rounds) if self.freeze_round is None else self.freeze_round
-        )
+        if self.freeze_round is not None:
+            return self.freeze_round
+        return round_at(0.5 if self.freeze_fraction is None else self.freeze_fraction, total_rounds)
 
     def policy(self, round_number: int, total_rounds: int) -> Mapping[str, str]:
         """Frozen after T*."""

@@ -39,7 +39,9 @@ class Aggregator(ABC):
         """
         if not blocks:
             return []
-        return list(self(torch.cat(list(blocks), 1), weights).split([block.shape[1] for block in blocks]))
+        return list(
+            torch.split(self(torch.cat(list(blocks), 1), weights), [block.shape[1] for block in blocks])
+        )
 
 
 class WeightedMean(Aggregator):

@@ -38,7 +38,7 @@ not trained. ``local``: kept by the client, managed by the callback that declare
 callback that declares it. ``reset``: not kept after the round.
 """
 
-_DEFAULT = {kind: "averaged" for kind in KINDS} | {"counter": "max"}
+_DEFAULT = dict.fromkeys(KINDS, "averaged") | {"counter": "max"}
 _BN_BUFFERS = {"running_mean": "mean", "running_var": "var", "num_batches_tracked": "counter"}
 
 

@@ -36,8 +36,8 @@ class RoundCheckpoint(Checkpoint):
     Attributes:
         best_score: Best value of the monitored metric, None before the first.
         best_round: The round that reached it.
-        best_model_path: Path of ``best.ckpt``, empty where there is none. Lightning's ``ckpt_path="best"`` reads
-            it and its process launchers set it.
+        best_model_path: Path of ``best.ckpt``, empty where there is none. Lightning reads it for
+            ``ckpt_path="best"`` and sets it after a fit in child processes.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class RoundCheckpoint(Checkpoint):
         if stage == "fit" and self._active(trainer) and trainer.max_steps != -1:
             # Lightning resumes a run that counts steps inside its last epoch, which repeats or drops a round
             raise ConfigurationError(
-                f"trainer.max_steps {trainer.max_steps} cannot be resumed by rounds; set trainer.max_epochs instead"
+                f"trainer.max_steps {trainer.max_steps} cannot be resumed by rounds; set trainer.max_epochs"
             )
         if self.dirpath is None:
             self.dirpath = local_path(trainer.default_root_dir) / "checkpoints"

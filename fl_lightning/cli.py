@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 import fl_lightning
 import fl_lightning.aggregation
@@ -51,7 +51,9 @@ class FederatedCLI(LightningCLI):
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Add the run's name, its checkpoints and the links between data and model."""
-        parser.add_argument("--name", type=str | None, default=None, help="runs/NAME/... (default: the YAML's name)")
+        parser.add_argument(
+            "--name", type=str | None, default=None, help="runs/NAME/... (default: the YAML's name)"
+        )
         parser.add_argument("--run_root", type=str, default="runs", help="the folder of all runs")
         parser.add_lightning_class_args(RoundCheckpoint, "checkpoint")
         parser.link_arguments("seed_everything", "model.seed")
@@ -65,11 +67,15 @@ class FederatedCLI(LightningCLI):
         self.config_yaml = self._parser(self.subcommand).dump(config, skip_none=False)
         resolved = {key: value for key, value in yaml.safe_load(self.config_yaml).items() if key in _HASHED}
         name = config.name or (Path(config.config[-1].relative).stem if config.get("config") else "run")
-        self.directory = RunDirectory(Path(config.run_root) / name, f"{config_hash(resolved)}-s{config.seed_everything}")
+        self.directory = RunDirectory(
+            Path(config.run_root) / name, f"{config_hash(resolved)}-s{config.seed_everything}"
+        )
         if config.ckpt_path:
             config.ckpt_path = str(self.directory.resolve_checkpoint(config.ckpt_path))
         elif self.subcommand != "fit":
-            raise ConfigurationError(f"ckpt_path: {self.subcommand} needs a trained model; use --ckpt_path last or a file")
+            raise ConfigurationError(
+                f"ckpt_path: {self.subcommand} needs a trained model; use --ckpt_path last or a file"
+            )
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """Make the trainer with this project's logger, checkpoints, progress and, for ``fit``, the run's folder."""
@@ -77,9 +83,13 @@ class FederatedCLI(LightningCLI):
         writes = self.subcommand == "fit" and not settings.fast_dev_run
         if writes:
             ckpt_path = self._get(self.config_init, "ckpt_path")
-            self.attempt = (attempt_of(Path(ckpt_path)) if ckpt_path else None) or self.directory.new_attempt()
+            self.attempt = (
+                attempt_of(Path(ckpt_path)) if ckpt_path else None
+            ) or self.directory.new_attempt()
         callbacks = list(settings.callbacks or [])
-        if settings.enable_progress_bar is not False and not any(isinstance(callback, ProgressBar) for callback in callbacks):
+        if settings.enable_progress_bar is not False and not any(
+            isinstance(callback, ProgressBar) for callback in callbacks
+        ):
             callbacks.append(RoundProgress())
         if self.subcommand == "fit":
             callbacks.append(RunFiles(self.attempt, self.config_yaml))
@@ -89,20 +99,33 @@ class FederatedCLI(LightningCLI):
             loggers.append(JSONLinesLogger(self.attempt.path))
             kwargs["default_root_dir"] = str(self.attempt.path)
         plugins = [*(settings.plugins or []), AtomicCheckpointIO()]
-        return super().instantiate_trainer(callbacks=callbacks, logger=loggers or False, plugins=plugins, **kwargs)
+        return super().instantiate_trainer(
+            callbacks=callbacks, logger=loggers or False, plugins=plugins, **kwargs
+        )
+
+    def fit(self, **kwargs: Any) -> None:
+        """Train; a run that fails before its first row leaves no folder behind."""
+        try:
+            self.trainer.fit(**kwargs)
+        except BaseException:
+            if self.attempt is not None and not self.attempt.metrics.exists():
+                shutil.rmtree(self.attempt.path)
+            raise
 
     def predict(self, **kwargs: Any) -> None:
         """Write the predictions on the test data to ``predictions.csv`` in the run's folder."""
-        outputs = self.trainer.predict(**{**kwargs, "return_predictions": True})
+        outputs: list[Any] = self.trainer.predict(**{**kwargs, "return_predictions": True}) or []
         attempt = attempt_of(Path(kwargs["ckpt_path"]))
         path = (attempt.path if attempt is not None else Path()) / "predictions.csv"
-        count = write_predictions(path, outputs or [], self.datamodule.predict_dataloader())
+        count = write_predictions(path, outputs, self.datamodule.predict_dataloader())
         print(f"{count:,} predictions written to {path}")
 
     def after_fit(self) -> None:
         """Evaluate the final server model on the test data; print and write the result."""
         assert isinstance(self.model, FederatedModule)
         metrics = {name: value for name, value in self.model.row.items() if name.startswith("val/")}
+        if not metrics and self.datamodule.fit_split == "val" and self.datamodule.val_dataloader():
+            metrics |= self.trainer.validate(self.model, datamodule=self.datamodule, verbose=False)[0]
         if self.datamodule.test_dataloader():
             metrics |= self.trainer.test(self.model, datamodule=self.datamodule, verbose=False)[0]
         result = collect_result(self.trainer, self.model, self.attempt, metrics)
@@ -111,7 +134,9 @@ class FederatedCLI(LightningCLI):
         print_result(result)
 
 
-def main(args: Sequence[str] | None = None, model_class: type[FederatedModule] = FederatedModule) -> FederatedCLI:
+def main(
+    args: Sequence[str] | None = None, model_class: type[FederatedModule] = FederatedModule
+) -> FederatedCLI:
     """Run the command line.
 
     Args:
@@ -122,13 +147,10 @@ def main(args: Sequence[str] | None = None, model_class: type[FederatedModule] =
         The finished command line, with its trainer, model and data.
     """
     _quiet_host()
-    cli: FederatedCLI | None = None
+    arguments = list(sys.argv[1:] if args is None else args)
     try:
         _import_shipped()
-        arguments = list(sys.argv[1:] if args is None else args)
-        sys.argv = sys.argv[:1]
-        cli = FederatedCLI.__new__(FederatedCLI)
-        cli.__init__(
+        return FederatedCLI(
             model_class,
             FederatedDataModule,
             save_config_callback=None,
@@ -139,17 +161,28 @@ def main(args: Sequence[str] | None = None, model_class: type[FederatedModule] =
             subclass_mode_data=True,
             auto_configure_optimizers=False,
             load_from_checkpoint_support=False,
-            args=arguments,
+            args=_with_shipped_configs(arguments),
         )
-        return cli
     except Exception as error:
-        told = next((e for e in behind(error) if isinstance(e, ConfigurationError | MisconfigurationException)), None)
-        if cli is not None and cli.attempt is not None and not cli.attempt.metrics.exists():
-            shutil.rmtree(cli.attempt.path)
+        told = next(
+            (e for e in behind(error) if isinstance(e, ConfigurationError | MisconfigurationException)), None
+        )
         if told is None:
             raise
         print(f"error: {' '.join(str(told).split())}", file=sys.stderr)
         sys.exit(2)
+
+
+def _with_shipped_configs(arguments: list[str]) -> list[str]:
+    """Let ``--config configs/X.yaml`` find the shipped file from any working directory."""
+
+    def located(argument: str) -> str:
+        option, _, value = argument.rpartition("=")
+        shipped = _HOME / value
+        found = value.startswith("configs/") and not Path(value).exists() and shipped.is_file()
+        return (f"{option}=" if option else "") + str(shipped) if found else argument
+
+    return [located(argument) for argument in arguments]
 
 
 def _import_shipped() -> None:
@@ -172,6 +205,7 @@ def _quiet_host() -> None:
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.WARNING)
     for message in (
+        ".*LightningCLI's args parameter.*",  # what it warns of, main() does on purpose
         ".*does not have many workers.*",  # in-memory data need none
         ".*isinstance\\(treespec, LeafSpec\\).*",  # Lightning 2.6 on torch 2.12 and later, harmless
         ".*You defined a `validation_step` but have no `val_dataloader`.*",  # a federation without evaluation data

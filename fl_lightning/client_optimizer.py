@@ -134,7 +134,7 @@ class ClientOptimizer:
             )
         return self._states[key]
 
-    def keys(self) -> list[str]:
+    def state_names(self) -> list[str]:
         """The states that :meth:`state` gives, without the step count."""
         if not self._states:
             self._gather()
@@ -193,7 +193,8 @@ class ClientOptimizer:
                 for key in keys:
                     state[key] = torch.tensor(0.0) if key == "step" else torch.zeros_like(block)
             for key in keys:
-                if state[key].shape == block.shape:  # not step counts or NAdam's mu_product, which all rows share
+                # step counts and NAdam's mu_product are one number that all rows share
+                if state[key].shape == block.shape:
                     self._states.setdefault(key, {})[name] = state[key]
 
 
@@ -208,7 +209,7 @@ def check_overrides(factory: OptimizerCallable, overrides: Mapping[str, Mapping[
     Raises:
         ConfigurationError: An unknown group or setting.
     """
-    known = {key for key in factory([torch.zeros(1)]).defaults} | {"lr_scale"}
+    known = set(factory([torch.zeros(1)]).defaults) | {"lr_scale"}
     for group, settings in overrides.items():
         if group not in ("batch_norm", "scalars", "bias"):
             raise ConfigurationError(

@@ -103,7 +103,7 @@ class Cohort:
 
     def mean(self, stacked: Tensor) -> Tensor:
         """Weighted mean over the clients, ``[C, *shape] -> [*shape]``, with the round's aggregation weights."""
-        return torch.tensordot(self.weights.to(stacked.dtype), stacked, dims=1)
+        return (self.weights.to(stacked.dtype) @ stacked.reshape(len(self), -1)).view(stacked.shape[1:])
 
     def optimizer_state(self, key: str) -> Rows:
         """What the client optimizer remembers under ``key`` (SGD: ``"momentum_buffer"``), ``[C, *shape]`` by name.
@@ -120,7 +120,7 @@ class Cohort:
     @property
     def optimizer_state_keys(self) -> list[str]:
         """The keys that :meth:`optimizer_state` knows."""
-        return self._optimizer.keys()
+        return self._optimizer.state_names()
 
     @property
     def optimizer_steps(self) -> Tensor:
@@ -201,7 +201,9 @@ class Cohort:
         return self._row_leaves[row]
 
     def _storage(self) -> list[Tensor]:
-        states = [block for key in self._optimizer.keys() for block in self._optimizer.state(key).values()]
+        states = [
+            block for key in self._optimizer.state_names() for block in self._optimizer.state(key).values()
+        ]
         return [*self.params.blocks.values(), *self.buffers.blocks.values(), *states]
 
 

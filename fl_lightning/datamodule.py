@@ -13,7 +13,7 @@ import lightning as L
 import numpy as np
 import torch
 from lightning.pytorch.utilities.seed import isolate_rng
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.data import DataLoader
 
 from fl_lightning.errors import ConfigurationError
@@ -142,9 +142,10 @@ class LoaderBatches:
         return self._fetch(epoch, index)
 
     def _start(self, epoch: int) -> None:
-        for sampler in (getattr(self.loader, "sampler", None), getattr(self.loader, "batch_sampler", None)):
-            if hasattr(sampler, "set_epoch"):
-                sampler.set_epoch(epoch)
+        for attribute in ("sampler", "batch_sampler"):
+            set_epoch = getattr(getattr(self.loader, attribute, None), "set_epoch", None)
+            if set_epoch is not None:
+                set_epoch(epoch)
         with isolate_rng():
             seed_global_generators(derive_seed(self.seed, "client loader", self.client_id, epoch))
             self._iterator = iter(self.loader)

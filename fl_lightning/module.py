@@ -1,7 +1,7 @@
 """The federated LightningModule: ``training_step`` is one communication round."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -15,20 +15,19 @@ from fl_lightning.batch_norm import batch_norm_layers, check_variances, resolve_
 from fl_lightning.callback import FederatedCallback
 from fl_lightning.client_optimizer import OptimizerCallable, check_elementwise, check_overrides
 from fl_lightning.cohort import Cohort, parameter_blocks
-from fl_lightning.datamodule import CohortBatch, FederatedDataModule
+from fl_lightning.datamodule import CohortBatch
 from fl_lightning.dropout import convert_dropout, dropout_keys
 from fl_lightning.errors import ConfigurationError
-from fl_lightning.evaluation import ServerEvaluation
 from fl_lightning.executors import Executor, SequentialExecutor, StateSlots
 from fl_lightning.participation import check_participation, cohort_size
 from fl_lightning.planning import RoundPlan
 from fl_lightning.progress import RoundProgress
-from fl_lightning.record import RunRecord
 from fl_lightning.rows import split_columns
 from fl_lightning.schedules import LRSchedule
+from fl_lightning.server import ServerModule
 
 
-class FederatedModule(L.LightningModule):
+class FederatedModule(ServerModule):
     """Federated learning as a LightningModule: one epoch, one batch, one ``training_step`` is one communication round.
 
     The round is Algorithm 1 of FedAvg (McMahan et al. 2017) with a server optimizer on the pseudo-gradient (FedOpt,
@@ -67,7 +66,7 @@ class FederatedModule(L.LightningModule):
         server_optimizer: OptimizerCallable | None = None,
         local_steps: int | None = None,
         local_epochs: int | None = None,
-        participation: int | float = 1.0,
+        participation: float = 1.0,
         executor: Executor | None = None,
         aggregator: Aggregator | None = None,
         weighting: Literal["examples", "uniform"] = "examples",
@@ -78,7 +77,7 @@ class FederatedModule(L.LightningModule):
         on_divergence: Literal["error", "record"] = "error",
         seed: int = 0,
     ) -> None:
-        super().__init__()
+        super().__init__(model, loss)
         self.automatic_optimization = False
         if (local_steps is None) == (local_epochs is None):
             raise ConfigurationError(
@@ -96,7 +95,6 @@ class FederatedModule(L.LightningModule):
         if not any(parameter.requires_grad for parameter in model.parameters()):
             raise ConfigurationError(f"model: {type(model).__name__} has no trainable parameters")
         self.num_dropout_layers = convert_dropout(model)
-        self.model = model
         self.client_optimizer = client_optimizer
         self.server_optimizer = server_optimizer or partial(torch.optim.SGD, lr=1.0)
         self.local_steps, self.local_epochs = local_steps, local_epochs
@@ -104,15 +102,12 @@ class FederatedModule(L.LightningModule):
         self.executor = executor or SequentialExecutor()
         self.aggregator = aggregator or WeightedMean()
         self.weighting = weighting
-        self.loss = loss or nn.functional.cross_entropy
         self.client_lr_schedule = client_lr_schedule
         self.parameter_groups = parameter_groups or {}
         self.budget_epochs = budget_epochs
         self.on_divergence = on_divergence
         self.seed = seed
         self.total_rounds: int | None = None
-        self.record = RunRecord()
-        self.evaluation = ServerEvaluation()
         self._cohort: Cohort | None = None
 
     # One communication round
@@ -226,31 +221,10 @@ class FederatedModule(L.LightningModule):
     # The run
 
     @property
-    def round(self) -> int:
-        """The communication round under way, from 1."""
-        return self.trainer.current_epoch + 1
-
-    @property
     def planned_rounds(self) -> int:
         """Number of rounds that was planned at round 1: what fractions of a run refer to."""
         assert self.total_rounds is not None
         return self.total_rounds
-
-    @property
-    def row(self) -> Mapping[str, float]:
-        """The newest row of metrics, such as ``{"round": 12, "train/loss": 0.7, "val/accuracy": 0.8}``."""
-        return self.record.row
-
-    @property
-    def data(self) -> FederatedDataModule:
-        """The federated data of the run."""
-        data = self.trainer.datamodule  # type: ignore[attr-defined]  # set by Trainer.fit(datamodule=...)
-        if not isinstance(data, FederatedDataModule):
-            raise ConfigurationError(
-                f"data: FederatedModule needs a FederatedDataModule, got {type(data).__name__}; pass "
-                "datamodule=FederatedDataModule(clients=[...]) to fit()"
-            )
-        return data
 
     @property
     def federated_callbacks(self) -> list[FederatedCallback]:
@@ -298,20 +272,6 @@ class FederatedModule(L.LightningModule):
         self.slots = StateSlots(self.model)
         self._cohort = None
 
-    def on_train_epoch_end(self) -> None:
-        """Write the round's row of metrics, before any checkpoint of the round."""
-        self._write_row(self.record.finish_row(self.round))
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """Exactly the server model's state."""
-        return self.model.state_dict(*args, **kwargs)
-
-    def load_state_dict(
-        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
-    ) -> Any:
-        """Load a server model's state."""
-        return self.model.load_state_dict(state_dict, strict=strict, assign=assign)
-
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Keep what the run has planned and counted."""
         checkpoint["fl_lightning"] = {"total_rounds": self.total_rounds, "record": self.record.state_dict()}
@@ -323,63 +283,6 @@ class FederatedModule(L.LightningModule):
             raise ConfigurationError("ckpt_path: the checkpoint was not written by a FederatedModule")
         self.total_rounds = state["total_rounds"]
         self.record.load_state_dict(state["record"])
-
-    # Metrics
-
-    def log(self, name: str, value: Any, **kwargs: Any) -> None:  # type: ignore[override]
-        """Log a metric of this round: one row per round holds the last value of each name.
-
-        Args:
-            name: Metric name, such as ``"bn/drift"``.
-            value: A number, a one-element tensor or a torchmetrics metric.
-            kwargs: As for ``LightningModule.log``; the loggers get the row, so ``logger`` defaults to False.
-        """
-        if not self.trainer.sanity_checking:
-            self.record.add(name, value)
-        super().log(
-            name, value, **{"on_step": False, "on_epoch": True, "batch_size": 1, "logger": False, **kwargs}
-        )
-
-    def forward(self, inputs: Any) -> Any:
-        """The server model's outputs."""
-        return self.model(inputs)
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        """Evaluate the server model on a batch of evaluation data."""
-        inputs, targets = batch
-        outputs = self.model(inputs)
-        self.evaluation.update(outputs, targets, self.loss(outputs, targets))
-
-    def test_step(self, batch: Any, batch_idx: int) -> None:
-        """Evaluate the server model on a batch of test data."""
-        self.validation_step(batch, batch_idx)
-
-    def predict_step(self, batch: Any, batch_idx: int) -> Any:
-        """The server model's outputs on a batch."""
-        return self.model(batch[0] if isinstance(batch, list | tuple) else batch)
-
-    def on_validation_epoch_end(self) -> None:
-        """Log the evaluation; before training, as row 0."""
-        metrics = self._evaluated(self.data.fit_split)
-        if self.trainer.sanity_checking:
-            if self.trainer.num_sanity_val_steps == float("inf"):
-                self._write_row({"round": 0, **metrics})
-        else:
-            self.log_dict(metrics, prog_bar=True)
-
-    def on_test_epoch_end(self) -> None:
-        """Log the test metrics."""
-        self.log_dict(self._evaluated("test"), prog_bar=True)
-
-    def _evaluated(self, prefix: str) -> dict[str, float]:
-        metrics = self.evaluation.finish()
-        self.record.diverged |= self.evaluation.diverged
-        return {f"{prefix}/{name}": value for name, value in metrics.items()}
-
-    def _write_row(self, row: dict[str, float]) -> None:
-        self.record.row = row
-        for logger in self.trainer.loggers:
-            logger.log_metrics(row, step=int(row["round"]))
 
     def _log_costs(self, cohort: Cohort, seconds: float) -> None:
         upload, download = cohort.payload_bytes(self.federated_callbacks)

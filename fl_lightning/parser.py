@@ -33,7 +33,10 @@ class ConciseParser(LightningArgumentParser):
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Print a short form of a parser's message to stderr and exit with status 2."""
-        print(f"error: {explain(message, ex, [a.dest for a in self._actions if not a.dest.endswith('.help')])}", file=sys.stderr)
+        print(
+            f"error: {explain(message, ex, [a.dest for a in self._actions if not a.dest.endswith('.help')])}",
+            file=sys.stderr,
+        )
         sys.exit(2)
 
 
@@ -77,11 +80,18 @@ def explain(message: str, error: BaseException | None = None, settings: Sequence
 def _explain_unknown(setting: str, option: str, error: BaseException | None) -> str:
     """Name the settings that do exist, read from the parser in whose frame the exception arose."""
     parsers = [frame.f_locals.get("self") for frame in _frames(error)]
-    known = [action.dest for parser in parsers[-1:] if isinstance(parser, ArgumentParser) for action in parser._actions]
+    known = [
+        action.dest
+        for parser in parsers[-1:]
+        if isinstance(parser, ArgumentParser)
+        for action in parser._actions
+    ]
     if "config" in known:
         return f"{setting}there is no setting {option!r}{nearest(option, known)}"
     known = [name for name in known if name not in ("help", "print_config")]
-    return f"{setting}there is no setting {option!r} among {', '.join(known) or 'none'}{nearest(option, known)}"
+    return (
+        f"{setting}there is no setting {option!r} among {', '.join(known) or 'none'}{nearest(option, known)}"
+    )
 
 
 def behind(error: BaseException | None) -> Iterator[BaseException]:
@@ -91,7 +101,9 @@ def behind(error: BaseException | None) -> Iterator[BaseException]:
         for frame in _frames(error):
             collected = frame.f_locals.get("vals")
             if isinstance(collected, list):
-                yield from (other for other in collected if isinstance(other, BaseException) and other is not error)
+                yield from (
+                    other for other in collected if isinstance(other, BaseException) and other is not error
+                )
         error = error.__cause__ or error.__context__
 
 
@@ -103,12 +115,14 @@ def _frames(error: BaseException | None) -> Iterator[FrameType]:
 
 
 def _class_names() -> set[str]:
-    from datamodules.partitions import Partition  # the command line knows the data sets, this package does not
+    from datamodules.partitions import (
+        Partition,
+    )  # the command line knows the data sets, this package does not
 
     names: set[str] = set()
     pending: list[type] = [*_BASES, Partition]
     while pending:
-        subclasses = pending.pop().__subclasses__()
+        subclasses: list[type] = type.__subclasses__(pending.pop())
         pending += subclasses
         names |= {c.__name__ for c in subclasses if not c.__name__.startswith("_")}
     return names

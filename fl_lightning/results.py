@@ -54,7 +54,9 @@ class RunFiles(L.Callback):
 
 def print_policy(table: Mapping[str, str]) -> None:
     """Print what happens to each kind of state in a round."""
-    view = Table(title="State of the model", title_justify="left", title_style="bold", box=None, padding=(0, 2, 0, 0))
+    view = Table(
+        title="State of the model", title_justify="left", title_style="bold", box=None, padding=(0, 2, 0, 0)
+    )
     view.add_column("state")
     view.add_column("in a round")
     for kind, treatment in table.items():
@@ -78,7 +80,11 @@ def describe(thing: object) -> str:
     """An object as it could be written: its class and the constructor arguments that are not the defaults."""
     parameters = list(inspect.signature(type(thing)).parameters.values())
     settings = {p.name: getattr(thing, p.name) for p in parameters if hasattr(thing, p.name)}
-    changed = [f"{p.name}={settings[p.name]}" for p in parameters if p.name in settings and settings[p.name] != p.default]
+    changed = [
+        f"{p.name}={settings[p.name]}"
+        for p in parameters
+        if p.name in settings and settings[p.name] != p.default
+    ]
     return f"{type(thing).__name__}({', '.join(changed)})"
 
 
@@ -126,7 +132,14 @@ def print_result(result: Mapping[str, Any]) -> None:
         "training time": f"{result['train_seconds']:.1f} s",
         "files": _shown(result["directory"]) if result["directory"] else "none (fast_dev_run)",
     }
-    view = Table(title="Result", title_justify="left", title_style="bold", show_header=False, box=None, padding=(0, 2, 0, 0))
+    view = Table(
+        title="Result",
+        title_justify="left",
+        title_style="bold",
+        show_header=False,
+        box=None,
+        padding=(0, 2, 0, 0),
+    )
     for name, value in rows.items():
         view.add_row(name, str(value))
     Console(soft_wrap=True).print(view)
@@ -146,7 +159,9 @@ def write_predictions(path: Path, outputs: Sequence[Tensor], batches: Iterable[A
     lines = ["index,target,prediction,probability"]
     for scores, (_, targets) in zip(outputs, batches, strict=True):
         probability, prediction = scores.float().softmax(1).max(1)
-        for target, guess, chance in zip(targets.tolist(), prediction.tolist(), probability.tolist(), strict=True):
+        for target, guess, chance in zip(
+            targets.tolist(), prediction.tolist(), probability.tolist(), strict=True
+        ):
             lines.append(f"{len(lines) - 1},{target},{guess},{chance:.6g}")
     write_text(path, "\n".join(lines) + "\n")
     return len(lines) - 1

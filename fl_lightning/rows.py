@@ -56,7 +56,7 @@ class Rows(Mapping[str, Tensor]):
 
 def split_columns(block: Tensor, shapes: Mapping[str, torch.Size]) -> dict[str, Tensor]:
     """Named views ``[C, *shape]`` of a block ``[C, columns]``, or ``[*shape]`` of a vector ``[columns]``."""
-    pieces = block.split([shape.numel() for shape in shapes.values()], dim=-1)
+    pieces = torch.split(block, [shape.numel() for shape in shapes.values()], dim=-1)
     lead = block.shape[:-1]
     return {
         name: piece.view((*lead, *shape)) for (name, shape), piece in zip(shapes.items(), pieces, strict=True)

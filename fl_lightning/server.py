@@ -1,0 +1,118 @@
+"""The server: its model, its evaluation and the metrics of each round."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import lightning as L
+from torch import Tensor, nn
+
+from fl_lightning.datamodule import FederatedDataModule
+from fl_lightning.errors import ConfigurationError
+from fl_lightning.evaluation import ServerEvaluation
+from fl_lightning.record import RunRecord
+
+
+class ServerModule(L.LightningModule):
+    """A model that a server holds, evaluates and reports on: what a federated module is apart from its rounds.
+
+    Args:
+        model: The server's model.
+        loss: Loss of (outputs, targets), averaged over the batch. Default: cross-entropy.
+    """
+
+    def __init__(self, model: nn.Module, loss: Callable[[Tensor, Tensor], Tensor] | None = None) -> None:
+        super().__init__()
+        self.model = model
+        self.loss = loss or nn.functional.cross_entropy
+        self.evaluation = ServerEvaluation()
+        self.record = RunRecord()
+
+    @property
+    def data(self) -> FederatedDataModule:
+        """The federated data of the run."""
+        data = self.trainer.datamodule  # type: ignore[attr-defined]  # set by Trainer.fit(datamodule=...)
+        if not isinstance(data, FederatedDataModule):
+            raise ConfigurationError(
+                f"data: FederatedModule needs a FederatedDataModule, got {type(data).__name__}; pass "
+                "datamodule=FederatedDataModule(clients=[...]) to fit()"
+            )
+        return data
+
+    @property
+    def round(self) -> int:
+        """The communication round under way, from 1."""
+        return self.trainer.current_epoch + 1
+
+    @property
+    def row(self) -> Mapping[str, float]:
+        """The newest row of metrics, such as ``{"round": 12, "train/loss": 0.7, "val/accuracy": 0.8}``."""
+        return self.record.row
+
+    def on_train_epoch_end(self) -> None:
+        """Write the round's row of metrics, before any checkpoint of the round."""
+        self._write_row(self.record.finish_row(self.round))
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        """Exactly the server model's state."""
+        return self.model.state_dict(*args, **kwargs)
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """Load a server model's state."""
+        return self.model.load_state_dict(state_dict, strict=strict, assign=assign)
+
+    def log(self, name: str, value: Any, **kwargs: Any) -> None:  # type: ignore[override]
+        """Log a metric of this round: one row per round holds the last value of each name.
+
+        Args:
+            name: Metric name, such as ``"bn/drift"``.
+            value: A number, a one-element tensor or a torchmetrics metric.
+            kwargs: As for ``LightningModule.log``; the loggers get the row, so ``logger`` defaults to False.
+        """
+        if not self.trainer.sanity_checking:
+            self.record.add(name, value)
+        super().log(
+            name, value, **{"on_step": False, "on_epoch": True, "batch_size": 1, "logger": False, **kwargs}
+        )
+
+    def forward(self, inputs: Any) -> Any:
+        """The server model's outputs."""
+        return self.model(inputs)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        """Evaluate the server model on a batch of evaluation data."""
+        inputs, targets = batch
+        outputs = self.model(inputs)
+        self.evaluation.update(outputs, targets, self.loss(outputs, targets))
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        """Evaluate the server model on a batch of test data."""
+        self.validation_step(batch, batch_idx)
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        """The server model's outputs on a batch."""
+        return self.model(batch[0] if isinstance(batch, list | tuple) else batch)
+
+    def on_validation_epoch_end(self) -> None:
+        """Log the evaluation; before training, as row 0."""
+        metrics = self._evaluated(self.data.fit_split)
+        if self.trainer.sanity_checking:
+            if self.trainer.num_sanity_val_steps == float("inf") and not self.trainer.global_step:
+                self._write_row({"round": 0, **metrics})
+        else:
+            self.log_dict(metrics, prog_bar=True)
+
+    def on_test_epoch_end(self) -> None:
+        """Log the test metrics."""
+        self.log_dict(self._evaluated("test"), prog_bar=True)
+
+    def _evaluated(self, prefix: str) -> dict[str, float]:
+        metrics = self.evaluation.finish()
+        self.record.diverged |= self.evaluation.diverged
+        return {f"{prefix}/{name}": value for name, value in metrics.items()}
+
+    def _write_row(self, row: dict[str, float]) -> None:
+        self.record.row = row
+        for logger in self.trainer.loggers:
+            logger.log_metrics(row, step=int(row["round"]))

@@ -1,0 +1,241 @@
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from jsonargparse import ArgumentParser
+from torch import Tensor, nn
+from torch.func import functional_call, grad, stack_module_state
+
+from fl_lightning.dropout import Dropout, dropout_keys
+from fl_lightning.errors import ConfigurationError
+from fl_lightning.models import FBNCNN, CIFARResNet, LeNet, ResNet8, ResNet20, ResNet32
+from fl_lightning.models.norm import make_norm
+
+NORMS = ["bn", "gn", "none"]
+SMALL: dict[str, Callable[..., nn.Module]] = {
+    "resnet8": lambda **settings: ResNet8(width=4, **settings),
+    "lenet": lambda **settings: LeNet(image_size=8, **settings),
+    "fbn_cnn": lambda **settings: FBNCNN(image_size=8, **settings),
+}
+every_model_and_norm = pytest.mark.parametrize(
+    ("name", "norm"), [(name, norm) for name in SMALL for norm in NORMS]
+)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread_and_one_seed():
+    torch.manual_seed(0)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def trainable_floats(model: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def batch_norm_channels(model: nn.Module) -> list[int]:
+    return [module.num_features for module in model.modules() if isinstance(module, nn.BatchNorm2d)]
+
+
+def multiply_adds(model: nn.Module, image: Tensor) -> int:
+    """Multiply-adds of the convolutions and linear layers for one image ``[channels, height, width]``."""
+    counts = []
+
+    def count(module: nn.Module, inputs: tuple[Tensor], output: Tensor) -> None:
+        counts.append(output.numel() * module.weight[0].numel())
+
+    for module in model.modules():
+        if isinstance(module, nn.Conv2d | nn.Linear):
+            module.register_forward_hook(count)
+    model.eval()(image[None])
+    return sum(counts)
+
+
+@pytest.mark.parametrize(
+    ("model", "floats", "layers", "channels", "macs"),
+    [
+        (ResNet8(), 75_290, 7, 240, 12.24e6),
+        (ResNet20(), 269_722, 19, 688, 40.55e6),
+        (ResNet32(), 464_154, 31, 1136, 68.86e6),
+        (LeNet(), 89_706, 3, 128, 12.30e6),
+        (FBNCNN(), 1_310_922, 4, 384, 97.19e6),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else None,
+)
+def test_sizes_are_those_of_the_papers(model, floats, layers, channels, macs):
+    assert trainable_floats(model) == floats
+    assert len(batch_norm_channels(model)) == layers
+    assert sum(batch_norm_channels(model)) == channels
+    assert multiply_adds(copy.deepcopy(model), torch.zeros(3, 32, 32)) == pytest.approx(macs, rel=5e-4)
+
+
+def test_lenet_pools_before_the_first_norm_and_after_the_other_two():
+    layers = [(type(layer).__name__, getattr(layer, "kernel_size", None)) for layer in LeNet().features]
+    convolution, maximum, average = ("Conv2d", (5, 5)), ("MaxPool2d", 3), ("AvgPool2d", 3)
+    norm = [("BatchNorm2d", None), ("ReLU", None)]
+    later = [convolution, *norm, average]
+    assert layers == [convolution, maximum, *norm, *later, *later]
+
+
+def test_fbn_cnn_has_the_layers_of_table_one_in_order():
+    kinds = [type(module).__name__ for module in (*FBNCNN().features, *FBNCNN().classifier)]
+    block = ["Conv2d", "ReLU", "BatchNorm2d"]
+    half = [*block, *block, "MaxPool2d", "Dropout"]
+    assert kinds == [*half, *half, "Linear", "ReLU", "Linear", "LogSoftmax"]
+    dropouts = [module for module in FBNCNN().modules() if isinstance(module, Dropout)]
+    assert [(layer.p, layer.layer) for layer in dropouts] == [(0.25, 0), (0.25, 1)]
+
+
+def test_fbn_cnn_returns_log_probabilities():
+    output = FBNCNN(image_size=8)(torch.randn(4, 3, 8, 8))
+    assert torch.allclose(output.exp().sum(dim=1), torch.ones(4), atol=1e-5)
+
+
+@every_model_and_norm
+@pytest.mark.parametrize(("num_classes", "in_channels"), [(10, 1), (7, 3)])
+def test_output_is_one_row_of_scores_per_image(name, norm, num_classes, in_channels):
+    model = SMALL[name](num_classes=num_classes, in_channels=in_channels, norm=norm)
+    assert model(torch.randn(2, in_channels, 8, 8)).shape == (2, num_classes)
+
+
+@pytest.mark.parametrize("image_size", [8, 9, 15, 28])
+@pytest.mark.parametrize("model", [LeNet, FBNCNN])
+def test_any_image_size_from_eight_pixels_works(model, image_size):
+    assert model(image_size=image_size)(torch.randn(2, 3, image_size, image_size)).shape == (2, 10)
+
+
+@every_model_and_norm
+def test_vmap_over_clients_equals_a_loop_over_clients(name, norm):
+    clients = [SMALL[name](in_channels=1, norm=norm).double() for _ in range(3)]
+    for client, key in zip(clients, dropout_keys(0, 1, range(3), 0), strict=True):
+        for module in client.modules():
+            if isinstance(module, Dropout):
+                module.key.fill_(key)
+    images = torch.randn(3, 4, 1, 8, 8, dtype=torch.float64)
+    labels = torch.randint(10, (3, 4))
+    params, buffers = stack_module_state(clients)
+    blank = SMALL[name](in_channels=1, norm=norm).double()
+
+    def loss(client_params, client_buffers, client_images, client_labels):
+        scores = functional_call(blank, (client_params, client_buffers), (client_images,))
+        return nn.functional.cross_entropy(scores, client_labels), scores
+
+    stacked_grads, stacked_scores = torch.vmap(grad(loss, has_aux=True))(params, buffers, images, labels)
+    assert stacked_scores.shape == (3, 4, 10)
+    for i, client in enumerate(clients):
+        scores = client(images[i])
+        nn.functional.cross_entropy(scores, labels[i]).backward()
+        assert torch.allclose(stacked_scores[i], scores, rtol=1e-10, atol=1e-12)
+        for key, parameter in client.named_parameters():
+            assert torch.allclose(stacked_grads[key][i], parameter.grad, rtol=1e-8, atol=1e-12)
+        for key, buffer in client.named_buffers():
+            assert torch.allclose(buffers[key][i], buffer, rtol=1e-10)
+
+
+@every_model_and_norm
+def test_only_batch_norm_lets_one_image_change_the_output_of_another(name, norm):
+    model = SMALL[name](norm=norm).double()
+    images = torch.randn(4, 3, 8, 8, dtype=torch.float64)
+    others_changed = torch.cat([images[:1], torch.randn(3, 3, 8, 8, dtype=torch.float64)])
+    same = torch.allclose(model(images)[0], model(others_changed)[0], rtol=1e-10)
+    assert same == (norm != "bn")
+
+
+def test_group_norm_normalises_each_image_in_the_given_number_of_groups():
+    x = 3 + 5 * torch.randn(4, 6, 5, 5, dtype=torch.float64)
+    normalised = make_norm("gn", 6, groups=2).double()(x).reshape(4, 2, 3 * 5 * 5)
+    assert torch.allclose(normalised.mean(dim=2), torch.zeros(4, 2, dtype=torch.float64), atol=1e-10)
+    assert torch.allclose(
+        normalised.var(dim=2, correction=0), torch.ones(4, 2, dtype=torch.float64), atol=1e-5
+    )
+
+
+@every_model_and_norm
+def test_a_convolution_has_a_bias_unless_a_norm_layer_takes_its_place(name, norm):
+    biases = {
+        module.bias is not None
+        for module in SMALL[name](norm=norm).modules()
+        if isinstance(module, nn.Conv2d)
+    }
+    assert biases == {norm == "none" or name == "fbn_cnn"}
+
+
+def test_resnet_shortcut_subsamples_and_pads_with_zero_channels():
+    block = next(block for block in ResNet8().blocks if block.stride == 2)
+    x = torch.randn(2, 16, 8, 8)
+    shortcut = block.shortcut(x)
+    assert torch.equal(shortcut[:, :16], x[:, :, ::2, ::2])
+    assert not shortcut[:, 16:].any()
+    assert shortcut.shape == (2, 32, 4, 4)
+
+
+def test_resnet_block_with_silenced_branch_is_relu_of_its_shortcut():
+    block = ResNet8().blocks[1]
+    nn.init.zeros_(block.norm2.weight)
+    x = torch.randn(2, 16, 8, 8)
+    assert torch.equal(block(x), block.shortcut(x).relu())
+
+
+def test_resnet_convolutions_start_with_variance_two_over_fan_in():
+    for module in ResNet20().modules():
+        if isinstance(module, nn.Conv2d):
+            n = module.weight.numel()
+            fan_in = module.weight[0].numel()
+            assert module.weight.var().item() * fan_in / 2 == pytest.approx(1, abs=5 * (2 / n) ** 0.5)
+
+
+def test_lenet_average_pool_divides_by_the_pixels_inside_the_image():
+    pool = next(module for module in LeNet().features if isinstance(module, nn.AvgPool2d))
+    assert torch.equal(pool(torch.ones(1, 1, 16, 16)), torch.ones(1, 1, 8, 8))
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: ResNet20(norm="batch"), "norm='batch' is unknown; use one of bn, gn, none"),
+        (lambda: ResNet20(norm="gn", groups=3), "groups=3 does not divide a layer of 16 channels"),
+        (lambda: LeNet(norm="gn", groups=0), "groups=0 does not divide"),
+        (lambda: CIFARResNet(depth=18), "depth=18 is not 6n"),
+        (lambda: CIFARResNet(depth=2), "depth=2 is not 6n"),
+        (lambda: ResNet8(width=0), "width=0 is too small .* use 1 or more"),
+        (lambda: LeNet(num_classes=0), "num_classes=0"),
+        (lambda: LeNet(image_size=7), "image_size=7 is too small .* use 8 or more"),
+        (lambda: FBNCNN(image_size=3), "image_size=3"),
+        (lambda: FBNCNN(dropout=1.5), "p=1.5"),
+    ],
+)
+def test_unusable_settings_are_refused_in_one_line(build, message):
+    with pytest.raises(ConfigurationError, match=message) as error:
+        build()
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("shape", "message"),
+    [
+        ((2, 1, 32, 32), "in_channels=3 but the images have 1"),
+        ((2, 3, 28, 28), "image_size=32 but the images are 28x28; set image_size to 28"),
+        ((2, 3, 32, 24), "image_size=32 but the images are 32x24; crop"),
+    ],
+)
+@pytest.mark.parametrize("model", [LeNet(), FBNCNN()], ids=["lenet", "fbn_cnn"])
+def test_images_of_another_shape_are_refused_with_the_setting_to_change(model, shape, message):
+    with pytest.raises(ConfigurationError, match=message):
+        model(torch.zeros(shape))
+
+
+@pytest.mark.parametrize("model", [ResNet8, ResNet20, ResNet32, LeNet, FBNCNN])
+def test_a_bare_class_name_selects_the_model_on_the_command_line(model):
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_argument("--model", type=nn.Module)
+    chosen = parser.parse_args(
+        [f"--model={model.__name__}", "--model.norm=gn", "--model.num_classes=7"]
+    ).model
+    assert chosen.class_path in (
+        f"fl_lightning.models.{model.__name__}",
+        f"{model.__module__}.{model.__name__}",
+    )
+    assert model(**chosen.init_args)(torch.zeros(2, 3, 32, 32)).shape == (2, 7)

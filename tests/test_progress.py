@@ -1,0 +1,135 @@
+import sys
+import time
+
+import lightning as L
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from fl_lightning.errors import ConfigurationError
+from fl_lightning.progress import RoundProgress
+
+
+class Rounds(L.LightningModule):
+    """Rounds of three local steps that report themselves; every third round is evaluated."""
+
+    def __init__(self, total_rounds=None):
+        super().__init__()
+        self.automatic_optimization = False
+        self.weight = torch.nn.Parameter(torch.ones(1))
+        self.row = {}
+        self.total_rounds = total_rounds
+
+    def training_step(self, batch):
+        for step in range(3):
+            self.trainer.progress_bar_callback.local_step(step + 1, 3)
+        self.weight.grad = torch.zeros(1)
+        self.optimizers().step()
+
+    def validation_step(self, batch):
+        return None
+
+    test_step = validation_step
+
+    def predict_step(self, batch):
+        return batch
+
+    def on_train_epoch_end(self):
+        done = self.global_step
+        self.row = {"train/loss": torch.tensor(1.0 / done), "time/samples_per_s": 1234.4}
+        if done % 3 == 0:
+            self.row["val/accuracy"] = done / 10
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=1.0)
+
+    def train_dataloader(self):
+        return DataLoader([0], batch_size=None)
+
+    def val_dataloader(self):
+        return DataLoader([0, 1], batch_size=None)
+
+    test_dataloader = predict_dataloader = val_dataloader
+
+
+def start(tmp_path, progress, stage="fit", module=None, rounds=5):
+    trainer = L.Trainer(
+        default_root_dir=tmp_path,
+        max_epochs=rounds,
+        accelerator="cpu",
+        callbacks=[progress],
+        logger=False,
+        enable_checkpointing=False,
+        enable_model_summary=False,
+    )
+    getattr(trainer, stage)(module or Rounds())
+    return trainer
+
+
+def test_pipe_gets_plain_lines_that_pair_each_round_with_its_own_row(tmp_path, capsys):
+    start(tmp_path, RoundProgress(every_n_seconds=0.0))
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split("  ")[:-1] for line in lines] == [
+        ["round 1/5", "loss 1", "1,234 samples/s"],
+        ["round 2/5", "loss 0.5", "1,234 samples/s"],
+        ["round 3/5", "loss 0.3333", "val/accuracy 0.3", "1,234 samples/s"],
+        ["round 4/5", "loss 0.25", "val/accuracy 0.3", "1,234 samples/s"],
+        ["round 5/5", "loss 0.2", "val/accuracy 0.3", "1,234 samples/s"],
+    ]
+    assert [line.split("  ")[-1] for line in lines] == ["ETA 0:00"] * 4 + ["in 0:00"]
+
+
+def test_pipe_gets_the_last_round_alone_from_a_short_run(tmp_path, capsys):
+    start(tmp_path, RoundProgress(), module=Rounds(total_rounds=7))
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith("round 5/7  loss 0.2  ")
+
+
+def test_time_left_counts_only_the_rounds_of_this_fit(tmp_path, capsys, monkeypatch):
+    module = Rounds()
+    monkeypatch.setattr("fl_lightning.progress.time.monotonic", lambda: 60.0 * module.global_step)
+    trainer = start(tmp_path, RoundProgress(every_n_seconds=0.0), module=module, rounds=100)
+    assert capsys.readouterr().out.splitlines()[0].endswith("ETA 1:39:00")
+    trainer.fit_loop.max_epochs = 110
+    trainer.fit(module)
+    lines = capsys.readouterr().out.splitlines()
+    assert (lines[0][:13], lines[0][-8:]) == ("round 101/110", "ETA 9:00")
+    assert (lines[-1][:13], lines[-1][-8:]) == ("round 110/110", "in 10:00")
+
+
+@pytest.mark.parametrize("stage", ["fit", "validate", "test", "predict"])
+@pytest.mark.parametrize("terminal", [True, False])
+def test_disabled_progress_is_silent_in_every_stage(tmp_path, capsys, monkeypatch, stage, terminal):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
+    progress = RoundProgress(every_n_seconds=0.0)
+    progress.disable()
+    start(tmp_path, progress, stage)
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("stage", ["validate", "test", "predict"])
+def test_terminal_shows_the_batches_of_an_evaluation_and_gets_its_cursor_back(
+    tmp_path, capsys, monkeypatch, stage
+):
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    start(tmp_path, RoundProgress(), stage)
+    shown = capsys.readouterr().out
+    assert f"{stage} 2/2" in shown
+    assert shown.rfind("\x1b[?25h") > shown.rfind("\x1b[?25l") >= 0
+
+
+def test_terminal_shows_the_last_round_and_ten_refreshes_a_second_at_most(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "120")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    started = time.monotonic()
+    start(tmp_path, RoundProgress(), rounds=200)
+    shown = capsys.readouterr().out
+    assert "round 200/200" in shown
+    assert shown.count("round ") <= 10 * (time.monotonic() - started) + 4
+
+
+def test_negative_period_is_refused():
+    with pytest.raises(ConfigurationError, match="every_n_seconds must be >= 0, found -1"):
+        RoundProgress(every_n_seconds=-1)

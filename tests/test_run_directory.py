@@ -1,0 +1,264 @@
+import copy
+import json
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from fl_lightning.atomic import atomic_write
+from fl_lightning.errors import ConfigurationError
+from fl_lightning.run_directory import (
+    OUTSIDE_THE_HASH,
+    Attempt,
+    RunDirectory,
+    attempt_of,
+    config_hash,
+    environment_record,
+    write_json,
+    write_text,
+)
+
+CONFIG = {
+    "seed_everything": 0,
+    "ckpt_path": None,
+    "name": "quickstart",
+    "model": {
+        "class_path": "fl_lightning.FederatedModule",
+        "init_args": {"local_steps": 5, "name": "resnet8"},
+    },
+    "trainer": {
+        "max_epochs": 10,
+        "precision": "32-true",
+        "callbacks": [
+            {"class_path": "callbacks.fixbn.FixBN", "init_args": {"freeze_round": 5}},
+            {"class_path": "fl_lightning.progress.RoundProgress", "init_args": {"every_n_seconds": 5.0}},
+        ],
+    },
+}
+
+
+def changed(*keys, value="other"):
+    config = copy.deepcopy(CONFIG)
+    node = config
+    for key in keys[:-1]:
+        node = node[key]
+    node[keys[-1]] = value
+    return config
+
+
+@pytest.mark.parametrize("key", sorted(key for key in OUTSIDE_THE_HASH if "callbacks" not in key))
+def test_setting_that_changes_no_result_leaves_the_hash(key):
+    assert config_hash(changed(*key.split("."))) == config_hash(CONFIG)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        ("trainer", "precision"),
+        ("model", "init_args", "local_steps"),
+        ("model", "init_args", "name"),
+        ("trainer", "callbacks", 0, "class_path"),
+        ("trainer", "callbacks", 0, "init_args", "freeze_round"),
+    ],
+)
+def test_setting_that_changes_the_result_changes_the_hash(keys):
+    assert config_hash(changed(*keys)) != config_hash(CONFIG)
+
+
+def test_progress_bar_and_checkpoint_callbacks_do_not_count_wherever_they_stand():
+    fixbn, _ = CONFIG["trainer"]["callbacks"]
+    checkpoint = {
+        "class_path": "fl_lightning.checkpointing.RoundCheckpoint",
+        "init_args": {"every_n_rounds": 1},
+    }
+    assert config_hash(changed("trainer", "callbacks", value=[checkpoint, fixbn])) == config_hash(CONFIG)
+
+
+def test_order_of_callbacks_counts_and_order_of_keys_does_not():
+    fixbn, _ = CONFIG["trainer"]["callbacks"]
+    fedbn = {"class_path": "callbacks.fedbn.FedBN"}
+    one = changed("trainer", "callbacks", value=[fixbn, fedbn])
+    other = changed("trainer", "callbacks", value=[fedbn, fixbn])
+    assert config_hash(one) != config_hash(other)
+    assert config_hash(dict(reversed(CONFIG.items()))) == config_hash(CONFIG)
+
+
+def test_hash_is_eight_hex_digits_and_the_same_in_every_process():
+    code = (
+        "import json, sys; from fl_lightning.run_directory import *; print(config_hash(json.load(sys.stdin)))"
+    )
+    hashes = {
+        subprocess.run(
+            [sys.executable, "-c", code],
+            input=json.dumps(CONFIG),
+            capture_output=True,
+            text=True,
+            check=True,
+            cwd=Path(__file__).parents[1],
+            env=os.environ | {"PYTHONHASHSEED": seed},
+        ).stdout.strip()
+        for seed in ("1", "2")
+    }
+    assert hashes == {config_hash(CONFIG)}
+    assert len(bytes.fromhex(hashes.pop())) == 4
+
+
+def test_module_imports_neither_torch_nor_lightning():
+    code = "import sys, fl_lightning.run_directory; sys.exit(bool({'torch', 'lightning'} & set(sys.modules)))"
+    assert (
+        subprocess.run([sys.executable, "-c", code], check=False, cwd=Path(__file__).parents[1]).returncode
+        == 0
+    )
+
+
+@pytest.fixture
+def run(tmp_path):
+    return RunDirectory(tmp_path / "runs" / "quickstart", "0123abcd-s0")
+
+
+def add_checkpoint(attempt, name="last.ckpt"):
+    attempt.checkpoints.mkdir(exist_ok=True)
+    path = attempt.checkpoints / name
+    path.write_bytes(b"checkpoint")
+    return path
+
+
+def test_new_attempts_count_up_and_never_take_an_existing_folder(run):
+    assert run.newest_attempt() is None
+    names = [run.new_attempt().path.name for _ in range(11)]
+    assert names == ["0123abcd-s0", *(f"0123abcd-s0.{number}" for number in range(2, 12))]
+    assert run.newest_attempt().path.name == "0123abcd-s0.11"
+
+
+def test_new_attempt_is_newest_even_where_older_ones_were_removed(run):
+    for _ in range(5):
+        run.new_attempt()
+    for number in (2, 3, 4):
+        (run.root / f"0123abcd-s0.{number}").rmdir()
+    assert run.new_attempt() == run.newest_attempt() == Attempt(run.root / "0123abcd-s0.6")
+
+
+def test_attempts_of_other_seeds_and_stray_files_are_not_counted(run):
+    RunDirectory(run.root, "0123abcd-s01").new_attempt()
+    for name in ("0123abcd-s0.old", "0123abcd-s0.", "x0123abcd-s0"):
+        (run.root / name).mkdir()
+    (run.root / "0123abcd-s0.7").touch()
+    assert run.newest_attempt() is None
+    assert run.new_attempt().path.name == "0123abcd-s0"
+
+
+def test_attempts_that_start_together_get_folders_of_their_own(run):
+    with ThreadPoolExecutor(8) as pool:
+        attempts = list(pool.map(lambda _: run.new_attempt().path, range(40)))
+    assert len(set(attempts)) == 40
+
+
+def test_taken_folder_makes_the_attempt_try_the_next(run, monkeypatch):
+    unpatched = RunDirectory._attempts
+    monkeypatch.setattr(RunDirectory, "_attempts", lambda self: {})
+    first, second = run.new_attempt(), run.new_attempt()
+    monkeypatch.setattr(RunDirectory, "_attempts", unpatched)
+    assert (first.path.name, second.path.name) == ("0123abcd-s0", "0123abcd-s0.2")
+
+
+def test_root_that_cannot_be_made_is_named(tmp_path):
+    (tmp_path / "runs").touch()
+    with pytest.raises(ConfigurationError, match=r"runs/x/abc-s0 cannot be created: Not a directory"):
+        RunDirectory(tmp_path / "runs" / "x", "abc-s0").new_attempt()
+
+
+@pytest.mark.parametrize("word", ["last", "best"])
+def test_last_and_best_mean_the_newest_attempt(run, word):
+    add_checkpoint(run.new_attempt(), f"{word}.ckpt")
+    newest = add_checkpoint(run.new_attempt(), f"{word}.ckpt")
+    assert run.resolve_checkpoint(word) == newest
+
+
+def test_last_without_a_checkpoint_names_the_directory_and_an_older_attempt_that_has_one(run):
+    with pytest.raises(ConfigurationError, match=r"'last' found no last\.ckpt in .*0123abcd-s0/checkpoints"):
+        run.resolve_checkpoint("last")
+    older = add_checkpoint(run.new_attempt())
+    run.new_attempt()
+    with pytest.raises(ConfigurationError, match=rf"0123abcd-s0\.2/checkpoints; give {older}"):
+        run.resolve_checkpoint("last")
+
+
+def test_explicit_checkpoint_must_exist(run, tmp_path):
+    path = add_checkpoint(run.new_attempt(), "round.ckpt")
+    assert run.resolve_checkpoint(str(path)) == path
+    with pytest.raises(ConfigurationError, match=r"none\.ckpt is not a file"):
+        run.resolve_checkpoint(str(tmp_path / "none.ckpt"))
+
+
+def test_explicit_checkpoint_belongs_to_the_run_directory_around_it(run, tmp_path, monkeypatch):
+    attempt = run.new_attempt()
+    path = add_checkpoint(attempt)
+    assert attempt_of(path) is None
+    attempt.config.touch()
+    assert attempt_of(path) == attempt
+    monkeypatch.chdir(attempt.checkpoints)
+    assert attempt_of(Path("last.ckpt")) == attempt
+    (attempt.path / "last.ckpt").touch()
+    assert attempt_of(attempt.path / "last.ckpt") is None
+
+
+def test_files_of_an_attempt_have_their_contract_names():
+    attempt = Attempt(Path("a"))
+    files = (attempt.config, attempt.metrics, attempt.result, attempt.partition, attempt.checkpoints)
+    assert [file.name for file in files] == [
+        "config.yaml",
+        "metrics.jsonl",
+        "result.json",
+        "partition.json",
+        "checkpoints",
+    ]
+    assert {file.parent for file in files} == {Path("a")}
+
+
+def test_reader_sees_the_old_or_the_new_content_and_a_failed_write_leaves_no_trace(tmp_path):
+    path = tmp_path / "new" / "result.json"
+    write_json(path, {"accuracy": 0.1 + 0.2})
+    assert json.loads(path.read_text()) == {"accuracy": 0.1 + 0.2}
+    with atomic_write(path) as file:
+        file.write(b"half")
+        file.flush()
+        assert json.loads(path.read_text()) == {"accuracy": 0.1 + 0.2}
+    assert path.read_bytes() == b"half"
+
+    def fail():
+        with atomic_write(path) as file:
+            file.write(b"new")
+            raise RuntimeError("stop here")
+
+    with pytest.raises(RuntimeError, match="stop here"):
+        fail()
+    assert path.read_bytes() == b"half"
+    assert list(path.parent.iterdir()) == [path]
+
+
+def test_content_is_on_disk_before_its_name_and_the_name_before_the_return(tmp_path, monkeypatch):
+    calls = []
+    sync, replace = os.fsync, os.replace
+    monkeypatch.setattr(os, "fsync", lambda fd: (calls.append(os.readlink(f"/proc/self/fd/{fd}")), sync(fd)))
+    monkeypatch.setattr(os, "replace", lambda *paths: (calls.append("replace"), replace(*paths)))
+    write_text(tmp_path / "config.yaml", "a: ü\n")
+    assert calls == [str(tmp_path / ".config.yaml.tmp"), "replace", str(tmp_path)]
+    assert (tmp_path / "config.yaml").read_text(encoding="utf-8") == "a: ü\n"
+
+
+def test_environment_record_names_versions_and_commit(tmp_path, monkeypatch):
+    record = environment_record()
+    assert record["git_commit"] is None
+    assert set(record) == {"python", "torch", "lightning", "fl_lightning", "platform", "git_commit"}
+    for command in (["init", "-q"], ["commit", "-q", "--allow-empty", "-m", "first"]):
+        subprocess.run(["git", "-c", "user.name=x", "-c", "user.email=x@y", *command], check=True)
+    commit = environment_record()["git_commit"]
+    assert len(bytes.fromhex(commit)) == 20
+    (tmp_path / "file").touch()
+    subprocess.run(["git", "add", "file"], check=True)
+    assert environment_record()["git_commit"] == f"{commit}-dirty"
+    monkeypatch.setenv("PATH", "")
+    assert environment_record()["git_commit"] is None
