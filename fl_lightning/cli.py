@@ -86,19 +86,18 @@ class FederatedCLI(LightningCLI):
             self.attempt = (
                 attempt_of(Path(ckpt_path)) if ckpt_path else None
             ) or self.directory.new_attempt()
-        callbacks = list(settings.callbacks or [])
+        callbacks = _as_list(settings.callbacks)
         if settings.enable_progress_bar is not False and not any(
             isinstance(callback, ProgressBar) for callback in callbacks
         ):
             callbacks.append(RoundProgress())
         if self.subcommand == "fit":
             callbacks.append(RunFiles(self.attempt, self.config_yaml))
-        loggers = [settings.logger] if settings.logger else []
-        loggers = list(settings.logger) if isinstance(settings.logger, list) else loggers
+        loggers = _as_list(settings.logger)
         if self.attempt is not None:
             loggers.append(JSONLinesLogger(self.attempt.path))
             kwargs["default_root_dir"] = str(self.attempt.path)
-        plugins = [*(settings.plugins or []), AtomicCheckpointIO()]
+        plugins = [*_as_list(settings.plugins), AtomicCheckpointIO()]
         return super().instantiate_trainer(
             callbacks=callbacks, logger=loggers or False, plugins=plugins, **kwargs
         )
@@ -171,6 +170,13 @@ def main(
             raise
         print(f"error: {' '.join(str(told).split())}", file=sys.stderr)
         sys.exit(2)
+
+
+def _as_list(setting: Any) -> list[Any]:
+    """A setting that may be missing, one thing or a list of them, as a list."""
+    if not setting:
+        return []
+    return list(setting) if isinstance(setting, list | tuple) else [setting]
 
 
 def _with_shipped_configs(arguments: list[str]) -> list[str]:

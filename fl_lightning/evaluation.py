@@ -29,7 +29,8 @@ class ServerEvaluation(nn.Module):
             targets: Class labels ``[b, ...]`` (integers), or anything else without accuracy.
             loss: Mean loss of the batch.
         """
-        self.loss.update(loss, weight=len(targets))
+        # one value per sample: without its NaN check MeanMetric ignores weights
+        self.loss.update(loss.expand(len(targets)))
         finite = outputs.isfinite()
         self._broken |= not bool(finite.all())
         if not targets.is_floating_point() and targets.shape == outputs.shape[:1] + outputs.shape[2:]:

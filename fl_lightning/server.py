@@ -72,8 +72,11 @@ class ServerModule(L.LightningModule):
         """
         if not self.trainer.sanity_checking:
             self.record.add(name, value)
+        given = {
+            key: setting for key, setting in kwargs.items() if setting is not None
+        }  # log_dict gives them all
         super().log(
-            name, value, **{"on_step": False, "on_epoch": True, "batch_size": 1, "logger": False, **kwargs}
+            name, value, **{"on_step": False, "on_epoch": True, "batch_size": 1, "logger": False, **given}
         )
 
     def forward(self, inputs: Any) -> Any:

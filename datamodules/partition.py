@@ -1,0 +1,215 @@
+"""How a data set is spread over clients: pure functions from labels to one index tensor per client.
+
+Each function assigns every sample to exactly one client, so the index tensors are disjoint and their union is
+``range(N)``. A partition is a function of its arguments and of the state of the generator alone. Indices are
+int64 and ascending within a client; no client is left empty.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from datamodules.allocation import (
+    assign_classes,
+    class_sizes,
+    counts_per_class,
+    counts_per_client,
+    deal,
+    equal_sizes,
+    index_lists,
+    split_among_holders,
+)
+from fl_lightning.errors import ConfigurationError
+
+Balance = Literal["client", "class"]
+
+
+def iid(labels: Tensor, num_clients: int, generator: torch.Generator) -> list[Tensor]:
+    """Deal a random permutation of the samples to the clients; sizes differ by at most one.
+
+    Args:
+        labels: Class of each sample, shape ``[N]``.
+        num_clients: Number of clients, in [1, N].
+        generator: Source of the permutation.
+
+    Raises:
+        ConfigurationError: ``num_clients`` is below 1 or above the number of samples.
+    """
+    _check_num_clients(num_clients, len(labels))
+    owner = torch.empty(len(labels), dtype=torch.int64)
+    owner[torch.randperm(len(labels), generator=generator)] = torch.arange(len(labels)) % num_clients
+    return index_lists(owner, num_clients)
+
+
+def dirichlet(
+    labels: Tensor, num_clients: int, alpha: float, generator: torch.Generator, balance: Balance = "client"
+) -> list[Tensor]:
+    """Draw class proportions from a Dirichlet distribution.
+
+    ``balance="client"`` is Hsu et al. 2019, "Measuring the Effects of Non-Identical Data Distribution for
+    Federated Visual Classification", section 3: client m draws ``q_m ~ Dir(alpha * prior)``, where the prior
+    holds the class frequencies, and then its samples one by one without replacement with classes from
+    ``q_m``; an exhausted class is dropped and ``q_m`` renormalised. Every client draws ``N // num_clients``
+    samples, the first ``N % num_clients`` clients one more, so that no sample is lost.
+
+    ``balance="class"`` cuts every class among the clients in proportions drawn from ``Dir(alpha, ...,
+    alpha)``; the sizes of the clients are then unequal. This is the split of the FBN paper's experiments
+    (appendix C.2).
+
+    The two differ in what ``alpha`` means: with C equal classes, client m's concentration is ``alpha / C`` a
+    class in the first and ``alpha`` a client in the second.
+
+    Args:
+        labels: Class of each sample, shape ``[N]``.
+        num_clients: Number of clients, in [1, N].
+        alpha: Concentration, above 0: the proportions approach the prior (``"class"``: equal shares) as it
+            grows, and one class per client (``"class"``: one client per class) as it vanishes.
+        generator: Source of the proportions and of the draws.
+        balance: ``"client"`` or ``"class"``, see above.
+
+    Raises:
+        ConfigurationError: An argument is out of its range, or ``balance="class"`` leaves a client without a
+            sample.
+    """
+    check_dirichlet(alpha, balance)
+    _check_num_clients(num_clients, len(labels))
+    available = class_sizes(labels)
+    rng = np.random.default_rng(int(torch.randint(2**63 - 1, (), generator=generator)))
+    if balance == "client":
+        counts = counts_per_client(available, num_clients, alpha, rng)
+    else:
+        counts = counts_per_class(available, num_clients, alpha, rng)
+        empty = int((counts.sum(1) == 0).sum())
+        if empty:
+            raise ConfigurationError(
+                f"partition Dirichlet(alpha={alpha}, balance='class') leaves {empty} of "
+                f"{num_clients} clients without a sample; use a larger alpha, fewer clients, another seed or "
+                "balance='client' (equal sizes)"
+            )
+    return deal(labels, counts, generator)
+
+
+def shards(
+    labels: Tensor, num_clients: int, class_fraction: float, generator: torch.Generator
+) -> list[Tensor]:
+    """Give every client ``ceil(class_fraction * C)`` of the C classes (FixBN, section 4; Hsieh et al. 2020).
+
+    Every class is held by the same number of clients, as evenly as possible (numbers differ by at most one),
+    and its samples are split equally among its holders. The classes of a client are drawn by the generator.
+    With five clients and a fraction of 0.2 each client holds a fifth of the classes exclusively.
+
+    Args:
+        labels: Class of each sample, shape ``[N]``.
+        num_clients: Number of clients, in [1, N].
+        class_fraction: Share of the classes that a client holds, in (0, 1].
+        generator: Source of the classes of each client and of the samples of each holder.
+
+    Raises:
+        ConfigurationError: An argument is out of its range, the clients together cannot hold every class, or
+            a class has fewer samples than holders.
+    """
+    check_class_fraction(class_fraction)
+    _check_num_clients(num_clients, len(labels))
+    available = class_sizes(labels)
+    num_classes = len(available)
+    # The margin keeps 0.07 * 100 = 7.000000000000001 at 7 classes.
+    held = max(1, math.ceil(class_fraction * num_classes - 1e-9))
+    if num_clients * held < num_classes:
+        enough = math.ceil(num_classes / num_clients) / num_classes
+        raise ConfigurationError(
+            f"class_fraction={class_fraction} gives each of {num_clients} clients {held} of "
+            f"{num_classes} classes, too few to hold every class; use class_fraction >= {enough:.4g} "
+            f"or num_clients >= {math.ceil(num_classes / held)}"
+        )
+    holds = assign_classes(num_clients, num_classes, held, generator)
+    scarce = np.flatnonzero(available < holds.sum(0))
+    if len(scarce):
+        label = np.unique(labels.numpy())[scarce[0]]
+        raise ConfigurationError(
+            f"class_fraction={class_fraction} with {num_clients} clients gives class {label} "
+            f"{holds[:, scarce[0]].sum()} holders but it has {available[scarce[0]]} samples; use a smaller "
+            "class_fraction or fewer clients"
+        )
+    return deal(labels, split_among_holders(available, holds), generator)
+
+
+def gamma_similarity(
+    labels: Tensor, num_clients: int, gamma: float, generator: torch.Generator
+) -> list[Tensor]:
+    """Deal a random share ``gamma`` of the samples equally, and the rest in chunks sorted by class.
+
+    The split of the FBN paper (section 5; the "s % similarity" of SCAFFOLD): ``gamma * N`` random samples are
+    dealt to the clients, the others are sorted by label and cut into ``num_clients`` consecutive chunks, and
+    client i receives its share of both. Sizes differ by at most one.
+
+    Args:
+        labels: Class of each sample, shape ``[N]``.
+        num_clients: Number of clients, in [1, N].
+        gamma: Share of homogeneous data, in [0, 1]: 1 is IID, 0 sorts everything by class.
+        generator: Source of the random samples.
+
+    Raises:
+        ConfigurationError: An argument is out of its range.
+    """
+    check_gamma(gamma)
+    total = len(labels)
+    _check_num_clients(num_clients, total)
+    order = torch.randperm(total, generator=generator)
+    num_dealt = round(gamma * total)
+    dealt, rest = order[:num_dealt], order[num_dealt:]
+    rest = rest[labels[rest].argsort(stable=True)]
+    clients = torch.arange(num_clients)
+    chunk_sizes = equal_sizes(total, num_clients) - equal_sizes(num_dealt, num_clients)
+    owner = torch.empty(total, dtype=torch.int64)
+    owner[dealt] = torch.arange(num_dealt) % num_clients
+    owner[rest] = clients.repeat_interleave(torch.from_numpy(chunk_sizes))
+    return index_lists(owner, num_clients)
+
+
+def natural(groups: Tensor | Sequence[str] | Sequence[int]) -> list[Tensor]:
+    """Make every group (a city, a writer, a hospital) one client, in the sorted order of the groups.
+
+    Args:
+        groups: Group of each sample, shape ``[N]``: an integer tensor or a sequence of names or numbers.
+
+    Raises:
+        ConfigurationError: There is no sample.
+    """
+    if len(groups) == 0:
+        raise ConfigurationError("partition Natural() found 0 samples; it needs one group per sample")
+    names, owner = np.unique(np.asarray(groups), return_inverse=True)
+    return index_lists(torch.from_numpy(owner), len(names))
+
+
+def check_dirichlet(alpha: float, balance: str) -> None:
+    """Raise a ConfigurationError unless ``alpha`` is positive and finite and ``balance`` is known."""
+    if not 0 < alpha < math.inf:
+        raise ConfigurationError(
+            f"alpha must be a positive number, found {alpha}; IID() is the limit alpha = inf"
+        )
+    if balance not in ("client", "class"):
+        raise ConfigurationError(f"balance must be 'client' or 'class', found {balance!r}")
+
+
+def check_class_fraction(class_fraction: float) -> None:
+    """Raise a ConfigurationError unless the share of the classes is in (0, 1]."""
+    if not 0 < class_fraction <= 1:
+        raise ConfigurationError(f"class_fraction must be in (0, 1], such as 0.2, found {class_fraction}")
+
+
+def check_gamma(gamma: float) -> None:
+    """Raise a ConfigurationError unless the share of homogeneous data is in [0, 1]."""
+    if not 0 <= gamma <= 1:
+        raise ConfigurationError(f"gamma must be in [0, 1] (0 sorted by class, 1 IID), found {gamma}")
+
+
+def _check_num_clients(num_clients: int, num_samples: int) -> None:
+    if not 1 <= num_clients <= num_samples:
+        raise ConfigurationError(
+            f"num_clients must be in [1, {num_samples}], as there are {num_samples} training samples; "
+            f"found {num_clients}"
+        )

@@ -1,0 +1,127 @@
+"""The partitions as objects, so that a configuration can name them."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from datamodules import partition
+from datamodules.partition import Balance
+from fl_lightning.errors import ConfigurationError
+
+Groups = Tensor | Sequence[str] | Sequence[int]
+
+
+class Partition:
+    """How the training data are spread over the clients.
+
+    The subclasses wrap the functions of ``datamodules.partition``.
+    """
+
+    def __call__(
+        self, labels: Tensor, num_clients: int, generator: torch.Generator, groups: Groups | None = None
+    ) -> list[Tensor]:
+        """Assign every sample to one client.
+
+        Args:
+            labels: Class of each sample, shape ``[N]``.
+            num_clients: Number of clients.
+            generator: The source of all random choices.
+            groups: Group of each sample, shape ``[N]``, for data that come in groups.
+
+        Returns:
+            For each client the indices of its samples, int64, ascending.
+        """
+        raise NotImplementedError(
+            f"{type(self).__name__} must define __call__(labels, num_clients, generator, groups)"
+        )
+
+    def __repr__(self) -> str:
+        arguments = ", ".join(f"{name}={value!r}" for name, value in vars(self).items())
+        return f"{type(self).__name__}({arguments})"
+
+
+class IID(Partition):
+    """Equal random shares (:func:`datamodules.partition.iid`)."""
+
+    def __call__(
+        self, labels: Tensor, num_clients: int, generator: torch.Generator, groups: Groups | None = None
+    ) -> list[Tensor]:
+        """See :meth:`Partition.__call__`."""
+        return partition.iid(labels, num_clients, generator)
+
+
+class Dirichlet(Partition):
+    """Class proportions from a Dirichlet distribution (:func:`datamodules.partition.dirichlet`).
+
+    Args:
+        alpha: Concentration, above 0; small values give skewed clients.
+        balance: ``"client"`` (Hsu et al. 2019, clients of equal size) or ``"class"`` (each class split,
+            unequal sizes).
+    """
+
+    def __init__(self, alpha: float, balance: Balance = "client") -> None:
+        partition.check_dirichlet(alpha, balance)
+        self.alpha = alpha
+        self.balance: Balance = balance
+
+    def __call__(
+        self, labels: Tensor, num_clients: int, generator: torch.Generator, groups: Groups | None = None
+    ) -> list[Tensor]:
+        """See :meth:`Partition.__call__`."""
+        return partition.dirichlet(labels, num_clients, self.alpha, generator, self.balance)
+
+
+class Shards(Partition):
+    """The same share of the classes at every client (:func:`datamodules.partition.shards`).
+
+    Args:
+        class_fraction: Share of the classes that a client holds, in (0, 1]; 0.2 in the FixBN paper.
+    """
+
+    def __init__(self, class_fraction: float) -> None:
+        partition.check_class_fraction(class_fraction)
+        self.class_fraction = class_fraction
+
+    def __call__(
+        self, labels: Tensor, num_clients: int, generator: torch.Generator, groups: Groups | None = None
+    ) -> list[Tensor]:
+        """See :meth:`Partition.__call__`."""
+        return partition.shards(labels, num_clients, self.class_fraction, generator)
+
+
+class GammaSimilarity(Partition):
+    """A share of homogeneous data, the rest sorted by class (:func:`datamodules.partition.gamma_similarity`).
+
+    Args:
+        gamma: Share of homogeneous data, in [0, 1].
+    """
+
+    def __init__(self, gamma: float) -> None:
+        partition.check_gamma(gamma)
+        self.gamma = gamma
+
+    def __call__(
+        self, labels: Tensor, num_clients: int, generator: torch.Generator, groups: Groups | None = None
+    ) -> list[Tensor]:
+        """See :meth:`Partition.__call__`."""
+        return partition.gamma_similarity(labels, num_clients, self.gamma, generator)
+
+
+class Natural(Partition):
+    """One client per group of the data set (:func:`datamodules.partition.natural`)."""
+
+    def __call__(
+        self, labels: Tensor, num_clients: int, generator: torch.Generator, groups: Groups | None = None
+    ) -> list[Tensor]:
+        """See :meth:`Partition.__call__`.
+
+        Raises:
+            ConfigurationError: The data set has no groups.
+        """
+        if groups is None:
+            raise ConfigurationError(
+                "partition Natural() needs data that come in groups, and this data set has none; "
+                "use IID, Dirichlet, Shards or GammaSimilarity"
+            )
+        return partition.natural(groups)

@@ -1,0 +1,322 @@
+"""In-memory clients: batches at random access, augmentation, evaluation data, records."""
+
+import hashlib
+
+import lightning as L
+import pytest
+import torch
+import yaml
+from jsonargparse import ArgumentParser
+
+from datamodules import IID, Digits, Dirichlet, ImageData, InMemoryDataModule, Natural, Partition, Shards
+from datamodules.images import balanced_subset, channel_statistics
+from fl_lightning import ClientDataModule, ConfigurationError
+
+AUGMENTATION = {"plain": {}, "augmented": {"crop_padding": 2, "horizontal_flip": True}}
+
+
+class Numbered(InMemoryDataModule):
+    """Images whose first pixel is the sample's number and whose pixels are otherwise never 0."""
+
+    num_classes = 4
+    in_channels = 3
+    image_size = 5
+    groups = None
+    loads = 0
+
+    def load(self):
+        self.loads += 1
+        images = torch.randint(100, 256, (200, 3, 5, 6), generator=torch.Generator().manual_seed(0)).to(
+            torch.uint8
+        )
+        images[:, 0, 0, 0] = torch.arange(200)
+        labels = torch.arange(200) % 4
+        return ImageData(images, labels, images[:30], labels[:30], self.groups)
+
+
+def build(setup="fit", **settings):
+    datamodule = Numbered(**{"num_clients": 3, "batch_size": 16, **settings})
+    datamodule.setup(setup)
+    return datamodule
+
+
+def pixels(datamodule, x):
+    """The pixel values that were normalised to ``x``."""
+    normalize = datamodule.train_images.normalize
+    return (x * normalize.std + normalize.mean).mul(255).round().long()
+
+
+@pytest.mark.parametrize("augmentation", AUGMENTATION.values(), ids=AUGMENTATION.keys())
+def test_the_loader_of_a_client_yields_exactly_its_train_batches(augmentation):
+    datamodule = build(**augmentation)
+    for client in datamodule.clients:
+        assert isinstance(client, L.LightningDataModule)
+        assert isinstance(client, ClientDataModule)
+        loader = client.train_dataloader()
+        assert len(loader) == client.steps_per_epoch == client.num_examples // 16
+        assert len(loader.dataset) == client.num_examples
+        for epoch in range(2):
+            loader.sampler.set_epoch(epoch)
+            for index, (x, y) in enumerate(loader):
+                expected = client.train_batch(epoch * client.steps_per_epoch + index)
+                assert x.dtype == torch.float32
+                assert y.dtype == torch.int64
+                assert torch.equal(x, expected[0])
+                assert torch.equal(y, expected[1])
+            assert index == client.steps_per_epoch - 1
+
+
+@pytest.mark.parametrize("augmentation", AUGMENTATION.values(), ids=AUGMENTATION.keys())
+def test_a_cohort_batch_is_the_stack_of_its_clients_batches(augmentation):
+    datamodule = build(**augmentation)
+    x, y = datamodule.cohort_batch([2, 0], [9, 3]).stack()
+    assert x.shape == (2, 16, 3, 5, 6)
+    assert y.shape == (2, 16)
+    for row, (client_id, step) in enumerate([(2, 9), (0, 3)]):
+        expected = datamodule.clients[client_id].train_batch(step)
+        assert torch.equal(x[row], expected[0])
+        assert torch.equal(y[row], expected[1])
+
+
+def test_a_batch_is_a_function_of_seed_client_and_step_not_of_call_order():
+    forward, backward = build(**AUGMENTATION["augmented"]), build(**AUGMENTATION["augmented"])
+    steps = range(12)
+    batches = [forward.clients[1].train_batch(step) for step in steps]
+    for step in reversed(steps):
+        x, y = backward.clients[1].train_batch(step)
+        assert torch.equal(x, batches[step][0])
+        assert torch.equal(y, batches[step][1])
+
+
+def test_an_epoch_visits_each_sample_once_in_an_order_of_its_own():
+    datamodule = build(num_clients=2, batch_size=20)
+    client = datamodule.clients[1]
+    epochs = [
+        torch.cat(
+            [pixels(datamodule, client.train_batch(5 * epoch + step)[0])[:, 0, 0, 0] for step in range(5)]
+        )
+        for epoch in range(2)
+    ]
+    for order in epochs:
+        assert torch.equal(order.sort().values, client.indices)
+    assert not torch.equal(epochs[0], epochs[1])
+
+
+def test_the_data_order_does_not_depend_on_augmentation():
+    plain, augmented = (build(**settings).clients[0].train_batch(7)[1] for settings in AUGMENTATION.values())
+    assert torch.equal(plain, augmented)
+
+
+def test_augmentation_is_a_shifted_window_of_the_black_bordered_image_and_a_flip():
+    datamodule = build(**AUGMENTATION["augmented"])
+    client = datamodule.clients[0]
+    images = Numbered().load().train_images
+    seen = set()
+    for step in range(30):
+        found = pixels(datamodule, client.train_batch(step)[0])
+        for image, (sample, top, left, flip) in zip(found, client.step_draws(step).tolist(), strict=True):
+            bordered = torch.zeros(3, 9, 10, dtype=torch.int64)
+            bordered[:, 2:7, 2:8] = images[sample]
+            expected = bordered[:, top : top + 5, left : left + 6]
+            assert torch.equal(image, expected.flip(-1) if flip else expected)
+            seen.add((top, left, flip))
+    assert seen == {(top, left, flip) for top in range(5) for left in range(5) for flip in range(2)}
+
+
+def test_an_indexed_sample_of_a_client_is_not_augmented():
+    datamodule = build(**AUGMENTATION["augmented"])
+    client = datamodule.clients[2]
+    image, label = client.train_dataloader().dataset[5]
+    data = Numbered().load()
+    assert torch.equal(pixels(datamodule, image), data.train_images[client.indices[5]].long())
+    assert label == data.train_labels[client.indices[5]]
+
+
+def test_normalised_training_images_have_mean_zero_and_variance_one():
+    datamodule = build(num_clients=1, batch_size=200)
+    x, _ = datamodule.clients[0].train_batch(0)
+    variance, mean = torch.var_mean(x, dim=(0, 2, 3), correction=0)
+    torch.testing.assert_close(mean, torch.zeros(3), atol=1e-5, rtol=0)
+    torch.testing.assert_close(variance, torch.ones(3), atol=1e-5, rtol=0)
+
+
+def test_normalised_digits_have_mean_zero_and_variance_one_though_their_pixels_end_at_16():
+    datamodule = Digits(num_clients=1, batch_size=1438)
+    datamodule.setup("fit")
+    x, _ = datamodule.clients[0].train_batch(0)
+    assert x.mean().item() == pytest.approx(0, abs=1e-5)
+    assert x.var().item() == pytest.approx(1, abs=1e-3)
+
+
+def test_channel_statistics_are_those_of_the_scaled_pixels():
+    images = torch.randint(0, 17, (40, 2, 8, 8), generator=torch.Generator().manual_seed(0)).to(torch.uint8)
+    variance, mean = torch.var_mean(images.double() / 16, dim=(0, 2, 3), correction=0)
+    found = torch.tensor(channel_statistics(images, 16.0), dtype=torch.float64)
+    torch.testing.assert_close(found, torch.stack([mean, variance.sqrt()]))
+
+
+@pytest.mark.parametrize("count", [0, 1, 37, 90, 160])
+def test_a_balanced_subset_takes_the_same_share_of_every_class(count):
+    labels = torch.tensor([0] * 80 + [1] * 50 + [3] * 30)
+    subset = balanced_subset(labels, count, torch.Generator().manual_seed(0))
+    assert len(subset.unique()) == count
+    expected = torch.tensor([80, 50, 0, 30]) * count / 160
+    assert (labels[subset].bincount(minlength=4) - expected).abs().max() <= 1
+
+
+def test_without_a_validation_set_fit_evaluates_on_test_data_and_says_so():
+    datamodule = build(eval_batch_size=12)
+    assert datamodule.fit_split == "test"
+    for loader in (datamodule.val_dataloader(), datamodule.test_dataloader()):
+        assert [len(y) for _, y in loader] == [12, 12, 6]
+        x = torch.cat([x for x, _ in loader])
+        assert torch.equal(pixels(datamodule, x), Numbered().load().test_images.long())
+
+
+def test_the_validation_set_is_balanced_and_disjoint_from_every_client():
+    datamodule = build(val_fraction=0.2, eval_batch_size=500, crop_padding=2, horizontal_flip=True)
+    assert datamodule.fit_split == "val"
+    ((x, y),) = datamodule.val_dataloader()
+    assert y.bincount().tolist() == [10] * 4
+    held_out = pixels(datamodule, x)[:, 0, 0, 0].tolist()
+    dataset = [client.train_dataloader().dataset for client in datamodule.clients]
+    trained = [
+        int(pixels(datamodule, images[i][0])[0, 0, 0]) for images in dataset for i in range(len(images))
+    ]
+    assert sorted(held_out + trained) == list(range(200))
+    ((test, _),) = datamodule.test_dataloader()
+    assert len(test) == 30
+
+
+def test_the_seed_chooses_partition_validation_set_and_order():
+    def fingerprint(seed):
+        datamodule = build(val_fraction=0.2, seed=seed)
+        ((_, _),) = datamodule.val_dataloader()
+        return datamodule.partition_record()["sha256"]["total"], datamodule.clients[0].train_batch(0)[
+            0
+        ].sum().item()
+
+    assert fingerprint(1) == fingerprint(1)
+    assert fingerprint(1)[0] != fingerprint(2)[0]
+    assert fingerprint(1)[1] != fingerprint(2)[1]
+
+
+def test_max_examples_keeps_a_balanced_part_of_the_training_set():
+    datamodule = build(max_examples=101)
+    labels = datamodule.train_images.labels
+    assert sum(client.num_examples for client in datamodule.clients) == 101
+    assert sorted(labels.bincount().tolist()) == [25, 25, 25, 26]
+    assert torch.equal(datamodule.train_images.normalize.mean, build().train_images.normalize.mean)
+
+
+def test_setup_loads_once_whatever_the_stages():
+    datamodule = build("validate")
+    clients = datamodule.clients
+    for stage in ("fit", "fit", "test"):
+        datamodule.setup(stage)
+    assert datamodule.loads == 1
+    assert datamodule.clients is clients
+
+
+def test_shapes_and_number_of_clients_are_known_before_setup():
+    datamodule = Digits(num_clients=7)
+    assert (datamodule.num_classes, datamodule.in_channels, datamodule.image_size) == (10, 1, 8)
+    assert datamodule.num_clients == 7
+
+
+def test_natural_has_one_client_per_group(monkeypatch):
+    monkeypatch.setattr(Numbered, "groups", torch.arange(200) % 5 * 10)
+    datamodule = build(partition=Natural(), num_clients=2, val_fraction=0.1)
+    assert datamodule.num_clients == len(datamodule.clients) == 5
+    for group, client in enumerate(datamodule.clients):
+        numbers = [
+            int(pixels(datamodule, client.train_dataloader().dataset[i][0])[0, 0, 0]) for i in range(20)
+        ]
+        assert {number % 5 for number in numbers} == {group}
+
+
+def test_the_record_holds_sizes_histogram_and_digests_of_original_indices():
+    datamodule = build(partition=Shards(0.5), num_clients=2, val_fraction=0.1, seed=3)
+    record = datamodule.partition_record()
+    assert record["partition"] == datamodule.describe_partition() == "Shards(class_fraction=0.5), 2 clients"
+    assert record["num_clients"] == 2
+    assert record["sizes"] == [90, 90]
+    assert (record["val_size"], record["seed"]) == (20, 3)
+    assert sorted(map(sorted, record["class_histogram"])) == [[0, 0, 45, 45]] * 2
+    digests = []
+    for client in datamodule.clients:
+        dataset = client.train_dataloader().dataset
+        numbers = [int(pixels(datamodule, dataset[i][0])[0, 0, 0]) for i in range(len(dataset))]
+        digests.append(hashlib.sha256(torch.tensor(numbers).numpy().tobytes()).hexdigest())
+    assert record["sha256"]["clients"] == digests
+    assert record["sha256"]["total"] == hashlib.sha256("".join(digests).encode()).hexdigest()
+
+
+def test_a_client_smaller_than_a_batch_is_refused_for_fit_with_the_size_that_would_work():
+    with pytest.raises(
+        ConfigurationError, match=r"batch_size=67 .* 66 samples of client 2 .* batch_size <= 66"
+    ):
+        build(batch_size=67)
+    assert build("test", batch_size=67).num_clients == 3
+    assert build(batch_size=66).steps_per_epoch(2) == 1
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("num_clients", 0),
+        ("batch_size", 0),
+        ("eval_batch_size", 0),
+        ("max_examples", 0),
+        ("crop_padding", -1),
+        ("val_fraction", 1.0),
+        ("val_fraction", -0.1),
+    ],
+)
+def test_a_setting_out_of_its_range_is_refused_at_once(setting, value):
+    with pytest.raises(ConfigurationError, match=rf"^{setting} must be .*found {value}$"):
+        Digits(**{setting: value})
+
+
+def test_a_validation_set_that_would_be_empty_is_refused():
+    with pytest.raises(ConfigurationError, match=r"val_fraction=0.001 takes 0 of 200"):
+        build(val_fraction=0.001)
+
+
+def test_digits_have_a_balanced_test_split_that_no_seed_changes():
+    modules = [Digits(seed=seed, eval_batch_size=1000) for seed in (0, 1)]
+    for datamodule in modules:
+        datamodule.setup("fit")
+    ((x, y),), ((same, _),) = (datamodule.test_dataloader() for datamodule in modules)
+    assert torch.equal(x, same)
+    assert x.shape == (359, 1, 8, 8)
+    assert set(y.bincount().tolist()) <= {34, 35, 36, 37}
+    sizes = modules[0].partition_record()["sizes"]
+    assert sum(sizes) == 1438
+    assert max(sizes) - min(sizes) <= 1
+
+
+@pytest.mark.parametrize(
+    ("written", "description"),
+    [
+        ("{}", "IID()"),
+        ("{partition: IID}", "IID()"),
+        (
+            "{partition: {class_path: Dirichlet, init_args: {alpha: 0.1}}}",
+            "Dirichlet(alpha=0.1, balance='client')",
+        ),
+        ("{partition: {class_path: Shards, init_args: {class_fraction: 0.2}}}", "Shards(class_fraction=0.2)"),
+        ("{partition: Natural}", "Natural()"),
+    ],
+)
+def test_a_configuration_names_its_partition_by_the_bare_class_name(written, description):
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_subclass_arguments(InMemoryDataModule, "data")
+    config = parser.parse_object({"data": {"class_path": "Digits", "init_args": yaml.safe_load(written)}})
+    again = parser.parse_string(parser.dump(config))
+    for parsed in (config, again):
+        assert str(parser.instantiate(parsed).data.partition) == description
+
+
+def test_partitions_are_resolved_as_subclasses_of_partition():
+    assert {IID, Dirichlet, Shards, Natural} <= set(Partition.__subclasses__())

@@ -1,0 +1,271 @@
+"""Images in class folders: layout, decoding, the cache, and real photographs where they are at hand."""
+
+import os
+import zipfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from datamodules import ImageFolder
+from datamodules import image_cache as cache_module
+from fl_lightning import ConfigurationError
+
+REAL_IMAGES = Path(__file__).parents[2] / "shared" / "data" / "cifar10-jpeg.zip"
+
+
+def save(path, pixels):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.fromarray(np.asarray(pixels, dtype=np.uint8)).save(path)
+
+
+@pytest.fixture
+def tree(tmp_path):
+    """Two classes, created out of order; image i of class c is a plain colour (10 * i, 100 * c, 7)."""
+    root = tmp_path / "tree"
+    for split, count in (("train", 6), ("test", 3)):
+        for label, name in ((1, "zebra"), (0, "ant")):
+            for index in range(count):
+                colour = np.full((8, 8, 3), (10 * index, 100 * label, 7))
+                save(root / split / name / f"{index}.png", colour)
+    return root
+
+
+@pytest.fixture
+def decoded(monkeypatch):
+    """The paths that were decoded, in order."""
+    paths = []
+
+    def spy(path, size, decode=cache_module.decode):
+        paths.append(path)
+        return decode(path, size)
+
+    monkeypatch.setattr(cache_module, "decode", spy)
+    return paths
+
+
+def load(root, **settings):
+    return ImageFolder(str(root), 8, **settings).load()
+
+
+def cache_file():
+    (path,) = Path("data/cache").glob("*.pt")
+    return path
+
+
+def test_classes_are_the_train_folders_in_alphabetical_order(tree):
+    datamodule = ImageFolder(str(tree), 8)
+    assert datamodule.classes == ["ant", "zebra"]
+    assert (datamodule.num_classes, datamodule.in_channels, datamodule.image_size) == (2, 3, 8)
+
+
+def test_images_and_labels_belong_together(tree):
+    data = load(tree)
+    assert data.train_labels.tolist() == [0] * 6 + [1] * 6
+    assert data.test_labels.tolist() == [0] * 3 + [1] * 3
+    for images, labels, count in (
+        (data.train_images, data.train_labels, 6),
+        (data.test_images, data.test_labels, 3),
+    ):
+        assert images.dtype == torch.uint8
+        colours = torch.stack(
+            [10 * (torch.arange(len(labels)) % count), 100 * labels, torch.full_like(labels, 7)], 1
+        )
+        assert torch.equal(images.long(), colours[:, :, None, None].expand(-1, -1, 8, 8))
+
+
+def test_the_data_module_trains_and_evaluates_on_them(tree):
+    datamodule = ImageFolder(str(tree), 8, num_clients=3, batch_size=2, crop_padding=1, horizontal_flip=True)
+    datamodule.prepare_data()
+    datamodule.setup("fit")
+    x, y = datamodule.cohort_batch([0, 1, 2], [0, 1, 2]).stack()
+    assert x.shape == (3, 2, 3, 8, 8)
+    assert y.shape == (3, 2)
+    assert [len(y) for _, y in datamodule.test_dataloader()] == [6]
+
+
+def test_val_is_the_test_set_where_there_is_no_test_folder(tree):
+    expected = load(tree)
+    (tree / "test").rename(tree / "val")
+    assert torch.equal(load(tree).test_images, expected.test_images)
+
+
+def test_other_sizes_and_modes_become_square_rgb(tree):
+    wide = np.zeros((16, 40))
+    wide[:, 10:30] = 200
+    save(tree / "train" / "ant" / "wide.png", wide)
+    Image.new("CMYK", (8, 8)).save(tree / "train" / "ant" / "cmyk.jpg")
+    images = load(tree).train_images
+    assert images[7].unique().tolist() == [200], "the shorter side is resized and the centre kept"
+    assert images[6].float().mean() > 250, "no ink is white"
+
+
+def test_the_second_start_reads_the_cache(tree, decoded):
+    first = load(tree)
+    assert len(decoded) == 18
+    second = load(tree)
+    assert len(decoded) == 18
+    assert torch.equal(first.train_images, second.train_images)
+    assert torch.equal(first.test_images, second.test_images)
+    assert cache_file().parent == Path("data/cache")
+
+
+def test_cache_dir_says_where_the_cache_lies(tree, tmp_path):
+    load(tree, cache_dir=str(tmp_path / "elsewhere"))
+    assert len(list((tmp_path / "elsewhere").glob("tree-8px-*.pt"))) == 1
+    assert not Path("data").exists()
+
+
+@pytest.mark.parametrize("change", ["added", "removed", "rewritten", "touched", "renamed"])
+def test_a_changed_tree_is_decoded_again(tree, decoded, change):
+    load(tree)
+    file = tree / "train" / "ant" / "0.png"
+    if change == "added":
+        save(file.with_name("new.png"), np.zeros((8, 8, 3)))
+    elif change == "removed":
+        file.unlink()
+    elif change == "rewritten":
+        save(file, np.random.default_rng(0).integers(0, 255, (8, 8, 3)))
+    elif change == "touched":
+        os.utime(file, (1, 1))
+    else:
+        file.rename(file.with_name("00.png"))
+    decoded.clear()
+    found = load(tree)
+    assert len(decoded) == 18 + (change == "added") - (change == "removed")
+    cache_file().unlink()
+    assert torch.equal(found.train_images, load(tree).train_images)
+
+
+@pytest.mark.parametrize("damage", ["truncated", "flipped bit", "empty", "other object", "text"])
+def test_a_damaged_cache_is_rebuilt_not_trusted(tree, decoded, damage):
+    expected = load(tree)
+    cache = cache_file()
+    content = cache.read_bytes()
+    if damage == "truncated":
+        cache.write_bytes(content[: len(content) // 2])
+    elif damage == "flipped bit":
+        images = torch.load(cache)
+        images["images"][3, 1, 4, 4] ^= 1
+        torch.save(images, cache)
+    elif damage == "empty":
+        cache.write_bytes(b"")
+    elif damage == "other object":
+        torch.save([1, 2], cache)
+    else:
+        cache.write_text("not a cache")
+    decoded.clear()
+    found = load(tree)
+    assert len(decoded) == 18
+    assert torch.equal(found.train_images, expected.train_images)
+    load(tree)
+    assert len(decoded) == 18
+
+
+def test_each_size_has_a_cache_of_its_own(tree, decoded):
+    load(tree)
+    ImageFolder(str(tree), 4).load()
+    load(tree)
+    assert len(decoded) == 36
+
+
+def test_starts_at_the_same_time_decode_once(tree, decoded):
+    expected = load(tree)
+    cache = cache_file()
+    cache.unlink()
+    decoded.clear()
+    with ThreadPoolExecutor(2) as pool:
+        with cache_module._locked(cache):
+            waiting = [pool.submit(load, tree) for _ in range(2)]
+        found = [future.result() for future in waiting]
+    assert len(decoded) == 18
+    assert all(torch.equal(data.train_images, expected.train_images) for data in found)
+
+
+def test_a_killed_build_leaves_no_cache(tree, monkeypatch):
+    def killed(path, size):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(cache_module, "decode", killed)
+        with pytest.raises(KeyboardInterrupt):
+            load(tree)
+    assert not list(Path("data/cache").glob("*.pt"))
+    assert len(load(tree).train_labels) == 12
+
+
+@pytest.mark.parametrize("content", [b"", b"no image", b"\x89PNG\r\n\x1a\n" + b"\0" * 40])
+def test_a_broken_image_is_named(tree, content):
+    (tree / "train" / "ant" / "2.png").write_bytes(content)
+    with pytest.raises(ConfigurationError, match=r"train/ant/2\.png, which cannot be read"):
+        load(tree)
+
+
+def test_a_truncated_image_is_named(tree):
+    file = tree / "test" / "zebra" / "photo.jpg"
+    save(file, np.random.default_rng(0).integers(0, 255, (64, 64, 3)))
+    file.write_bytes(file.read_bytes()[:1500])
+    with pytest.raises(ConfigurationError, match=r"test/zebra/photo\.jpg, which cannot be read"):
+        load(tree)
+
+
+def _remove(folder):
+    for file in folder.rglob("*.png"):
+        file.unlink()
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (
+            lambda root: root.rename(root.with_name("moved")),
+            r"data_dir=.*tree does not exist; expected the layout",
+        ),
+        (lambda root: (root / "train").rename(root / "training"), r"holds no train/; expected the layout"),
+        (
+            lambda root: (root / "test").rename(root / "testing"),
+            r"neither test/ nor val/; expected the layout",
+        ),
+        (lambda root: (root / "test" / "ant").rename(root / "test" / "bee"), r"test/bee without a train/bee"),
+        (lambda root: _remove(root / "train" / "ant"), r"no image in train/ant"),
+        (lambda root: _remove(root / "test"), r"no image in test/"),
+    ],
+)
+def test_another_layout_is_refused_with_the_one_expected(tree, spoil, message):
+    spoil(tree)
+    with pytest.raises(ConfigurationError, match=message) as raised:
+        load(tree)
+    assert "\n" not in str(raised.value)
+
+
+def test_an_impossible_size_is_refused(tree):
+    with pytest.raises(ConfigurationError, match="image_size must be at least 1 pixel, found 0"):
+        ImageFolder(str(tree), 0)
+
+
+def test_a_cache_that_cannot_be_written_is_an_error_that_names_it(tree):
+    Path("occupied").write_text("a file")
+    with pytest.raises(ConfigurationError, match=r"occupied.*cannot be written"):
+        load(tree, cache_dir="occupied")
+
+
+@pytest.mark.skipif(not REAL_IMAGES.exists(), reason=f"needs the CIFAR-10 photographs in {REAL_IMAGES.name}")
+def test_real_photographs_are_decoded_as_they_are(tmp_path):
+    with zipfile.ZipFile(REAL_IMAGES) as archive:
+        names = [
+            name for name in archive.namelist() if name.endswith(tuple(f"/00{i:02}.jpg" for i in range(25)))
+        ]
+        archive.extractall(tmp_path / "cifar", names)
+    datamodule = ImageFolder(str(tmp_path / "cifar"), 32, num_clients=5, batch_size=10)
+    datamodule.setup("fit")
+    assert datamodule.num_classes == 10
+    assert datamodule.classes[0] == "airplane"
+    assert datamodule.partition_record()["sizes"] == [50] * 5
+    data = datamodule.load()
+    assert len(data.test_labels) == 250
+    with Image.open(tmp_path / "cifar" / "train" / "cat" / "0003.jpg") as image:
+        expected = torch.from_numpy(np.array(image)).permute(2, 0, 1)
+    assert torch.equal(data.train_images[datamodule.classes.index("cat") * 25 + 3], expected)

@@ -1,0 +1,286 @@
+"""Each partition is disjoint and complete, and has the law that its paper states."""
+
+from functools import partial
+
+import pytest
+import torch
+
+from datamodules.partition import dirichlet, gamma_similarity, iid, natural, shards
+from datamodules.partitions import IID, Dirichlet, GammaSimilarity, Natural, Partition, Shards
+from fl_lightning import ConfigurationError
+
+PARTITIONS = {
+    "iid": iid,
+    "dirichlet client": partial(dirichlet, alpha=0.1),
+    "dirichlet class": partial(dirichlet, alpha=1.0, balance="class"),
+    "shards": partial(shards, class_fraction=0.2),
+    "gamma": partial(gamma_similarity, gamma=0.3),
+}
+
+
+def balanced(num_classes, per_class):
+    return torch.arange(num_classes * per_class) % num_classes
+
+
+def rng(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+def sizes(parts):
+    return [len(part) for part in parts]
+
+
+def histogram(labels, parts):
+    return torch.stack([labels[part].bincount(minlength=int(labels.max()) + 1) for part in parts])
+
+
+@pytest.fixture(params=PARTITIONS.values(), ids=PARTITIONS.keys())
+def partition(request):
+    return request.param
+
+
+@pytest.mark.parametrize(("num_clients", "total"), [(5, 100), (7, 1003), (100, 50_000)])
+def test_clients_are_disjoint_and_complete(partition, num_clients, total):
+    labels = torch.randint(10, (total,), generator=rng())
+    parts = partition(labels, num_clients, generator=rng())
+    assert len(parts) == num_clients
+    assert all(part.dtype == torch.int64 for part in parts)
+    assert torch.equal(torch.cat(parts).sort().values, torch.arange(total))
+
+
+def test_a_partition_is_a_function_of_the_generator_state(partition):
+    labels = balanced(10, 100)
+    parts, same, other = (partition(labels, 10, generator=rng(seed)) for seed in (1, 1, 2))
+    assert all(torch.equal(a, b) for a, b in zip(parts, same, strict=True))
+    assert not torch.equal(torch.cat(parts), torch.cat(other))
+
+
+@pytest.mark.parametrize("name", ["iid", "dirichlet client", "gamma"])
+@pytest.mark.parametrize("num_clients", [3, 7, 11, 64])
+def test_sizes_differ_by_at_most_one(name, num_clients):
+    labels = torch.randint(10, (1009,), generator=rng())
+    found = sizes(PARTITIONS[name](labels, num_clients, generator=rng()))
+    assert max(found) - min(found) <= 1
+
+
+def test_iid_clients_have_nearly_the_prior():
+    labels = balanced(10, 5000)
+    counts = histogram(labels, iid(labels, 10, rng()))
+    assert (counts - 500).abs().max() < 5 * 500**0.5
+
+
+# Dirichlet
+
+
+def test_dirichlet_clients_approach_the_prior_as_alpha_grows():
+    labels = torch.cat([torch.zeros(8000), torch.ones(2000)]).long()
+    for balance in ("client", "class"):
+        counts = histogram(labels, dirichlet(labels, 10, 1e7, rng(), balance))
+        assert (counts[:, 0] / counts.sum(1) - 0.8).abs().max() < 0.06
+
+
+def test_dirichlet_gives_nearly_one_class_per_client_as_alpha_vanishes():
+    labels = balanced(10, 500)
+    counts = histogram(labels, dirichlet(labels, 5, 1e-4, rng()))
+    assert counts.sum(1).tolist() == [1000] * 5
+    # A client of two classes' size fills up with the next class where its first is exhausted.
+    assert (counts > 0).sum(1).tolist() == [2] * 5
+    counts = histogram(labels, dirichlet(labels, 2, 1e-4, rng(3), balance="class"))
+    assert set(counts.flatten().tolist()) == {0, 500}
+
+
+def test_dirichlet_client_proportions_have_the_mean_and_variance_of_alpha_times_the_prior():
+    labels = torch.cat([torch.zeros(6000), torch.ones(3000), torch.full((1000,), 2)]).long()
+    prior = torch.tensor([0.6, 0.3, 0.1], dtype=torch.float64)
+    alpha = 2.0
+    # The first of ten clients exhausts no class: its proportions are q, but for drawing 1000 samples from it.
+    first = torch.stack(
+        [labels[dirichlet(labels, 10, alpha, rng(seed))[0]].bincount(minlength=3) for seed in range(800)]
+    ).double()
+    first /= 1000
+    variance = prior * (1 - prior) / (alpha + 1)
+    torch.testing.assert_close(first.mean(0), prior, atol=0.03, rtol=0)
+    torch.testing.assert_close(first.var(0), variance, atol=0, rtol=0.15)
+
+
+def test_dirichlet_class_shares_have_the_variance_of_a_symmetric_dirichlet():
+    labels = torch.arange(300_000) % 300
+    alpha, num_clients = 0.5, 5
+    shares = histogram(labels, dirichlet(labels, num_clients, alpha, rng(), balance="class")).double() / 1000
+    expected = (1 / num_clients) * (1 - 1 / num_clients) / (num_clients * alpha + 1)
+    assert shares.var().item() == pytest.approx(expected, rel=0.1)
+
+
+@pytest.mark.parametrize("alpha", [1e-300, 1e-8, 1e300])
+@pytest.mark.parametrize("num_clients", [1, 9])
+def test_dirichlet_accepts_every_positive_alpha(alpha, num_clients):
+    labels = balanced(10, 30)
+    parts = dirichlet(labels, num_clients, alpha, rng())
+    assert sum(sizes(parts)) == 300
+    assert max(sizes(parts)) - min(sizes(parts)) <= 1
+
+
+def test_dirichlet_by_class_refuses_to_leave_a_client_without_samples():
+    with pytest.raises(ConfigurationError, match=r"alpha=0.01.* of 100 clients without a sample"):
+        dirichlet(balanced(10, 100), 100, 0.01, rng(), balance="class")
+
+
+# Shards
+
+
+def test_five_clients_with_a_fifth_of_the_classes_hold_two_exclusive_classes_each():
+    labels = balanced(10, 5000)
+    counts = histogram(labels, shards(labels, 5, 0.2, rng()))
+    assert (counts > 0).sum(1).tolist() == [2] * 5
+    assert (counts > 0).sum(0).tolist() == [1] * 10
+    assert counts.sum(1).tolist() == [10_000] * 5
+
+
+def test_ten_clients_with_a_fifth_of_200_classes_hold_40_each_and_every_class_has_two_holders():
+    labels = balanced(200, 500)
+    counts = histogram(labels, shards(labels, 10, 0.2, rng()))
+    assert (counts > 0).sum(1).tolist() == [40] * 10
+    assert (counts > 0).sum(0).tolist() == [2] * 200
+    assert set(counts.unique().tolist()) == {0, 250}
+
+
+@pytest.mark.parametrize("num_clients", [15, 17, 33, 100])
+@pytest.mark.parametrize(
+    ("num_classes", "fraction", "held"), [(10, 0.2, 2), (100, 0.07, 7), (7, 0.5, 4), (3, 1.0, 3)]
+)
+def test_every_client_holds_exactly_the_fraction_and_holders_differ_by_at_most_one(
+    num_clients, num_classes, fraction, held
+):
+    labels = torch.cat([torch.full((101 + 3 * label,), label) for label in range(num_classes)])
+    counts = histogram(labels, shards(labels, num_clients, fraction, rng()))
+    assert ((counts > 0).sum(1) == held).all()
+    holders = (counts > 0).sum(0)
+    assert holders.max() - holders.min() <= 1
+    for column in counts.T:
+        assert column[column > 0].max() - column[column > 0].min() <= 1
+
+
+@pytest.mark.parametrize("per_class", [40, 41, 43, 57])
+@pytest.mark.parametrize(
+    ("num_clients", "num_classes", "held"), [(15, 10, 2), (20, 5, 2), (8, 20, 5), (10, 3, 3)]
+)
+def test_shards_of_balanced_classes_with_equally_many_holders_are_equal_in_size(
+    num_clients, num_classes, held, per_class
+):
+    for seed in range(5):
+        parts = shards(balanced(num_classes, per_class), num_clients, held / num_classes, rng(seed))
+        assert max(sizes(parts)) - min(sizes(parts)) <= 1
+
+
+def test_the_generator_permutes_the_classes_of_shards():
+    labels = balanced(10, 10)
+    held = {tuple(labels[shards(labels, 5, 0.2, rng(seed))[0]].unique().tolist()) for seed in range(20)}
+    assert len(held) > 5
+
+
+def test_shards_that_cannot_hold_every_class_name_a_fraction_that_can():
+    labels = balanced(10, 10)
+    with pytest.raises(ConfigurationError, match=r"class_fraction >= 0.4 or num_clients >= 5$"):
+        shards(labels, 3, 0.2, rng())
+    shards(labels, 3, 0.4, rng())
+    shards(labels, 5, 0.2, rng())
+
+
+def test_shards_refuse_a_class_with_fewer_samples_than_holders():
+    labels = torch.tensor([0] * 50 + [7] * 2)
+    with pytest.raises(ConfigurationError, match="class 7 4 holders but it has 2 samples"):
+        shards(labels, 4, 1.0, rng())
+
+
+# Similarity and natural groups
+
+
+def test_gamma_zero_gives_one_class_per_client():
+    labels = balanced(10, 5000)[torch.randperm(50_000, generator=rng())]
+    counts = histogram(labels, gamma_similarity(labels, 10, 0.0, rng()))
+    assert torch.equal(counts, 5000 * torch.eye(10, dtype=torch.int64))
+
+
+def test_gamma_deals_its_share_equally_and_cuts_the_rest_in_order_of_class():
+    labels = balanced(10, 1000)
+    counts = histogram(labels, gamma_similarity(labels, 10, 0.4, rng())).float()
+    own = counts.diagonal()
+    others = (counts.sum(1) - own) / 9
+    # 400 of a client's 1000 samples are homogeneous, 40 of each class; 600 come from its chunk.
+    assert (own - 640).abs().max() < 60
+    assert (others - 40).abs().max() < 10
+
+
+def test_gamma_one_is_homogeneous():
+    labels = balanced(10, 5000)
+    counts = histogram(labels, gamma_similarity(labels, 10, 1.0, rng()))
+    assert (counts - 500).abs().max() < 5 * 500**0.5
+
+
+def test_natural_makes_every_group_a_client_in_sorted_order():
+    expected = [[1, 4], [0, 2], [3]]
+    for groups in (torch.tensor([5, 2, 5, 9, 2]), ["jena", "aachen", "jena", "ulm", "aachen"]):
+        assert [part.tolist() for part in natural(groups)] == expected
+
+
+# Mistakes and classes
+
+
+@pytest.mark.parametrize("num_clients", [-1, 0, 11])
+def test_the_number_of_clients_lies_between_one_and_the_number_of_samples(partition, num_clients):
+    with pytest.raises(ConfigurationError, match=rf"num_clients must be in \[1, 10\].*found {num_clients}$"):
+        partition(torch.arange(10), num_clients, generator=rng())
+
+
+@pytest.mark.parametrize(
+    ("build", "setting"),
+    [
+        (lambda: Dirichlet(0.0), "alpha"),
+        (lambda: Dirichlet(float("nan")), "alpha"),
+        (lambda: Dirichlet(1.0, balance="both"), "balance"),
+        (lambda: Shards(0.0), "class_fraction"),
+        (lambda: Shards(1.1), "class_fraction"),
+        (lambda: GammaSimilarity(-0.1), "gamma"),
+        (lambda: GammaSimilarity(1.1), "gamma"),
+        (lambda: dirichlet(torch.arange(10), 2, -1.0, rng()), "alpha"),
+        (lambda: shards(torch.arange(10), 2, 2.0, rng()), "class_fraction"),
+        (lambda: gamma_similarity(torch.arange(10), 2, 2.0, rng()), "gamma"),
+        (lambda: natural([]), "Natural"),
+        (lambda: Natural()(torch.arange(10), 2, rng()), "groups"),
+    ],
+)
+def test_a_value_out_of_range_is_refused_in_one_line_that_names_the_setting(build, setting):
+    with pytest.raises(ConfigurationError, match=setting) as raised:
+        build()
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("instance", "function", "text"),
+    [
+        (IID(), iid, "IID()"),
+        (Dirichlet(0.1), partial(dirichlet, alpha=0.1), "Dirichlet(alpha=0.1, balance='client')"),
+        (
+            Dirichlet(2, "class"),
+            partial(dirichlet, alpha=2, balance="class"),
+            "Dirichlet(alpha=2, balance='class')",
+        ),
+        (Shards(0.2), partial(shards, class_fraction=0.2), "Shards(class_fraction=0.2)"),
+        (GammaSimilarity(0.3), partial(gamma_similarity, gamma=0.3), "GammaSimilarity(gamma=0.3)"),
+    ],
+)
+def test_the_classes_are_the_functions_and_print_their_arguments(instance, function, text):
+    labels = balanced(10, 100)
+    assert str(instance) == text
+    pairs = zip(instance(labels, 5, rng()), function(labels, 5, generator=rng()), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)
+
+
+def test_natural_wraps_the_function():
+    groups = torch.tensor([1, 0, 1])
+    assert [part.tolist() for part in Natural()(torch.zeros(3), 99, rng(), groups)] == [[1], [0, 2]]
+
+
+def test_the_base_class_says_what_to_define():
+    with pytest.raises(NotImplementedError, match=r"Partition must define __call__"):
+        Partition()(torch.arange(3), 1, rng())
