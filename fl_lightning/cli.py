@@ -22,7 +22,7 @@ import fl_lightning.schedules  # imported so that bare class names resolve in YA
 from fl_lightning.checkpointing import AtomicCheckpointIO, RoundCheckpoint
 from fl_lightning.datamodule import FederatedDataModule
 from fl_lightning.errors import ConfigurationError
-from fl_lightning.metrics_log import JSONLinesLogger
+from fl_lightning.metrics_log import JSONLinesLogger, read_rows
 from fl_lightning.module import FederatedModule
 from fl_lightning.parser import ConciseParser, behind
 from fl_lightning.progress import RoundProgress
@@ -48,6 +48,7 @@ class FederatedCLI(LightningCLI):
     """Adds to LightningCLI the run directory, checkpoints of whole rounds and the result table."""
 
     attempt: Attempt | None = None
+    is_new_attempt = False
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Add the run's name, its checkpoints and the links between data and model."""
@@ -64,11 +65,12 @@ class FederatedCLI(LightningCLI):
     def before_instantiate_classes(self) -> None:
         """Find out where the run lives, before any logger exists."""
         config = self.config[self.subcommand]
-        self.config_yaml = self._parser(self.subcommand).dump(config, skip_none=False)
+        stem = Path(config.config[-1].relative).stem if config.get("config") else "run"
+        config.name = config.name or stem  # saved too: the saved configuration runs beside this run
+        self.config_yaml = self._parser(self.subcommand).dump(config, "yaml", False)  # False keeps nulls
         resolved = {key: value for key, value in yaml.safe_load(self.config_yaml).items() if key in _HASHED}
-        name = config.name or (Path(config.config[-1].relative).stem if config.get("config") else "run")
         self.directory = RunDirectory(
-            Path(config.run_root) / name, f"{config_hash(resolved)}-s{config.seed_everything}"
+            Path(config.run_root) / config.name, f"{config_hash(resolved)}-s{config.seed_everything}"
         )
         if config.ckpt_path:
             config.ckpt_path = str(self.directory.resolve_checkpoint(config.ckpt_path))
@@ -80,36 +82,58 @@ class FederatedCLI(LightningCLI):
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """Make the trainer with this project's logger, checkpoints, progress and, for ``fit``, the run's folder."""
         settings = self._get(self.config_init, "trainer")
-        writes = self.subcommand == "fit" and not settings.fast_dev_run
-        if writes:
+        if settings.check_val_every_n_epoch is not None and settings.check_val_every_n_epoch < 1:
+            raise ConfigurationError(
+                f"trainer.check_val_every_n_epoch: {settings.check_val_every_n_epoch} must be at least 1 round"
+            )
+        if self.subcommand == "fit" and not settings.fast_dev_run:
             ckpt_path = self._get(self.config_init, "ckpt_path")
-            self.attempt = (
-                attempt_of(Path(ckpt_path)) if ckpt_path else None
-            ) or self.directory.new_attempt()
+            self.attempt = attempt_of(Path(ckpt_path)) if ckpt_path else None
+            self.is_new_attempt = self.attempt is None
+            self.attempt = self.attempt or self.directory.new_attempt()
         callbacks = _as_list(settings.callbacks)
         if settings.enable_progress_bar is not False and not any(
             isinstance(callback, ProgressBar) for callback in callbacks
         ):
             callbacks.append(RoundProgress())
         if self.subcommand == "fit":
-            callbacks.append(RunFiles(self.attempt, self.config_yaml))
+            # first, so that it prints before a progress bar takes the terminal
+            callbacks.insert(0, RunFiles(self.attempt, self.config_yaml))
         loggers = _as_list(settings.logger)
         if self.attempt is not None:
             loggers.append(JSONLinesLogger(self.attempt.path))
             kwargs["default_root_dir"] = str(self.attempt.path)
         plugins = [*_as_list(settings.plugins), AtomicCheckpointIO()]
-        return super().instantiate_trainer(
-            callbacks=callbacks, logger=loggers or False, plugins=plugins, **kwargs
-        )
+        try:
+            trainer = super().instantiate_trainer(
+                callbacks=callbacks, logger=loggers or False, plugins=plugins, **kwargs
+            )
+            if trainer.world_size > 1:
+                raise ConfigurationError(
+                    f"trainer.devices: {settings.devices} is not possible yet; use devices: 1"
+                )
+        except (ValueError, TypeError, MisconfigurationException) as error:
+            self._discard_untrained()
+            if isinstance(error, ConfigurationError):
+                raise
+            place = f"accelerator: {settings.accelerator}, devices: {settings.devices}"
+            raise ConfigurationError(f"trainer ({place}): {error}") from error
+        return trainer
 
     def fit(self, **kwargs: Any) -> None:
-        """Train; a run that fails before its first row leaves no folder behind."""
+        """Train; a run that fails before the end of its first round leaves no folder behind."""
         try:
             self.trainer.fit(**kwargs)
         except BaseException:
-            if self.attempt is not None and not self.attempt.metrics.exists():
-                shutil.rmtree(self.attempt.path)
+            self._discard_untrained()
             raise
+
+    def _discard_untrained(self) -> None:
+        if self.attempt is None or not self.is_new_attempt:
+            return
+        metrics = self.attempt.metrics
+        if not (metrics.exists() and any(row["round"] > 0 for row in read_rows(metrics))):
+            shutil.rmtree(self.attempt.path)
 
     def predict(self, **kwargs: Any) -> None:
         """Write the predictions on the test data to ``predictions.csv`` in the run's folder."""

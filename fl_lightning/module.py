@@ -66,7 +66,7 @@ class FederatedModule(ServerModule):
         server_optimizer: OptimizerCallable | None = None,
         local_steps: int | None = None,
         local_epochs: int | None = None,
-        participation: float = 1.0,
+        participation: int | float = 1.0,
         executor: Executor | None = None,
         aggregator: Aggregator | None = None,
         weighting: Literal["examples", "uniform"] = "examples",
@@ -303,7 +303,10 @@ class FederatedModule(ServerModule):
 
     def _check_finite(self, cohort: Cohort) -> None:
         finite = torch.ones(len(cohort), dtype=torch.bool, device=self.device)
-        for block in (*cohort.params.blocks.values(), *cohort.buffers.blocks.values()):
+        # a model's own buffers may well hold infinities, as attention masks do
+        held = cohort.buffers.blocks.items()
+        statistics = [block for name, block in held if name.split(" ")[0] in ("mean", "var")]
+        for block in (*cohort.params.blocks.values(), *statistics):
             finite &= block.isfinite().all(1)
         if not finite.all():
             self.record.diverged = True

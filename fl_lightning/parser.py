@@ -27,35 +27,47 @@ _CLASS = re.compile(r"(?:dot import path string: |Import path |Unable to import 
 class ConciseParser(LightningArgumentParser):
     """Prints the one line of an error that matters, without pages of usage; takes no abbreviated settings."""
 
+    owner = ""
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         # An abbreviation would make a misspelt setting (--model.local_step) pass as another one.
         super().__init__(*args, **{"allow_abbrev": False, **kwargs})
 
+    def add_class_arguments(
+        self, class_type: type, nested_key: str | None = None, *args: Any, **kwargs: Any
+    ) -> list[str]:
+        """Add the settings of a class, and remember whose they are when the parser is for this class alone."""
+        if nested_key is None:
+            self.owner = class_type.__name__
+        names: list[str] = super().add_class_arguments(class_type, nested_key, *args, **kwargs)
+        return names
+
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Print a short form of a parser's message to stderr and exit with status 2."""
-        print(
-            f"error: {explain(message, ex, [a.dest for a in self._actions if not a.dest.endswith('.help')])}",
-            file=sys.stderr,
-        )
+        print(f"error: {explain(message, ex, _settings(self), self.owner)}", file=sys.stderr)
         sys.exit(2)
 
 
-def explain(message: str, error: BaseException | None = None, settings: Sequence[str] = ()) -> str:
+def explain(
+    message: str, error: BaseException | None = None, settings: Sequence[str] = (), owner: str = ""
+) -> str:
     """The line of a jsonargparse message that matters.
 
     Args:
         message: What the parser says.
-        error: The exception behind it, from whose frames the accepted settings of a class are read.
+        error: The exception behind it, from whose frames the accepted settings and the file are read.
         settings: The parser's own settings.
+        owner: The class whose settings the parser reads, empty where they are of several.
 
     Returns:
         One line that names the setting and the value, with near names where something is misspelt.
     """
     key = re.search(r'Parser key "([^"]+)"', message)
-    setting = f"{key[1]}: " if key else ""
+    setting = ".".join(filter(None, (owner, key[1] if key else "")))
+    setting = f"{setting}: " if setting else ""
     unknown = re.search(r"[Oo]ption '([^']+)' is not accepted|does not accept option '([^']+)'", message)
     if unknown:
-        return _explain_unknown(setting, unknown[1] or unknown[2], error)
+        return _explain_unknown(setting, unknown[1] or unknown[2], error, bool(owner))
     missing_class = _CLASS.search(message)
     if missing_class:
         name = missing_class[1]
@@ -66,9 +78,19 @@ def explain(message: str, error: BaseException | None = None, settings: Sequence
     literal = re.search(r"Expected a typing.Literal\[(.*)\]\. Got value: (.*)", message)
     if literal:
         return f"{setting}{literal[2]} is not valid; it takes {literal[1]}"
+    plain = re.search(r"Expected a (<class '[\w.]+'>)\. Got value: (.*)", message)
+    if plain:
+        return f"{setting}{plain[2]} is not valid; it takes {_type_name(plain[1])}"
     unrecognised = re.search(r"unrecognized arguments: --([\w.]+)", message)
     if unrecognised:
-        return f"there is no setting {unrecognised[1]!r}{nearest(unrecognised[1], settings)}"
+        return f"there is no setting {unrecognised[1]!r}{_near_setting(unrecognised[1], settings)}"
+    unreadable = re.match(r"(Problems parsing|Unexpected) config: (.*)", message, re.DOTALL)
+    if unreadable:
+        path = next((f.f_locals["path"] for f in _frames(error) if "path" in f.f_locals), "")
+        wrong = (
+            "is not YAML" if unreadable[1] == "Problems parsing" else "holds no settings such as 'model: ...'"
+        )
+        return f"config {path} {wrong}: {_one_line(unreadable[2])}"
     value = re.search(r"Given value: (.*)", message, re.DOTALL)
     if value and "Subtypes: [" in message:
         listed = message.partition("Subtypes: [")[2].partition("]\n")[0]
@@ -77,21 +99,31 @@ def explain(message: str, error: BaseException | None = None, settings: Sequence
     return setting + _one_line(message.partition("Parser key")[2].partition(":")[2] if key else message)
 
 
-def _explain_unknown(setting: str, option: str, error: BaseException | None) -> str:
+def _explain_unknown(setting: str, option: str, error: BaseException | None, list_all: bool) -> str:
     """Name the settings that do exist, read from the parser in whose frame the exception arose."""
     parsers = [frame.f_locals.get("self") for frame in _frames(error)]
     known = [
-        action.dest
-        for parser in parsers[-1:]
-        if isinstance(parser, ArgumentParser)
-        for action in parser._actions
+        name for parser in parsers[-1:] if isinstance(parser, ArgumentParser) for name in _settings(parser)
     ]
-    if "config" in known:
-        return f"{setting}there is no setting {option!r}{nearest(option, known)}"
-    known = [name for name in known if name not in ("help", "print_config")]
-    return (
-        f"{setting}there is no setting {option!r} among {', '.join(known) or 'none'}{nearest(option, known)}"
-    )
+    among = f" among {', '.join(known) or 'none'}" if list_all else ""
+    return f"{setting}there is no setting {option!r}{among}{_near_setting(option, known)}"
+
+
+def _settings(parser: ArgumentParser) -> list[str]:
+    """The settings that a parser and its subcommands take."""
+    names: dict[str, None] = {}
+    for action in parser._actions:
+        if isinstance(action.choices, dict):
+            for subparser in action.choices.values():
+                names |= dict.fromkeys(_settings(subparser))
+        elif action.dest not in ("help", "print_config", "print_shtab") and not action.dest.endswith(".help"):
+            names[action.dest] = None
+    return list(names)
+
+
+def _near_setting(name: str, known: Sequence[str]) -> str:
+    longer = [candidate for candidate in known if candidate.startswith(name)][:3]
+    return f"; did you mean {' or '.join(longer)}?" if longer else nearest(name, known)
 
 
 def behind(error: BaseException | None) -> Iterator[BaseException]:

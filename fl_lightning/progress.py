@@ -44,6 +44,11 @@ class RoundProgress(ProgressBar):
         self._evaluation = ""
         self._score: tuple[str, Any] | None = None
 
+    @property
+    def is_enabled(self) -> bool:
+        """Whether progress is shown; ``LightningModule.print`` asks."""
+        return self._enabled
+
     def enable(self) -> None:
         """Show the progress (the default on the first process)."""
         self._enabled = True

@@ -1,6 +1,8 @@
 """What a run leaves behind: the files of its directory and the table that ``fit`` ends with."""
 
 import inspect
+import sys
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -8,7 +10,6 @@ from typing import Any
 import lightning as L
 import torch
 from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
 from fl_lightning.batch_norm import policy_table
@@ -47,6 +48,7 @@ class RunFiles(L.Callback):
         if self.attempt is not None:
             if trainer.global_step:
                 cut_back(self.attempt.metrics, trainer.global_step)
+            self.attempt.result.unlink(missing_ok=True)  # of a shorter run that this one takes further
             write_text(self.attempt.config, self.config)
             write_json(self.attempt.partition, pl_module.data.partition_record())
             write_json(self.attempt.path / "policy.json", table)
@@ -54,14 +56,24 @@ class RunFiles(L.Callback):
 
 def print_policy(table: Mapping[str, str]) -> None:
     """Print what happens to each kind of state in a round."""
-    view = Table(
-        title="State of the model", title_justify="left", title_style="bold", box=None, padding=(0, 2, 0, 0)
-    )
-    view.add_column("state")
-    view.add_column("in a round")
-    for kind, treatment in table.items():
-        view.add_row(_KIND_LABELS[kind], treatment)
-    Console().print(view)
+    print_table("State of the model", {_KIND_LABELS[kind]: treatment for kind, treatment in table.items()})
+
+
+def print_table(title: str, rows: Mapping[str, str]) -> None:
+    """Print names and values in two columns; on a terminal long values are wrapped at their spaces.
+
+    Args:
+        title: The line above, bold on a terminal.
+        rows: Values by name.
+    """
+    console = Console(highlight=False)
+    indent = max(map(len, rows)) + 2
+    width = max(console.width - indent, 20) if console.is_terminal else sys.maxsize
+    console.print(title, style="bold")
+    for name, value in rows.items():
+        lines = textwrap.wrap(value, width, break_long_words=False, break_on_hyphens=False)
+        text = f"\n{'':{indent}}".join(lines)
+        console.print(f"{name:<{indent}}{text}".rstrip(), markup=False, soft_wrap=True)
 
 
 def method_name(module: FederatedModule, callbacks: Sequence[L.Callback]) -> str:
@@ -132,17 +144,7 @@ def print_result(result: Mapping[str, Any]) -> None:
         "training time": f"{result['train_seconds']:.1f} s",
         "files": _shown(result["directory"]) if result["directory"] else "none (fast_dev_run)",
     }
-    view = Table(
-        title="Result",
-        title_justify="left",
-        title_style="bold",
-        show_header=False,
-        box=None,
-        padding=(0, 2, 0, 0),
-    )
-    for name, value in rows.items():
-        view.add_row(name, str(value))
-    Console(soft_wrap=True).print(view)
+    print_table("Result", rows)
 
 
 def write_predictions(path: Path, outputs: Sequence[Tensor], batches: Iterable[Any]) -> int:

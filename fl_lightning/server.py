@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import lightning as L
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 
 from fl_lightning.datamodule import FederatedDataModule
@@ -68,16 +69,14 @@ class ServerModule(L.LightningModule):
         Args:
             name: Metric name, such as ``"bn/drift"``.
             value: A number, a one-element tensor or a torchmetrics metric.
-            kwargs: As for ``LightningModule.log``; the loggers get the row, so ``logger`` defaults to False.
+            kwargs: As for ``LightningModule.log``; in ``fit`` the loggers get the row, so ``logger`` is False there.
         """
+        logger = False if self.trainer.state.fn == TrainerFn.FITTING else None
         if not self.trainer.sanity_checking:
             self.record.add(name, value)
-        given = {
-            key: setting for key, setting in kwargs.items() if setting is not None
-        }  # log_dict gives them all
-        super().log(
-            name, value, **{"on_step": False, "on_epoch": True, "batch_size": 1, "logger": False, **given}
-        )
+        given = {key: setting for key, setting in kwargs.items() if setting is not None}  # log_dict gives all
+        defaults = {"on_step": False, "on_epoch": True, "batch_size": 1, "logger": logger}
+        super().log(name, value, **{**defaults, **given})
 
     def forward(self, inputs: Any) -> Any:
         """The server model's outputs."""

@@ -1,10 +1,14 @@
 """Small federations, models and reference trainers that the tests share."""
 
+import warnings
+from copy import deepcopy
 from functools import partial
 
 import lightning as L
 import torch
+from lightning.pytorch.callbacks import Callback, Checkpoint
 from torch import nn
+from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
 from fl_lightning import FederatedDataModule, FederatedModule
@@ -41,10 +45,14 @@ def blobs(num_clients=3, sizes=(40, 40, 40), batch_size=8, seed=0, shape=(2, 6, 
             torch.tensor(i % classes),
             torch.randint(classes, (n,), generator=generator),
         )
-        inputs = torch.randn(n, *shape, generator=generator, dtype=torch.float64) * (1 + i) + targets.view(-1, 1, 1, 1)
+        inputs = torch.randn(n, *shape, generator=generator, dtype=torch.float64) * (1 + i) + targets.view(
+            -1, 1, 1, 1
+        )
         clients.append(ArrayClient(inputs, targets, batch_size))
     server = ArrayClient(
-        torch.cat([c.dataset.tensors[0] for c in clients]), torch.cat([c.dataset.tensors[1] for c in clients]), batch_size
+        torch.cat([c.dataset.tensors[0] for c in clients]),
+        torch.cat([c.dataset.tensors[1] for c in clients]),
+        batch_size,
     )
     return FederatedDataModule(clients, server, seed=seed)
 
@@ -53,7 +61,9 @@ def small_cnn(norm="bn", dropout=0.0, seed=0, classes=3, channels=2):
     torch.manual_seed(seed)
 
     def make_norm(width):
-        return {"bn": nn.BatchNorm2d, "gn": partial(nn.GroupNorm, 2), "none": lambda _: nn.Identity()}[norm](width)
+        return {"bn": nn.BatchNorm2d, "gn": partial(nn.GroupNorm, 2), "none": lambda _: nn.Identity()}[norm](
+            width
+        )
 
     return nn.Sequential(
         nn.Conv2d(channels, 4, 3), make_norm(4), nn.ReLU(), nn.Conv2d(4, 6, 3), make_norm(6), nn.ReLU(),
@@ -67,14 +77,19 @@ def fit(module, data, rounds, callbacks=(), ckpt_path=None, **trainer):
         "accelerator": "cpu",
         "precision": "64-true",
         "logger": False,
-        "enable_checkpointing": False,
+        "enable_checkpointing": any(isinstance(callback, Checkpoint) for callback in callbacks),
         "enable_progress_bar": False,
         "enable_model_summary": False,
         "num_sanity_val_steps": 0,
         "limit_val_batches": 0,
+        "log_every_n_steps": 1,
     }
     runner = L.Trainer(max_epochs=rounds, callbacks=list(callbacks), **{**settings, **trainer})
-    runner.fit(module, datamodule=data, ckpt_path=ckpt_path)
+    with warnings.catch_warnings():
+        # Lightning's own use of a class that torch 2.15 deprecates, and its advice on worker processes
+        warnings.filterwarnings("ignore", ".*LeafSpec", FutureWarning)
+        warnings.filterwarnings("ignore", ".*does not have many workers")
+        runner.fit(module, datamodule=data, ckpt_path=ckpt_path)
     return runner
 
 
@@ -89,3 +104,102 @@ def train(model, data, rounds, callbacks=(), trainer=None, **settings):
 def distance(first, second):
     """Largest absolute difference between two states."""
     return max(float((first[name] - second[name]).abs().max()) for name in first)
+
+
+class States(Callback):
+    """Keeps a copy of the server's state after each round: ``states[r]`` after round r, ``states[0]`` the initial one."""
+
+    def __init__(self):
+        self.states = []
+
+    def on_train_start(self, trainer, pl_module):
+        self.states.append(deepcopy(pl_module.state_dict()))
+
+    def on_train_epoch_end(self, trainer, pl_module):
+        self.states.append(deepcopy(pl_module.state_dict()))
+
+
+class SaveRounds(Checkpoint):
+    """Saves a checkpoint ``<round>.ckpt`` at the end of each round."""
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    def on_train_epoch_end(self, trainer, pl_module):
+        trainer.save_checkpoint(self.folder / f"{pl_module.round}.ckpt")
+
+
+def client_batch(data, client, step):
+    """The batch that a client draws at a local step, counted from the start of training."""
+    return data.cohort_batch([client], [step]).rows()[0]
+
+
+def union_batch(data, step):
+    """The batches that all clients draw at a local step, as one batch."""
+    rows = data.cohort_batch(range(data.num_clients), [step] * data.num_clients).rows()
+    return tuple(torch.cat(parts) for parts in zip(*rows, strict=True))
+
+
+def plain_step(model, optimizer, batch):
+    """One step of ordinary PyTorch."""
+    optimizer.zero_grad()
+    cross_entropy(model(batch[0]), batch[1]).backward()
+    optimizer.step()
+
+
+def centralised(model, data, steps, optimizer=SGD, rates=(), first=0, frozen_statistics=False):
+    """One model trained on the union of the clients' batches: what FedAvg with E=1 is compared with.
+
+    ``rates[k]`` is the learning rate of step k where rates are given; ``first`` is the data's step that it starts from.
+    """
+    model = deepcopy(model).double().train()
+    for layer in model.modules():
+        if frozen_statistics and isinstance(layer, nn.BatchNorm2d):
+            layer.eval()
+    stepper = optimizer(model.parameters())
+    for step in range(steps):
+        if rates:
+            stepper.param_groups[0]["lr"] = rates[step]
+        plain_step(model, stepper, union_batch(data, first + step))
+    return model.state_dict()
+
+
+def by_hand(
+    model, data, rounds, *, optimizer=SGD, steps=None, cohort=None, weights=None, keep=False, server=None
+):
+    """Federated training with separate models and optimizers per client, averaged in a loop.
+
+    Args:
+        steps: Local steps of a client; 1 for all unless given.
+        cohort: The clients of a round; all unless given.
+        weights: Unnormalised aggregation weight of a client; equal unless given.
+        keep: Clients keep their optimizer's state between rounds.
+        server: The server's new parameter, from (name, old, average); the average unless given.
+
+    Returns:
+        The server's state and each client's optimizer state.
+    """
+    model = deepcopy(model).double().train()
+    trained, memory = dict(model.named_parameters()), {}
+    for round_number in range(1, rounds + 1):
+        clients = cohort(round_number) if cohort else range(data.num_clients)
+        states = []
+        for client in clients:
+            local = deepcopy(model)
+            stepper = optimizer(local.parameters())
+            if keep and client in memory:
+                stepper.load_state_dict(memory[client])
+            count = steps[client] if steps else 1
+            for step in range(count):
+                plain_step(local, stepper, client_batch(data, client, (round_number - 1) * count + step))
+            memory[client] = deepcopy(stepper.state_dict())
+            states.append(local.state_dict())
+        shares = [weights[client] if weights else 1 for client in clients]
+        for name, old in model.state_dict().items():
+            held = [state[name] for state in states]
+            if old.is_floating_point():
+                new = sum(share * value for share, value in zip(shares, held, strict=True)) / sum(shares)
+                old.copy_(server(name, old.clone(), new) if server and name in trained else new)
+            else:
+                old.copy_(torch.stack(held).amax(0))
+    return model.state_dict(), memory

@@ -1,0 +1,1 @@
+"""YAML configurations: one per method and data set."""

@@ -1,0 +1,216 @@
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from command_line import attempts, run, write_config
+
+from fl_lightning.cli import main
+
+DATA = "--data.init_args."
+OPTIMIZER = "model.client_optimizer"
+
+
+def callback(name, **settings):
+    return {"trainer.callbacks": [{"class_path": name, "init_args": settings}]}
+
+
+def optimizer(name, **settings):
+    return {OPTIMIZER: {"class_path": name, "init_args": settings}}
+
+
+def partition(name, **settings):
+    return {"data.init_args.partition": {"class_path": name, "init_args": settings}}
+
+
+# (arguments or changes of the YAML, words that the message must hold)
+TABLE = {
+    "unknown setting": ("--model.local_step 3", ["'model.local_step'", "did you mean model.local_steps"]),
+    "unknown setting in YAML": (
+        {"model.local_stepz": 3},
+        ["'model.local_stepz'", "did you mean model.local_steps"],
+    ),
+    "unknown section in YAML": ({"modle": 3}, ["'modle'", "did you mean model"]),
+    "abbreviated setting": (
+        "--trainer.max_epoch 3",
+        ["'trainer.max_epoch'", "did you mean trainer.max_epochs"],
+    ),
+    "abbreviated seed": ("--seed 3", ["'seed'", "did you mean seed_everything"]),
+    "word for a number": ("--model.local_steps three", ["model.local_steps: three", "a whole number"]),
+    "word for a number of a class": (f"{DATA}num_clients x", ["Digits.num_clients: x", "a whole number"]),
+    "unknown choice": ("--model.weighting size", ["model.weighting: size", "'examples', 'uniform'"]),
+    "missing data": (
+        "--data ImageFolder --data.init_args.data_dir nowhere --data.init_args.image_size 8",
+        ["data_dir=nowhere does not exist", "train/<class>", "unpack the data set there"],
+    ),
+    "alpha of zero": (partition("Dirichlet", alpha=0), ["alpha", "positive", "found 0"]),
+    "negative alpha": (partition("Dirichlet", alpha=-1.5), ["alpha", "positive", "found -1.5"]),
+    "more clients than samples": (
+        {**partition("IID"), "data.init_args.num_clients": 5000},
+        ["num_clients", "[1, 240]", "5000"],
+    ),
+    "too few classes per client": (partition("Shards", class_fraction=0.1), ["class_fraction=0.1", ">= 0.4"]),
+    "class fraction above one": (
+        partition("Shards", class_fraction=2),
+        ["class_fraction", "(0, 1]", "found 2"],
+    ),
+    "client smaller than a batch": (
+        f"{DATA}batch_size 500",
+        ["batch_size=500", "72 samples", "batch_size <= 72"],
+    ),
+    "steps and epochs": ("--model.local_epochs 1", ["local_steps: 2", "local_epochs: 1", "exactly one"]),
+    "neither steps nor epochs": ({"model.local_steps": None}, ["local_steps", "local_epochs", "exactly one"]),
+    "unknown callback": (callback("FixedBN"), ["trainer.callbacks", "'FixedBN'", "did you mean FixBN"]),
+    "unknown callback on the command line": (
+        "--trainer.callbacks FixBNN",
+        ["'FixBNN'", "did you mean FixBN"],
+    ),
+    "missing name in a module": (callback("callbacks.FixBM"), ["'callbacks.FixBM'", "no attribute 'FixBM'"]),
+    "broken callback module": (
+        callback("broken.Mine"),
+        ["'broken.Mine'", "cannot be imported", "not_installed"],
+    ),
+    "unknown callback setting": (
+        callback("FixBN", freeze_rond=2),
+        ["FixBN", "'freeze_rond'", "freeze_round"],
+    ),
+    "unknown model": ("--model.model LeNett", ["model.model", "'LeNett'", "did you mean LeNet"]),
+    "unknown model setting": ("--model.model.init_args.width 2", ["LeNet", "'width'", "norm, groups"]),
+    "unknown norm": ("--model.model.init_args.norm layer", ["norm='layer'", "bn, gn, none"]),
+    "unknown data set": ("--data Digit", ["'Digit'", "did you mean Digits"]),
+    "no model": ({"model.model": None}, ["required", "model.model"]),
+    "no data": ({"data": None}, ["required", "data"]),
+    "no checkpoint": ("--ckpt_path last", ["'last'", "runs/tiny/", "-s0/checkpoints"]),
+    "missing checkpoint file": ("--ckpt_path none.ckpt", ["none.ckpt", "not a file"]),
+    "no client": ("--model.participation 0", ["participation: 0", "(0, 1]"]),
+    "one and a half of the clients": ("--model.participation 1.5", ["participation: 1.5", "(0, 1]"]),
+    "more clients than there are": ("--model.participation 9", ["participation: 9", "only 3"]),
+    "two freeze settings": (
+        callback("FixBN", freeze_round=2, freeze_fraction=0.3),
+        ["freeze_round: 2", "freeze_fraction: 0.3", "one of them"],
+    ),
+    "nothing to freeze": ("--model.model.init_args.norm gn", ["FixBN", "LeNet", "norm: bn"]),
+    "no momentum to keep": (callback("MaintainedMomentum"), ["MaintainedMomentum", "SGD", "momentum > 0"]),
+    "unknown scope": (
+        callback("MaintainedMomentum", scope="both"),
+        ["MaintainedMomentum.scope", "both", "'local', 'global'"],
+    ),
+    "no optimizer": ({OPTIMIZER: None}, ["required", OPTIMIZER]),
+    "unknown optimizer": (optimizer("SDG", lr=0.1), [OPTIMIZER, "'SDG'", "SGD"]),
+    "unknown optimizer setting": (
+        optimizer("SGD", lr=0.1, momentun=0.9),
+        ["'momentun'", "did you mean momentum"],
+    ),
+    "negative learning rate": (optimizer("SGD", lr=-0.1), ["client_optimizer", "-0.1"]),
+    "optimizer that mixes clients": (optimizer("Adafactor", lr=0.1), ["Adafactor", "elementwise", "SGD"]),
+    "optimizer that needs a closure": (optimizer("LBFGS", lr=0.1), ["LBFGS", "closure", "SGD"]),
+    "update that is not finite": (
+        f"--{OPTIMIZER}.init_args.lr 1e30",
+        ["round 1", "client 0", "lr (now 1e+30)"],
+    ),
+    "no number of rounds": ({"trainer.max_epochs": None}, ["trainer.max_epochs", "model.budget_epochs"]),
+    "budget below one step": ("--model.budget_epochs 1e-6", ["budget_epochs: 1e-06", "raise it"]),
+    "validation fraction above one": (f"{DATA}val_fraction 1.5", ["val_fraction", "[0, 1)", "found 1.5"]),
+    "two devices": ("--trainer.devices 2", ["trainer.devices: 2", "devices: 1"]),
+    "unknown accelerator": ("--trainer.accelerator gpuu", ["accelerator: gpuu", "Available names"]),
+    "evaluation every zero rounds": (
+        "--trainer.check_val_every_n_epoch 0",
+        ["trainer.check_val_every_n_epoch: 0", "at least 1"],
+    ),
+    "steps instead of rounds": ("--trainer.max_steps 5", ["trainer.max_steps 5", "trainer.max_epochs"]),
+    "milestone between rounds": (
+        {"model.client_lr_schedule": {"class_path": "MultiStep", "init_args": {"milestones": [1.5]}}},
+        ["milestones: 1.5", "fraction in (0, 1)"],
+    ),
+    "unknown parameter group": ({"model.parameter_groups": {"bn": {"lr": 0.1}}}, ["'bn'", "batch_norm"]),
+}
+
+
+def message_of(capsys, call):
+    """What a failing command says: one line, no traceback, a status that is not zero."""
+    with pytest.raises(SystemExit) as stop:
+        call()
+    assert stop.value.code == 2
+    message = capsys.readouterr().err
+    assert "Traceback" not in message
+    assert message.startswith("error: ")
+    assert message.count("\n") == 1
+    return message
+
+
+@pytest.mark.parametrize(("given", "words"), TABLE.values(), ids=TABLE)
+def test_mistake_is_one_line_that_names_it_and_leaves_nothing(given, words, capsys, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    Path("broken.py").write_text("import not_installed\n")
+    write_config(given if isinstance(given, dict) else {})
+    message = message_of(capsys, lambda: run(*(given.split() if isinstance(given, str) else ())))
+    for word in words:
+        assert word in message
+    assert attempts() == []
+
+
+def test_configuration_file_that_is_missing_or_no_settings_is_named(capsys):
+    assert "nowhere.yaml" in message_of(capsys, lambda: main(["fit", "--config", "nowhere.yaml"]))
+    for text, words in (("a: [1\nb: }", "is not YAML"), ("- a\n- b\n", "holds no settings")):
+        Path("odd.yaml").write_text(text)
+        message = message_of(capsys, lambda: main(["fit", "--config", "odd.yaml"]))
+        assert "config odd.yaml" in message
+        assert words in message
+
+
+@pytest.mark.parametrize("command", ["validate", "test", "predict"])
+def test_evaluation_without_a_checkpoint_asks_for_one(capsys, command):
+    assert "--ckpt_path last" in message_of(capsys, lambda: run(command=command))
+
+
+def test_truncated_checkpoint_is_named_and_the_run_stays_as_it_is(capsys):
+    attempt = run("--trainer.max_epochs", 1).attempt
+    checkpoint = attempt.checkpoints / "last.ckpt"
+    checkpoint.write_bytes(checkpoint.read_bytes()[:5000])
+    before = {path: path.read_bytes() for path in attempt.path.rglob("*") if path.is_file()}
+    capsys.readouterr()
+    for command in ("fit", "test"):
+        message = message_of(capsys, lambda command=command: run("--ckpt_path", "last", command=command))
+        assert f"{checkpoint} is truncated or unreadable (5,000 bytes)" in message
+    assert {path: path.read_bytes() for path in attempt.path.rglob("*") if path.is_file()} == before
+    assert attempts() == [attempt.path.name]
+
+
+def test_run_that_diverges_in_the_middle_keeps_its_rows_and_has_no_result(capsys, tmp_path, monkeypatch):
+    Path("late.py").write_text(
+        "from fl_lightning import FederatedCallback\n"
+        "class Explode(FederatedCallback):\n"
+        "    def on_before_aggregate(self, trainer, pl_module, cohort):\n"
+        "        if cohort.round == 3:\n"
+        "            next(iter(cohort.params.values()))[1] = float('nan')\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    write_config(callback("late.Explode"))
+    message = message_of(capsys, run)
+    assert "round 3: the update of client 1 is not finite" in message
+    (folder,) = Path("runs/tiny").iterdir()
+    assert [json.loads(line)["round"] for line in (folder / "metrics.jsonl").read_text().splitlines()] == [
+        0,
+        1,
+        2,
+    ]
+    assert not (folder / "result.json").exists()
+
+
+def test_foreign_package_of_the_same_name_is_named_and_refused(tmp_path):
+    (tmp_path / "callbacks").mkdir()
+    (tmp_path / "callbacks" / "__init__.py").touch()
+    write_config()
+    answer = subprocess.run(
+        [sys.executable, "-m", "fl_lightning", "fit", "--config", "tiny.yaml"],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": ""},
+        check=False,
+    )
+    assert answer.returncode == 2
+    assert answer.stderr.startswith(f"error: the package 'callbacks' found at {tmp_path / 'callbacks'}")
+    assert "Traceback" not in answer.stderr
+    assert attempts() == []

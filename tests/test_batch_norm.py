@@ -1,0 +1,225 @@
+"""BN layers, the kinds of their state, and what a method does with each kind."""
+
+import math
+
+import pytest
+import torch
+from helpers import SGD, blobs, fit, small_cnn, train
+from torch import nn
+from torchvision.models import resnet18
+
+from callbacks import FixBN
+from fl_lightning import (
+    ConfigurationError,
+    FederatedCallback,
+    FederatedModule,
+    SequentialExecutor,
+    VectorizedExecutor,
+)
+from fl_lightning.batch_norm import (
+    batch_norm_layers,
+    buffer_kinds,
+    parameter_kinds,
+    policy_table,
+    resolve_policy,
+)
+from fl_lightning.evaluation import ServerEvaluation
+
+EXECUTORS = pytest.mark.parametrize("executor", [SequentialExecutor, VectorizedExecutor])
+
+
+class Nested(nn.Module):
+    """BN layers whose names say nothing, and names that say BN without being one."""
+
+    def __init__(self):
+        super().__init__()
+        self.bn = nn.Linear(4, 4)
+        self.first = nn.ModuleDict({"a": nn.BatchNorm1d(4), "b": nn.Sequential(nn.BatchNorm2d(2), nn.ReLU())})
+        self.second = nn.SyncBatchNorm(3, affine=False)
+        self.third = nn.BatchNorm3d(2, track_running_stats=False)
+        self.batch_norm = nn.GroupNorm(2, 4)
+        self.register_buffer("mean", torch.zeros(2))
+        self.register_buffer("scratchpad", torch.zeros(2), persistent=False)
+
+
+class Counting(nn.Sequential):
+    """A model with a non-persistent buffer of its own that changes in training."""
+
+    def __init__(self, *layers):
+        super().__init__(*layers)
+        self.register_buffer("seen", torch.zeros(3, dtype=torch.float64), persistent=False)
+
+    def forward(self, x):
+        self.seen = self.seen + x.detach().mean()
+        return super().forward(x)
+
+
+class Declares(FederatedCallback):
+    def __init__(self, **policy):
+        self.declared = policy
+
+    def policy(self, round_number, total_rounds):
+        return self.declared
+
+
+class Other(Declares):
+    pass
+
+
+class Overwrites(FederatedCallback):
+    """Writes a value into one row before the aggregation of a round."""
+
+    def __init__(self, round_number, row, name, value):
+        self.round_number, self.row, self.name, self.value = round_number, row, name, value
+
+    def on_before_aggregate(self, trainer, pl_module, cohort):
+        if cohort.round == self.round_number:
+            {**cohort.params, **cohort.buffers}[self.name][self.row].flatten()[0] = self.value
+
+
+def test_layers_are_found_by_type_and_never_by_name():
+    assert list(batch_norm_layers(Nested())) == ["first.a", "first.b.0", "second", "third"]
+
+
+def test_resnet18_has_twenty_bn_layers_three_of_them_in_shortcuts():
+    with torch.device("meta"):
+        layers = batch_norm_layers(resnet18())
+    assert len(layers) == 20
+    assert sum("downsample" in name for name in layers) == 3
+
+
+def test_every_parameter_and_buffer_has_its_kind():
+    model = Nested()
+    kinds = parameter_kinds(model)
+    assert {name for name, kind in kinds.items() if kind == "affine"} == {
+        f"{layer}.{name}" for layer in ("first.a", "first.b.0", "third") for name in ("weight", "bias")
+    }
+    assert kinds.keys() == dict(model.named_parameters()).keys()
+    assert buffer_kinds(model) == {
+        "mean": "buffer",
+        "scratchpad": "scratch",
+        **{
+            f"{layer}.{name}": kind
+            for layer in ("first.a", "first.b.0", "second")
+            for name, kind in [
+                ("running_mean", "mean"),
+                ("running_var", "var"),
+                ("num_batches_tracked", "counter"),
+            ]
+        },
+    }
+
+
+def test_parameters_that_are_not_trained_have_no_kind():
+    model = small_cnn()
+    model[0].weight.requires_grad_(False)
+    assert "0.weight" not in parameter_kinds(model)
+    start = small_cnn()[0].weight.detach().double()
+    assert torch.equal(train(model, blobs(), 2)["0.weight"].detach(), start)
+
+
+@EXECUTORS
+def test_counters_stay_integers_and_are_the_largest_of_the_clients(executor):
+    settings = {"local_steps": None, "local_epochs": 1, "executor": executor()}
+    state = train(small_cnn(), blobs(sizes=(16, 40, 24)), 3, **settings)
+    for layer in (1, 4):
+        counter = state[f"{layer}.num_batches_tracked"]
+        assert counter.dtype == torch.int64
+        assert counter == 15
+
+
+def test_the_policy_table_tells_when_fixbn_freezes():
+    frozen, both = "averaged; frozen from round 3", FixBN(freeze_round=2, freeze="both")
+    counter = "max; frozen from round 3"
+    table = {"weight": "averaged", "affine": "averaged", "mean": frozen, "var": frozen, "counter": counter}
+    assert policy_table(small_cnn(), [FixBN(freeze_round=2)], 5) == table
+    assert policy_table(small_cnn(), [both], 5) == {**table, "affine": frozen}
+    assert policy_table(small_cnn(), [FixBN(0)], 5)["mean"] == "frozen"
+    assert policy_table(small_cnn(), [FixBN(5)], 5)["mean"] == "averaged"
+    assert policy_table(small_cnn("gn"), [], 5) == {"weight": "averaged"}
+
+
+def test_callbacks_that_contradict_each_other_are_refused_by_name():
+    with pytest.raises(ConfigurationError, match="FixBN and Other cannot be combined: one wants mean frozen"):
+        train(small_cnn(), blobs(), 2, [FixBN(freeze_round=0), Other(mean="local", var="local")])
+    assert resolve_policy([Declares(affine="local"), Other(affine="local")], 1, 1)["affine"] == "local"
+
+
+@pytest.mark.parametrize("declared", [{"gamma": "frozen"}, {"mean": "kept"}, {"mean": "frozen"}])
+def test_an_unknown_or_half_frozen_policy_is_refused(declared):
+    with pytest.raises(ConfigurationError, match=r"policy"):
+        train(small_cnn(), blobs(), 1, [Declares(**declared)])
+
+
+def test_a_negative_variance_names_layer_client_and_round():
+    with pytest.raises(ConfigurationError, match=r"round 2: client 1 holds a negative .* BN layer '4'"):
+        train(small_cnn(), blobs(), 3, [Overwrites(2, 1, "4.running_var", -0.5)])
+
+
+@EXECUTORS
+def test_a_batch_of_one_value_per_channel_names_the_layer(executor):
+    model = nn.Sequential(nn.Flatten(), nn.Linear(72, 5), nn.ReLU(), nn.BatchNorm1d(5), nn.Linear(5, 3))
+    with pytest.raises(
+        ConfigurationError, match=r"BN layer '3' \(1, 5\) gets one value per channel"
+    ) as caught:
+        train(model, blobs(batch_size=1), 1, executor=executor())
+    assert "batch_size >= 2" in str(caught.value)
+
+
+@EXECUTORS
+def test_non_persistent_buffers_are_never_sent_or_averaged(executor):
+    model = Counting(*small_cnn("gn"))
+    state = train(model, blobs(), 2, executor=executor())
+    assert "seen" not in state
+    assert torch.equal(model.seen, torch.zeros(3, dtype=torch.float64))
+
+
+@EXECUTORS
+def test_other_persistent_buffers_are_averaged(executor):
+    model = small_cnn("gn")
+    model.register_buffer("offset", torch.zeros(1, dtype=torch.float64))
+    values = torch.tensor([1.0, 2.0, 6.0], dtype=torch.float64)
+
+    class Sets(FederatedCallback):
+        def on_before_aggregate(self, trainer, pl_module, cohort):
+            cohort.buffers["offset"].copy_(values[:, None])
+
+    assert train(model, blobs(), 1, [Sets()], executor=executor())["offset"] == pytest.approx(3.0)
+
+
+def test_an_update_that_is_not_finite_names_client_and_round():
+    with pytest.raises(ConfigurationError, match=r"round 2: the update of client 2 is not finite.*lr"):
+        train(small_cnn(), blobs(), 3, [Overwrites(2, 2, "0.weight", math.nan)])
+    with pytest.raises(ConfigurationError, match=r"round 1: the update of client 0 is not finite"):
+        train(small_cnn(), blobs(), 1, [Overwrites(1, 0, "1.running_mean", math.inf)])
+
+
+@EXECUTORS
+@pytest.mark.parametrize("persistent", [True, False])
+def test_a_model_may_hold_infinities_in_buffers_of_its_own(executor, persistent):
+    model = small_cnn()
+    mask = torch.tensor([0.0, -math.inf])
+    model.register_buffer("mask", mask, persistent)
+    train(model, blobs(), 2, executor=executor())
+    assert torch.equal(model.mask, mask.double())
+
+
+def test_recorded_divergence_goes_on_and_flags_the_run():
+    module = FederatedModule(small_cnn(), SGD, local_steps=1, on_divergence="record")
+    fit(module, blobs(), 3, [Overwrites(2, 2, "0.weight", math.nan)])
+    assert module.trainer.current_epoch == 3
+    assert module.record.diverged
+    sound = FederatedModule(small_cnn(), SGD, local_steps=1, on_divergence="record")
+    fit(sound, blobs(), 3)
+    assert not sound.record.diverged
+
+
+def test_samples_whose_scores_are_not_finite_count_as_wrong():
+    evaluation = ServerEvaluation()
+    scores = torch.tensor([[math.nan, 0.0], [1.0, 0.0], [math.inf, 0.0], [0.0, 1.0]])
+    evaluation.update(scores, torch.tensor([0, 0, 0, 0]), torch.tensor(1.0))
+    assert evaluation.finish()["accuracy"] == 0.25
+    assert evaluation.diverged
+    evaluation.update(scores[1:2], torch.tensor([0]), torch.tensor(1.0))
+    assert evaluation.finish()["accuracy"] == 1.0
+    assert not evaluation.diverged

@@ -1,0 +1,128 @@
+"""One torch optimizer over the rows of a cohort is one optimizer per client; its settings by group and by round."""
+
+from functools import partial
+
+import pytest
+import torch
+from helpers import SGD, blobs, by_hand, distance, small_cnn, train
+from torch import nn
+
+from fl_lightning import ConfigurationError, FederatedModule, SequentialExecutor, VectorizedExecutor
+from fl_lightning.client_optimizer import ClientOptimizer, check_elementwise
+from fl_lightning.schedules import MultiStep
+
+WEIGHTS = [name for name, _ in small_cnn().named_parameters()]
+EXECUTORS = pytest.mark.parametrize("executor", [SequentialExecutor, VectorizedExecutor])
+OPTIMIZERS = {
+    "sgd": partial(torch.optim.SGD, lr=0.1, weight_decay=0.1),
+    "momentum": partial(torch.optim.SGD, lr=0.1, momentum=0.9, dampening=0.5, weight_decay=0.1),
+    "nesterov": partial(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True),
+    "adam": partial(torch.optim.Adam, lr=0.1, weight_decay=0.1),
+    "adamw": partial(torch.optim.AdamW, lr=0.1, amsgrad=True),
+    "rmsprop": partial(torch.optim.RMSprop, lr=0.1, momentum=0.5, centered=True),
+    "adagrad": partial(torch.optim.Adagrad, lr=0.1, lr_decay=0.1),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_one_optimizer_over_a_cohort_equals_one_per_client_bitwise(name, dtype):
+    generator = torch.Generator().manual_seed(0)
+    widths = {"weights": 37, "batch_norm": 8}
+    start = {
+        block: torch.randn(3, width, generator=generator, dtype=dtype) for block, width in widths.items()
+    }
+    blocks = {block: value.clone() for block, value in start.items()}
+    gradients = {block: torch.zeros_like(value) for block, value in start.items()}
+    overrides = {"batch_norm": {"weight_decay": 0.0, "lr_scale": 0.5}}
+    cohort = ClientOptimizer(OPTIMIZERS[name], blocks, gradients, overrides, lr_factor=0.25)
+    separate = [{block: value[i].clone() for block, value in start.items()} for i in range(3)]
+    steppers = [
+        OPTIMIZERS[name]([{"params": [own["weights"]]}, {"params": [own["batch_norm"]], "weight_decay": 0.0}])
+        for own in separate
+    ]
+    for stepper in steppers:
+        stepper.param_groups[0]["lr"] = 0.1 * 0.25
+        stepper.param_groups[1]["lr"] = 0.1 * (0.5 * 0.25)
+    for _ in range(4):
+        for gradient in gradients.values():
+            gradient.copy_(torch.randn(gradient.shape, generator=generator, dtype=dtype))
+        cohort.step()
+        for i, (own, stepper) in enumerate(zip(separate, steppers, strict=True)):
+            for block, value in own.items():
+                value.grad = gradients[block][i].clone()
+            stepper.step()
+    for block, rows in blocks.items():
+        assert torch.equal(rows, torch.stack([own[block] for own in separate]))
+
+
+@pytest.mark.parametrize("name", ["Adafactor", "Muon", "LBFGS", "SparseAdam"])
+def test_an_optimizer_that_would_mix_the_clients_is_refused(name):
+    with pytest.raises(ConfigurationError, match=f"client_optimizer: {name}"):
+        FederatedModule(small_cnn(), getattr(torch.optim, name), local_steps=1)
+
+
+def test_a_step_that_depends_on_the_norm_over_all_clients_is_refused():
+    class Clipped(torch.optim.SGD):
+        def step(self, closure=None):
+            nn.utils.clip_grad_norm_(self.param_groups[0]["params"], 1.0)
+            return super().step(closure)
+
+    with pytest.raises(ConfigurationError, match="Clipped is not elementwise"):
+        check_elementwise(partial(Clipped, lr=0.1))
+
+
+def test_settings_that_torch_refuses_name_the_client_optimizer():
+    with pytest.raises(ConfigurationError, match="client_optimizer: Nesterov momentum requires"):
+        FederatedModule(small_cnn(), partial(torch.optim.SGD, lr=0.1, nesterov=True), local_steps=1)
+
+
+@EXECUTORS
+def test_a_parameter_group_has_its_own_weight_decay_and_learning_rate(executor):
+    norm = [2, 3, 6, 7]
+
+    def grouped(parameters):
+        parameters = list(parameters)
+        rest = [p for i, p in enumerate(parameters) if i not in norm]
+        own = {"params": [parameters[i] for i in norm], "weight_decay": 0.0, "lr": 0.025}
+        return torch.optim.SGD([{"params": rest}, own], lr=0.1, weight_decay=0.1)
+
+    decayed = partial(torch.optim.SGD, lr=0.1, weight_decay=0.1)
+    settings = {"client_optimizer": decayed, "local_steps": 2, "executor": executor()}
+    overrides = {"batch_norm": {"weight_decay": 0.0, "lr_scale": 0.25}}
+    federated = train(small_cnn(), blobs(), 3, parameter_groups=overrides, **settings)
+    reference, _ = by_hand(small_cnn(), blobs(), 3, optimizer=grouped, steps=[2] * 3)
+    assert distance(federated, reference) < 1e-10
+    assert distance(federated, train(small_cnn(), blobs(), 3, **settings)) > 1e-3
+
+
+def test_the_bias_group_holds_every_bias_but_those_of_bn():
+    frozen = train(small_cnn(), blobs(), 2, parameter_groups={"bias": {"lr": 0.0}})
+    start = small_cnn().double().state_dict()
+    still = {name for name in WEIGHTS if float((frozen[name] - start[name]).abs().max()) < 1e-14}
+    assert still == {"0.bias", "3.bias", "8.bias"}
+
+
+@pytest.mark.parametrize(
+    ("groups", "named"),
+    [
+        ({"bn": {"lr": 0.1}}, "unknown group 'bn'"),
+        ({"batch_norm": {"wd": 0.1}}, "parameter_groups.batch_norm.wd: SGD has no such setting"),
+    ],
+)
+def test_an_unknown_parameter_group_or_setting_is_named(groups, named):
+    with pytest.raises(ConfigurationError, match=named):
+        FederatedModule(small_cnn(), SGD, local_steps=1, parameter_groups=groups)
+
+
+def test_a_milestone_round_still_has_the_old_rate():
+    assert [MultiStep([2, 4], 0.1)(r, 6) for r in range(1, 7)] == pytest.approx([1, 1, 0.1, 0.1, 0.01, 0.01])
+    assert [MultiStep([0.5], 0.5)(r, 5) for r in range(1, 6)] == [1, 1, 0.5, 0.5, 0.5]
+    assert MultiStep([0.29], 0.5)(29, 100) == 1
+    assert MultiStep([0.29], 0.5)(30, 100) == 0.5
+
+
+@pytest.mark.parametrize("milestone", [0, -1, 1.0, 0.0, 2.5])
+def test_a_milestone_out_of_range_is_named(milestone):
+    with pytest.raises(ConfigurationError, match=rf"milestones: {milestone}"):
+        MultiStep([milestone])

@@ -1,0 +1,174 @@
+"""Executors fill the same rows, and one optimizer over all rows is one optimizer per client."""
+
+from copy import deepcopy
+from functools import partial
+
+import pytest
+import torch
+from helpers import SGD, blobs, by_hand, distance, fit, small_cnn
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from callbacks import FixBN, MaintainedMomentum
+from fl_lightning import (
+    ConfigurationError,
+    FederatedCallback,
+    FederatedModule,
+    SequentialExecutor,
+    VectorizedExecutor,
+)
+from fl_lightning.models import FBNCNN
+
+MOMENTUM = partial(torch.optim.SGD, lr=0.05, momentum=0.9, weight_decay=0.01)
+METHODS = {
+    "fedavg": list,
+    "fixbn": lambda: [FixBN(freeze_round=1)],
+    "local momentum": lambda: [MaintainedMomentum("local")],
+    "global momentum": lambda: [MaintainedMomentum("global")],
+    "fixbn and local momentum": lambda: [FixBN(freeze_round=1), MaintainedMomentum("local")],
+    "frozen affine and global momentum": lambda: [FixBN(1, freeze="both"), MaintainedMomentum("global")],
+}
+BLOCKS = [1, 2, 3, 4, None]
+
+
+def outcome(model, data, executor, callbacks=(), rounds=3, **settings):
+    """Everything that training leaves behind: server state, callback state and the losses, as tensors by name."""
+    settings = {"client_optimizer": MOMENTUM, "local_steps": 2, **settings}
+    module = FederatedModule(deepcopy(model), executor=executor, **settings)
+    fit(module, data, rounds, callbacks)
+    kept = [leaf for callback in callbacks for leaf in tree_leaves(callback.state_dict())]
+    memory = {f"callback {i}": leaf for i, leaf in enumerate(kept)}
+    return {**module.state_dict(), **memory, "loss": torch.tensor(module.row["train/loss"])}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_vectorised_equals_sequential_for_every_method_and_block_size(method):
+    def run(executor):
+        return outcome(small_cnn("bn"), blobs(), executor, METHODS[method]())
+
+    reference = run(SequentialExecutor())
+    for size in BLOCKS:
+        assert distance(reference, run(VectorizedExecutor(size))) < 1e-10, size
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_vectorised_equals_sequential_with_partial_participation_and_uneven_local_epochs(method):
+    def run(executor):
+        return outcome(
+            small_cnn("bn"),
+            blobs(4, (16, 32, 24, 16)),
+            executor,
+            METHODS[method](),
+            participation=3,
+            local_steps=None,
+            local_epochs=1,
+        )
+
+    reference = run(SequentialExecutor())
+    for size in (None, 2):
+        assert distance(reference, run(VectorizedExecutor(size))) < 1e-10, size
+
+
+@pytest.mark.parametrize("size", BLOCKS)
+def test_vectorised_equals_sequential_for_the_fbn_cnn_with_dropout(size):
+    torch.manual_seed(0)
+    model = FBNCNN(num_classes=3, in_channels=2, image_size=4, dropout=0.25)
+    data = partial(blobs, shape=(2, 4, 4), batch_size=4)
+    settings = {"rounds": 2, "client_optimizer": SGD}
+    reference = outcome(model, data(), SequentialExecutor(), **settings)
+    assert distance(reference, outcome(model, data(), VectorizedExecutor(size), **settings)) < 1e-10
+    without = deepcopy(model)
+    for layer in without.modules():
+        layer.p = 0.0
+    assert distance(reference, outcome(without, data(), SequentialExecutor(), **settings)) > 1e-3
+
+
+def test_dropout_draws_a_mask_of_its_own_for_each_seed():
+    runs = [
+        outcome(small_cnn("bn", dropout=0.5), blobs(), SequentialExecutor(), seed=seed) for seed in (0, 0, 1)
+    ]
+    assert distance(runs[0], runs[1]) == 0
+    assert distance(runs[0], runs[2]) > 1e-3
+
+
+def test_every_client_step_and_round_has_a_dropout_key_of_its_own():
+    keys = []
+
+    class Keys(FederatedCallback):
+        def on_after_local_backward(self, trainer, pl_module, cohort, step):
+            keys.extend(cohort.buffers["6.key"].tolist())
+
+    outcome(small_cnn("bn", dropout=0.5), blobs(), SequentialExecutor(), [Keys()])
+    assert len(set(keys)) == len(keys) == 3 * 3 * 2
+
+
+def test_every_client_step_and_round_has_random_numbers_of_its_own_in_the_sequential_executor():
+    drawn = []
+
+    class Noisy(nn.Sequential):
+        def forward(self, x):
+            drawn.append(torch.rand(()).item())
+            return super().forward(x)
+
+    outcome(Noisy(*small_cnn("gn")), blobs(), SequentialExecutor())
+    assert len(set(drawn)) == len(drawn) == 3 * 3 * 2
+
+
+def test_tied_and_unused_parameters_train_alike_under_both_executors():
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+            self.second.weight = self.first.weight
+            self.unused = nn.Linear(2, 2)
+
+        def forward(self, x):
+            return self.second(self.first(x.flatten(1)).tanh())
+
+    def run(executor):
+        return outcome(Tied(), blobs(shape=(2, 2, 2)), executor)
+
+    results = [run(SequentialExecutor()), run(VectorizedExecutor()), run(VectorizedExecutor(1))]
+    assert distance(results[0], results[1]) < 1e-10
+    assert distance(results[0], results[2]) < 1e-10
+    assert torch.equal(results[0]["first.weight"], results[0]["second.weight"])
+
+
+@pytest.mark.parametrize("executor", [SequentialExecutor(), VectorizedExecutor(), VectorizedExecutor(2)])
+def test_a_buffer_that_the_model_replaces_instead_of_changing_it_is_kept(executor):
+    class Total(nn.Sequential):
+        def __init__(self):
+            super().__init__(*small_cnn("gn"))
+            self.register_buffer("total", torch.zeros(2, dtype=torch.float64))
+
+        def forward(self, x):
+            self.total = self.total + x.detach().mean((0, 2, 3))
+            return super().forward(x)
+
+    state = outcome(Total(), blobs(), executor, client_optimizer=SGD)
+    reference, _ = by_hand(Total(), blobs(), 3, steps=[2] * 3)
+    assert distance(reference, state) < 1e-10
+
+
+def test_a_model_that_draws_its_own_random_numbers_is_refused_by_the_vectorised_executor_only():
+    class Noisy(nn.Sequential):
+        def forward(self, x):
+            return super().forward(x + 0.1 * torch.randn_like(x))
+
+    runs = [outcome(Noisy(*small_cnn("gn")), blobs(), SequentialExecutor()) for _ in range(2)]
+    assert distance(*runs) == 0
+    with pytest.raises(ConfigurationError, match="Noisy draws random numbers"):
+        outcome(Noisy(*small_cnn("gn")), blobs(), VectorizedExecutor())
+
+
+def test_batches_of_different_shape_are_refused_by_the_vectorised_executor_in_words():
+    data = blobs()
+    data.clients[1].batch_size = 4
+    with pytest.raises(ConfigurationError, match="VectorizedExecutor needs batches of equal shape"):
+        outcome(small_cnn("bn"), data, VectorizedExecutor())
+
+
+def test_a_block_size_below_one_is_named():
+    with pytest.raises(ConfigurationError, match="block_size: 0"):
+        VectorizedExecutor(0)
