@@ -23,12 +23,12 @@ def main() -> None:
     """Read each run's newest metrics and draw validation accuracy over rounds."""
     figure, axes = plt.subplots(figsize=(7, 3.6), layout="constrained")
     for name, (label, colour, line) in RUNS.items():
-        newest = max(Path("runs", name).glob("*/metrics.jsonl"), key=lambda path: path.stat().st_mtime)
+        newest = max(Path("runs", name).glob("*-s0*/metrics.jsonl"), key=lambda path: path.stat().st_mtime)
         rows = [row for row in read_rows(newest) if "val/accuracy" in row]
         rounds, accuracy = [row["round"] for row in rows], [row["val/accuracy"] for row in rows]
         axes.plot(rounds, accuracy, line, color=colour, label=label, linewidth=2)
     axes.axvline(200, color="#D55E00", linewidth=1, alpha=0.4)
-    axes.annotate("T*: statistics freeze", (200, 0.04), (206, 0.04), color="#D55E00")
+    axes.annotate("T*: statistics freeze", (200, 0.5), (206, 0.5), color="#D55E00")
     axes.set(xlabel="communication round", ylabel="validation accuracy", ylim=(0, 1.02), xlim=(0, 400))
     axes.grid(alpha=0.3)
     axes.legend(loc="lower right", frameon=False)

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import lightning as L
 import pytest
-
 from helpers import blobs, distance, small_cnn, train
 
 ROOT = Path(__file__).parent.parent
@@ -26,7 +25,7 @@ def test_the_example_of_own_data_runs_as_it_stands(tmp_path):
 @pytest.fixture
 def fedprox():
     namespace = {}
-    exec(next(block for block in BLOCKS if "class FedProx" in block), namespace)
+    exec(next(block for block in BLOCKS if "class FedProx" in block), namespace)  # noqa: S102  # our own README
     return namespace["FedProx"]
 
 
@@ -38,7 +37,10 @@ def test_the_readme_fedprox_pulls_clients_to_the_server(fedprox):
 
 
 def test_the_readme_fedprox_with_one_local_step_or_without_mu_is_fedavg(fedprox):
-    assert distance(train(small_cnn("gn"), blobs(), 3), train(small_cnn("gn"), blobs(), 3, [fedprox(mu=1.0)])) < 1e-12
+    assert (
+        distance(train(small_cnn("gn"), blobs(), 3), train(small_cnn("gn"), blobs(), 3, [fedprox(mu=1.0)]))
+        < 1e-12
+    )
     plain = train(small_cnn("gn"), blobs(), 2, local_steps=3)
     assert distance(plain, train(small_cnn("gn"), blobs(), 2, [fedprox(mu=0.0)], local_steps=3)) == 0
 
