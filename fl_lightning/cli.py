@@ -8,7 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
+from jsonargparse.typing import PositiveInt
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ProgressBar
@@ -56,6 +58,9 @@ class FederatedCLI(LightningCLI):
             "--name", type=str | None, default=None, help="runs/NAME/... (default: the YAML's name)"
         )
         parser.add_argument("--run_root", type=str, default="runs", help="the folder of all runs")
+        parser.add_argument(
+            "--threads", type=PositiveInt | None, default=None, help="CPU threads (default: torch's choice)"
+        )
         parser.add_lightning_class_args(RoundCheckpoint, "checkpoint")
         parser.link_arguments("seed_everything", "model.seed")
         parser.link_arguments("seed_everything", "data.init_args.seed")
@@ -65,6 +70,8 @@ class FederatedCLI(LightningCLI):
     def before_instantiate_classes(self) -> None:
         """Find out where the run lives, before any logger exists."""
         config = self.config[self.subcommand]
+        if config.threads is not None:
+            torch.set_num_threads(config.threads)
         stem = Path(config.config[-1].relative).stem if config.get("config") else "run"
         config.name = config.name or stem  # saved too: the saved configuration runs beside this run
         self.config_yaml = self._parser(self.subcommand).dump(config, "yaml", False)  # False keeps nulls

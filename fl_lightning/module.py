@@ -120,7 +120,6 @@ class FederatedModule(ServerModule):
         loss_sum = torch.zeros(len(cohort), device=self.device)
         for step in range(max(cohort.local_steps)):
             cohort.begin_step(step)
-            self._show_progress(step, max(cohort.local_steps))
             rows = cohort.active_rows()
             batches = self.client_batches(cohort, rows, step)
             loss_sum[rows] += self.executor.backward(self, cohort, batches, rows).to(loss_sum.dtype)
@@ -128,6 +127,7 @@ class FederatedModule(ServerModule):
             cohort.take_step()
             self._call("on_local_step_end", cohort, step)
             cohort.finish_step(step)
+            self._show_progress(step + 1, max(cohort.local_steps))
         cohort.restore_finished()
         self._call("on_before_aggregate", cohort)
         self.aggregate(cohort)

@@ -125,7 +125,7 @@ def collect_result(
         "download_bytes": record.download_bytes,
         "train_seconds": record.seconds,
         "seed": module.seed,
-        "directory": str(attempt.path) if attempt is not None else None,
+        "directory": _shown(attempt.path) if attempt is not None else None,
         "environment": environment_record(),
     }
 
@@ -142,7 +142,7 @@ def print_result(result: Mapping[str, Any]) -> None:
         "sent by clients": _bytes(result["upload_bytes"]),
         "sent to clients": _bytes(result["download_bytes"]),
         "training time": f"{result['train_seconds']:.1f} s",
-        "files": _shown(result["directory"]) if result["directory"] else "none (fast_dev_run)",
+        "files": result["directory"] or "none (fast_dev_run)",
     }
     print_table("Result", rows)
 
@@ -169,8 +169,8 @@ def write_predictions(path: Path, outputs: Sequence[Tensor], batches: Iterable[A
     return len(lines) - 1
 
 
-def _shown(directory: str) -> str:
-    path, here = Path(directory).resolve(), Path.cwd()
+def _shown(directory: Path) -> str:
+    path, here = directory.resolve(), Path.cwd()
     return str(path.relative_to(here) if path.is_relative_to(here) else path)
 
 

@@ -39,6 +39,7 @@ OUTSIDE_THE_HASH = frozenset(
         "name",
         "run_root",
         "seed_everything",
+        "threads",
         "trainer.accelerator",
         "trainer.callbacks.RoundCheckpoint",
         "trainer.callbacks.RoundProgress",

@@ -38,21 +38,29 @@ def kill(process):
     process.join()
 
 
-def kill_until_finished(arguments, moments):
-    """Kill the run at random moments and resume it until it ends by itself; returns the number of kills."""
-    kills = 0
-    while True:
-        resumable = any(Path("runs").glob("*/*/checkpoints/last.ckpt"))
-        if not resumable:
-            shutil.rmtree("runs", ignore_errors=True)
-        process = start(*arguments, *(("--ckpt_path", "last") if resumable else ()))
-        process.join(moments.uniform(0.5, 1.8))
-        if not process.is_alive():
-            assert process.exitcode == 0, Path("log.txt").read_text()
-            return kills
+def rows_written():
+    return sum(path.read_bytes().count(b"\n") for path in Path("runs").glob("*/*/metrics.jsonl"))
+
+
+def start_or_resume(arguments):
+    if any(Path("runs").glob("*/*/checkpoints/last.ckpt")):
+        return start(*arguments, "--ckpt_path", "last")
+    shutil.rmtree("runs", ignore_errors=True)
+    return start(*arguments)
+
+
+def kill_and_resume(arguments, moments, kills, rounds):
+    """Kill the run some milliseconds into random rounds, resume it each time, and let it end at last."""
+    for target in sorted(moments.sample(range(5, rounds - 10), kills)):
+        process = start_or_resume(arguments)
+        while process.is_alive() and rows_written() < target:
+            time.sleep(0.002)
+        time.sleep(moments.uniform(0, 0.04))
+        assert process.is_alive(), Path("log.txt").read_text()
         kill(process)
-        kills += 1
-        assert kills < 40
+    process = start_or_resume(arguments)
+    process.join()
+    assert process.exitcode == 0, Path("log.txt").read_text()
 
 
 def same(first, second):
@@ -101,10 +109,9 @@ def test_run_killed_at_random_moments_ends_bit_identically(scope, periods, tmp_p
         (tmp_path / name).mkdir()
         write_config(settings, tmp_path / name / "tiny.yaml")
     monkeypatch.chdir(tmp_path / "whole")
-    whole = Attempt(run().attempt.path.resolve())
+    whole = Attempt(run(*periods).attempt.path.resolve())
     monkeypatch.chdir(tmp_path / "killed")
-    kills = kill_until_finished(periods, random.Random(f"{scope} {periods}"))
-    assert kills >= 2
+    kill_and_resume(periods, random.Random(f"{scope} {periods}"), kills=5, rounds=90)
     (folder,) = Path("runs/tiny").iterdir()
     killed = Attempt(folder)
     assert [row["round"] for row in rows(killed)] == list(range(91))
@@ -135,7 +142,7 @@ def test_half_written_last_row_and_rows_after_the_checkpoint_are_dropped():
     with broken.metrics.open("a") as file:
         file.write('{"round": 5, "train/loss": 0.0}\n{"round": 6, "train/l')
     resumed = run("--trainer.max_epochs", 6, "--ckpt_path", "last").attempt
-    assert resumed.path == broken.path
+    assert resumed.path.samefile(broken.path)
     assert rows(resumed) == rows(whole)
 
 
@@ -145,7 +152,7 @@ def test_longer_run_keeps_its_plan_and_says_so(capsys):
     before, policy = first.metrics.read_bytes(), (first.path / "policy.json").read_bytes()
     capsys.readouterr()
     cli = run("--trainer.max_epochs", 8, "--ckpt_path", "last")
-    assert cli.attempt.path == first.path
+    assert cli.attempt.path.samefile(first.path)
     assert "planned for 4 rounds" in capsys.readouterr().out
     assert (cli.trainer.global_step, cli.model.planned_rounds) == (8, 4)
     assert first.metrics.read_bytes().startswith(before)
@@ -158,7 +165,7 @@ def test_longer_run_keeps_its_plan_and_says_so(capsys):
 def test_resuming_a_finished_run_changes_neither_rows_nor_result():
     attempt = run().attempt
     metrics, result = attempt.metrics.read_bytes(), json.loads(attempt.result.read_text())
-    assert run("--ckpt_path", "last").attempt.path == attempt.path
+    assert run("--ckpt_path", "last").attempt.path.samefile(attempt.path)
     assert attempt.metrics.read_bytes() == metrics
     assert json.loads(attempt.result.read_text()) == result
 
@@ -167,7 +174,7 @@ def test_checkpoint_by_its_path_resumes_its_own_run_under_other_settings():
     attempt = run("--trainer.max_epochs", 2).attempt
     path = attempt.checkpoints / "last.ckpt"
     again = run("--ckpt_path", path, "--trainer.max_epochs", 3, "--model.weighting", "uniform").attempt
-    assert again.path.resolve() == attempt.path.resolve()
+    assert again.path.samefile(attempt.path)
     assert [row["round"] for row in rows(attempt)] == [0, 1, 2, 3]
 
 

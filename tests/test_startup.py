@@ -1,0 +1,78 @@
+import subprocess
+import sys
+
+import pytest
+
+import fl_lightning
+
+HEAVY = {"torch", "lightning", "torchvision", "torchmetrics", "numpy", "sklearn", "wandb"}
+
+
+def python(*arguments):
+    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, check=False)
+
+
+def imported(code):
+    """Top-level packages that a program imports, its output aside."""
+    answer = python(
+        "-c", f"import sys\n{code}\nprint('packages:', *{{name.split('.')[0] for name in sys.modules}})"
+    )
+    assert answer.returncode == 0, answer.stderr
+    return set(answer.stdout.rpartition("packages: ")[2].split())
+
+
+@pytest.mark.parametrize("argument", ["--version", "--help", "-h"])
+def test_version_and_top_level_help_import_no_heavy_package(argument):
+    code = f"import runpy; sys.argv = ['fl_lightning', {argument!r}]; runpy.run_module('fl_lightning', run_name='__main__')"
+    assert not imported(code) & HEAVY
+
+
+def test_package_imports_no_heavy_package_until_a_name_is_used():
+    assert not imported("import fl_lightning; dir(fl_lightning); fl_lightning.__version__") & HEAVY
+    assert "torch" in imported("import fl_lightning; fl_lightning.FederatedModule")
+
+
+def test_public_names_are_all_there():
+    for name in fl_lightning.__all__:
+        assert getattr(fl_lightning, name).__name__ == name
+    with pytest.raises(AttributeError, match="FederatedModul"):
+        fl_lightning.FederatedModul  # noqa: B018
+
+
+def test_version_is_one_line():
+    answer = python("-m", "fl_lightning", "--version")
+    assert (answer.stdout, answer.returncode) == (f"fl_lightning {fl_lightning.__version__}\n", 0)
+
+
+def test_top_level_help_names_every_command_and_no_argument_is_a_mistake(capsys):
+    from fl_lightning.__main__ import main
+
+    main(["--help"])
+    shown = capsys.readouterr().out
+    for command in ("fit", "validate", "test", "predict"):
+        assert f"\n  {command} " in shown
+    with pytest.raises(SystemExit) as stop:
+        main([])
+    assert stop.value.code == 2
+    assert capsys.readouterr().out == shown
+
+
+@pytest.mark.parametrize("command", ["fit", "validate", "test", "predict"])
+def test_help_of_every_command_names_the_settings_of_all_parts(command, capsys):
+    from command_line import main
+
+    with pytest.raises(SystemExit) as stop:
+        main([command, "--help"])
+    assert stop.value.code in (0, None)
+    shown = capsys.readouterr().out
+    for setting in ("--config", "--trainer.max_epochs", "--model.local_steps", "--data", "--seed_everything"):
+        assert setting in shown
+
+
+def test_help_of_one_class_names_its_settings(capsys):
+    from command_line import main
+
+    with pytest.raises(SystemExit) as stop:
+        main(["fit", "--trainer.callbacks.help", "FixBN"])
+    assert stop.value.code in (0, None)
+    assert "freeze_fraction" in capsys.readouterr().out
