@@ -2,6 +2,7 @@
 
 import logging
 import shutil
+import signal
 import sys
 import warnings
 from collections.abc import Sequence
@@ -24,6 +25,7 @@ import fl_lightning.schedules  # imported so that bare class names resolve in YA
 from fl_lightning.checkpointing import AtomicCheckpointIO, RoundCheckpoint
 from fl_lightning.datamodule import FederatedDataModule
 from fl_lightning.errors import ConfigurationError
+from fl_lightning.interruption import FinishRound
 from fl_lightning.metrics_log import JSONLinesLogger, read_rows
 from fl_lightning.module import FederatedModule
 from fl_lightning.parser import ConciseParser, behind
@@ -50,6 +52,7 @@ class FederatedCLI(LightningCLI):
     """Adds to LightningCLI the run directory, checkpoints of whole rounds and the result table."""
 
     attempt: Attempt | None = None
+    interruption: FinishRound
     is_new_attempt = False
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
@@ -69,6 +72,7 @@ class FederatedCLI(LightningCLI):
 
     def before_instantiate_classes(self) -> None:
         """Find out where the run lives, before any logger exists."""
+        self.interruption = FinishRound()
         config = self.config[self.subcommand]
         if config.threads is not None:
             torch.set_num_threads(config.threads)
@@ -106,6 +110,7 @@ class FederatedCLI(LightningCLI):
         if self.subcommand == "fit":
             # first, so that it prints before a progress bar takes the terminal
             callbacks.insert(0, RunFiles(self.attempt, self.config_yaml))
+            callbacks.append(self.interruption)
         loggers = _as_list(settings.logger)
         if self.attempt is not None:
             loggers.append(JSONLinesLogger(self.attempt.path))
@@ -153,6 +158,13 @@ class FederatedCLI(LightningCLI):
     def after_fit(self) -> None:
         """Evaluate the final server model on the test data; print and write the result."""
         assert isinstance(self.model, FederatedModule)
+        if self.interruption.requested and self.trainer.global_step != self.trainer.max_epochs:
+            rounds = self.trainer.global_step
+            print(
+                f"stopped after round {rounds}; the same command with --ckpt_path last goes on",
+                file=sys.stderr,
+            )
+            sys.exit(128 + signal.SIGINT)
         metrics = {name: value for name, value in self.model.row.items() if name.startswith("val/")}
         if not metrics and self.datamodule.fit_split == "val" and self.datamodule.val_dataloader():
             metrics |= self.trainer.validate(self.model, datamodule=self.datamodule, verbose=False)[0]
