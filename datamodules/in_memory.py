@@ -19,7 +19,8 @@ from datamodules.images import (
     channel_statistics,
 )
 from datamodules.partitions import IID, Partition
-from fl_lightning.datamodule import CohortBatch, FederatedDataModule
+from fl_lightning.batches import CohortBatch
+from fl_lightning.datamodule import FederatedDataModule
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.randomness import generator
 

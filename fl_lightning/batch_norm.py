@@ -13,7 +13,7 @@ The state of a model falls into kinds, and every method is a statement about wha
 =========== ==========================================================================
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
@@ -137,24 +137,25 @@ def policy_table(
 
 
 def check_variances(
-    layers: Iterable[str], rows: Mapping[str, Tensor], client_ids: list[int], round_number: int
+    model: nn.Module, rows: Mapping[str, Tensor], round_number: int, client_ids: Sequence[int] = ()
 ) -> None:
     """Refuse negative running variances, which would turn into NaN under the square root.
 
     Args:
-        layers: Names of the BN layers.
+        model: The model.
         rows: Stacked buffers ``[C, *shape]`` by name.
-        client_ids: The client of each row; empty for the server's own state (one row).
         round_number: The communication round, for the message.
+        client_ids: The client of each row; empty for the server's own state (one row).
 
     Raises:
         ConfigurationError: A running variance is negative; names layer, client and round.
     """
-    for layer in layers:
+    for layer in (
+        name for name, module in batch_norm_layers(model).items() if module.running_var is not None
+    ):
         negative = (rows[f"{layer}.running_var"] < 0).flatten(1).any(1)
         if negative.any():
-            row = int(negative.nonzero()[0])
-            owner = f"client {client_ids[row]}" if client_ids else "the server"
+            owner = f"client {client_ids[int(negative.nonzero()[0])]}" if client_ids else "the server"
             raise ConfigurationError(
                 f"round {round_number}: {owner} holds a negative running variance in BN layer {layer!r}; statistics "
                 "must be aggregated by a rule that keeps variances >= 0, such as WeightedMean"

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from fl_lightning.batch_norm import batch_norm_layers, explain_batch_of_one
-from fl_lightning.datamodule import CohortBatch
+from fl_lightning.batches import CohortBatch
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.randomness import derive_seed
 

@@ -12,19 +12,19 @@ from torch import Tensor, nn
 
 from fl_lightning.aggregation import Aggregator, WeightedMean
 from fl_lightning.batch_norm import batch_norm_layers, check_variances, resolve_policy
+from fl_lightning.batches import CohortBatch
 from fl_lightning.callback import FederatedCallback
 from fl_lightning.client_optimizer import OptimizerCallable, check_elementwise, check_overrides
 from fl_lightning.cohort import Cohort, parameter_blocks
-from fl_lightning.datamodule import CohortBatch
 from fl_lightning.dropout import convert_dropout, dropout_keys
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.executors import Executor, SequentialExecutor, StateSlots
 from fl_lightning.participation import check_participation, cohort_size
 from fl_lightning.planning import RoundPlan
 from fl_lightning.progress import RoundProgress
-from fl_lightning.rows import split_columns
 from fl_lightning.schedules import LRSchedule
 from fl_lightning.server import ServerModule
+from fl_lightning.server_update import diverged_clients, set_pseudo_gradient, set_statistics
 
 
 class FederatedModule(ServerModule):
@@ -183,34 +183,17 @@ class FederatedModule(ServerModule):
         return self.loss(self.model(inputs), targets)
 
     def aggregate(self, cohort: Cohort) -> None:
-        """Set the server's statistics to the clients' aggregate and its gradients to the pseudo-gradient."""
+        """Set the server's statistics to the clients' aggregate and its gradients to the pseudo-gradient.
+
+        Raises:
+            ConfigurationError: A client's update is not finite, or a running variance is negative.
+        """
         self._check_finite(cohort)
-        layers = [
-            name for name, layer in batch_norm_layers(self.model).items() if layer.running_var is not None
-        ]
-        check_variances(layers, cohort.buffers, cohort.client_ids, cohort.round)
-        names = [
-            n for n in cohort.params.blocks if cohort.treatment(n) == "averaged" and cohort.is_trained(n)
-        ]
-        means = self.aggregator.blocks([cohort.params.blocks[name] for name in names], cohort.weights)
-        parameters = dict(self.model.named_parameters())
-        for parameter in parameters.values():
-            parameter.grad = None
-        for name, mean in zip(names, means, strict=True):
-            for key, value in split_columns(mean, cohort.params.layout[name]).items():
-                parameters[key].grad = parameters[key].detach() - value
-        buffers = dict(self.model.named_buffers())
-        for name, block in cohort.buffers.blocks.items():
-            treatment = cohort.treatment(name)
-            if treatment == "averaged" and block.is_floating_point():
-                row = self.aggregator(block, cohort.weights)
-            elif treatment in ("averaged", "max"):
-                row = block.amax(0)
-            else:
-                continue
-            for key, value in split_columns(row, cohort.buffers.layout[name]).items():
-                buffers[key].copy_(value)
-        check_variances(layers, {name: buffer[None] for name, buffer in buffers.items()}, [], cohort.round)
+        check_variances(self.model, cohort.buffers, cohort.round, cohort.client_ids)
+        set_pseudo_gradient(self.model, cohort, self.aggregator)
+        set_statistics(self.model, cohort, self.aggregator)
+        server = {name: buffer[None] for name, buffer in self.model.named_buffers()}
+        check_variances(self.model, server, cohort.round)
 
     def server_step(self) -> None:
         """Step the server optimizer on the pseudo-gradient."""
@@ -302,17 +285,10 @@ class FederatedModule(ServerModule):
             getattr(callback, hook)(self.trainer, self, cohort, *args)
 
     def _check_finite(self, cohort: Cohort) -> None:
-        finite = torch.ones(len(cohort), dtype=torch.bool, device=self.device)
-        # a model's own buffers may well hold infinities, as attention masks do
-        held = cohort.buffers.blocks.items()
-        statistics = [block for name, block in held if name.split(" ")[0] in ("mean", "var")]
-        for block in (*cohort.params.blocks.values(), *statistics):
-            finite &= block.isfinite().all(1)
-        if not finite.all():
-            self.record.diverged = True
-            if self.on_divergence == "error":
-                client = cohort.client_ids[int((~finite).nonzero()[0])]
-                raise ConfigurationError(
-                    f"round {cohort.round}: the update of client {client} is not finite; lower client_optimizer lr (now "
-                    f"{cohort.optimizer.param_groups[0]['lr']:g}), or set model.on_divergence: record to go on"
-                )
+        clients = diverged_clients(cohort)
+        self.record.diverged |= bool(clients)
+        if clients and self.on_divergence == "error":
+            raise ConfigurationError(
+                f"round {cohort.round}: the update of client {clients[0]} is not finite; lower client_optimizer lr (now "
+                f"{cohort.optimizer.param_groups[0]['lr']:g}), or set model.on_divergence: record to go on"
+            )
