@@ -67,10 +67,24 @@ class FixBN(FederatedCallback):
 
     def configure_batch_norm(self, pl_module: "FederatedModule") -> None:
         """Check that there is something to freeze."""
-        if not batch_norm_layers(pl_module.model):
+        model = type(pl_module.model).__name__
+        layers = batch_norm_layers(pl_module.model)
+        if not layers:
             raise ConfigurationError(
-                f"FixBN: the model {type(pl_module.model).__name__} has no Batch Normalization layer; use norm: bn"
+                f"FixBN: the model {model} has no Batch Normalization layer; use norm: bn"
             )
+        untracked = [name for name, layer in layers.items() if layer.running_mean is None]
+        if untracked and self.freeze != "affine":
+            raise ConfigurationError(
+                f"FixBN: BN layer {untracked[0]!r} of {model} keeps no running statistics to freeze; use "
+                "track_running_stats=True"
+            )
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: "FederatedModule") -> None:  # type: ignore[override]
+        """Say so when T* is beyond the last round."""
+        rounds, last = pl_module.planned_rounds, self.last_batch_round(pl_module.planned_rounds)
+        if last >= rounds:
+            pl_module.print(f"FixBN: T* = {last} of {rounds} rounds, so nothing is frozen in this run.")
 
     def on_round_start(self, trainer: L.Trainer, pl_module: "FederatedModule", cohort: "Cohort") -> None:
         """Log T*."""

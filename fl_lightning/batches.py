@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import lightning as L
@@ -9,7 +10,7 @@ import numpy as np
 import torch
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch.utils._pytree import tree_flatten, tree_unflatten
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.randomness import derive_seed
@@ -70,15 +71,20 @@ class CohortBatch:
 class LoaderBatches:
     """Random access to the batches of any ``LightningDataModule`` through its ``train_dataloader()``.
 
-    Each pass over the loader and each fetch of a batch runs under global random number generators (torch, numpy,
-    random) seeded from (seed, client, position) and put back afterwards, so shuffling and augmentation that draw from
-    them are functions of the position alone. Consecutive steps reuse the running iterator; a jump starts a new pass
-    and skips to the position.
+    The order of an epoch and each batch are made under random number generators (the loader's own, torch's, numpy's and
+    Python's global ones) seeded from (seed, client, epoch[, position]), so shuffling and augmentation that draw from
+    them are functions of the position alone. The global ones are put back afterwards. A map-style data set without
+    worker processes gives any batch at once; another loader is iterated, and skips to the position after a jump.
 
     Args:
         datamodule: The client's data module, already set up.
         client_id: The client's number, for the seeds and for messages.
         seed: The run's seed.
+
+    Attributes:
+        num_examples: Number of training examples.
+        steps_per_epoch: Number of batches in one pass over them.
+        samples_per_step: Samples in a batch, on average over a pass.
 
     Raises:
         ConfigurationError: The loader has no length or no batch.
@@ -99,15 +105,30 @@ class LoaderBatches:
                 f"clients[{client_id}].train_dataloader() yields no batch: the client has fewer samples than a batch; "
                 "use a smaller batch_size or drop_last=False"
             )
-        dataset = getattr(self.loader, "dataset", None)
-        sized = dataset is not None and hasattr(dataset, "__len__")
-        self.num_examples = len(dataset) if sized else self.steps_per_epoch  # type: ignore[arg-type]  # sized
+        dataset: Any = getattr(self.loader, "dataset", None)
+        self.num_examples = len(dataset) if hasattr(dataset, "__len__") else self.steps_per_epoch
+        complete = getattr(self.loader, "drop_last", False) and self.loader.batch_size is not None
+        self.samples_per_step: float = (
+            float(self.loader.batch_size or 0) if complete else self.num_examples / self.steps_per_epoch
+        )
+        self._at_random = (
+            type(self.loader) is DataLoader
+            and not isinstance(dataset, IterableDataset)
+            and self.loader.num_workers == 0
+        )
+        self._epoch = -1
+        self._order: list[Any] = []
         self._iterator: Iterator[Any] | None = None
         self._next_step = -1
 
     def train_batch(self, step: int) -> Any:
         """The batch of local step ``step`` (from 0, counted over the whole training)."""
         epoch, index = divmod(step, self.steps_per_epoch)
+        if self._at_random:
+            if epoch != self._epoch:
+                self._start(epoch)
+            with self._seeded("client batch", epoch, index):
+                return self._load(self._order[index])
         if self._iterator is None or step != self._next_step or index == 0:
             self._start(epoch)
             for skipped in range(index):
@@ -116,19 +137,42 @@ class LoaderBatches:
         return self._fetch(epoch, index)
 
     def _start(self, epoch: int) -> None:
-        for attribute in ("sampler", "batch_sampler"):
-            set_epoch = getattr(getattr(self.loader, attribute, None), "set_epoch", None)
-            if set_epoch is not None:
-                set_epoch(epoch)
-        with isolate_rng():
-            seed_global_generators(derive_seed(self.seed, "client loader", self.client_id, epoch))
-            self._iterator = iter(self.loader)
+        samplers: list[Any] = [
+            self.loader.sampler,
+            self.loader.batch_sampler,
+            getattr(self.loader.batch_sampler, "sampler", None),
+        ]
+        own_seed = derive_seed(self.seed, "client loader's generator", self.client_id, epoch)
+        for owner in (self.loader, *samplers):
+            if hasattr(owner, "set_epoch"):
+                owner.set_epoch(epoch)
+            if isinstance(getattr(owner, "generator", None), torch.Generator):
+                owner.generator.manual_seed(own_seed)
+        with self._seeded("client loader", epoch):
+            if self._at_random:
+                self._order = list(self.loader.batch_sampler or self.loader.sampler)
+            else:
+                self._iterator = iter(self.loader)
+        self._epoch = epoch
+
+    def _load(self, chosen: Any) -> Any:
+        dataset: Any = self.loader.dataset
+        if self.loader.batch_sampler is None:
+            return self.loader.collate_fn(dataset[chosen])
+        if hasattr(dataset, "__getitems__"):
+            return self.loader.collate_fn(dataset.__getitems__(chosen))
+        return self.loader.collate_fn([dataset[index] for index in chosen])
 
     def _fetch(self, epoch: int, index: int) -> Any:
         assert self._iterator is not None
-        with isolate_rng():
-            seed_global_generators(derive_seed(self.seed, "client batch", self.client_id, epoch, index))
+        with self._seeded("client batch", epoch, index):
             return next(self._iterator)
+
+    @contextmanager
+    def _seeded(self, purpose: str, *coordinates: int) -> Iterator[None]:
+        with isolate_rng():
+            seed_global_generators(derive_seed(self.seed, purpose, self.client_id, *coordinates))
+            yield
 
 
 def seed_global_generators(seed: int) -> None:

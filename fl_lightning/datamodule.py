@@ -122,7 +122,10 @@ class FederatedDataModule(L.LightningDataModule):
 
     def samples_per_step(self, client_id: int) -> float:
         """Training samples in a client's batch, on average over a pass."""
-        return self.num_examples(client_id) / self.steps_per_epoch(client_id)
+        source = self._source(client_id)
+        if isinstance(source, LoaderBatches):
+            return source.samples_per_step
+        return source.num_examples / source.steps_per_epoch
 
     def cohort_batch(self, client_ids: Sequence[int], steps: Sequence[int]) -> CohortBatch:
         """The batches of one local step.

@@ -21,6 +21,12 @@ class ServerEvaluation(nn.Module):
         self.diverged = False
         self._broken = False
 
+    def start(self) -> None:
+        """Forget everything; called at the start of an evaluation, in whose gradient mode the sums then live."""
+        self.loss.reset()
+        self.accuracy.reset()
+        self._broken = False
+
     def update(self, outputs: Tensor, targets: Tensor, loss: Tensor) -> None:
         """Add a batch.
 
@@ -38,13 +44,11 @@ class ServerEvaluation(nn.Module):
             self.accuracy.update(right.to(torch.float32))
 
     def finish(self) -> dict[str, float]:
-        """The metrics of everything since the last call, by name: ``loss`` and ``accuracy``."""
+        """The metrics of everything since :meth:`start`, by name: ``loss`` and ``accuracy``."""
         metrics = {
             n: m.compute().item()
             for n, m in (("loss", self.loss), ("accuracy", self.accuracy))
             if m.update_called
         }
-        self.diverged, self._broken = self._broken, False
-        self.loss.reset()
-        self.accuracy.reset()
+        self.diverged = self._broken
         return metrics

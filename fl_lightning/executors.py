@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_map
 from fl_lightning.batch_norm import batch_norm_layers, explain_batch_of_one
 from fl_lightning.batches import CohortBatch
 from fl_lightning.errors import ConfigurationError
-from fl_lightning.randomness import derive_seed
+from fl_lightning.randomness import derive_seed, seed_global
 
 if TYPE_CHECKING:
     from fl_lightning.cohort import Cohort
@@ -85,7 +85,9 @@ class SequentialExecutor(Executor):
         losses = []
         for row, client_batch in zip(rows, batch.rows(), strict=True):
             leaves, buffers = cohort.row_leaves(row), cohort.buffers.row(row)
-            _seed_global_generator(module, cohort, row)
+            # A model's own draws (stochastic depth, say) become a function of (seed, round, client, step).
+            own = derive_seed(module.seed, "model", cohort.round, cohort.client_ids[row], cohort.step)
+            seed_global(own, module.device)
             with slots.filled({**leaves, **buffers}):
                 loss = _client_loss(module, client_batch)
                 for name, value in slots.read(list(buffers)).items():
@@ -94,8 +96,8 @@ class SequentialExecutor(Executor):
             gradients = torch.autograd.grad(
                 loss, [leaves[n] for n in names], allow_unused=True, materialize_grads=True
             )
-            own = cohort.grads.row(row)
-            torch._foreach_copy_([own[name] for name in names], list(gradients))
+            target = cohort.grads.row(row)
+            torch._foreach_copy_([target[name] for name in names], list(gradients))
             losses.append(loss.detach())
         return torch.stack(losses)
 
@@ -167,14 +169,6 @@ def _client_loss(module: "FederatedModule", batch: Any) -> Tensor:
                 "by itself; use fl_lightning.dropout.Dropout, or SequentialExecutor"
             ) from error
         raise
-
-
-def _seed_global_generator(module: "FederatedModule", cohort: "Cohort", row: int) -> None:
-    """Make a model's own draws (stochastic depth, say) a function of (seed, round, client, step)."""
-    seed = derive_seed(module.seed, "model", cohort.round, cohort.client_ids[row], cohort.step)
-    torch.default_generator.manual_seed(seed)
-    if module.device.type == "cuda":
-        torch.cuda.default_generators[module.device.index or 0].manual_seed(seed)
 
 
 @contextmanager

@@ -22,6 +22,7 @@ from fl_lightning.executors import Executor, SequentialExecutor, StateSlots
 from fl_lightning.participation import check_participation, cohort_size
 from fl_lightning.planning import RoundPlan
 from fl_lightning.progress import RoundProgress
+from fl_lightning.randomness import derive_seed, seed_global
 from fl_lightning.schedules import LRSchedule
 from fl_lightning.server import ServerModule
 from fl_lightning.server_update import diverged_clients, set_pseudo_gradient, set_statistics
@@ -141,7 +142,7 @@ class FederatedModule(ServerModule):
         """Sample the cohort of this round and broadcast the server's state to it."""
         clients = self.plan.cohort(self.round)
         policy = resolve_policy(self.federated_callbacks, self.round, self.planned_rounds)
-        for layer in batch_norm_layers(self.model).values():
+        for layer in self._batch_norm_in_training:
             layer.train(policy["mean"] != "frozen")
         if self._cohort is None or len(self._cohort) != len(clients):
             self._cohort = Cohort(
@@ -253,7 +254,14 @@ class FederatedModule(ServerModule):
         if rounds is not None and (limit is None or limit < 0 or limit > rounds):
             self.trainer.fit_loop.max_epochs = rounds
         self.slots = StateSlots(self.model)
+        # A BN layer that the user has put in eval mode stays there.
+        self._batch_norm_in_training = [x for x in batch_norm_layers(self.model).values() if x.training]
         self._cohort = None
+
+    def on_fit_end(self) -> None:
+        """Give the BN layers back in training mode, as they came."""
+        for layer in self._batch_norm_in_training:
+            layer.train()
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Keep what the run has planned and counted."""
@@ -282,7 +290,11 @@ class FederatedModule(ServerModule):
 
     def _call(self, hook: str, cohort: Cohort, *args: int) -> None:
         for callback in self.federated_callbacks:
-            getattr(callback, hook)(self.trainer, self, cohort, *args)
+            if getattr(type(callback), hook) is not getattr(FederatedCallback, hook):
+                # What a hook draws depends on neither the executor nor on earlier draws.
+                purpose = f"{type(callback).__name__}.{hook}"
+                seed_global(derive_seed(self.seed, purpose, cohort.round, *args), self.device)
+                getattr(callback, hook)(self.trainer, self, cohort, *args)
 
     def _check_finite(self, cohort: Cohort) -> None:
         clients = diverged_clients(cohort)

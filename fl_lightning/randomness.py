@@ -36,3 +36,10 @@ def generator(seed: int, purpose: str, *coordinates: int) -> torch.Generator:
 def permutation(n: int, seed: int, purpose: str, *coordinates: int) -> Tensor:
     """A random permutation of ``range(n)`` for one purpose at the given coordinates, shape ``[n]``, int64."""
     return torch.randperm(n, generator=generator(seed, purpose, *coordinates))
+
+
+def seed_global(seed: int, device: torch.device) -> None:
+    """Seed torch's global generators of the CPU and of ``device``: cheaper than ``torch.manual_seed``."""
+    torch.default_generator.manual_seed(seed)
+    if device.type == "cuda":
+        torch.cuda.default_generators[device.index or 0].manual_seed(seed)

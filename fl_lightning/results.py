@@ -13,6 +13,7 @@ from rich.console import Console
 from torch import Tensor
 
 from fl_lightning.batch_norm import policy_table
+from fl_lightning.errors import ConfigurationError
 from fl_lightning.metrics_log import cut_back
 from fl_lightning.module import FederatedModule
 from fl_lightning.run_directory import Attempt, environment_record, write_json, write_text
@@ -160,6 +161,11 @@ def write_predictions(path: Path, outputs: Sequence[Tensor], batches: Iterable[A
     """
     lines = ["index,target,prediction,probability"]
     for scores, (_, targets) in zip(outputs, batches, strict=True):
+        if scores.ndim != 2 or targets.shape != scores.shape[:1] or targets.is_floating_point():
+            raise ConfigurationError(
+                f"predict writes class predictions, but outputs {tuple(scores.shape)} and targets {tuple(targets.shape)} "
+                f"({targets.dtype}) are not those of a classifier; use Trainer.predict from Python"
+            )
         probability, prediction = scores.float().softmax(1).max(1)
         for target, guess, chance in zip(
             targets.tolist(), prediction.tolist(), probability.tolist(), strict=True

@@ -96,6 +96,14 @@ class ServerModule(L.LightningModule):
         """The server model's outputs on a batch."""
         return self.model(batch[0] if isinstance(batch, list | tuple) else batch)
 
+    def on_validation_epoch_start(self) -> None:
+        """Start an evaluation."""
+        self.evaluation.start()
+
+    def on_test_epoch_start(self) -> None:
+        """Start an evaluation."""
+        self.evaluation.start()
+
     def on_validation_epoch_end(self) -> None:
         """Log the evaluation; before training, as row 0."""
         metrics = self._evaluated(self.data.fit_split)

@@ -220,6 +220,7 @@ def test_samples_whose_scores_are_not_finite_count_as_wrong():
     evaluation.update(scores, torch.tensor([0, 0, 0, 0]), torch.tensor(1.0))
     assert evaluation.finish()["accuracy"] == 0.25
     assert evaluation.diverged
+    evaluation.start()
     evaluation.update(scores[1:2], torch.tensor([0]), torch.tensor(1.0))
     assert evaluation.finish()["accuracy"] == 1.0
     assert not evaluation.diverged

@@ -1,0 +1,94 @@
+"""Loaders of every kind give the batches of a position, whatever was drawn before."""
+
+import lightning as L
+import pytest
+import torch
+from helpers import SGD, ArrayClient, SaveRounds, distance, fit, small_cnn
+from torch.utils.data import DataLoader, TensorDataset
+
+from fl_lightning import FederatedDataModule, FederatedModule
+from fl_lightning.batches import LoaderBatches
+from fl_lightning.planning import RoundPlan
+
+
+class Counting(TensorDataset):
+    """Counts the samples that are fetched."""
+
+    fetched = 0
+
+    def __getitem__(self, index):
+        type(self).fetched += 1
+        return super().__getitem__(index)
+
+
+class Client(L.LightningDataModule):
+    def __init__(self, seed=0, size=47, **loader):
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+        inputs = torch.randn(size, 2, 6, 6, generator=generator, dtype=torch.float64)
+        self.dataset = Counting(inputs, torch.arange(size) % 3)
+        self.loader = {"batch_size": 8, "shuffle": True, "drop_last": True, **loader}
+
+    def train_dataloader(self):
+        settings = dict(self.loader)
+        if settings.pop("own_generator", False):
+            settings["generator"] = torch.Generator().manual_seed(7)
+        return DataLoader(self.dataset, **settings)
+
+
+KINDS = {
+    "shuffled": {},
+    "with a generator of its own": {"own_generator": True},
+    "in worker processes": {"num_workers": 1},
+    "in order": {"shuffle": False},
+    "sample by sample": {"batch_size": None, "drop_last": False, "shuffle": False},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_any_batch_is_the_same_at_random_access_as_in_order(kind):
+    in_order = LoaderBatches(Client(**KINDS[kind]), 0, seed=3)
+    expected = [in_order.train_batch(step) for step in range(2 * in_order.steps_per_epoch)]
+    for step in (9, 2, len(expected) - 1, 0, 2):
+        single = LoaderBatches(Client(**KINDS[kind]), 0, seed=3)
+        assert torch.equal(single.train_batch(step)[0], expected[step][0])
+
+
+@pytest.mark.parametrize("own_generator", [False, True])
+def test_epochs_are_shuffled_anew_and_each_is_a_pass_over_the_data(own_generator):
+    batches = LoaderBatches(Client(size=48, own_generator=own_generator), 0, seed=3)
+    first, second = (torch.cat([batches.train_batch(6 * e + i)[0] for i in range(6)]) for e in (0, 1))
+    assert not torch.equal(first, second)
+    assert torch.equal(first.flatten(1).sum(1).sort().values, second.flatten(1).sum(1).sort().values)
+
+
+def test_a_jump_to_a_position_fetches_its_own_batch_only():
+    batches = LoaderBatches(Client(size=400), 0, seed=3)
+    Counting.fetched = 0
+    batches.train_batch(40)
+    assert Counting.fetched == 8
+
+
+@pytest.mark.parametrize("own_generator", [False, True])
+def test_a_run_on_such_loaders_resumes_bit_exactly(own_generator, tmp_path):
+    def start(rounds, **settings):
+        data = FederatedDataModule([Client(seed, own_generator=own_generator) for seed in range(3)])
+        module = FederatedModule(small_cnn(), SGD, local_steps=2, participation=2)
+        fit(module, data, rounds, [SaveRounds(tmp_path)], **settings)
+        return module.state_dict()
+
+    whole = start(6)
+    assert distance(start(6, ckpt_path=tmp_path / "3.ckpt"), whole) == 0
+
+
+def test_a_budget_counts_the_samples_that_are_really_seen():
+    data = FederatedDataModule([Client(seed) for seed in range(4)])
+    plan = RoundPlan(data, local_steps=1, local_epochs=None, cohort_size=4, seed=0)
+    assert data.samples_per_step(0) == 8
+    assert plan.limit(10) == 10 * 4 * 47 // (4 * 8)
+
+
+def test_the_last_short_batch_counts_on_average():
+    data = FederatedDataModule([ArrayClient(torch.zeros(10, 1), torch.zeros(10), 4)])
+    data.clients[0].train_dataloader = lambda: DataLoader(data.clients[0].dataset, 4)
+    assert data.samples_per_step(0) == pytest.approx(10 / 3)

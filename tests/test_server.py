@@ -1,0 +1,71 @@
+"""The server between and around the rounds: evaluation, modes, learning rates of groups."""
+
+import lightning as L
+import pytest
+import torch
+from helpers import SGD, blobs, distance, fit, small_cnn, train
+from torch import nn
+
+from callbacks import FixBN
+from fl_lightning import ConfigurationError, FederatedModule
+from fl_lightning.results import write_predictions
+from fl_lightning.schedules import MultiStep
+
+
+def test_validate_fit_validate_work_one_after_the_other():
+    module, data = FederatedModule(small_cnn(), SGD, local_steps=2), blobs()
+    settings = {
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "accelerator": "cpu",
+    }
+    trainer = L.Trainer(max_epochs=3, precision="64-true", enable_model_summary=False, **settings)
+    (before,) = trainer.validate(module, datamodule=data, verbose=False)
+    trainer.fit(module, datamodule=data)
+    inside = float(trainer.callback_metrics["val/loss"])
+    (after,) = trainer.validate(module, datamodule=data, verbose=False)
+    assert after["val/loss"] == inside != before["val/loss"]
+
+
+@pytest.mark.filterwarnings("ignore:Found 1 module")  # Lightning points out what this test does on purpose
+def test_a_bn_layer_that_the_user_put_in_eval_mode_stays_there():
+    model = small_cnn()
+    model[1].eval()
+    module = FederatedModule(model, SGD, local_steps=2)
+    fit(module, blobs(), 3, [FixBN(freeze_round=2)])
+    state = module.state_dict()
+    assert torch.equal(state["1.running_mean"], torch.zeros(4, dtype=torch.float64))
+    assert not torch.equal(state["4.running_mean"], torch.zeros(6, dtype=torch.float64))
+    assert (model[1].training, model[4].training) == (False, True)
+
+
+def test_the_learning_rate_schedule_reaches_groups_with_a_rate_of_their_own():
+    settings = {"client_optimizer": SGD, "parameter_groups": {"bias": {"lr": 0.2}}}
+    start = small_cnn("gn").double().state_dict()
+    still = MultiStep([1], gamma=1e-12)
+    once = train(small_cnn("gn"), blobs(), 1, **settings)
+    assert distance(train(small_cnn("gn"), blobs(), 3, client_lr_schedule=still, **settings), once) < 1e-10
+    assert (once["8.bias"] - start["8.bias"]).abs().max() > 0.01
+
+
+def test_fixbn_refuses_layers_without_running_statistics():
+    model = small_cnn()
+    model[1] = nn.BatchNorm2d(4, track_running_stats=False)
+    with pytest.raises(ConfigurationError, match=r"BN layer '1' .* track_running_stats=True"):
+        train(model, blobs(), 1, [FixBN()])
+    train(model, blobs(), 1, [FixBN(freeze="affine", freeze_round=0)])
+
+
+def test_fixbn_says_when_it_never_freezes(capsys):
+    train(small_cnn(), blobs(), 2, [FixBN(freeze_round=5)])
+    assert "FixBN: T* = 5 of 2 rounds, so nothing is frozen" in capsys.readouterr().out
+    train(small_cnn(), blobs(), 2, [FixBN(freeze_round=1)])
+    assert capsys.readouterr().out == ""
+
+
+def test_predictions_of_a_regression_are_refused(tmp_path):
+    outputs, targets = [torch.zeros(3, 1)], [(None, torch.zeros(3))]
+    with pytest.raises(ConfigurationError, match="not those of a classifier"):
+        write_predictions(tmp_path / "predictions.csv", outputs, targets)
+    assert list(tmp_path.iterdir()) == []
