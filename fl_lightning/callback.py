@@ -5,11 +5,16 @@ from typing import TYPE_CHECKING, Any
 
 import lightning as L
 
+from fl_lightning.errors import ConfigurationError
 from fl_lightning.suggestions import nearest
 
 if TYPE_CHECKING:
     from fl_lightning.cohort import Cohort
     from fl_lightning.module import FederatedModule
+
+
+class UnknownHookError(ConfigurationError, TypeError):
+    """A class has a hook that nothing calls: a mistake in the class, which the command line tells in one line."""
 
 
 class FederatedCallback(L.Callback):
@@ -35,17 +40,21 @@ class FederatedCallback(L.Callback):
     Every tensor of the cohort has the client axis first. What a method remembers about clients between rounds belongs
     in its ``state_dict()``, as plain tensors and numbers keyed by client id: then a resumed run is exact.
 
-    A hook name that does not exist (``on_rond_start``) is an error when the class is made.
+    A hook name that does not exist (``on_rond_start``) is an error when the class is made, in a mixin too.
     """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        known = {name for base in cls.__mro__[1:] for name in vars(base) if name.startswith("on_")}
-        for name in vars(cls):
-            if name.startswith("on_") and name not in known:
-                raise TypeError(
-                    f"{cls.__name__}.{name} is not a hook of FederatedCallback{nearest(name, known)}"
-                )
+        known = {name for base in FederatedCallback.__mro__ for name in vars(base) if name.startswith("on_")}
+        # a mixin is no FederatedCallback: nobody has looked at its names yet
+        for base in cls.__mro__:
+            if base in FederatedCallback.__mro__ or base.__module__.startswith("lightning."):
+                continue
+            for name in vars(base):
+                if name.startswith("on_") and name not in known:
+                    raise UnknownHookError(
+                        f"{base.__name__}.{name} is not a hook of FederatedCallback{nearest(name, known)}"
+                    )
 
     def policy(self, round_number: int, total_rounds: int) -> Mapping[str, str]:
         """What this method does with each kind of state in a round.

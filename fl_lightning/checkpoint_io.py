@@ -6,11 +6,14 @@ file systems nor synced. :class:`AtomicCheckpointIO` writes beside the target, s
 
 import os
 import zipfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
+from torch import nn
+from torch.optim import Optimizer
 
 from fl_lightning.atomic import atomic_write, unwritable
 from fl_lightning.errors import ConfigurationError
@@ -94,6 +97,76 @@ class AtomicCheckpointIO(CheckpointIO):
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
         """Remove a checkpoint file if it is there."""
         local_path(path).unlink(missing_ok=True)
+
+
+def load_run(path: str | os.PathLike[str], weights_only: bool | None = None) -> dict[str, Any]:
+    """Read a checkpoint and check that it is one of a federated run.
+
+    Args:
+        path: The checkpoint file.
+        weights_only: As in :meth:`AtomicCheckpointIO.load_checkpoint`.
+
+    Raises:
+        ConfigurationError: As for :meth:`AtomicCheckpointIO.load_checkpoint`, or the file is something else.
+    """
+    checkpoint = AtomicCheckpointIO().load_checkpoint(path, weights_only=weights_only)
+    needed = ("state_dict", "global_step", "pytorch-lightning_version", "fl_lightning")
+    missing = [key for key in needed if not (isinstance(checkpoint, dict) and key in checkpoint)]
+    if missing:
+        raise ConfigurationError(
+            f"checkpoint {path} is not one of a run: it has no {', '.join(missing)}; "
+            f"use a last.ckpt or best.ckpt that fit wrote{_another(Path(path))}"
+        )
+    return checkpoint
+
+
+def check_model(path: str | os.PathLike[str], saved: Mapping[str, Any], model: nn.Module) -> None:
+    """Check that a checkpoint's model is the configured one.
+
+    Args:
+        path: The checkpoint file, for the message.
+        saved: The ``state_dict`` of the checkpoint.
+        model: The configured model.
+
+    Raises:
+        ConfigurationError: A name or a shape differs; the first one is told.
+    """
+    own = model.state_dict()
+    places = [name for name in (*own, *saved) if name not in own or name not in saved]
+    places += [name for name in own if name in saved and own[name].shape != saved[name].shape]
+    if places:
+        name = places[0]
+        told = [f"{list(state[name].shape)}" if name in state else "nothing" for state in (saved, own)]
+        raise ConfigurationError(
+            f"checkpoint {path} does not fit model.model {type(model).__name__}: {name} is {told[0]} in the "
+            f"checkpoint and {told[1]} in the model ({len(places)} such differences); "
+            "use the model settings that it was trained with, or another checkpoint"
+        )
+
+
+def check_optimizer(path: str | os.PathLike[str], saved: Mapping[str, Any], optimizer: Optimizer) -> None:
+    """Check that a checkpoint's server optimizer can go on as the configured one.
+
+    Args:
+        path: The checkpoint file, for the message.
+        saved: The optimizer's state in the checkpoint.
+        optimizer: The configured server optimizer.
+
+    Raises:
+        ConfigurationError: It is of another kind or steps other parameters.
+    """
+    groups = zip(saved["param_groups"], optimizer.param_groups, strict=False)
+    # a setting that only the configured one knows may be new in a later release of torch
+    foreign = {setting for old, new in groups for setting in old if setting not in new}
+    sizes = [
+        [len(group["params"]) for group in part] for part in (saved["param_groups"], optimizer.param_groups)
+    ]
+    if foreign or sizes[0] != sizes[1]:
+        raise ConfigurationError(
+            f"checkpoint {path} was not written with model.server_optimizer {type(optimizer).__name__}"
+            f"{' but with one that has ' + ', '.join(sorted(foreign)) if foreign else ''}; "
+            "resume with the server optimizer that it was trained with"
+        )
 
 
 def local_path(path: str | os.PathLike[str]) -> Path:

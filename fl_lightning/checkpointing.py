@@ -79,10 +79,10 @@ class RoundCheckpoint(Checkpoint):
         return {"best_score": self.best_score, "best_round": self.best_round}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from the best score of the resumed run."""
+        """Continue from the best score of the resumed run; its model may not lie in this run's folder."""
         self.best_score = state_dict["best_score"]
         self.best_round = state_dict["best_round"]
-        if self.dirpath is not None and self.best_round is not None:
+        if self.dirpath is not None and (self.dirpath / "best.ckpt").is_file():
             self.best_model_path = str(self.dirpath / "best.ckpt")
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:

@@ -112,17 +112,38 @@ def cut_back(path: str | os.PathLike[str], round: int) -> None:
     """Drop every row after a round and a half-written last line, atomically; kept lines keep their bytes.
 
     Args:
-        path: A ``metrics.jsonl``; where there is none, there is nothing to do.
+        path: A ``metrics.jsonl``.
         round: The round of the checkpoint that the run resumes from.
 
     Raises:
-        ConfigurationError: A line other than the last is not a row, or the file cannot be written.
+        ConfigurationError: As for :func:`lines_until`, or the file cannot be written.
     """
-    target = Path(path)
-    if target.exists():
-        kept = [line + b"\n" for row, line in _parse(target) if row["round"] <= round]
-        with atomic_write(target) as file:
-            file.writelines(kept)
+    kept = lines_until(path, round)
+    with atomic_write(Path(path)) as file:
+        file.writelines(kept)
+
+
+def lines_until(path: str | os.PathLike[str], round: int) -> list[bytes]:
+    """The lines of all rows up to a round, byte for byte; none of the rounds between may be missing.
+
+    Args:
+        path: A ``metrics.jsonl``. Its first row may be of any round: a run that started from a checkpoint
+            without a run directory knows none before.
+        round: The round of the last row.
+
+    Raises:
+        ConfigurationError: There is no such file, a line other than the last is not a row, or the row of a
+            round is missing.
+    """
+    kept = [(row["round"], line + b"\n") for row, line in _parse(Path(path)) if row["round"] <= round]
+    present = {number for number, _ in kept}
+    missing = next((r for r in range(min(present, default=round), round + 1) if r not in present), None)
+    if missing is not None:
+        raise ConfigurationError(
+            f"{path} has no row of round {missing}, but the checkpoint is of round {round}; "
+            "restore the file, or start without ckpt_path"
+        )
+    return [line for _, line in kept]
 
 
 def _parse(path: Path) -> list[tuple[dict[str, Any], bytes]]:

@@ -14,7 +14,12 @@ from fl_lightning.aggregation import Aggregator, WeightedMean
 from fl_lightning.batch_norm import batch_norm_layers, check_variances, resolve_policy
 from fl_lightning.batches import CohortBatch
 from fl_lightning.callback import FederatedCallback
-from fl_lightning.client_optimizer import OptimizerCallable, check_elementwise, check_overrides
+from fl_lightning.client_optimizer import (
+    OptimizerCallable,
+    check_elementwise,
+    check_overrides,
+    check_server_optimizer,
+)
 from fl_lightning.cohort import Cohort, parameter_blocks
 from fl_lightning.dropout import convert_dropout, dropout_keys
 from fl_lightning.errors import ConfigurationError
@@ -71,7 +76,8 @@ class FederatedModule(ServerModule):
         executor: Executor | None = None,
         aggregator: Aggregator | None = None,
         weighting: Literal["examples", "uniform"] = "examples",
-        loss: Callable[[Tensor, Tensor], Tensor] | None = None,
+        # nn.Module is a callable, named so that the command line knows torch's losses by their bare names
+        loss: nn.Module | Callable[[Tensor, Tensor], Tensor] | None = None,
         client_lr_schedule: LRSchedule | Callable[[int, int], float] | None = None,
         parameter_groups: dict[str, dict[str, float]] | None = None,
         budget_epochs: float | None = None,
@@ -95,6 +101,8 @@ class FederatedModule(ServerModule):
         check_overrides(client_optimizer, parameter_groups or {})
         if not any(parameter.requires_grad for parameter in model.parameters()):
             raise ConfigurationError(f"model: {type(model).__name__} has no trainable parameters")
+        if server_optimizer is not None:
+            check_server_optimizer(server_optimizer, [p for p in model.parameters() if p.requires_grad])
         self.num_dropout_layers = convert_dropout(model)
         self.client_optimizer = client_optimizer
         self.server_optimizer = server_optimizer or partial(torch.optim.SGD, lr=1.0)
@@ -232,6 +240,19 @@ class FederatedModule(ServerModule):
         if str(self.trainer.precision).startswith("16"):
             raise ConfigurationError(
                 f"trainer.precision: {self.trainer.precision} scales losses; use bf16-mixed or 32-true"
+            )
+        for setting, value, ok in (
+            ("overfit_batches", self.trainer.overfit_batches, self.trainer.overfit_batches == 0),  # type: ignore[attr-defined]
+            ("limit_train_batches", self.trainer.limit_train_batches, self.trainer.limit_train_batches >= 1),
+        ):
+            if not ok:
+                raise ConfigurationError(
+                    f"trainer.{setting}: {value} means nothing where a batch is a round; leave it out, and use "
+                    "trainer.max_epochs for fewer rounds"
+                )
+        if self.data.num_clients == 0:
+            raise ConfigurationError(
+                f"data: {type(self.data).__name__} has no clients; pass clients=[...], or name a data set such as Digits"
             )
         size = cohort_size(self.data.num_clients, self.participation)
         self.plan = RoundPlan(self.data, self.local_steps, self.local_epochs, size, self.seed)

@@ -7,13 +7,16 @@ from types import FrameType
 from typing import Any, NoReturn
 
 import torch
-from jsonargparse import ArgumentParser
+from jsonargparse import ArgumentParser, Namespace
+from jsonargparse._link_arguments import skip_apply_links
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.cli import LightningArgumentParser
 from torch import nn
 
 from fl_lightning.aggregation import Aggregator
 from fl_lightning.datamodule import FederatedDataModule
+from fl_lightning.errors import ConfigurationError
 from fl_lightning.executors import Executor
 from fl_lightning.schedules import LRSchedule
 from fl_lightning.suggestions import nearest
@@ -42,9 +45,21 @@ class ConciseParser(LightningArgumentParser):
         names: list[str] = super().add_class_arguments(class_type, nested_key, *args, **kwargs)
         return names
 
+    def instantiate(self, *args: Any, **kwargs: Any) -> Any:
+        """Make the objects, and refuse callbacks that cannot be saved side by side."""
+        made = super().instantiate(*args, **kwargs)
+        # jsonargparse makes the objects of a subcommand with the parser of all of them
+        section = made.get(made.get("subcommand") or "") or made
+        callbacks = section.get("trainer.callbacks")
+        if isinstance(callbacks, list):
+            check_callbacks(callbacks, section.get("checkpoint"))
+        return made
+
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Print a short form of a parser's message to stderr and exit with status 2."""
-        print(f"error: {explain(message, ex, _settings(self), self.owner)}", file=sys.stderr)
+        # what a class of this project or of the user says about itself is better than what became of it on the way
+        own = next((" ".join(str(e).split()) for e in behind(ex) if isinstance(e, ConfigurationError)), None)
+        print(f"error: {own or explain(message, ex, _settings(self), self.owner)}", file=sys.stderr)
         sys.exit(2)
 
 
@@ -91,12 +106,101 @@ def explain(
             "is not YAML" if unreadable[1] == "Problems parsing" else "holds no settings such as 'model: ...'"
         )
         return f"config {path} {wrong}: {_one_line(unreadable[2])}"
+    if "'linked_targets'" in message:
+        # jsonargparse cannot give a function the settings that the data set decides
+        given = [f.f_locals["orig_val"] for f in _frames(error) if "orig_val" in f.f_locals]
+        path = next(
+            (value.get("class_path") if isinstance(value, dict | Namespace) else value for value in given), ""
+        )
+        return (
+            f"{setting}{path} is a function, not a class; name a class, such as a torch.nn.Module of your own that "
+            "calls it"
+        )
     value = re.search(r"Given value: (.*)", message, re.DOTALL)
     if value and "Subtypes: [" in message:
         listed = message.partition("Subtypes: [")[2].partition("]\n")[0]
         types = [_type_name(t) for t in re.findall(r"<class '[\w.]+'>|[\w.]+\[.*?\]|[\w.]+", listed)]
         return f"{setting}{_one_line(value[1])} is not valid; it takes {' or '.join(dict.fromkeys(types))}"
     return setting + _one_line(message.partition("Parser key")[2].partition(":")[2] if key else message)
+
+
+def given_settings(parser: ArgumentParser, arguments: Any) -> Namespace:
+    """What the command line and its files say themselves: no defaults, and no links between settings."""
+    with skip_apply_links():
+        given = parser.parse_args(arguments, defaults=False)
+    return given[given.subcommand] if given.get("subcommand") else given
+
+
+def check_settings(config: Namespace, given: Namespace) -> None:
+    """Refuse values that nothing behind the parser answers with one line, before anything is made of them.
+
+    Args:
+        config: The parsed settings of a subcommand.
+        given: Those that the user gave (:func:`given_settings`).
+
+    Raises:
+        ConfigurationError: A value is out of range, or another setting decides.
+    """
+    seed = config.seed_everything
+    # a bool is an int: true would draw a seed that the links to data and model never see
+    if isinstance(seed, bool) or not 0 <= seed < 2**32:
+        raise ConfigurationError(
+            f"seed_everything: {str(seed).lower()} must be a whole number from 0 to {2**32 - 1}"
+        )
+    data_seed = given.get("data.init_args.seed")
+    if data_seed is not None and data_seed != seed:
+        raise ConfigurationError(
+            f"data.init_args.seed: {data_seed} contradicts seed_everything: {seed}, which decides; leave it out and set "
+            "seed_everything"
+        )
+    if config.trainer.logger is True:
+        raise ConfigurationError(
+            "trainer.logger: true names no logger; use a class such as lightning.pytorch.loggers.WandbLogger, or false "
+            "(metrics.jsonl is written in any case)"
+        )
+    data = config.data
+    if data.class_path.rpartition(".")[2] == "FederatedDataModule" and not data.init_args.get("clients"):
+        raise ConfigurationError(
+            f"data: {data.class_path} has no clients; name a data set such as Digits, or a subclass of your own that "
+            "makes its clients"
+        )
+
+
+def check_callbacks(callbacks: Sequence[Any], checkpoint: Any = None) -> None:
+    """Refuse two callbacks whose states would be saved under one name.
+
+    Args:
+        callbacks: Those of the setting ``trainer.callbacks``.
+        checkpoint: The one that the setting ``checkpoint`` makes in every run.
+
+    Raises:
+        ConfigurationError: A callback with a state is given twice.
+    """
+    always = checkpoint.state_key if isinstance(checkpoint, Callback) else None
+    seen = {always}
+    for callback in callbacks:
+        stateful = type(callback).state_dict is not Callback.state_dict or (
+            type(callback).on_save_checkpoint is not Callback.on_save_checkpoint
+        )
+        if stateful and callback.state_key in seen:
+            remedy = (
+                "every run has one: set checkpoint.* instead" if callback.state_key == always else "keep one"
+            )
+            raise ConfigurationError(f"trainer.callbacks: {type(callback).__name__} is given twice; {remedy}")
+        seen.add(callback.state_key)
+
+
+def told(error: BaseException) -> str | None:
+    """The line of an exception that a user can act on; None where it is a defect that needs its traceback."""
+    for one in behind(error):
+        if isinstance(one, ConfigurationError | MisconfigurationException):
+            return " ".join(str(one).split())
+        missing = re.search(r"conditioned on metric `(.*?)` which is not available", str(one))
+        if missing:
+            logged = re.findall(r"`([^`]+)`", str(one))[2:]
+            among = ", ".join(logged) or "nothing yet"
+            return f"EarlyStopping.monitor: {missing[1]!r} is not logged; logged are {among}{nearest(missing[1], logged)}"
+    return None
 
 
 def _explain_unknown(setting: str, option: str, error: BaseException | None, list_all: bool) -> str:

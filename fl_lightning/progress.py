@@ -22,9 +22,9 @@ class RoundProgress(ProgressBar):
     """Shows the progress of a run by communication rounds.
 
     On a terminal it is one live line, refreshed ten times a second at most. Elsewhere (a pipe, a log file) it
-    is a plain line now and then, without control characters. It reads ``total_rounds`` (the trainer's
-    ``max_epochs`` where absent) and ``row`` (the metrics of the newest complete round) from the module, which
-    reports the local steps of a round to :meth:`local_step`.
+    is a plain line now and then, without control characters. The rounds to come are those of this fit: the
+    trainer's ``max_epochs``, whatever the run was planned for. It reads ``row`` (the metrics of the newest
+    complete round) from the module, which reports the local steps of a round to :meth:`local_step`.
 
     Args:
         every_n_seconds: Least time between two plain lines, >= 0.
@@ -175,8 +175,8 @@ class RoundProgress(ProgressBar):
         return f"round {done}/{_count(self._total_rounds())}"
 
     def _total_rounds(self) -> float:
-        total = getattr(self.trainer.lightning_module, "total_rounds", None) or self.trainer.max_epochs
-        return math.inf if total in (None, -1) else total
+        total = self.trainer.max_epochs
+        return math.inf if total is None or total == -1 else total
 
     def _metrics(self, row: Mapping[str, Any]) -> list[str]:
         shown = [f"loss {float(row['train/loss']):.4g}"] if "train/loss" in row else []

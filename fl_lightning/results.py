@@ -34,11 +34,13 @@ class RunFiles(L.Callback):
     Args:
         attempt: The run's folder.
         config: The resolved configuration as YAML.
+        rows_are_known: Whether a resumed run has the metrics of the rounds before, which are then checked.
     """
 
-    def __init__(self, attempt: Attempt | None, config: str) -> None:
+    def __init__(self, attempt: Attempt | None, config: str, rows_are_known: bool = True) -> None:
         self.attempt = attempt
         self.config = config
+        self.rows_are_known = rows_are_known
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Write ``config.yaml``, ``partition.json`` and ``policy.json``; on resume cut ``metrics.jsonl`` back."""
@@ -47,7 +49,7 @@ class RunFiles(L.Callback):
         if not trainer.global_step:
             print_policy(table)
         if self.attempt is not None:
-            if trainer.global_step:
+            if trainer.global_step and self.rows_are_known:
                 cut_back(self.attempt.metrics, trainer.global_step)
             self.attempt.result.unlink(missing_ok=True)  # of a shorter run that this one takes further
             write_text(self.attempt.config, self.config)

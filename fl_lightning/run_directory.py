@@ -5,13 +5,17 @@ finds its checkpoints. A fresh ``fit`` never touches an existing folder: it take
 ``...-s0.3``, ...
 """
 
+import fcntl
 import hashlib
 import importlib.metadata
 import json
+import os
 import platform
 import re
+import shutil
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +34,8 @@ __all__ = [
     "write_json",
     "write_text",
 ]
+
+_NUMBER = r"(?:\.([1-9][0-9]*))?"
 
 OUTSIDE_THE_HASH = frozenset(
     {
@@ -126,6 +132,33 @@ class Attempt:
         """The folder of ``last.ckpt`` and ``best.ckpt``."""
         return self.path / "checkpoints"
 
+    @contextmanager
+    def lock(self) -> Iterator[None]:
+        """Keep every other process from training in this folder; the system frees it when the process dies.
+
+        Raises:
+            ConfigurationError: Another process has it.
+        """
+        folder = os.open(self.path, os.O_RDONLY)
+        try:
+            try:
+                fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise ConfigurationError(
+                    f"ckpt_path: another process is training in {self.path}; wait for its end or stop it"
+                ) from error
+            except OSError:
+                pass  # some network file systems cannot lock a folder; a run there is still a run
+            yield
+        finally:
+            os.close(folder)
+
+    def discard(self) -> None:
+        """Remove the folder with all it holds, and ``runs/<name>`` where it is empty then."""
+        shutil.rmtree(self.path)
+        with suppress(OSError):  # other attempts are in it
+            self.path.parent.rmdir()
+
 
 @dataclass(frozen=True)
 class RunDirectory:
@@ -152,7 +185,7 @@ class RunDirectory:
                 number += 1
                 path = self.root / (self.stem if number == 1 else f"{self.stem}.{number}")
                 try:
-                    path.mkdir()
+                    path.mkdir(parents=True)  # a failed first attempt may just have removed the root
                 except FileExistsError:
                     continue
                 return Attempt(path)
@@ -166,6 +199,10 @@ class RunDirectory:
         """The attempt with the highest number, None where there is none yet."""
         attempts = self._attempts()
         return attempts[max(attempts)] if attempts else None
+
+    def owns(self, attempt: Attempt) -> bool:
+        """Whether an attempt, by the name of its folder, has this configuration and seed."""
+        return re.fullmatch(re.escape(self.stem) + _NUMBER, attempt.path.name) is not None
 
     def resolve_checkpoint(self, ckpt_path: str) -> Path:
         """Find the file that ``--ckpt_path`` means.
@@ -197,7 +234,7 @@ class RunDirectory:
         return path
 
     def _attempts(self) -> dict[int, Attempt]:
-        pattern = re.compile(re.escape(self.stem) + r"(?:\.([1-9][0-9]*))?")
+        pattern = re.compile(re.escape(self.stem) + _NUMBER)
         folders = [path for path in self.root.iterdir() if path.is_dir()] if self.root.is_dir() else []
         matches = ((pattern.fullmatch(path.name), path) for path in folders)
         return {int(match[1] or 1): Attempt(path) for match, path in matches if match}

@@ -25,6 +25,10 @@ def partition(name, **settings):
     return {"data.init_args.partition": {"class_path": name, "init_args": settings}}
 
 
+def server(name, **settings):
+    return {"model.server_optimizer": {"class_path": name, "init_args": settings}}
+
+
 # (arguments or changes of the YAML, words that the message must hold)
 TABLE = {
     "unknown setting": ("--model.local_step 3", ["'model.local_step'", "did you mean model.local_steps"]),
@@ -124,6 +128,67 @@ TABLE = {
         {"model.client_lr_schedule": {"class_path": "MultiStep", "init_args": {"milestones": [1.5]}}},
         ["milestones: 1.5", "fraction in (0, 1)"],
     ),
+    "no seed": ("--seed_everything false", ["seed: False", "a whole number"]),
+    "any seed": ("--seed_everything true", ["seed: True", "a whole number"]),
+    "negative seed": ("--seed_everything -1", ["seed_everything: -1", "from 0 to 4294967295"]),
+    "negative learning rate of the server": (
+        server("SGD", lr=-1),
+        ["server_optimizer", "learning rate: -1.0", "SGD(lr=1)"],
+    ),
+    "Nesterov without momentum at the server": (
+        server("SGD", lr=1, nesterov=True),
+        ["server_optimizer: Nesterov", "SGD(lr=1)"],
+    ),
+    "server optimizer that needs a closure": (server("LBFGS"), ["server_optimizer: LBFGS", "closure"]),
+    "server optimizer of sparse gradients": (server("SparseAdam"), ["server_optimizer: SparseAdam", "dense"]),
+    "server optimizer of matrices": (server("Muon"), ["server_optimizer: Muon", "2D"]),
+    "server optimizer of relative steps": (server("Adafactor"), ["server_optimizer: Adafactor", "Adam"]),
+    "any logger": ("--trainer.logger true", ["trainer.logger: true", "loggers.WandbLogger", "or false"]),
+    "overfitting batches": ("--trainer.overfit_batches 1", ["trainer.overfit_batches: 1", "max_epochs"]),
+    "no batches": ("--trainer.limit_train_batches 0", ["trainer.limit_train_batches: 0", "max_epochs"]),
+    "half a batch": ("--trainer.limit_train_batches 0.5", ["trainer.limit_train_batches: 0.5", "max_epochs"]),
+    "callback given twice": (
+        {
+            "trainer.callbacks": [{"class_path": "MaintainedMomentum"}] * 2,
+            **optimizer("SGD", lr=0.1, momentum=0.9),
+        },
+        ["trainer.callbacks: MaintainedMomentum is given twice"],
+    ),
+    "second checkpoint of rounds": (
+        callback("RoundCheckpoint"),
+        ["trainer.callbacks: RoundCheckpoint is given twice", "set checkpoint.*"],
+    ),
+    "data without clients": (
+        {"data": {"class_path": "fl_lightning.FederatedDataModule"}},
+        ["data: ", "FederatedDataModule has no clients", "Digits"],
+    ),
+    "misspelt loss": ("--model.loss CrossEntropyLos", ["model.loss", "did you mean CrossEntropyLoss"]),
+    "function for a model": (
+        "--model.model torchvision.models.resnet18",
+        ["model.model: torchvision.models.resnet18 is a function", "name a class"],
+    ),
+    "function for a model in YAML": (
+        {"model.model": {"class_path": "torchvision.models.resnet18"}},
+        ["model.model: torchvision.models.resnet18 is a function", "name a class"],
+    ),
+    "misspelt hook": (callback("misspelt.A"), ["A.on_rond_start", "did you mean on_round_start"]),
+    "misspelt hook on the command line": (
+        "--trainer.callbacks+=misspelt.A",
+        ["A.on_rond_start", "did you mean on_round_start"],
+    ),
+    "seed of the data": ("--data.seed 5", ["data.init_args.seed: 5", "seed_everything: 0, which decides"]),
+    "seed of the data in YAML": (
+        {"data.init_args.seed": 0, "seed_everything": 3},
+        ["data.init_args.seed: 0", "seed_everything: 3, which decides"],
+    ),
+    "other classes than the data": (
+        "--model.model.init_args.num_classes 5",
+        ["model.model.init_args.num_classes: 5", "its num_classes is 10"],
+    ),
+    "default channels that the data do not have": (
+        {"model.model.init_args": {"in_channels": 3}},
+        ["model.model.init_args.in_channels: 3", "its in_channels is 1"],
+    ),
     "unknown parameter group": ({"model.parameter_groups": {"bn": {"lr": 0.1}}}, ["'bn'", "batch_norm"]),
 }
 
@@ -144,6 +209,11 @@ def message_of(capsys, call):
 def test_mistake_is_one_line_that_names_it_and_leaves_nothing(given, words, capsys, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     Path("broken.py").write_text("import not_installed\n")
+    Path("misspelt.py").write_text(
+        "from fl_lightning import FederatedCallback\n"
+        "class A(FederatedCallback):\n"
+        "    def on_rond_start(self): ...\n"
+    )
     write_config(given if isinstance(given, dict) else {})
     message = message_of(capsys, lambda: run(*(given.split() if isinstance(given, str) else ())))
     for word in words:
@@ -158,6 +228,55 @@ def test_configuration_file_that_is_missing_or_no_settings_is_named(capsys):
         message = message_of(capsys, lambda: main(["fit", "--config", "odd.yaml"]))
         assert "config odd.yaml" in message
         assert words in message
+
+
+def test_early_stopping_on_a_misspelt_metric_lists_what_is_logged_and_keeps_the_finished_round(capsys):
+    write_config({**callback("EarlyStopping", monitor="val/losss"), "trainer.check_val_every_n_epoch": 1})
+    message = message_of(capsys, run)
+    for words in (
+        "EarlyStopping.monitor: 'val/losss'",
+        "val/accuracy",
+        "train/loss",
+        "did you mean val/loss",
+    ):
+        assert words in message
+    (folder,) = Path("runs/tiny").iterdir()
+    assert [json.loads(line)["round"] for line in (folder / "metrics.jsonl").read_text().splitlines()] == [
+        0,
+        1,
+    ]
+    assert not (folder / "result.json").exists()
+
+
+def test_settings_that_agree_with_what_decides_them_are_taken():
+    write_config({"data.init_args.seed": 3, "model.model.init_args": {"num_classes": 10, "in_channels": 1}})
+    plain, given = (
+        run("--seed_everything", 3, config=write_config(path="plain.yaml")),
+        run("--seed_everything", 3),
+    )
+    assert plain.attempt.path.name.partition("-s")[0] == given.attempt.path.name.partition("-s")[0]
+    assert given.datamodule.seed == given.model.seed == 3
+
+
+def test_a_model_setting_that_the_data_do_not_decide_is_the_users(capsys, tmp_path, monkeypatch):
+    Path("silent.py").write_text(
+        "from datamodules import Digits\nclass Silent(Digits):\n    num_classes = None\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    message = message_of(capsys, lambda: run("--data.class_path", "silent.Silent"))
+    assert "set model.model.init_args.num_classes, or num_classes in the data module" in message
+    settings = ("--data.class_path", "silent.Silent", "--model.model.init_args.num_classes", 12)
+    assert run(*settings).model.model.state_dict().popitem()[1].shape == (12,)
+
+
+@pytest.mark.parametrize("name", ["CrossEntropyLoss", "torch.nn.CrossEntropyLoss"])
+def test_losses_of_torch_are_known_by_their_names(name):
+    loss = run("--model.loss", name, "--model.loss.label_smoothing", 0.1).model.loss
+    assert (type(loss).__name__, loss.label_smoothing) == ("CrossEntropyLoss", 0.1)
+
+
+def test_a_loss_may_be_a_function():
+    assert run("--model.loss", "torch.nn.functional.cross_entropy").model.loss.__name__ == "cross_entropy"
 
 
 @pytest.mark.parametrize("command", ["validate", "test", "predict"])

@@ -107,12 +107,34 @@ def test_the_bias_group_holds_every_bias_but_those_of_bn():
     ("groups", "named"),
     [
         ({"bn": {"lr": 0.1}}, "unknown group 'bn'"),
+        ({"bias": {"lr_scale": -1}}, "parameter_groups.bias.lr_scale: -1 must be at least 0"),
+        ({"bias": {"lr": -1}}, r"parameter_groups.bias \(lr: -1\): Invalid learning rate"),
+        ({"scalars": {"momentum": -0.5}}, r"parameter_groups.scalars \(momentum: -0.5\): Invalid momentum"),
         ({"batch_norm": {"wd": 0.1}}, "parameter_groups.batch_norm.wd: SGD has no such setting"),
     ],
 )
-def test_an_unknown_parameter_group_or_setting_is_named(groups, named):
+def test_a_parameter_group_setting_that_is_unknown_or_out_of_range_is_named(groups, named):
     with pytest.raises(ConfigurationError, match=named):
         FederatedModule(small_cnn(), SGD, local_steps=1, parameter_groups=groups)
+
+
+@pytest.mark.parametrize("name", ["Adafactor", "Muon", "LBFGS", "SparseAdam"])
+def test_an_optimizer_that_cannot_step_a_pseudo_gradient_is_refused_at_the_server(name):
+    with pytest.raises(ConfigurationError, match=f"server_optimizer: {name}"):
+        FederatedModule(small_cnn(), SGD, getattr(torch.optim, name), local_steps=1)
+
+
+def test_a_muon_is_refused_where_every_parameter_is_a_matrix_too():
+    with pytest.raises(ConfigurationError, match="server_optimizer: Muon"):
+        FederatedModule(nn.Linear(2, 3, bias=False), SGD, torch.optim.Muon, local_steps=1)
+
+
+@pytest.mark.parametrize("name", ["SGD", "Adam", "AdamW", "Adagrad", "RMSprop"])
+def test_the_trial_step_of_a_server_optimizer_leaves_the_model_as_it_is(name):
+    model = small_cnn()
+    before = [p.detach().clone() for p in model.parameters()]
+    FederatedModule(model, SGD, partial(getattr(torch.optim, name), weight_decay=0.1), local_steps=1)
+    assert all(torch.equal(p, b) and p.grad is None for p, b in zip(model.parameters(), before, strict=True))
 
 
 def test_a_milestone_round_still_has_the_old_rate():

@@ -5,9 +5,10 @@ import re
 import pytest
 import torch
 from helpers import SGD, blobs, fit, small_cnn
+from lightning.pytorch.callbacks import EarlyStopping
 from lightning.pytorch.loggers.logger import DummyLogger
 
-from fl_lightning import ConfigurationError, FederatedCallback, FederatedModule
+from fl_lightning import ConfigurationError, FederatedCallback, FederatedDataModule, FederatedModule
 from fl_lightning.models import FBNCNN
 
 OURS = [
@@ -140,6 +141,21 @@ def test_a_misspelt_hook_fails_when_the_class_is_made_and_names_the_near_one(nam
         type("Mine", (FederatedCallback,), {name: lambda self, *args: None})
 
 
+@pytest.mark.parametrize("mixin_first", [True, False])
+def test_a_misspelt_hook_in_a_mixin_fails_when_the_class_is_made(mixin_first):
+    mixin = type("M", (), {"on_rond_start": lambda self, *args: None})
+    bases = (mixin, FederatedCallback) if mixin_first else (FederatedCallback, mixin)
+    with pytest.raises(
+        ConfigurationError, match=r"M\.on_rond_start is not a hook.*did you mean on_round_start"
+    ):
+        type("Mine", bases, {})
+
+
+def test_mixins_with_real_hooks_and_callbacks_of_lightning_are_no_misspellings():
+    mixin = type("M", (), {"on_round_start": lambda self, *args: None, "helper": 1})
+    type("Mine", (mixin, FederatedCallback, EarlyStopping), {"on_train_start": lambda self, *args: None})
+
+
 def test_hooks_of_lightning_and_of_a_base_class_are_no_misspellings():
     base = type("Base", (FederatedCallback,), {"on_train_start": lambda self, *args: None, "helper": 1})
     type("Derived", (base,), {"on_train_start": lambda self, *args: None})
@@ -199,6 +215,21 @@ def test_a_fast_dev_run_is_one_whole_round():
     trainer = fitted(9, [callback], fast_dev_run=True, limit_val_batches=1.0).trainer
     assert trainer.global_step == 1
     assert calls.count("on_round_end") == calls.count("on_validation_end") == 1
+
+
+def test_data_without_clients_are_refused():
+    module = FederatedModule(small_cnn(), SGD, local_steps=1)
+    with pytest.raises(ConfigurationError, match="data: FederatedDataModule has no clients"):
+        fit(module, FederatedDataModule(), 1)
+
+
+@pytest.mark.parametrize(
+    "setting", [{"overfit_batches": 1}, {"limit_train_batches": 0}, {"limit_train_batches": 0.5}]
+)
+def test_parts_of_a_round_are_refused(setting):
+    ((name, value),) = setting.items()
+    with pytest.raises(ConfigurationError, match=rf"trainer\.{name}: {value} means nothing"):
+        fitted(1, **setting)
 
 
 def test_a_run_without_a_number_of_rounds_is_refused():

@@ -112,7 +112,7 @@ def test_half_written_last_line_is_left_out_wherever_it_was_cut(tmp_path, lost):
     path.write_bytes(content[:-lost])
     whole = 3 if lost == 1 else 2 if lost <= len(content.splitlines(keepends=True)[-1]) + 1 else 1
     assert [row["round"] for row in read_rows(path)] == list(range(whole))
-    cut_back(path, 9)
+    cut_back(path, whole - 1)
     assert path.read_bytes() == b"".join(content.splitlines(keepends=True)[:whole])
 
 
@@ -128,9 +128,26 @@ def test_cut_back_and_the_rounds_computed_again_give_the_uninterrupted_file(tmp_
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["metrics.jsonl", "whole"]
 
 
-def test_cut_back_of_a_missing_file_does_nothing(tmp_path):
-    cut_back(tmp_path / "metrics.jsonl", 3)
+@pytest.mark.parametrize(("rounds", "missing"), [([], 3), ([0, 1, 2], 3), ([0, 2, 3], 1), ([0, 4], 1)])
+def test_cut_back_refuses_rows_that_do_not_reach_the_checkpoint_and_leaves_them(tmp_path, rounds, missing):
+    path = write(tmp_path, rounds)
+    path.touch()
+    before = path.read_bytes()
+    with pytest.raises(ConfigurationError, match=rf"has no row of round {missing}, .* of round 3; restore"):
+        cut_back(path, 3)
+    assert path.read_bytes() == before
+
+
+def test_cut_back_of_a_missing_file_is_an_error_that_names_it(tmp_path):
+    with pytest.raises(ConfigurationError, match=r"metrics\.jsonl does not exist"):
+        cut_back(tmp_path / "metrics.jsonl", 3)
     assert not any(tmp_path.iterdir())
+
+
+def test_rows_may_start_at_a_later_round(tmp_path):
+    path = write(tmp_path, [5, 6, 7])
+    cut_back(path, 6)
+    assert [row["round"] for row in read_rows(path)] == [5, 6]
 
 
 def test_damaged_line_in_the_middle_is_named(tmp_path):

@@ -80,9 +80,17 @@ def test_pipe_gets_plain_lines_that_pair_each_round_with_its_own_row(tmp_path, c
 
 
 def test_pipe_gets_the_last_round_alone_from_a_short_run(tmp_path, capsys):
-    start(tmp_path, RoundProgress(), module=Rounds(total_rounds=7))
+    start(tmp_path, RoundProgress())
     (line,) = capsys.readouterr().out.splitlines()
-    assert line.startswith("round 5/7  loss 0.2  ")
+    assert line.startswith("round 5/5  loss 0.2  ")
+
+
+@pytest.mark.parametrize("planned", [3, 11520])
+def test_rounds_to_come_are_those_of_this_fit_and_not_of_the_plan(tmp_path, capsys, planned):
+    start(tmp_path, RoundProgress(), module=Rounds(total_rounds=planned), rounds=4)
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith("round 4/4  ")
+    assert "in 0:0" in line
 
 
 def test_time_left_counts_only_the_rounds_of_this_fit(tmp_path, capsys, monkeypatch):

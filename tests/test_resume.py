@@ -9,10 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from command_line import attempts, rows, run, write_config
 
 from fl_lightning.checkpointing import AtomicCheckpointIO
 from fl_lightning.cli import main
+from fl_lightning.module import FederatedModule
 from fl_lightning.run_directory import Attempt
 
 # children start from a process that has imported everything, so that many kills are affordable
@@ -61,6 +63,22 @@ def kill_and_resume(arguments, moments, kills, rounds):
     process = start_or_resume(arguments)
     process.join()
     assert process.exitcode == 0, Path("log.txt").read_text()
+
+
+def contents(attempt):
+    return {path: path.read_bytes() for path in attempt.path.rglob("*") if path.is_file()}
+
+
+def refused(capsys, *arguments, command="fit"):
+    """The one line of a command that is refused."""
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as stop:
+        run(*arguments, command=command)
+    message = capsys.readouterr().err
+    assert stop.value.code == 2
+    assert message.startswith("error: ")
+    assert message.count("\n") == 1
+    return message
 
 
 def same(first, second):
@@ -170,22 +188,178 @@ def test_resuming_a_finished_run_changes_neither_rows_nor_result():
     assert json.loads(attempt.result.read_text()) == result
 
 
-def test_checkpoint_by_its_path_resumes_its_own_run_under_other_settings():
+def test_checkpoint_by_its_path_goes_on_in_its_own_folder_under_the_same_settings():
     attempt = run("--trainer.max_epochs", 2).attempt
-    path = attempt.checkpoints / "last.ckpt"
-    again = run("--ckpt_path", path, "--trainer.max_epochs", 3, "--model.weighting", "uniform").attempt
+    again = run("--ckpt_path", attempt.checkpoints / "last.ckpt", "--trainer.max_epochs", 3).attempt
     assert again.path.samefile(attempt.path)
     assert [row["round"] for row in rows(attempt)] == [0, 1, 2, 3]
 
 
-def test_failure_while_resuming_never_removes_the_run(capsys):
-    attempt = run("--trainer.max_epochs", 2).attempt
-    attempt.metrics.unlink()
-    path = attempt.checkpoints / "last.ckpt"
+@pytest.mark.parametrize(
+    "change",
+    [
+        ("--seed_everything", 3),
+        ("--model.client_optimizer.init_args.lr", 0.01),
+        ("--model.server_optimizer", "SGD", "--model.server_optimizer.init_args.lr", 0.5),
+    ],
+)
+def test_resume_under_other_settings_is_a_new_attempt_of_its_own_configuration(change, capsys):
+    monitor = ("--checkpoint.monitor", "val/accuracy")
+    source = run("--trainer.max_epochs", 2, *monitor).attempt
+    before = contents(source)
+    capsys.readouterr()
+    cli = run("--ckpt_path", source.checkpoints / "last.ckpt", "--trainer.max_epochs", 4, *monitor, *change)
+    new = cli.attempt
+    assert contents(source) == before
+    assert (
+        f"new attempt {new.path} goes on from round 2 of {source.path.resolve()}" in capsys.readouterr().out
+    )
+    assert new.path.name == cli.directory.stem != source.path.name
+    assert [row["round"] for row in rows(new)] == [0, 1, 2, 3, 4]
+    assert rows(new)[:3] == rows(source)
+    assert yaml.safe_load(new.config.read_text())["seed_everything"] == cli.model.seed
+    assert Path(cli.trainer.checkpoint_callback.best_model_path).samefile(new.checkpoints / "best.ckpt")
+    if "--model.server_optimizer" in change:
+        assert cli.trainer.optimizers[0].param_groups[0]["lr"] == 0.5
+    assert run("--ckpt_path", "last", "--trainer.max_epochs", 5, *monitor, *change).attempt.path.samefile(
+        new.path
+    )
+    assert [row["round"] for row in rows(new)] == [0, 1, 2, 3, 4, 5]
+
+
+def test_resume_from_an_older_checkpoint_is_a_new_attempt_whose_rows_have_no_hole():
+    write_config({"trainer.check_val_every_n_epoch": 1})
+    monitor = ("--checkpoint.monitor", "val/loss", "--checkpoint.mode", "max")  # best is an early round
+    source = run("--trainer.max_epochs", 5, *monitor).attempt
+    best = AtomicCheckpointIO().load_checkpoint(source.checkpoints / "best.ckpt")["global_step"]
+    assert best < 5
+    before = contents(source)
+    process = start("--ckpt_path", "best", "--trainer.max_epochs", "1000000", *monitor)
+    written = rows_written()
+    while process.is_alive() and rows_written() < written + best + 3:
+        time.sleep(0.01)
+    assert process.is_alive(), Path("log.txt").read_text()
+    kill(process)
+    assert contents(source) == before
+    new = run("--ckpt_path", "last", "--trainer.max_epochs", 7, *monitor).attempt
+    assert new.path.name == f"{source.path.name}.2"
+    assert [row["round"] for row in rows(new)] == list(range(8))
+    assert rows(new)[:6] == rows(source)
+    assert contents(source) == before
+    assert "older than its last.ckpt" in Path("log.txt").read_text()
+
+
+def test_older_checkpoint_goes_on_in_a_new_attempt_even_when_the_run_already_ends_there():
+    source = run("--trainer.max_epochs", 2).attempt
+    old = source.checkpoints / "old.ckpt"
+    shutil.copy(source.checkpoints / "last.ckpt", old)
+    run("--ckpt_path", "last")
+    new = run("--ckpt_path", old).attempt
+    assert new.path.name == f"{source.path.name}.2"
+    assert rows(new) == rows(source)
+
+
+def test_failed_resume_in_a_new_attempt_leaves_only_the_old_one(capsys):
+    source = run("--trainer.max_epochs", 2).attempt
+    path = source.checkpoints / "last.ckpt"
     with pytest.raises(SystemExit):
         run("--ckpt_path", path, "--trainer.max_epochs", 3, "--model.client_optimizer.init_args.lr", "1e30")
     assert "not finite" in capsys.readouterr().err
-    assert path.exists()
+    assert attempts() == [source.path.name]
+
+
+def test_checkpoint_outside_a_run_starts_an_attempt_that_says_where_its_rows_begin(capsys):
+    source = run("--trainer.max_epochs", 2).attempt
+    shutil.copy(source.checkpoints / "last.ckpt", "copy.ckpt")
+    new = run("--ckpt_path", "copy.ckpt", "--trainer.max_epochs", 3).attempt
+    assert "starts at round 3, and so does its metrics.jsonl: copy.ckpt lies in no" in capsys.readouterr().out
+    run("--ckpt_path", "last", "--trainer.max_epochs", 4)
+    assert [row["round"] for row in rows(new)] == [3, 4]
+
+
+@pytest.mark.parametrize("change", [(), ("--seed_everything", 3)])
+def test_resume_of_a_run_whose_rows_are_gone_is_refused(change, capsys):
+    source = run("--trainer.max_epochs", 2).attempt
+    path = source.checkpoints / "last.ckpt"
+    lines = source.metrics.read_text().splitlines(keepends=True)
+    source.metrics.write_text("".join(lines[:2]))
+    for words in ("has no row of round 2, but the checkpoint is of round 2", "does not exist"):
+        before = contents(source)
+        assert words in refused(capsys, "--ckpt_path", path, "--trainer.max_epochs", 3, *change)
+        assert contents(source) == before
+        assert attempts() == [source.path.name]
+        source.metrics.unlink(missing_ok=True)
+
+
+def test_second_resume_of_an_attempt_at_the_same_time_is_refused(capsys):
+    source = run("--trainer.max_epochs", 2).attempt
+    resume = ("--ckpt_path", "last", "--trainer.max_epochs")
+    process = start(*resume, "1000000", "--checkpoint.every_n_seconds", "null")
+    while process.is_alive() and rows_written() < 6:
+        time.sleep(0.01)
+    try:
+        message = refused(capsys, *resume, 9)
+        assert process.is_alive(), Path("log.txt").read_text()
+    finally:
+        kill(process)
+    assert f"another process is training in {source.path.resolve()}" in message
+    run(*resume, 4)
+    assert [row["round"] for row in rows(source)] == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("command", ["fit", "test"])
+def test_file_that_is_no_checkpoint_of_a_run_is_one_line(command, capsys):
+    source = run("--trainer.max_epochs", 1).attempt
+    whole = source.checkpoints / "last.ckpt"
+    weights = AtomicCheckpointIO().load_checkpoint(whole)["state_dict"]
+    Path("half.ckpt").write_bytes(whole.read_bytes()[:5000])
+    Path("text.ckpt").write_text("model")
+    torch.save(weights, "bare.ckpt")
+    torch.save({"state_dict": weights}, "weights.ckpt")
+    for name, words in {
+        "half": "half.ckpt is truncated or unreadable (5,000 bytes)",
+        "text": "text.ckpt is truncated or unreadable (5 bytes)",
+        "bare": "bare.ckpt is not one of a run: it has no state_dict, global_step, pytorch-lightning_version",
+        "weights": "weights.ckpt is not one of a run: it has no global_step, pytorch-lightning_version",
+    }.items():
+        assert words in refused(capsys, "--ckpt_path", f"{name}.ckpt", command=command)
+    write_config({"trainer.callbacks": []})
+    options = ("--ckpt_path", whole, "--model.model.init_args.norm")
+    assert "does not fit model.model LeNet" in refused(capsys, *options, "gn", command=command)
+    assert attempts() == [source.path.name]
+
+
+def test_resume_with_another_server_optimizer_is_refused(capsys):
+    source = run("--trainer.max_epochs", 1).attempt
+    adam = ("--model.server_optimizer", "Adam")
+    message = refused(capsys, "--ckpt_path", source.checkpoints / "last.ckpt", *adam)
+    assert "server_optimizer Adam but with one that has dampening, momentum, nesterov" in message
+    assert attempts() == [source.path.name]
+
+
+@pytest.mark.parametrize("split", ["val", "test"])
+def test_result_without_an_evaluation_is_written(split):
+    attempt = run(f"--trainer.limit_{split}_batches", 0).attempt
+    names = {name.partition("/")[0] for name in json.loads(attempt.result.read_text()) if "/" in name}
+    assert names == {"val", "test"} - {split}
+
+
+def test_failure_in_the_first_round_leaves_no_parent_folder(capsys):
+    assert "not finite" in refused(capsys, "--model.client_optimizer.init_args.lr", "1e30")
+    assert list(Path("runs").iterdir()) == []
+
+
+def refuse_round(self):
+    raise RuntimeError("stop here")
+
+
+def test_failure_while_resuming_never_removes_the_run(monkeypatch):
+    attempt = run("--trainer.max_epochs", 2).attempt
+    monkeypatch.setattr(FederatedModule, "start_round", refuse_round)
+    with pytest.raises(RuntimeError, match="stop here"):
+        run("--ckpt_path", "last", "--trainer.max_epochs", 3)
+    assert (attempt.checkpoints / "last.ckpt").exists()
+    assert [row["round"] for row in rows(attempt)] == [0, 1, 2]
 
 
 def test_model_checkpoint_of_lightning_keeps_the_best_rounds():
@@ -209,6 +383,15 @@ def test_model_checkpoint_of_lightning_keeps_the_best_rounds():
         assert (
             AtomicCheckpointIO().load_checkpoint(attempt.checkpoints / f"step={r}.ckpt")["global_step"] == r
         )
+
+
+def test_checkpoints_of_lightning_stay_in_the_run_beside_a_logger_with_a_folder_of_its_own():
+    keeper = {"class_path": "lightning.pytorch.callbacks.ModelCheckpoint"}
+    logger = {"class_path": "lightning.pytorch.loggers.CSVLogger", "init_args": {"save_dir": "elsewhere"}}
+    write_config({"trainer.callbacks": [keeper], "trainer.logger": [logger]})
+    attempt = run().attempt
+    assert {path.name for path in attempt.checkpoints.iterdir()} == {"last.ckpt", "epoch=3-step=4.ckpt"}
+    assert list(Path("elsewhere").rglob("*.ckpt")) == []
 
 
 def test_early_stopping_of_lightning_stops_at_the_round_of_an_evaluation():

@@ -164,6 +164,47 @@ def test_taken_folder_makes_the_attempt_try_the_next(run, monkeypatch):
     assert (first.path.name, second.path.name) == ("0123abcd-s0", "0123abcd-s0.2")
 
 
+def test_attempt_that_is_locked_says_so_and_is_free_again_after_it(run):
+    attempt = run.new_attempt()
+    with attempt.lock():
+        with pytest.raises(ConfigurationError, match=r"another process is training in .*0123abcd-s0; wait"):
+            attempt.lock().__enter__()
+        with run.new_attempt().lock():
+            pass
+    with attempt.lock():
+        assert list(attempt.path.iterdir()) == []
+
+
+def test_lock_is_free_when_its_process_was_killed(run):
+    attempt = run.new_attempt()
+    code = (
+        "import os, sys; from pathlib import Path; from fl_lightning.run_directory import Attempt\n"
+        "with Attempt(Path(sys.argv[1])).lock(): os.kill(os.getpid(), 9)\n"
+    )
+    killed = subprocess.run([sys.executable, "-c", code, attempt.path], check=False)
+    assert killed.returncode == -9
+    with attempt.lock():
+        pass
+
+
+def test_discarded_attempt_takes_its_empty_parent_along_and_no_other_attempt(run):
+    first, second = run.new_attempt(), run.new_attempt()
+    add_checkpoint(second)
+    second.discard()
+    assert list(run.root.iterdir()) == [first.path]
+    first.discard()
+    assert not run.root.exists()
+    assert run.root.parent.is_dir()
+
+
+@pytest.mark.parametrize(
+    ("name", "owned"),
+    [("0123abcd-s0", True), ("0123abcd-s0.12", True), ("0123abcd-s01", False), ("0123abcd-s3", False)],
+)
+def test_run_owns_the_attempts_of_its_configuration_and_seed(run, name, owned):
+    assert run.owns(Attempt(run.root.parent / "other" / name)) is owned
+
+
 def test_root_that_cannot_be_made_is_named(tmp_path):
     (tmp_path / "runs").touch()
     with pytest.raises(ConfigurationError, match=r"runs/x/abc-s0 cannot be created: Not a directory"):
