@@ -40,6 +40,9 @@ class FederatedCallback(L.Callback):
     Every tensor of the cohort has the client axis first. What a method remembers about clients between rounds belongs
     in its ``state_dict()``, as plain tensors and numbers keyed by client id: then a resumed run is exact.
 
+    Before each hook torch's global generator is seeded from (seed, class, hook, round, step): what a hook draws with
+    ``torch.rand`` and its like depends on neither the executor nor on earlier draws, and is the same after a resume.
+
     A hook name that does not exist (``on_rond_start``) is an error when the class is made, in a mixin too.
     """
 

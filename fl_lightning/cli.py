@@ -1,22 +1,13 @@
-"""The command line: LightningCLI with the shipped callbacks, data sets and models known by their bare names."""
+"""The command line: the shipped callbacks, data sets and models are known by their bare names."""
 
 import logging
 import signal
 import sys
 import warnings
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-import yaml
-from jsonargparse import Namespace
-from jsonargparse.typing import PositiveInt
-from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint, ProgressBar
-from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 import fl_lightning
@@ -24,18 +15,11 @@ import fl_lightning.aggregation
 import fl_lightning.executors
 import fl_lightning.models
 import fl_lightning.schedules  # imported so that bare class names resolve in YAML
-from fl_lightning.atomic import atomic_write
-from fl_lightning.checkpoint_io import check_model, check_optimizer, load_run
-from fl_lightning.checkpointing import AtomicCheckpointIO, RoundCheckpoint
 from fl_lightning.datamodule import FederatedDataModule
 from fl_lightning.errors import ConfigurationError
-from fl_lightning.interruption import FinishRound
-from fl_lightning.metrics_log import JSONLinesLogger, lines_until, read_rows
+from fl_lightning.federated_cli import FederatedCLI
 from fl_lightning.module import FederatedModule
-from fl_lightning.parser import ConciseParser, check_settings, given_settings, told
-from fl_lightning.progress import RoundProgress
-from fl_lightning.results import RunFiles, collect_result, print_result, write_predictions
-from fl_lightning.run_directory import Attempt, RunDirectory, attempt_of, config_hash, write_json, write_text
+from fl_lightning.parser import ConciseParser, told
 
 _HOME = Path(fl_lightning.__file__).resolve().parent.parent
 
@@ -48,291 +32,6 @@ _TRAINER_DEFAULTS: dict[str, Any] = {
     "log_every_n_steps": 1,
     "enable_model_summary": False,
 }
-_HASHED = ("model", "data", "trainer")
-_MODEL_LINKS = ("num_classes", "in_channels", "image_size")
-
-
-class FederatedCLI(LightningCLI):
-    """Adds to LightningCLI the run directory, checkpoints of whole rounds and the result table."""
-
-    attempt: Attempt | None = None
-    interruption: FinishRound
-    is_new_attempt = False
-    given: Namespace
-    resumed_round = 0
-    checkpoint: dict[str, Any] | None = None
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        with ExitStack() as self.held:  # a folder is free for the next run as soon as this one ends
-            super().__init__(*args, **kwargs)
-
-    def _parse_ckpt_path(self) -> None:
-        """Nothing: Lightning would look for settings in the checkpoint, which has none, before it is checked."""
-
-    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """Add the run's name, its checkpoints and the links between data and model."""
-        parser.add_argument(
-            "--name", type=str | None, default=None, help="runs/NAME/... (default: the YAML's name)"
-        )
-        parser.add_argument("--run_root", type=str, default="runs", help="the folder of all runs")
-        parser.add_argument(
-            "--threads", type=PositiveInt | None, default=None, help="CPU threads (default: torch's choice)"
-        )
-        parser.add_lightning_class_args(RoundCheckpoint, "checkpoint")
-        parser.link_arguments("seed_everything", "model.seed")
-        parser.link_arguments("seed_everything", "data.init_args.seed")
-        for name in _MODEL_LINKS:
-            parser.link_arguments(
-                f"data.{name}", f"model.model.init_args.{name}", self._decide(name), apply_on="instantiate"
-            )
-
-    def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
-        """Read the settings, and refuse those that another setting or the data set decides."""
-        super().parse_arguments(parser, args)
-        self.given = given_settings(parser, args)
-        check_settings(self.config[self.config.subcommand], self.given)
-
-    def _decide(self, name: str) -> Callable[[Any], Any]:
-        """What a setting of the model that is linked to the data set becomes: a link alone would ignore what is given."""
-
-        def of_data(value: Any) -> Any:
-            setting = f"model.model.init_args.{name}"
-            given = self.given.get(setting)
-            if value is None:
-                # only a model with this setting has a default; one whose default is None does without
-                default = self.config[self.config.subcommand].get(setting)
-                if given is None and default is not None:
-                    raise ConfigurationError(
-                        f"{setting}: the data set does not say its {name}; set {setting}, or {name} in the data module"
-                    )
-                return given
-            if given is not None and given != value:
-                raise ConfigurationError(
-                    f"{setting}: {given} contradicts the data set, which decides: its {name} is {value}; leave it out"
-                )
-            return value
-
-        return of_data
-
-    def before_instantiate_classes(self) -> None:
-        """Find out where the run lives, before any logger exists."""
-        self.interruption = FinishRound()
-        config = self.config[self.subcommand]
-        if config.threads is not None:
-            torch.set_num_threads(config.threads)
-        stem = Path(config.config[-1].relative).stem if config.get("config") else "run"
-        config.name = config.name or stem  # saved too: the saved configuration runs beside this run
-        self.config_yaml = self._parser(self.subcommand).dump(config, "yaml", False)  # False keeps nulls
-        resolved = {key: value for key, value in yaml.safe_load(self.config_yaml).items() if key in _HASHED}
-        self.directory = RunDirectory(
-            Path(config.run_root) / config.name, f"{config_hash(resolved)}-s{config.seed_everything}"
-        )
-        if config.ckpt_path:
-            config.ckpt_path = str(self.directory.resolve_checkpoint(config.ckpt_path))
-            self.checkpoint = load_run(config.ckpt_path, config.get("weights_only"))
-        elif self.subcommand != "fit":
-            raise ConfigurationError(
-                f"ckpt_path: {self.subcommand} needs a trained model; use --ckpt_path last or a file"
-            )
-
-    def instantiate_trainer(self, **kwargs: Any) -> Trainer:
-        """Make the trainer with this project's logger, checkpoints, progress and, for ``fit``, the run's folder."""
-        settings = self._get(self.config_init, "trainer")
-        if settings.check_val_every_n_epoch is not None and settings.check_val_every_n_epoch < 1:
-            raise ConfigurationError(
-                f"trainer.check_val_every_n_epoch: {settings.check_val_every_n_epoch} must be at least 1 round"
-            )
-        callbacks = _as_list(settings.callbacks)
-        rows_are_known = True
-        if self.checkpoint is not None:
-            self._check_checkpoint()
-        if self.subcommand == "fit" and not settings.fast_dev_run:
-            rows_are_known = self._find_attempt(callbacks)
-        if settings.enable_progress_bar is not False and not any(
-            isinstance(callback, ProgressBar) for callback in callbacks
-        ):
-            callbacks.append(RoundProgress())
-        if self.subcommand == "fit":
-            # first, so that it prints before a progress bar takes the terminal
-            callbacks.insert(0, RunFiles(self.attempt, self.config_yaml, rows_are_known))
-            callbacks.append(self.interruption)
-        loggers = _as_list(settings.logger)
-        if self.attempt is not None:
-            loggers.append(JSONLinesLogger(self.attempt.path))
-            kwargs["default_root_dir"] = str(self.attempt.path)
-            for callback in callbacks:
-                if isinstance(callback, ModelCheckpoint) and callback.dirpath is None:
-                    # a logger with a folder of its own, such as W&B's, would draw the checkpoints there
-                    callback.dirpath = str(self.attempt.checkpoints.resolve())
-        plugins = [*_as_list(settings.plugins), AtomicCheckpointIO()]
-        try:
-            trainer = super().instantiate_trainer(
-                callbacks=callbacks, logger=loggers or False, plugins=plugins, **kwargs
-            )
-            if trainer.world_size > 1:
-                raise ConfigurationError(
-                    f"trainer.devices: {settings.devices} is not possible yet; use devices: 1"
-                )
-        except (ValueError, TypeError, MisconfigurationException) as error:
-            self._discard_untrained()
-            if isinstance(error, ConfigurationError):
-                raise
-            place = f"accelerator: {settings.accelerator}, devices: {settings.devices}"
-            raise ConfigurationError(f"trainer ({place}): {error}") from error
-        self.checkpoint = None  # the trainer reads it again; two of them need not fit into memory
-        return trainer
-
-    def fit(self, **kwargs: Any) -> None:
-        """Train; a run that fails before the end of its first round leaves no folder behind."""
-        try:
-            self.trainer.fit(**kwargs)
-        except BaseException:
-            self._discard_untrained()
-            raise
-
-    def _discard_untrained(self) -> None:
-        if self.attempt is None or not self.is_new_attempt:
-            return
-        metrics = self.attempt.metrics
-        if not (metrics.exists() and any(row["round"] > self.resumed_round for row in read_rows(metrics))):
-            self.attempt.discard()
-
-    def _check_checkpoint(self) -> None:
-        """Refuse a checkpoint of another model, or for ``fit`` of another server optimizer."""
-        assert self.checkpoint is not None
-        assert isinstance(self.model, FederatedModule)
-        ckpt_path = self._get(self.config_init, "ckpt_path")
-        check_model(ckpt_path, self.checkpoint["state_dict"], self.model.model)
-        optimizer = self.model.configure_optimizers() if self.subcommand == "fit" else None
-        if isinstance(optimizer, torch.optim.Optimizer) and self.checkpoint.get("optimizer_states"):
-            check_optimizer(ckpt_path, self.checkpoint["optimizer_states"][0], optimizer)
-
-    def _find_attempt(self, callbacks: list[Any]) -> bool:
-        """Take the folder of the run: that of the checkpoint only where the run goes on at its end.
-
-        A run of other settings or another seed, and one that goes back behind its last checkpoint, gets a new
-        attempt, so that what another run has computed is never cut or mixed with what it did not compute.
-
-        Args:
-            callbacks: The trainer's callbacks; may get one more.
-
-        Returns:
-            Whether the folder holds the metrics of all rounds before the resumed one.
-        """
-        if self.checkpoint is None:
-            self._take(self.directory.new_attempt())
-            return True
-        ckpt_path = self._get(self.config_init, "ckpt_path")
-        self.resumed_round = self.checkpoint["global_step"]
-        source = attempt_of(Path(ckpt_path))
-        if source is not None and self.directory.owns(source):
-            if not self._is_behind(source):
-                self.held.enter_context(source.lock())
-                self.attempt = source
-                return True
-            reason = "the checkpoint is older than its last.ckpt"
-        else:
-            reason = "it has other settings or another seed"
-            callbacks.append(_OwnServerSettings())
-        # read before there is a folder: lines that are missing leave nothing behind
-        lines = lines_until(source.metrics, self.resumed_round) if source is not None else []
-        self._take(self.directory.new_attempt())
-        assert self.attempt is not None
-        if source is None:
-            print(
-                f"new attempt {self.attempt.path} starts at round {self.resumed_round + 1}, and so does its "
-                f"metrics.jsonl: {ckpt_path} lies in no run directory",
-                flush=True,
-            )
-            return False
-        try:
-            self._copy(source, lines, Path(ckpt_path))
-        except BaseException:
-            self.attempt.discard()
-            raise
-        print(
-            f"new attempt {self.attempt.path} goes on from round {self.resumed_round} of {source.path}, "
-            f"which stays as it is: {reason}",
-            flush=True,
-        )
-        return True
-
-    def _take(self, attempt: Attempt) -> None:
-        self.attempt, self.is_new_attempt = attempt, True
-        self.held.enter_context(attempt.lock())
-
-    def _is_behind(self, source: Attempt) -> bool:
-        """Whether an attempt's last checkpoint is of a later round than the resumed one, or unknown."""
-        last = source.checkpoints / "last.ckpt"
-        try:
-            return last.is_file() and self._round_of(last) > self.resumed_round
-        except ConfigurationError:
-            return True
-
-    def _round_of(self, checkpoint: Path) -> int:
-        return int(load_run(checkpoint, self._get(self.config_init, "weights_only"))["global_step"])
-
-    def _copy(self, source: Attempt, lines: list[bytes], ckpt_path: Path) -> None:
-        """Give a new attempt the rows and the checkpoints of the rounds before it, ``last.ckpt`` last."""
-        assert self.attempt is not None
-        assert self.checkpoint is not None
-        with atomic_write(self.attempt.metrics) as file:
-            file.writelines(lines)
-        write_text(self.attempt.config, self.config_yaml)
-        keeper = self._get(self.config_init, "checkpoint")
-        if keeper.dirpath is not None:
-            return
-        best = source.checkpoints / "best.ckpt"
-        best_round = self.checkpoint.get("callbacks", {}).get(keeper.state_key, {}).get("best_round")
-        if best_round is not None and best.is_file():
-            content = best.read_bytes()
-            if self._round_of(best) == best_round:  # the source may have found a better one since
-                with atomic_write(self.attempt.checkpoints / best.name) as file:
-                    file.write(content)
-        with atomic_write(self.attempt.checkpoints / "last.ckpt") as file:
-            file.write(ckpt_path.read_bytes())
-
-    def predict(self, **kwargs: Any) -> None:
-        """Write the predictions on the test data to ``predictions.csv`` in the run's folder."""
-        outputs: list[Any] = self.trainer.predict(**{**kwargs, "return_predictions": True}) or []
-        attempt = attempt_of(Path(kwargs["ckpt_path"]))
-        path = (attempt.path if attempt is not None else Path()) / "predictions.csv"
-        count = write_predictions(path, outputs, self.datamodule.predict_dataloader())
-        print(f"{count:,} predictions written to {path}")
-
-    def after_fit(self) -> None:
-        """Evaluate the final server model on the test data; print and write the result."""
-        assert isinstance(self.model, FederatedModule)
-        if self.interruption.signal and self.trainer.global_step != self.trainer.max_epochs:
-            rounds = self.trainer.global_step
-            print(
-                f"stopped after round {rounds}; the same command with --ckpt_path last goes on",
-                file=sys.stderr,
-            )
-            sys.exit(128 + self.interruption.signal)
-        metrics = {name: value for name, value in self.model.row.items() if name.startswith("val/")}
-        if not metrics and self.datamodule.fit_split == "val" and self.datamodule.val_dataloader():
-            # with limit_val_batches 0 or limit_test_batches 0 there is nothing to evaluate, and no result
-            for found in self.trainer.validate(self.model, datamodule=self.datamodule, verbose=False):
-                metrics |= found
-        if self.datamodule.test_dataloader():
-            for found in self.trainer.test(self.model, datamodule=self.datamodule, verbose=False):
-                metrics |= found
-        result = collect_result(self.trainer, self.model, self.attempt, metrics)
-        if self.attempt is not None:
-            write_json(self.attempt.result, result)
-        print_result(result)
-
-
-class _OwnServerSettings(Callback):
-    """Gives the server optimizer back its configured settings, which those of the checkpoint replaced."""
-
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Set learning rate, momentum and the like, and keep the optimizer's state."""
-        configured = pl_module.configure_optimizers()
-        if isinstance(configured, torch.optim.Optimizer):
-            for group, own in zip(trainer.optimizers[0].param_groups, configured.param_groups, strict=True):
-                group.update({name: value for name, value in own.items() if name != "params"})
 
 
 def main(
@@ -374,13 +73,6 @@ def main(
             raise
         print(f"error: {line}", file=sys.stderr)
         sys.exit(2)
-
-
-def _as_list(setting: Any) -> list[Any]:
-    """A setting that may be missing, one thing or a list of them, as a list."""
-    if not setting:
-        return []
-    return list(setting) if isinstance(setting, list | tuple) else [setting]
 
 
 def _with_shipped_configs(arguments: list[str]) -> list[str]:

@@ -26,6 +26,9 @@ class Sizes(FederatedDataModule):
     def steps_per_epoch(self, client_id):
         return -(-self.sizes[client_id] // self.batch_size)
 
+    def samples_per_step(self, client_id):
+        return self.sizes[client_id] / self.steps_per_epoch(client_id)
+
 
 def budget_run(budget, max_epochs=-1, ckpt_path=None, callbacks=(), **settings):
     """A module after training on three clients of 40 examples in batches of 8."""
