@@ -80,7 +80,7 @@ class FixBN(FederatedCallback):
                 "track_running_stats=True"
             )
 
-    def on_train_start(self, trainer: L.Trainer, pl_module: "FederatedModule") -> None:  # type: ignore[override]
+    def on_train_start(self, trainer: L.Trainer, pl_module: "FederatedModule") -> None:  # type: ignore[override]  # rounds have one
         """Say so when T* is beyond the last round."""
         rounds, last = pl_module.planned_rounds, self.last_batch_round(pl_module.planned_rounds)
         if last >= rounds:

@@ -79,7 +79,7 @@ class FederatedCallback(L.Callback):
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Call :meth:`configure_batch_norm` once, before training."""
         if stage == "fit":
-            self.configure_batch_norm(pl_module)  # type: ignore[arg-type]  # checked below
+            self.configure_batch_norm(pl_module)  # type: ignore[arg-type]  # rounds have one
 
     def configure_batch_norm(self, pl_module: "FederatedModule") -> None:
         """Swap BN modules of ``pl_module.model`` by type: the only way in which a callback changes a forward pass."""

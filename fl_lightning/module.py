@@ -221,7 +221,7 @@ class FederatedModule(ServerModule):
     @property
     def federated_callbacks(self) -> list[FederatedCallback]:
         """The methods that are active in this run."""
-        return [cb for cb in self.trainer.callbacks if isinstance(cb, FederatedCallback)]  # type: ignore[attr-defined]
+        return [cb for cb in self.trainer.callbacks if isinstance(cb, FederatedCallback)]  # type: ignore[attr-defined]  # set in a helper of the trainer
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """The server optimizer; it sees trainable parameters only, never statistics."""
@@ -242,7 +242,7 @@ class FederatedModule(ServerModule):
                 f"trainer.precision: {self.trainer.precision} scales losses; use bf16-mixed or 32-true"
             )
         for setting, value, ok in (
-            ("overfit_batches", self.trainer.overfit_batches, self.trainer.overfit_batches == 0),  # type: ignore[attr-defined]
+            ("overfit_batches", self.trainer.overfit_batches, self.trainer.overfit_batches == 0),  # type: ignore[attr-defined]  # likewise
             ("limit_train_batches", self.trainer.limit_train_batches, self.trainer.limit_train_batches >= 1),
         ):
             if not ok:

@@ -53,7 +53,7 @@ class ServerModule(L.LightningModule):
         """Write the round's row of metrics, before any checkpoint of the round."""
         self._write_row(self.record.finish_row(self.round))
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]  # passed on
         """Exactly the server model's state."""
         return self.model.state_dict(*args, **kwargs)
 
@@ -63,7 +63,7 @@ class ServerModule(L.LightningModule):
         """Load a server model's state."""
         return self.model.load_state_dict(state_dict, strict=strict, assign=assign)
 
-    def log(self, name: str, value: Any, **kwargs: Any) -> None:  # type: ignore[override]
+    def log(self, name: str, value: Any, **kwargs: Any) -> None:  # type: ignore[override]  # keywords only
         """Log a metric of this round: one row per round holds the last value of each name.
 
         Args:
