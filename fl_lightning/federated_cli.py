@@ -43,8 +43,14 @@ class FederatedCLI(LightningCLI):
     checkpoint: dict[str, Any] | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._asked = next(iter(kwargs.get("args") or ()), None)
         with ExitStack() as self.held:  # a folder is free for the next run as soon as this one ends
             super().__init__(*args, **kwargs)
+
+    def subcommands(self) -> dict[str, set[str]]:  # type: ignore[override]  # needs the arguments
+        """Those of LightningCLI; only the one that is asked for where it exists, since each parser takes its time."""
+        known = LightningCLI.subcommands()
+        return {self._asked: known[self._asked]} if self._asked in known else known
 
     def _parse_ckpt_path(self) -> None:
         """Nothing: Lightning would look for settings in the checkpoint, which has none, before it is checked."""
