@@ -8,6 +8,7 @@ from typing import Any, Literal
 import lightning as L
 import torch
 from lightning.fabric.utilities import move_data_to_device
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 
 from fl_lightning.aggregation import Aggregator, WeightedMean
@@ -28,6 +29,7 @@ from fl_lightning.participation import check_participation, cohort_size
 from fl_lightning.planning import RoundPlan
 from fl_lightning.progress import RoundProgress
 from fl_lightning.randomness import derive_seed, seed_global
+from fl_lightning.record import RunRecord
 from fl_lightning.schedules import LRSchedule
 from fl_lightning.server import ServerModule
 from fl_lightning.server_update import diverged_clients, set_pseudo_gradient, set_statistics
@@ -118,6 +120,7 @@ class FederatedModule(ServerModule):
         self.seed = seed
         self.total_rounds: int | None = None
         self._cohort: Cohort | None = None
+        self._resumed = False
 
     # One communication round
 
@@ -259,6 +262,12 @@ class FederatedModule(ServerModule):
 
     def on_fit_start(self) -> None:
         """Fix the number of rounds at round 1; a resumed run keeps it."""
+        if not self._resumed and not self.trainer.current_epoch:
+            self.total_rounds, self.record = (
+                None,
+                RunRecord(),
+            )  # an earlier fit planned and counted its own run
+        self._resumed = False
         limit = self.trainer.max_epochs
         rounds = self.plan.limit(self.budget_epochs) if self.budget_epochs is not None else None
         if self.total_rounds is None:
@@ -293,6 +302,7 @@ class FederatedModule(ServerModule):
         state = checkpoint.get("fl_lightning")
         if state is None:
             raise ConfigurationError("ckpt_path: the checkpoint was not written by a FederatedModule")
+        self._resumed = self._trainer is not None and self._trainer.state.fn == TrainerFn.FITTING
         self.total_rounds = state["total_rounds"]
         self.record.load_state_dict(state["record"])
 

@@ -69,3 +69,13 @@ def test_predictions_of_a_regression_are_refused(tmp_path):
     with pytest.raises(ConfigurationError, match="not those of a classifier"):
         write_predictions(tmp_path / "predictions.csv", outputs, targets)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_second_fit_without_a_checkpoint_is_a_run_of_its_own():
+    module = FederatedModule(small_cnn(), SGD, local_steps=2)
+    fit(module, blobs(), 2, [FixBN()])
+    samples = module.record.samples
+    fit(module, blobs(), 6, [FixBN()])
+    assert module.planned_rounds == 6
+    assert module.record.samples == 3 * samples
+    assert module.row["fixbn/freeze_round"] == 3.0
