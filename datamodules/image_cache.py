@@ -44,9 +44,14 @@ def decode(path: Path, size: int) -> Image.Image:
             f"data_dir holds {path}, which cannot be read as an image ({type(error).__name__}); "
             "replace or remove it"
         ) from error
-    if rgb.size == (size, size):
-        return rgb
-    return ImageOps.fit(rgb, (size, size), Image.Resampling.BILINEAR)
+    return square(rgb, size)
+
+
+def square(image: Image.Image, size: int) -> Image.Image:
+    """Resize the shorter side of an image to ``size`` pixels and keep the central square."""
+    if image.size == (size, size):
+        return image
+    return ImageOps.fit(image, (size, size), Image.Resampling.BILINEAR)
 
 
 def cached_images(paths: Sequence[Path], root: Path, size: int, cache: Path) -> Tensor:
@@ -69,7 +74,7 @@ def cached_images(paths: Sequence[Path], root: Path, size: int, cache: Path) -> 
         ConfigurationError: An image cannot be read or the cache cannot be written.
     """
     fingerprint = _fingerprint(paths, root, size)
-    with _locked(cache):
+    with locked(cache):
         images = _read(cache, fingerprint)
         if images is None:
             rank_zero_info(f"Decoding {len(paths)} images of {root} into {cache}")
@@ -115,7 +120,12 @@ def _read(cache: Path, fingerprint: str) -> Tensor | None:
 
 
 @contextmanager
-def _locked(cache: Path) -> Iterator[None]:
+def locked(cache: Path) -> Iterator[None]:
+    """Let one process at a time build a file, through a lock file beside it.
+
+    Raises:
+        ConfigurationError: The folder cannot be written.
+    """
     lock = cache.with_name(f".{cache.name}.lock")
     try:
         lock.parent.mkdir(parents=True, exist_ok=True)

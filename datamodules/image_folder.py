@@ -1,17 +1,12 @@
 """Any image classification data set in class folders."""
 
-import hashlib
 from pathlib import Path
 
-import torch
-
-from datamodules.image_cache import cached_images, list_images
+from datamodules.class_folders import ClassFolders
 from datamodules.images import ImageData
 from datamodules.in_memory import InMemoryDataModule
 from datamodules.partitions import Partition
 from fl_lightning.errors import ConfigurationError
-
-LAYOUT = "train/<class>/*.jpg and test/<class>/*.jpg (or val/<class>/*.jpg)"
 
 
 class ImageFolder(InMemoryDataModule):
@@ -77,9 +72,9 @@ class ImageFolder(InMemoryDataModule):
         self.data_dir = Path(data_dir)
         self.image_size = image_size
         self.cache_dir = Path("data/cache" if cache_dir is None else cache_dir)
-        self.classes = _class_names(self.data_dir)
-        self.num_classes = len(self.classes)
-        self.test_folder = _test_folder(self.data_dir, self.classes)
+        self.folders = ClassFolders(self.data_dir)
+        self.class_names = self.folders.classes
+        self.num_classes = len(self.class_names)
 
     def prepare_data(self) -> None:
         """Build the cache of decoded images where it is missing or out of date."""
@@ -92,61 +87,4 @@ class ImageFolder(InMemoryDataModule):
             ConfigurationError: An image cannot be read, a class has no training image, or there is no test
                 image.
         """
-        train = [list_images(self.data_dir / "train" / name) for name in self.classes]
-        test = [list_images(self.test_folder / name) for name in self.classes]
-        for name, files in zip(self.classes, train, strict=True):
-            if not files:
-                raise ConfigurationError(
-                    f"data_dir={self.data_dir} has no image in train/{name}; expected {LAYOUT}"
-                )
-        if not any(test):
-            raise ConfigurationError(
-                f"data_dir={self.data_dir} has no image in {self.test_folder.name}/; expected {LAYOUT}"
-            )
-        place = hashlib.sha256(str(self.data_dir.resolve()).encode()).hexdigest()[:8]
-        cache = self.cache_dir / f"{self.data_dir.resolve().name}-{self.image_size}px-{place}.pt"
-        paths = [path for files in (*train, *test) for path in files]
-        images = cached_images(paths, self.data_dir, self.image_size, cache)
-        label_of_class = torch.arange(self.num_classes)
-        train_labels = label_of_class.repeat_interleave(torch.tensor([len(files) for files in train]))
-        test_labels = label_of_class.repeat_interleave(torch.tensor([len(files) for files in test]))
-        return ImageData(images[: len(train_labels)], train_labels, images[len(train_labels) :], test_labels)
-
-
-def _class_names(data_dir: Path) -> list[str]:
-    train = data_dir / "train"
-    names = _subfolders(train) if train.is_dir() else []
-    if not names:
-        found = (
-            "holds no class folder in train/"
-            if train.is_dir()
-            else "holds no train/"
-            if data_dir.is_dir()
-            else "does not exist"
-        )
-        raise ConfigurationError(
-            f"data_dir={data_dir} {found}; expected the layout {LAYOUT}: unpack the data set there, "
-            "one folder per class, or set data_dir to where it lies"
-        )
-    return names
-
-
-def _test_folder(data_dir: Path, classes: list[str]) -> Path:
-    folder = next((data_dir / name for name in ("test", "val") if (data_dir / name).is_dir()), None)
-    if folder is None:
-        raise ConfigurationError(
-            f"data_dir={data_dir} holds neither test/ nor val/; expected the layout {LAYOUT}"
-        )
-    unknown = sorted(set(_subfolders(folder)) - set(classes))
-    if unknown:
-        raise ConfigurationError(
-            f"data_dir={data_dir} has the class folder {folder.name}/{unknown[0]} without a "
-            f"train/{unknown[0]}; every class needs training images"
-        )
-    return folder
-
-
-def _subfolders(folder: Path) -> list[str]:
-    return sorted(
-        entry.name for entry in folder.iterdir() if entry.is_dir() and not entry.name.startswith(".")
-    )
+        return self.folders.read(self.image_size, self.cache_dir)

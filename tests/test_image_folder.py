@@ -58,7 +58,7 @@ def cache_file():
 
 def test_classes_are_the_train_folders_in_alphabetical_order(tree):
     datamodule = ImageFolder(str(tree), 8)
-    assert datamodule.classes == ["ant", "zebra"]
+    assert datamodule.class_names == ["ant", "zebra"]
     assert (datamodule.num_classes, datamodule.in_channels, datamodule.image_size) == (2, 3, 8)
 
 
@@ -178,7 +178,7 @@ def test_starts_at_the_same_time_decode_once(tree, decoded):
     cache.unlink()
     decoded.clear()
     with ThreadPoolExecutor(2) as pool:
-        with cache_module._locked(cache):
+        with cache_module.locked(cache):
             waiting = [pool.submit(load, tree) for _ in range(2)]
         found = [future.result() for future in waiting]
     assert len(decoded) == 18
@@ -262,10 +262,10 @@ def test_real_photographs_are_decoded_as_they_are(tmp_path):
     datamodule = ImageFolder(str(tmp_path / "cifar"), 32, num_clients=5, batch_size=10)
     datamodule.setup("fit")
     assert datamodule.num_classes == 10
-    assert datamodule.classes[0] == "airplane"
+    assert datamodule.class_names[0] == "airplane"
     assert datamodule.partition_record()["sizes"] == [50] * 5
     data = datamodule.load()
     assert len(data.test_labels) == 250
     with Image.open(tmp_path / "cifar" / "train" / "cat" / "0003.jpg") as image:
         expected = torch.from_numpy(np.array(image)).permute(2, 0, 1)
-    assert torch.equal(data.train_images[datamodule.classes.index("cat") * 25 + 3], expected)
+    assert torch.equal(data.train_images[datamodule.class_names.index("cat") * 25 + 3], expected)
