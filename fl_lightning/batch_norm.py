@@ -34,8 +34,9 @@ TREATMENTS = ("averaged", "max", "local", "frozen", "pooled", "reset")
 
 ``averaged`` and ``max``: sent by the clients and aggregated (``max`` is the counter's rule). ``frozen``: kept as the
 server holds it; frozen statistics also normalise in training (the BN layers run in eval mode), frozen parameters are
-not trained. ``local``: kept by the client, managed by the callback that declares it. ``pooled``: aggregated by the
-callback that declares it. ``reset``: not kept after the round.
+not trained. ``local``: kept by the client and not sent, through the callback that declares it (``Cohort.recall`` and
+``Cohort.remember``); the server's own copy, which is only evaluated, is the mean over the round's cohort. ``pooled``:
+aggregated by the callback that declares it. ``reset``: not kept after the round.
 """
 
 _DEFAULT = dict.fromkeys(KINDS, "averaged") | {"counter": "max"}

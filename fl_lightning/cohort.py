@@ -131,6 +131,31 @@ class Cohort:
     def optimizer_steps(self, steps: Tensor) -> None:
         self._optimizer.restore_steps(steps)
 
+    def recall(self, memory: dict[int, dict[str, Tensor]]) -> None:
+        """Give each client the state that it kept: what the policy of this round declares ``local``.
+
+        A client without a memory starts from the server's initial state, which the first call puts into ``memory``
+        under -1.
+
+        Args:
+            memory: What :meth:`remember` has filled: by client id, rows ``[columns]`` by block.
+        """
+        initial = memory.setdefault(-1, {})
+        for name, block in self._local_blocks().items():
+            initial.setdefault(name, block[0].clone())
+            for row, client in zip(block, self.client_ids, strict=True):
+                row.copy_(memory.get(client, initial).get(name, initial[name]))
+
+    def remember(self, memory: dict[int, dict[str, Tensor]]) -> None:
+        """Keep the state that each client ends its local steps with, for :meth:`recall`; others' stays untouched.
+
+        Args:
+            memory: The callback's memory, part of its ``state_dict()``.
+        """
+        for name, block in self._local_blocks().items():
+            for row, client in zip(block, self.client_ids, strict=True):
+                memory.setdefault(client, {})[name] = row.clone()
+
     def treatment(self, block: str) -> str:
         """What the policy of this round does with a block of parameters or buffers."""
         kind = block.split(" ")[0]
@@ -199,6 +224,10 @@ class Cohort:
             leaves = {name: value.detach().requires_grad_() for name, value in self.params.row(row).items()}
             self._row_leaves[row] = leaves
         return self._row_leaves[row]
+
+    def _local_blocks(self) -> dict[str, Tensor]:
+        blocks = {**self.params.blocks, **self.buffers.blocks}
+        return {name: block for name, block in blocks.items() if self.treatment(name) == "local"}
 
     def _storage(self) -> list[Tensor]:
         states = [

@@ -32,7 +32,12 @@ from fl_lightning.randomness import derive_seed, seed_global
 from fl_lightning.record import RunRecord
 from fl_lightning.schedules import LRSchedule
 from fl_lightning.server import ServerModule
-from fl_lightning.server_update import diverged_clients, set_pseudo_gradient, set_statistics
+from fl_lightning.server_update import (
+    diverged_clients,
+    set_local_parameters,
+    set_pseudo_gradient,
+    set_statistics,
+)
 
 
 class FederatedModule(ServerModule):
@@ -203,6 +208,7 @@ class FederatedModule(ServerModule):
         self._check_finite(cohort)
         check_variances(self.model, cohort.buffers, cohort.round, cohort.client_ids)
         set_pseudo_gradient(self.model, cohort, self.aggregator)
+        set_local_parameters(self.model, cohort, self.aggregator)
         set_statistics(self.model, cohort, self.aggregator)
         server = {name: buffer[None] for name, buffer in self.model.named_buffers()}
         check_variances(self.model, server, cohort.round)

@@ -30,11 +30,28 @@ def set_pseudo_gradient(model: nn.Module, cohort: Cohort, aggregator: Aggregator
             parameters[name].grad = parameters[name].detach() - value
 
 
+def set_local_parameters(model: nn.Module, cohort: Cohort, aggregator: Aggregator) -> None:
+    """Set the server's copy of parameters that clients keep for themselves to their mean: it is only evaluated.
+
+    The server optimizer passes these parameters over, since they have no gradient.
+
+    Args:
+        model: The server's model.
+        cohort: The clients after their local steps.
+        aggregator: How the parameters are combined.
+    """
+    for name, block in cohort.params.blocks.items():
+        if cohort.treatment(name) == "local":
+            mean = aggregator(block, cohort.weights)
+            for key, value in split_columns(mean, cohort.params.layout[name]).items():
+                model.get_parameter(key).detach().copy_(value)
+
+
 def set_statistics(model: nn.Module, cohort: Cohort, aggregator: Aggregator) -> None:
     """Set the server's buffers to the clients' aggregate, past the server optimizer.
 
     Counters, and other buffers that are not floating point, take the largest value over the clients. Buffers that the
-    round's policy does not average stay untouched.
+    round's policy freezes, pools or resets stay untouched.
 
     Args:
         model: The server's model.
@@ -44,9 +61,9 @@ def set_statistics(model: nn.Module, cohort: Cohort, aggregator: Aggregator) -> 
     buffers = dict(model.named_buffers())
     for name, block in cohort.buffers.blocks.items():
         treatment = cohort.treatment(name)
-        if treatment not in ("averaged", "max"):
+        if treatment not in ("averaged", "local", "max"):
             continue
-        average = treatment == "averaged" and block.is_floating_point()
+        average = treatment != "max" and block.is_floating_point()
         row = aggregator(block, cohort.weights) if average else block.amax(0)
         for key, value in split_columns(row, cohort.buffers.layout[name]).items():
             buffers[key].copy_(value)

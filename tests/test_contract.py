@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from helpers import SGD, SaveRounds, States, blobs, distance, fit, small_cnn
+from readme_code import methods
 from torch.utils._pytree import tree_flatten_with_path
 
 import callbacks
@@ -32,6 +33,8 @@ TABLE = [
     Row("MaintainedMomentum", {"scope": "global"}, {"client_optimizer": MOMENTUM}),
     Row("MaintainedMomentum", {"scope": "local"}, {"client_optimizer": ADAM}),
     Row("MaintainedMomentum", {"scope": "global"}, {"client_optimizer": ADAM}),
+    Row("FedProx", {"mu": 0.5}, {}),
+    Row("FedBN", {}, {}),
 ]
 EVERY_ROW = pytest.mark.parametrize("row", TABLE, ids=lambda row: f"{row.callback}-{row.settings}")
 ROUNDS = 4
@@ -41,7 +44,8 @@ def run(row, rounds=ROUNDS, extra=(), ckpt_path=None, **settings):
     """A module after training with the method of a row."""
     settings = {"client_optimizer": SGD, "local_steps": 2, **row.module, **settings}
     module = FederatedModule(small_cnn(), **settings)
-    method = getattr(callbacks, row.callback)(**row.settings)
+    home = callbacks if row.callback in callbacks.__all__ else methods()
+    method = getattr(home, row.callback)(**row.settings)
     fit(module, blobs(4, (24, 40, 32)), rounds, [method, *extra], ckpt_path)
     return module
 
@@ -57,7 +61,7 @@ def contents(path):
 
 def test_every_exported_method_has_a_row():
     exported = {name for name in callbacks.__all__ if issubclass(getattr(callbacks, name), FederatedCallback)}
-    assert exported == {row.callback for row in TABLE}
+    assert exported <= {row.callback for row in TABLE}
 
 
 @EVERY_ROW
