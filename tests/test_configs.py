@@ -6,44 +6,43 @@ import pytest
 import torch
 import yaml
 from command_line import main
+from PIL import Image
 
 import fl_lightning
+from datamodules import CIFAR10
 
 CONFIGS = Path(fl_lightning.__file__).parents[1] / "configs"
-SMALLER: dict[str, list[str]] = {}
-"""Arguments that shrink data, images or network of a configuration, by its path below ``configs``."""
+SMALLER = {
+    "cifar10_": ["--data.image_size", "8", "--model.model.init_args.width", "4"],
+    "cifar10_small_": [],
+    "image_folder_": [
+        *("--data.data_dir", "data/cifar10", "--data.image_size", "8"),
+        *("--model.model.init_args.width", "4"),
+    ],
+}
+"""All that a test changes: data directory, image size and width, by how the name begins (the longest counts)."""
 
 
 def names():
     return sorted(str(path.relative_to(CONFIGS)) for path in CONFIGS.rglob("*.yaml"))
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def class_folders():
-    """A small data set in class folders, where a configuration expects the user's."""
-    from PIL import Image
-
+    """A small data set in class folders, where the configurations expect the user's."""
     generator = torch.Generator().manual_seed(0)
-
-    def make(root):
-        for split, count in (("train", 60), ("test", 4)):
-            for label in range(10):
-                folder = Path(root) / split / f"class{label}"
-                folder.mkdir(parents=True)
-                for index in range(count):
-                    pixels = torch.randint(256, (8, 8, 3), generator=generator, dtype=torch.uint8)
-                    Image.fromarray(pixels.numpy()).save(folder / f"{index}.png")
-
-    return make
+    for split, count in (("train", 24), ("test", 4)):
+        for name in CIFAR10.class_names:
+            folder = Path("data/cifar10", split, name)
+            folder.mkdir(parents=True)
+            for index in range(count):
+                pixels = torch.randint(256, (8, 8, 3), generator=generator, dtype=torch.uint8)
+                Image.fromarray(pixels.numpy()).save(folder / f"{index}.png")
 
 
-def arguments(name, class_folders):
-    data = yaml.safe_load((CONFIGS / name).read_text()).get("data", {})
-    given = list(SMALLER.get(name, []))
-    if data.get("class_path", "").endswith("ImageFolder"):
-        class_folders("images")
-        given += ["--data.init_args.data_dir", "images", "--data.init_args.image_size", "8"]
-    return ["fit", "--config", str(CONFIGS / name), "--trainer.accelerator", "cpu", *given]
+def arguments(name):
+    start = max((start for start in SMALLER if name.startswith(start)), key=len, default=None)
+    return ["fit", "--config", str(CONFIGS / name), "--trainer.accelerator", "cpu", *SMALLER.get(start, [])]
 
 
 def test_there_are_configurations():
@@ -51,8 +50,8 @@ def test_there_are_configurations():
 
 
 @pytest.mark.parametrize("name", names())
-def test_configuration_runs_one_whole_round(name, class_folders):
-    cli = main([*arguments(name, class_folders), "--trainer.fast_dev_run", "true"])
+def test_configuration_runs_one_whole_round(name):
+    cli = main([*arguments(name), "--trainer.fast_dev_run", "true"])
     assert cli.trainer.global_step == 1
     plan = cli.model.plan
     steps = sum(plan.steps(client, 1) for client in plan.cohort(1))
@@ -60,8 +59,8 @@ def test_configuration_runs_one_whole_round(name, class_folders):
 
 
 @pytest.mark.parametrize("name", names())
-def test_configuration_survives_being_printed_and_read_back(name, class_folders, capsys):
-    given = arguments(name, class_folders)
+def test_configuration_survives_being_printed_and_read_back(name, capsys):
+    given = arguments(name)
     printed = []
     for config in (given, ["fit", "--config", "printed.yaml"]):
         with pytest.raises(SystemExit):
