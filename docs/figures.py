@@ -1,0 +1,83 @@
+"""Draw the figures of README and results from runs below ``runs/``: ``python docs/figures.py {digits,cifar10_small}``.
+
+Each curve is the mean over the seeds of a configuration, its band reaches from the lowest to the highest seed.
+"""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from fl_lightning.drawing import paper_style, write_figure
+from fl_lightning.metrics_log import read_rows
+
+FIGURES = {
+    "digits": {
+        "title": "Digits, 10 clients with one class each, E = 1, LeNet",
+        "freeze": 200,
+        "curves": {
+            "quickstart": ("FixBN", "#D55E00", "-", "o"),
+            "digits_fedavg_gn": ("FedAvg, GN", "#0072B2", "--", "s"),
+            "digits_fedavg_bn": ("FedAvg, BN", "#555555", ":", "^"),
+        },
+    },
+    "cifar10_small": {
+        "title": "CIFAR-10 at 16x16 pixels, 5 clients with two classes each, E = 1, ResNet-8",
+        "freeze": 1500,
+        "curves": {
+            "cifar10_small_fixbn_momentum_local": ("FixBN, momentum kept (local)", "#CC79A7", "-", "D"),
+            "cifar10_small_fixbn": ("FixBN", "#D55E00", "-", "o"),
+            "cifar10_small_gn": ("FedAvg, GN", "#0072B2", "--", "s"),
+            "cifar10_small_bn": ("FedAvg, BN", "#555555", ":", "^"),
+        },
+    },
+}
+
+
+def curves(name: str, seeds: tuple[int, ...] = (0, 1, 2)) -> tuple[np.ndarray, np.ndarray]:
+    """Rounds ``[R]`` and validation accuracies ``[seeds, R]`` of the newest attempt of each seed."""
+    accuracies = []
+    for seed in seeds:
+        attempts = [*Path("runs", name).glob(f"*-s{seed}/metrics.jsonl")]
+        attempts += Path("runs", name).glob(f"*-s{seed}.*/metrics.jsonl")
+        newest = max(attempts, key=lambda path: path.stat().st_mtime)
+        rows = [row for row in read_rows(newest) if "val/accuracy" in row]
+        accuracies.append([row["val/accuracy"] for row in rows])
+    return np.array([row["round"] for row in rows]), np.array(accuracies)
+
+
+def main(key: str) -> None:
+    """Draw a figure to ``docs/<key>.png``."""
+    settings = FIGURES[key]
+    with paper_style():
+        figure = Figure(figsize=(7, 3.4), layout="constrained")
+        axes = figure.subplots()
+        last = 1
+        for name, (label, colour, line, marker) in settings["curves"].items():
+            rounds, accuracy = curves(name)
+            last = rounds[-1]
+            mean = accuracy.mean(0)
+            axes.fill_between(rounds, accuracy.min(0), accuracy.max(0), color=colour, alpha=0.15, linewidth=0)
+            axes.plot(
+                rounds,
+                mean,
+                line,
+                color=colour,
+                marker=marker,
+                markersize=4,
+                label=f"{label}: {mean[-1]:.3f}",
+            )
+        axes.axvline(settings["freeze"], color="#D55E00", linewidth=1, alpha=0.5)
+        axes.annotate(" T*: statistics freeze", (settings["freeze"], 0.03), color="#D55E00")
+        axes.set(xlabel="communication round", ylabel="validation accuracy", xlim=(0, last), ylim=(0, None))
+        axes.grid(alpha=0.3)
+        axes.legend(
+            loc="upper left", bbox_to_anchor=(1, 1), frameon=False, title="mean of 3 seeds, last round"
+        )
+        axes.set_title(settings["title"], loc="left", fontsize=10)
+    write_figure(Path(__file__).parent / f"{key}.png", figure)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
