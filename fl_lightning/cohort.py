@@ -33,7 +33,11 @@ class Cohort:
         buffers: Buffers, likewise: running statistics, counters, others.
         server: The server's parameters that this round started from, ``[*shape]`` by name.
         policy: What happens to each kind of state in this round (see ``fl_lightning.batch_norm``).
+        losses: Mean training loss of each client over its local steps of this round, shape ``[C]``; known from
+            ``on_before_aggregate`` on.
     """
+
+    losses: Tensor
 
     def __init__(self, model: nn.Module, num_clients: int, groups: Mapping[str, str]) -> None:
         parameters = dict(model.named_parameters())

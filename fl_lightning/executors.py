@@ -133,10 +133,10 @@ class VectorizedExecutor(Executor):
         return torch.cat(losses)
 
     def _block(self, module: "FederatedModule", cohort: "Cohort", batch: Any, rows: list[int]) -> Tensor:
-        slots, trained = module.slots, cohort.trained_names()
+        slots, trained, index = module.slots, cohort.trained_names(), _index(rows)
         # The batching rule of batch_norm updates running statistics in place only where they are contiguous.
-        params = {name: value[rows].requires_grad_() for name, value in cohort.params.items()}
-        buffers = {name: value[rows] for name, value in cohort.buffers.items()}
+        params = {name: _copy(value[index]).requires_grad_() for name, value in cohort.params.items()}
+        buffers = {name: _copy(value[index]) for name, value in cohort.buffers.items()}
 
         def loss_and_buffers(
             params: dict[str, Tensor], buffers: dict[str, Tensor], batch: Any
@@ -149,10 +149,20 @@ class VectorizedExecutor(Executor):
         leaves = [params[name] for name in trained]
         gradients = torch.autograd.grad(losses.sum(), leaves, allow_unused=True, materialize_grads=True)
         for name, gradient in zip(trained, gradients, strict=True):
-            cohort.grads[name][rows] = gradient
+            cohort.grads[name][index] = gradient
         for name, value in updated.items():
-            cohort.buffers[name][rows] = value.detach()
+            cohort.buffers[name][index] = value.detach()
         return losses.detach()
+
+
+def _index(rows: list[int]) -> slice | list[int]:
+    """Ascending rows, as a slice where they follow each other: copying a slice takes a fifth of gathering rows."""
+    first, last = rows[0], rows[-1]
+    return slice(first, last + 1) if last - first + 1 == len(rows) else rows
+
+
+def _copy(value: Tensor) -> Tensor:
+    return value.clone(memory_format=torch.contiguous_format)
 
 
 def _client_loss(module: "FederatedModule", batch: Any) -> Tensor:

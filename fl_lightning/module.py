@@ -146,12 +146,13 @@ class FederatedModule(ServerModule):
             cohort.finish_step(step)
             self._show_progress(step + 1, max(cohort.local_steps))
         cohort.restore_finished()
+        cohort.losses = loss_sum / torch.tensor(cohort.local_steps, device=self.device)
         self._call("on_before_aggregate", cohort)
         self.aggregate(cohort)
         self.server_step()
         self._call("on_round_end", cohort)
-        losses = loss_sum / torch.tensor(cohort.local_steps, device=self.device)
-        self.log("train/loss", cohort.mean(losses).item(), prog_bar=True)
+        self.report("train/loss", cohort.mean(cohort.losses).item(), prog_bar=True)
+        self.record.add_clients(cohort.client_ids, cohort.local_steps, cohort.losses.tolist())
         self._log_costs(cohort, time.perf_counter() - started)
 
     def start_round(self) -> Cohort:
@@ -315,10 +316,10 @@ class FederatedModule(ServerModule):
     def _log_costs(self, cohort: Cohort, seconds: float) -> None:
         upload, download = cohort.payload_bytes(self.federated_callbacks)
         samples = self.record.finish_round(seconds, upload, download)
-        self.log("comm/upload_bytes", float(upload))
-        self.log("comm/download_bytes", float(download))
-        self.log("time/round_s", seconds)
-        self.log("time/samples_per_s", samples / seconds)
+        self.report("comm/upload_bytes", float(upload))
+        self.report("comm/download_bytes", float(download))
+        self.report("time/round_s", seconds)
+        self.report("time/samples_per_s", samples / seconds)
 
     def _show_progress(self, step: int, of: int) -> None:
         progress = self.trainer.progress_bar_callback

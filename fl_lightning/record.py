@@ -1,5 +1,6 @@
 """What a run counts: the row of the round under way and totals since round 1."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from torchmetrics import Metric
@@ -15,6 +16,8 @@ class RunRecord:
         download_bytes: Bytes that clients have received.
         seconds: Time spent in rounds.
         diverged: Whether an update or an evaluation was ever not finite.
+        clients: By client: the rounds it took part in, its local steps in them and its mean training loss in the
+            last of them.
     """
 
     def __init__(self) -> None:
@@ -22,6 +25,7 @@ class RunRecord:
         self.samples = self.upload_bytes = self.download_bytes = 0
         self.seconds = 0.0
         self.diverged = False
+        self.clients: dict[int, tuple[int, int, float]] = {}
         self._pending: dict[str, float] = {}
         self._round_samples = 0
 
@@ -32,6 +36,12 @@ class RunRecord:
     def add_samples(self, samples: int) -> None:
         """Count samples of a local step."""
         self._round_samples += samples
+
+    def add_clients(self, client_ids: Sequence[int], steps: Sequence[int], losses: Sequence[float]) -> None:
+        """Count a round of each client: its local steps and its mean training loss over them."""
+        for client, taken, loss in zip(client_ids, steps, losses, strict=True):
+            rounds, total, _ = self.clients.get(client, (0, 0, 0.0))
+            self.clients[client] = (rounds + 1, total + taken, loss)
 
     def finish_round(self, seconds: float, upload_bytes: int, download_bytes: int) -> int:
         """Add a round's costs to the totals.
@@ -55,7 +65,8 @@ class RunRecord:
     def state_dict(self) -> dict[str, Any]:
         """Totals and the newest row, as plain numbers."""
         names = ("samples", "upload_bytes", "download_bytes", "seconds", "diverged")
-        return {**{name: getattr(self, name) for name in names}, "row": dict(self.row)}
+        totals = {name: getattr(self, name) for name in names}
+        return {**totals, "row": dict(self.row), "clients": dict(self.clients)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take up the totals of a checkpoint."""

@@ -23,6 +23,7 @@ class Rows(Mapping[str, Tensor]):
         self.layout = layout
         self.blocks = blocks
         self._views: dict[str, Tensor] = {}
+        self._by_row: dict[int, dict[str, Tensor]] = {}
         for block, shapes in layout.items():
             self._views.update(split_columns(blocks[block], shapes))
 
@@ -42,7 +43,9 @@ class Rows(Mapping[str, Tensor]):
 
     def row(self, index: int) -> dict[str, Tensor]:
         """The named views ``[*shape]`` of one row."""
-        return {name: view[index] for name, view in self._views.items()}
+        if index not in self._by_row:
+            self._by_row[index] = {name: view[index] for name, view in self._views.items()}
+        return self._by_row[index]
 
     def __getitem__(self, name: str) -> Tensor:
         return self._views[name]

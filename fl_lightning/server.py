@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import lightning as L
+import torch
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 
@@ -77,6 +78,19 @@ class ServerModule(L.LightningModule):
         given = {key: setting for key, setting in kwargs.items() if setting is not None}  # log_dict gives all
         defaults = {"on_step": False, "on_epoch": True, "batch_size": 1, "logger": logger}
         super().log(name, value, **{**defaults, **given})
+
+    def report(self, name: str, value: float, prog_bar: bool = False) -> None:
+        """Log a number of this round without the bookkeeping of :meth:`log` over steps and devices, which takes longer.
+
+        Args:
+            name: Metric name.
+            value: The number, for the row and ``trainer.callback_metrics``.
+            prog_bar: Whether progress bars show it.
+        """
+        self.record.add(name, value)
+        self.trainer.callback_metrics[name] = torch.tensor(value)
+        if prog_bar:
+            self.trainer.progress_bar_metrics[name] = value
 
     def forward(self, inputs: Any) -> Any:
         """The server model's outputs."""

@@ -1,0 +1,1 @@
+"""Speed of communication rounds, against a naive FedAvg loop: ``python -m benchmarks``."""

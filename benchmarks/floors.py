@@ -1,0 +1,78 @@
+"""What a round cannot do without: forward and backward passes, augmentation, optimizer arithmetic, in plain PyTorch.
+
+They run on the shapes of a workload: as many clients, each with weights of its own, as the cohort has.
+"""
+
+import copy
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from benchmarks.stopwatch import Stopwatch
+from benchmarks.workloads import CLIENT_OPTIMIZER, SyntheticImages, Workload
+
+
+class Floors:
+    """The unavoidable parts of a workload's rounds, each on its own.
+
+    Args:
+        workload: The federation and its local work.
+        model: The model; clients get copies.
+        data: The federated data, set up for ``fit``.
+    """
+
+    def __init__(self, workload: Workload, model: nn.Module, data: SyntheticImages) -> None:
+        self.workload, self.data = workload, data
+        self.models = [copy.deepcopy(model).train() for _ in range(workload.cohort_size)]
+        self.params, self.buffers = torch.func.stack_module_state(self.models)
+        clients = range(workload.cohort_size)
+        self.draws = torch.stack([data.step_draws(client, 0) for client in clients])
+        self.images, self.labels = data.train_images.batch(self.draws)
+        numel = sum(parameter.numel() for parameter in model.parameters())
+        self.block = torch.randn(workload.cohort_size, numel)
+        self.block.grad = torch.randn_like(self.block)
+
+    def forward_backward(self, executor: str, rounds: int) -> Stopwatch:
+        """Loss and gradients of every client, as ``executor`` arranges them: one after the other, or under ``vmap``."""
+        step = {"sequential": self._each_model, "vectorized": self._stacked_models}[executor]
+        return self._timed(step, rounds * self.workload.local_steps)
+
+    def augmentation(self, rounds: int) -> Stopwatch:
+        """Crop, flip and normalise the batches of all clients at once."""
+        return self._timed(
+            lambda: self.data.train_images.batch(self.draws), rounds * self.workload.local_steps
+        )
+
+    def optimizer(self, rounds: int) -> Stopwatch:
+        """The optimizer's steps on all clients' parameters as one block; a fresh one each round, as FedAvg asks."""
+        watch = Stopwatch()
+        for _ in range(rounds):
+            optimizer = CLIENT_OPTIMIZER([self.block])
+            with watch:
+                for _ in range(self.workload.local_steps):
+                    optimizer.step()
+        return watch
+
+    def _each_model(self) -> None:
+        for model, images, labels in zip(self.models, self.images, self.labels, strict=True):
+            loss = F.cross_entropy(model(images), labels)
+            torch.autograd.grad(loss, list(model.parameters()))
+
+    def _stacked_models(self) -> None:
+        losses = torch.func.vmap(self._loss)(self.params, self.buffers, self.images, self.labels)
+        torch.autograd.grad(losses.sum(), list(self.params.values()))
+
+    def _loss(
+        self, params: dict[str, Tensor], buffers: dict[str, Tensor], images: Tensor, labels: Tensor
+    ) -> Tensor:
+        outputs = torch.func.functional_call(self.models[0], (params, buffers), (images,))
+        return F.cross_entropy(outputs, labels)
+
+    def _timed(self, step: Callable[[], object], times: int) -> Stopwatch:
+        watch = Stopwatch()
+        with watch:
+            for _ in range(times):
+                step()
+        return watch

@@ -1,0 +1,109 @@
+"""The framework's own time: what a round takes beyond compute, augmentation and optimizer arithmetic."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from benchmarks.compare import CLOCKS
+from benchmarks.contenders import EXECUTORS, Framework, NaiveLoop
+from benchmarks.floors import Floors
+from benchmarks.stopwatch import Spread, Stopwatch
+from benchmarks.workloads import WORKLOADS, SyntheticImages, make_model
+
+PARTS = ("forward + backward", "augmentation", "optimizer")
+
+
+def overhead(
+    workload_name: str,
+    model_name: str,
+    num_images: int,
+    repeats: int,
+    rounds: int | None,
+    say: Callable[[str], None],
+) -> dict[str, Any]:
+    """Time whole rounds of the naive loop and of the framework, and the parts alone, all in each repetition.
+
+    Args:
+        workload_name: A name of ``WORKLOADS``.
+        model_name: A name of ``MODELS``.
+        num_images: Training images of all clients together.
+        repeats: Number of repetitions.
+        rounds: Rounds of each measurement; None for the workload's own.
+        say: Told about the progress.
+
+    Returns:
+        Spreads of ms per client step: ``naive[clock]`` and for each executor ``executors[name][clock][what]``, ``what``
+        being total, one of the parts, own (total minus parts), ``own / naive``, and ``Trainer per round`` (ms).
+    """
+    workload = WORKLOADS[workload_name]
+    rounds = rounds or workload.rounds
+    say(f"{workload_name} {model_name}: {num_images:,} images over {workload.num_clients} clients")
+    data = SyntheticImages(num_images, workload.num_clients)
+    data.setup("fit")
+    naive = NaiveLoop(workload, make_model(model_name), data)
+    frameworks = {
+        name: Framework(workload, make_model(model_name), data, executor())
+        for name, executor in EXECUTORS.items()
+    }
+    floors = Floors(workload, make_model(model_name), data)
+    naive.run(1)
+    for framework in frameworks.values():
+        framework.run(1)
+    steps = rounds * workload.client_steps
+    naive_times: dict[str, list[float]] = {clock: [] for clock in CLOCKS}
+    rows: dict[str, dict[str, list[dict[str, float]]]] = {
+        name: {clock: [] for clock in CLOCKS} for name in EXECUTORS
+    }
+    for repetition in range(1, repeats + 1):
+        watch = naive.run(rounds).total
+        for clock in CLOCKS:
+            naive_times[clock].append(1000 * getattr(watch, clock) / steps)
+        for name, framework in frameworks.items():
+            timing = framework.run(rounds)
+            parts = (
+                floors.forward_backward(name, rounds),
+                floors.augmentation(rounds),
+                floors.optimizer(rounds),
+            )
+            for clock in CLOCKS:
+                row = _row(timing.total, parts, clock, steps)
+                row["own / naive"] = row["own"] / naive_times[clock][-1]
+                outside = getattr(timing.total, clock) - getattr(timing.in_rounds, clock)
+                row["Trainer per round"] = 1000 * outside / rounds
+                rows[name][clock].append(row)
+            newest = rows[name]["cpu"][-1]
+            say(
+                f"  {repetition}/{repeats} {name:<10} own {newest['own']:.3f} CPU-ms, naive {naive_times['cpu'][-1]:.2f}"
+            )
+    return {
+        "workload": workload_name,
+        "model": model_name,
+        "repeats": repeats,
+        "rounds": rounds,
+        "naive": {clock: Spread.of(values) for clock, values in naive_times.items()},
+        "executors": {
+            name: {
+                clock: {key: Spread.of([row[key] for row in measured]) for key in measured[0]}
+                for clock, measured in clocks.items()
+            }
+            for name, clocks in rows.items()
+        },
+    }
+
+
+def table(results: list[dict[str, Any]]) -> Iterator[str]:
+    """The results, by processor time, as the lines of a Markdown table."""
+    columns = ("total", *PARTS, "own", "own / naive", "Trainer per round")
+    yield f"| workload | model | executor | naive | {' | '.join(columns)} |"
+    yield "|---" * (len(columns) + 4) + "|"
+    for result in results:
+        for name, clocks in result["executors"].items():
+            cells = [str(clocks["cpu"][column]) for column in columns]
+            naive = result["naive"]["cpu"]
+            yield f"| {result['workload']} | {result['model']} | {name} | {naive} | {' | '.join(cells)} |"
+
+
+def _row(total: Stopwatch, parts: tuple[Stopwatch, ...], clock: str, steps: int) -> dict[str, float]:
+    row = {"total": getattr(total, clock)}
+    row |= {name: getattr(part, clock) for name, part in zip(PARTS, parts, strict=True)}
+    row["own"] = row["total"] - sum(row[name] for name in PARTS)
+    return {key: 1000 * seconds / steps for key, seconds in row.items()}

@@ -1,0 +1,96 @@
+"""Clocks, what is reported of repeated measurements, and the machine they were made on."""
+
+import os
+import platform
+import resource
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+
+
+@dataclass
+class Stopwatch:
+    """Wall and processor time of a ``with`` block; further blocks with the same watch add to it.
+
+    Attributes:
+        wall: Seconds on the clock: what a person waits, disturbed by other work on the machine.
+        cpu: Seconds that this process computed.
+    """
+
+    wall: float = 0.0
+    cpu: float = 0.0
+
+    def start(self) -> None:
+        """Start counting."""
+        self.wall -= time.perf_counter()
+        self.cpu -= time.process_time()
+
+    def stop(self) -> None:
+        """Stop counting."""
+        self.wall += time.perf_counter()
+        self.cpu += time.process_time()
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Median, smallest and largest of repeated measurements."""
+
+    median: float
+    min: float
+    max: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> "Spread":
+        """The spread of at least one value."""
+        return cls(median(values), min(values), max(values))
+
+    def __str__(self) -> str:
+        return f"{_digits(self.median)} [{_digits(self.min)}, {_digits(self.max)}]"
+
+
+def _digits(value: float) -> str:
+    return (
+        f"{value:.0f}" if abs(value) >= 99.95 else f"{value:.1f}" if abs(value) >= 9.995 else f"{value:.2f}"
+    )
+
+
+def machine() -> dict[str, Any]:
+    """Processor, number of cores, threads and versions."""
+    return {
+        "cpu": _cpu_model(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+    }
+
+
+def peak_memory_mb() -> float:
+    """Largest resident memory of this process so far, in MB."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak / (1e6 if sys.platform == "darwin" else 1e3 / 1.024)
+
+
+def _cpu_model() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()

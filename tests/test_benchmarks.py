@@ -1,0 +1,169 @@
+"""The benchmarks: both sides compute the same thing, and the command says what it promises."""
+
+import json
+
+import pytest
+import torch
+from torchvision import transforms
+
+from benchmarks.__main__ import main
+from benchmarks.compare import compare
+from benchmarks.contenders import AUGMENTATION, EXECUTORS, Framework, NaiveLoop, fit, naive_loader
+from benchmarks.naive import fedavg_round
+from benchmarks.stopwatch import Spread
+from benchmarks.workloads import CLIENT_OPTIMIZER, MODELS, WORKLOADS, SyntheticImages, Workload, make_model
+
+SMALL = Workload(num_clients=3, cohort_size=3, local_steps=2, rounds=2)
+PLAIN_FLOAT64 = transforms.Compose(
+    [*AUGMENTATION.transforms[2:], transforms.ConvertImageDtype(torch.float64)]
+)
+FEW = ["--images", "200", "--repeats", "2", "--rounds", "1", "--models", "tiny"]
+
+
+def small_data(augment=False):
+    data = SyntheticImages(130, SMALL.num_clients, augment=augment)
+    data.setup("fit")
+    return data
+
+
+def samples(data, client, round_number):
+    """The training images that a client reads in a round, in order."""
+    first = (round_number - 1) * SMALL.local_steps
+    draws = [data.step_draws(client, first + step)[:, 0] for step in range(SMALL.local_steps)]
+    return torch.cat(draws)
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_both_sides_compute_the_same_on_the_same_batches(executor):
+    data, model = small_data(), make_model("tiny").double()
+    framework = Framework(SMALL, make_model("tiny"), data, EXECUTORS[executor]())
+    fit(framework.module, data, SMALL.rounds, [], precision="64-true")
+    clients = range(SMALL.num_clients)
+    for round_number in range(1, SMALL.rounds + 1):
+        loaders = [naive_loader(data, i, PLAIN_FLOAT64, samples(data, i, round_number)) for i in clients]
+        sizes = [data.num_examples(i) for i in clients]
+        fedavg_round(model, loaders, sizes, SMALL.local_steps, CLIENT_OPTIMIZER)
+    ours, naive = framework.module.state_dict(), model.state_dict()
+    assert ours.keys() == naive.keys()
+    moved = 0.0
+    for name, start in make_model("tiny").double().state_dict().items():
+        if name.endswith("num_batches_tracked"):
+            # three thirds of 2 in floating point may be cut down to 1: the loop averages counters as papers' code does
+            assert ours[name] == SMALL.local_steps * SMALL.rounds
+            assert ours[name] - SMALL.rounds <= naive[name] <= ours[name]
+        else:
+            torch.testing.assert_close(naive[name], ours[name], rtol=0, atol=1e-10)
+            moved = max(moved, float((ours[name] - start).abs().max()))
+    assert moved > 1e-3
+
+
+def test_both_sides_augment_alike():
+    data = small_data(augment=True)
+    order = torch.zeros(2000, dtype=torch.int64)
+    naive = torch.cat([images for images, _ in naive_loader(data, 0, AUGMENTATION, order)])
+    places = torch.cartesian_prod(torch.arange(1), torch.arange(5), torch.arange(5), torch.arange(2))
+    possible = data.train_images.batch(places)[0].flatten(1)
+    nearest = torch.cdist(naive.flatten(1), possible, compute_mode="donot_use_mm_for_euclid_dist").min(1)
+    assert nearest.values.max() == 0
+    counts = nearest.indices.bincount(minlength=50)  # 40 of each expected
+    assert counts.min() > 10
+    assert counts.max() < 90
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models_have_about_270_thousand_parameters(name):
+    assert abs(sum(p.numel() for p in make_model(name).parameters()) - 270_000) < 2_000
+
+
+def test_both_sides_sample_the_same_number_of_clients(monkeypatch):
+    seen = []
+    monkeypatch.setattr("benchmarks.contenders.fedavg_round", lambda *args: seen.append(len(args[1])))
+    workload = Workload(num_clients=6, cohort_size=2, local_steps=1, rounds=1)
+    data = SyntheticImages(120, 6)
+    data.setup("fit")
+    NaiveLoop(workload, make_model("tiny"), data).run(3)
+    assert seen == [2, 2, 2]
+    framework = Framework(workload, make_model("tiny"), data, EXECUTORS["sequential"]())
+    timing = framework.run(1)
+    assert len(framework.module.plan.cohort(1)) == 2
+    assert 0 < timing.in_rounds.wall < timing.total.wall
+
+
+def test_ratios_are_taken_within_a_repetition(monkeypatch):
+    class Slowing:
+        """Each repetition is twice as slow as the one before, for everyone; ours takes a quarter of naive."""
+
+        def __init__(self, unit):
+            self.unit = unit
+            self.calls = -1
+
+        def run(self, rounds):
+            self.calls += 1
+            seconds = self.unit * 2**self.calls
+            total = type("Watch", (), {"wall": seconds, "cpu": seconds})
+            return type("Timing", (), {"total": total})
+
+    monkeypatch.setattr("benchmarks.compare.NaiveLoop", lambda *args: Slowing(4.0))
+    monkeypatch.setattr("benchmarks.compare.Framework", lambda *args: Slowing(1.0))
+    result = compare("W3", "tiny", 200, 3, 1, lambda line: None)
+    assert result["speedup"]["sequential"]["wall"] == Spread(4.0, 4.0, 4.0)
+    assert result["ms_per_client_step"]["naive"]["wall"] == Spread(3200.0, 1600.0, 6400.0)
+
+
+def test_compare_prints_a_table_and_writes_its_numbers(capsys):
+    main(["--workloads", "W3", *FEW, "--json", "out.json"])
+    shown = capsys.readouterr()
+    assert [line.split("|")[3].strip() for line in shown.out.splitlines()[2:5]] == ["naive", *EXECUTORS]
+    assert "2/2 vectorized" in shown.err
+    with open("out.json") as file:
+        written = json.load(file)
+    assert written["machine"].keys() == {"cpu", "cores", "threads", "python", "torch"}
+    assert written["machine"]["threads"] == 1
+    assert written["peak_memory_mb"] > 50
+    (result,) = written["results"]
+    assert (result["workload"], result["model"], result["repeats"], result["rounds"]) == ("W3", "tiny", 2, 1)
+    assert result["ms_per_client_step"].keys() == {"naive", *EXECUTORS}
+    for clocks in (*result["ms_per_client_step"].values(), *result["speedup"].values()):
+        for spread in (clocks["wall"], clocks["cpu"]):
+            assert 0 < spread["min"] <= spread["median"] <= spread["max"]
+
+
+def test_overhead_is_the_total_without_its_parts(capsys):
+    main(["overhead", "--workloads", "W3", *FEW, "--repeats", "1", "--json", "out.json"])
+    assert capsys.readouterr().out.count("| W3 | tiny |") == len(EXECUTORS)
+    with open("out.json") as file:
+        (result,) = json.load(file)["results"]
+    assert result["executors"].keys() == EXECUTORS.keys()
+    for clocks in result["executors"].values():
+        for clock, spreads in clocks.items():
+            value = {key: spread["median"] for key, spread in spreads.items()}
+            parts = value["forward + backward"] + value["augmentation"] + value["optimizer"]
+            assert value["own"] == pytest.approx(value["total"] - parts)
+            assert value["own / naive"] == pytest.approx(value["own"] / result["naive"][clock]["median"])
+            assert value["Trainer per round"] > 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--workloads", "W9"], "argument --workloads: invalid choice: 'W9' (choose from 'W1', 'W2', 'W3')"),
+        (["--repeats", "0"], "argument --repeats: 0 must be at least 1"),
+        (["--rounds", "two"], "argument --rounds: invalid int value: 'two'"),
+        (["--images", "100"], "argument --images: 100 do not fill a batch of 20 for every client; use at least 200"),
+        (["--json", "missing/out.json"], "argument --json: no folder"),
+        (["profile"], "argument command: invalid choice: 'profile' (choose from 'compare', 'overhead')"),
+    ],
+)  # fmt: skip
+def test_bad_arguments_are_refused_in_one_line(arguments, message, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(arguments)
+    assert stopped.value.code == 2
+    shown = capsys.readouterr()
+    assert message in shown.err
+    assert shown.err.count("\n") == 1
+    assert shown.out == ""
+
+
+def test_workloads_are_those_of_the_survey():
+    shapes = {name: (w.num_clients, w.cohort_size, w.local_steps) for name, w in WORKLOADS.items()}
+    assert shapes == {"W1": (10, 10, 20), "W2": (100, 10, 20), "W3": (5, 5, 1)}
