@@ -27,6 +27,7 @@ class Digits(InMemoryDataModule):
     """
 
     num_classes = 10
+    class_names = tuple("0123456789")
     in_channels = 1
     image_size = 8
     scale = 16.0

@@ -50,12 +50,14 @@ class FederatedDataModule(L.LightningDataModule):
         fit_split: Which data the evaluation inside ``fit`` uses, and so how its metrics are called: ``"val"``, or
             ``"test"`` where there is no validation set and the server evaluates on test data instead.
         num_classes: Number of classes, None where it means nothing.
+        class_names: Name of each class in the order of the labels, None to go by their numbers.
         in_channels: Channels of an image, None where it means nothing.
         image_size: Height and width of an image in pixels, None where it means nothing.
     """
 
     fit_split: Literal["val", "test"] = "val"
     num_classes: int | None = None
+    class_names: Sequence[str] | None = None
     in_channels: int | None = None
     image_size: int | None = None
 

@@ -6,12 +6,15 @@ from torchmetrics import MeanMetric
 
 
 class ServerEvaluation(nn.Module):
-    """Loss and, for class labels, accuracy over an evaluation set.
+    """Loss and, for class labels, accuracy over an evaluation set, in total and by class.
 
     A sample whose outputs are not all finite counts as wrong: the argmax of NaN would otherwise look like a guess.
 
     Attributes:
         diverged: Whether any outputs of the last evaluation were not finite.
+        class_samples: Number of samples of each class in the last evaluation; empty without class labels.
+        class_accuracy: Share of them that was right, None for a class without samples; empty without class
+            labels. A label that is none of the classes, such as the 255 of unlabelled pixels, belongs to none.
     """
 
     def __init__(self) -> None:
@@ -19,13 +22,17 @@ class ServerEvaluation(nn.Module):
         self.loss = MeanMetric(nan_strategy="disable")
         self.accuracy = MeanMetric(nan_strategy="disable")
         self.diverged = False
+        self.class_samples: list[int] = []
+        self.class_accuracy: list[float | None] = []
         self._broken = False
+        self._counts: Tensor | None = None
 
     def start(self) -> None:
         """Forget everything; called at the start of an evaluation, in whose gradient mode the sums then live."""
         self.loss.reset()
         self.accuracy.reset()
         self._broken = False
+        self._counts = None
 
     def update(self, outputs: Tensor, targets: Tensor, loss: Tensor) -> None:
         """Add a batch.
@@ -42,6 +49,8 @@ class ServerEvaluation(nn.Module):
         if not targets.is_floating_point() and targets.shape == outputs.shape[:1] + outputs.shape[2:]:
             right = (outputs.argmax(1) == targets) & finite.all(1)
             self.accuracy.update(right.to(torch.float32))
+            counts = _count_by_class(right, targets, outputs.shape[1])
+            self._counts = counts if self._counts is None else self._counts + counts
 
     def finish(self) -> dict[str, float]:
         """The metrics of everything since :meth:`start`, by name: ``loss`` and ``accuracy``."""
@@ -51,4 +60,15 @@ class ServerEvaluation(nn.Module):
             if m.update_called
         }
         self.diverged = self._broken
+        counts = self._counts.tolist() if self._counts is not None else []
+        self.class_samples = [wrong + right for wrong, right in counts]
+        self.class_accuracy = [right / (wrong + right) if wrong + right else None for wrong, right in counts]
         return metrics
+
+
+def _count_by_class(right: Tensor, targets: Tensor, classes: int) -> Tensor:
+    """Number of wrong and of right samples of each class, int64 ``[classes, 2]``."""
+    known = (targets >= 0) & (targets < classes)
+    labels = torch.where(known, targets, classes).long()
+    pairs = (2 * labels + right).flatten().bincount(minlength=2 * (classes + 1))
+    return pairs.view(classes + 1, 2)[:classes]

@@ -25,8 +25,11 @@ from fl_lightning.metrics_log import JSONLinesLogger, lines_until, read_rows
 from fl_lightning.module import FederatedModule
 from fl_lightning.parser import check_settings, given_settings
 from fl_lightning.progress import RoundProgress
-from fl_lightning.results import RunFiles, collect_result, print_result, write_predictions
+from fl_lightning.results import RunFiles, collect_result, draw_pictures, print_result, write_predictions
 from fl_lightning.run_directory import Attempt, RunDirectory, attempt_of, config_hash, write_json, write_text
+from fl_lightning.wandb_logger import RoundWandbLogger
+from fl_lightning.wandb_run import wandb_logger
+from fl_lightning.wandb_settings import WandbSettings
 
 _HASHED = ("model", "data", "trainer")
 _MODEL_LINKS = ("num_classes", "in_channels", "image_size")
@@ -41,6 +44,7 @@ class FederatedCLI(LightningCLI):
     given: Namespace
     resumed_round = 0
     checkpoint: dict[str, Any] | None = None
+    wandb: RoundWandbLogger | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._asked = next(iter(kwargs.get("args") or ()), None)
@@ -65,6 +69,7 @@ class FederatedCLI(LightningCLI):
             "--threads", type=PositiveInt | None, default=None, help="CPU threads (default: torch's choice)"
         )
         parser.add_lightning_class_args(RoundCheckpoint, "checkpoint")
+        parser.add_class_arguments(WandbSettings, "wandb")
         parser.link_arguments("seed_everything", "model.seed")
         parser.link_arguments("seed_everything", "data.init_args.seed")
         for name in _MODEL_LINKS:
@@ -145,6 +150,12 @@ class FederatedCLI(LightningCLI):
         loggers = _as_list(settings.logger)
         if self.attempt is not None:
             loggers.append(JSONLinesLogger(self.attempt.path))
+            wandb_settings = self._get(self.config_init, "wandb")
+            run = (self.attempt, self.config_yaml, self.model, self.datamodule, callbacks)
+            self.wandb = wandb_logger(wandb_settings, loggers, *run)
+            if self.wandb is not None:
+                loggers.append(self.wandb)
+                self.held.push(self._leave_wandb)
             kwargs["default_root_dir"] = str(self.attempt.path)
             for callback in callbacks:
                 if isinstance(callback, ModelCheckpoint) and callback.dirpath is None:
@@ -173,8 +184,18 @@ class FederatedCLI(LightningCLI):
         try:
             self.trainer.fit(**kwargs)
         except BaseException:
+            if self.wandb is not None:
+                self.wandb.close(failed=True)
             self._discard_untrained()
             raise
+
+    def _leave_wandb(self, *error: Any) -> None:
+        """End the run at W&B, however this command ends, and say where it is."""
+        assert self.wandb is not None
+        assert self.attempt is not None
+        self.wandb.close(failed=error[0] is not None)
+        if self.wandb.place is not None and self.attempt.path.exists():
+            print(self.wandb.place, flush=True)
 
     def _discard_untrained(self) -> None:
         if self.attempt is None or not self.is_new_attempt:
@@ -268,6 +289,7 @@ class FederatedCLI(LightningCLI):
                 f"stopped after round {rounds}; the same command with --ckpt_path last goes on",
                 file=sys.stderr,
             )
+            draw_pictures(self.attempt, self.model)
             sys.exit(128 + self.interruption.signal)
         metrics = {name: value for name, value in self.model.row.items() if name.startswith("val/")}
         if not metrics and self.datamodule.fit_split == "val" and self.datamodule.val_dataloader():
@@ -281,6 +303,9 @@ class FederatedCLI(LightningCLI):
         if self.attempt is not None:
             write_json(self.attempt.result, result)
         print_result(result)
+        if self.wandb is not None:
+            self.wandb.log_result(result)
+        draw_pictures(self.attempt, self.model)
 
 
 def _as_list(setting: Any) -> list[Any]:

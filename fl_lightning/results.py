@@ -10,15 +10,17 @@ from typing import Any
 import lightning as L
 import torch
 from rich.console import Console
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from fl_lightning.batch_norm import policy_table
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.metrics_log import cut_back
 from fl_lightning.module import FederatedModule
 from fl_lightning.run_directory import Attempt, environment_record, write_json, write_text
+from fl_lightning.run_pictures import draw_partition, draw_results
 
-_KIND_LABELS = {
+KIND_LABELS = {
     "weight": "weights",
     "affine": "BN gamma, beta",
     "mean": "BN running mean",
@@ -26,6 +28,7 @@ _KIND_LABELS = {
     "counter": "BN batch counter",
     "buffer": "other buffers",
 }
+_NORMS = {"BN": _BatchNorm, "GN": nn.GroupNorm, "LN": nn.LayerNorm}
 
 
 class RunFiles(L.Callback):
@@ -43,7 +46,7 @@ class RunFiles(L.Callback):
         self.rows_are_known = rows_are_known
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Write ``config.yaml``, ``partition.json`` and ``policy.json``; on resume cut ``metrics.jsonl`` back."""
+        """Write ``config.yaml``, ``partition.json`` and ``policy.json``, draw the partition; on resume cut ``metrics.jsonl`` back."""
         assert isinstance(pl_module, FederatedModule)
         table = policy_table(pl_module.model, pl_module.federated_callbacks, pl_module.planned_rounds)
         if not trainer.global_step:
@@ -51,15 +54,17 @@ class RunFiles(L.Callback):
         if self.attempt is not None:
             if trainer.global_step and self.rows_are_known:
                 cut_back(self.attempt.metrics, trainer.global_step)
-            self.attempt.result.unlink(missing_ok=True)  # of a shorter run that this one takes further
+            for path in (self.attempt.result, self.attempt.class_accuracy):
+                path.unlink(missing_ok=True)  # of a shorter run that this one takes further
             write_text(self.attempt.config, self.config)
             write_json(self.attempt.partition, pl_module.data.partition_record())
-            write_json(self.attempt.path / "policy.json", table)
+            write_json(self.attempt.policy, table)
+            draw_partition(self.attempt, pl_module.data.class_names, run_title(pl_module))
 
 
 def print_policy(table: Mapping[str, str]) -> None:
     """Print what happens to each kind of state in a round."""
-    print_table("State of the model", {_KIND_LABELS[kind]: treatment for kind, treatment in table.items()})
+    print_table("State of the model", {KIND_LABELS[kind]: treatment for kind, treatment in table.items()})
 
 
 def print_table(title: str, rows: Mapping[str, str]) -> None:
@@ -103,6 +108,22 @@ def describe(thing: object) -> str:
     return f"{type(thing).__name__}({', '.join(changed)})"
 
 
+def run_title(module: FederatedModule) -> list[str]:
+    """What a picture of a run says about it: a line with its method, one with model, data, partition and seed."""
+    norms = [
+        name for name, kind in _NORMS.items() if any(isinstance(m, kind) for m in module.model.modules())
+    ]
+    model = type(module.model).__name__ + (f" ({', '.join(norms)})" if norms else "")
+    data = f"{type(module.data).__name__}: {module.data.describe_partition()}"
+    return [method_name(module, module.federated_callbacks), f"{model}; {data}; seed {module.seed}"]
+
+
+def draw_pictures(attempt: Attempt | None, module: FederatedModule) -> None:
+    """Draw what a run has found into its folder, where it has one (see :func:`~fl_lightning.run_pictures.draw_results`)."""
+    if attempt is not None:
+        draw_results(attempt, run_title(module))
+
+
 def collect_result(
     trainer: L.Trainer, module: FederatedModule, attempt: Attempt | None, metrics: Mapping[str, float]
 ) -> dict[str, Any]:
@@ -123,6 +144,7 @@ def collect_result(
         "planned_rounds": module.planned_rounds,
         "samples": record.samples,
         **metrics,
+        "class_accuracy": _class_accuracy(module, metrics),
         "diverged": record.diverged,
         "upload_bytes": record.upload_bytes,
         "download_bytes": record.download_bytes,
@@ -175,6 +197,21 @@ def write_predictions(path: Path, outputs: Sequence[Tensor], batches: Iterable[A
             lines.append(f"{len(lines) - 1},{target},{guess},{chance:.6g}")
     write_text(path, "\n".join(lines) + "\n")
     return len(lines) - 1
+
+
+def _class_accuracy(module: FederatedModule, metrics: Mapping[str, float]) -> dict[str, Any] | None:
+    """Accuracy by class of the final server model in the last evaluation, that of the test data where there are any."""
+    split = next((split for split in ("test", "val") if f"{split}/accuracy" in metrics), None)
+    if split is None:
+        return None
+    evaluation, names = module.evaluation, module.data.class_names
+    count = len(evaluation.class_accuracy)
+    return {
+        "split": split,
+        "classes": list(names) if names is not None and len(names) == count else list(map(str, range(count))),
+        "accuracy": evaluation.class_accuracy,
+        "samples": evaluation.class_samples,
+    }
 
 
 def _shown(directory: Path) -> str:

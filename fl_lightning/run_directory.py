@@ -61,6 +61,7 @@ OUTSIDE_THE_HASH = frozenset(
         "trainer.num_nodes",
         "trainer.profiler",
         "trainer.strategy",
+        "wandb",
         "weights_only",
     }
 )
@@ -126,6 +127,31 @@ class Attempt:
     def partition(self) -> Path:
         """How the data were spread over the clients."""
         return self.path / "partition.json"
+
+    @property
+    def policy(self) -> Path:
+        """What happens to each kind of state in a round."""
+        return self.path / "policy.json"
+
+    @property
+    def partition_picture(self) -> Path:
+        """The samples of each class at each client."""
+        return self.path / "partition.png"
+
+    @property
+    def learning_curve(self) -> Path:
+        """Accuracy and loss over communication rounds."""
+        return self.path / "learning_curve.png"
+
+    @property
+    def class_accuracy(self) -> Path:
+        """Accuracy of the final server model by class."""
+        return self.path / "class_accuracy.png"
+
+    @property
+    def wandb_id(self) -> Path:
+        """The id of the run at W&B, which a resumed run keeps."""
+        return self.path / "wandb_id"
 
     @property
     def checkpoints(self) -> Path:

@@ -1,8 +1,8 @@
-"""Settings of every test: one thread, no network, no accelerator."""
+"""Settings of every test: one thread, no network, no accelerator, no W&B but in its own tests."""
 
 import os
 
-os.environ.setdefault("WANDB_MODE", "offline")
+os.environ["WANDB_MODE"] = "disabled"
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
 
 import pytest

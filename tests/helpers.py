@@ -3,14 +3,17 @@
 import warnings
 from copy import deepcopy
 from functools import partial
+from pathlib import Path
 
 import lightning as L
 import torch
 from lightning.pytorch.callbacks import Callback, Checkpoint
+from PIL import Image
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
+from datamodules import CIFAR10
 from fl_lightning import FederatedDataModule, FederatedModule
 
 SGD = partial(torch.optim.SGD, lr=0.1)
@@ -203,3 +206,15 @@ def by_hand(
             else:
                 old.copy_(torch.stack(held).amax(0))
     return model.state_dict(), memory
+
+
+def write_cifar10_folders(root="data/cifar10", train=24, test=4, size=8):
+    """Small random pictures in CIFAR-10's ten class folders."""
+    generator = torch.Generator().manual_seed(0)
+    for split, count in (("train", train), ("test", test)):
+        for name in CIFAR10.class_names:
+            folder = Path(root, split, name)
+            folder.mkdir(parents=True)
+            for index in range(count):
+                pixels = torch.randint(256, (size, size, 3), generator=generator, dtype=torch.uint8)
+                Image.fromarray(pixels.numpy()).save(folder / f"{index}.png")

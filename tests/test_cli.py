@@ -49,7 +49,7 @@ def test_fit_ends_with_the_table_that_result_json_holds(finished):
     table = printed.partition("Result\n")[2]
     assert {
         "method", "model", "partition", "rounds", "planned_rounds", "samples", "val/loss", "val/accuracy",
-        "test/loss", "test/accuracy", "diverged", "upload_bytes", "download_bytes", "train_seconds", "seed",
+        "test/loss", "test/accuracy", "class_accuracy", "diverged", "upload_bytes", "download_bytes", "train_seconds", "seed",
         "directory", "environment",
     } == set(result)  # fmt: skip
     assert result["method"] == "FedAvg + FixBN(freeze_round=2)"
@@ -95,7 +95,8 @@ def test_samples_and_bytes_equal_a_count_by_hand(finished):
 def test_run_directory_holds_rounds_partition_and_checkpoint(finished):
     folder = finished[2]
     assert {path.name for path in folder.iterdir()} == {
-        "config.yaml", "metrics.jsonl", "partition.json", "policy.json", "result.json", "checkpoints"
+        "config.yaml", "metrics.jsonl", "partition.json", "policy.json", "result.json", "checkpoints",
+        "partition.png", "learning_curve.png", "class_accuracy.png",
     }  # fmt: skip
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [row["round"] for row in lines] == list(range(ROUNDS + 1))

@@ -3,13 +3,11 @@
 from pathlib import Path
 
 import pytest
-import torch
 import yaml
 from command_line import main
-from PIL import Image
+from helpers import write_cifar10_folders
 
 import fl_lightning
-from datamodules import CIFAR10
 
 CONFIGS = Path(fl_lightning.__file__).parents[1] / "configs"
 SMALLER = {
@@ -30,14 +28,7 @@ def names():
 @pytest.fixture(autouse=True)
 def class_folders():
     """A small data set in class folders, where the configurations expect the user's."""
-    generator = torch.Generator().manual_seed(0)
-    for split, count in (("train", 24), ("test", 4)):
-        for name in CIFAR10.class_names:
-            folder = Path("data/cifar10", split, name)
-            folder.mkdir(parents=True)
-            for index in range(count):
-                pixels = torch.randint(256, (8, 8, 3), generator=generator, dtype=torch.uint8)
-                Image.fromarray(pixels.numpy()).save(folder / f"{index}.png")
+    write_cifar10_folders()
 
 
 def arguments(name):

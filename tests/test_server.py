@@ -8,6 +8,7 @@ from torch import nn
 
 from callbacks import FixBN
 from fl_lightning import ConfigurationError, FederatedModule
+from fl_lightning.evaluation import ServerEvaluation
 from fl_lightning.results import write_predictions
 from fl_lightning.schedules import MultiStep
 
@@ -79,3 +80,56 @@ def test_a_second_fit_without_a_checkpoint_is_a_run_of_its_own():
     assert module.planned_rounds == 6
     assert module.record.samples == 3 * samples
     assert module.row["fixbn/freeze_round"] == 3.0
+
+
+def evaluate(evaluation, *batches):
+    """An evaluation of batches (outputs, targets)."""
+    evaluation.start()
+    for outputs, targets in batches:
+        evaluation.update(outputs, targets, torch.zeros(()))
+    return evaluation.finish()
+
+
+@pytest.mark.parametrize("place", [(), (3, 2)], ids=["images", "pixels"])
+def test_accuracy_by_class_equals_a_count_sample_by_sample(place):
+    torch.manual_seed(0)
+    outputs, targets = torch.randn(50, 5, *place), torch.randint(4, (50, *place))  # class 4 has no samples
+    outputs[::7, 2] = torch.nan
+    outputs[3, 0] = torch.inf
+    evaluation = ServerEvaluation()
+    metrics = evaluate(evaluation, *zip(outputs.split(8), targets.split(8), strict=True))
+    right, samples = [0] * 5, [0] * 5
+    for scores, label in zip(outputs.movedim(1, -1).reshape(-1, 5), targets.flatten().tolist(), strict=True):
+        samples[label] += 1
+        right[label] += bool(scores.isfinite().all()) and int(scores.argmax()) == label
+    assert evaluation.class_samples == samples
+    assert evaluation.class_accuracy == [r / n for r, n in zip(right[:4], samples[:4], strict=True)] + [None]
+    assert sum(right) / sum(samples) == pytest.approx(metrics["accuracy"], abs=1e-6)
+    assert 0 < sum(right) < sum(samples)
+
+
+def test_accuracy_by_class_starts_anew_with_each_evaluation():
+    evaluation = ServerEvaluation()
+    evaluate(evaluation, (torch.eye(3), torch.tensor([0, 0, 2])))
+    assert (evaluation.class_accuracy, evaluation.class_samples) == ([0.5, None, 1.0], [2, 0, 1])
+    evaluate(evaluation, (torch.eye(2), torch.tensor([1, 1])))
+    assert (evaluation.class_accuracy, evaluation.class_samples) == ([None, 0.5], [0, 2])
+    evaluate(evaluation, (torch.zeros(2, 1), torch.zeros(2, 1)))
+    assert (evaluation.class_accuracy, evaluation.class_samples) == ([], [])
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int32, torch.int64])
+def test_unlabelled_pixels_belong_to_no_class(dtype):
+    outputs = torch.eye(2)[:, :, None].expand(2, 2, 3)
+    targets = torch.tensor([[0, 1, 255], [1, 1, 255]], dtype=dtype)
+    evaluation = ServerEvaluation()
+    evaluate(evaluation, (outputs, targets))
+    assert evaluation.class_samples == [1, 3]
+    assert evaluation.class_accuracy == [1.0, 2 / 3]
+
+
+def test_counts_by_class_are_exact_beyond_the_integers_of_float32():
+    evaluation = ServerEvaluation()
+    outputs, targets = torch.tensor([[0.0, 1.0]]).expand(2**20, 2), torch.ones(2**20, dtype=torch.int64)
+    evaluate(evaluation, *[(outputs, targets)] * 17, (outputs[:1], targets[:1]))
+    assert evaluation.class_samples == [0, 17 * 2**20 + 1]

@@ -1,0 +1,241 @@
+"""A run at Weights & Biases: one history row per communication round, online or in files that ``wandb sync`` uploads."""
+
+import shutil
+import sys
+import uuid
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from lightning.fabric.loggers.logger import rank_zero_experiment
+from lightning.pytorch.loggers import WandbLogger
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_only
+from torch import nn
+
+from fl_lightning.metrics_log import read_rows
+from fl_lightning.module import FederatedModule
+from fl_lightning.run_directory import Attempt, write_text
+from fl_lightning.wandb_contents import (
+    checkpoint_artifact,
+    facts,
+    final_numbers,
+    pictures,
+    staged_in,
+    summary_of,
+    tables,
+)
+from fl_lightning.wandb_session import Mode, first_line, open_run
+
+
+class RoundWandbLogger(WandbLogger):
+    """Logs the row of each round, with the round as the x-axis, and at the end tables, pictures and the result.
+
+    W&B is never in the way of a run: where it fails, training goes on without it, with one line that says so, and
+    :meth:`close` brings the rows back from ``metrics.jsonl``, the source of truth. A resumed run keeps its id. Online, rows that the server has are not sent again. Offline, the whole run is written anew, since ``wandb sync``
+    cannot join its pieces, and the files of the earlier part are removed when the new ones are complete.
+
+    Args:
+        attempt: The run's folder, which also holds the files of W&B; None for a run without one, whose files are in
+            ``save_dir``.
+        mode: ``"online"``, ``"offline"`` or ``"disabled"``.
+        log_checkpoints: Whether the checkpoints become an artifact of the run.
+        beside: A logger of the user's own that has the run and logs its rows; this one then adds all the rest to it.
+        kwargs: As for Lightning's ``WandbLogger``: ``project``, ``name``, ``group``, ``tags``, ``config``, ...
+    """
+
+    def __init__(
+        self,
+        attempt: Attempt | None = None,
+        mode: Mode = "online",
+        log_checkpoints: bool = False,
+        beside: WandbLogger | None = None,
+        **kwargs: Any,
+    ) -> None:
+        folder = attempt.path if attempt is not None else Path(kwargs.get("save_dir") or ".")
+        kwargs["save_dir"] = str(folder.resolve())  # W&B's process may have another working directory
+        self._config = kwargs.pop("config", None) or {}
+        super().__init__(**kwargs)
+        self.attempt = attempt
+        self.mode = mode
+        self.log_checkpoints = log_checkpoints
+        self.beside = beside
+        self._module: FederatedModule | None = None
+        self._newest = -1
+        self._defined: set[str] = set()
+        self._result: dict[str, float | bool] = {}
+        self._failed = self._closed = False
+
+    @property
+    @rank_zero_experiment
+    def experiment(self) -> Any:
+        """The W&B run; one that ignores everything where W&B is disabled or does not work."""
+        if self._experiment is None:
+            self._experiment = self.beside.experiment if self.beside is not None else self._start()
+        return self._experiment
+
+    @rank_zero_only
+    def log_graph(self, model: nn.Module, input_array: Any = None) -> None:
+        """Take note of the module, whose tables are part of the run; its graph is not drawn."""
+        self._module = model if isinstance(model, FederatedModule) else None
+
+    @rank_zero_only
+    def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+        """Log the row of a round.
+
+        Args:
+            metrics: Numbers by name; without ``"round"`` nothing is logged.
+            step: Not used: the round is in the metrics.
+        """
+        if "round" not in metrics:
+            return
+        _ = self.experiment  # first: it knows which rows the server has
+        self._catch_up(int(metrics["round"]))
+        self._log_row(metrics)
+
+    @rank_zero_only
+    def finalize(self, status: str) -> None:
+        """Add the tables to the row of the last round of a fit; of a run with a folder :meth:`close` does."""
+        module = self._module
+        if self.attempt is None and module is not None and module.trainer.state.fn == TrainerFn.FITTING:
+            self._log_media(lambda: tables(module))
+
+    @rank_zero_only
+    def log_result(self, result: Mapping[str, Any]) -> None:
+        """Take the numbers of a finished run's result into its summary."""
+        self._result = final_numbers(result)
+
+    @rank_zero_only
+    def close(self, failed: bool = False) -> None:
+        """Log what belongs to the end of a run and finish it; a second call does nothing.
+
+        Args:
+            failed: Whether the run has broken off.
+        """
+        if self._experiment is None or self._closed:
+            return
+        self._closed = True
+        self._finish(failed)
+        if self._failed and self.attempt is not None and self.beside is None:
+            # all of it once more, in a new process of W&B
+            with suppress(Exception):
+                import wandb
+
+                wandb.teardown()
+            self._experiment, self._newest, self._failed = None, -1, False
+            self._defined.clear()
+            self._finish(failed)
+
+    def _finish(self, failed: bool) -> None:
+        _ = self.experiment
+        self._catch_up(None)
+        attempt, module = self.attempt, self._module
+        if attempt is not None:
+            self._log_media(lambda: {**(tables(module) if module is not None else {}), **pictures(attempt)})
+        if self.log_checkpoints and module is not None:
+            self._attempt_to(lambda: self._log_checkpoints(module))
+        self._attempt_to(lambda: self.experiment.summary.update(self._result))
+        if self.beside is None:
+            self._attempt_to(lambda: self.experiment.finish(exit_code=int(failed)))
+            self._remove_superseded()
+
+    @property
+    def place(self) -> str | None:
+        """Where the run is, in a line for the user; None where there is no run of this logger's own."""
+        run = self._experiment
+        if run is None or self._failed or self.beside is not None or self.mode == "disabled":
+            return None
+        if self.mode == "online":
+            return f"W&B: {run.url}"
+        folder, here = Path(run.dir).parent, Path.cwd()
+        shown = folder.relative_to(here) if folder.is_relative_to(here) else folder
+        return f"W&B: offline; to upload the run: wandb sync {shown}"
+
+    def _remove_superseded(self) -> None:
+        """Remove the files of the earlier parts of a resumed run once its new ones are complete on the disk."""
+        if self._failed or self.attempt is None or self.mode == "disabled":
+            return
+        import wandb
+
+        folder = Path(self.experiment.dir).parent
+        others = [
+            path for path in folder.parent.glob(f"offline-run-*-{self.experiment.id}") if path != folder
+        ]
+        if others:
+            # finish() returns before W&B's process has written everything; the end of the process is the end of that
+            self._attempt_to(wandb.teardown)
+        for path in others if not self._failed else []:
+            shutil.rmtree(path, ignore_errors=True)
+
+    def _start(self) -> Any:
+        known = self.attempt.wandb_id if self.attempt is not None and self.mode != "disabled" else None
+        if known is not None and known.is_file():
+            self._wandb_init["id"] = known.read_text().strip()
+        self._wandb_init["id"] = self._wandb_init["id"] or uuid.uuid4().hex[:8]
+        run, self.mode = open_run(self.mode, self._wandb_init)
+        if self.mode != "disabled":
+            self._newest = run.starting_step - 1
+            if known is not None:
+                write_text(known, run.id + "\n")
+        return run
+
+    def _catch_up(self, round_number: int | None) -> None:
+        """Log the rows of ``metrics.jsonl`` that the run has not got, up to the one before a round."""
+        if self.attempt is None or self.beside is not None or round_number == self._newest + 1:
+            return
+        if self.attempt.metrics.exists():
+            for row in read_rows(self.attempt.metrics):
+                if round_number is None or row["round"] < round_number:
+                    self._log_row(row)
+
+    def _log_row(self, row: Mapping[str, Any]) -> None:
+        number = int(row["round"])
+        if number <= self._newest:
+            return
+        unknown = row.keys() - self._defined
+        if unknown:
+            self._attempt_to(lambda: self._define(unknown))
+        if self.beside is None:
+            # a step is written when the next one comes: what is logged last belongs to the last round
+            self._attempt_to(lambda: self.experiment.log({**row, "round": number}, step=number))
+        self._newest = number
+
+    def _define(self, names: set[str]) -> None:
+        if not self._defined:
+            known = self._config | (facts(self._module) if self._module is not None else {})
+            self.experiment.config.update(known, allow_val_change=True)
+        for name in sorted(names, key=lambda name: (name != "round", name)):
+            axis = None if name == "round" else "round"
+            self.experiment.define_metric(name, step_metric=axis, summary=summary_of(name))
+        self._defined |= names
+
+    def _log_media(self, media: Callable[[], Mapping[str, Any]]) -> None:
+        if self._newest < 0:
+            return
+
+        def log() -> None:
+            with staged_in(Path(self.experiment.dir).parent):
+                if self.beside is None:
+                    self.experiment.log(dict(media()), step=self._newest)
+                else:
+                    self.experiment.log({**media(), "round": self._newest})
+
+        self._attempt_to(log)
+
+    def _log_checkpoints(self, module: FederatedModule) -> None:
+        found = checkpoint_artifact(module, f"model-{self.experiment.id}")
+        if found is not None:
+            artifact, aliases = found
+            self.experiment.log_artifact(artifact, aliases=aliases)
+
+    def _attempt_to(self, action: Callable[[], Any]) -> None:
+        """Do something with the run; after a failure nothing more is tried before the end of the run."""
+        if self._failed:
+            return
+        try:
+            action()
+        except Exception as error:  # noqa: BLE001  # such as a service that was killed: it must not end the training
+            self._failed = True
+            kept = f"; all metrics are in {self.attempt.metrics}" if self.attempt is not None else ""
+            print(f"W&B failed, the run goes on without it{kept}: {first_line(error)}", file=sys.stderr)

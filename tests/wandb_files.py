@@ -1,0 +1,71 @@
+"""What an offline run of W&B holds, read back from its record log."""
+
+import json
+import struct
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+_BLOCK = 32 * 1024
+_FULL, _FIRST, _MIDDLE, _LAST = 1, 2, 3, 4
+
+
+def records(path):
+    """The records of a ``.wandb`` file: a header of 7 bytes, then LevelDB's log format in blocks of 32 KiB."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    data = Path(path).read_bytes()
+    assert data[:4] == b":W&B"
+    position, pending = 7, b""
+    while position < len(data):
+        left = _BLOCK - position % _BLOCK
+        if left < 7:
+            position += left
+            continue
+        if len(data) - position < 7:
+            return  # W&B is still writing
+        _, length, kind = struct.unpack_from("<IHB", data, position)
+        if len(data) - position - 7 < length:
+            return
+        pending += data[position + 7 : position + 7 + length]
+        position += 7 + length
+        if kind in (_FULL, _LAST):
+            yield Record.FromString(pending)
+            pending = b""
+        else:
+            assert kind in (_FIRST, _MIDDLE)
+
+
+def read_run(folder):
+    """A finished offline run: ``run``, ``config``, ``metrics``, ``history``, ``summary``, ``artifacts``, ``exit_code``."""
+    deadline = time.monotonic() + 10  # W&B's process may still be writing when finish() returns
+    while (found := _read(folder)).exit_code is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return found
+
+
+def _read(folder):
+    found = SimpleNamespace(config={}, metrics={}, history=[], summary={}, artifacts=[], exit_code=None)
+    for record in (record for path in Path(folder).glob("*.wandb") for record in records(path)):
+        kind = record.WhichOneof("record_type")
+        if kind == "run":
+            found.run = record.run
+            found.config |= _items(record.run.config.update)
+        elif kind == "config":
+            found.config |= _items(record.config.update)
+        elif kind == "metric":
+            found.metrics[record.metric.name] = record.metric
+        elif kind == "history":
+            found.history.append(_items(record.history.item))
+        elif kind == "summary":
+            found.summary |= _items(record.summary.update)
+        elif kind == "artifact":
+            found.artifacts.append(record.artifact)
+        elif kind == "exit":
+            found.exit_code = record.exit.exit_code
+    return found
+
+
+def _items(items):
+    """Values by name; nested names are joined by dots."""
+    return {item.key or ".".join(item.nested_key): json.loads(item.value_json) for item in items}
