@@ -6,6 +6,7 @@ from typing import Any
 from benchmarks.compare import CLOCKS
 from benchmarks.contenders import EXECUTORS, Framework, NaiveLoop
 from benchmarks.floors import Floors
+from benchmarks.inside import compute_watched
 from benchmarks.stopwatch import Spread, Stopwatch
 from benchmarks.workloads import WORKLOADS, SyntheticImages, make_model
 
@@ -32,7 +33,9 @@ def overhead(
 
     Returns:
         Spreads of ms per client step: ``naive[clock]`` and for each executor ``executors[name][clock][what]``, ``what``
-        being total, one of the parts, own (total minus parts), ``own / naive``, and ``Trainer per round`` (ms).
+        being total, one of the parts, own (total minus parts timed alone), own, inside (total minus the same parts
+        timed where they happen, in a run of their own), both as shares of the naive loop's total, and
+        ``Trainer per round`` (ms).
     """
     workload = WORKLOADS[workload_name]
     rounds = rounds or workload.rounds
@@ -70,9 +73,16 @@ def overhead(
                 outside = getattr(timing.total, clock) - getattr(timing.in_rounds, clock)
                 row["Trainer per round"] = 1000 * outside / rounds
                 rows[name][clock].append(row)
+            with compute_watched() as compute:
+                whole = framework.run(rounds).total
+            for clock in CLOCKS:
+                row = rows[name][clock][-1]
+                row["own, inside"] = 1000 * (getattr(whole, clock) - getattr(compute, clock)) / steps
+                row["inside / naive"] = row["own, inside"] / naive_times[clock][-1]
             newest = rows[name]["cpu"][-1]
             say(
-                f"  {repetition}/{repeats} {name:<10} own {newest['own']:.3f} CPU-ms, naive {naive_times['cpu'][-1]:.2f}"
+                f"  {repetition}/{repeats} {name:<10} own {newest['own']:.3f}, inside {newest['own, inside']:.3f} CPU-ms, "
+                f"naive {naive_times['cpu'][-1]:.2f}"
             )
     return {
         "workload": workload_name,
@@ -92,7 +102,7 @@ def overhead(
 
 def table(results: list[dict[str, Any]]) -> Iterator[str]:
     """The results, by processor time, as the lines of a Markdown table."""
-    columns = ("total", *PARTS, "own", "own / naive", "Trainer per round")
+    columns = ("total", *PARTS, "own", "own / naive", "own, inside", "inside / naive", "Trainer per round")
     yield f"| workload | model | executor | naive | {' | '.join(columns)} |"
     yield "|---" * (len(columns) + 4) + "|"
     for result in results:

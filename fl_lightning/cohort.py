@@ -46,6 +46,8 @@ class Cohort:
         self.buffer_kinds = buffer_kinds(model)
         self.params = Rows.empty(_layout(parameters, groups), parameters, num_clients)
         self.grads = self.params.zeros_like()
+        self._server = Rows.empty(self.params.layout, parameters, 1)
+        self.server = self._server.row(0)
         self.buffers = Rows.empty(_layout(buffers, self.buffer_kinds), buffers, num_clients)
         self.client_ids: list[int] = []
         self.local_steps: list[int] = []
@@ -78,14 +80,13 @@ class Cohort:
         self.policy = dict(policy)
         self._finished.clear()
         parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
-        server = {name: join_columns(parameters, shapes)[None] for name, shapes in self.params.layout.items()}
-        for name, row in server.items():
+        for name, shapes in self.params.layout.items():
+            row = join_columns(parameters, shapes, out=self._server.blocks[name][0])
             self.params.blocks[name].copy_(row.expand_as(self.params.blocks[name]))
         for name, shapes in self.buffers.layout.items():
             self.buffers.blocks[name].copy_(
                 join_columns(buffers, shapes).expand_as(self.buffers.blocks[name])
             )
-        self.server = Rows(self.params.layout, server).row(0)
         trained = {name: block for name, block in self.params.blocks.items() if self.is_trained(name)}
         self._optimizer = ClientOptimizer(
             optimizer, trained, {name: self.grads.blocks[name] for name in trained}, overrides, lr_factor

@@ -66,6 +66,8 @@ def split_columns(block: Tensor, shapes: Mapping[str, torch.Size]) -> dict[str, 
     }
 
 
-def join_columns(tensors: Mapping[str, Tensor], shapes: Mapping[str, torch.Size]) -> Tensor:
-    """Concatenate one client's (or the server's) tensors into the vector ``[columns]`` of a block."""
-    return torch.cat([tensors[name].detach().reshape(-1) for name in shapes])
+def join_columns(
+    tensors: Mapping[str, Tensor], shapes: Mapping[str, torch.Size], out: Tensor | None = None
+) -> Tensor:
+    """Concatenate one client's (or the server's) tensors into the vector ``[columns]`` of a block, in ``out`` if given."""
+    return torch.cat([tensors[name].detach().reshape(-1) for name in shapes], out=out)

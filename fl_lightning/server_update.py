@@ -23,11 +23,13 @@ def set_pseudo_gradient(model: nn.Module, cohort: Cohort, aggregator: Aggregator
     }
     means = aggregator.blocks(list(blocks.values()), cohort.weights)
     parameters = dict(model.named_parameters())
+    gradients = {name: parameter.grad for name, parameter in parameters.items()}
     for parameter in parameters.values():
         parameter.grad = None
     for block, mean in zip(blocks, means, strict=True):
         for name, value in split_columns(mean, cohort.params.layout[block]).items():
-            parameters[name].grad = parameters[name].detach() - value
+            # the memory of the last round's gradient: new memory costs as much as the subtraction
+            parameters[name].grad = torch.sub(parameters[name].detach(), value, out=gradients[name])
 
 
 def set_local_parameters(model: nn.Module, cohort: Cohort, aggregator: Aggregator) -> None:

@@ -1,0 +1,55 @@
+"""Clocks around the compute inside running rounds: what is left of a round's time is the framework's own."""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import wraps
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from benchmarks.stopwatch import Stopwatch
+from datamodules.images import TrainImages
+from fl_lightning import executors
+from fl_lightning.client_optimizer import ClientOptimizer
+
+
+@contextmanager
+def compute_watched() -> Iterator[Stopwatch]:
+    """Time forward and backward passes, augmentation and optimizer steps of all rounds until the block ends.
+
+    They are timed where they happen, with the caches as the round leaves them; the clocks themselves count as the
+    framework's. Of calls within each other only the outermost counts: under ``vmap`` a client's loss is part of it.
+    """
+    watch = Stopwatch()
+    running = False
+
+    def timed(function: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            nonlocal running
+            if running:
+                return function(*args, **kwargs)
+            running = True
+            try:
+                with watch:
+                    return function(*args, **kwargs)
+            finally:
+                running = False
+
+        return call
+
+    def timed_vmap(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Callable[..., Any]:
+        return timed(vmap(function, *args, **kwargs))
+
+    vmap = torch.func.vmap
+    with ExitStack() as patches:
+        for owner, name, replacement in (
+            (executors, "_client_loss", timed(executors._client_loss)),
+            (torch.func, "vmap", timed_vmap),
+            (torch.autograd, "grad", timed(torch.autograd.grad)),
+            (TrainImages, "batch", timed(TrainImages.batch)),
+            (ClientOptimizer, "step", timed(ClientOptimizer.step)),
+        ):
+            patches.enter_context(patch.object(owner, name, replacement))
+        yield watch
