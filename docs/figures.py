@@ -4,10 +4,12 @@ Each curve is the mean over the seeds of a configuration, its band reaches from 
 """
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 from matplotlib.figure import Figure
+from results_table import finished
 
 from fl_lightning.drawing import paper_style, write_figure
 from fl_lightning.metrics_log import read_rows
@@ -35,16 +37,26 @@ FIGURES = {
 }
 
 
-def curves(name: str, seeds: tuple[int, ...] = (0, 1, 2)) -> tuple[np.ndarray, np.ndarray]:
-    """Rounds ``[R]`` and validation accuracies ``[seeds, R]`` of the newest attempt of each seed."""
-    accuracies = []
+def curves(name: str, seeds: Sequence[int] = (0, 1, 2)) -> tuple[np.ndarray, np.ndarray]:
+    """Rounds ``[R]`` and validation accuracies ``[seeds, R]`` of the newest finished attempt of each seed.
+
+    Raises:
+        SystemExit: A seed's is missing, or they are not of one configuration, length and kind of data.
+    """
+    attempts = finished(name)
+    found = []
     for seed in seeds:
-        attempts = [*Path("runs", name).glob(f"*-s{seed}/metrics.jsonl")]
-        attempts += Path("runs", name).glob(f"*-s{seed}.*/metrics.jsonl")
-        newest = max(attempts, key=lambda path: path.stat().st_mtime)
-        rows = [row for row in read_rows(newest) if "val/accuracy" in row]
-        accuracies.append([row["val/accuracy"] for row in rows])
-    return np.array([row["round"] for row in rows]), np.array(accuracies)
+        if seed not in attempts:
+            sys.exit(
+                f"runs/{name}: a finished run of seed {seed} is needed, found {', '.join(map(str, attempts))}"
+            )
+        rows = read_rows(attempts[seed][0] / "metrics.jsonl")
+        found.append({row["round"]: row["val/accuracy"] for row in rows if "val/accuracy" in row})
+        if not found[-1]:
+            sys.exit(f"runs/{name}: seed {seed} has no val/accuracy; set data.init_args.val_fraction above 0")
+    if any(curve.keys() != found[0].keys() for curve in found):
+        sys.exit(f"runs/{name}: the seeds were not evaluated after the same rounds")
+    return np.array([*found[0]]), np.array([[*curve.values()] for curve in found])
 
 
 def main(key: str) -> None:
@@ -80,4 +92,8 @@ def main(key: str) -> None:
 
 
 if __name__ == "__main__":
+    if sys.argv[1:] not in ([key] for key in FIGURES):
+        sys.exit(
+            f"docs/figures.py: one of {', '.join(FIGURES)} is needed, found {' '.join(sys.argv[1:]) or 'nothing'}"
+        )
     main(sys.argv[1])

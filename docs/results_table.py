@@ -1,6 +1,6 @@
 """Print the runs below ``runs/<name>`` as rows of a table: ``python docs/results_table.py NAME ...``.
 
-Mean and standard deviation (n - 1) over the newest finished attempt of each seed.
+Mean and standard deviation (n - 1) over the newest finished attempt of each seed; a dash where a run has no such value.
 """
 
 import json
@@ -10,33 +10,63 @@ import sys
 from pathlib import Path
 
 
-def finished(name: str) -> dict[int, dict]:
-    """The result of the newest finished attempt of each seed."""
-    results = sorted(Path("runs", name).glob("*/result.json"), key=lambda path: path.stat().st_mtime)
-    return {int(re.search(r"-s(\d+)", path.parent.name)[1]): json.loads(path.read_text()) for path in results}
+def finished(name: str) -> dict[int, tuple[Path, dict]]:
+    """Folder and result of the newest finished attempt of each seed.
+
+    Raises:
+        SystemExit: There is none, or they are not of one configuration and length.
+    """
+    found = [
+        (int(match[2]), int(match[3] or 1), match[1], folder)
+        for folder in Path("runs", name).glob("*")
+        if (match := re.fullmatch(r"([0-9a-f]{8})-s(\d+)(?:\.(\d+))?", folder.name))
+        and (folder / "result.json").exists()
+    ]
+    hashes = sorted({stem for _, _, stem, _ in found})
+    if len(hashes) != 1:
+        sys.exit(
+            f"runs/{name}: finished runs of one configuration are needed, found {', '.join(hashes) or 'none'}"
+        )
+    newest = {
+        seed: (folder, json.loads((folder / "result.json").read_text()))
+        for seed, _, _, folder in sorted(found)
+    }
+    rounds = sorted({result["rounds"] for _, result in newest.values()})
+    if len(rounds) != 1:
+        sys.exit(f"runs/{name}: runs of equally many rounds are needed, found {', '.join(map(str, rounds))}")
+    return newest
 
 
 def cell(values: list[float]) -> str:
     """Mean and spread of a metric over the seeds."""
+    if not values:
+        return "-"
     spread = f" ± {statistics.stdev(values):.3f}" if len(values) > 1 else ""
     return f"{statistics.mean(values):.3f}{spread}"
 
 
+def row(name: str) -> str:
+    """A configuration's row."""
+    results = {seed: result for seed, (_, result) in finished(name).items()}
+    values = {
+        key: [result[key] for result in results.values() if key in result]
+        for key in ("val/accuracy", "test/accuracy", "train_seconds")
+    }
+    seconds = f"{min(values['train_seconds']):.0f} to {max(values['train_seconds']):.0f}"
+    cells = [name, next(iter(results.values()))["method"], ", ".join(map(str, results))]
+    cells += [cell(values["val/accuracy"]), cell(values["test/accuracy"]), seconds]
+    return "| " + " | ".join(cells) + " |"
+
+
 def main(names: list[str]) -> None:
     """Print one row per configuration."""
+    rows = [row(name) for name in names]
     print("| configuration | method | seeds | validation | test | seconds of training |")
     print("|---|---|---|---|---|---|")
-    for name in names:
-        results = finished(name)
-        values = {
-            key: [result[key] for _, result in sorted(results.items())]
-            for key in ("val/accuracy", "test/accuracy", "train_seconds")
-        }
-        seconds = f"{min(values['train_seconds']):.0f} to {max(values['train_seconds']):.0f}"
-        cells = [name, next(iter(results.values()))["method"], ", ".join(map(str, sorted(results)))]
-        cells += [cell(values["val/accuracy"]), cell(values["test/accuracy"]), seconds]
-        print("| " + " | ".join(cells) + " |")
+    print(*rows, sep="\n")
 
 
 if __name__ == "__main__":
+    if not sys.argv[1:]:
+        sys.exit("docs/results_table.py: names of folders below runs/ are needed")
     main(sys.argv[1:])
