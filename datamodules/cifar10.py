@@ -80,10 +80,10 @@ class CIFAR10(InMemoryDataModule):
         )
         if image_size < 1:
             raise ConfigurationError(f"image_size must be at least 1 pixel, found {image_size}")
-        self.data_dir = Path(data_dir)
+        self.data_dir = Path(data_dir).expanduser()
         self.download = download
         self.image_size = image_size
-        self.cache_dir = Path("data/cache" if cache_dir is None else cache_dir)
+        self.cache_dir = Path("data/cache" if cache_dir is None else cache_dir).expanduser()
         self.folders = self._class_folders()
         if self.folders is None and not download and not self._pickles.is_dir():
             raise ConfigurationError(
@@ -114,8 +114,12 @@ class CIFAR10(InMemoryDataModule):
     def _pickles(self) -> Path:
         return self.data_dir / "cifar-10-batches-py"
 
+    @property
+    def _train(self) -> Path:
+        return self.data_dir / "train"
+
     def _class_folders(self) -> ClassFolders | None:
-        if self._pickles.is_dir() or not (self.data_dir / "train").is_dir():
+        if self._pickles.is_dir() or not self._train.is_dir():
             return None
         folders = ClassFolders(self.data_dir)
         if folders.classes != list(self.class_names):
@@ -139,9 +143,10 @@ class CIFAR10(InMemoryDataModule):
                 f"{self.data_dir} by hand"
             ) from error
         except (RuntimeError, EOFError, OSError) as error:
+            instead = "to read train/ instead" if self._train.is_dir() else "and set download: true"
             raise ConfigurationError(
                 f"data_dir={self.data_dir} holds a damaged or incomplete cifar-10-batches-py/ "
-                f"({type(error).__name__}); remove it and set download: true"
+                f"({type(error).__name__}); remove it {instead}"
             ) from error
 
     def _tensors(self, files: Any) -> tuple[torch.Tensor, torch.Tensor]:

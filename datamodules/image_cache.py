@@ -7,6 +7,7 @@ import pickle
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TextIO
 
 import numpy as np
 import torch
@@ -14,7 +15,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from PIL import Image, ImageOps
 from torch import Tensor
 
-from fl_lightning.atomic import atomic_write, unwritable
+from fl_lightning.atomic import atomic_write, missing_folders, remove_empty, unwritable
 from fl_lightning.errors import ConfigurationError
 
 SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
@@ -123,20 +124,35 @@ def _read(cache: Path, fingerprint: str) -> Tensor | None:
 def locked(cache: Path) -> Iterator[None]:
     """Let one process at a time build a file, through a lock file beside it.
 
+    Where that fails, the lock file goes again, and so do the folders that were made for it.
+
     Raises:
         ConfigurationError: The folder cannot be written.
     """
     lock = cache.with_name(f".{cache.name}.lock")
     try:
-        lock.parent.mkdir(parents=True, exist_ok=True)
-        file = lock.open("w")
+        made = missing_folders(lock.parent)
+        file = _locked_file(lock)
     except OSError as error:
         raise unwritable(cache, error) from error
     with file:
-        fcntl.flock(file, fcntl.LOCK_EX)
         try:
             yield
+        except BaseException:
+            lock.unlink(missing_ok=True)
+            remove_empty(made)
+            raise
         finally:
             fcntl.flock(
                 file, fcntl.LOCK_UN
             )  # closing is not enough: a forked process may hold the file as well
+
+
+def _locked_file(lock: Path) -> TextIO:
+    while True:
+        lock.parent.mkdir(parents=True, exist_ok=True)
+        file = lock.open("w")
+        fcntl.flock(file, fcntl.LOCK_EX)
+        if os.fstat(file.fileno()).st_nlink:
+            return file
+        file.close()  # the process that had it failed and removed it

@@ -69,9 +69,9 @@ class ImageFolder(InMemoryDataModule):
         )
         if image_size < 1:
             raise ConfigurationError(f"image_size must be at least 1 pixel, found {image_size}")
-        self.data_dir = Path(data_dir)
+        self.data_dir = Path(data_dir).expanduser()
         self.image_size = image_size
-        self.cache_dir = Path("data/cache" if cache_dir is None else cache_dir)
+        self.cache_dir = Path("data/cache" if cache_dir is None else cache_dir).expanduser()
         self.folders = ClassFolders(self.data_dir)
         self.class_names = self.folders.classes
         self.num_classes = len(self.class_names)

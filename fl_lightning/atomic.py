@@ -2,8 +2,8 @@
 
 import json
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -47,9 +47,27 @@ def atomic_write(path: Path) -> Iterator[BinaryIO]:
 
 def unwritable(path: Path, error: OSError) -> ConfigurationError:
     """The message for a file that the system refuses to write."""
+    if isinstance(error, FileExistsError | NotADirectoryError):
+        for folder in path.parents:
+            if folder.is_file():
+                return ConfigurationError(
+                    f"{path} cannot be written: {error.strerror}, for {folder} is a file; choose another folder"
+                )
     return ConfigurationError(
         f"{path} cannot be written: {error.strerror}; free space or choose another folder"
     )
+
+
+def missing_folders(path: Path) -> list[Path]:
+    """A folder and those around it, from the inside out, as far as they do not exist."""
+    return [folder for folder in (path, *path.parents) if not folder.exists()]
+
+
+def remove_empty(folders: Iterable[Path]) -> None:
+    """Remove folders that are empty, in the given order."""
+    for folder in folders:
+        with suppress(OSError):  # something is in it, or it is gone
+            folder.rmdir()
 
 
 def write_text(path: Path, text: str) -> None:

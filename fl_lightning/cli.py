@@ -1,6 +1,7 @@
 """The command line: the shipped callbacks, data sets and models are known by their bare names."""
 
 import logging
+import os
 import signal
 import sys
 import warnings
@@ -106,10 +107,13 @@ def _quiet_host() -> None:
     """Silence what Lightning says about hardware and loaders that cannot matter here."""
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.WARNING)
+    # LightningCLI 2.6 uses jsonargparse in ways that it deprecates; nothing a user of either could change
+    os.environ.setdefault("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
     for message in (
         ".*LightningCLI's args parameter.*",  # what it warns of, main() does on purpose
         ".*does not have many workers.*",  # in-memory data need none
         ".*isinstance\\(treespec, LeafSpec\\).*",  # Lightning 2.6 on torch 2.12 and later, harmless
+        "Implicitly cleaning up <TemporaryDirectory",  # W&B's, for the pictures of a run
         ".*You defined a `validation_step` but have no `val_dataloader`.*",  # a federation without evaluation data
     ):
         warnings.filterwarnings("ignore", message)

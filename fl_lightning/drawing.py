@@ -1,5 +1,6 @@
 """The look of the figures and how they become files; matplotlib is imported when the first one is drawn."""
 
+import logging
 import textwrap
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -41,11 +42,19 @@ _STYLE = {
 @contextmanager
 def paper_style() -> Iterator[None]:
     """Draw in this project's style: the user's own matplotlib settings do not count, and are as before afterwards."""
-    import matplotlib as mpl
+    log = logging.getLogger("matplotlib")
+    level = log.level
+    log.setLevel(logging.ERROR)  # where it keeps its caches is not the user's concern
+    try:
+        import matplotlib as mpl
 
-    settings: dict[Any, Any] = {key: value for key, value in mpl.rcParamsDefault.items() if key != "backend"}
-    with mpl.rc_context(settings | _STYLE):
-        yield
+        settings: dict[Any, Any] = {
+            key: mpl.rcParamsDefault[key] for key in mpl.rcParamsDefault if key != "backend"
+        }
+        with mpl.rc_context(settings | _STYLE):
+            yield
+    finally:
+        log.setLevel(level)
 
 
 def new_figure(height: float, title: Sequence[str]) -> "Figure":
@@ -83,10 +92,10 @@ def count_on(axis: "Axis") -> None:
 
 
 def class_labels(names: Sequence[str] | None, count: int, length: int = 18) -> list[str]:
-    """What to write beside each class: its name, or its number where it has none that can be drawn.
+    """What to write beside each class: its name, ``"class 6"`` where that cannot be drawn.
 
     Args:
-        names: The names, None for none.
+        names: The names, None for the bare numbers.
         count: Number of classes.
         length: Names are cut to so many characters.
     """
@@ -96,7 +105,7 @@ def class_labels(names: Sequence[str] | None, count: int, length: int = 18) -> l
     return [
         (text if len(text) <= length else text[: length - 1] + "…")
         if text and drawable(text) == text
-        else str(number)
+        else f"class {number}"
         for number, text in enumerate(texts)
     ]
 

@@ -156,7 +156,7 @@ class VectorizedExecutor(Executor):
 
 
 def _index(rows: list[int]) -> slice | list[int]:
-    """Ascending rows, as a slice where they follow each other: copying a slice takes a fifth of gathering rows."""
+    """Ascending rows, as a slice where they follow each other: a slice is copied as one piece, other rows are gathered."""
     first, last = rows[0], rows[-1]
     return slice(first, last + 1) if last - first + 1 == len(rows) else rows
 

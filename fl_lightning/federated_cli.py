@@ -139,6 +139,17 @@ class FederatedCLI(LightningCLI):
             self._check_checkpoint()
         if self.subcommand == "fit" and not settings.fast_dev_run:
             rows_are_known = self._find_attempt(callbacks)
+        try:
+            trainer = self._make_trainer(settings, callbacks, rows_are_known, **kwargs)
+        except BaseException:
+            self._discard_untrained()
+            raise
+        self.checkpoint = None  # the trainer reads it again; two of them need not fit into memory
+        return trainer
+
+    def _make_trainer(
+        self, settings: Namespace, callbacks: list[Any], rows_are_known: bool, **kwargs: Any
+    ) -> Trainer:
         if settings.enable_progress_bar is not False and not any(
             isinstance(callback, ProgressBar) for callback in callbacks
         ):
@@ -171,19 +182,21 @@ class FederatedCLI(LightningCLI):
                     f"trainer.devices: {settings.devices} is not possible yet; use devices: 1"
                 )
         except (ValueError, TypeError, MisconfigurationException) as error:
-            self._discard_untrained()
             if isinstance(error, ConfigurationError):
                 raise
             place = f"accelerator: {settings.accelerator}, devices: {settings.devices}"
             raise ConfigurationError(f"trainer ({place}): {error}") from error
-        self.checkpoint = None  # the trainer reads it again; two of them need not fit into memory
         return trainer
 
     def fit(self, **kwargs: Any) -> None:
         """Train; a run that fails before the end of its first round leaves no folder behind."""
         try:
             self.trainer.fit(**kwargs)
-        except BaseException:
+        except BaseException as error:
+            # not on a signal: who stops a run does not wait for pictures
+            if isinstance(error, Exception) and self._has_trained():
+                assert isinstance(self.model, FederatedModule)
+                draw_pictures(self.attempt, self.model)
             if self.wandb is not None:
                 self.wandb.close(failed=True)
             self._discard_untrained()
@@ -198,11 +211,17 @@ class FederatedCLI(LightningCLI):
             print(self.wandb.place, flush=True)
 
     def _discard_untrained(self) -> None:
-        if self.attempt is None or not self.is_new_attempt:
-            return
-        metrics = self.attempt.metrics
-        if not (metrics.exists() and any(row["round"] > self.resumed_round for row in read_rows(metrics))):
+        if self.attempt is not None and self.is_new_attempt and not self._has_trained():
             self.attempt.discard()
+
+    def _has_trained(self) -> bool:
+        """Whether this command has finished a round of a run with a folder."""
+        metrics = self.attempt.metrics if self.attempt is not None else None
+        return (
+            metrics is not None
+            and metrics.exists()
+            and any(row["round"] > self.resumed_round for row in read_rows(metrics))
+        )
 
     def _check_checkpoint(self) -> None:
         """Refuse a checkpoint of another model, or for ``fit`` of another server optimizer."""

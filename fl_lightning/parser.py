@@ -195,6 +195,10 @@ def told(error: BaseException) -> str | None:
     for one in behind(error):
         if isinstance(one, ConfigurationError | MisconfigurationException):
             return " ".join(str(one).split())
+        # not imported for this: only a logger of the user's own lets an exception of W&B through
+        if isinstance(one, getattr(sys.modules.get("wandb"), "Error", ())):
+            wrong = str(one).partition("\n")[0].partition(". ")[0].rstrip(".")
+            return f"W&B: {wrong}; store a key with wandb login, or set the environment variable WANDB_MODE=offline"
         missing = re.search(r"conditioned on metric `(.*?)` which is not available", str(one))
         if missing:
             logged = re.findall(r"`([^`]+)`", str(one))[2:]

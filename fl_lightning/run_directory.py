@@ -15,13 +15,13 @@ import re
 import shutil
 import subprocess
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from fl_lightning import __version__
-from fl_lightning.atomic import write_json, write_text
+from fl_lightning.atomic import missing_folders, remove_empty, write_json, write_text
 from fl_lightning.errors import ConfigurationError
 
 __all__ = [
@@ -104,9 +104,11 @@ class Attempt:
 
     Attributes:
         path: The folder, such as ``runs/quickstart/1f0c9a7e-s0.2``.
+        made: The folders around it, from the inside out, that did not exist before.
     """
 
     path: Path
+    made: tuple[Path, ...] = field(default=(), compare=False)
 
     @property
     def config(self) -> Path:
@@ -180,10 +182,9 @@ class Attempt:
             os.close(folder)
 
     def discard(self) -> None:
-        """Remove the folder with all it holds, and ``runs/<name>`` where it is empty then."""
+        """Remove the folder with all it holds, and the folders around it that it made and that are empty then."""
         shutil.rmtree(self.path)
-        with suppress(OSError):  # other attempts are in it
-            self.path.parent.rmdir()
+        remove_empty(self.made)
 
 
 @dataclass(frozen=True)
@@ -191,12 +192,15 @@ class RunDirectory:
     """All attempts at one configuration and seed.
 
     Args:
-        root: ``runs/<name>``.
+        root: ``runs/<name>``; ``~`` is the user's home.
         stem: ``<config hash>-s<seed>``: the first attempt's folder; later ones add ``.2``, ``.3``, ...
     """
 
     root: Path
     stem: str
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "root", self.root.expanduser())
 
     def new_attempt(self) -> Attempt:
         """Create the folder of the next attempt; two processes that start together get two folders.
@@ -205,6 +209,7 @@ class RunDirectory:
             ConfigurationError: The folder cannot be created.
         """
         try:
+            made = tuple(missing_folders(self.root))
             self.root.mkdir(parents=True, exist_ok=True)
             number = max(self._attempts(), default=0)
             while True:
@@ -214,7 +219,7 @@ class RunDirectory:
                     path.mkdir(parents=True)  # a failed first attempt may just have removed the root
                 except FileExistsError:
                     continue
-                return Attempt(path)
+                return Attempt(path, made)
         except OSError as error:
             raise ConfigurationError(
                 f"run directory {self.root / self.stem} cannot be created: {error.strerror}; "

@@ -1,19 +1,22 @@
 """A run at Weights & Biases: one history row per communication round, online or in files that ``wandb sync`` uploads."""
 
+import os
 import shutil
 import sys
 import uuid
+from argparse import Namespace
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from lightning.fabric.loggers.logger import rank_zero_experiment
+from lightning.fabric.loggers.logger import _DummyExperiment, rank_zero_experiment
 from lightning.pytorch.loggers import WandbLogger
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_only
 from torch import nn
 
+from fl_lightning.errors import ConfigurationError
 from fl_lightning.metrics_log import read_rows
 from fl_lightning.module import FederatedModule
 from fl_lightning.run_directory import Attempt, write_text
@@ -33,8 +36,10 @@ class RoundWandbLogger(WandbLogger):
     """Logs the row of each round, with the round as the x-axis, and at the end tables, pictures and the result.
 
     W&B is never in the way of a run: where it fails, training goes on without it, with one line that says so, and
-    :meth:`close` brings the rows back from ``metrics.jsonl``, the source of truth. A resumed run keeps its id. Online, rows that the server has are not sent again. Offline, the whole run is written anew, since ``wandb sync``
-    cannot join its pieces, and the files of the earlier part are removed when the new ones are complete.
+    :meth:`close` brings the rows back from ``metrics.jsonl``, the source of truth. A resumed run keeps its id, except
+    where a sweep gives it another one. Online, rows that the server has are not sent again. Offline, the whole run is
+    written anew, since ``wandb sync`` cannot join its pieces, and the files of the earlier part are removed when the new
+    ones are complete.
 
     Args:
         attempt: The run's folder, which also holds the files of W&B; None for a run without one, whose files are in
@@ -62,7 +67,8 @@ class RoundWandbLogger(WandbLogger):
         self.log_checkpoints = log_checkpoints
         self.beside = beside
         self._module: FederatedModule | None = None
-        self._newest = -1
+        self._ids: set[str] = set()
+        self._newest = self._seen = -1
         self._defined: set[str] = set()
         self._result: dict[str, float | bool] = {}
         self._failed = self._closed = False
@@ -70,15 +76,26 @@ class RoundWandbLogger(WandbLogger):
     @property
     @rank_zero_experiment
     def experiment(self) -> Any:
-        """The W&B run; one that ignores everything where W&B is disabled or does not work."""
+        """The W&B run; before a fit, and where W&B is disabled or does not work, an object that ignores everything."""
+        if self.beside is not None:
+            self._open()
+        return _DummyExperiment() if self._experiment is None else self._experiment
+
+    def _open(self) -> None:
         if self._experiment is None:
             self._experiment = self.beside.experiment if self.beside is not None else self._start()
-        return self._experiment
+
+    @rank_zero_only
+    def log_hyperparams(self, params: Mapping[str, Any] | Namespace) -> None:
+        """Keep the settings of a module for the configuration of the run."""
+        self._config = {**self._config, **(vars(params) if isinstance(params, Namespace) else params)}
 
     @rank_zero_only
     def log_graph(self, model: nn.Module, input_array: Any = None) -> None:
         """Take note of the module, whose tables are part of the run; its graph is not drawn."""
         self._module = model if isinstance(model, FederatedModule) else None
+        if self._module is not None and _is_fitting(self._module):
+            self._open()
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
@@ -87,18 +104,28 @@ class RoundWandbLogger(WandbLogger):
         Args:
             metrics: Numbers by name; without ``"round"`` nothing is logged.
             step: Not used: the round is in the metrics.
+
+        Raises:
+            ConfigurationError: The logger has had this round already, from another fit.
         """
         if "round" not in metrics:
             return
-        _ = self.experiment  # first: it knows which rows the server has
-        self._catch_up(int(metrics["round"]))
+        number = int(metrics["round"])
+        if number <= self._seen:
+            raise ConfigurationError(
+                f"RoundWandbLogger: round {number} comes after round {self._seen}; a logger is for one run, make a new "
+                "one for the next fit"
+            )
+        self._seen = number
+        self._open()  # first: it knows which rows the server has
+        self._catch_up(number)
         self._log_row(metrics)
 
     @rank_zero_only
     def finalize(self, status: str) -> None:
         """Add the tables to the row of the last round of a fit; of a run with a folder :meth:`close` does."""
         module = self._module
-        if self.attempt is None and module is not None and module.trainer.state.fn == TrainerFn.FITTING:
+        if self.attempt is None and module is not None and _is_fitting(module):
             self._log_media(lambda: tables(module))
 
     @rank_zero_only
@@ -128,7 +155,7 @@ class RoundWandbLogger(WandbLogger):
             self._finish(failed)
 
     def _finish(self, failed: bool) -> None:
-        _ = self.experiment
+        self._open()
         self._catch_up(None)
         attempt, module = self.attempt, self._module
         if attempt is not None:
@@ -160,7 +187,10 @@ class RoundWandbLogger(WandbLogger):
 
         folder = Path(self.experiment.dir).parent
         others = [
-            path for path in folder.parent.glob(f"offline-run-*-{self.experiment.id}") if path != folder
+            path
+            for run_id in self._ids
+            for path in folder.parent.glob(f"offline-run-*-{run_id}")
+            if path != folder
         ]
         if others:
             # finish() returns before W&B's process has written everything; the end of the process is the end of that
@@ -170,12 +200,20 @@ class RoundWandbLogger(WandbLogger):
 
     def _start(self) -> Any:
         known = self.attempt.wandb_id if self.attempt is not None and self.mode != "disabled" else None
-        if known is not None and known.is_file():
-            self._wandb_init["id"] = known.read_text().strip()
-        self._wandb_init["id"] = self._wandb_init["id"] or uuid.uuid4().hex[:8]
+        earlier = known.read_text().strip() if known is not None and known.is_file() else None
+        self._wandb_init["id"] = (
+            earlier or self._wandb_init["id"] or os.environ.get("WANDB_RUN_ID") or uuid.uuid4().hex[:8]
+        )
         run, self.mode = open_run(self.mode, self._wandb_init)
         if self.mode != "disabled":
             self._newest = run.starting_step - 1
+            self._ids |= {run.id, earlier or run.id}
+            if earlier not in (None, run.id):
+                print(
+                    f"W&B: the sweep gives this run the id {run.id}; all its rounds are logged there, and {earlier} is no "
+                    "longer continued",
+                    file=sys.stderr,
+                )
             if known is not None:
                 write_text(known, run.id + "\n")
         return run
@@ -239,3 +277,7 @@ class RoundWandbLogger(WandbLogger):
             self._failed = True
             kept = f"; all metrics are in {self.attempt.metrics}" if self.attempt is not None else ""
             print(f"W&B failed, the run goes on without it{kept}: {first_line(error)}", file=sys.stderr)
+
+
+def _is_fitting(module: FederatedModule) -> bool:
+    return module.trainer.state.fn == TrainerFn.FITTING

@@ -1,5 +1,6 @@
 """As what a run of the command line appears at Weights & Biases: id, name, group, tags and configuration."""
 
+import os
 import re
 from collections.abc import Sequence
 
@@ -28,6 +29,9 @@ def wandb_logger(
 ) -> RoundWandbLogger | None:
     """The logger of a run: there is one W&B run per configuration and seed, in one group for all seeds.
 
+    The environment variables ``WANDB_NAME``, ``WANDB_RUN_GROUP``, ``WANDB_JOB_TYPE`` and, for a new run, ``WANDB_RUN_ID``
+    come before what is made up here.
+
     Args:
         settings: Whether and where the run is logged.
         loggers: The user's own: where a ``WandbLogger`` is among them, its run is used and no other is started.
@@ -55,9 +59,9 @@ def wandb_logger(
         beside=own,
         project=settings.project,
         entity=settings.entity,
-        name=name,
-        group=f"{resolved['name']}-{config_hash}",
-        job_type="fit",
+        name=os.environ.get("WANDB_NAME") or name,
+        group=os.environ.get("WANDB_RUN_GROUP") or f"{resolved['name']}-{config_hash}",
+        job_type=os.environ.get("WANDB_JOB_TYPE") or "fit",
         tags=[*tags, *settings.tags],
         config=resolved | added,
     )

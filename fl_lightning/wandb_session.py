@@ -3,13 +3,16 @@
 import os
 import shutil
 import sys
+import tempfile
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
+from fl_lightning.errors import ConfigurationError
+
 Mode = Literal["online", "offline", "disabled"]
 
-_INIT_SECONDS = 30.0
+_INIT_SECONDS = 10.0
 _UPLOAD_SECONDS = 120.0  # at the end of a run; what is not uploaded by then is left to wandb sync
 
 
@@ -18,22 +21,29 @@ def resolve_mode(mode: Literal["auto", "online", "offline", "disabled"]) -> Mode
 
     Args:
         mode: As for :class:`WandbSettings`.
+
+    Raises:
+        ConfigurationError: W&B refuses what the environment or its settings file says.
     """
     if mode != "auto":
         return mode
-    if os.environ.get("WANDB_MODE") == "disabled":
+    asked = os.environ.get("WANDB_MODE")
+    if asked == "disabled":
         return "disabled"  # W&B is not even imported
     import wandb
 
-    found = os.environ.get("WANDB_MODE") or _quiet_session().mode
+    found = asked or _mode_in_files()
     if found in ("offline", "dryrun"):
         return "offline"
     if found == "disabled":
         return "disabled"
+    if asked:
+        return "online"
+    _quiet_session(mode="online")  # login finds no key in a session that an earlier run left offline
     try:
         return "online" if wandb.login(prompt=False, verify=False) else "offline"
-    except wandb.Error:  # a key that cannot be one: the run itself will be told so when it is uploaded
-        return "offline"
+    except wandb.Error:
+        return "online"  # a key that cannot be one: the start of the run says so
 
 
 def open_run(mode: Mode, init: dict[str, Any]) -> tuple[Any, Mode]:
@@ -52,7 +62,9 @@ def open_run(mode: Mode, init: dict[str, Any]) -> tuple[Any, Mode]:
     for way in ways:
         earlier = _folders(init)
         try:
-            _quiet_session()
+            _quiet_session(mode=way)
+            if way == "online" and not wandb.login(prompt=False, verify=False):
+                raise wandb.Error("there is no API key; wandb login stores one")
             settings = wandb.Settings(
                 silent=True,
                 console="off",
@@ -69,6 +81,8 @@ def open_run(mode: Mode, init: dict[str, Any]) -> tuple[Any, Mode]:
                 wandb.teardown()  # else the id stays taken
             for folder in _folders(init) - earlier:
                 shutil.rmtree(folder, ignore_errors=True)
+    if mode == "disabled":
+        _quiet_session(mode="offline")
     return wandb.init(mode="disabled", reinit="create_new"), "disabled"
 
 
@@ -81,8 +95,37 @@ def first_line(error: Exception) -> str:
     return str(error).partition("\n")[0] or type(error).__name__
 
 
-def _quiet_session() -> Any:
-    """The settings that W&B has found in the environment and its files, in a session that prints nothing by itself."""
+def _mode_in_files() -> str:
+    """The mode in W&B's settings files, which ``wandb offline`` writes, whatever an earlier run of this process had."""
+    settings = _quiet_session().model_copy()
+    settings.mode = "online"
+    settings.update_from_system_settings()
+    return str(settings.mode)
+
+
+def _quiet_session(**settings: Any) -> Any:
+    """The settings that W&B has found in the environment and its files, in a session that prints nothing by itself.
+
+    Args:
+        settings: What the session has instead: W&B's telemetry goes by the mode of the session, not that of a run.
+
+    Raises:
+        ConfigurationError: W&B refuses a value that it has found.
+    """
     import wandb
 
-    return wandb.setup(settings=wandb.Settings(silent=True)).settings
+    if not os.environ.get("WANDB_MODE", "unset"):
+        del os.environ["WANDB_MODE"]  # to W&B an empty one is a wrong one
+    if "WANDB_CACHE_DIR" not in os.environ:
+        try:
+            cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+            (cache / "wandb").mkdir(parents=True, exist_ok=True)
+        except (OSError, RuntimeError):  # W&B's process would print its log instead
+            os.environ["WANDB_CACHE_DIR"] = str(Path(tempfile.gettempdir(), f"wandb-cache-{os.getuid()}"))
+    try:
+        return wandb.setup(settings=wandb.Settings(silent=True, **settings)).settings
+    except ValueError as error:  # pydantic's: a title, the setting and, indented, what is wrong with it
+        _, setting, wrong, *_ = [*str(error).splitlines(), "", ""]
+        raise ConfigurationError(
+            f"W&B, setting {setting!r} of the environment or of its settings file: {wrong.strip()}"
+        ) from error

@@ -2,6 +2,7 @@
 
 import hashlib
 import pickle
+import shutil
 import time
 from pathlib import Path
 from urllib.error import URLError
@@ -124,14 +125,38 @@ def test_download_without_a_network_says_what_to_do(tmp_path, monkeypatch):
 
     monkeypatch.setattr("torchvision.datasets.cifar.download_and_extract_archive", offline)
     with pytest.raises(ConfigurationError, match=r"download: .*no route to host.* by hand"):
-        CIFAR10(str(tmp_path / "new"), download=True).prepare_data()
+        CIFAR10(str(tmp_path / "new" / "cifar10"), download=True).prepare_data()
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "old").mkdir()
+    with pytest.raises(ConfigurationError):
+        CIFAR10(str(tmp_path / "old"), download=True).prepare_data()
+    assert list(tmp_path.rglob("*")) == [tmp_path / "old"]
 
 
 def test_damaged_files_are_told(pickles):
     with (pickles / "cifar-10-batches-py" / "data_batch_2").open("ab") as file:
         file.write(b"x")
-    with pytest.raises(ConfigurationError, match=r"data_dir=.* damaged or incomplete"):
+    with pytest.raises(ConfigurationError, match=r"data_dir=.* damaged or incomplete.* set download: true"):
         CIFAR10(str(pickles)).load()
+
+
+@pytest.mark.parametrize("rest", [(), ("data_batch_1",)])
+def test_damaged_files_beside_class_folders_need_only_be_removed(folders, pickles, rest):
+    files = folders / "cifar-10-batches-py"
+    files.mkdir()
+    for name in rest:
+        (files / name).write_bytes((pickles / files.name / name).read_bytes())
+    with pytest.raises(ConfigurationError, match=r"incomplete .*; remove it to read train/ instead$"):
+        CIFAR10(str(folders)).load()
+    shutil.rmtree(files)
+    assert len(CIFAR10(str(folders)).load().train_labels) == 100
+
+
+def test_data_and_cache_may_lie_in_the_home_of_the_user(folders, monkeypatch):
+    monkeypatch.setenv("HOME", str(folders.parent))
+    CIFAR10("~/folders", cache_dir="~/cache").prepare_data()
+    assert len(list((folders.parent / "cache").glob("*.pt"))) == 1
+    assert not Path("~").exists()
 
 
 def test_a_read_only_folder_is_enough(pickles):

@@ -69,6 +69,15 @@ def test_vectorised_equals_sequential_with_partial_participation_and_uneven_loca
         assert distance(reference, run(VectorizedExecutor(size))) < 1e-10, size
 
 
+@pytest.mark.parametrize("size", [2, None])
+def test_vectorised_equals_sequential_where_a_client_between_two_others_finishes_first(size):
+    data = partial(blobs, sizes=(40, 20, 40), batch_size=10)
+    settings = {"local_steps": None, "local_epochs": 1}
+    reference = outcome(small_cnn("bn"), data(), SequentialExecutor(), **settings)
+    found = outcome(small_cnn("bn"), data(), VectorizedExecutor(size), **settings)
+    assert distance(reference, found) < 1e-10
+
+
 @pytest.mark.parametrize("size", BLOCKS)
 def test_vectorised_equals_sequential_for_the_fbn_cnn_with_dropout(size):
     torch.manual_seed(0)

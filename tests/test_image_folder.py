@@ -1,9 +1,12 @@
 """Images in class folders: layout, decoding, the cache, and real photographs where they are at hand."""
 
+import fcntl
 import os
+import time
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Barrier, Event
 
 import numpy as np
 import pytest
@@ -248,8 +251,54 @@ def test_an_impossible_size_is_refused(tree):
 
 def test_a_cache_that_cannot_be_written_is_an_error_that_names_it(tree):
     Path("occupied").write_text("a file")
-    with pytest.raises(ConfigurationError, match=r"occupied.*cannot be written"):
-        load(tree, cache_dir="occupied")
+    for folder in ("occupied", "occupied/cache"):
+        with pytest.raises(
+            ConfigurationError, match=r"cannot be written: .*, for occupied is a file; choose another"
+        ):
+            load(tree, cache_dir=folder)
+
+
+def test_data_and_cache_may_lie_in_the_home_of_the_user(tree, monkeypatch):
+    monkeypatch.setenv("HOME", str(tree.parent))
+    datamodule = ImageFolder("~/tree", 8, cache_dir="~/cache")
+    datamodule.load()
+    assert len(list((tree.parent / "cache").glob("tree-8px-*.pt"))) == 1
+    assert not Path("~").exists()
+
+
+def test_failed_build_leaves_no_lock_and_no_folder_that_was_made_for_it(tree):
+    before = sorted(Path.cwd().iterdir())
+    (tree / "train" / "ant" / "2.png").write_bytes(b"no image")
+    with pytest.raises(ConfigurationError):
+        load(tree)
+    assert sorted(Path.cwd().iterdir()) == before
+
+
+def test_start_that_waited_for_a_failed_one_waits_for_those_after_it_as_well(tmp_path):
+    cache = tmp_path / "new" / "cache.pt"
+    waiting, inside, release = Barrier(2), Event(), Event()
+
+    def wait():
+        waiting.wait()
+        with cache_module.locked(cache):
+            inside.set()
+            release.wait(10)
+
+    def fail():
+        with cache_module.locked(cache):
+            waiting.wait()
+            time.sleep(0.1)  # the other one opens the file that this one takes away
+            raise RuntimeError("no network")
+
+    with ThreadPoolExecutor(1) as pool:
+        held = pool.submit(wait)
+        with pytest.raises(RuntimeError, match="no network"):
+            fail()
+        assert inside.wait(10)
+        with (tmp_path / "new" / ".cache.pt.lock").open() as file, pytest.raises(BlockingIOError):
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        release.set()
+        held.result()
 
 
 @pytest.mark.skipif(not REAL_IMAGES.exists(), reason=f"needs the CIFAR-10 photographs in {REAL_IMAGES.name}")

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import signal
 import struct
 import subprocess
@@ -479,19 +480,19 @@ ODD_NAMES = [
 ]
 
 
-def test_names_are_drawn_as_they_are_or_give_way_to_the_number():
+def test_names_are_drawn_as_they_are_or_give_way_to_a_numbered_class():
     expected = [
-        "0",
+        "class 0",
         "$x^2",
         "$\\frac{$",
         "a" * 17 + "…",
-        "4",
-        "5",
+        "class 4",
+        "class 5",
         "señal de alto",
         "Ωmega",
         "_hidden",
-        "9",
-        "10",
+        "class 9",
+        "class 10",
     ]
     labels = class_labels(ODD_NAMES, len(ODD_NAMES))
     assert labels == expected
@@ -528,3 +529,22 @@ def test_matplotlib_is_imported_for_the_first_figure_and_pyplot_never():
         "assert 'matplotlib.pyplot' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_home_that_cannot_be_written_is_no_matter_of_a_picture(tmp_path):
+    (tmp_path / "home").touch()
+    code = (
+        "import logging; from pathlib import Path; from fl_lightning import drawing, pictures\n"
+        f"drawing.write_figure(Path('x.png'), pictures.partition_figure({HISTOGRAM}, None, ['t']))\n"
+        "assert logging.getLogger('matplotlib').level == logging.NOTSET\n"
+    )
+    elsewhere = {"HOME", "MPLCONFIGDIR", "XDG_CACHE_HOME", "XDG_CONFIG_HOME"}
+    environment = {key: value for key, value in os.environ.items() if key not in elsewhere}
+    ended = subprocess.run(
+        [sys.executable, "-c", code],
+        env=environment | {"HOME": str(tmp_path / "home")},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert ended.stderr == ""

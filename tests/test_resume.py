@@ -346,7 +346,7 @@ def test_result_without_an_evaluation_is_written(split):
 
 def test_failure_in_the_first_round_leaves_no_parent_folder(capsys):
     assert "not finite" in refused(capsys, "--model.client_optimizer.init_args.lr", "1e30")
-    assert list(Path("runs").iterdir()) == []
+    assert not Path("runs").exists()
 
 
 def refuse_round(self):

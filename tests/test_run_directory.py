@@ -187,14 +187,33 @@ def test_lock_is_free_when_its_process_was_killed(run):
         pass
 
 
-def test_discarded_attempt_takes_its_empty_parent_along_and_no_other_attempt(run):
+def test_discarded_attempt_takes_along_the_empty_folders_that_it_made_and_no_other_attempt(run, tmp_path):
     first, second = run.new_attempt(), run.new_attempt()
     add_checkpoint(second)
     second.discard()
     assert list(run.root.iterdir()) == [first.path]
     first.discard()
-    assert not run.root.exists()
-    assert run.root.parent.is_dir()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_discarded_attempt_leaves_what_is_not_empty(run):
+    first, second = run.new_attempt(), run.new_attempt()
+    first.discard()
+    assert list(run.root.iterdir()) == [second.path]
+
+
+@pytest.mark.parametrize("existing", ["runs", "runs/quickstart"])
+def test_discarded_attempt_leaves_the_folders_that_were_there_before(run, tmp_path, existing):
+    (tmp_path / existing).mkdir(parents=True)
+    run.new_attempt().discard()
+    assert list((tmp_path / existing).iterdir()) == []
+
+
+def test_run_root_may_lie_in_the_home_of_the_user(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    attempt = RunDirectory(Path("~/runs/x"), "abc-s0").new_attempt()
+    assert attempt.path == tmp_path / "home" / "runs" / "x" / "abc-s0"
+    assert not Path("~").exists()
 
 
 @pytest.mark.parametrize(

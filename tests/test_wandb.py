@@ -2,6 +2,7 @@ import json
 import math
 import os
 import socket
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,10 +16,12 @@ from helpers import SGD, blobs, small_cnn
 from wandb_files import read_run
 
 from fl_lightning import FederatedCallback, FederatedModule
+from fl_lightning.errors import ConfigurationError
 from fl_lightning.metrics_log import read_rows
 from fl_lightning.run_directory import Attempt
 from fl_lightning.wandb_contents import clients_table
 from fl_lightning.wandb_logger import RoundWandbLogger
+from fl_lightning.wandb_session import resolve_mode
 
 KEY = "0123456789abcdef" * 3
 
@@ -43,24 +46,17 @@ def session(tmp_path_factory):
 @pytest.fixture(scope="module")
 def finished(session, tmp_path_factory):
     """A finished run without a key: its folder, what it printed and what W&B's file holds."""
-    with pytest.MonkeyPatch.context() as patch, socket.create_server(("127.0.0.1", 0)) as server:
+    with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path_factory.mktemp("finished"))
-        patch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{server.getsockname()[1]}")
         printed = []
         patch.setattr("builtins.print", lambda *objects, **_: printed.append(str(objects[0])))
         write_config({"trainer.max_epochs": 5, "seed_everything": 7})
         attempt = run("--wandb.tags", "[mine]", "--wandb.log_checkpoints", "true").attempt
-        server.settimeout(0)
-        try:
-            connected = bool(server.accept())
-        except BlockingIOError:
-            connected = False
         attempt, left = Attempt(attempt.path.resolve()), sorted(path.name for path in Path.cwd().iterdir())
     (folder,) = attempt.path.glob("wandb/*run-*")
     return SimpleNamespace(
         attempt=attempt,
         printed=printed,
-        connected=connected,
         folder=folder,
         left=left,
         logged=read_run(folder),
@@ -85,9 +81,39 @@ def metrics(history, attempt):
     ], written
 
 
-def test_without_a_key_the_run_is_offline_and_no_connection_is_tried(finished):
-    assert not finished.connected
-    assert finished.logged.exit_code == 0
+def test_without_a_key_and_a_home_the_run_is_offline_and_its_process_connects_nowhere_and_prints_no_warning(
+    session, tmp_path
+):
+    # a process of its own: W&B's telemetry is sent at the end of the process
+    write_config()
+    command = [sys.executable, "-W", "error", "-m", "fl_lightning", "fit", "--config", "tiny.yaml"]
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        url = f"http://127.0.0.1:{server.getsockname()[1]}"
+        # an empty mode is none
+        own = {
+            "WANDB_BASE_URL": url,
+            "WANDB_MODE": "",
+            "PYTHONPATH": str(Path(__file__).resolve().parents[1]),
+        }
+        own |= {"HOME": str(Path("tiny.yaml").resolve()), "MPLCONFIGDIR": str(tmp_path)}
+        unset = (
+            "JSONARGPARSE_DEPRECATION_WARNINGS", "PYTHONWARNINGS", "WANDB_CACHE_DIR", "XDG_CACHE_HOME",
+            "WANDB_CONFIG_DIR",
+        )  # fmt: skip
+        environment = {name: value for name, value in os.environ.items() if name not in unset} | own
+        done = subprocess.run(
+            [*command, "--trainer.max_epochs", "1"],
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        server.settimeout(0)
+        with pytest.raises(BlockingIOError):
+            server.accept()
+    assert (done.returncode, done.stderr) == (0, "")
+    (folder,) = Path("runs").glob("*/*/wandb/offline-run-*")
+    assert read_run(folder).exit_code == 0
 
 
 def test_user_is_told_where_the_offline_run_is_and_nothing_else(finished):
@@ -259,6 +285,8 @@ def test_run_that_breaks_off_is_marked_and_holds_its_rounds(offline):
     logged = read_run(folder)
     assert logged.exit_code == 1
     assert [row["round"] for row in logged.history] == [0, 1, 2]
+    assert list(folder.parents[1].glob("learning_curve.png"))
+    assert list(folder.glob("files/media/images/learning_curve_*.png"))
 
 
 def test_own_wandb_logger_gets_the_same_contents_and_no_second_run_is_started(offline, monkeypatch):
@@ -334,6 +362,22 @@ def test_unreachable_server_turns_the_run_offline_with_one_line(offline, monkeyp
     assert [row["round"] for row in read_run(folder).history] == [0, 1]
 
 
+def test_offline_run_leaves_the_next_run_of_its_process_free_to_go_online(offline, monkeypatch):
+    import wandb
+
+    wandb.teardown()
+    monkeypatch.setenv("WANDB_API_KEY", KEY)
+    wandb.setup(settings=wandb.Settings(silent=True, mode="offline"))
+    assert resolve_mode("auto") == "online"
+    settings = offline / "settings"
+    settings.write_text("[default]\nmode = offline\n")  # as the command wandb offline does
+    try:
+        assert resolve_mode("auto") == "offline"
+    finally:
+        settings.unlink()
+        wandb.teardown()
+
+
 def test_rows_that_the_server_has_are_not_sent_again(tmp_path, monkeypatch):
     sent = []
     resumed = SimpleNamespace(
@@ -392,8 +436,106 @@ def test_losses_of_the_cohort_average_to_the_training_loss_and_clients_are_count
         assert row[4] == (rounds[-1] if rounds else None)
 
 
+def test_second_fit_with_one_logger_is_refused_and_a_validation_starts_no_run(offline, tmp_path):
+    logger = RoundWandbLogger(mode="offline", save_dir=str(tmp_path))
+    module = FederatedModule(small_cnn().double(), SGD, local_steps=1)
+    trainer = L.Trainer(
+        logger=logger, accelerator="cpu", enable_progress_bar=False, enable_model_summary=False
+    )
+    trainer.validate(module, datamodule=blobs(), verbose=False)
+    logger.close()
+    assert not list(tmp_path.glob("wandb/*"))
+    fit(logger, module, 1)
+    with pytest.raises(ConfigurationError, match="make a new one"):
+        fit(logger, FederatedModule(small_cnn().double(), SGD, local_steps=1), 1)
+    logger.close()
+
+
+def error_line(capsys, *args):
+    with pytest.raises(SystemExit) as stop:
+        run(*args)
+    assert stop.value.code == 2
+    lines = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("wandb: ")]
+    assert not list(Path("runs").glob("*/*"))
+    (line,) = lines
+    return line
+
+
 @pytest.mark.parametrize(
-    ("setting", "value"), [("project", "a/b"), ("project", ""), ("mode", "on"), ("tags", "['']")]
+    ("name", "value"), [("WANDB_MODE", "banana"), ("WANDB_PROJECT", "a/b"), ("WANDB_INIT_TIMEOUT", "abc")]
+)
+def test_variable_that_wandb_would_refuse_is_an_error_of_one_line(offline, monkeypatch, capsys, name, value):
+    import wandb
+
+    wandb.teardown()
+    monkeypatch.setenv(name, value)
+    line = error_line(capsys)
+    assert (name in line and value in line) or "init_timeout" in line
+
+
+@pytest.mark.parametrize("key", [None, "short"])
+def test_own_wandb_logger_without_a_key_is_an_error_of_one_line(offline, monkeypatch, capsys, key):
+    import wandb
+
+    wandb.teardown()
+    if key is not None:
+        monkeypatch.setenv("WANDB_API_KEY", key)
+    line = error_line(capsys, "--trainer.logger", "WandbLogger")
+    assert line.startswith("error: W&B: ")
+    assert "wandb login" in line
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "reason"),
+    [("WANDB_MODE", "online", "there is no API key"), ("WANDB_API_KEY", "short", "40+ characters")],
+)
+def test_online_without_a_usable_key_is_offline_with_one_line(
+    offline, monkeypatch, capsys, name, value, reason
+):
+    import wandb
+
+    wandb.teardown()
+    monkeypatch.setenv(name, value)
+    attempt = run("--trainer.max_epochs", 1).attempt
+    wandb.teardown()
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("W&B does not work online, the run goes on offline: ")
+    assert reason in line
+    assert len(offline_runs(attempt)) == 1
+
+
+def test_names_of_the_environment_come_first_and_a_sweep_that_changes_the_id_is_told(
+    offline, monkeypatch, capsys
+):
+    import wandb
+
+    named = {"NAME": "n", "RUN_GROUP": "g", "JOB_TYPE": "j", "TAGS": "t,u", "RUN_ID": "a1", "PROJECT": ""}
+    for name, value in named.items():
+        monkeypatch.setenv(f"WANDB_{name}", value)
+    wandb.teardown()
+    attempt = run("--trainer.max_epochs", 1).attempt
+    (folder,) = offline_runs(attempt)
+    logged = read_run(folder).run
+    assert (logged.display_name, logged.run_group, logged.job_type) == ("n", "g", "j")
+    assert (logged.run_id, logged.project) == ("a1", "fl_lightning")
+    assert {"t", "u", "FedAvg"} <= set(logged.tags)
+    wandb.teardown()
+    monkeypatch.setenv("WANDB_RUN_ID", "a2")
+    monkeypatch.setenv("WANDB_SWEEP_ID", "s")
+    capsys.readouterr()
+    run("--trainer.max_epochs", 2, "--ckpt_path", "last")
+    wandb.teardown()
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "a1" in line
+    assert "a2" in line
+    (folder,) = offline_runs(attempt)
+    assert read_run_id(folder) == "a2"
+    assert [row["round"] for row in read_run(folder).history] == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [("project", "a/b"), ("project", ""), ("entity", ""), ("mode", "on"), ("tags", "['']")],
 )
 def test_setting_that_wandb_would_refuse_is_an_error_of_one_line(setting, value, capsys):
     with pytest.raises(SystemExit) as stop:

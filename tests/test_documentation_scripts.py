@@ -1,0 +1,126 @@
+"""The scripts behind the tables and figures of the documentation never mix runs that do not belong together."""
+
+import json
+import runpy
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+DOCS = Path(__file__).parents[1] / "docs"
+CURVES = (
+    "cifar10_small_fixbn_momentum_local",
+    "cifar10_small_fixbn",
+    "cifar10_small_gn",
+    "cifar10_small_bn",
+)
+
+
+@pytest.fixture(autouse=True)
+def scripts():
+    """Copies, so that a figure is drawn beside them and not into the documentation."""
+    Path("docs").mkdir()
+    for name in ("results_table.py", "figures.py"):
+        shutil.copy(DOCS / name, "docs")
+
+
+def write_run(name, folder, accuracy=0.5, rounds=2, split="val"):
+    """A finished run with just what the scripts read."""
+    path = Path("runs", name, folder)
+    path.mkdir(parents=True)
+    rows = [{"round": r, f"{split}/accuracy": accuracy} for r in range(1, rounds + 1)]
+    (path / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    result = {"method": "FedAvg", "rounds": rounds, "train_seconds": 3.0, "test/accuracy": accuracy}
+    (path / "result.json").write_text(json.dumps({**result, f"{split}/accuracy": accuracy}))
+    return path
+
+
+@pytest.fixture
+def start(monkeypatch):
+    """Run a script as a command would, but in this process, which has imported torch already."""
+    monkeypatch.syspath_prepend("docs")
+
+    def run(script, *args):
+        monkeypatch.setattr(sys, "argv", [f"docs/{script}.py", *args])
+        monkeypatch.delitem(sys.modules, "results_table", raising=False)
+        runpy.run_path(sys.argv[0], run_name="__main__")
+
+    return run
+
+
+@pytest.fixture
+def refused(start, capsys):
+    """The one line with which a script refuses."""
+
+    def run(script, *args):
+        with pytest.raises(SystemExit) as ended:
+            start(script, *args)
+        line = str(ended.value)
+        assert capsys.readouterr().out == ""
+        assert "\n" not in line
+        return line
+
+    return run
+
+
+@pytest.fixture
+def table_row(start, capsys):
+    """The cells of the only row that is printed for a name."""
+
+    def run(name):
+        start("results_table", name)
+        _, _, row = capsys.readouterr().out.splitlines()
+        return [cell.strip() for cell in row.strip("|").split("|")]
+
+    return run
+
+
+def test_row_has_the_newest_finished_attempt_of_each_seed(table_row):
+    for number in (10, 2, 9):
+        write_run("x", f"0123abcd-s0.{number}", number / 20)
+    write_run("x", "0123abcd-s1", 0.3)
+    (write_run("x", "0123abcd-s1.2", 0.9) / "result.json").unlink()
+    assert table_row("x") == ["x", "FedAvg", "0, 1", "0.400 ± 0.141", "0.400 ± 0.141", "3 to 3"]
+
+
+def test_runs_without_validation_data_have_a_row(table_row):
+    write_run("x", "0123abcd-s0", 0.25, split="test")
+    assert table_row("x") == ["x", "FedAvg", "0", "-", "0.250", "3 to 3"]
+
+
+def test_runs_of_several_settings_are_refused_with_their_hashes(refused):
+    write_run("x", "0123abcd-s0")
+    write_run("x", "4567abcd-s1")
+    write_run("y", "0123abcd-s0")
+    assert "runs/x: finished runs of one configuration" in refused("results_table", "y", "x")
+    assert "found 0123abcd, 4567abcd" in refused("results_table", "x")
+
+
+def test_runs_of_several_lengths_are_refused(refused):
+    write_run("x", "0123abcd-s0")
+    write_run("x", "0123abcd-s1", rounds=3)
+    assert "equally many rounds are needed, found 2, 3" in refused("results_table", "x")
+
+
+def test_names_without_runs_are_refused(refused):
+    assert "runs/nothing: " in refused("results_table", "nothing")
+    assert "names of folders below runs/" in refused("results_table")
+    assert "one of digits, cifar10_small is needed, found nothing" in refused("figures")
+    assert "found other" in refused("figures", "other")
+    assert f"runs/{CURVES[0]}: " in refused("figures", "cifar10_small")
+
+
+def test_figure_is_drawn_of_runs_of_one_configuration_each_and_of_no_others(start, refused):
+    for name in CURVES:
+        for seed in (0, 1, 2):
+            write_run(name, f"0123abcd-s{seed}")
+    start("figures", "cifar10_small")
+    assert Path("docs/cifar10_small.png").stat().st_size > 10_000
+    stray = write_run(CURVES[1], "4567abcd-s0.2", 0.9)
+    assert f"runs/{CURVES[1]}: finished runs of one configuration" in refused("figures", "cifar10_small")
+    shutil.rmtree(stray)
+    shutil.rmtree(f"runs/{CURVES[1]}/0123abcd-s2")
+    assert "a finished run of seed 2 is needed, found 0, 1" in refused("figures", "cifar10_small")
+    write_run(CURVES[1], "0123abcd-s2", split="test")
+    assert "seed 2 has no val/accuracy" in refused("figures", "cifar10_small")
