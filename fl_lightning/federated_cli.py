@@ -113,7 +113,9 @@ class FederatedCLI(LightningCLI):
             torch.set_num_threads(config.threads)
         stem = Path(config.config[-1].relative).stem if config.get("config") else "run"
         config.name = config.name or stem  # saved too: the saved configuration runs beside this run
-        self.config_yaml = self._parser(self.subcommand).dump(config, "yaml", False)  # False keeps nulls
+        again = config.clone()
+        again.ckpt_path = None  # the saved configuration starts a run, also that of a resumed one
+        self.config_yaml = self._parser(self.subcommand).dump(again, "yaml", False)  # False keeps nulls
         resolved = {key: value for key, value in yaml.safe_load(self.config_yaml).items() if key in _HASHED}
         self.directory = RunDirectory(
             Path(config.run_root) / config.name, f"{config_hash(resolved)}-s{config.seed_everything}"

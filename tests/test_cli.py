@@ -277,3 +277,11 @@ def test_everything_is_written_below_the_working_directory(tmp_path):
     elsewhere = [path for path in files if "matplotlib" not in path.parts]
     assert elsewhere == []
     assert {path.name for path in (tmp_path / "work").iterdir()} == {"tiny.yaml", "runs"}
+
+
+def test_saved_configuration_of_a_resumed_run_starts_a_new_run():
+    run("--trainer.max_epochs", 2)
+    resumed = run("--ckpt_path", "last")
+    again = run(config=str(resumed.attempt.config))
+    assert again.attempt.path.name == f"{resumed.attempt.path.name}.2"
+    assert [row["round"] for row in rows(again.attempt)] == [0, 1, 2, 3, 4]
