@@ -65,7 +65,7 @@ def _parse(args: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--models", nargs="+", choices=list(MODELS), help="tiny resnet20 (overhead: tiny)")
     parser.add_argument("--repeats", type=int, help="repetitions, 3 unless given (overhead: 7)")
     parser.add_argument(
-        "--rounds", type=int, help="rounds in a repetition, by default 1 for W1 and W2, 20 for W3"
+        "--rounds", type=int, help="rounds in a repetition, by default 1 for W1 and W2, 100 for W3"
     )
     parser.add_argument(
         "--images", type=int, default=50_000, help="training images of all clients, 50000 as CIFAR-10"

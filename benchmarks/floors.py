@@ -33,6 +33,9 @@ class Floors:
         numel = sum(parameter.numel() for parameter in model.parameters())
         self.block = torch.randn(workload.cohort_size, numel)
         self.block.grad = torch.randn_like(self.block)
+        self.server = copy.deepcopy(model)
+        for parameter in self.server.parameters():
+            parameter.grad = torch.randn_like(parameter)
 
     def forward_backward(self, executor: str, rounds: int) -> Stopwatch:
         """Loss and gradients of every client, as ``executor`` arranges them: one after the other, or under ``vmap``."""
@@ -46,14 +49,19 @@ class Floors:
         )
 
     def optimizer(self, rounds: int) -> Stopwatch:
-        """The optimizer's steps on all clients' parameters as one block; a fresh one each round, as FedAvg asks."""
-        watch = Stopwatch()
-        for _ in range(rounds):
-            optimizer = CLIENT_OPTIMIZER([self.block])
-            with watch:
-                for _ in range(self.workload.local_steps):
-                    optimizer.step()
-        return watch
+        """Each round the steps on all clients' parameters as one block, without state at first, and the server's step."""
+        optimizer, server = CLIENT_OPTIMIZER([self.block]), torch.optim.SGD(self.server.parameters(), lr=1.0)
+        optimizer.step()
+
+        def one_round() -> None:
+            for state in optimizer.state.values():
+                for value in state.values():
+                    value.zero_()
+            for _ in range(self.workload.local_steps):
+                optimizer.step()
+            server.step()
+
+        return self._timed(one_round, rounds)
 
     def _each_model(self) -> None:
         for model, images, labels in zip(self.models, self.images, self.labels, strict=True):

@@ -16,8 +16,9 @@ from fl_lightning.client_optimizer import ClientOptimizer
 
 @contextmanager
 def compute_watched() -> Iterator[Stopwatch]:
-    """Time forward and backward passes, augmentation and optimizer steps of all rounds until the block ends.
+    """Time forward and backward passes, augmentation and optimizer arithmetic of all rounds until the block ends.
 
+    Optimizer arithmetic is the reset of the client optimizer's state, its steps, and the server optimizer's step.
     They are timed where they happen, with the caches as the round leaves them; the clocks themselves count as the
     framework's. Of calls within each other only the outermost counts: under ``vmap`` a client's loss is part of it.
     """
@@ -49,7 +50,9 @@ def compute_watched() -> Iterator[Stopwatch]:
             (torch.func, "vmap", timed_vmap),
             (torch.autograd, "grad", timed(torch.autograd.grad)),
             (TrainImages, "batch", timed(TrainImages.batch)),
+            (ClientOptimizer, "restart", timed(ClientOptimizer.restart)),
             (ClientOptimizer, "step", timed(ClientOptimizer.step)),
+            (torch.optim.SGD, "step", timed(torch.optim.SGD.step)),
         ):
             patches.enter_context(patch.object(owner, name, replacement))
         yield watch

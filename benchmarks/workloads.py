@@ -42,7 +42,7 @@ class Workload:
 WORKLOADS = {
     "W1": Workload(num_clients=10, cohort_size=10, local_steps=20, rounds=1),
     "W2": Workload(num_clients=100, cohort_size=10, local_steps=20, rounds=1),
-    "W3": Workload(num_clients=5, cohort_size=5, local_steps=1, rounds=20),
+    "W3": Workload(num_clients=5, cohort_size=5, local_steps=1, rounds=100),
 }
 
 

@@ -117,7 +117,7 @@ def check_variances(
         ConfigurationError: A running variance is negative; names layer, client and round.
     """
     names = [name for name, kind in kinds.items() if kind == "var"]
-    if not names or bool(torch.stack([buffers[name].amin() for name in names]).amin() >= 0):
+    if not names or bool(torch.cat([buffers[name].reshape(-1) for name in names]).amin() >= 0):
         return
     for name in names:
         negative = buffers[name] < 0

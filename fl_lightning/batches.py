@@ -194,5 +194,10 @@ def seed_global_generators(seed: int) -> None:
 
 def first_shape(batch: Any) -> tuple[int, ...]:
     """Shape of the first tensor of a batch, for messages and sample counts."""
+    first = batch
+    while isinstance(first, list | tuple) and first:
+        first = first[0]
+    if isinstance(first, torch.Tensor):
+        return tuple(first.shape)
     leaves = [leaf for leaf in tree_flatten(batch)[0] if isinstance(leaf, torch.Tensor)]
     return tuple(leaves[0].shape) if leaves else ()

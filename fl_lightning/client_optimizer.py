@@ -1,10 +1,10 @@
 """One ordinary torch optimizer that takes the local step of every client of a cohort.
 
 The optimizer sees whole blocks ``[C, columns]`` as its parameters. For elementwise optimizers (SGD in all its forms,
-Adam, AdamW, RMSprop, Adagrad, ...) this is exactly one optimizer per client; others are refused.
+Adam, AdamW, RMSprop, Adagrad, ...) this is exactly one optimizer per client; others are refused (see
+``fl_lightning.optimizer_checks``).
 """
 
-import inspect
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
@@ -29,83 +29,6 @@ _ZERO_STATES = {
     "step",
 }
 
-_SERVER_ADVICE = "use SGD(lr=1), which is FedAvg, or SGD, Adam or Adagrad with settings of your own"
-_NO_SERVER_OPTIMIZERS = {
-    "LBFGS": "needs a closure that computes the loss again, which a server without data cannot",
-    "Muon": "orthogonalises matrices, which takes no other parameters, such as biases and those of BN",
-    "Adafactor": "rescales the pseudo-gradient by the size of the weights, which is none of FedOpt's server steps",
-}
-
-
-def optimizer_name(factory: OptimizerCallable) -> str:
-    """The class name of the optimizer that a factory makes."""
-    return type(factory([torch.zeros(1, 1)])).__name__
-
-
-def check_elementwise(factory: OptimizerCallable) -> None:
-    """Refuse optimizers that would mix clients when they are given all rows as one tensor.
-
-    Two steps on a block of two rows must equal, bit for bit, the same steps on each row by itself.
-
-    Raises:
-        ConfigurationError: The optimizer cannot be made, or is not elementwise (Adafactor, Muon, LBFGS, ...).
-    """
-    try:
-        name = optimizer_name(factory)
-    except (ValueError, TypeError) as error:
-        raise ConfigurationError(f"client_optimizer: {error}") from error
-    start = torch.tensor([[0.5, -1.0, 2.0], [3.0, 0.25, -0.125]])
-    gradients = [
-        torch.tensor([[1.0, 2.0, -3.0], [-50.0, 0.5, 7.0]]),
-        torch.tensor([[0.5, -1.0, 1.0], [9.0, 2.0, 0.1]]),
-    ]
-
-    def steps(rows: slice | int) -> Tensor:
-        leaf = start[rows].clone()
-        optimizer = factory([leaf])
-        for gradient in gradients:
-            leaf.grad = gradient[rows].clone()
-            optimizer.step()
-        return leaf
-
-    try:
-        exact = torch.equal(steps(slice(None)), torch.stack([steps(0), steps(1)]))
-    except (RuntimeError, ValueError, TypeError) as error:
-        raise ConfigurationError(
-            f"client_optimizer: {name} cannot step a cohort ({error}); use SGD or Adam"
-        ) from error
-    if not exact:
-        raise ConfigurationError(
-            f"client_optimizer: {name} is not elementwise, so its step would mix the clients of a cohort; use SGD, Adam, "
-            "AdamW, RMSprop or Adagrad"
-        )
-
-
-def check_server_optimizer(factory: OptimizerCallable, parameters: Iterable[Tensor]) -> None:
-    """Refuse optimizers that cannot step a server's parameters on a pseudo-gradient, by a trial step on copies.
-
-    Raises:
-        ConfigurationError: The optimizer cannot be made, cannot step, or is of a kind that has no meaning here.
-    """
-    # the model's own shapes: Muon takes matrices only, and a factory may sort the parameters it is given
-    leaves = [torch.zeros_like(parameter, requires_grad=True) for parameter in parameters]
-    for leaf in leaves:
-        leaf.grad = torch.zeros_like(leaf)
-    try:
-        optimizer = factory(leaves)
-    except (ValueError, TypeError, RuntimeError) as error:
-        raise ConfigurationError(f"server_optimizer: {error}; {_SERVER_ADVICE}") from error
-    name = type(optimizer).__name__
-    if any(base.__name__ in _NO_SERVER_OPTIMIZERS for base in type(optimizer).__mro__):
-        reason = _NO_SERVER_OPTIMIZERS.get(name, "is of a kind that cannot step a pseudo-gradient")
-        raise ConfigurationError(f"server_optimizer: {name} {reason}; {_SERVER_ADVICE}")
-    try:
-        optimizer.step()
-    except (ValueError, TypeError, RuntimeError) as error:
-        raise ConfigurationError(
-            f"server_optimizer: {name} cannot step the server ({error}); {_SERVER_ADVICE}"
-        ) from error
-
 
 def state_keys(factory: OptimizerCallable) -> list[str]:
     """Names of what an optimizer remembers of each parameter, such as ``["momentum_buffer"]``; found by a trial step."""
@@ -117,7 +40,7 @@ def state_keys(factory: OptimizerCallable) -> list[str]:
 
 
 class ClientOptimizer:
-    """The client optimizer of one round over the blocks of a cohort.
+    """The client optimizer over the blocks of a cohort; each round restarts it.
 
     Args:
         factory: Makes the optimizer from parameter groups.
@@ -126,6 +49,8 @@ class ClientOptimizer:
         overrides: For a block name the settings that differ from the optimizer's own; ``lr_scale`` multiplies ``lr``.
         lr_factor: Factor on every learning rate in this round.
     """
+
+    _initial_steps: Tensor | None
 
     def __init__(
         self,
@@ -139,13 +64,55 @@ class ClientOptimizer:
         self._blocks = dict(blocks)
         self._gradients = dict(gradients)
         self._overrides = overrides
-        self._lr_factor = lr_factor
+        self._start(lr_factor)
+
+    def restart(self, lr_factor: float = 1.0) -> None:
+        """Begin again as new: without state, with the settings that it was made with.
+
+        State that starts from zeros is set to zero where it lies, which is faster than to have the system hand out the
+        same memory again.
+
+        Args:
+            lr_factor: Factor on every learning rate in this round.
+        """
+        if self._in_rows or not self._from_zeros:
+            self._start(lr_factor)
+            return
+        self._initial_steps = None
+        for group, fresh in zip(self.torch.param_groups, self._fresh, strict=True):
+            group.update(fresh)
+        self._scale_rates(lr_factor)
+        kept = [value for state in self.torch.state.values() for value in state.values()]
+        if kept:
+            torch._foreach_zero_(kept)
+
+    def _start(self, lr_factor: float) -> None:
         self._states: dict[str, dict[str, Tensor]] = {}
-        self._initial_steps: Tensor | None = None
-        self._counts_steps = False
+        self._initial_steps = None
+        self._counts_steps = self._in_rows = False
         self.torch = self._make({name: [block] for name, block in self._blocks.items()})
+        self._fresh = [{k: v for k, v in g.items() if k != "params"} for g in self.torch.param_groups]
+        self._scale_rates(lr_factor)
         for name, block in self._blocks.items():
             block.grad = self._gradients[name]
+        self._from_zeros = self._starts_from_zeros()
+        if self._from_zeros:
+            self._gather()  # so that no bit depends on whether a round is the first of its process
+
+    def _starts_from_zeros(self) -> bool:
+        """Whether all that the optimizer remembers is zero in a new one, and nothing is kept outside of its state."""
+        if not type(self.torch).__module__.startswith("torch.optim.") or any(
+            group.get("dampening") for group in self.torch.param_groups
+        ):
+            return False
+        return all(set(self._state_keys(group)) <= _ZERO_STATES for group in self.torch.param_groups)
+
+    def _state_keys(self, group: dict[str, Any]) -> list[str]:
+        return state_keys(partial(_with_settings, self._factory, group))
+
+    def _scale_rates(self, factor: float) -> None:
+        for group in self.torch.param_groups:
+            group["lr"] *= factor
 
     def step(self) -> None:
         """Take one local step of every row."""
@@ -193,7 +160,10 @@ class ClientOptimizer:
                 self.torch.state[block]["step"].fill_(float(steps[0]))
             return
         rows = {name: list(block.unbind(0)) for name, block in self._blocks.items()}
-        self.torch = self._make(rows)
+        rates = [group["lr"] for group in self.torch.param_groups]
+        self.torch, self._in_rows = self._make(rows), True
+        for group, rate in zip(self.torch.param_groups, rates, strict=True):
+            group["lr"] = rate
         for name, leaves in rows.items():
             for index, leaf in enumerate(leaves):
                 leaf.grad = self._gradients[name][index]
@@ -209,12 +179,12 @@ class ClientOptimizer:
             groups.append({"params": parameters, **settings})
         optimizer = self._factory(groups)
         for name, group in zip(leaves, optimizer.param_groups, strict=True):
-            group["lr"] *= self._overrides.get(name, {}).get("lr_scale", 1.0) * self._lr_factor
+            group["lr"] *= self._overrides.get(name, {}).get("lr_scale", 1.0)
         return optimizer
 
     def _gather(self) -> None:
         for (name, block), group in zip(self._blocks.items(), self.torch.param_groups, strict=True):
-            keys = state_keys(partial(_with_settings, self._factory, group))
+            keys = self._state_keys(group)
             self._counts_steps |= "step" in keys
             state = self.torch.state[block]
             if not state:
@@ -235,43 +205,3 @@ class ClientOptimizer:
 def _with_settings(factory: OptimizerCallable, group: dict[str, Any], parameters: Iterable[Any]) -> Optimizer:
     """An optimizer with a parameter group's own settings (an override may switch momentum on for one group)."""
     return factory([{**group, "params": list(parameters)}])
-
-
-def check_overrides(factory: OptimizerCallable, overrides: Mapping[str, Mapping[str, float]]) -> None:
-    """Refuse settings in ``parameter_groups`` that the optimizer does not have, or whose values it does not take.
-
-    Raises:
-        ConfigurationError: An unknown group or setting, or a value out of range.
-    """
-    optimizer = factory([torch.zeros(1)])
-    known = set(optimizer.defaults) | {"lr_scale"}
-    for group, settings in overrides.items():
-        if group not in ("batch_norm", "scalars", "bias"):
-            raise ConfigurationError(
-                f"parameter_groups: unknown group {group!r}; use batch_norm, scalars or bias"
-            )
-        for key in settings:
-            if key not in known:
-                raise ConfigurationError(
-                    f"parameter_groups.{group}.{key}: {optimizer_name(factory)} has no such setting; it has "
-                    f"{', '.join(sorted(known))}"
-                )
-        if not settings.get("lr_scale", 1.0) >= 0:
-            raise ConfigurationError(
-                f"parameter_groups.{group}.lr_scale: {settings['lr_scale']} must be at least 0 (0 freezes the group)"
-            )
-        _check_values(optimizer, group, settings)
-
-
-def _check_values(optimizer: Optimizer, group: str, settings: Mapping[str, float]) -> None:
-    """Let the optimizer's own constructor check a group's values: torch does not check those of parameter groups."""
-    kind = type(optimizer)
-    accepted = inspect.signature(kind).parameters
-    arguments = {key: value for key, value in {**optimizer.defaults, **settings}.items() if key in accepted}
-    try:
-        kind([torch.zeros(1)], **arguments)
-    except ValueError as error:
-        values = ", ".join(f"{key}: {value}" for key, value in settings.items())
-        raise ConfigurationError(f"parameter_groups.{group} ({values}): {error}") from error
-    except TypeError:
-        pass  # an optimizer of the user's own whose constructor takes other names: the round will tell

@@ -1,8 +1,7 @@
 """The cohort: the state of a round's clients, stacked along dimension 0."""
 
 from collections.abc import Mapping, Sequence
-from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +13,20 @@ from fl_lightning.rows import Layout, Rows, join_columns
 
 if TYPE_CHECKING:
     from fl_lightning.callback import FederatedCallback
+
+
+class RowState(NamedTuple):
+    """One client's state as views of a cohort's rows.
+
+    Attributes:
+        tensors: Parameters, as autograd leaves, and buffers by name.
+        trained: The parameters that are trained.
+        gradients: Where their gradients go.
+    """
+
+    tensors: dict[str, Tensor]
+    trained: list[Tensor]
+    gradients: list[Tensor]
 
 
 class Cohort:
@@ -28,7 +41,6 @@ class Cohort:
         round: The communication round, from 1.
         step: The present local step, from 0.
         local_steps: Number of local steps of each client in this round.
-        active: Which clients take the present local step, bool ``[C]``.
         params: Parameters, ``[C, *shape]`` by name.
         grads: Gradients of the present local step, likewise.
         buffers: Buffers, likewise: running statistics, counters, others.
@@ -37,6 +49,7 @@ class Cohort:
         server_parameters: The server model's own parameters by name, which the server step changes.
         server_buffers: The server model's own buffers by name.
         pseudo_gradient: Storage of the server's gradients, ``[1, *shape]`` by name.
+        buffer_aggregate: Storage of the aggregate of the clients' buffers, likewise.
         policy: What happens to each kind of state in this round (see ``fl_lightning.policy``).
         losses: Mean training loss of each client over its local steps of this round, shape ``[C]``; known from
             ``on_before_aggregate`` on.
@@ -56,12 +69,14 @@ class Cohort:
         self.server_parameters, self.server_buffers = parameters, buffers
         self.pseudo_gradient = Rows.empty(self.params.layout, parameters, 1)
         self.buffers = Rows.empty(block_layout(buffers, self.buffer_kinds), buffers, num_clients)
+        self.buffer_aggregate = Rows.empty(self.buffers.layout, buffers, 1)
         self.client_ids: list[int] = []
         self.local_steps: list[int] = []
         self.policy: dict[str, str] = {}
         self.round = self.step = 0
         self._dropout_keys = [f"{n}.key" for n, layer in model.named_modules() if isinstance(layer, Dropout)]
-        self._row_leaves: dict[int, dict[str, Tensor]] = {}
+        self._row_state: dict[int, RowState] = {}
+        self._optimizer_made_of: tuple[Any, ...] | None = None
         self._finished: dict[int, list[Tensor]] = {}
 
     def __len__(self) -> int:
@@ -92,15 +107,22 @@ class Cohort:
             self.buffers.blocks[name].copy_(
                 join_columns(self.server_buffers, shapes).expand_as(self.buffers.blocks[name])
             )
-        trained = {name: block for name, block in self.params.blocks.items() if self.is_trained(name)}
-        gradients = {name: self.grads.blocks[name] for name in trained}
-        self._new_optimizer = partial(ClientOptimizer, optimizer, trained, gradients, overrides, lr_factor)
-        self.restart_optimizer()
+        trained = [name for name in self.params.blocks if self.is_trained(name)]
+        made_of = (optimizer, dict(overrides), trained)
+        self._lr_factor = lr_factor
+        if made_of == self._optimizer_made_of:
+            self.restart_optimizer()
+        else:
+            blocks, gradients = ({n: rows.blocks[n] for n in trained} for rows in (self.params, self.grads))
+            self._optimizer = ClientOptimizer(optimizer, blocks, gradients, overrides, lr_factor)
+            self._optimizer_made_of = made_of
+            self._trained_names = [n for block in trained for n in self.params.layout[block]]
+            self._row_state.clear()
         self.begin_step(0)
 
     def restart_optimizer(self) -> None:
         """Give every client a fresh client optimizer, without state."""
-        self._optimizer = self._new_optimizer()
+        self._optimizer.restart(self._lr_factor)
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -113,7 +135,7 @@ class Cohort:
 
     def trained_names(self) -> list[str]:
         """Names of the parameters that are trained in this round."""
-        return [n for block, shapes in self.params.layout.items() if self.is_trained(block) for n in shapes]
+        return self._trained_names
 
     def mean(self, stacked: Tensor) -> Tensor:
         """Weighted mean over the clients, ``[C, *shape] -> [*shape]``, with the round's aggregation weights."""
@@ -207,12 +229,16 @@ class Cohort:
         return upload * len(self), download * len(self)
 
     def begin_step(self, step: int) -> None:
-        """Mark the clients that take local step ``step`` (from 0) as active; rows that do not get a zero gradient."""
-        self.step = step
-        self.active = torch.tensor([step < steps for steps in self.local_steps])
+        """Begin local step ``step`` (from 0); rows that do not take it get a zero gradient."""
+        self.step, self._over = step, False
         for row in (row for row, steps in enumerate(self.local_steps) if step == steps):
             for block in self.grads.blocks.values():
                 block[row].zero_()
+
+    @property
+    def active(self) -> Tensor:
+        """Which clients take the present local step, bool ``[C]``; all, once the local steps are over."""
+        return torch.tensor([self._over or self.step < steps for steps in self.local_steps])
 
     def active_rows(self) -> list[int]:
         """Indices of the rows that take the present local step."""
@@ -230,14 +256,19 @@ class Cohort:
         for row, kept in self._finished.items():
             for block, value in zip(self._storage(), kept, strict=True):
                 block[row].copy_(value)
-        self.active = torch.ones(len(self), dtype=torch.bool)
+        self._over = True
 
-    def row_leaves(self, row: int) -> dict[str, Tensor]:
-        """One client's parameters as autograd leaves that share the row's memory."""
-        if row not in self._row_leaves:
+    def row_state(self, row: int) -> "RowState":
+        """One client's state for a forward and backward pass of its own; made once and kept."""
+        if row not in self._row_state:
             leaves = {name: value.detach().requires_grad_() for name, value in self.params.row(row).items()}
-            self._row_leaves[row] = leaves
-        return self._row_leaves[row]
+            gradients = self.grads.row(row)
+            self._row_state[row] = RowState(
+                tensors={**leaves, **self.buffers.row(row)},
+                trained=[leaves[name] for name in self._trained_names],
+                gradients=[gradients[name] for name in self._trained_names],
+            )
+        return self._row_state[row]
 
     def _local_blocks(self) -> dict[str, Tensor]:
         blocks = {**self.params.blocks, **self.buffers.blocks}

@@ -1,7 +1,7 @@
 """Executors: who computes the clients' losses and gradients. They fill the same rows; callbacks cannot tell which ran."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -50,7 +50,7 @@ class StateSlots:
             for store, attribute, _, own in self._places:
                 store[attribute] = own
 
-    def read(self, names: Sequence[str]) -> dict[str, Tensor]:
+    def read(self, names: Iterable[str]) -> dict[str, Tensor]:
         """What hangs in the model now under the given names, after a forward pass may have changed or replaced it."""
         places = ((name, *self._place_of[name]) for name in names)
         return {name: store[attribute] for name, store, attribute in places}
@@ -90,23 +90,19 @@ class SequentialExecutor(Executor):
         self, module: "FederatedModule", cohort: "Cohort", batch: CohortBatch, rows: Sequence[int]
     ) -> Tensor:
         """Fill ``cohort.grads`` and update ``cohort.buffers`` for ``rows``; see :meth:`Executor.backward`."""
-        slots, names = module.slots, cohort.trained_names()
         losses = []
         for row, client_batch in zip(rows, batch.rows(), strict=True):
-            leaves, buffers = cohort.row_leaves(row), cohort.buffers.row(row)
+            state, buffers = cohort.row_state(row), cohort.buffers.row(row)
             # A model's own draws (stochastic depth, say) become a function of (seed, round, client, step).
             own = derive_seed(module.seed, "model", cohort.round, cohort.client_ids[row], cohort.step)
             seed_global(own, module.device)
-            with slots.filled({**leaves, **buffers}):
+            with module.slots.filled(state.tensors):
                 loss = client_loss(module, client_batch)
-                for name, value in slots.read(list(buffers)).items():
+                for name, value in module.slots.read(buffers).items():
                     if value is not buffers[name]:
                         buffers[name].copy_(value.detach())
-            gradients = torch.autograd.grad(
-                loss, [leaves[n] for n in names], allow_unused=True, materialize_grads=True
-            )
-            target = cohort.grads.row(row)
-            torch._foreach_copy_([target[name] for name in names], list(gradients))
+            gradients = torch.autograd.grad(loss, state.trained, allow_unused=True, materialize_grads=True)
+            torch._foreach_copy_(state.gradients, list(gradients))
             losses.append(loss.detach())
         return torch.stack(losses)
 
@@ -153,7 +149,7 @@ class VectorizedExecutor(Executor):
             params: dict[str, Tensor], buffers: dict[str, Tensor], batch: Any
         ) -> tuple[Tensor, dict[str, Tensor]]:
             with slots.filled({**params, **buffers}):
-                return client_loss(module, batch), slots.read(list(buffers))
+                return client_loss(module, batch), slots.read(buffers)
 
         with _numeric_momentum(module.model, buffers):
             losses, updated = torch.func.vmap(loss_and_buffers)(params, buffers, batch)

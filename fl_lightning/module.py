@@ -14,16 +14,12 @@ from fl_lightning.aggregation import Aggregator, WeightedMean
 from fl_lightning.batch_norm import check_variances, set_momentum
 from fl_lightning.batches import CohortBatch
 from fl_lightning.callback import FederatedCallback
-from fl_lightning.client_optimizer import (
-    OptimizerCallable,
-    check_elementwise,
-    check_overrides,
-    check_server_optimizer,
-)
+from fl_lightning.client_optimizer import OptimizerCallable
 from fl_lightning.cohort import Cohort, parameter_blocks
 from fl_lightning.dropout import convert_dropout, dropout_keys
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.executors import Executor, SequentialExecutor
+from fl_lightning.optimizer_checks import check_elementwise, check_overrides, check_server_optimizer
 from fl_lightning.participation import check_participation
 from fl_lightning.policy import resolve_policy
 from fl_lightning.progress import RoundProgress
@@ -180,8 +176,10 @@ class FederatedModule(RunModule):
         self.aggregate(cohort)
         self.server_step()
         self._call("on_round_end", cohort)
-        self.report({"train/loss": cohort.mean(cohort.losses).item()}, prog_bar=True)
-        self.record.add_clients(cohort.client_ids, cohort.local_steps, cohort.losses.tolist())
+        found = cohort.losses.tolist()
+        mean = sum(weight * loss for weight, loss in zip(cohort.weights.tolist(), found, strict=True))
+        self.report({"train/loss": mean}, prog_bar=True)
+        self.record.add_clients(cohort.client_ids, cohort.local_steps, found)
         self._log_costs(cohort, time.perf_counter() - started)
 
     def start_round(self) -> Cohort:

@@ -17,8 +17,9 @@ from fl_lightning.metrics_log import cut_back
 from fl_lightning.models.describe import norm_names
 from fl_lightning.module import FederatedModule
 from fl_lightning.policy import policy_table
+from fl_lightning.reports import reports_of
 from fl_lightning.run_directory import Attempt, environment_record, write_json, write_text
-from fl_lightning.run_pictures import draw_partition, draw_results
+from fl_lightning.run_pictures import draw_partition, draw_reports, draw_results
 
 KIND_LABELS = {
     "weight": "weights",
@@ -117,9 +118,10 @@ def run_title(module: FederatedModule) -> list[str]:
 
 
 def draw_pictures(attempt: Attempt | None, module: FederatedModule) -> None:
-    """Draw what a run has found into its folder, where it has one (see :func:`~fl_lightning.run_pictures.draw_results`)."""
+    """Draw what a run has found into its folder, where it has one (see ``fl_lightning.run_pictures``)."""
     if attempt is not None:
         draw_results(attempt, run_title(module))
+        draw_reports(attempt, reports_of(module.federated_callbacks), run_title(module))
 
 
 def collect_result(
@@ -138,6 +140,7 @@ def collect_result(
         metrics,
         key=lambda name: (name.startswith("test/"), name.partition("/")[2] not in module.evaluation.metrics),
     )
+    reports = reports_of(module.federated_callbacks)
     return {
         "method": method_name(module, module.federated_callbacks),
         "model": type(module.model).__name__,
@@ -151,6 +154,8 @@ def collect_result(
         "upload_bytes": record.upload_bytes,
         "download_bytes": record.download_bytes,
         "train_seconds": record.seconds,
+        **{name: value for report in reports for name, value in report.result().items()},
+        "reports": {name: text for report in reports for name, text in report.result_lines().items()},
         "seed": module.seed,
         "directory": _shown(attempt.path) if attempt is not None else None,
         "environment": environment_record(),
@@ -166,8 +171,9 @@ def print_result(result: Mapping[str, Any]) -> None:
         "rounds": f"{result['rounds']:,}" + ("  (diverged)" if result["diverged"] else ""),
         "samples seen": f"{result['samples']:,}",
         **{name: f"{value:.4f}" for name, value in result.items() if "/" in name},
-        "sent by clients": _bytes(result["upload_bytes"]),
-        "sent to clients": _bytes(result["download_bytes"]),
+        "sent by clients": format_bytes(result["upload_bytes"]),
+        "sent to clients": format_bytes(result["download_bytes"]),
+        **result["reports"],
         "training time": f"{result['train_seconds']:.1f} s",
         "files": result["directory"] or "none (fast_dev_run)",
     }
@@ -221,7 +227,8 @@ def _shown(directory: Path) -> str:
     return str(path.relative_to(here) if path.is_relative_to(here) else path)
 
 
-def _bytes(count: float) -> str:
+def format_bytes(count: float) -> str:
+    """A number of bytes in words, such as ``"1.084 MB"`` (a MB is 10^6 bytes)."""
     for unit in ("B", "kB", "MB", "GB"):
         if count < 1000:
             return f"{count:.4g} {unit}"

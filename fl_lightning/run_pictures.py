@@ -1,15 +1,19 @@
-"""The pictures of a run's directory, drawn from its files and never in the way of its result."""
+"""The pictures and tables of a run's directory, which are never in the way of its result."""
 
+import csv
 import json
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from io import StringIO
 from pathlib import Path
 
+from fl_lightning.atomic import atomic_write
 from fl_lightning.drawing import write_figure
 from fl_lightning.learning_curve import learning_curve_figure
 from fl_lightning.metrics_log import read_rows
 from fl_lightning.pictures import class_accuracy_figure, client_sizes_figure, partition_figure
+from fl_lightning.reports import Report
 from fl_lightning.run_directory import Attempt
 
 
@@ -49,10 +53,32 @@ def draw_results(attempt: Attempt, title: Sequence[str]) -> None:
             write_figure(path, figure)
 
 
+def draw_reports(attempt: Attempt, reports: Sequence[Report], title: Sequence[str]) -> None:
+    """Draw the pictures of a run's reports as ``<name>.png`` and write their tables as ``<name>.csv``.
+
+    Args:
+        attempt: The run's folder.
+        reports: The callbacks that report something.
+        title: Lines of the title.
+    """
+    rows = read_rows(attempt.metrics) if reports else []
+    for report in reports:
+        with _harmless(attempt.path / f"pictures of {type(report).__name__}"):
+            for name, draw in report.figures(rows).items():
+                with _harmless(attempt.path / f"{name}.png") as path:
+                    write_figure(path, draw(title))
+        with _harmless(attempt.path / f"tables of {type(report).__name__}"):
+            for name, table in report.tables().items():
+                with atomic_write(attempt.path / f"{name}.csv") as file:
+                    text = StringIO(newline="")
+                    csv.writer(text, lineterminator="\n").writerows([table.columns, *table.rows])
+                    file.write(text.getvalue().encode())
+
+
 @contextmanager
 def _harmless(path: Path) -> Iterator[Path]:
-    """Say that a picture could not be drawn, whatever the reason, and go on: a run is more than its pictures."""
+    """Say that a picture or table could not be made, whatever the reason, and go on: a run is more than its pictures."""
     try:
         yield path
     except Exception as error:  # noqa: BLE001  # matplotlib's, the disk's, or those of a user's own record
-        print(f"{path} was not drawn: {type(error).__name__}: {error}", file=sys.stderr)
+        print(f"{path} was not written: {type(error).__name__}: {error}", file=sys.stderr)

@@ -60,8 +60,9 @@ def set_statistics(cohort: Cohort, aggregator: Aggregator) -> None:
             continue
         average = treatment != "max" and block.is_floating_point()
         row = aggregator(block, cohort.weights) if average else block.amax(0)
-        for key, value in split_columns(row, cohort.buffers.layout[name]).items():
-            cohort.server_buffers[key].copy_(value)
+        cohort.buffer_aggregate.blocks[name][0].copy_(row)
+        found, names = cohort.buffer_aggregate.row(0), cohort.buffers.layout[name]
+        torch._foreach_copy_([cohort.server_buffers[key] for key in names], [found[key] for key in names])
 
 
 def diverged_clients(cohort: Cohort, aggregator: Aggregator) -> list[int]:
@@ -79,7 +80,7 @@ def diverged_clients(cohort: Cohort, aggregator: Aggregator) -> list[int]:
     ]
     seen = [_tells_of_all(cohort, name, aggregator) for name in params]
     # a finite sum has finite terms
-    if bool(torch.stack([tensor.sum().isfinite() for tensor in (*seen, *statistics)]).all()):
+    if bool(torch.stack([tensor.sum() for tensor in (*seen, *statistics)]).sum().isfinite()):
         return []
     finite = torch.stack([block.isfinite().all(1) for block in (*params.values(), *statistics)]).all(0)
     return [client for client, fine in zip(cohort.client_ids, finite.tolist(), strict=True) if not fine]

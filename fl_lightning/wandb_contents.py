@@ -9,6 +9,7 @@ from typing import Any
 from fl_lightning.checkpointing import RoundCheckpoint
 from fl_lightning.module import FederatedModule
 from fl_lightning.policy import policy_table
+from fl_lightning.reports import reports_of
 from fl_lightning.results import KIND_LABELS, method_name
 from fl_lightning.run_directory import Attempt
 
@@ -22,15 +23,27 @@ def summary_of(metric: str) -> str | None:
 
 
 def tables(module: FederatedModule) -> dict[str, Any]:
-    """The policy in force (``policy``) and what each client holds and has done so far (``clients``)."""
+    """The policy in force (``policy``) and what each client holds and has done so far (``clients``); and those of its reports."""
     import wandb
 
     policy = policy_table(module.model, module.federated_callbacks, module.planned_rounds)
     rows = [[KIND_LABELS[kind], treatment] for kind, treatment in policy.items()]
     columns, clients = clients_table(module)
+    reports = reports_of(module.federated_callbacks)
     return {
         "policy": wandb.Table(columns=["state of the model", "in a round"], data=rows),
         "clients": wandb.Table(columns=columns, data=clients),
+        **{
+            name: wandb.Table(columns=list(table.columns), data=[list(row) for row in table.rows])
+            for report in reports
+            for name, table in report.tables().items()
+        },
+        **{
+            name: wandb.Histogram(list(values))
+            for report in reports
+            for name, values in report.histograms().items()
+            if len(values)
+        },
     }
 
 
@@ -56,8 +69,7 @@ def pictures(attempt: Attempt) -> dict[str, Any]:
     """The pictures that lie in a run's folder, by the name of the file."""
     import wandb
 
-    paths = (attempt.partition_picture, attempt.learning_curve, attempt.class_accuracy)
-    return {path.stem: wandb.Image(str(path)) for path in paths if path.is_file()}
+    return {path.stem: wandb.Image(str(path)) for path in sorted(attempt.path.glob("*.png"))}
 
 
 def final_numbers(result: Mapping[str, Any]) -> dict[str, float | bool]:

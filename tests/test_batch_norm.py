@@ -16,6 +16,7 @@ from fl_lightning import (
     SequentialExecutor,
     VectorizedExecutor,
 )
+from fl_lightning.aggregation import Aggregator
 from fl_lightning.batch_norm import batch_norm_layers, buffer_kinds, parameter_kinds
 from fl_lightning.evaluation import ServerEvaluation
 from fl_lightning.policy import policy_table, resolve_policy
@@ -197,6 +198,23 @@ def test_a_model_may_hold_infinities_in_buffers_of_its_own(executor, persistent)
     model.register_buffer("mask", mask, persistent)
     train(model, blobs(), 2, executor=executor())
     assert torch.equal(model.mask, mask.double())
+
+
+class Largest(Aggregator):
+    """A rule that loses a NaN: what it gives is finite although a client's row is not."""
+
+    def __call__(self, rows, weights):
+        return rows.nan_to_num(-math.inf).amax(0)
+
+
+def test_an_update_that_is_not_finite_is_seen_under_any_aggregation_rule():
+    with pytest.raises(ConfigurationError, match=r"round 2: the update of client 2 is not finite"):
+        train(small_cnn(), blobs(), 3, [Overwrites(2, 2, "0.weight", math.nan)], aggregator=Largest())
+
+
+def test_finite_updates_whose_sum_overflows_are_finite():
+    huge = torch.finfo(torch.float64).max
+    train(small_cnn(), blobs(), 1, [Overwrites(1, row, "1.running_mean", huge) for row in (0, 1)])
 
 
 def test_recorded_divergence_goes_on_and_flags_the_run():

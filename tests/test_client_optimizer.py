@@ -1,5 +1,6 @@
 """One torch optimizer over the rows of a cohort is one optimizer per client; its settings by group and by round."""
 
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -8,7 +9,8 @@ from helpers import SGD, blobs, by_hand, distance, small_cnn, train
 from torch import nn
 
 from fl_lightning import ConfigurationError, FederatedModule, SequentialExecutor, VectorizedExecutor
-from fl_lightning.client_optimizer import ClientOptimizer, check_elementwise
+from fl_lightning.client_optimizer import ClientOptimizer
+from fl_lightning.optimizer_checks import check_elementwise
 from fl_lightning.schedules import MultiStep
 
 WEIGHTS = [name for name, _ in small_cnn().named_parameters()]
@@ -54,6 +56,83 @@ def test_one_optimizer_over_a_cohort_equals_one_per_client_bitwise(name, dtype):
             stepper.step()
     for block, rows in blocks.items():
         assert torch.equal(rows, torch.stack([own[block] for own in separate]))
+
+
+class Warmup(torch.optim.SGD):
+    """Counts its steps outside of its state, as optimizers of one's own may."""
+
+    taken = 0
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        self.taken += 1
+        for group in self.param_groups:
+            for value in group["params"]:
+                value.sub_(value.grad, alpha=group["lr"] * min(1.0, self.taken / 10))
+
+
+MORE_OPTIMIZERS = {
+    **OPTIMIZERS,
+    "plain momentum": partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.1),
+    "nadam": partial(torch.optim.NAdam, lr=0.1),
+    "adadelta": partial(torch.optim.Adadelta, lr=0.1),
+    "own": partial(Warmup, lr=0.1),
+}
+
+
+@pytest.mark.parametrize("history", ["steps", "changed settings", "rows with counts of their own"])
+@pytest.mark.parametrize("name", MORE_OPTIMIZERS)
+def test_a_restarted_optimizer_steps_as_a_new_one_bit_for_bit(name, history):
+    generator = torch.Generator().manual_seed(0)
+    start = {
+        "weights": torch.randn(3, 37, generator=generator),
+        "batch_norm": torch.randn(3, 8, generator=generator),
+    }
+    overrides = {"batch_norm": {"weight_decay": 0.01, "lr_scale": 0.3}}
+    gradients = [
+        {block: torch.randn(value.shape, generator=generator) for block, value in start.items()}
+        for _ in range(3)
+    ]
+
+    def steps(optimizer, blocks):
+        for block, value in blocks.items():
+            value.copy_(start[block])
+        for gradient in gradients:
+            for block, value in gradient.items():
+                optimizer._gradients[block].copy_(value)
+            optimizer.step()
+        return {block: value.clone() for block, value in blocks.items()}
+
+    def fresh(lr_factor):
+        blocks = {block: value.clone() for block, value in start.items()}
+        zeros = {block: torch.zeros_like(value) for block, value in start.items()}
+        return ClientOptimizer(MORE_OPTIMIZERS[name], blocks, zeros, overrides, lr_factor), blocks
+
+    optimizer, blocks = fresh(0.7)
+    if history.startswith("rows"):
+        cannot = name in ("nadam", "adadelta")
+        with pytest.raises(ConfigurationError, match="cannot be kept") if cannot else nullcontext():
+            optimizer.restore_steps(torch.tensor([1, 2, 3]))
+    steps(optimizer, blocks)
+    if history == "changed settings":
+        for group in optimizer.torch.param_groups:
+            group["lr"], group["weight_decay"] = 7.0, 3.0
+    for factor in (0.7, 0.1):
+        optimizer.restart(factor)
+        expected = steps(*fresh(factor))
+        for block, value in steps(optimizer, blocks).items():
+            assert torch.equal(value, expected[block])
+
+
+def test_momentum_lies_where_it_lay_in_the_round_before():
+    blocks, zeros = {"weights": torch.ones(2, 5)}, {"weights": torch.ones(2, 5)}
+    optimizer = ClientOptimizer(MORE_OPTIMIZERS["plain momentum"], blocks, zeros, {})
+    optimizer.step()
+    before = optimizer.state("momentum_buffer")["weights"]
+    optimizer.restart()
+    after = optimizer.state("momentum_buffer")["weights"]
+    assert after.data_ptr() == before.data_ptr()
+    assert not after.any()
 
 
 @pytest.mark.parametrize("name", ["Adafactor", "Muon", "LBFGS", "SparseAdam"])

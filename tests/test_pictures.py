@@ -148,7 +148,7 @@ def test_picture_that_cannot_be_drawn_costs_nothing_but_itself(monkeypatch, caps
     printed = capsys.readouterr()
     assert "Result" in printed.out
     for name in PICTURES:
-        assert f"{attempt.path / name} was not drawn: RuntimeError: no ink\n" in printed.err
+        assert f"{attempt.path / name} was not written: RuntimeError: no ink\n" in printed.err
 
 
 def test_result_is_written_before_its_pictures(monkeypatch, capsys):

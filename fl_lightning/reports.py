@@ -1,0 +1,61 @@
+"""What a callback adds to the report of a run: pictures, tables, histograms and lines of the result."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+Drawing = Callable[[Sequence[str]], "Figure"]
+"""Makes a figure under the given lines of title (see :func:`~fl_lightning.drawing.new_figure`)."""
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of numbers and words under named columns.
+
+    Attributes:
+        columns: The names of the columns.
+        rows: One sequence of cells per row, as long as ``columns``.
+    """
+
+    columns: Sequence[str]
+    rows: Sequence[Sequence[float | str]]
+
+
+class Report:
+    """A callback with something to show: a base class beside ``FederatedCallback``; override what there is.
+
+    Names become files in the run's folder (``<name>.png``, ``<name>.csv``) and keys of the run at W&B. All methods are
+    called when a fit ends, also one that was stopped or failed, and must work before the first round too.
+    """
+
+    def figures(self, rows: Sequence[Mapping[str, Any]]) -> Mapping[str, Drawing]:
+        """Pictures by name.
+
+        Args:
+            rows: Rows of ``metrics.jsonl``, of this run and of what it was resumed from.
+        """
+        return {}
+
+    def tables(self) -> Mapping[str, Table]:
+        """Tables by name."""
+        return {}
+
+    def histograms(self) -> Mapping[str, Sequence[float]]:
+        """Values whose distribution W&B shows, by name."""
+        return {}
+
+    def result(self) -> Mapping[str, float]:
+        """Numbers for ``result.json`` and the summary at W&B, by name."""
+        return {}
+
+    def result_lines(self) -> Mapping[str, str]:
+        """Lines of the printed result table, by what stands before them."""
+        return {}
+
+
+def reports_of(callbacks: Iterable[object]) -> list[Report]:
+    """The callbacks that report something."""
+    return [callback for callback in callbacks if isinstance(callback, Report)]
