@@ -1,5 +1,7 @@
 """The methods: one file, one class, one paper each. They import ``fl_lightning``, never the reverse."""
 
+from callbacks.batch_norm_diagnostics import BatchNormDiagnostics
+from callbacks.communication_ledger import CommunicationLedger
 from callbacks.fbn import FBN
 from callbacks.fedbn import FedBN
 from callbacks.feddna import FedDNA
@@ -19,7 +21,9 @@ from callbacks.statistics_sources import StatisticsSources
 __all__ = [
     "FBN",
     "SCAFFOLD",
+    "BatchNormDiagnostics",
     "ClientGradientClipping",
+    "CommunicationLedger",
     "FedBN",
     "FedDNA",
     "FedExFixBN",

@@ -39,7 +39,8 @@ class StaticBN(FederatedCallback):
         check_choice("StaticBN.statistics_pass", statistics_pass, get_args(Mode))
         self.statistics_pass = statistics_pass
         self.measured_round = self._trained_round = 0
-        self._sent = 0
+        self._pass: dict[int, tuple[int, int]] = {}
+        self._is_last = False
 
     def policy(self, round_number: int, total_rounds: int) -> Mapping[str, str]:
         """What the layers track in training is thrown away."""
@@ -51,11 +52,16 @@ class StaticBN(FederatedCallback):
 
     def on_round_end(self, trainer: L.Trainer, pl_module: "FederatedModule", cohort: "Cohort") -> None:
         """The pass, where the statistics are about to be used."""
-        self._sent, self._trained_round = 0, cohort.round
-        if _is_used(trainer, cohort.round):
+        self._trained_round, self._pass = cohort.round, {}
+        self._is_last = cohort.round == trainer.fit_loop.max_epochs
+        if self._is_last or _is_evaluated(trainer, cohort.round):
             self._measure(pl_module, cohort.round)
-            # all clients send them, in the cohort or not
-            self._sent = round(self._sent * pl_module.data.num_clients / len(cohort))
+            kinds, treatment = cohort.buffer_kinds, cohort.treatment
+            statistics = sum(cohort.buffers[n][0].numel() for n in kinds if kinds[n] in ("mean", "var"))
+            weights = sum(b.shape[1] for n, b in cohort.params.blocks.items() if treatment(n) == "averaged")
+            following = [] if self._is_last else pl_module.plan.cohort(cohort.round + 1)
+            clients = range(pl_module.data.num_clients)
+            self._pass = {client: (statistics, weights * (client not in following)) for client in clients}
 
     def on_train_end(self, trainer: L.Trainer, pl_module: "FederatedModule") -> None:  # type: ignore[override]  # rounds have one
         """The pass, where training ended before its last round."""
@@ -80,19 +86,20 @@ class StaticBN(FederatedCallback):
         self.measured_round = state_dict["measured_round"]
 
     def _measure(self, pl_module: "FederatedModule", round_number: int) -> None:
-        self.measured_round, self._sent = round_number, 0
+        self.measured_round = round_number
         buffers = dict(pl_module.model.named_buffers())
         for layer, (mean, variance) in collect(pl_module, self.statistics_pass).items():
             buffers[f"{layer}.running_mean"].copy_(mean)
             buffers[f"{layer}.running_var"].copy_(variance)
-            self._sent += mean.numel() + variance.numel()
 
-    def extra_payload(self, cohort: "Cohort") -> tuple[int, int]:
-        """Statistics go up after a pass; its weights are those that the next round starts from."""
-        return self._sent, 0
+    def extra_traffic(self, cohort: "Cohort") -> Mapping[int, tuple[int, int]]:
+        """All clients send statistics in a pass; those that the next round does not send the weights get them for it."""
+        return self._pass
+
+    def extra_exchanges(self, cohort: "Cohort") -> int:
+        """The last pass waits for the server; before, its answer comes while the next round is under way."""
+        return int(self._is_last)
 
 
-def _is_used(trainer: L.Trainer, round_number: int) -> bool:
-    """Whether the server's statistics are used after a round: in an evaluation, or because it is the last one."""
-    evaluated = trainer.enable_validation and round_number % (trainer.check_val_every_n_epoch or 1) == 0
-    return evaluated or round_number == trainer.fit_loop.max_epochs
+def _is_evaluated(trainer: L.Trainer, round_number: int) -> bool:
+    return trainer.enable_validation and round_number % (trainer.check_val_every_n_epoch or 1) == 0

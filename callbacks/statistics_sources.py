@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING, Any
 
 import lightning as L
 import torch
-from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -17,7 +16,7 @@ from fl_lightning.checks import check_choice
 from fl_lightning.evaluation import ServerEvaluation
 from fl_lightning.moments import total_variance
 from fl_lightning.running_statistics import client_statistics, server_statistics, split_statistics
-from fl_lightning.statistics_pass import Mode, collect
+from fl_lightning.statistics_pass import Mode, measured_statistics
 from fl_lightning.variants import BATCH_STATISTICS, VariantEvaluation
 
 if TYPE_CHECKING:
@@ -114,7 +113,7 @@ class StatisticsSources(VariantEvaluation):
             if source == "batch":
                 found[source] = BATCH_STATISTICS
             elif source in _MEASURED:
-                found[source] = _measured(trainer, pl_module, _MEASURED[source])
+                found[source] = measured_statistics(trainer, pl_module, _MEASURED[source])
             elif source == "silobn":
                 for client in self._silobn.evaluated_clients(pl_module):
                     statistics = self.clients.get(client, self.clients.get(-1))
@@ -159,13 +158,3 @@ def _by_name(pl_module: "FederatedModule", statistics: Tensor | None) -> dict[st
         return {}
     model = pl_module.model
     return split_statistics(dict(model.named_buffers()), buffer_kinds(model), *statistics)
-
-
-def _measured(trainer: L.Trainer, pl_module: "FederatedModule", mode: Mode) -> dict[str, Tensor]:
-    if trainer.sanity_checking:
-        return {}
-    if trainer.state.fn != TrainerFn.FITTING:
-        pl_module.data.setup("fit")  # validate and test have set up no clients
-    statistics = collect(pl_module, mode)
-    means = {f"{layer}.running_mean": mean for layer, (mean, _) in statistics.items()}
-    return means | {f"{layer}.running_var": variance for layer, (_, variance) in statistics.items()}

@@ -48,9 +48,14 @@ class Normalization:
         self.scale = scale
 
     def __call__(self, images: Tensor) -> Tensor:
-        """Normalise uint8 images ``[..., C, H, W]``."""
+        """Normalise uint8 images ``[..., C, H, W]``; colour images ``[N, C, H, W]`` come in channels_last memory format.
+
+        Convolutions on a CPU are faster in that format, whatever the format of their weights.
+        """
         mean, std = self.mean.to(images.device), self.std.to(images.device)
-        return images.to(torch.float32).div_(self.scale).sub_(mean).div_(std)
+        colour = images.ndim == 4 and images.shape[1] > 1
+        layout = torch.channels_last if colour else torch.contiguous_format
+        return images.to(torch.float32, memory_format=layout).div_(self.scale).sub_(mean).div_(std)
 
 
 class TrainImages:

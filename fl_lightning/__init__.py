@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from fl_lightning.errors import ConfigurationError
     from fl_lightning.executors import SequentialExecutor, VectorizedExecutor
     from fl_lightning.module import FederatedModule
+    from fl_lightning.processes import ProcessExecutor
 
 __version__ = "0.1.0"
 
@@ -23,6 +24,7 @@ _HOME = {
     "FederatedCallback": "callback",
     "FederatedDataModule": "datamodule",
     "FederatedModule": "module",
+    "ProcessExecutor": "processes",
     "SequentialExecutor": "executors",
     "VectorizedExecutor": "executors",
 }
@@ -34,6 +36,7 @@ __all__ = [
     "FederatedCallback",
     "FederatedDataModule",
     "FederatedModule",
+    "ProcessExecutor",
     "SequentialExecutor",
     "VectorizedExecutor",
 ]

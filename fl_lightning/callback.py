@@ -96,6 +96,10 @@ class FederatedCallback(L.Callback):
         """Floats that this method sends on top of the averaged state, per client and round: (upload, download)."""
         return 0, 0
 
+    def extra_traffic(self, cohort: "Cohort") -> Mapping[int, tuple[int, int]]:
+        """Floats that single clients send beside the round, in the cohort or not: (upload, download) by client id."""
+        return {}
+
     def extra_exchanges(self, cohort: "Cohort") -> int:
         """Synchronous exchanges with the server in this round beside the one of the averaged state."""
         return 0

@@ -16,6 +16,7 @@ import fl_lightning
 import fl_lightning.aggregation
 import fl_lightning.executors
 import fl_lightning.models
+import fl_lightning.processes
 import fl_lightning.schedules
 import fl_lightning.server_optimizers  # imported so that bare class names resolve in YAML
 from fl_lightning.datamodule import FederatedDataModule

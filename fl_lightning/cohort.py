@@ -1,35 +1,19 @@
 """The cohort: the state of a round's clients, stacked along dimension 0."""
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fl_lightning.batch_norm import buffer_kinds, parameter_kinds
 from fl_lightning.client_optimizer import ClientOptimizer, OptimizerCallable
+from fl_lightning.client_rows import ClientRows
 from fl_lightning.dropout import Dropout
 from fl_lightning.rows import Layout, Rows, join_columns
 
-if TYPE_CHECKING:
-    from fl_lightning.callback import FederatedCallback
 
-
-class RowState(NamedTuple):
-    """One client's state as views of a cohort's rows.
-
-    Attributes:
-        tensors: Parameters, as autograd leaves, and buffers by name.
-        trained: The parameters that are trained.
-        gradients: Where their gradients go.
-    """
-
-    tensors: dict[str, Tensor]
-    trained: list[Tensor]
-    gradients: list[Tensor]
-
-
-class Cohort:
+class Cohort(ClientRows):
     """The clients that take part in one communication round.
 
     Trainable parameters lie in one contiguous block ``[C, columns]`` per parameter group, buffers in one per kind;
@@ -62,20 +46,20 @@ class Cohort:
         buffers = dict(model.named_buffers())
         self.parameter_kinds = parameter_kinds(model)
         self.buffer_kinds = buffer_kinds(model)
-        self.params = Rows.empty(block_layout(parameters, groups), parameters, num_clients)
-        self.grads = self.params.zeros_like()
+        params = Rows.empty(block_layout(parameters, groups), parameters, num_clients)
+        super().__init__(
+            params,
+            params.zeros_like(),
+            Rows.empty(block_layout(buffers, self.buffer_kinds), buffers, num_clients),
+        )
         self.server_rows = Rows.empty(self.params.layout, parameters, 1)
         self.server = self.server_rows.row(0)
         self.server_parameters, self.server_buffers = parameters, buffers
         self.pseudo_gradient = Rows.empty(self.params.layout, parameters, 1)
-        self.buffers = Rows.empty(block_layout(buffers, self.buffer_kinds), buffers, num_clients)
         self.buffer_aggregate = Rows.empty(self.buffers.layout, buffers, 1)
-        self.client_ids: list[int] = []
         self.local_steps: list[int] = []
         self.policy: dict[str, str] = {}
-        self.round = self.step = 0
         self._dropout_keys = [f"{n}.key" for n, layer in model.named_modules() if isinstance(layer, Dropout)]
-        self._row_state: dict[int, RowState] = {}
         self._optimizer_made_of: tuple[Any, ...] | None = None
         self._finished: dict[int, list[Tensor]] = {}
 
@@ -116,8 +100,7 @@ class Cohort:
             blocks, gradients = ({n: rows.blocks[n] for n in trained} for rows in (self.params, self.grads))
             self._optimizer = ClientOptimizer(optimizer, blocks, gradients, overrides, lr_factor)
             self._optimizer_made_of = made_of
-            self._trained_names = [n for block in trained for n in self.params.layout[block]]
-            self._row_state.clear()
+            self.train_blocks(trained)
         self.begin_step(0)
 
     def restart_optimizer(self) -> None:
@@ -132,10 +115,6 @@ class Cohort:
     def is_trained(self, block: str) -> bool:
         """Whether a parameter block is trained in this round, that is, not frozen by the policy."""
         return self.treatment(block) != "frozen"
-
-    def trained_names(self) -> list[str]:
-        """Names of the parameters that are trained in this round."""
-        return self._trained_names
 
     def mean(self, stacked: Tensor) -> Tensor:
         """Weighted mean over the clients, ``[C, *shape] -> [*shape]``, with the round's aggregation weights."""
@@ -212,22 +191,6 @@ class Cohort:
         """Let the client optimizer take one local step of every row."""
         self._optimizer.step()
 
-    def payload_bytes(self, callbacks: Sequence["FederatedCallback"]) -> tuple[int, int]:
-        """Bytes that all clients of this round together send and receive: (upload, download).
-
-        What the policy averages is sent both ways; counters are not counted. Callbacks add what they send on top.
-        """
-        sent = [
-            block.shape[1] * block.element_size()
-            for name, block in (*self.params.blocks.items(), *self.buffers.blocks.items())
-            if self.treatment(name) in ("averaged", "pooled") and block.is_floating_point()
-        ]
-        size = next(iter(self.params.blocks.values())).element_size()
-        extra = [callback.extra_payload(self) for callback in callbacks]
-        upload = sum(sent) + size * sum(up for up, _ in extra)
-        download = sum(sent) + size * sum(down for _, down in extra)
-        return upload * len(self), download * len(self)
-
     def begin_step(self, step: int) -> None:
         """Begin local step ``step`` (from 0); rows that do not take it get a zero gradient."""
         self.step, self._over = step, False
@@ -257,18 +220,6 @@ class Cohort:
             for block, value in zip(self._storage(), kept, strict=True):
                 block[row].copy_(value)
         self._over = True
-
-    def row_state(self, row: int) -> "RowState":
-        """One client's state for a forward and backward pass of its own; made once and kept."""
-        if row not in self._row_state:
-            leaves = {name: value.detach().requires_grad_() for name, value in self.params.row(row).items()}
-            gradients = self.grads.row(row)
-            self._row_state[row] = RowState(
-                tensors={**leaves, **self.buffers.row(row)},
-                trained=[leaves[name] for name in self._trained_names],
-                gradients=[gradients[name] for name in self._trained_names],
-            )
-        return self._row_state[row]
 
     def _local_blocks(self) -> dict[str, Tensor]:
         blocks = {**self.params.blocks, **self.buffers.blocks}

@@ -11,12 +11,12 @@ from torch.utils._pytree import tree_map
 
 from fl_lightning.batch_norm import batch_norm_layers, explain_batch_of_one
 from fl_lightning.batches import CohortBatch
+from fl_lightning.client_rows import ClientRows
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.randomness import derive_seed, seed_global
 from fl_lightning.rows import consecutive
 
 if TYPE_CHECKING:
-    from fl_lightning.cohort import Cohort
     from fl_lightning.module import FederatedModule
 
 
@@ -61,7 +61,7 @@ class Executor(ABC):
 
     @abstractmethod
     def backward(
-        self, module: "FederatedModule", cohort: "Cohort", batch: CohortBatch, rows: Sequence[int]
+        self, module: "FederatedModule", cohort: ClientRows, batch: CohortBatch, rows: Sequence[int]
     ) -> Tensor:
         """Fill ``cohort.grads`` and update ``cohort.buffers`` for ``rows``.
 
@@ -75,6 +75,9 @@ class Executor(ABC):
             The local losses, detached, shape ``[len(rows)]``.
         """
 
+    def close(self) -> None:  # noqa: B027  # most hold nothing
+        """Give back what the executor holds between local steps, such as processes; it can be used again."""
+
     def joint(self, method: str) -> "Executor":
         """The executor of a step for which a method needs one forward pass over all clients together."""
         executor = VectorizedExecutor()
@@ -87,7 +90,7 @@ class SequentialExecutor(Executor):
     """One client after the other: a loop over rows. The reference, and the right choice on a CPU."""
 
     def backward(
-        self, module: "FederatedModule", cohort: "Cohort", batch: CohortBatch, rows: Sequence[int]
+        self, module: "FederatedModule", cohort: ClientRows, batch: CohortBatch, rows: Sequence[int]
     ) -> Tensor:
         """Fill ``cohort.grads`` and update ``cohort.buffers`` for ``rows``; see :meth:`Executor.backward`."""
         losses = []
@@ -127,7 +130,7 @@ class VectorizedExecutor(Executor):
         self.user, self.instead = "executor VectorizedExecutor", "use SequentialExecutor"
 
     def backward(
-        self, module: "FederatedModule", cohort: "Cohort", batch: CohortBatch, rows: Sequence[int]
+        self, module: "FederatedModule", cohort: ClientRows, batch: CohortBatch, rows: Sequence[int]
     ) -> Tensor:
         """Fill ``cohort.grads`` and update ``cohort.buffers`` for ``rows``; see :meth:`Executor.backward`."""
         size, stack = self.block_size or len(rows), batch.stack(self.user, self.instead)
@@ -139,7 +142,7 @@ class VectorizedExecutor(Executor):
             losses.append(self._block(module, cohort, part, list(rows[start : start + size])))
         return torch.cat(losses)
 
-    def _block(self, module: "FederatedModule", cohort: "Cohort", batch: Any, rows: list[int]) -> Tensor:
+    def _block(self, module: "FederatedModule", cohort: ClientRows, batch: Any, rows: list[int]) -> Tensor:
         slots, trained, index = module.slots, cohort.trained_names(), consecutive(rows)
         # The batching rule of batch_norm updates running statistics in place only where they are contiguous.
         params = {name: _copy(value[index]).requires_grad_() for name, value in cohort.params.items()}

@@ -1,11 +1,16 @@
 """Exchanges inside a forward pass: the one operation with which a layer sees the other clients."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fl_lightning.errors import ConfigurationError
+
+_one_for_all: ContextVar[bool] = ContextVar("_one_for_all", default=False)
 
 
 @torch.library.custom_op("fl_lightning::cohort_mean", mutates_args=())
@@ -33,9 +38,19 @@ def cohort_mean(own: Tensor, clients: int) -> Tensor:
 
 @cohort_mean.register_vmap
 def _(info: Any, in_dims: tuple[int, None], own: Tensor, clients: int) -> tuple[Tensor, int]:
-    if info.batch_size != clients:
+    if info.batch_size != (1 if _one_for_all.get() else clients):
         raise ConfigurationError(
             f"cohort_mean: the forward pass runs {info.batch_size} of the cohort's {clients} clients; a joint forward pass "
             "needs all of them at once, as Executor.joint() gives it"
         )
     return own.mean(in_dims[0], keepdim=True).expand_as(own), in_dims[0]
+
+
+@contextmanager
+def one_client_for_all() -> Iterator[None]:
+    """Let one client with the union of all batches stand for the cohort in a joint forward pass."""
+    token = _one_for_all.set(True)
+    try:
+        yield
+    finally:
+        _one_for_all.reset(token)

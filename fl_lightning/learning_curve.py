@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from fl_lightning.curves import Series, can_be_drawn, means, series
 from fl_lightning.drawing import (
     BLACK,
     BLUE,
@@ -23,12 +23,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-Series = NDArray[np.float64]
-
 MAX_POINTS = 500
 """Of more rounds than this the training loss is drawn as means of consecutive rounds."""
-
-_LARGEST = 1e30  # what is larger has diverged, and no axis can show it
 
 _SPLITS = {
     "val": {"label": "validation", "color": BLUE, "linestyle": "-", "marker": "o"},
@@ -133,7 +129,7 @@ def _draw_changes(axes: "Axes", changes: Mapping[int, str], *, labelled: bool) -
 def _draw_accuracy(axes: "Axes", rows: Sequence[Mapping[str, Any]]) -> None:
     highest = 0.0
     for split, style in _SPLITS.items():
-        rounds, values = _series(rows, f"{split}/accuracy")
+        rounds, values = series(rows, f"{split}/accuracy")
         if len(rounds):
             last = f"{style['label']}: {values[-1]:.4f} after round {rounds[-1]:.0f}"
             _draw(axes, rounds, values, **style | {"label": last})
@@ -142,19 +138,19 @@ def _draw_accuracy(axes: "Axes", rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _draw_loss(axes: "Axes", rows: Sequence[Mapping[str, Any]]) -> None:
-    rounds, values = _series(rows, "train/loss")
+    rounds, values = series(rows, "train/loss")
     width = -(-len(rounds) // MAX_POINTS)
     drawn = [values]
     if len(rounds):
         label = "training (clients, before aggregation)"
-        _draw(axes, *_means(rounds, values, width), label=label, **_TRAINING)
+        _draw(axes, *means(rounds, values, width), label=label, **_TRAINING)
     for split, style in _SPLITS.items():
-        rounds, values = _series(rows, f"{split}/loss")
+        rounds, values = series(rows, f"{split}/loss")
         if len(rounds):
             _draw(axes, rounds, values, **style)
             drawn.append(values)
     shown = np.concatenate(drawn)
-    shown = shown[_can_be_drawn(shown)]
+    shown = shown[can_be_drawn(shown)]
     label = "loss"
     if len(shown) and 1e-12 * shown.max() < shown.min() < 0.02 * shown.max():
         axes.set_yscale("log")
@@ -164,7 +160,7 @@ def _draw_loss(axes: "Axes", rows: Sequence[Mapping[str, Any]]) -> None:
 
 def _draw(axes: "Axes", rounds: Series, values: Series, **style: Any) -> None:
     """A line with gaps, and crosses at the upper edge, where values cannot be drawn."""
-    good = _can_be_drawn(values)
+    good = can_be_drawn(values)
     every = max(1, len(rounds) // 40)
     line = np.where(good, values, np.nan)
     shape = {"linewidth": 1.4, "markersize": 4, "markevery": every, "marker": "." if every == 1 else None}
@@ -179,24 +175,3 @@ def _draw(axes: "Axes", rounds: Series, values: Series, **style: Any) -> None:
             label=label,
             **crosses,
         )
-
-
-def _series(rows: Sequence[Mapping[str, Any]], name: str) -> tuple[Series, Series]:
-    """The rounds that have a metric, and its values."""
-    found = [(float(row["round"]), float(row[name])) for row in rows if name in row]
-    rounds, values = np.array(found, dtype=np.float64).reshape(-1, 2).T
-    return rounds, values
-
-
-def _can_be_drawn(values: Series) -> NDArray[np.bool_]:
-    return np.isfinite(values) & (np.abs(values) <= _LARGEST)
-
-
-def _means(rounds: Series, values: Series, width: int) -> tuple[Series, Series]:
-    """Means of each ``width`` consecutive values and of their rounds; not finite where one of the values is not."""
-    if width <= 1:
-        return rounds, values
-    starts = np.arange(0, len(rounds), width)
-    sizes = np.diff(starts, append=len(rounds))
-    tame = np.where(_can_be_drawn(values), values, np.nan)
-    return np.add.reduceat(rounds, starts) / sizes, np.add.reduceat(tame, starts) / sizes

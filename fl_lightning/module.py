@@ -34,6 +34,7 @@ from fl_lightning.server_update import (
     set_statistics,
 )
 from fl_lightning.swapping import restore_batch_norm
+from fl_lightning.traffic import Traffic, round_traffic, total
 
 
 class FederatedModule(RunModule):
@@ -71,6 +72,9 @@ class FederatedModule(RunModule):
         centralised: Train one model on the union of the batches that the round's clients would have drawn, step by step:
             the same configuration without the federation. Nothing is sent.
         seed: Seed of participation and dropout.
+
+    Attributes:
+        traffic: What the clients of the newest round have sent and received.
 
     Raises:
         ConfigurationError: A setting is out of range or contradicts another one.
@@ -145,6 +149,7 @@ class FederatedModule(RunModule):
                 self.communication_round()
         except BaseException:
             restore_batch_norm(self.model)
+            self.executor.close()
             raise
 
     def communication_round(self) -> None:
@@ -258,15 +263,13 @@ class FederatedModule(RunModule):
         return sum(sizes[client] for client in cohort.client_ids) / sum(sizes)
 
     def _log_costs(self, cohort: Cohort, seconds: float) -> None:
-        upload, download, exchanges = 0, 0, 0
-        if not self.centralised:
-            upload, download = cohort.payload_bytes(self.federated_callbacks)
-            exchanges = 1 + sum(callback.extra_exchanges(cohort) for callback in self.federated_callbacks)
+        self.traffic = Traffic() if self.centralised else round_traffic(cohort, self.federated_callbacks)
+        upload, download = total(self.traffic.by_kind().values())
         samples = self.record.finish_round(seconds, upload, download)
         costs = {
             "comm/upload_bytes": float(upload),
             "comm/download_bytes": float(download),
-            "comm/exchanges": float(exchanges),
+            "comm/exchanges": float(self.traffic.exchanges),
             "time/round_s": seconds,
             "time/samples_per_s": samples / seconds,
         }

@@ -12,6 +12,7 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
+from fl_lightning.aggregation import WeightedMean
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.metrics_log import cut_back
 from fl_lightning.models.describe import norm_names
@@ -93,6 +94,8 @@ def method_name(module: FederatedModule, callbacks: Sequence[L.Callback]) -> str
         momentum = settings["momentum"]
         base = f"FedAvgM(lr={settings['lr']:g}, momentum={momentum:g})" if momentum else base
         base = "FedAvg" if settings["lr"] == 1 and not momentum else base
+    if not isinstance(module.aggregator, WeightedMean):
+        base += f", {describe(module.aggregator)}"
     base = f"centralised twin of {base}" if module.centralised else base
     return " + ".join([base, *map(describe, callbacks)])
 

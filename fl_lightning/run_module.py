@@ -6,12 +6,13 @@ import lightning as L
 import torch
 from lightning.pytorch.trainer.states import TrainerFn
 
+from fl_lightning.aggregation import Aggregator
 from fl_lightning.batch_norm import batch_norm_layers
 from fl_lightning.callback import FederatedCallback
 from fl_lightning.client_optimizer import OptimizerCallable
 from fl_lightning.cohort import Cohort
 from fl_lightning.errors import ConfigurationError
-from fl_lightning.executors import StateSlots
+from fl_lightning.executors import Executor, StateSlots
 from fl_lightning.participation import cohort_size
 from fl_lightning.planning import RoundPlan
 from fl_lightning.policy import resolve_policy
@@ -30,10 +31,13 @@ class RunModule(ServerModule):
     """
 
     server_optimizer: OptimizerCallable
+    aggregator: Aggregator
+    centralised: bool
     local_steps: int | None
     local_epochs: int | None
     participation: int | float
     budget_epochs: float | None
+    executor: Executor
     seed: int
     plan: RoundPlan
     slots: StateSlots
@@ -68,6 +72,8 @@ class RunModule(ServerModule):
                 f"data: {type(self.data).__name__} has no clients; pass clients=[...], or name a data set such as Digits"
             )
         size = cohort_size(self.data.num_clients, self.participation)
+        if not self.centralised:
+            self.aggregator.check(size)
         self.plan = RoundPlan(self.data, self.local_steps, self.local_epochs, size, self.seed)
 
     def on_fit_start(self) -> None:
@@ -105,6 +111,7 @@ class RunModule(ServerModule):
         for layer in self._batch_norm_in_training:
             layer.train()
         restore_batch_norm(self.model)
+        self.executor.close()
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Keep what the run has planned and counted."""

@@ -4,8 +4,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
+import lightning as L
 import torch
 from lightning.fabric.utilities import move_data_to_device
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
 
 from fl_lightning.batch_norm import batch_norm_layers
@@ -57,6 +60,20 @@ def collect(pl_module: "FederatedModule", mode: Mode) -> Statistics:
     return average.statistics
 
 
+def measured_statistics(trainer: L.Trainer, pl_module: "FederatedModule", mode: Mode) -> dict[str, Tensor]:
+    """Running statistics that an evaluation may use in place of the server's: those of a pass, by the buffer's name.
+
+    Nothing before the first round, where the server has learnt none either.
+    """
+    if trainer.sanity_checking:
+        return {}
+    if trainer.state.fn != TrainerFn.FITTING:
+        pl_module.data.setup("fit")  # validate and test have set up no clients
+    statistics = collect(pl_module, mode)
+    means = {f"{layer}.running_mean": mean for layer, (mean, _) in statistics.items()}
+    return means | {f"{layer}.running_var": variance for layer, (_, variance) in statistics.items()}
+
+
 class _Average:
     """Cumulative averages of batch means and unbiased batch variances."""
 
@@ -91,13 +108,19 @@ def _union(pl_module: "FederatedModule") -> Statistics:
         count, mean, m2 = (
             torch.stack(parts) for parts in zip(*(seen[layer] for seen in clients), strict=True)
         )
-        statistics[layer] = total_variance(mean, m2 / count.view(-1, 1), count / count.sum())
+        statistics[layer] = total_variance(mean, m2 / count.view(-1, 1), count.double() / count.sum())
     return statistics
 
 
 def _observe(pl_module: "FederatedModule", batches: Iterator[Any], observer: Observer) -> None:
     model, precision = pl_module.model, pl_module.trainer.precision_plugin
-    with evaluating(model), batch_statistics(model), _hooked(model, observer), precision.val_step_context():
+    with (
+        isolate_rng(),  # what a model draws for itself here, others shall not miss
+        evaluating(model),
+        batch_statistics(model),
+        _hooked(model, observer),
+        precision.val_step_context(),
+    ):
         for batch in batches:
             client_loss(pl_module, batch)
 

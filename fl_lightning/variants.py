@@ -7,6 +7,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import lightning as L
+from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
 
 from fl_lightning.batch_norm import batch_norm_layers, explain_batch_of_one
@@ -80,9 +81,10 @@ class VariantEvaluation(FederatedCallback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """Evaluate every variant on a batch."""
-        for name, tensors in self._tensors.items():
-            self.evaluate(pl_module, tensors, batch, self._evaluations[name])
+        """Evaluate every variant on a batch; the server's own evaluation does not notice."""
+        with isolate_rng():
+            for name, tensors in self._tensors.items():
+                self.evaluate(pl_module, tensors, batch, self._evaluations[name])
 
     def on_test_batch_end(self, *args: Any, **kwargs: Any) -> None:
         """Evaluate every variant on a batch."""

@@ -12,7 +12,14 @@ from fl_lightning import ConfigurationError, FederatedModule, SequentialExecutor
 
 SETTINGS = {row.callback: row.settings for row in reversed(TABLE) if row.callback in callbacks.__all__}
 """The first row of each method."""
-COMPANIONS = {"MaintainedMomentum", "FedProx", "SCAFFOLD", "ClientGradientClipping"}
+COMPANIONS = {
+    "BatchNormDiagnostics",
+    "ClientGradientClipping",
+    "CommunicationLedger",
+    "FedProx",
+    "MaintainedMomentum",
+    "SCAFFOLD",
+}
 REFUSED = {frozenset({"MaintainedMomentum", "FedTAN"}), frozenset({"FedProx", "SCAFFOLD"})}
 ALLOWED = {
     *(frozenset({one, other}) for one in COMPANIONS for other in SETTINGS if one != other),

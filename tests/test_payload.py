@@ -1,4 +1,4 @@
-"""What a method sends, per participating client and round."""
+"""What a method sends, per participating client and round: the table of payloads."""
 
 from functools import partial
 
@@ -6,49 +6,143 @@ import pytest
 import torch
 from helpers import SGD, blobs, fit, small_cnn
 
-from callbacks import FedBN, FixBN, MaintainedMomentum, SiloBN
+from callbacks import (
+    FBN,
+    SCAFFOLD,
+    CommunicationLedger,
+    FedBN,
+    FedDNA,
+    FedExFixBN,
+    FedProx,
+    FedTAN,
+    FixBN,
+    MaintainedMomentum,
+    MomentMatching,
+    SiloBN,
+    SlidingWindowFixBN,
+    StaticBN,
+)
 from fl_lightning import Cohort, FederatedModule
 from fl_lightning.cohort import parameter_blocks
-from fl_lightning.models import ResNet20
+from fl_lightning.models import FBNCNN, ResNet20
 from fl_lightning.policy import resolve_policy
+from fl_lightning.server_optimizers import FedAdam
+from fl_lightning.traffic import round_traffic, total
 
 MOMENTUM = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
-TRAINABLE, STATISTICS = 269_722, 1_376
+TRAINABLE, STATISTICS, LAYERS = 269_722, 1_376, 19
+"""ResNet-20: trainable floats, floats of statistics (and of gamma and beta), BN layers."""
+CNN_TRAINABLE, CNN_STATISTICS, CNN_LAYERS = 1_310_922, 768, 4
+"""FBN's CNN."""
 
 
-def payload(model, callbacks=(), round_number=1, rounds=2, clients=1, optimizer=SGD):
-    """Bytes up and down of one round, without training."""
+def traffic(model, methods=(), round_number=1, rounds=2, clients=1):
+    """A round's traffic, without training."""
     cohort = Cohort(model, clients, parameter_blocks(model, {}))
     cohort.broadcast(
         round_number=round_number,
         client_ids=range(clients),
         weights=torch.full((clients,), 1 / clients),
         local_steps=[1] * clients,
-        policy=resolve_policy(callbacks, round_number, rounds),
-        optimizer=optimizer,
+        policy=resolve_policy(methods, round_number, rounds),
+        optimizer=MOMENTUM,
         overrides={},
         lr_factor=1.0,
     )
-    return cohort.payload_bytes(callbacks)
+    return round_traffic(cohort, methods)
+
+
+def payload(model, methods=(), round_number=1, clients=1):
+    """Bytes up and down of all clients of one round, without training."""
+    return total(traffic(model, methods, round_number, clients=clients).by_kind().values())
+
+
+def found_in_round(method, round_number):
+    """A method that has found its T*."""
+    method.freeze_round = round_number
+    return method
+
+
+BASE = TRAINABLE + STATISTICS
+TABLE = [
+    ([], 1, BASE, 1, 1.084),
+    ([FixBN(freeze_round=1)], 1, BASE, 1, 1.084),
+    ([FixBN(freeze_round=1)], 2, TRAINABLE, 1, 1.079),
+    ([FixBN(freeze_round=0, freeze="affine")], 1, TRAINABLE, 1, 1.079),
+    ([FixBN(freeze_round=0, freeze="both")], 1, TRAINABLE - STATISTICS, 1, 1.073),
+    ([SlidingWindowFixBN(10, 0.01)], 2, BASE, 1, 1.084),
+    ([found_in_round(SlidingWindowFixBN(10, 0.01), 1)], 2, TRAINABLE, 1, 1.079),
+    ([FedExFixBN()], 2, BASE + 1, 1, 1.084),
+    ([found_in_round(FedExFixBN(), 1)], 2, TRAINABLE, 1, 1.079),
+    ([FBN()], 1, BASE, 1, 1.084),
+    ([MomentMatching()], 1, BASE, 1, 1.084),
+    ([FedDNA()], 1, BASE, 1, 1.084),
+    ([SiloBN()], 1, TRAINABLE, 1, 1.079),
+    ([FedBN()], 1, TRAINABLE - STATISTICS, 1, 1.073),
+    ([StaticBN()], 1, TRAINABLE, 1, 1.079),
+    ([FedTAN()], 1, BASE + 2 * STATISTICS, 3 * LAYERS + 1, 1.095),
+    ([FedTAN(backward="own")], 1, BASE + STATISTICS, 2 * LAYERS + 1, 1.090),
+    ([FedTAN(backward="none")], 1, BASE + STATISTICS, 2 * LAYERS + 1, 1.090),
+    ([MaintainedMomentum("local")], 1, BASE, 1, 1.084),
+    ([MaintainedMomentum("global")], 1, 2 * TRAINABLE + STATISTICS, 1, 2.163),
+    ([MaintainedMomentum("global"), FixBN(freeze_round=0)], 1, 2 * TRAINABLE, 1, 2.158),
+    ([SCAFFOLD()], 1, 2 * TRAINABLE + STATISTICS, 1, 2.163),
+    ([FedProx(0.1)], 1, BASE, 1, 1.084),
+    ([CommunicationLedger()], 1, BASE, 1, 1.084),
+]
 
 
 @pytest.mark.parametrize(
-    ("callbacks", "round_number", "floats", "megabytes"),
+    ("methods", "round_number", "floats", "exchanges", "megabytes"),
+    TABLE,
+    ids=lambda value: "+".join(type(one).__name__ for one in value) if isinstance(value, list) else None,
+)
+def test_resnet20_sends_what_the_table_of_payloads_says(methods, round_number, floats, exchanges, megabytes):
+    assert payload(ResNet20(), methods, round_number) == (4 * floats, 4 * floats)
+    assert 4 * floats / 1e6 == pytest.approx(megabytes, abs=0.0005)
+    assert traffic(ResNet20(), methods, round_number).exchanges == exchanges
+
+
+def test_fedtan_waits_58_times_a_round_of_resnet20_and_its_forward_only_form_39_times():
+    assert traffic(ResNet20(), [FedTAN()]).exchanges == 58
+    assert traffic(ResNet20(), [FedTAN(backward="own")]).exchanges == 39
+
+
+@pytest.mark.parametrize(
+    ("methods", "round_number", "floats", "exchanges"),
     [
-        ([], 1, TRAINABLE + STATISTICS, 1.084),
-        ([FixBN(freeze_round=1)], 1, TRAINABLE + STATISTICS, 1.084),
-        ([FixBN(freeze_round=1)], 2, TRAINABLE, 1.079),
-        ([FixBN(freeze_round=0, freeze="both")], 1, TRAINABLE - STATISTICS, 1.073),
-        ([FedBN()], 1, TRAINABLE - STATISTICS, 1.073),
-        ([SiloBN()], 1, TRAINABLE, 1.079),
-        ([MaintainedMomentum("local")], 1, TRAINABLE + STATISTICS, 1.084),
-        ([MaintainedMomentum("global")], 1, 2 * TRAINABLE + STATISTICS, 2.163),
+        ([], 1, CNN_TRAINABLE + CNN_STATISTICS, 1),
+        ([FBN()], 1, CNN_TRAINABLE + CNN_STATISTICS, 1),
+        ([FixBN(freeze_round=1)], 2, CNN_TRAINABLE, 1),
+        ([FedTAN()], 1, CNN_TRAINABLE + 3 * CNN_STATISTICS, 3 * CNN_LAYERS + 1),
     ],
 )
-def test_resnet20_sends_what_the_table_of_payloads_says(callbacks, round_number, floats, megabytes):
-    sent = payload(ResNet20(), callbacks, round_number, optimizer=MOMENTUM)
-    assert sent == (4 * floats, 4 * floats)
-    assert sent[0] / 1e6 == pytest.approx(megabytes, abs=0.0005)
+def test_the_fbn_cnn_sends_what_the_table_of_payloads_says(methods, round_number, floats, exchanges):
+    assert payload(FBNCNN(), methods, round_number) == (4 * floats, 4 * floats)
+    assert traffic(FBNCNN(), methods, round_number).exchanges == exchanges
+
+
+def test_the_fbn_cnn_is_5_247_megabytes_and_5_244_without_statistics():
+    sent = [payload(FBNCNN(), methods)[0] / 1e6 for methods in ([], [SiloBN()])]
+    assert sent == pytest.approx([5.247, 5.244], abs=0.0005)
+
+
+@pytest.mark.parametrize("norm", ["gn", "ln", "in", "gn_ws", "weight_norm", "scaled_ws", "fixup"])
+def test_a_model_without_batch_norm_sends_its_own_parameters_and_nothing_else(norm):
+    model = ResNet20(norm=norm)
+    own = 4 * sum(parameter.numel() for parameter in model.parameters())
+    assert traffic(model).by_kind() == {"weights": (own, own)}
+
+
+def test_kinds_of_state_are_told_apart():
+    found = traffic(ResNet20(), [MaintainedMomentum("global")], clients=3).by_kind()
+    floats = {
+        "weights": TRAINABLE - STATISTICS,
+        "BN gamma, beta": STATISTICS,
+        "BN statistics": STATISTICS,
+        "MaintainedMomentum": TRAINABLE,
+    }
+    assert found == {kind: (3 * 4 * count, 3 * 4 * count) for kind, count in floats.items()}
 
 
 def test_the_logged_payload_is_that_of_all_participants():
@@ -59,8 +153,25 @@ def test_the_logged_payload_is_that_of_all_participants():
     assert module.record.upload_bytes == 3 * 2 * bytes_per_client
 
 
+@pytest.mark.parametrize("optimizer", [partial(torch.optim.SGD, lr=1.0, momentum=0.9), FedAdam])
+def test_what_the_server_remembers_is_not_sent(optimizer):
+    rows = []
+    for server in (None, optimizer):
+        module = FederatedModule(small_cnn(), SGD, server, local_steps=1)
+        fit(module, blobs(), 2)
+        rows.append({name: value for name, value in module.row.items() if name.startswith("comm/")})
+    assert rows[0] == rows[1]
+
+
 def test_non_persistent_buffers_and_counters_are_not_sent():
     model = small_cnn()
     floats = sum(p.numel() for p in model.parameters()) + 20
     model.register_buffer("scratch", torch.zeros(1000), persistent=False)
     assert payload(model, clients=3) == (3 * 4 * floats, 3 * 4 * floats)
+
+
+def test_nothing_is_sent_on_one_machine():
+    module = FederatedModule(small_cnn(), MOMENTUM, local_steps=1, centralised=True)
+    fit(module, blobs(), 2, [FedTAN(restart_momentum=False), MaintainedMomentum("global")])
+    assert (module.record.upload_bytes, module.record.download_bytes) == (0, 0)
+    assert module.row["comm/exchanges"] == 0

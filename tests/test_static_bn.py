@@ -155,7 +155,7 @@ def test_clients_that_are_not_in_the_cohort_are_measured_too():
     assert gap(module.state_dict()["0.running_mean"], everything.mean(1)) < 1e-10
 
 
-def test_statistics_are_sent_up_by_all_clients_in_rounds_with_a_pass_and_never_down():
+def test_all_clients_send_statistics_in_a_pass_and_get_its_weights_where_the_next_round_does_not_send_them():
     seen = []
 
     class Bytes(States):
@@ -169,8 +169,8 @@ def test_statistics_are_sent_up_by_all_clients_in_rounds_with_a_pass_and_never_d
     parameters = 8 * sum(p.numel() for p in small_cnn().parameters())
     statistics = 8 * 2 * (4 + 6)
     plain = [2 * parameters, 2 * parameters]
-    with_pass = [2 * parameters + 4 * statistics, 2 * parameters]
-    assert seen == [plain, with_pass, with_pass]
+    with_pass, last = ([2 * parameters + 4 * statistics, (2 + others) * parameters] for others in (4 - 2, 4))
+    assert seen == [plain, with_pass, last]
 
 
 def test_one_value_per_channel_is_explained():

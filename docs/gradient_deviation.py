@@ -1,0 +1,103 @@
+"""How far the clients' gradient is from that of the union batch, over training: ``python docs/gradient_deviation.py``.
+
+Ten clients with one digit each, one local step a round, the shipped configurations in float64 with
+``BatchNormDiagnostics`` in every tenth round: five minutes on one core. It prints a table and draws
+``docs/gradient_deviation.png``. What the FedTAN and FixBN papers say of Batch Normalization under label skew is the
+distance between the upper curves and the lower ones.
+"""
+
+import logging
+import os
+import warnings
+from pathlib import Path
+
+import torch
+from matplotlib.figure import Figure
+
+from fl_lightning.cli import main as command_line
+from fl_lightning.curves import Series, series
+from fl_lightning.drawing import paper_style, write_figure
+from fl_lightning.metrics_log import read_rows
+
+ROOT = Path(__file__).parents[1]
+CURVES = {
+    "digits_fedavg_bn": ("BN", "#555555", ":", "^"),
+    "digits_fedtan_forward_only": ("FedTAN, forward only", "#CC79A7", "-.", "v"),
+    "quickstart": ("FixBN, T* = 200", "#D55E00", "-", "o"),
+    "digits_fedtan": ("FedTAN", "#E69F00", "-", "P"),
+    "digits_fedavg_gn": ("GN", "#0072B2", "--", "s"),
+    "digits_fbn": ("FBN", "#009E73", "-", "D"),
+}
+FLOOR = 1e-17  # an exact 0 is drawn here
+ROUNDS = 400
+
+
+def deviations(config: str) -> tuple[Series, Series]:
+    """The measured rounds of a configuration and the gradient deviations in them."""
+    cli = command_line(
+        [
+            "fit",
+            f"--config={ROOT / 'configs' / config}.yaml",
+            f"--name=gradient_deviation_{config}",
+            f"--trainer.max_epochs={ROUNDS}",
+            f"--trainer.check_val_every_n_epoch={ROUNDS}",
+            "--trainer.precision=64-true",
+            "--trainer.callbacks+=BatchNormDiagnostics",
+            "--trainer.callbacks.measure=[gradients]",
+            "--wandb.mode=disabled",
+        ]
+    )
+    assert cli.attempt is not None
+    return series(read_rows(cli.attempt.metrics), "bn/gradient_deviation")
+
+
+def draw(found: dict[str, tuple[Series, Series]]) -> Figure:
+    """The figure: deviations over rounds, on a logarithmic axis."""
+    figure = Figure(figsize=(7, 3.6), layout="constrained")
+    axes = figure.subplots()
+    for config, (label, colour, line, marker) in CURVES.items():
+        rounds, values = found[config]
+        axes.plot(
+            rounds,
+            values.clip(min=FLOOR),
+            line,
+            color=colour,
+            marker=marker,
+            markersize=4,
+            markevery=4,
+            label=label,
+        )
+    axes.axhspan(1e-16, 1e-13, color="0.92", zorder=0)
+    axes.text(8, 2e-14, "equal to the union's, up to rounding", color="#555555", va="center", fontsize=8)
+    axes.text(190, 1e-7, "FixBN freezes its statistics", color="#D55E00", ha="right", va="center", fontsize=8)
+    axes.set(
+        yscale="log",
+        xlabel="communication round",
+        ylabel="gradient deviation\n" r"$\|\sum_i w_i g_i - g_{\mathrm{union}}\|\;/\;\|g_{\mathrm{union}}\|$",
+        xlim=(0, ROUNDS),
+        ylim=(FLOOR, 10),
+    )
+    axes.grid(alpha=0.3)
+    axes.legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
+    axes.set_title("Digits, 10 clients with one class each, E = 1", loc="left", fontsize=10)
+    return figure
+
+
+def main() -> None:
+    """Train, print the table and draw the figure."""
+    torch.set_num_threads(1)
+    os.environ.setdefault("WANDB_MODE", "disabled")
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    warnings.simplefilter("ignore")
+    found = {config: deviations(config) for config in CURVES}
+    print(f"\n{'gradient deviation':22}  {'round 1':>8}  {'round 200':>9}  {'round 400':>9}")
+    for config, (label, *_) in CURVES.items():
+        by_round = dict(zip(*found[config], strict=True))
+        print(f"{label:22}  {by_round[1]:8.2g}  {by_round[200]:9.2g}  {by_round[400]:9.2g}")
+    with paper_style():
+        figure = draw(found)
+    write_figure(Path(__file__).with_suffix(".png"), figure)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,67 @@
+"""Stacked client state as an executor needs it: parameters, gradients and buffers of some clients."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from torch import Tensor
+
+from fl_lightning.rows import Rows
+
+
+class RowState(NamedTuple):
+    """One client's state as views of stacked rows.
+
+    Attributes:
+        tensors: Parameters, as autograd leaves, and buffers by name.
+        trained: The parameters that are trained.
+        gradients: Where their gradients go.
+    """
+
+    tensors: dict[str, Tensor]
+    trained: list[Tensor]
+    gradients: list[Tensor]
+
+
+class ClientRows:
+    """What forward and backward passes of a round's clients read and write; row i belongs to ``client_ids[i]``.
+
+    Args:
+        params: Parameters, ``[C, *shape]`` by name.
+        grads: Gradients of the present local step, likewise.
+        buffers: Buffers, likewise.
+
+    Attributes:
+        client_ids: The clients, in increasing order.
+        round: The communication round, from 1.
+        step: The present local step, from 0.
+    """
+
+    def __init__(self, params: Rows, grads: Rows, buffers: Rows) -> None:
+        self.params, self.grads, self.buffers = params, grads, buffers
+        self.client_ids: list[int] = []
+        self.round = self.step = 0
+        self.trained_blocks: list[str] = []
+        self._trained_names: list[str] = []
+        self._row_state: dict[int, RowState] = {}
+
+    def train_blocks(self, blocks: Sequence[str]) -> None:
+        """Say which parameter blocks are trained in this round; others get no gradient."""
+        self.trained_blocks = list(blocks)
+        self._trained_names = [name for block in blocks for name in self.params.layout[block]]
+        self._row_state.clear()
+
+    def trained_names(self) -> list[str]:
+        """Names of the parameters that are trained in this round."""
+        return self._trained_names
+
+    def row_state(self, row: int) -> RowState:
+        """One client's state for a forward and backward pass of its own; made once and kept."""
+        if row not in self._row_state:
+            leaves = {name: value.detach().requires_grad_() for name, value in self.params.row(row).items()}
+            gradients = self.grads.row(row)
+            self._row_state[row] = RowState(
+                tensors={**leaves, **self.buffers.row(row)},
+                trained=[leaves[name] for name in self._trained_names],
+                gradients=[gradients[name] for name in self._trained_names],
+            )
+        return self._row_state[row]

@@ -1,0 +1,161 @@
+"""The first local step of a round, computed once more beside it: for the clients, and for the union of their batches."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning.pytorch.utilities.seed import isolate_rng
+from torch import Tensor, nn
+
+from fl_lightning.batch_norm import batch_norm_layers
+from fl_lightning.cohort import Cohort, parameter_blocks
+from fl_lightning.dropout import Dropout
+from fl_lightning.executors import Executor, SequentialExecutor, StateSlots, VectorizedExecutor
+from fl_lightning.joint import one_client_for_all
+
+if TYPE_CHECKING:
+    from fl_lightning.module import FederatedModule
+
+
+@dataclass(frozen=True)
+class FirstStep:
+    """What a round's clients do first, before any method has touched their gradients.
+
+    Attributes:
+        mean_gradient: The clients' gradients, averaged by the sizes of their batches, ``[*shape]`` by the name of the
+            parameter; without those that the round freezes or leaves with the clients.
+        union_gradient: The gradient of the same method's centralised twin: one client with the union of the batches.
+        means: Mean of each client's inputs of all BN layers, in the order of the model, ``[C, channels]``.
+        variances: Their variance, unbiased as PyTorch's running variances are, likewise.
+    """
+
+    mean_gradient: Mapping[str, Tensor]
+    union_gradient: Mapping[str, Tensor]
+    means: Tensor
+    variances: Tensor
+
+
+def has_statistics(model: nn.Module) -> bool:
+    """Whether a model has BN layers and all of them keep running statistics."""
+    layers = batch_norm_layers(model).values()
+    return bool(layers) and all(layer.running_mean is not None for layer in layers)
+
+
+def first_step(pl_module: "FederatedModule", cohort: Cohort, *, union: bool = True) -> FirstStep:
+    """Compute a round's first local step again, forward and backward, without a trace in the run.
+
+    It is the method's own, in the run's precision: BN layers normalise as the method lets them, in one joint forward
+    pass where it has one, on the batches that the clients have drawn. Dropout is off, because client and union would
+    draw different masks. The union is a cohort of one, at the server's weights.
+
+    Args:
+        pl_module: The federated module, inside a round.
+        cohort: The round's cohort before the first step of the client optimizer.
+        union: Whether the union is computed too; without it there is no ``union_gradient``.
+    """
+    slots, rows = pl_module.slots, list(range(len(cohort)))
+    with isolate_rng(), _without_dropout(pl_module.model), _observed(pl_module.model) as layers:
+        pl_module.slots = StateSlots(pl_module.model)
+        try:
+            clients = _beside(pl_module, cohort, cohort.client_ids)
+            _copy_clients(cohort, clients)
+            batches = pl_module.client_batches(clients, rows, 0)
+            _executor(pl_module).backward(pl_module, clients, batches, rows)
+            twin = _beside(pl_module, cohort, cohort.client_ids[:1]) if union else None
+            if twin is not None:
+                with one_client_for_all():
+                    _executor(pl_module).backward(pl_module, twin, batches.union(), [0])
+        finally:
+            pl_module.slots = slots
+    sizes = torch.tensor(batches.sizes(), dtype=torch.float64)
+    averaged = [block for block in cohort.params.layout if cohort.treatment(block) == "averaged"]
+    names = [name for block in averaged for name in cohort.params.layout[block]]
+    shares = (sizes / sizes.sum()).to(clients.grads[names[0]]) if names else sizes
+    return FirstStep(
+        mean_gradient={n: torch.einsum("c,c...->...", shares, clients.grads[n]) for n in names},
+        union_gradient={n: twin.grads[n][0] for n in names} if twin is not None else {},
+        means=_join(clients, layers, "observed_mean"),
+        variances=_join(clients, layers, "observed_var"),
+    )
+
+
+def _copy_clients(cohort: Cohort, clients: Cohort) -> None:
+    """What the clients have taken up of their own; statistics that are local are those after the first forward pass."""
+    for name, block in clients.params.blocks.items():
+        block.copy_(cohort.params.blocks[name])
+    for name, block in clients.buffers.blocks.items():
+        if name in cohort.buffers.blocks and cohort.treatment(name) == "local":
+            block.copy_(cohort.buffers.blocks[name])
+
+
+def _beside(pl_module: "FederatedModule", cohort: Cohort, client_ids: Sequence[int]) -> Cohort:
+    """A cohort of copies of the server in the present round, whose state nobody will miss."""
+    own = Cohort(
+        pl_module.model, len(client_ids), parameter_blocks(pl_module.model, pl_module.parameter_groups)
+    )
+    own.broadcast(
+        round_number=cohort.round,
+        client_ids=client_ids,
+        weights=torch.full((len(client_ids),), 1 / len(client_ids), dtype=torch.float64),
+        local_steps=[1] * len(client_ids),
+        policy=cohort.policy,
+        optimizer=pl_module.client_optimizer,
+        overrides={},
+        lr_factor=1.0,
+    )
+    return own
+
+
+def _executor(pl_module: "FederatedModule") -> Executor:
+    joint = [type(cb).__name__ for cb in pl_module.federated_callbacks if cb.needs_joint_forward]
+    if joint:
+        return pl_module.executor.joint(joint[0])
+    # any other computes the same, maybe with models of its own elsewhere, that nobody observes
+    own = pl_module.executor
+    return own if isinstance(own, VectorizedExecutor) else SequentialExecutor()
+
+
+def _join(cohort: Cohort, layers: Sequence[str], buffer: str) -> Tensor:
+    found = [cohort.buffers[f"{layer}.{buffer}"] for layer in layers]
+    return torch.cat(found, 1) if found else torch.empty(len(cohort), 0)
+
+
+@contextmanager
+def _without_dropout(model: nn.Module) -> Iterator[None]:
+    active = [layer for layer in model.modules() if isinstance(layer, Dropout) and layer.training]
+    try:
+        for layer in active:
+            layer.training = False
+        yield
+    finally:
+        for layer in active:
+            layer.training = True
+
+
+@contextmanager
+def _observed(model: nn.Module) -> Iterator[list[str]]:
+    """Let every BN layer put the moments of its inputs into buffers of its own, which any executor stacks by client."""
+    layers = batch_norm_layers(model) if has_statistics(model) else {}
+    handles = [layer.register_forward_hook(_observe) for layer in layers.values()]
+    for layer in layers.values():
+        for buffer in ("observed_mean", "observed_var"):
+            layer.register_buffer(
+                buffer, torch.zeros_like(layer.get_buffer("running_mean")), persistent=False
+            )
+    try:
+        yield list(layers)
+    finally:
+        for handle, layer in zip(handles, layers.values(), strict=True):
+            handle.remove()
+            del layer.observed_mean, layer.observed_var
+
+
+@torch.no_grad()
+def _observe(layer: nn.Module, args: tuple[Any, ...], _outputs: Any) -> None:
+    mean = layer.get_buffer("observed_mean")
+    values = args[0].detach().transpose(0, 1).flatten(1).to(mean.dtype)
+    mean.copy_(values.mean(1))
+    # a method that normalises with constants can have a single value, whose variance is 0
+    layer.get_buffer("observed_var").copy_(values.var(1, correction=min(1, values.shape[1] - 1)))

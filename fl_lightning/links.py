@@ -1,0 +1,89 @@
+"""How long a round would take over a real network: a simple model of the clients' links."""
+
+import math
+from dataclasses import dataclass, fields
+from functools import cache
+
+import torch
+
+from fl_lightning.errors import ConfigurationError
+from fl_lightning.randomness import generator
+
+
+@dataclass(frozen=True)
+class Link:
+    """A client's link to the server, and its speed: ``exchanges x latency + bytes / bandwidth + steps x seconds``.
+
+    The defaults are a phone's in its order of magnitude: 0.25 MB/s up and 0.75 MB/s down are what Wang et al., "A Field
+    Guide to Federated Optimization", arXiv 2107.06917, take for cross-device learning; 50 ms, which their model does not
+    have, is a usual round trip over a mobile network. Clinics or data centres have other numbers: set them.
+
+    Args:
+        upload_mbps: Upload bandwidth in Mbit/s, 10^6 bits per second.
+        download_mbps: Download bandwidth, likewise.
+        latency_ms: Round-trip time in milliseconds, as ``ping`` shows it: what an exchange of nothing takes.
+        seconds_per_local_step: Time of a local step; 0 leaves computing out.
+        spread: How unequal clients are: a client's times are all multiplied by ``exp(spread z)``, z standard normal and a
+            function of seed and client. 0: all alike; 1: one client in six takes more than 2.7 times as long as the median.
+
+    Raises:
+        ConfigurationError: A number is out of range.
+    """
+
+    upload_mbps: float = 2.0
+    download_mbps: float = 6.0
+    latency_ms: float = 50.0
+    seconds_per_local_step: float = 0.0
+    spread: float = 0.0
+
+    def __post_init__(self) -> None:
+        for setting in fields(self):
+            value, positive = getattr(self, setting.name), setting.name.endswith("mbps")
+            if not math.isfinite(value) or value < 0 or (positive and value == 0):
+                bound = "above 0" if positive else "of at least 0"
+                raise ConfigurationError(
+                    f"Link.{setting.name}: {value} must be a finite number {bound}, such as {setting.default}"
+                )
+
+    def seconds(self, upload: int, download: int, exchanges: int, local_steps: int = 0) -> float:
+        """How long a client of median speed is busy.
+
+        Args:
+            upload: Bytes that it sends.
+            download: Bytes that it receives.
+            exchanges: How often it waits for the server, one after the other.
+            local_steps: Its local steps.
+        """
+        transfer = 8e-6 * (upload / self.upload_mbps + download / self.download_mbps)
+        return exchanges * self.latency_ms / 1000 + transfer + local_steps * self.seconds_per_local_step
+
+    def slowness(self, seed: int, client: int) -> float:
+        """The factor on all of a client's times."""
+        return math.exp(self.spread * _normal(seed, client)) if self.spread else 1.0
+
+    def __str__(self) -> str:
+        """The link in words, such as ``"2 Mbit/s up, 6 down, 50 ms round trip"``."""
+        words = [
+            f"{self.upload_mbps:g} Mbit/s up",
+            f"{self.download_mbps:g} down",
+            f"{self.latency_ms:g} ms round trip",
+        ]
+        if self.seconds_per_local_step:
+            words.append(f"{self.seconds_per_local_step:g} s a local step")
+        if self.spread:
+            words.append(f"spread {self.spread:g}")
+        return ", ".join(words)
+
+
+@cache
+def _normal(seed: int, client: int) -> float:
+    return torch.randn((), generator=generator(seed, "link", client), dtype=torch.float64).item()
+
+
+def in_words(seconds: float) -> str:
+    """A time in words, such as ``"3.2 min"``."""
+    for unit, size in (("s", 60), ("min", 60), ("h", 24)):
+        if seconds < 2 * size:
+            return f"{seconds:.3g} {unit}"
+        seconds /= size
+    return f"{seconds:.3g} days"

@@ -1,0 +1,102 @@
+"""What goes over the network in a round: bytes of each kind of state, and how often clients wait for the server."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, TypeVar
+
+if TYPE_CHECKING:
+    from fl_lightning.callback import FederatedCallback
+    from fl_lightning.cohort import Cohort
+
+Key = TypeVar("Key")
+
+UpDown = tuple[int, int]
+"""Bytes (or floats) that a client sends and receives: (upload, download)."""
+
+_KINDS = {
+    "weight": "weights",
+    "affine": "BN gamma, beta",
+    "mean": "BN statistics",
+    "var": "BN statistics",
+    "buffer": "other buffers",
+}
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What the clients of one round send and receive.
+
+    Attributes:
+        clients: The round's cohort.
+        local_steps: Local steps of each of its clients.
+        each: Bytes of every client of the cohort, by kind: of state, or the method that sends them on top.
+        beside: Bytes that single clients, in the cohort or not, send beside the round, by method and client.
+        exchanges: How often the round waits for an answer of the server: 1 for the averaged state, and what methods add.
+    """
+
+    clients: Sequence[int] = ()
+    local_steps: Sequence[int] = ()
+    each: Mapping[str, UpDown] = field(default_factory=dict)
+    beside: Mapping[str, Mapping[int, UpDown]] = field(default_factory=dict)
+    exchanges: int = 0
+
+    def by_kind(self) -> dict[str, UpDown]:
+        """Bytes of all clients together, by kind."""
+        found: dict[str, UpDown] = {}
+        for kind, (up, down) in self.each.items():
+            add(found, kind, (up * len(self.clients), down * len(self.clients)))
+        for kind, clients in self.beside.items():
+            for pair in clients.values():
+                add(found, kind, pair)
+        return found
+
+    def by_client(self) -> dict[int, UpDown]:
+        """Bytes of each client, the cohort's first."""
+        own = total(self.each.values())
+        found = dict.fromkeys(self.clients, own)
+        for clients in self.beside.values():
+            for client, pair in clients.items():
+                add(found, client, pair)
+        return found
+
+
+def round_traffic(cohort: "Cohort", callbacks: Sequence["FederatedCallback"]) -> Traffic:
+    """What a round sends under its policy, and what its callbacks declare on top.
+
+    What is averaged or pooled goes both ways. What clients keep or the server resets is not sent, nor are counters. Nor is
+    what is frozen: that every client gets it once, in its first round after the freeze, is not counted.
+
+    Args:
+        cohort: The round's clients, after their local steps.
+        callbacks: The run's federated callbacks.
+    """
+    kinds = {**cohort.parameter_kinds, **cohort.buffer_kinds}
+    each: dict[str, UpDown] = {}
+    for rows in (cohort.params, cohort.buffers):
+        for name, block in rows.blocks.items():
+            if cohort.treatment(name) in ("averaged", "pooled") and block.is_floating_point():
+                sent = block.shape[1] * block.element_size()
+                add(each, _KINDS[kinds[next(iter(rows.layout[name]))]], (sent, sent))
+    size = next(iter(cohort.params.blocks.values())).element_size()
+    beside: dict[str, dict[int, UpDown]] = {}
+    exchanges = 1
+    for callback in callbacks:
+        method, (up, down) = type(callback).__name__, callback.extra_payload(cohort)
+        if up or down:
+            add(each, method, (size * up, size * down))
+        for client, (up, down) in callback.extra_traffic(cohort).items():
+            add(beside.setdefault(method, {}), client, (size * up, size * down))
+        exchanges += callback.extra_exchanges(cohort)
+    return Traffic(cohort.client_ids, cohort.local_steps, each, beside, exchanges)
+
+
+def add(totals: dict[Key, UpDown], key: Key, pair: UpDown) -> None:
+    """Add uploads and downloads to a total."""
+    up, down = totals.get(key, (0, 0))
+    totals[key] = up + pair[0], down + pair[1]
+
+
+def total(pairs: Iterable[UpDown]) -> UpDown:
+    """The sum of uploads and that of downloads."""
+    found = list(pairs)
+    return sum(up for up, _ in found), sum(down for _, down in found)

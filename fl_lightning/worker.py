@@ -1,0 +1,153 @@
+"""A worker process: it fills its rows of a cohort that lies in shared memory, one local step at a time."""
+
+import signal
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import TreeSpec, tree_unflatten
+
+
+@dataclass(frozen=True)
+class Load:
+    """Everything that a worker needs before the first local step.
+
+    Attributes:
+        module: The pickled federated module, without what only the server needs, and the precision plugin.
+        rows: Layout and shared blocks of parameters, gradients and buffers.
+        losses: Where the losses go, shared, shape ``[C]``.
+        matmul_precision: As ``torch.get_float32_matmul_precision()`` gives it.
+        deterministic: As ``torch.are_deterministic_algorithms_enabled()`` gives it, and whether it only warns.
+    """
+
+    module: bytes
+    rows: Sequence[tuple[Any, dict[str, Tensor]]]
+    losses: Tensor
+    matmul_precision: str
+    deterministic: tuple[bool, bool]
+
+
+@dataclass(frozen=True)
+class Staged:
+    """Batches that lie in shared memory.
+
+    Attributes:
+        spec: The structure of a batch.
+        leaves: The tensors of all batches, ``[rows, ...]``; None where they are those of the step before.
+    """
+
+    spec: TreeSpec
+    leaves: list[Tensor] | None
+
+
+@dataclass(frozen=True)
+class Step:
+    """One local step.
+
+    Attributes:
+        round: The communication round.
+        step: The local step, from 0.
+        rows: The rows to fill.
+        client_ids: All clients of the cohort.
+        trained: The parameter blocks that are trained.
+        modes: For each module of the model whether it is in training mode.
+        batches: One batch for each of ``rows``.
+    """
+
+    round: int
+    step: int
+    rows: list[int]
+    client_ids: list[int]
+    trained: list[str]
+    modes: bytes
+    batches: Staged | list[Any]
+
+
+def serve(connection: "Connection[Any, Any]") -> None:
+    """Answer requests until the other end is gone.
+
+    Every answer is ``("done", None)``, ``("refused", text)`` for a mistake of the user's, or ``("failed", traceback)``.
+
+    Args:
+        connection: Where requests (:class:`Load`, :class:`Step`, or None to let go of everything) come from.
+    """
+    # whoever stops a run lets it finish its round: the end of the connection is the end of a worker
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    torch.set_num_threads(1)
+    work: _Work | None = None
+    while True:
+        try:
+            request = connection.recv()
+        except (EOFError, ConnectionError):
+            return
+        answer = _answer(request, work)
+        if isinstance(answer, _Work) or request is None:
+            work = answer
+            answer = ("done", None)
+        try:
+            connection.send(answer)
+        except ConnectionError:
+            return
+
+
+def _answer(request: Load | Step | None, work: "_Work | None") -> Any:
+    from fl_lightning.errors import ConfigurationError
+
+    try:
+        if isinstance(request, Load):
+            return _Work(request)
+        if isinstance(request, Step):
+            assert work is not None
+            work.step(request)
+            return "done", None
+    except ConfigurationError as error:
+        return "refused", str(error)
+    except BaseException:  # noqa: BLE001  # the other process raises it again
+        return "failed", traceback.format_exc()
+    return None
+
+
+class _Work:
+    """A module and its rows in this process."""
+
+    def __init__(self, load: Load) -> None:
+        import pickle
+
+        from fl_lightning.client_rows import ClientRows
+        from fl_lightning.executors import SequentialExecutor, StateSlots
+        from fl_lightning.rows import Rows
+
+        torch.set_float32_matmul_precision(load.matmul_precision)
+        torch.use_deterministic_algorithms(load.deterministic[0], warn_only=load.deterministic[1])
+        self.module, precision = pickle.loads(load.module)
+        self.module._trainer = SimpleNamespace(precision_plugin=precision)
+        self.module.slots = StateSlots(self.module.model)
+        self.rows = ClientRows(*(Rows(layout, blocks) for layout, blocks in load.rows))
+        self.losses = load.losses
+        self.executor = SequentialExecutor()
+        self.leaves: list[Tensor] = []
+
+    def step(self, request: Step) -> None:
+        from fl_lightning.batches import CohortBatch
+
+        rows = self.rows
+        rows.round, rows.step, rows.client_ids = request.round, request.step, request.client_ids
+        if request.trained != rows.trained_blocks:
+            rows.train_blocks(request.trained)
+        for part, training in zip(self.module.model.modules(), request.modes, strict=True):
+            part.training = bool(training)
+        batches = request.batches
+        if isinstance(batches, Staged):
+            self.leaves = batches.leaves if batches.leaves is not None else self.leaves
+            batches = [
+                tree_unflatten([leaf[i] for leaf in self.leaves], batches.spec)
+                for i in range(len(request.rows))
+            ]
+        losses = self.executor.backward(self.module, rows, CohortBatch(rows=batches), request.rows)
+        self.losses[request.rows] = losses.to(self.losses.dtype)

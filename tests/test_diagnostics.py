@@ -1,0 +1,289 @@
+"""BatchNormDiagnostics: it changes nothing, and its numbers are what can be computed by hand."""
+
+from copy import deepcopy
+from itertools import pairwise
+
+import pytest
+import torch
+from helpers import SGD, SaveRounds, States, blobs, client_batch, fit, small_cnn, uneven_clients
+from test_gradient_deviation import Rows
+from torch import nn
+
+from callbacks import FBN, BatchNormDiagnostics, FedTAN, FixBN, StaticBN
+from fl_lightning import (
+    ConfigurationError,
+    FederatedCallback,
+    FederatedModule,
+    SequentialExecutor,
+    VectorizedExecutor,
+)
+from fl_lightning.bn_measurements import mean_variance, statistics_bias
+from fl_lightning.layer_history import MAX_ROUNDS, LayerHistory
+
+EXECUTORS = pytest.mark.parametrize("executor", [SequentialExecutor, VectorizedExecutor])
+ALL = ["statistics", "gradients", "gap", "bias"]
+EVALUATED = {"limit_val_batches": 1.0, "check_val_every_n_epoch": 2}
+BN = (1, 4)
+
+
+def run(*callbacks, rounds=4, model=None, trainer=None, ckpt_path=None, data=None, **settings):
+    """The module, the metrics of each round, and the server's states."""
+    settings = {"client_optimizer": SGD, "local_steps": 1, **settings}
+    module, rows, states = FederatedModule(model or small_cnn(), **settings), Rows(), States()
+    fit(module, data or uneven_clients(), rounds, [*callbacks, rows, states], ckpt_path, **(trainer or {}))
+    return module, rows.rows, states.states
+
+
+def diagnostics(**settings):
+    return BatchNormDiagnostics(**{"every_n_rounds": 1, "measure": ALL, **settings})
+
+
+def statistics(state):
+    """Running means and variances of both BN layers, ``[2, channels]``."""
+    return torch.stack([torch.cat([state[f"{i}.running_{n}"] for i in BN]) for n in ("mean", "var")])
+
+
+def batch_statistics(state, batch, training=True):
+    """Mean and unbiased variance of what each BN layer is given, ``[2, channels]``, by plain PyTorch."""
+    model = small_cnn().double()
+    model.load_state_dict(state)
+    model.train(training)
+    found = []
+    with torch.no_grad():
+        for layer in BN:
+            values = deepcopy(model)[:layer](batch[0]).transpose(0, 1).flatten(1)
+            found.append(torch.stack([values.mean(1), values.var(1)]))
+    return torch.cat(found, 1)
+
+
+def without_times(row):
+    return {name: value for name, value in row.items() if not name.startswith("time/")}
+
+
+class Draws(FederatedCallback):
+    """Draws from the global generator and moves the clients by it."""
+
+    def on_after_local_backward(self, trainer, pl_module, cohort, step):
+        for gradient in cohort.grads.values():
+            gradient.add_(0.01 * torch.randn_like(gradient))
+
+    def on_round_end(self, trainer, pl_module, cohort):
+        self.last = torch.rand(3)
+
+
+class Noise(nn.Module):
+    """A layer that draws for itself."""
+
+    def forward(self, inputs):
+        return inputs + 0.1 * torch.randn_like(inputs)
+
+
+@EXECUTORS
+@pytest.mark.parametrize("local_steps", [1, 2])
+def test_training_is_the_same_bit_for_bit_whatever_draws_random_numbers(local_steps, executor):
+    found = []
+    for watched in ([], [diagnostics()]):
+        model, draws = small_cnn(dropout=0.3), Draws()
+        if executor is SequentialExecutor:
+            model.insert(7, Noise())
+        settings = {"executor": executor(), "local_steps": local_steps, "participation": 2, "data": blobs()}
+        module, _, states = run(*watched, draws, model=model, trainer=EVALUATED, **settings)
+        found.append((states, draws.last, module.row["val/loss"]))
+    (without, drawn, loss), (watched, drawn_too, loss_too) = found
+    assert all(
+        torch.equal(one[name], two[name]) for one, two in zip(without, watched, strict=True) for name in one
+    )
+    assert torch.equal(drawn, drawn_too)
+    assert loss == loss_too
+
+
+@pytest.mark.parametrize(
+    "method", [list, lambda: [FBN()], lambda: [FedTAN()], lambda: [FixBN(freeze_round=1)]]
+)
+def test_the_model_and_the_cohort_are_left_as_they_were(method):
+    class Watch(FederatedCallback):
+        def __init__(self):
+            self.seen = []
+
+        def on_after_local_backward(self, trainer, pl_module, cohort, step):
+            modes = [layer.training for layer in pl_module.model.modules()]
+            hooks = [len(layer._forward_hooks) for layer in pl_module.model.modules()]
+            names = [name for name, _ in pl_module.model.named_buffers()]
+            blocks = [
+                b.clone() for r in (cohort.params, cohort.grads, cohort.buffers) for b in r.blocks.values()
+            ]
+            self.seen.append((modes, hooks, names, id(pl_module.slots), torch.get_rng_state(), blocks))
+
+    before, after = Watch(), type("After", (Watch,), {})()
+    run(before, diagnostics(), after, *method(), model=small_cnn(dropout=0.2))
+    for one, two in zip(before.seen, after.seen, strict=True):
+        assert one[:4] == two[:4]
+        assert all(torch.equal(*pair) for pair in zip(one[5], two[5], strict=True))
+
+
+@EXECUTORS
+def test_every_row_of_a_resumed_run_is_equal_bit_for_bit(executor, tmp_path):
+    settings = {"participation": 2, "executor": executor(), "rounds": 7}
+    settings["trainer"] = {**EVALUATED, "check_val_every_n_epoch": 3}
+    _, whole, _ = run(diagnostics(every_n_rounds=2, window=2), SaveRounds(tmp_path), **settings)
+    for start in (1, 2, 5):
+        watched = diagnostics(every_n_rounds=2, window=2)
+        _, resumed, _ = run(watched, ckpt_path=tmp_path / f"{start}.ckpt", **settings)
+        assert set(resumed) >= set(range(start + 1, 8))
+        for number, row in resumed.items():
+            assert without_times(row) == without_times(whole[number])
+        assert any("bn/window_variance" in row for row in resumed.values())
+
+
+@EXECUTORS
+def test_change_and_deviation_of_statistics_are_those_of_plain_pytorch(executor):
+    data = uneven_clients()
+    _, rows, states = run(diagnostics(), executor=executor(), data=data)
+    weights = torch.tensor([24, 60, 40]).double() / 124
+    for number, row in rows.items():
+        start, end = statistics(states[number - 1]), statistics(states[number])
+        own = [batch_statistics(states[number - 1], client_batch(data, i, number - 1)) for i in range(3)]
+        apart = [(clients - start).abs().sum() for clients in own]
+        by_hand = float(sum(w * a for w, a in zip(weights, apart, strict=True)))
+        assert row["bn/local_deviation"] == pytest.approx(by_hand, rel=1e-10)
+        assert row["bn/local_deviation_per_float"] == pytest.approx(by_hand / 20, rel=1e-10)
+        assert row["bn/global_change"] == pytest.approx(float((end - start).abs().sum()), rel=1e-10)
+        assert abs(float(sum(apart) / 3) - by_hand) > 1e-3 * by_hand  # equal weights would be noticed
+
+
+@EXECUTORS
+def test_under_frozen_statistics_the_clients_own_are_measured_all_the_same(executor):
+    data = uneven_clients()
+    _, rows, states = run(diagnostics(), FixBN(freeze_round=2), executor=executor(), data=data)
+    weights = torch.tensor([24, 60, 40]).double() / 124
+    for number in (3, 4):
+        start = statistics(states[number - 1])
+        own = [
+            batch_statistics(states[number - 1], client_batch(data, i, number - 1), False) for i in range(3)
+        ]
+        by_hand = sum(w * (clients - start).abs().sum() for w, clients in zip(weights, own, strict=True))
+        assert rows[number]["bn/local_deviation"] == pytest.approx(float(by_hand), rel=1e-10)
+        assert rows[number]["bn/global_change"] == 0
+
+
+@pytest.mark.parametrize("method", [FBN, lambda: StaticBN("pooled")])
+def test_the_change_is_seen_whichever_callback_sets_the_statistics(method):
+    for callbacks in ([diagnostics(), method()], [method(), diagnostics()]):
+        _, rows, states = run(*callbacks, trainer=EVALUATED)
+        for number, row in rows.items():
+            change = float((statistics(states[number]) - statistics(states[number - 1])).abs().sum())
+            assert row["bn/global_change"] == pytest.approx(change, rel=1e-10)
+
+
+@EXECUTORS
+def test_the_window_holds_each_clients_last_statistics_and_no_more(executor):
+    data, watched = uneven_clients(), diagnostics(window=3)
+    _, rows, states = run(watched, rounds=5, executor=executor(), data=data)
+    variances = []
+    for client in range(3):
+        own = [batch_statistics(states[r], client_batch(data, client, r)).flatten() for r in (2, 3, 4)]
+        assert torch.allclose(watched.windows[client], torch.stack(own), rtol=1e-10, atol=1e-12)
+        variances.append(torch.stack(own).var(0).mean())
+    assert rows[5]["bn/window_variance"] == pytest.approx(float(sum(variances) / 3), rel=1e-9)
+    assert "bn/window_variance" not in rows[1]
+    few = diagnostics(window=3, window_clients=2)
+    run(few, rounds=5)
+    assert {client: len(rows) for client, rows in few.windows.items()} == {0: 3, 1: 3}
+
+
+def test_a_client_seen_once_has_no_variance():
+    assert mean_variance([torch.ones(1, 4)]) is None
+    found = mean_variance([torch.ones(1, 2), torch.tensor([[0.0, 1.0], [2.0, 1.0]])])
+    assert found.tolist() == [2.0, 0.0]
+
+
+def test_exact_statistics_have_no_bias_and_no_recalibration_gap():
+    for callbacks in ([diagnostics()], [diagnostics(), StaticBN("per_client_total_variance")]):
+        _, rows, _ = run(*callbacks, trainer=EVALUATED)
+        found = [rows[4][f"bn/{name}"] for name in ("mean_bias", "var_bias", "recalibration_gap")]
+        if len(callbacks) == 2:
+            assert found == [0, 0, 0]
+        else:
+            assert min(found[:2]) > 0.05
+        assert "bn/mean_bias" not in rows[1]
+
+
+def test_bias_is_relative_to_the_true_statistics():
+    true = {"a.running_mean": torch.tensor([0.0, 0.0]), "a.running_var": torch.tensor([4.0, 12.0])}
+    held = {"a.running_mean": torch.tensor([1.0, 0.0]), "a.running_var": torch.tensor([1.0, 8.0])}
+    means, variances = statistics_bias(held, true, ["a"])
+    assert means == pytest.approx([1 / 4])
+    assert variances == pytest.approx([5 / 160**0.5])
+
+
+def test_the_gap_is_running_minus_batch_statistics():
+    data = uneven_clients()
+    _, rows, states = run(diagnostics(), trainer=EVALUATED, data=data)
+    right = {True: 0, False: 0}
+    model = small_cnn().double()
+    for inputs, targets in data.val_dataloader():
+        for training in right:
+            model.load_state_dict(states[4])
+            right[training] += int((model.train(training)(inputs).argmax(1) == targets).sum())
+    count = len(data.server.dataset)
+    assert rows[4]["val/accuracy_batch_statistics"] == pytest.approx(right[True] / count)
+    assert rows[4]["bn/train_eval_gap"] == pytest.approx((right[False] - right[True]) / count, abs=1e-6)
+    assert right[False] != right[True]
+
+
+def test_only_what_is_chosen_is_measured():
+    prefixes = {
+        "statistics": ("bn/local_deviation", "bn/global_change", "bn/window_variance"),
+        "gradients": ("bn/gradient_deviation",),
+        "gap": ("bn/train_eval_gap",),
+        "bias": ("bn/mean_bias", "bn/var_bias", "bn/recalibration_gap"),
+    }
+    for chosen, names in prefixes.items():
+        _, rows, _ = run(diagnostics(measure=[chosen]), rounds=2, trainer=EVALUATED)
+        found = {name for name in rows[2] if name.startswith("bn/")}
+        assert all(any(name.startswith(prefix) for name in found) for prefix in names)
+        assert all(name.startswith(names) for name in found)
+
+
+def test_rounds_between_are_not_measured():
+    watched = BatchNormDiagnostics(every_n_rounds=3, measure=["gradients"])
+    run(watched, rounds=7)
+    assert sorted(watched.history.values("gradient_deviation")) == [1, 3, 6]
+
+
+@pytest.mark.parametrize(
+    "model", [small_cnn("gn"), nn.Sequential(nn.BatchNorm2d(2, track_running_stats=False), small_cnn("none"))]
+)
+def test_without_running_statistics_only_gradients_are_measured(model):
+    _, rows, _ = run(diagnostics(), rounds=2, model=model, trainer=EVALUATED)
+    assert {name.removesuffix("_affine").removesuffix("_weights") for name in rows[2] if "bn/" in name} == {
+        "bn/gradient_deviation"
+    }
+
+
+def test_many_rounds_are_thinned_evenly():
+    history = LayerHistory()
+    for number in (1, *range(2, 1001, 2)):
+        history.add("x", number, 1000, {"a": float(number)})
+        history.add("y", number, 1000, {"a": float(number)} if number > 500 else {})
+    kept = sorted(history.values("x"))
+    assert len(kept) == MAX_ROUNDS
+    assert max(b - a for a, b in pairwise(kept)) <= 12
+    few = LayerHistory()
+    for number in range(1, 41):
+        few.add("x", number, 40, {"a": 0.0})
+    assert len(few.values("x")) == 40
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"every_n_rounds": 0}, "every_n_rounds: 0 must be at least 1"),
+        ({"window": 1}, "window: 1 must be at least 2"),
+        ({"window_clients": 0}, "window_clients: 0 must be at least 1"),
+        ({"measure": ["drift"]}, "measure: 'drift' must be one of statistics, gradients, gap, bias"),
+    ],
+)
+def test_settings_out_of_range_are_refused(settings, message):
+    with pytest.raises(ConfigurationError, match=f"^BatchNormDiagnostics.{message}$"):
+        BatchNormDiagnostics(**settings)

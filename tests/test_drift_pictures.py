@@ -1,0 +1,149 @@
+"""The figures and tables of BatchNormDiagnostics: what they show, and that they can be drawn of any run."""
+
+import csv
+import json
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from command_line import attempts, run, write_config
+from matplotlib.colors import LogNorm
+from torch import nn
+
+from callbacks import BatchNormDiagnostics
+from callbacks.fbn import SharedBatchNorm
+from fl_lightning.drawing import write_figure
+from fl_lightning.drift_pictures import MAPS, drift_figure, layers_figure
+from fl_lightning.layer_history import layer_labels
+from fl_lightning.swapping import swap_batch_norm
+
+
+def rows(**curves):
+    """Rows of metrics: a metric ``bn_x`` for ``bn/x`` is a list of values from round 1 on."""
+    count = max(map(len, curves.values()))
+    return [
+        {"round": r + 1}
+        | {n.replace("_", "/", 1): values[r] for n, values in curves.items() if r < len(values)}
+        for r in range(count)
+    ]
+
+
+def lines(figure):
+    """The labelled lines of all panels, by label."""
+    axes = [axes for axes in figure.axes if axes.get_ylabel()]
+    return {line.get_label(): line for one in axes for line in one.get_lines()}
+
+
+def draw(figure, tmp_path):
+    write_figure(tmp_path / "x.png", figure)
+    return figure
+
+
+def test_what_was_not_measured_has_no_panel(tmp_path):
+    found = draw(
+        drift_figure(rows(bn_gradient_deviation=[1.0, 0.5], train_loss=[2.0, 1.0]), None, ["x"]), tmp_path
+    )
+    assert [axes.get_ylabel() for axes in found.axes] == ["training loss", "gradient deviation,\nrelative"]
+
+
+def test_zeros_stand_at_the_foot_of_a_logarithmic_axis(tmp_path):
+    values = [1.0, 0.1, 1e-3, 0.0, 0.0]
+    found = draw(drift_figure(rows(bn_global_change=values), 4, ["x"]), tmp_path)
+    drawn = lines(found)
+    curve = drawn["change of the server's in the round"].get_ydata()
+    assert found.axes[0].get_yscale() == "log"
+    assert np.isnan(curve).tolist() == [False, False, False, True, True]
+    assert "exactly 0" in drawn
+    assert drawn["_"].get_xdata().tolist() == [4, 5]
+    assert drawn["statistics frozen from round 4"].get_xdata() == [3.5, 3.5]
+
+
+def test_figures_survive_numbers_that_no_axis_can_show(tmp_path):
+    bad = [float("nan"), float("inf"), 1e300, 1.0]
+    draw(
+        drift_figure(rows(bn_global_change=bad, bn_train_eval_gap=bad, train_loss=bad), None, ["x"]), tmp_path
+    )
+    values = {"gradient_deviation": {r: {"a": value, "b": 0.0} for r, value in enumerate(bad, 1)}}
+    draw(layers_figure(values, {"a": "a", "b": "b"}, ["x"]), tmp_path)
+    nothing = {"gradient_deviation": {1: {"a": float("nan")}}}
+    draw(layers_figure(nothing, {"a": "a"}, ["x"]), tmp_path)
+
+
+@pytest.mark.parametrize("log", [True, False])
+def test_heat_maps_have_the_layers_from_first_to_last_and_columns_half_way_to_the_next_round(log, tmp_path):
+    labels = {"first": "first (Conv2d)", "norm": "norm (BatchNorm2d)", "last": "last (Linear)"}
+    low = 1e-9 if log else 0.4
+    by_round = {
+        1: {"last": 0.5, "first": 1.0},
+        10: {"last": low, "first": 0.5},
+        20: {"last": low, "first": 0.5},
+    }
+    found = draw(layers_figure({"gradient_deviation": by_round}, labels, ["x"]), tmp_path)
+    axes = found.axes[0]
+    assert [text.get_text() for text in axes.get_yticklabels()] == ["first (Conv2d)", "last (Linear)"]
+    assert axes.yaxis_inverted()
+    mesh = axes.collections[0]
+    assert mesh.get_array().filled(np.nan).tolist() == [[1.0, 0.5, 0.5], [0.5, low, low]]
+    assert mesh.get_coordinates()[0, :, 0].tolist() == [0.5, 5.5, 15.0, 20.5]
+    assert isinstance(mesh.norm, LogNorm) == log
+
+
+def test_many_layers_keep_their_labels_apart(tmp_path):
+    labels = {f"layer{i}": f"stage{i}.0.conv1 (Conv2d)" for i in range(150)}
+    values = {quantity: {1: dict.fromkeys(labels, 1.0), 2: dict.fromkeys(labels, 0.1)} for quantity in MAPS}
+    figure = draw(layers_figure(values, labels, ["x"]), tmp_path)
+    boxes = [text.get_window_extent() for text in figure.axes[0].get_yticklabels()]
+    assert all(not one.overlaps(two) for one, two in pairwise(boxes))
+
+
+def test_layers_are_called_by_place_and_kind_also_under_a_method_that_swaps_them():
+    model = nn.Sequential(nn.Conv2d(1, 2, 1), nn.BatchNorm2d(2, affine=False), nn.ReLU(), nn.Linear(2, 2))
+    names = {"0": "0 (Conv2d)", "1": "1 (BatchNorm2d)", "3": "3 (Linear)"}
+    assert layer_labels(model) == names
+    swap_batch_norm(model, SharedBatchNorm)
+    assert layer_labels(model) == names
+    assert layer_labels(nn.Linear(1, 1)) == {"": "Linear"}
+
+
+def test_before_the_first_round_there_is_nothing_to_show():
+    watched = BatchNormDiagnostics()
+    assert not any((watched.figures([]), watched.tables(), watched.histograms(), watched.result_lines()))
+
+
+def test_a_run_leaves_figures_and_a_table_and_says_what_it_found(capsys):
+    write_config(
+        {
+            "trainer.callbacks": [
+                {"class_path": "FixBN", "init_args": {"freeze_round": 2}},
+                {"class_path": "BatchNormDiagnostics", "init_args": {"every_n_rounds": 1}},
+            ]
+        }
+    )
+    cli = run()
+    folder = cli.attempt.path
+    assert (folder / "bn_drift.png").stat().st_size > 10_000
+    assert (folder / "bn_layers.png").stat().st_size > 10_000
+    with (folder / "bn_layers.csv").open() as file:
+        table = list(csv.DictReader(file))
+    assert {row["round"] for row in table} == {"1", "2", "3", "4"}
+    assert {row["quantity"] for row in table} >= {*MAPS, "global_change_var", "window_variance_mean"}
+    deviation = {r["round"]: float(r["value"]) for r in table if r["quantity"] == "gradient_deviation"}
+    assert deviation["2"] > 0.05
+    assert deviation["4"] < 1e-4
+    result = json.loads((folder / "result.json").read_text())
+    assert result["bn_gradient_deviation"] < 1e-4
+    printed = capsys.readouterr()
+    assert "gradient deviation" in printed.out
+    assert "in round 4" in printed.out
+    assert "was not written" not in printed.err
+    assert len(attempts()) == 1
+
+
+def test_rounding_looks_like_rounding(tmp_path):
+    values = [5e-7, 8e-7]
+    axes = draw(drift_figure(rows(bn_gradient_deviation=values), None, ["x"]), tmp_path).axes[0]
+    assert axes.get_yscale() == "log"
+    assert axes.get_ylim()[1] > 1
+    by_round = {r: {"a": value} for r, value in enumerate(values, 1)}
+    mesh = layers_figure({"gradient_deviation": by_round}, {"a": "a"}, ["x"]).axes[0].collections[0]
+    assert mesh.norm.vmax == 1

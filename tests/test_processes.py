@@ -1,0 +1,264 @@
+"""Clients spread over processes: the sequential executor's numbers, bit for bit, and its manners when something fails."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from command_line import rows, run, write_config
+from helpers import ArrayClient, States, blobs, fit, small_cnn
+from test_contract import EVERY_ROW
+from test_contract import run as run_method
+from torch import nn
+
+from fl_lightning import (
+    ConfigurationError,
+    FederatedCallback,
+    FederatedDataModule,
+    FederatedModule,
+    ProcessExecutor,
+    SequentialExecutor,
+    processes,
+)
+from fl_lightning.batches import CohortBatch
+from fl_lightning.processes import shares_of
+
+MOMENTUM = partial(torch.optim.SGD, lr=0.05, momentum=0.9, weight_decay=0.01)
+
+
+def same(first, second):
+    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
+def states(executor, data=None, model=None, rounds=3, module=FederatedModule, **settings):
+    """The server's state after each round."""
+    seen = States()
+    settings = {"client_optimizer": MOMENTUM, "local_steps": 2, **settings}
+    fit(module(model or small_cnn(), executor=executor, **settings), data or blobs(), rounds, [seen])
+    return seen.states
+
+
+def assert_same(first, second):
+    assert len(first) == len(second) > 0
+    assert all(same(a, b) for a, b in zip(first, second, strict=True))
+
+
+@EVERY_ROW
+def test_every_method_runs_alike_in_processes_bit_for_bit(row):
+    one, several = States(), States()
+    run_method(row, extra=[one], executor=SequentialExecutor())
+    run_method(row, extra=[several], executor=ProcessExecutor(2))
+    assert_same(one.states, several.states)
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3, 7, None])
+def test_the_number_of_workers_changes_no_bit(workers):
+    reference = states(SequentialExecutor())
+    assert_same(reference, states(ProcessExecutor(workers)))
+
+
+def test_partial_participation_and_clients_that_finish_early_change_no_bit():
+    settings = {"participation": 3, "local_steps": None, "local_epochs": 1}
+    data = partial(blobs, 5, (16, 32, 24, 16))
+    reference = states(SequentialExecutor(), data(), rounds=5, **settings)
+    assert_same(reference, states(ProcessExecutor(2), data(), rounds=5, **settings))
+
+
+def test_batches_of_different_shape_and_dropout_change_no_bit():
+    generator = torch.Generator().manual_seed(0)
+
+    def data():
+        clients = [
+            ArrayClient(
+                torch.randn(24, 2, 6, 6, dtype=torch.float64, generator=generator.manual_seed(i)),
+                torch.arange(24) % 3,
+                size,
+            )
+            for i, size in enumerate((4, 8, 6, 12))
+        ]
+        return FederatedDataModule(clients, clients[0])
+
+    def model():
+        return small_cnn(dropout=0.3)
+
+    assert_same(states(SequentialExecutor(), data(), model()), states(ProcessExecutor(2), data(), model()))
+
+
+class Weighted(FederatedModule):
+    """A loss of its own, as a subclass may have."""
+
+    scale = 1.0
+
+    def client_loss(self, batch):
+        return self.scale * super().client_loss(batch) + sum(
+            p.square().sum() for p in self.model.parameters()
+        )
+
+
+def test_a_loss_of_ones_own_runs_in_the_workers():
+    reference = states(SequentialExecutor(), module=Weighted)
+    assert_same(reference, states(ProcessExecutor(2), module=Weighted))
+    assert not same(reference[-1], states(ProcessExecutor(2))[-1])
+
+
+class Noisy(nn.Module):
+    """Draws from torch's global generator, as stochastic depth does."""
+
+    def forward(self, x):
+        return x * (1 + 0.1 * torch.rand(len(x), 1, 1, 1, dtype=x.dtype))
+
+
+def test_random_numbers_of_a_model_are_those_of_its_client():
+    def model():
+        return nn.Sequential(Noisy(), small_cnn())
+
+    assert_same(states(SequentialExecutor(), model=model()), states(ProcessExecutor(3), model=model()))
+
+
+@pytest.mark.parametrize(
+    ("rows_", "parts", "expected"),
+    [
+        ([0, 1, 2, 3, 4], 2, [[0, 1, 2], [3, 4]]),
+        ([1, 4, 6], 3, [[1], [4], [6]]),
+        ([2], 3, [[2], [], []]),
+        (list(range(7)), 3, [[0, 1, 2], [3, 4], [5, 6]]),
+    ],
+)
+def test_rows_are_shared_out_evenly(rows_, parts, expected):
+    assert shares_of(rows_, parts) == expected
+
+
+class Fails(nn.Module):
+    def forward(self, x):
+        if os.environ.get("FAILS_IN") != str(os.getpid()):
+            raise ZeroDivisionError("a bug of one's own")
+        return x
+
+
+def test_a_bug_in_a_worker_is_raised_with_the_workers_traceback(monkeypatch):
+    monkeypatch.setenv("FAILS_IN", str(os.getpid()))
+    with pytest.raises(RuntimeError, match=r"worker process(.|\n)*in forward(.|\n)*a bug of one's own"):
+        states(ProcessExecutor(2), model=nn.Sequential(Fails(), small_cnn()))
+    assert_same(states(SequentialExecutor()), states(ProcessExecutor(2)))
+
+
+def test_a_mistake_that_a_worker_finds_is_one_line():
+    clients = [
+        ArrayClient(torch.randn(4, 2, 5, 5, dtype=torch.float64), torch.arange(4) % 3, size)
+        for size in (2, 1)
+    ]
+    model = nn.Sequential(nn.Conv2d(2, 3, 5), nn.BatchNorm2d(3), nn.Flatten(), nn.Linear(3, 3))
+    with pytest.raises(ConfigurationError, match="batch") as mistake:
+        states(ProcessExecutor(2), FederatedDataModule(clients, clients[0]), model)
+    assert "\n" not in str(mistake.value)
+
+
+class Kills(FederatedCallback):
+    def on_local_step_end(self, trainer, pl_module, cohort, step):
+        if cohort.round == 2:
+            os.kill(pl_module.executor._crew.workers[0].process.pid, signal.SIGKILL)
+
+
+def test_a_worker_that_is_killed_ends_the_run_in_one_line_and_the_next_run_works():
+    module = FederatedModule(small_cnn(), MOMENTUM, local_steps=2, executor=ProcessExecutor(2))
+    with pytest.raises(
+        ConfigurationError, match=r"a worker process ended in round 2 .*want of memory.*num_workers"
+    ):
+        fit(module, blobs(), 3, [Kills()])
+    assert_same(states(SequentialExecutor()), states(ProcessExecutor(2)))
+
+
+def test_what_cannot_be_sent_is_named():
+    with pytest.raises(
+        ConfigurationError, match=r"cannot be sent to worker processes .*lambda.*SequentialExecutor"
+    ):
+        states(ProcessExecutor(2), loss=lambda outputs, targets: outputs.square().mean())
+
+
+def test_shared_memory_that_is_too_small_is_said_before_it_is_used(monkeypatch):
+    class Usage:
+        free = 1000
+
+    monkeypatch.setattr(processes.shutil, "disk_usage", lambda path: Usage)
+    with pytest.raises(ConfigurationError, match=r"needs 0 MB of shared memory.*--shm-size"):
+        states(ProcessExecutor(2))
+
+
+def test_fewer_than_one_worker_is_refused():
+    with pytest.raises(ConfigurationError, match=r"ProcessExecutor\.num_workers: 0 must be at least 1"):
+        ProcessExecutor(0)
+
+
+def test_batches_come_to_the_workers_in_their_memory_format():
+    worker = processes._hire()
+    images = torch.randn(4, 3, 6, 6).contiguous(memory_format=torch.channels_last)
+    batch = CohortBatch(rows=[(images, torch.arange(4)), (images + 1, torch.arange(4))])
+    staged = worker.stage(batch.rows())
+    assert torch.equal(staged.leaves[0][1], images + 1)
+    assert staged.leaves[0][0].is_contiguous(memory_format=torch.channels_last)
+    assert worker.stage(batch.rows()[:1]).leaves is None
+    worker.let_go()
+
+
+def test_the_command_line_takes_it_by_name_and_leaves_no_process(tmp_path):
+    write_config()
+    reference = run("--name", "one")
+    script = textwrap.dedent("""
+        import sys
+        from fl_lightning.cli import main
+        if __name__ == "__main__":
+            main(sys.argv[1:])
+    """)
+    Path("script.py").write_text(script)
+    arguments = ["fit", "--config", "tiny.yaml", "--name", "two", "--model.executor", "ProcessExecutor"]
+    done = subprocess.run(
+        [sys.executable, "script.py", *arguments, "--model.executor.num_workers", "2"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    (folder,) = Path("runs/two").iterdir()
+    assert rows(type(reference.attempt)(folder)) == rows(reference.attempt)
+    assert done.stderr == ""
+
+
+def test_a_run_that_is_killed_leaves_no_worker_behind(tmp_path):
+    script = f"""
+import os, sys, torch
+sys.path[:0] = [{str(Path(__file__).parent)!r}]
+from functools import partial
+from helpers import blobs, fit, small_cnn
+from fl_lightning import FederatedCallback, FederatedModule, ProcessExecutor
+
+class Tells(FederatedCallback):
+    def on_round_end(self, trainer, pl_module, cohort):
+        print(*(worker.process.pid for worker in pl_module.executor._crew.workers), flush=True)
+        os.kill(os.getpid(), 9)
+
+if __name__ == "__main__":
+    module = FederatedModule(small_cnn(), partial(torch.optim.SGD, lr=0.1), local_steps=1, executor=ProcessExecutor(3))
+    fit(module, blobs(), 2, [Tells()])
+"""
+    Path("script.py").write_text(script)
+    done = subprocess.run(
+        [sys.executable, "script.py"], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == -signal.SIGKILL
+    workers = [int(number) for number in done.stdout.split()[-2:]]
+    for _ in range(100):
+        alive = [number for number in workers if Path(f"/proc/{number}").exists() and _runs(number)]
+        if not alive:
+            return
+        signal.sigtimedwait([], 0.1)
+    pytest.fail(f"workers {alive} live on")
+
+
+def _runs(process):
+    return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"

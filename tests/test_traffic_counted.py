@@ -1,0 +1,225 @@
+"""What a method says that it sends is what flows: counted at the tensors, where no method is asked."""
+
+from copy import deepcopy
+from functools import partial
+
+import pytest
+import torch
+from helpers import SGD, blobs, fit, small_cnn
+
+import callbacks.fedtan
+from callbacks import (
+    FBN,
+    SCAFFOLD,
+    FedBN,
+    FedDNA,
+    FedProx,
+    FedTAN,
+    FixBN,
+    MaintainedMomentum,
+    MomentMatching,
+    SiloBN,
+)
+from fl_lightning import FederatedCallback, FederatedModule
+from fl_lightning.batch_norm import batch_norm_layers
+from fl_lightning.joint import cohort_mean
+
+MOMENTUM = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
+ADAM = partial(torch.optim.Adam, lr=0.01, eps=1e-3)
+STATISTICS = 20
+"""Floats of running statistics of ``small_cnn``, two layers with 4 and 6 channels."""
+KINDS = {
+    "weight": "weights",
+    "affine": "BN gamma, beta",
+    "mean": "BN statistics",
+    "var": "BN statistics",
+}
+
+
+class Noise(FederatedCallback):
+    """Lets every float of a client change in every round; stands first, so that methods send what has noise on it.
+
+    Args:
+        other: Whether the first client of round 3 gets other noise than usual.
+    """
+
+    def __init__(self, other):
+        self.other = other
+
+    def on_after_local_backward(self, trainer, pl_module, cohort, step):
+        self._add(cohort, cohort.grads)
+
+    def on_before_aggregate(self, trainer, pl_module, cohort):
+        kept = [name for name, kind in cohort.buffer_kinds.items() if kind in ("mean", "var")]
+        self._add(cohort, {name: cohort.buffers[name] for name in kept})
+
+    def _add(self, cohort, tensors):
+        for stacked in tensors.values():
+            stacked += 0.01 * torch.rand_like(stacked)  # seeded for this hook, round and step
+            if self.other and cohort.round == 3:
+                stacked[0] += 0.01 * torch.rand_like(stacked[0])
+
+
+class Witness(FederatedCallback):
+    """What the server holds after every round, and what the first client starts from."""
+
+    def __init__(self, method):
+        self.method, self.state, self.memory, self.start = method, {}, {}, {}
+
+    def on_round_start(self, trainer, pl_module, cohort):
+        self.start[cohort.round] = deepcopy(cohort.params.row(0) | cohort.buffers.row(0))
+
+    def on_train_epoch_end(self, trainer, pl_module):
+        round_number = pl_module.round
+        self.state[round_number] = deepcopy(pl_module.state_dict())
+        memory = self.method.state_dict().get("memory", {}).get(-1, {})
+        self.memory[round_number] = deepcopy({n: t for n, t in memory.items() if t.is_floating_point()})
+        cohort = pl_module._cohort
+        self.treatments = cohort.policy
+        self.kinds = {**cohort.parameter_kinds, **cohort.buffer_kinds}
+        self.traffic = pl_module.traffic
+
+
+def run(make, optimizer=MOMENTUM, other=False):
+    """A witness of three rounds of a method."""
+    method = make()
+    witness = Witness(method)
+    module = FederatedModule(small_cnn(), optimizer, local_steps=2)
+    fit(module, blobs(), 3, [Noise(other), method, witness])
+    return witness
+
+
+def differing(first, second):
+    """How many floats differ."""
+    return int((first != second).sum())
+
+
+def uploaded(make, optimizer=MOMENTUM):
+    """Floats of a client that reach the server in round 3, by kind: those that other noise at the client changes."""
+    usual, other = run(make, optimizer), run(make, optimizer, other=True)
+    found = {}
+    for name, kind in usual.kinds.items():
+        # the server's copy of what clients keep is only evaluated
+        if kind in KINDS and usual.treatments[kind] != "local":
+            count = differing(usual.state[3][name], other.state[3][name])
+            found[KINDS[kind]] = found.get(KINDS[kind], 0) + count
+    extra = sum(differing(value, other.memory[3][name]) for name, value in usual.memory[3].items())
+    found[type(usual.method).__name__] = extra
+    return {kind: count for kind, count in found.items() if count}, usual.traffic
+
+
+def downloaded(make, optimizer=MOMENTUM):
+    """Floats that are new at the server after round 2 and that the client has in round 3, by kind."""
+    seen = run(make, optimizer)
+    found = {}
+    for name, kind in seen.kinds.items():
+        if kind in KINDS:
+            new, start = seen.state[2][name], seen.start[3][name]
+            count = int(((new != seen.state[1][name]) & (new == start)).sum())
+            found[KINDS[kind]] = found.get(KINDS[kind], 0) + count
+    extra = sum(differing(value, seen.memory[1][name]) for name, value in seen.memory[2].items())
+    found[type(seen.method).__name__] = extra
+    return {kind: count for kind, count in found.items() if count}, seen.traffic
+
+
+METHODS = {
+    "FedAvg": (FederatedCallback, SGD),
+    "FixBN, stage I": (lambda: FixBN(freeze_round=3), SGD),
+    "FixBN, stage II": (lambda: FixBN(freeze_round=1), SGD),
+    "FixBN, gamma and beta": (lambda: FixBN(freeze_round=0, freeze="both"), SGD),
+    "FBN": (FBN, SGD),
+    "FBN, batch": (lambda: FBN(wire="batch"), SGD),
+    "SiloBN": (SiloBN, SGD),
+    "FedBN": (FedBN, SGD),
+    "FedDNA": (FedDNA, SGD),
+    "MomentMatching": (MomentMatching, SGD),
+    "FedProx": (lambda: FedProx(0.1), SGD),
+    "SCAFFOLD": (SCAFFOLD, SGD),
+    "momentum, local": (lambda: MaintainedMomentum("local"), MOMENTUM),
+    "momentum, global": (lambda: MaintainedMomentum("global"), MOMENTUM),
+    "moments of Adam, global": (lambda: MaintainedMomentum("global"), ADAM),
+}
+EVERY_METHOD = pytest.mark.parametrize("name", METHODS)
+
+
+@EVERY_METHOD
+def test_a_client_sends_the_floats_that_the_server_depends_on(name):
+    counted, traffic = uploaded(*METHODS[name])
+    assert counted == {kind: up // 8 for kind, (up, _) in traffic.each.items()}
+
+
+@EVERY_METHOD
+def test_a_client_receives_the_floats_of_the_server_that_are_new(name):
+    counted, traffic = downloaded(*METHODS[name])
+    assert counted == {kind: down // 8 for kind, (_, down) in traffic.each.items()}
+
+
+def test_a_method_that_sends_more_than_it_says_is_found():
+    class Silent(SCAFFOLD):
+        def extra_payload(self, cohort):
+            return 0, 0
+
+    for counted, traffic in (uploaded(Silent, SGD), downloaded(Silent, SGD)):
+        assert counted["Silent"] > 100
+        assert "Silent" not in traffic.each
+
+
+def test_a_method_that_sends_what_it_calls_frozen_is_found():
+    class Frozen(FixBN):
+        def on_round_end(self, trainer, pl_module, cohort):
+            for name, kind in cohort.buffer_kinds.items():
+                if kind == "mean":
+                    cohort.server_buffers[name].copy_(cohort.mean(cohort.buffers[name]))
+
+    counted, traffic = uploaded(lambda: Frozen(freeze_round=1), SGD)
+    assert counted["BN statistics"] == STATISTICS / 2
+    assert "BN statistics" not in traffic.each
+
+
+def count_exchanges(monkeypatch, **settings):
+    """Tensors and floats that a client of FedTAN exchanges in one round: (forward, backward), each (tensors, floats)."""
+    forward, backward = [], []
+
+    class Counted(torch.autograd.Function):
+        generate_vmap_rule = True
+
+        @staticmethod
+        def forward(mean):
+            return mean.clone()
+
+        @staticmethod
+        def setup_context(context, inputs, output):
+            pass
+
+        @staticmethod
+        def backward(context, gradient):
+            backward.append(gradient.numel())
+            return gradient
+
+    def counted_mean(own, clients):
+        forward.append(own.numel())
+        return Counted.apply(cohort_mean(own, clients))
+
+    monkeypatch.setattr(callbacks.fedtan, "cohort_mean", counted_mean)
+    module = FederatedModule(small_cnn(), SGD, local_steps=2)
+    fit(module, blobs(), 1, [FedTAN(**settings)])
+    layers = len(batch_norm_layers(module.model))
+    return (len(forward), sum(forward)), (len(backward), sum(backward)), layers, module.traffic
+
+
+def test_fedtan_exchanges_in_the_forward_and_the_backward_pass_what_it_says(monkeypatch):
+    forward, backward, layers, traffic = count_exchanges(monkeypatch)
+    assert forward == (2 * layers, STATISTICS)
+    assert backward == (2 * layers, STATISTICS)
+    # the gradients of a layer's mean and variance are known together and go in one message
+    assert traffic.exchanges == 1 + forward[0] + backward[0] // 2 == 3 * layers + 1
+    assert traffic.each["FedTAN"] == (8 * (forward[1] + backward[1]),) * 2
+
+
+@pytest.mark.parametrize("backward", ["own", "none"])
+def test_the_forward_only_form_exchanges_nothing_in_the_backward_pass(backward, monkeypatch):
+    forward, back, layers, traffic = count_exchanges(monkeypatch, backward=backward)
+    assert forward == (2 * layers, STATISTICS)
+    assert back == (0, 0)
+    assert traffic.exchanges == 1 + forward[0] == 2 * layers + 1
+    assert traffic.each["FedTAN"] == (8 * forward[1],) * 2
