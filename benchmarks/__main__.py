@@ -1,4 +1,4 @@
-"""``python -m benchmarks``: time communication rounds, ours against a naive loop, on one thread."""
+"""``python -m benchmarks``: time communication rounds against a naive loop, and aggregation rules against ByzFL."""
 
 import argparse
 import dataclasses
@@ -10,15 +10,17 @@ from typing import Any, NoReturn
 
 import torch
 
-from benchmarks import compare, overhead
+from benchmarks import aggregation, compare, overhead
 from benchmarks.stopwatch import Spread, machine, peak_memory_mb
 from benchmarks.workloads import BATCH_SIZE, MODELS, WORKLOADS
 
 _DESCRIPTION = """\
 Times communication rounds on one thread: a naive FedAvg loop and this framework with each executor, in turn.
 
-  compare    (default) whole rounds, ms per client step and how many times as fast as the naive loop
-  overhead   the framework's own time: rounds minus forward + backward, augmentation and optimizer arithmetic
+  compare      (default) whole rounds, ms per client step and how many times as fast as the naive loop
+  overhead     the framework's own time: rounds minus forward + backward, augmentation and optimizer arithmetic
+  aggregation  the robust aggregation rules instead, against byzfl where it is installed: ms with the better of 1 and 2
+               threads at 10 and 100 clients (--rules, --columns), and the memory of ours (--memory-columns)
 
 Workloads: W1 10 clients, 20 local steps; W2 10 of 100 clients, 20 local steps; W3 5 clients, 1 local step.
 Models: tiny (270k parameters, almost no compute) and resnet20. Numbers are "median [smallest, largest]".
@@ -38,19 +40,24 @@ def main(args: Sequence[str] | None = None) -> None:
     """
     options = _parse(args)
     torch.set_num_threads(1)
-    command = {"compare": compare.compare, "overhead": overhead.overhead}[options.command]
-    table = {"compare": compare.table, "overhead": overhead.table}[options.command]
-    results = [
-        command(workload, model, options.images, options.repeats, options.rounds, _say)
-        for model in options.models
-        for workload in options.workloads
-    ]
+    if options.command == "aggregation":
+        sizes = options.columns, options.memory_columns
+        results = [aggregation.compare(options.rules, *sizes, options.repeats, _say)]
+        lines = aggregation.table(results[0])
+    else:
+        command = {"compare": compare.compare, "overhead": overhead.overhead}[options.command]
+        results = [
+            command(workload, model, options.images, options.repeats, options.rounds, _say)
+            for model in options.models
+            for workload in options.workloads
+        ]
+        lines = {"compare": compare.table, "overhead": overhead.table}[options.command](results)
     about: dict[str, Any] = {
         "command": options.command,
         "machine": machine(),
         "peak_memory_mb": peak_memory_mb(),
     }
-    print("\n".join(table(results)))
+    print("\n".join(lines))
     print(_machine_line(about))
     if options.json:
         options.json.write_text(json.dumps({**about, "results": results}, default=_plain, indent=1) + "\n")
@@ -60,7 +67,9 @@ def _parse(args: Sequence[str] | None) -> argparse.Namespace:
     parser = _Parser(
         "python -m benchmarks", description=_DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("command", nargs="?", default="compare", choices=["compare", "overhead"])
+    parser.add_argument(
+        "command", nargs="?", default="compare", choices=["compare", "overhead", "aggregation"]
+    )
     parser.add_argument("--workloads", nargs="+", choices=list(WORKLOADS), default=["W1", "W3"], help="W1 W3")
     parser.add_argument("--models", nargs="+", choices=list(MODELS), help="tiny resnet20 (overhead: tiny)")
     parser.add_argument("--repeats", type=int, help="repetitions, 3 unless given (overhead: 7)")
@@ -70,15 +79,24 @@ def _parse(args: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--images", type=int, default=50_000, help="training images of all clients, 50000 as CIFAR-10"
     )
+    parser.add_argument(
+        "--rules", nargs="+", choices=list(aggregation.RULES), default=list(aggregation.RULES), help="all"
+    )
+    parser.add_argument(
+        "--columns", type=int, default=270_000, help="columns of the rows, 270000 as ResNet-20"
+    )
+    parser.add_argument(
+        "--memory-columns", type=int, default=1_000_000, help="likewise where memory is measured, 1000000"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results to this file as well")
     options = parser.parse_args(args)
     is_overhead = options.command == "overhead"
     options.models = options.models or (["tiny"] if is_overhead else list(MODELS))
     options.repeats = (7 if is_overhead else 3) if options.repeats is None else options.repeats
-    for name in ("repeats", "rounds"):
+    for name in ("repeats", "rounds", "columns", "memory_columns"):
         value = getattr(options, name)
         if value is not None and value < 1:
-            parser.error(f"argument --{name}: {value} must be at least 1")
+            parser.error(f"argument --{name.replace('_', '-')}: {value} must be at least 1")
     needed = BATCH_SIZE * max(WORKLOADS[name].num_clients for name in options.workloads)
     if options.images < needed:
         parser.error(

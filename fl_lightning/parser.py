@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.cli import LightningArgumentParser
 from torch import nn
 
-from fl_lightning.aggregation import Aggregator
+from fl_lightning.aggregation import Aggregator, PreAggregator
 from fl_lightning.datamodule import FederatedDataModule
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.executors import Executor
@@ -22,7 +22,8 @@ from fl_lightning.schedules import LRSchedule
 from fl_lightning.suggestions import nearest
 
 _BASES: tuple[type, ...] = (
-    Callback, FederatedDataModule, Executor, Aggregator, LRSchedule, nn.Module, torch.optim.Optimizer
+    Callback, FederatedDataModule, Executor, Aggregator, PreAggregator, LRSchedule, nn.Module,
+    torch.optim.Optimizer,
 )  # fmt: skip
 _CLASS = re.compile(r"(?:dot import path string: |Import path |Unable to import .*?)'?([\w.]+)'?")
 

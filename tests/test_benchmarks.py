@@ -1,17 +1,21 @@
 """The benchmarks: both sides compute the same thing, and the command says what it promises."""
 
 import json
+import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torchvision import transforms
 
+from benchmarks import aggregation
 from benchmarks.__main__ import main
 from benchmarks.compare import compare
 from benchmarks.contenders import AUGMENTATION, EXECUTORS, Framework, NaiveLoop, fit, naive_loader
 from benchmarks.naive import fedavg_round
 from benchmarks.stopwatch import Spread
 from benchmarks.workloads import CLIENT_OPTIMIZER, MODELS, WORKLOADS, SyntheticImages, Workload, make_model
+from fl_lightning.aggregation import trimmed_mean
 
 SMALL = Workload(num_clients=3, cohort_size=3, local_steps=2, rounds=2)
 PLAIN_FLOAT64 = transforms.Compose(
@@ -143,6 +147,44 @@ def test_overhead_is_the_total_without_its_parts(capsys):
             assert value["Trainer per round"] > 0
 
 
+class TwiceOurs:
+    """Stands for ByzFL's trimmed mean: the same number, from the rule computed twice."""
+
+    def __init__(self, f):
+        self.f = f
+
+    def __call__(self, rows):
+        trimmed_mean(rows, self.f)
+        return trimmed_mean(rows, self.f)
+
+
+def test_aggregation_compares_both_sides_and_measures_memory(capsys, monkeypatch):
+    monkeypatch.setattr("benchmarks.aggregation._byzfl_version", lambda: "0")
+    monkeypatch.setitem(sys.modules, "byzfl", SimpleNamespace(TrMean=TwiceOurs))
+    small = ["--columns", "20000", "--memory-columns", "100000", "--repeats", "3"]
+    main(["aggregation", "--rules", "trimmed_mean", *small, "--json", "out.json"])
+    shown = capsys.readouterr().out
+    assert [line.split("|")[2].strip() for line in shown.splitlines()[2:4]] == ["10 x 20,000", "100 x 20,000"]
+    assert "byzfl 0, ms" in shown
+    with open("out.json") as file:
+        (result,) = json.load(file)["results"]
+    for row in result["times"]:
+        assert row["f"] == 3 * row["clients"] // 10
+        assert row["milliseconds"]["ours"]["min"] > 0
+        assert row["speedup"]["max"] > 1
+    # less than a copy of the rows, which are 40 MB
+    assert result["memory"]["nothing"] > 100
+    assert result["memory"]["trimmed_mean"] < result["memory"]["nothing"] + 35
+    assert torch.get_num_threads() == 1
+
+
+def test_aggregation_refuses_to_time_rules_that_differ(monkeypatch):
+    monkeypatch.setattr("benchmarks.aggregation._byzfl_version", lambda: "0")
+    monkeypatch.setitem(sys.modules, "byzfl", SimpleNamespace(TrMean=lambda f: TwiceOurs(f - 1)))
+    with pytest.raises(AssertionError, match="not close"):
+        aggregation.compare(["trimmed_mean"], 50, 50, 1, lambda line: None)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -151,7 +193,9 @@ def test_overhead_is_the_total_without_its_parts(capsys):
         (["--rounds", "two"], "argument --rounds: invalid int value: 'two'"),
         (["--images", "100"], "argument --images: 100 do not fill a batch of 20 for every client; use at least 200"),
         (["--json", "missing/out.json"], "argument --json: no folder"),
-        (["profile"], "argument command: invalid choice: 'profile' (choose from 'compare', 'overhead')"),
+        (["profile"], "argument command: invalid choice: 'profile' (choose from 'compare', 'overhead', 'aggregation')"),
+        (["aggregation", "--rules", "mean"], "argument --rules: invalid choice: 'mean' (choose from 'median', 'trimmed_mean'"),
+        (["aggregation", "--memory-columns", "0"], "argument --memory-columns: 0 must be at least 1"),
     ],
 )  # fmt: skip
 def test_bad_arguments_are_refused_in_one_line(arguments, message, capsys):

@@ -1,4 +1,4 @@
-"""Aggregation rules: pure functions on rows ``[n, d] -> [d]`` and the classes that name them in YAML."""
+"""What an aggregator is, and the weighted mean."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -42,6 +42,16 @@ class Aggregator(ABC):
         return list(
             torch.split(self(torch.cat(list(blocks), 1), weights), [block.shape[1] for block in blocks])
         )
+
+    def check(self, num_clients: int) -> None:  # noqa: B027  # many rules take any number
+        """Refuse a number of clients in a round that the rule cannot work with, before training starts.
+
+        Args:
+            num_clients: Clients in a round.
+
+        Raises:
+            ConfigurationError: They are too few.
+        """
 
 
 class WeightedMean(Aggregator):

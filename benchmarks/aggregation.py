@@ -1,0 +1,154 @@
+"""Aggregation rules: ours against ByzFL's, where that is installed, and the memory that ours take."""
+
+import importlib
+import importlib.metadata
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.stopwatch import Spread, peak_memory_mb
+from fl_lightning import aggregation as ours
+
+Rule = Callable[[Tensor, int], Tensor]
+
+RULES: dict[str, Rule] = {
+    "median": lambda rows, f: ours.median(rows),
+    "trimmed_mean": ours.trimmed_mean,
+    "nnm": ours.nearest_neighbor_mixing,
+    "krum": ours.krum,
+    "multi_krum": ours.multi_krum,
+    "geometric_median": lambda rows, f: ours.geometric_median(rows),
+}
+CLIENTS = (10, 100)
+
+# ByzFL's geometric median stops after three iterations: another number, and so not compared.
+_BYZFL = {
+    "median": "Median",
+    "trimmed_mean": "TrMean",
+    "nnm": "NNM",
+    "krum": "Krum",
+    "multi_krum": "MultiKrum",
+}
+
+
+def compare(
+    rules: Sequence[str], columns: int, memory_columns: int, repeats: int, say: Callable[[str], None]
+) -> dict[str, Any]:
+    """Time each rule at 10 and 100 clients, sides in turn, on 1 and 2 threads; then the memory of ours at 100.
+
+    Args:
+        rules: Names of ``RULES``.
+        columns: Columns of the rows that are timed.
+        memory_columns: Columns of the rows whose memory is measured.
+        repeats: Number of repetitions.
+        say: Told about the progress.
+
+    Returns:
+        ``byzfl`` (its version or None), ``times`` (a row for each rule and number of clients: milliseconds and threads
+        of each side, and how many times as fast ours is) and ``memory`` (peak of a process with one rule, MB).
+    """
+    say(f"memory, 100 x {memory_columns:,}, a process each")
+    memory = {rule: _peak_of_process(rule, memory_columns) for rule in ["nothing", *rules]}
+    times = []
+    for n in CLIENTS:
+        rows = torch.randn(n, columns, generator=torch.Generator().manual_seed(0))
+        for name in rules:
+            times.append({"rule": name, "clients": n, "columns": columns, **_time(name, rows, repeats)})
+            taken = ", ".join(f"{side} {spread} ms" for side, spread in times[-1]["milliseconds"].items())
+            say(f"  {name} {n} x {columns:,}: {taken}")
+    return {
+        "byzfl": _byzfl_version(),
+        "repeats": repeats,
+        "times": times,
+        "memory_columns": memory_columns,
+        "memory": memory,
+    }
+
+
+def table(result: dict[str, Any]) -> Iterator[str]:
+    """The results as the lines of two Markdown tables."""
+    byzfl = f"byzfl {result['byzfl']}" if result["byzfl"] else "byzfl (not installed)"
+    yield f"| rule | clients x columns | ours, ms | threads | {byzfl}, ms | threads | byzfl / ours |"
+    yield "|---" * 7 + "|"
+    for row in result["times"]:
+        cells = [row["rule"], f"{row['clients']} x {row['columns']:,}"]
+        for side in ("ours", "byzfl"):
+            measured = side in row["milliseconds"]
+            cells += [str(row["milliseconds"][side]), str(row["threads"][side])] if measured else ["-", "-"]
+        yield f"| {' | '.join(cells)} | {row.get('speedup', '-')} |"
+    yield ""
+    yield f"| rule, 100 x {result['memory_columns']:,} | peak memory of the process, MB |"
+    yield "|---|---|"
+    for name, megabytes in result["memory"].items():
+        yield f"| {name if name != 'nothing' else '(only the rows)'} | {megabytes:.0f} |"
+
+
+def _time(name: str, rows: Tensor, repeats: int) -> dict[str, Any]:
+    """Both sides of a rule, in turn; each with the number of threads that suits it better."""
+    f = 3 * len(rows) // 10
+    sides = {"ours": RULES[name]}
+    if name in _BYZFL and _byzfl_version():
+        made = getattr(importlib.import_module("byzfl"), _BYZFL[name])
+        rule = made() if name == "median" else made(f)
+        sides["byzfl"] = lambda rows, f: rule(rows)
+        torch.testing.assert_close(sides["byzfl"](rows, f), sides["ours"](rows, f), rtol=1e-4, atol=1e-5)
+    threads_of = range(1, min(os.cpu_count() or 1, 2) + 1)
+    taken: dict[tuple[str, int], list[float]] = {(side, count): [] for count in threads_of for side in sides}
+    try:
+        for _ in range(repeats):
+            for (side, count), measured in taken.items():
+                torch.set_num_threads(count)
+                started = time.perf_counter()
+                sides[side](rows, f)
+                measured.append(1000 * (time.perf_counter() - started))
+    finally:
+        torch.set_num_threads(1)
+    spreads = {key: Spread.of(measured) for key, measured in taken.items()}
+    best = {side: min((spreads[side, count].median, count) for count in threads_of)[1] for side in sides}
+    found: dict[str, Any] = {
+        "f": f,
+        "milliseconds": {side: spreads[side, best[side]] for side in sides},
+        "threads": best,
+    }
+    if "byzfl" in sides:
+        pairs = zip(taken["byzfl", best["byzfl"]], taken["ours", best["ours"]], strict=True)
+        found["speedup"] = Spread.of([theirs / own for theirs, own in pairs])
+    return found
+
+
+def _byzfl_version() -> str | None:
+    try:
+        return importlib.metadata.version("byzfl")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _peak_of_process(rule: str, columns: int) -> float:
+    """Peak memory in MB of a process that makes the rows of 100 clients and applies a rule to them, on one thread."""
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.aggregation", rule, str(columns)],
+        cwd=Path(__file__).resolve().parents[1],
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    return float(done.stdout)
+
+
+def _print_peak(rule: str, columns: int) -> None:
+    torch.set_num_threads(1)
+    rows = torch.randn(100, columns)
+    if rule in RULES:
+        RULES[rule](rows, 30)
+    print(peak_memory_mb())
+
+
+if __name__ == "__main__":
+    _print_peak(sys.argv[1], int(sys.argv[2]))

@@ -1,0 +1,329 @@
+"""Aggregation rules as functions: hand-computed values, plain loops, symmetries, outliers and numbers that are none."""
+
+import math
+from functools import partial
+
+import pytest
+import torch
+
+from fl_lightning import ConfigurationError
+from fl_lightning.aggregation import (
+    columns,
+    distances,
+    geometric_median,
+    krum,
+    median,
+    multi_krum,
+    nearest_neighbor_mixing,
+    trimmed_mean,
+)
+
+F = 3
+RULES = {
+    "median": median,
+    "trimmed_mean": partial(trimmed_mean, f=F),
+    "nnm": partial(nearest_neighbor_mixing, f=F),
+    "krum": partial(krum, f=F),
+    "krum_blanchard": partial(krum, f=F, score="blanchard"),
+    "multi_krum": partial(multi_krum, f=F),
+    "geometric_median": geometric_median,
+    "nnm_trimmed_mean": lambda rows: trimmed_mean(nearest_neighbor_mixing(rows, F), F),
+}
+EVERY_RULE = pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+SQUARE = [[0, 0], [1, 0], [0, 1], [1, 1], [100, -100]]
+
+
+def normal(n=10, d=37, dtype=torch.float64, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(n, d, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def rows_of(*values):
+    return torch.tensor(values, dtype=torch.float64).reshape(len(values), -1)
+
+
+def close(found, expected, tolerance=1e-10):
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+
+
+# The same rules as loops over plain numbers
+
+
+def by_distance(rows, i):
+    return sorted(range(len(rows)), key=lambda j: (float((rows[i] - rows[j]).square().sum()), j))
+
+
+def naive_median(rows):
+    n = len(rows)
+    return torch.tensor([sum(sorted(c)[(n - 1) // 2 : n // 2 + 1]) / (2 - n % 2) for c in rows.t().tolist()])
+
+
+def naive_trimmed_mean(rows):
+    n = len(rows)
+    return torch.tensor([sum(sorted(c)[F : n - F]) / (n - 2 * F) for c in rows.t().tolist()])
+
+
+def naive_nnm(rows):
+    return torch.stack([rows[by_distance(rows, i)[: len(rows) - F]].mean(0) for i in range(len(rows))])
+
+
+def naive_krum_order(rows, neighbours):
+    def score(i):
+        others = [j for j in by_distance(rows, i) if j != i][:neighbours]
+        return float((rows[i] - rows[others]).square().sum(1).mean())
+
+    return sorted(range(len(rows)), key=score)
+
+
+def naive_geometric_median(rows):
+    point = rows.mean(0)
+    for _ in range(2000):
+        weights = 1 / (rows - point).norm(dim=1)
+        point = weights @ rows / weights.sum()
+    return point
+
+
+NAIVE = {
+    "median": naive_median,
+    "trimmed_mean": naive_trimmed_mean,
+    "nnm": naive_nnm,
+    "krum": lambda rows: rows[naive_krum_order(rows, len(rows) - F - 1)[0]],
+    "krum_blanchard": lambda rows: rows[naive_krum_order(rows, len(rows) - F - 2)[0]],
+    "multi_krum": lambda rows: rows[naive_krum_order(rows, len(rows) - F - 1)[: len(rows) - F]].mean(0),
+    "geometric_median": naive_geometric_median,
+    "nnm_trimmed_mean": lambda rows: naive_trimmed_mean(naive_nnm(rows)),
+}
+
+
+@pytest.fixture(autouse=True)
+def numbers_are_float64():
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("n", [7, 8, 23])
+@pytest.mark.parametrize("name", RULES)
+def test_rules_agree_with_plain_loops(name, n):
+    for seed in range(3):
+        rows = normal(n, seed=seed) * torch.linspace(1, 3, n)[:, None] + 5
+        close(RULES[name](rows), NAIVE[name](rows))
+        close(RULES[name](rows.float()), NAIVE[name](rows).float(), 1e-5)
+        close(RULES[name](rows.t().contiguous().t()), NAIVE[name](rows))
+
+
+@pytest.mark.parametrize(
+    ("broken", "name"),
+    [
+        (lambda rows: rows.median(0).values, "median"),  # the lower of two middle values
+        (lambda rows: rows.sort(0).values[F:].mean(0), "trimmed_mean"),  # one end only
+        (lambda rows: rows.mean(0), "trimmed_mean"),
+        (lambda rows: nearest_neighbor_mixing(rows, F - 1), "nnm"),
+        (lambda rows: (8 * naive_nnm(rows) - rows) / 7, "nnm"),  # without itself
+        (lambda rows: krum(rows.flip(0).cumsum(0), F), "krum"),
+        (lambda rows: multi_krum(rows, F - 1), "multi_krum"),
+        (lambda rows: rows.mean(0), "geometric_median"),
+    ],
+)
+def test_a_wrong_formula_is_seen_by_these_loops(broken, name):
+    rows = normal(10, seed=5) * torch.linspace(1, 3, 10)[:, None] + 5
+    assert float((broken(rows) - NAIVE[name](rows)).abs().max()) > 1e-2
+
+
+def test_values_computed_by_hand():
+    square, scalars = rows_of(*SQUARE), rows_of(0, 1, 2, 3, 10)
+    mixed = nearest_neighbor_mixing(square, 1)
+    close(mixed, rows_of(*[[0.5, 0.5]] * 4, [25.5, -24.75]))
+    close(median(mixed), torch.tensor([0.5, 0.5]))
+    mixed = nearest_neighbor_mixing(scalars, 1)
+    close(mixed, rows_of(1.5, 1.5, 1.5, 1.5, 4))
+    assert median(mixed) == trimmed_mean(mixed, 1) == 1.5
+    assert median(rows_of(0, 1, 2, 9)) == 1.5
+    assert trimmed_mean(rows_of(*range(9), 1000), 3) == 4.5
+    # squared distances to the three closest others: 1 + 4 + 9, 1 + 1 + 4, 1 + 1 + 4, ...
+    assert krum(scalars, 1) == 1
+    assert multi_krum(scalars, 1) == 1.5
+    # the corner of a flat triangle, and the centre of a regular one
+    close(geometric_median(rows_of([0, 0], [9, 1], [-9, 1])), torch.zeros(2), 1e-8)
+    close(geometric_median(rows_of([1, 0], [-0.5, 0.75**0.5], [-0.5, -(0.75**0.5)])), torch.zeros(2))
+
+
+def test_equal_distances_and_scores_go_to_the_lower_index():
+    close(nearest_neighbor_mixing(rows_of(0, 1, -1, -1), 1)[0], torch.zeros(1))
+    assert krum(rows_of(5, 5, 7, 7), 1) == 5
+    assert krum(rows_of(7, 7, 5, 5), 1) == 7
+
+
+@EVERY_RULE
+def test_order_place_and_scale_of_the_clients_do_not_matter(rule):
+    rows, order = normal(), torch.randperm(10, generator=torch.Generator().manual_seed(1))
+    expected = rule(rows)
+    shift = 100 * normal(1, seed=2)[0]
+    close(rule(rows + shift), expected + shift)
+    close(rule(rows * 1e-6), expected * 1e-6, 1e-16)
+    if expected.dim() == 2:
+        expected = expected[order]
+    close(rule(rows[order]), expected)
+
+
+@EVERY_RULE
+@pytest.mark.parametrize("outlier", [1e6, -1e6, 1e150, torch.inf, -torch.inf, torch.nan])
+def test_a_minority_cannot_move_the_result_out_of_the_others_range(rule, outlier):
+    rows = normal()
+    honest = rows[:-F].clone()
+    rows[-F:] = outlier
+    rows[-F:, ::2] = 0.5
+    result = rule(rows)
+    if result.dim() == 2:
+        assert bool(result[-F:, 1::2].isnan().all()) == (not math.isfinite(outlier))
+        result = result[:-F]
+    if rule is geometric_median:
+        centre = honest.mean(0)
+        bound = 2 * 7 / 4 * (honest - centre).norm(dim=1).max()
+        assert float((result - centre).norm()) < bound
+    else:
+        low, high = (
+            torch.minimum(honest.amin(0), torch.tensor(0.5)),
+            torch.maximum(honest.amax(0), torch.tensor(0.5)),
+        )
+        low[1::2], high[1::2] = honest.amin(0)[1::2], honest.amax(0)[1::2]
+        assert bool(((result >= low - 1e-12) & (result <= high + 1e-12)).all())
+
+
+def test_a_mean_is_moved_by_the_same_outliers():
+    rows = normal()
+    rows[-F:] = 1e6
+    assert float(trimmed_mean(rows, 0).min()) > 1e5
+
+
+@pytest.mark.parametrize("name", [name for name in RULES if name != "geometric_median"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_agreement_of_the_others_is_kept_to_the_bit(name, dtype):
+    rows = normal(13, dtype=dtype)
+    rows[:10] = rows[0]
+    result = RULES[name](rows)
+    result = result if result.dim() == 1 else result[:10]
+    assert torch.equal(result, rows[0].expand_as(result))
+    close(geometric_median(rows), rows[0], 1e-6 if dtype == torch.float32 else 1e-10)
+
+
+def test_without_byzantine_clients_they_are_the_mean():
+    rows = normal()
+    mean = rows.mean(0)
+    close(trimmed_mean(rows, 0), mean)
+    close(multi_krum(rows, 0), mean)
+    mixed = nearest_neighbor_mixing(rows, 0)
+    close(mixed, mean.expand_as(mixed))
+    for rule in (median, geometric_median, partial(krum, f=0), partial(trimmed_mean, f=4)):
+        close(rule(mixed), mean)
+    assert float((median(rows) - mean).abs().max()) > 0.1
+
+
+@EVERY_RULE
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_width_of_a_chunk_does_not_matter(rule, dtype, monkeypatch):
+    rows = normal(11, 101, dtype)
+    expected = rule(rows)
+    for elements in (1, 11 * 7, 11 * 100):
+        monkeypatch.setitem(columns.CHUNK_ELEMENTS, "cpu", elements)
+        close(rule(rows), expected, 1e-12 if dtype == torch.float64 else 1e-6)
+
+
+@EVERY_RULE
+@pytest.mark.parametrize("shape", [(8, 1), (8, 3), (7, 0)])
+def test_the_rows_stay_as_they_were(rule, shape):
+    for dtype in (torch.float32, torch.float64):
+        rows = normal(*shape, dtype).requires_grad_()
+        before = rows.detach().clone()
+        result = rule(rows)
+        assert torch.equal(rows, before)
+        assert result.dtype == dtype
+        assert result.shape[-1] == shape[1]
+        assert not result.requires_grad
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_one_or_two_clients_are_enough(n):
+    rows = normal(n)
+    for rule in (median, partial(trimmed_mean, f=0), partial(multi_krum, f=0), geometric_median):
+        close(rule(rows), rows.mean(0))
+    close(nearest_neighbor_mixing(rows, 0), rows.mean(0).expand(n, -1))
+    assert torch.equal(krum(rows, 0), rows[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_mixed_variances_are_never_negative(dtype):
+    lowest = []
+    for zeros in range(2, 40):
+        rows = normal(1, 200, dtype, seed=zeros).abs().repeat(2 * zeros + 1, 1)
+        rows[:zeros] = 0  # the centre is the others' value, and so has to cancel
+        shares = torch.zeros(1, len(rows))
+        shares[0, :zeros] = 1 / zeros
+        lowest.append(float(distances.mix([rows], distances.measure([rows]), shares)[0].min()))
+    assert min(lowest) == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_distances_are_those_of_differences_in_float64(dtype):
+    rows = normal(9, 300, dtype)
+    direct = (rows.double()[:, None] - rows.double()).square().sum(2)
+    close(distances.measure([rows]).squared, direct, 1e-12)
+
+
+@pytest.mark.parametrize(("dtype", "place"), [(torch.float32, 1e3), (torch.float64, 1e6)])
+def test_distances_of_close_clients_are_exact_whatever_the_outliers(dtype, place, monkeypatch):
+    rows = normal(9, 500, torch.float64) * 1e-3 + place
+    rows[-2:] += 1e9
+    rows = rows.to(dtype)
+    honest = rows[:-2].double()
+    direct = (honest[:, None] - honest).square().sum(2)
+
+    def error():
+        found = distances.measure([rows[:, :100], rows[:, 100:]]).squared[:-2, :-2]
+        return float(((found - direct).abs() / direct.clamp(min=1e-30)).max())
+
+    assert error() < 1e-10
+    for centre in (lambda block: torch.zeros(block.shape[1]), lambda block: block.mean(0)):
+        monkeypatch.setattr(distances, "median", centre)
+        assert error() > 1e-8
+
+
+def test_a_geometric_median_may_be_a_client():
+    rows = normal(9, 20)
+    point = geometric_median(rows)
+    close(geometric_median(torch.cat([rows, point[None]])), point, 1e-14)
+    rows[4] = (
+        point  # the pull of the row that went is all that the others lack: the edge of the iteration's reach
+    )
+    close(geometric_median(rows), point, 1e-14)
+    close(geometric_median(rows_of(8, 1, 3, 0)), torch.tensor([2.0]))
+
+
+def test_a_geometric_median_balances_the_directions_to_all_clients():
+    for seed in range(5):
+        rows = normal(9, 20, seed=seed) * torch.linspace(0.1, 10, 9)[:, None]
+
+        def pull(point, rows=rows):
+            return float(torch.nn.functional.normalize(rows - point).sum(0).norm())
+
+        assert pull(geometric_median(rows)) < 1e-8
+        assert pull(rows.mean(0)) > 0.1
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda rows: trimmed_mean(rows, 5),
+         "trimmed_mean f: 5 must be less than half of a round's 10 clients; use at most 4, or at least 11 clients in a round"),
+        (lambda rows: nearest_neighbor_mixing(rows, -1), "nearest_neighbor_mixing f: -1 must be a whole number of at least 0"),
+        (lambda rows: krum(rows, 0.3), "krum f: 0.3 must be a whole number of at least 0"),
+        (lambda rows: multi_krum(rows, True), "multi_krum f: True must be a whole number of at least 0"),
+        (lambda rows: krum(rows[:3], 1, score="blanchard"), 
+         "score: blanchard needs at least f + 3 = 4 clients in a round, not 3; use byzfl"),
+        (lambda rows: krum(rows, 1, score="paper"), "score: 'paper' must be one of byzfl, blanchard"),
+    ],
+)  # fmt: skip
+def test_impossible_settings_are_refused_in_one_line(call, message):
+    with pytest.raises(ConfigurationError) as refused:
+        call(normal())
+    assert str(refused.value) == message

@@ -1,0 +1,203 @@
+"""Aggregators in a run: what reaches the rule, what the server makes of it, and the settings by name."""
+
+import pytest
+import torch
+import yaml
+from command_line import run, write_config
+from helpers import ClientStates, States, blobs, distance, small_cnn, train
+
+from callbacks import FBN
+from fl_lightning import ConfigurationError, FederatedCallback
+from fl_lightning.aggregation import (
+    NNM,
+    GeometricMedian,
+    Krum,
+    Median,
+    MultiKrum,
+    TrimmedMean,
+    WeightedMean,
+    geometric_median,
+    krum,
+    median,
+    multi_krum,
+    nearest_neighbor_mixing,
+    trimmed_mean,
+)
+from fl_lightning.executors import SequentialExecutor, VectorizedExecutor
+
+EXECUTORS = pytest.mark.parametrize("executor", [SequentialExecutor, VectorizedExecutor])
+# an aggregator, and its rule on one vector per client
+PAIRS = {
+    "Median": (Median(), median),
+    "TrimmedMean": (TrimmedMean(1), lambda rows: trimmed_mean(rows, 1)),
+    "Krum": (Krum(1), lambda rows: krum(rows, 1)),
+    "Krum blanchard": (Krum(1, score="blanchard"), lambda rows: krum(rows, 1, score="blanchard")),
+    "MultiKrum": (MultiKrum(1), lambda rows: multi_krum(rows, 1)),
+    "GeometricMedian": (GeometricMedian(), geometric_median),
+    "TrimmedMean NNM": (TrimmedMean(1, NNM()), lambda rows: trimmed_mean(nearest_neighbor_mixing(rows, 1), 1)),
+    "Median NNM": (Median(pre=NNM(2)), lambda rows: median(nearest_neighbor_mixing(rows, 2))),
+    "Krum NNM": (Krum(0, NNM(2)), lambda rows: krum(nearest_neighbor_mixing(rows, 2), 0)),
+    "GeometricMedian NNM": (GeometricMedian(2, NNM()), lambda rows: geometric_median(nearest_neighbor_mixing(rows, 2))),
+}  # fmt: skip
+EVERY_PAIR = pytest.mark.parametrize(("aggregator", "rule"), PAIRS.values(), ids=PAIRS)
+FIVE = {"num_clients": 5, "sizes": (16, 24, 40)}
+
+
+class Sends(FederatedCallback):
+    """Lets client 0 send one value everywhere, in its parameters and running means."""
+
+    def __init__(self, value):
+        self.value = value
+
+    def on_before_aggregate(self, trainer, pl_module, cohort):
+        if 0 in cohort.client_ids:
+            row = cohort.client_ids.index(0)
+            means = [block for name, block in cohort.buffers.blocks.items() if name.startswith("mean")]
+            for block in (*cohort.params.blocks.values(), *means):
+                block[row] = self.value
+
+
+def vectors(clients, names):
+    """One vector per client of its state under the names, and where each name's columns are."""
+    rows = torch.stack([torch.cat([state[name].flatten() for name in names]) for state in clients.values()])
+    sizes = [next(iter(clients.values()))[name].numel() for name in names]
+    return rows, sizes
+
+
+@EVERY_PAIR
+@EXECUTORS
+def test_the_server_gets_the_rule_of_whole_clients(aggregator, rule, executor):
+    model, seen, states = small_cnn(), ClientStates(), States()
+    train(model, blobs(**FIVE), 2, [seen, states], aggregator=aggregator, executor=executor(), local_steps=2)
+    trained = [name for name, _ in model.named_parameters()]
+    for round_number in (1, 2):
+        clients, server = seen.end[round_number], states.states[round_number]
+        for kind in (trained, "running_mean", "running_var"):
+            names = kind if kind is trained else [n for n in server if n.endswith(kind)]
+            names = [next(n for n in server if n.endswith(name)) for name in names]
+            rows, sizes = vectors(clients, [name.removeprefix("model.") for name in names])
+            expected = rule(rows).split(sizes)
+            for name, value in zip(names, expected, strict=True):
+                assert float((server[name].flatten() - value).abs().max()) < 1e-10
+        assert all(bool((value >= 0).all()) for name, value in server.items() if name.endswith("running_var"))
+        assert all(value == 2 * round_number for name, value in server.items() if name.endswith("tracked"))
+    mean = train(small_cnn(), blobs(**FIVE), 2, local_steps=2)
+    assert distance(mean, states.states[2]) > 1e-3
+
+
+@EVERY_PAIR
+def test_blocks_are_one_vector_of_a_client(aggregator, rule):
+    rows = torch.randn(7, 30, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    rows[:, 20:] *= 5
+    blocks = [rows[:, :20], rows[:, 20:]]
+    found = torch.cat(aggregator.blocks(blocks, torch.full((7,), 1 / 7)))
+    torch.testing.assert_close(found, rule(rows), rtol=0, atol=1e-10)
+    assert torch.equal(aggregator(rows, torch.eye(7)[0]), aggregator(rows, torch.full((7,), 1 / 7)))
+    assert aggregator.blocks([], torch.ones(0)) == []
+    if aggregator.pre or not isinstance(aggregator, Median | TrimmedMean):
+        apart = torch.cat([rule(block) for block in blocks])
+        assert float((apart - rule(rows)).abs().max()) > 1e-3
+
+
+def test_blocks_of_two_precisions_keep_theirs():
+    blocks = [torch.randn(7, 3), torch.randn(7, 4, dtype=torch.float64)]
+    for aggregator, _ in PAIRS.values():
+        found = aggregator.blocks(blocks, torch.full((7,), 1 / 7))
+        assert [value.dtype for value in found] == [torch.float32, torch.float64]
+
+
+@pytest.mark.parametrize("value", [1e6, torch.nan, torch.inf])
+def test_one_client_cannot_ruin_a_run(value):
+    honest = train(small_cnn(), blobs(**FIVE), 2, aggregator=Median())
+    for aggregator in (Median(), TrimmedMean(1, NNM()), MultiKrum(1), GeometricMedian()):
+        state = train(
+            small_cnn(), blobs(**FIVE), 2, [Sends(value)], aggregator=aggregator, on_divergence="record"
+        )
+        assert distance(state, honest) < 5
+    ruined = train(
+        small_cnn(), blobs(**FIVE), 2, [Sends(value)], aggregator=WeightedMean(), on_divergence="record"
+    )
+    assert not distance(ruined, honest) < 1e4
+
+
+def test_shared_statistics_are_aggregated_by_the_rule_layer_by_layer():
+    model = train(small_cnn(), blobs(**FIVE), 3, [FBN()], aggregator=TrimmedMean(1, NNM()))
+    assert all(bool((value > 0).all()) for name, value in model.items() if name.endswith("running_var"))
+    assert distance(model, train(small_cnn(), blobs(**FIVE), 3, [FBN()])) > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: TrimmedMean(-1), "TrimmedMean.f: -1 must be a whole number of at least 0"),
+        (lambda: Krum(1.5), "Krum.f: 1.5 must be a whole number of at least 0"),
+        (lambda: NNM(True), "NNM.f: True must be a whole number of at least 0"),
+        (lambda: Median(pre=NNM()), "NNM.f: null, and Median.f is null as well; give one of them, such as NNM(f=1)"),
+        (lambda: MultiKrum(1, score="paper"), "MultiKrum.score: 'paper' must be one of byzfl, blanchard"),
+    ],
+)  # fmt: skip
+def test_impossible_settings_are_refused_when_they_are_made(make, message):
+    with pytest.raises(ConfigurationError) as refused:
+        make()
+    assert str(refused.value) == message
+
+
+@pytest.mark.parametrize(
+    ("aggregator", "message"),
+    [
+        (TrimmedMean(3), "TrimmedMean.f: 3 must be less than half of a round's 5 clients; use at most 2, or at least 7 clients"),
+        (Median(pre=NNM(3)), "NNM.f: 3 must be less than half of a round's 5 clients; use at most 2"),
+        (Krum(3, NNM(1)), "Krum.f: 3 must be less than half of a round's 5 clients; use at most 2"),
+    ],
+)  # fmt: skip
+def test_too_few_clients_are_refused_before_the_first_round(aggregator, message):
+    seen = ClientStates()
+    with pytest.raises(ConfigurationError) as refused:
+        train(small_cnn(), blobs(**FIVE), 1, [seen], aggregator=aggregator)
+    assert str(refused.value).startswith(message)
+    assert not seen.start
+    with pytest.raises(ConfigurationError, match="half of a round's 3 clients"):
+        train(small_cnn(), blobs(**FIVE), 1, aggregator=TrimmedMean(2), participation=3)
+    with pytest.raises(ConfigurationError, match=r"MultiKrum\.score: blanchard needs at least f"):
+        train(small_cnn(), blobs(**FIVE), 1, aggregator=MultiKrum(1, score="blanchard"), participation=3)
+
+
+def test_a_centralised_run_aggregates_nothing():
+    states = [
+        train(small_cnn(), blobs(**FIVE), 2, aggregator=aggregator, centralised=True)
+        for aggregator in (WeightedMean(), TrimmedMean(2, NNM()), MultiKrum(1))
+    ]
+    assert distance(states[0], states[1]) == distance(states[0], states[2]) == 0
+
+
+def test_rules_are_named_in_yaml_by_their_class_alone():
+    for name in ("Median", "GeometricMedian"):
+        write_config({"model.aggregator": name})
+        assert type(run("--trainer.fast_dev_run", "true").model.aggregator).__name__ == name
+    write_config({"model.aggregator": {"class_path": "TrimmedMean", "init_args": {"f": 1, "pre": "NNM"}}})
+    cli = run("--trainer.max_epochs", 2)
+    assert isinstance(cli.model.aggregator.pre, NNM)
+    resolved = yaml.safe_load((cli.attempt.path / "config.yaml").read_text())
+    assert resolved["model"]["aggregator"]["class_path"] == "fl_lightning.aggregation.TrimmedMean"
+
+
+@pytest.mark.parametrize(
+    ("aggregator", "words"),
+    [
+        ({"class_path": "TrimmedMeen", "init_args": {"f": 1}}, ["'TrimmedMeen'", "TrimmedMean"]),
+        ({"class_path": "Median", "init_args": {"pre": {"class_path": "NMM"}}}, ["'NMM'", "NNM"]),
+        ({"class_path": "TrimmedMean", "init_args": {"f": 2}}, ["TrimmedMean.f: 2", "3 clients", "at most 1"]),
+        ({"class_path": "TrimmedMean"}, ["f"]),
+        ({"class_path": "Median", "init_args": {"pre": "NNM"}}, ["NNM.f: null", "NNM(f=1)"]),
+        ({"class_path": "Krum", "init_args": {"f": 1, "score": "paper"}}, ["paper", "byzfl", "blanchard"]),
+    ],
+)  # fmt: skip
+def test_wrong_names_and_numbers_in_yaml_are_one_line(aggregator, words, capsys):
+    write_config({"model.aggregator": aggregator})
+    with pytest.raises(SystemExit) as stopped:
+        run()
+    assert stopped.value.code == 2
+    error = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error:")]
+    assert len(error) == 1
+    for word in words:
+        assert word in error[0]
