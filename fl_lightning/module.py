@@ -1,6 +1,5 @@
 """The federated LightningModule: ``training_step`` is one communication round."""
 
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Literal
@@ -154,38 +153,46 @@ class FederatedModule(RunModule):
 
     def communication_round(self) -> None:
         """Broadcast, local steps, aggregation, server step."""
-        started = time.perf_counter()
+        clock = self.clock
+        clock.start()
         cohort = self.start_round()
+        clock.lap("aggregation")
         self._call("on_round_start", cohort)
         loss_sum, samples = torch.zeros(len(cohort), device=self.device), [0] * len(cohort)
         for step in range(max(cohort.local_steps)):
             cohort.begin_step(step)
             rows = cohort.active_rows()
             batches = self.client_batches(cohort, rows, step)
+            clock.lap("data")
             losses = self._executor(step).backward(self, cohort, batches, rows)
             loss_sum[consecutive(rows)] += losses.to(loss_sum.dtype)
             sizes = batches.sizes()
             self.record.add_samples(sum(sizes))
             for row, size in zip(rows, sizes, strict=True):
                 samples[row] += size
+            clock.lap("forward_backward")
             self._call("on_after_local_backward", cohort, step)
             cohort.take_step()
+            clock.lap("optimizer")
             self._call("on_local_step_end", cohort, step)
             cohort.finish_step(step)
             self._show_progress(step + 1, max(cohort.local_steps))
+            clock.lap("other")
         cohort.restore_finished()
         cohort.losses = loss_sum / torch.tensor(cohort.local_steps, device=self.device)
         if self.weighting == "samples":
             cohort.weights = (torch.tensor(samples).double() / sum(samples)).to(self.device)
+        clock.lap("other")
         self._call("on_before_aggregate", cohort)
         self.aggregate(cohort)
         self.server_step()
+        clock.lap("aggregation")
         self._call("on_round_end", cohort)
         found = cohort.losses.tolist()
         mean = sum(weight * loss for weight, loss in zip(cohort.weights.tolist(), found, strict=True))
         self.report({"train/loss": mean}, prog_bar=True)
         self.record.add_clients(cohort.client_ids, cohort.local_steps, found)
-        self._log_costs(cohort, time.perf_counter() - started)
+        self._log_costs(cohort)
 
     def start_round(self) -> Cohort:
         """Sample the cohort of this round and broadcast the server's state to it."""
@@ -262,9 +269,11 @@ class FederatedModule(RunModule):
         sizes = self._weights(clients, [self.plan.steps(client, self.round) for client in clients])
         return sum(sizes[client] for client in cohort.client_ids) / sum(sizes)
 
-    def _log_costs(self, cohort: Cohort, seconds: float) -> None:
+    def _log_costs(self, cohort: Cohort) -> None:
         self.traffic = Traffic() if self.centralised else round_traffic(cohort, self.federated_callbacks)
         upload, download = total(self.traffic.by_kind().values())
+        self.clock.lap("other")
+        seconds = self.clock.total()
         samples = self.record.finish_round(seconds, upload, download)
         costs = {
             "comm/upload_bytes": float(upload),
@@ -272,6 +281,7 @@ class FederatedModule(RunModule):
             "comm/exchanges": float(self.traffic.exchanges),
             "time/round_s": seconds,
             "time/samples_per_s": samples / seconds,
+            **{f"time/{part}_s": spent for part, spent in self.clock.seconds.items()},
         }
         self.report(costs)
 
@@ -301,6 +311,7 @@ class FederatedModule(RunModule):
                 purpose = f"{type(callback).__name__}.{hook}"
                 seed_global(derive_seed(self.seed, purpose, cohort.round, *args), self.device)
                 getattr(callback, hook)(self.trainer, self, cohort, *args)
+        self.clock.lap("callbacks")
 
     def _check_finite(self, cohort: Cohort) -> None:
         clients = diverged_clients(cohort, self.aggregator)

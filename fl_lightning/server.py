@@ -1,5 +1,6 @@
 """The server: its model, its evaluation and the metrics of each round."""
 
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -12,6 +13,7 @@ from fl_lightning.datamodule import FederatedDataModule
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.evaluation import ServerEvaluation
 from fl_lightning.record import RunRecord
+from fl_lightning.round_clock import RoundClock
 
 
 class ServerModule(L.LightningModule):
@@ -28,6 +30,8 @@ class ServerModule(L.LightningModule):
         self.loss = loss or nn.functional.cross_entropy
         self.evaluation = ServerEvaluation()
         self.record = RunRecord()
+        self.clock = RoundClock()
+        self._logging_seconds: float | None = None
 
     @property
     def data(self) -> FederatedDataModule:
@@ -117,6 +121,7 @@ class ServerModule(L.LightningModule):
 
     def on_validation_epoch_start(self) -> None:
         """Start an evaluation."""
+        self._evaluation_started = time.perf_counter()
         self.evaluation.start()
 
     def on_test_epoch_start(self) -> None:
@@ -132,6 +137,8 @@ class ServerModule(L.LightningModule):
                 self._write_row(row)
         else:
             self.log_dict(metrics, prog_bar=True)
+            if self.trainer.state.fn == TrainerFn.FITTING:
+                self.report({"time/evaluation_s": time.perf_counter() - self._evaluation_started})
 
     def on_test_epoch_end(self) -> None:
         """Log the test metrics."""
@@ -143,6 +150,10 @@ class ServerModule(L.LightningModule):
         return {f"{prefix}/{name}": value for name, value in metrics.items()}
 
     def _write_row(self, row: dict[str, float]) -> None:
+        if self._logging_seconds is not None:
+            row["time/logging_s"] = self._logging_seconds  # of the row before: this one is not written yet
+        started = time.perf_counter()
         self.record.row = row
         for logger in self.trainer.loggers:
             logger.log_metrics(row, step=int(row["round"]))
+        self._logging_seconds = time.perf_counter() - started
