@@ -184,6 +184,9 @@ class FederatedCLI(LightningCLI):
                 raise
             place = f"accelerator: {settings.accelerator}, devices: {settings.devices}"
             raise ConfigurationError(f"trainer ({place}): {error}") from error
+        profiler: Any = trainer.profiler  # type: ignore[attr-defined]  # set in a helper of the trainer
+        if self.attempt is not None and profiler.dirpath is None:
+            profiler.dirpath, profiler.filename = self.attempt.path, profiler.filename or "profile"
         return trainer
 
     def fit(self, **kwargs: Any) -> None:

@@ -229,6 +229,15 @@ def test_the_width_of_a_chunk_does_not_matter(rule, dtype, monkeypatch):
         close(rule(rows), expected, 1e-12 if dtype == torch.float64 else 1e-6)
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.gpu
+@EVERY_RULE
+def test_a_gpu_gives_what_the_cpu_gives(rule):
+    rows = normal(11, 1000)
+    rows[0] = torch.nan
+    torch.testing.assert_close(rule(rows.cuda()).cpu(), rule(rows), rtol=0, atol=1e-10, equal_nan=True)
+
+
 @EVERY_RULE
 @pytest.mark.parametrize("shape", [(8, 1), (8, 3), (7, 0)])
 def test_the_rows_stay_as_they_were(rule, shape):

@@ -3,6 +3,7 @@
 import time
 
 import pytest
+from command_line import run
 from helpers import SGD, blobs, fit, small_cnn
 from lightning.pytorch.loggers import CSVLogger
 
@@ -80,3 +81,9 @@ def test_parts_add_up_to_the_round():
         assert sum(row[part] for part in PARTS) == pytest.approx(row["time/round_s"])
         assert min(row[part] for part in PARTS) >= 0
         assert "time/evaluation_s" not in row
+
+
+@pytest.mark.parametrize("profiler", ["simple", "advanced"])
+def test_what_a_profiler_has_seen_is_in_the_run_directory(profiler):
+    attempt = run("--trainer.profiler", profiler).attempt
+    assert "run_training_epoch" in (attempt.path / "fit-profile.txt").read_text()
