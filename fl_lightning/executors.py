@@ -87,12 +87,42 @@ class Executor(ABC):
 
 
 class SequentialExecutor(Executor):
-    """One client after the other: a loop over rows. The reference, and the right choice on a CPU."""
+    """One client after the other: a loop over rows. The reference, and the right choice on one core.
+
+    Args:
+        compile: Whether the model is compiled (``torch.compile``), once for all clients: a minute at the start (again
+            where a method switches BN to frozen statistics), and numbers that differ by rounding. Evaluation is not compiled.
+    """
+
+    def __init__(self, compile: bool = False) -> None:
+        self.compile = compile
+        self._compiled: tuple[nn.Module, Any] | None = None
 
     def backward(
         self, module: "FederatedModule", cohort: ClientRows, batch: CohortBatch, rows: Sequence[int]
     ) -> Tensor:
         """Fill ``cohort.grads`` and update ``cohort.buffers`` for ``rows``; see :meth:`Executor.backward`."""
+        with self._fast(module.model):
+            return self._each(module, cohort, batch, rows)
+
+    @contextmanager
+    def _fast(self, model: nn.Module) -> Iterator[None]:
+        """Let calls of the model run compiled code, if that is wanted."""
+        if not self.compile:
+            yield
+            return
+        if self._compiled is None or self._compiled[0] is not model:
+            self._compiled = model, torch.compile(model._call_impl)
+        before = model._compiled_call_impl
+        model._compiled_call_impl = self._compiled[1]
+        try:
+            yield
+        finally:
+            model._compiled_call_impl = before
+
+    def _each(
+        self, module: "FederatedModule", cohort: ClientRows, batch: CohortBatch, rows: Sequence[int]
+    ) -> Tensor:
         losses = []
         for row, client_batch in zip(rows, batch.rows(), strict=True):
             state, buffers = cohort.row_state(row), cohort.buffers.row(row)

@@ -54,19 +54,21 @@ class ProcessExecutor(Executor):
 
     Args:
         num_workers: Processes that compute, this one included. Default: the cores that this process may use.
+        compile: Whether each of them compiles the model, see ``SequentialExecutor``.
 
     Raises:
         ConfigurationError: ``num_workers`` is below 1.
     """
 
-    def __init__(self, num_workers: int | None = None) -> None:
+    def __init__(self, num_workers: int | None = None, compile: bool = False) -> None:
         if num_workers is not None and num_workers < 1:
             raise ConfigurationError(
                 f"ProcessExecutor.num_workers: {num_workers} must be at least 1 (or null for one per core)"
             )
         self.num_workers = num_workers
         self._crew: _Crew | None = None
-        self._own = SequentialExecutor()
+        self.compile = compile
+        self._own = SequentialExecutor(compile)
 
     def backward(
         self, module: "FederatedModule", cohort: ClientRows, batch: CohortBatch, rows: Sequence[int]
@@ -74,7 +76,7 @@ class ProcessExecutor(Executor):
         """Fill ``cohort.grads`` and update ``cohort.buffers`` for ``rows``; see :meth:`Executor.backward`."""
         if self._crew is None or self._crew.cohort is not cohort:
             self.close()
-            self._crew = _Crew(module, cohort, self._size(module, cohort) - 1)
+            self._crew = _Crew(module, cohort, self._size(module, cohort) - 1, self.compile)
         shares = shares_of(rows, len(self._crew.workers) + 1)
         batches = batch.rows()
         own, first = CohortBatch(rows=batches[: len(shares[0])]), len(shares[0])
@@ -109,7 +111,7 @@ def shares_of(rows: Sequence[int], parts: int) -> list[list[int]]:
 class _Crew:
     """The workers of one cohort, which lies in shared memory from now on."""
 
-    def __init__(self, module: "FederatedModule", cohort: ClientRows, size: int) -> None:
+    def __init__(self, module: "FederatedModule", cohort: ClientRows, size: int, compile: bool) -> None:
         self.cohort = cohort
         stacks = (cohort.params, cohort.grads, cohort.buffers)
         blocks = [block for rows in stacks for block in rows.blocks.values()]
@@ -126,6 +128,7 @@ class _Crew:
                 torch.are_deterministic_algorithms_enabled(),
                 torch.is_deterministic_algorithms_warn_only_enabled(),
             ),
+            compile,
         )
         self.workers = [_hire() for _ in range(size)]
         try:

@@ -22,6 +22,7 @@ class Load:
         rows: Layout and shared blocks of parameters, gradients and buffers.
         losses: Where the losses go, shared, shape ``[C]``.
         matmul_precision: As ``torch.get_float32_matmul_precision()`` gives it.
+        compile: Whether the model is compiled.
         deterministic: As ``torch.are_deterministic_algorithms_enabled()`` gives it, and whether it only warns.
     """
 
@@ -30,6 +31,7 @@ class Load:
     losses: Tensor
     matmul_precision: str
     deterministic: tuple[bool, bool]
+    compile: bool
 
 
 @dataclass(frozen=True)
@@ -130,7 +132,7 @@ class _Work:
         self.module.slots = StateSlots(self.module.model)
         self.rows = ClientRows(*(Rows(layout, blocks) for layout, blocks in load.rows))
         self.losses = load.losses
-        self.executor = SequentialExecutor()
+        self.executor = SequentialExecutor(load.compile)
         self.leaves: list[Tensor] = []
 
     def step(self, request: Step) -> None:

@@ -1,5 +1,6 @@
 """Executors fill the same rows, and one optimizer over all rows is one optimizer per client."""
 
+import shutil
 from copy import deepcopy
 from functools import partial
 
@@ -14,6 +15,7 @@ from fl_lightning import (
     ConfigurationError,
     FederatedCallback,
     FederatedModule,
+    ProcessExecutor,
     SequentialExecutor,
     VectorizedExecutor,
 )
@@ -201,3 +203,19 @@ def test_a_model_that_vmap_cannot_run_is_refused_in_one_line_and_runs_one_client
         train(Recurrent(), blobs(), 1, executor=VectorizedExecutor())
     assert "\n" not in str(refusal.value)
     train(Recurrent(), blobs(), 1, executor=SequentialExecutor())
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
+@pytest.mark.parametrize("executor", [SequentialExecutor, ProcessExecutor])
+def test_compiled_steps_are_those_of_the_model_and_evaluation_is_not_compiled(executor):
+    def run(executor, model):
+        module = FederatedModule(model, MOMENTUM, local_steps=2, executor=executor)
+        fit(module, blobs(), 3, [FixBN(freeze_round=1)])
+        return module.state_dict()
+
+    model, fast = small_cnn("bn"), executor(compile=True)
+    assert distance(run(executor(), small_cnn("bn")), run(fast, model)) < 1e-10
+    steps = fast if executor is SequentialExecutor else fast._own
+    assert steps._compiled is not None
+    assert model._compiled_call_impl is None
