@@ -1,73 +1,64 @@
 """The executor that uses every core of a machine: clients spread over processes, their state in shared memory."""
 
-import atexit
-import copy
 import os
-import pickle
 import shutil
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from multiprocessing.connection import wait
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-import torch.multiprocessing
 from torch import Tensor
-from torch.utils._pytree import tree_flatten
 
 from fl_lightning.batches import CohortBatch
+from fl_lightning.checks import check_choice
 from fl_lightning.client_rows import ClientRows
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.executors import Executor, SequentialExecutor
-from fl_lightning.worker import Load, Staged, Step, serve
+from fl_lightning.staging import share
+from fl_lightning.worker import Load, Step
+from fl_lightning.worker_process import CannotFork, WorkerProcess, forked, pickled, spawned
 
 if TYPE_CHECKING:
     from fl_lightning.module import FederatedModule
 
 _SHARED_MEMORY = Path("/dev/shm")
-_SERVER_ONLY = (
-    "client_optimizer",
-    "server_optimizer",
-    "executor",
-    "aggregator",
-    "client_lr_schedule",
-    "plan",
-    "record",
-    "slots",
-    "_cohort",
-    "_hparams",
-    "_hparams_initial",
-    "_batch_norm_in_training",
-)
-"""What a client's loss has no use for, some of it impossible to send."""
 
 
 class ProcessExecutor(Executor):
     """The cohort spread over processes, each of which computes its clients one after the other on one thread.
 
     The same numbers as :class:`~fl_lightning.executors.SequentialExecutor` on one thread, bit for bit, whatever
-    ``num_workers``. Worker processes start with the first round (a few seconds, in which each imports torch) and are
-    used again by later runs of the process. What a subclass's ``client_loss`` reads of the module is what the module had
-    when they started; tensors of the cohort are always those of the step. A script that uses it needs
-    ``if __name__ == "__main__":``, as with any library that starts processes.
+    ``num_workers``. Workers start with the first round, as copies of this process (``fork``); what a subclass's
+    ``client_loss`` reads of the module is what the module had then, tensors of the cohort are always those of the step.
+    Where that is not possible (not on Linux; or a GPU is there and this process has computed gradients before) they are
+    new processes (``spawn``): that takes seconds, needs a module that can be pickled, and in a script of one's own
+    ``if __name__ == "__main__":`` before what it runs.
 
     Args:
         num_workers: Processes that compute, this one included. Default: the cores that this process may use.
         compile: Whether each of them compiles the model, see ``SequentialExecutor``.
+        start: ``"fork"`` or ``"spawn"``. Default: the first of them that is possible.
 
     Raises:
-        ConfigurationError: ``num_workers`` is below 1.
+        ConfigurationError: ``num_workers`` is below 1, or there is no such way to start.
     """
 
-    def __init__(self, num_workers: int | None = None, compile: bool = False) -> None:
+    def __init__(
+        self,
+        num_workers: int | None = None,
+        compile: bool = False,
+        start: Literal["fork", "spawn"] | None = None,
+    ) -> None:
         if num_workers is not None and num_workers < 1:
             raise ConfigurationError(
                 f"ProcessExecutor.num_workers: {num_workers} must be at least 1 (or null for one per core)"
             )
-        self.num_workers = num_workers
+        if start is not None:
+            check_choice("ProcessExecutor.start", start, ("fork", "spawn"))
+        self.num_workers, self.compile, self.start = num_workers, compile, start
         self._crew: _Crew | None = None
-        self.compile = compile
         self._own = SequentialExecutor(compile)
 
     def backward(
@@ -76,7 +67,7 @@ class ProcessExecutor(Executor):
         """Fill ``cohort.grads`` and update ``cohort.buffers`` for ``rows``; see :meth:`Executor.backward`."""
         if self._crew is None or self._crew.cohort is not cohort:
             self.close()
-            self._crew = _Crew(module, cohort, self._size(module, cohort) - 1, self.compile)
+            self._crew = _Crew(module, cohort, self._size(module, cohort) - 1, self)
         shares = shares_of(rows, len(self._crew.workers) + 1)
         batches = batch.rows()
         own, first = CohortBatch(rows=batches[: len(shares[0])]), len(shares[0])
@@ -98,7 +89,8 @@ class ProcessExecutor(Executor):
                 f"executor ProcessExecutor: it is for the CPU, and this run is on {module.device}; use VectorizedExecutor"
             )
         clients = len(next(iter(cohort.params.values())))
-        return min(self.num_workers or len(os.sched_getaffinity(0)), clients)
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        return min(self.num_workers or cores, clients)
 
 
 def shares_of(rows: Sequence[int], parts: int) -> list[list[int]]:
@@ -111,34 +103,40 @@ def shares_of(rows: Sequence[int], parts: int) -> list[list[int]]:
 class _Crew:
     """The workers of one cohort, which lies in shared memory from now on."""
 
-    def __init__(self, module: "FederatedModule", cohort: ClientRows, size: int, compile: bool) -> None:
+    def __init__(
+        self, module: "FederatedModule", cohort: ClientRows, size: int, settings: ProcessExecutor
+    ) -> None:
         self.cohort = cohort
         stacks = (cohort.params, cohort.grads, cohort.buffers)
         blocks = [block for rows in stacks for block in rows.blocks.values()]
         self.losses = torch.zeros(len(blocks[0]), dtype=torch.float64)
         _check_shared_memory(blocks)
         for block in (*blocks, self.losses):
-            _share(block)
-        load = Load(
-            _pickled(module),
-            [(rows.layout, rows.blocks) for rows in stacks],
-            self.losses,
-            torch.get_float32_matmul_precision(),
-            (
-                torch.are_deterministic_algorithms_enabled(),
-                torch.is_deterministic_algorithms_warn_only_enabled(),
-            ),
-            compile,
-        )
-        self.workers = [_hire() for _ in range(size)]
+            share(block)
+        load = Load(module, [(rows.layout, rows.blocks) for rows in stacks], self.losses, settings.compile)
+        self.workers: list[WorkerProcess] = []
         try:
-            for worker in self.workers:
-                worker.send(load)
-            for worker in self.workers:
-                worker.answer(0)
+            if settings.start != "spawn" and (settings.start or sys.platform == "linux"):
+                self._hire_forked(load, size, settings.start is None)
+            if len(self.workers) < size:
+                load = pickled(load)
+                self.workers = [spawned(load) for _ in range(size)]
+                for worker in self.workers:
+                    worker.answer(0)
         except BaseException:
             self.dismiss()
             raise
+
+    def _hire_forked(self, load: Load, size: int, or_otherwise: bool) -> None:
+        try:
+            for _ in range(size):
+                self.workers.append(forked(load))
+            for worker in self.workers:
+                worker.answer(0)
+        except CannotFork as reason:
+            self.dismiss()
+            if not or_otherwise:
+                raise ConfigurationError(f"ProcessExecutor.start: fork: {reason}; use spawn") from reason
 
     @contextmanager
     def working(
@@ -147,24 +145,14 @@ class _Crew:
         """Let the workers fill their shares of the rows while the block runs; afterwards they have."""
         modes = bytes(part.training for part in module.model.modules())
         cohort, start, busy = self.cohort, 0, []
+        common = (cohort.round, cohort.step, cohort.client_ids, cohort.trained_blocks, modes)
         try:
-            for worker, share in zip(self.workers, shares, strict=True):
-                if not share:
-                    continue
-                staged = worker.stage(batches[start : start + len(share)])
-                start += len(share)
-                worker.send(
-                    Step(
-                        cohort.round,
-                        cohort.step,
-                        share,
-                        cohort.client_ids,
-                        cohort.trained_blocks,
-                        modes,
-                        staged,
-                    )
-                )
-                busy.append(worker)
+            for worker, rows in zip(self.workers, shares, strict=True):
+                if rows:
+                    staged = worker.staging.put(batches[start : start + len(rows)])
+                    start += len(rows)
+                    worker.send(Step(*common, rows, staged))
+                    busy.append(worker)
             yield
             for worker in busy:
                 worker.answer(cohort.round)
@@ -173,7 +161,7 @@ class _Crew:
             raise
 
     def release(self) -> None:
-        """Make the workers free for another cohort."""
+        """Make the workers free for another cohort, or end them."""
         for worker in self.workers:
             worker.let_go()
         self.workers = []
@@ -181,123 +169,8 @@ class _Crew:
     def dismiss(self) -> None:
         """End the workers at once."""
         for worker in self.workers:
-            worker.process.kill()
+            worker.kill()
         self.workers = []
-
-
-class _Worker:
-    """A worker process as this one sees it."""
-
-    def __init__(self) -> None:
-        context = torch.multiprocessing.get_context("spawn")
-        self.connection, other = context.Pipe()
-        self.process = context.Process(target=serve, args=(other,), daemon=True)
-        self.process.start()
-        other.close()
-        # no signal ends a worker, and Python waits for it at the end: let go of it before
-        atexit.register(self.connection.close)
-        self._staged: list[Tensor] = []
-        self._kind: Any = None
-
-    def send(self, request: Any) -> None:
-        try:
-            self.connection.send(request)
-        except OSError as error:
-            raise self._gone(0) from error
-
-    def answer(self, round_number: int) -> None:
-        """Wait until the newest request is done."""
-        wait([self.connection, self.process.sentinel])
-        try:
-            kind, text = self.connection.recv()
-        except (EOFError, OSError) as error:
-            raise self._gone(round_number) from error
-        if kind == "refused":
-            raise ConfigurationError(text)
-        if kind == "failed":
-            raise RuntimeError(f"in a worker process of ProcessExecutor:\n{text}")
-
-    def stage(self, batches: Sequence[Any]) -> Staged | list[Any]:
-        """Put batches where the worker reads them: tensors of equal shape into memory that is kept for them."""
-        flat = [tree_flatten(batch) for batch in batches]
-        kinds = [
-            (
-                spec,
-                [
-                    (leaf.shape, leaf.dtype, leaf.stride()) if torch.is_tensor(leaf) else None
-                    for leaf in leaves
-                ],
-            )
-            for leaves, spec in flat
-        ]
-        if any(kind != kinds[0] for kind in kinds) or None in kinds[0][1]:
-            return list(batches)
-        new = kinds[0] != self._kind or len(batches) > len(self._staged[0])
-        if new:
-            self._kind = kinds[0]
-            self._staged = [_shared_like(leaf, len(batches)) for leaf in flat[0][0]]
-        for index, (leaves, _) in enumerate(flat):
-            for target, leaf in zip(self._staged, leaves, strict=True):
-                target[index].copy_(leaf)
-        return Staged(flat[0][1], self._staged if new else None)
-
-    def let_go(self) -> None:
-        self._staged, self._kind = [], None
-        try:
-            self.connection.send(None)
-            self.answer(0)
-        except (OSError, ConfigurationError):
-            return
-        _idle.append(self)
-
-    def _gone(self, round_number: int) -> ConfigurationError:
-        self.process.join(1)
-        code = self.process.exitcode
-        when = f"round {round_number}" if round_number else "its start"
-        return ConfigurationError(
-            f"executor ProcessExecutor: a worker process ended in {when} (exit code {code}"
-            f"{': killed, perhaps for want of memory' if code == -9 else ''}); use fewer num_workers or SequentialExecutor, "
-            'and in a script of your own put what it runs under if __name__ == "__main__":'
-        )
-
-
-def _share(tensor: Tensor) -> None:
-    """Move a tensor, in place and with all its views, into memory that other processes can map."""
-    tensor.share_memory_()  # type: ignore[no-untyped-call]
-
-
-def _shared_like(tensor: Tensor, count: int) -> Tensor:
-    """Shared memory ``[count, *shape]`` for tensors like the given one, in its memory format."""
-    strides = torch.empty_like(tensor, device="meta").stride()
-    memory = torch.empty(count * tensor.numel(), dtype=tensor.dtype)
-    _share(memory)
-    return memory.as_strided((count, *tensor.shape), (tensor.numel(), *strides))
-
-
-_idle: list[_Worker] = []
-"""Workers that have started and wait for a cohort."""
-
-
-def _hire() -> _Worker:
-    while _idle:
-        worker = _idle.pop()
-        if worker.process.is_alive():
-            return worker
-    return _Worker()
-
-
-def _pickled(module: "FederatedModule") -> bytes:
-    """A module and its precision plugin, without what only the server needs."""
-    light = copy.copy(module)
-    for name in _SERVER_ONLY:
-        light.__dict__.pop(name, None)
-    try:
-        return pickle.dumps((light, module.trainer.precision_plugin))
-    except (pickle.PicklingError, AttributeError, TypeError) as error:
-        raise ConfigurationError(
-            f"executor ProcessExecutor: the module cannot be sent to worker processes ({error}); use SequentialExecutor, or "
-            "functions and classes of a module instead of lambdas and local ones"
-        ) from error
 
 
 def _check_shared_memory(blocks: Sequence[Tensor]) -> None:

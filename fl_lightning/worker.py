@@ -3,7 +3,7 @@
 import signal
 import traceback
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from types import SimpleNamespace
 from typing import Any
@@ -18,20 +18,25 @@ class Load:
     """Everything that a worker needs before the first local step.
 
     Attributes:
-        module: The pickled federated module, without what only the server needs, and the precision plugin.
+        module: The federated module; for another process pickled together with its precision plugin.
         rows: Layout and shared blocks of parameters, gradients and buffers.
         losses: Where the losses go, shared, shape ``[C]``.
-        matmul_precision: As ``torch.get_float32_matmul_precision()`` gives it.
         compile: Whether the model is compiled.
-        deterministic: As ``torch.are_deterministic_algorithms_enabled()`` gives it, and whether it only warns.
+        matmul_precision: As ``torch.get_float32_matmul_precision()`` gives it.
+        deterministic: Whether PyTorch is to use deterministic algorithms, and whether only to warn.
     """
 
-    module: bytes
+    module: Any
     rows: Sequence[tuple[Any, dict[str, Tensor]]]
     losses: Tensor
-    matmul_precision: str
-    deterministic: tuple[bool, bool]
     compile: bool
+    matmul_precision: str = field(default_factory=torch.get_float32_matmul_precision)
+    deterministic: tuple[bool, bool] = field(
+        default_factory=lambda: (
+            torch.are_deterministic_algorithms_enabled(),
+            torch.is_deterministic_algorithms_warn_only_enabled(),
+        )
+    )
 
 
 @dataclass(frozen=True)
@@ -54,38 +59,41 @@ class Step:
     Attributes:
         round: The communication round.
         step: The local step, from 0.
-        rows: The rows to fill.
         client_ids: All clients of the cohort.
         trained: The parameter blocks that are trained.
         modes: For each module of the model whether it is in training mode.
+        rows: The rows to fill.
         batches: One batch for each of ``rows``.
     """
 
     round: int
     step: int
-    rows: list[int]
     client_ids: list[int]
     trained: list[str]
     modes: bytes
+    rows: list[int]
     batches: Staged | list[Any]
 
 
-def serve(connection: "Connection[Any, Any]") -> None:
+def serve(connection: "Connection[Any, Any]", load: Load | None = None) -> None:
     """Answer requests until the other end is gone.
 
-    Every answer is ``("done", None)``, ``("refused", text)`` for a mistake of the user's, or ``("failed", traceback)``.
+    Every answer is ``("done", None)``, ``("refused", text)`` for a mistake of the user's, ``("failed", traceback)``, or, to
+    ``load``, ``("cannot fork", text)``.
 
     Args:
         connection: Where requests (:class:`Load`, :class:`Step`, or None to let go of everything) come from.
+        load: The first request, of a worker that is a copy of the process at the other end.
     """
     # whoever stops a run lets it finish its round: the end of the connection is the end of a worker
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     torch.set_num_threads(1)
     work: _Work | None = None
+    request: Load | Step | None
     while True:
         try:
-            request = connection.recv()
+            request, load = (load, None) if load is not None else (connection.recv(), None)
         except (EOFError, ConnectionError):
             return
         answer = _answer(request, work)
@@ -103,6 +111,11 @@ def _answer(request: Load | Step | None, work: "_Work | None") -> Any:
 
     try:
         if isinstance(request, Load):
+            try:
+                leaf = torch.ones((), requires_grad=True)
+                torch.autograd.grad(2 * leaf, leaf)
+            except RuntimeError as error:  # autograd has threads that were not copied
+                return "cannot fork", str(error).splitlines()[0]
             return _Work(request)
         if isinstance(request, Step):
             assert work is not None
@@ -127,9 +140,11 @@ class _Work:
 
         torch.set_float32_matmul_precision(load.matmul_precision)
         torch.use_deterministic_algorithms(load.deterministic[0], warn_only=load.deterministic[1])
-        self.module, precision = pickle.loads(load.module)
-        self.module._trainer = SimpleNamespace(precision_plugin=precision)
-        self.module.slots = StateSlots(self.module.model)
+        self.module = load.module
+        if isinstance(load.module, bytes):
+            self.module, precision = pickle.loads(load.module)
+            self.module._trainer = SimpleNamespace(precision_plugin=precision)
+            self.module.slots = StateSlots(self.module.model)
         self.rows = ClientRows(*(Rows(layout, blocks) for layout, blocks in load.rows))
         self.losses = load.losses
         self.executor = SequentialExecutor(load.compile)

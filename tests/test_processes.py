@@ -25,8 +25,8 @@ from fl_lightning import (
     SequentialExecutor,
     processes,
 )
-from fl_lightning.batches import CohortBatch
 from fl_lightning.processes import shares_of
+from fl_lightning.staging import Staging
 
 MOMENTUM = partial(torch.optim.SGD, lr=0.05, momentum=0.9, weight_decay=0.01)
 
@@ -48,11 +48,15 @@ def assert_same(first, second):
     assert all(same(a, b) for a, b in zip(first, second, strict=True))
 
 
+STARTS = pytest.mark.parametrize("start", ["fork", "spawn"])
+
+
 @EVERY_ROW
-def test_every_method_runs_alike_in_processes_bit_for_bit(row):
+@STARTS
+def test_every_method_runs_alike_in_processes_bit_for_bit(row, start):
     one, several = States(), States()
     run_method(row, extra=[one], executor=SequentialExecutor())
-    run_method(row, extra=[several], executor=ProcessExecutor(2))
+    run_method(row, extra=[several], executor=ProcessExecutor(2, start=start))
     assert_same(one.states, several.states)
 
 
@@ -140,11 +144,12 @@ class Fails(nn.Module):
         return x
 
 
-def test_a_bug_in_a_worker_is_raised_with_the_workers_traceback(monkeypatch):
+@STARTS
+def test_a_bug_in_a_worker_is_raised_with_the_workers_traceback(start, monkeypatch):
     monkeypatch.setenv("FAILS_IN", str(os.getpid()))
     with pytest.raises(RuntimeError, match=r"worker process(.|\n)*in forward(.|\n)*a bug of one's own"):
-        states(ProcessExecutor(2), model=nn.Sequential(Fails(), small_cnn()))
-    assert_same(states(SequentialExecutor()), states(ProcessExecutor(2)))
+        states(ProcessExecutor(2, start=start), model=nn.Sequential(Fails(), small_cnn()))
+    assert_same(states(SequentialExecutor()), states(ProcessExecutor(2, start=start)))
 
 
 def test_a_mistake_that_a_worker_finds_is_one_line():
@@ -164,20 +169,65 @@ class Kills(FederatedCallback):
             os.kill(pl_module.executor._crew.workers[0].process.pid, signal.SIGKILL)
 
 
-def test_a_worker_that_is_killed_ends_the_run_in_one_line_and_the_next_run_works():
-    module = FederatedModule(small_cnn(), MOMENTUM, local_steps=2, executor=ProcessExecutor(2))
+@STARTS
+def test_a_worker_that_is_killed_ends_the_run_in_one_line_and_the_next_run_works(start):
+    executor = ProcessExecutor(2, start=start)
+    module = FederatedModule(small_cnn(), MOMENTUM, local_steps=2, executor=executor)
     with pytest.raises(
         ConfigurationError, match=r"a worker process ended in round 2 .*want of memory.*num_workers"
     ):
         fit(module, blobs(), 3, [Kills()])
-    assert_same(states(SequentialExecutor()), states(ProcessExecutor(2)))
+    assert_same(states(SequentialExecutor()), states(executor))
 
 
-def test_what_cannot_be_sent_is_named():
+def test_what_cannot_be_pickled_is_named_and_needs_no_pickling_where_processes_fork():
+    settings = {"loss": lambda outputs, targets: outputs.square().mean() + 0 * targets.sum()}
     with pytest.raises(
         ConfigurationError, match=r"cannot be sent to worker processes .*lambda.*SequentialExecutor"
     ):
-        states(ProcessExecutor(2), loss=lambda outputs, targets: outputs.square().mean())
+        states(ProcessExecutor(2, start="spawn"), **settings)
+    assert_same(
+        states(SequentialExecutor(), **settings), states(ProcessExecutor(2, start="fork"), **settings)
+    )
+
+
+def test_a_process_whose_copy_cannot_compute_gradients_starts_new_ones(monkeypatch):
+    def threads(*args, **kwargs):
+        raise RuntimeError("Unable to handle autograd's threading in combination with fork")
+
+    reference, here, grad = states(SequentialExecutor()), os.getpid(), torch.autograd.grad
+    monkeypatch.setattr(
+        torch.autograd, "grad", lambda *args, **kw: (grad if os.getpid() == here else threads)(*args, **kw)
+    )
+    assert_same(reference, states(ProcessExecutor(2)))
+    with pytest.raises(ConfigurationError, match=r"start: fork: Unable to handle autograd.*use spawn"):
+        states(ProcessExecutor(2, start="fork"))
+
+
+def test_a_start_that_does_not_exist_is_named():
+    with pytest.raises(
+        ConfigurationError, match=r"ProcessExecutor\.start: 'thread' must be one of fork, spawn"
+    ):
+        ProcessExecutor(2, start="thread")
+
+
+@STARTS
+def test_workers_end_with_the_run_or_wait_for_the_next(start):
+    executor = ProcessExecutor(3, start=start)
+    seen = []
+
+    class Looks(FederatedCallback):
+        def on_round_end(self, trainer, pl_module, cohort):
+            seen.append([worker.process for worker in executor._crew.workers])
+
+    for _ in range(2):
+        fit(FederatedModule(small_cnn(), MOMENTUM, local_steps=1, executor=executor), blobs(), 1, [Looks()])
+    first, second = seen
+    assert len(first) == len(second) == 2
+    if start == "fork":
+        assert not any(process.is_alive() for process in (*first, *second))
+    else:
+        assert {process.pid for process in first} == {process.pid for process in second}
 
 
 def test_shared_memory_that_is_too_small_is_said_before_it_is_used(monkeypatch):
@@ -195,14 +245,15 @@ def test_fewer_than_one_worker_is_refused():
 
 
 def test_batches_come_to_the_workers_in_their_memory_format():
-    worker = processes._hire()
+    staging = Staging()
     images = torch.randn(4, 3, 6, 6).contiguous(memory_format=torch.channels_last)
-    batch = CohortBatch(rows=[(images, torch.arange(4)), (images + 1, torch.arange(4))])
-    staged = worker.stage(batch.rows())
+    batches = [(images, torch.arange(4)), (images + 1, torch.arange(4))]
+    staged = staging.put(batches)
     assert torch.equal(staged.leaves[0][1], images + 1)
     assert staged.leaves[0][0].is_contiguous(memory_format=torch.channels_last)
-    assert worker.stage(batch.rows()[:1]).leaves is None
-    worker.let_go()
+    assert staging.put(batches[:1]).leaves is None
+    unequal = [(images, torch.arange(4)), (images[:2], torch.arange(2))]
+    assert staging.put(unequal) == unequal
 
 
 def test_the_command_line_takes_it_by_name_and_leaves_no_process(tmp_path):
@@ -229,7 +280,8 @@ def test_the_command_line_takes_it_by_name_and_leaves_no_process(tmp_path):
     assert done.stderr == ""
 
 
-def test_a_run_that_is_killed_leaves_no_worker_behind(tmp_path):
+@STARTS
+def test_a_run_that_is_killed_leaves_no_worker_behind(start):
     script = f"""
 import os, sys, torch
 sys.path[:0] = [{str(Path(__file__).parent)!r}]
@@ -243,7 +295,7 @@ class Tells(FederatedCallback):
         os.kill(os.getpid(), 9)
 
 if __name__ == "__main__":
-    module = FederatedModule(small_cnn(), partial(torch.optim.SGD, lr=0.1), local_steps=1, executor=ProcessExecutor(3))
+    module = FederatedModule(small_cnn(), partial(torch.optim.SGD, lr=0.1), local_steps=1, executor=ProcessExecutor(3, start={start!r}))
     fit(module, blobs(), 2, [Tells()])
 """
     Path("script.py").write_text(script)

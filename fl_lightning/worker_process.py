@@ -1,0 +1,185 @@
+"""Worker processes as the process that has them sees them: how they start, answer and end."""
+
+import atexit
+import copy
+import pickle
+import warnings
+from dataclasses import replace
+from multiprocessing.connection import Connection, wait
+from typing import TYPE_CHECKING, Any
+
+import torch.multiprocessing
+
+from fl_lightning.errors import ConfigurationError
+from fl_lightning.staging import Staging
+from fl_lightning.worker import Load, serve
+
+if TYPE_CHECKING:
+    from fl_lightning.module import FederatedModule
+
+_SERVER_ONLY = (
+    "client_optimizer",
+    "server_optimizer",
+    "executor",
+    "aggregator",
+    "client_lr_schedule",
+    "plan",
+    "record",
+    "slots",
+    "_cohort",
+    "_hparams",
+    "_hparams_initial",
+    "_batch_norm_in_training",
+)
+"""What a client's loss has no use for, some of it impossible to pickle."""
+
+_open: "set[Connection[Any, Any]]" = set()
+"""This process's ends of the connections to living workers; a copy of this process must not keep them open."""
+
+
+class CannotFork(Exception):
+    """A copy of this process cannot compute gradients."""
+
+
+class WorkerProcess:
+    """A worker process.
+
+    Args:
+        start: ``"fork"`` or ``"spawn"``.
+        load: What a forked worker starts with; a spawned one gets it by :meth:`send`.
+
+    Attributes:
+        staging: Through which it gets its batches.
+    """
+
+    def __init__(self, start: str, load: Load | None) -> None:
+        context: Any = torch.multiprocessing.get_context(start)
+        self.reusable = start == "spawn"
+        self.staging = Staging()
+        self.connection, other = context.Pipe()
+        _open.add(self.connection)
+        self.process = context.Process(
+            target=_forked if load is not None else serve, args=(other, load), daemon=True
+        )
+        with warnings.catch_warnings():
+            # Python 3.12 on forks beside threads: a worker computes on one thread and takes nobody else's locks
+            warnings.filterwarnings("ignore", ".*multi-threaded", DeprecationWarning)
+            self.process.start()
+        other.close()
+
+    def send(self, request: Any) -> None:
+        """Send a request."""
+        try:
+            self.connection.send(request)
+        except OSError as error:
+            raise self._gone(0) from error
+
+    def answer(self, round_number: int) -> None:
+        """Wait until the newest request is done.
+
+        Raises:
+            ConfigurationError: The worker has found a mistake of the user's, or is gone.
+            RuntimeError: It has failed.
+            CannotFork: It is a copy of a process that cannot be copied.
+        """
+        wait([self.connection, self.process.sentinel])
+        try:
+            kind, text = self.connection.recv()
+        except (EOFError, OSError) as error:
+            raise self._gone(round_number) from error
+        if kind == "refused":
+            raise ConfigurationError(text)
+        if kind == "cannot fork":
+            raise CannotFork(text)
+        if kind == "failed":
+            raise RuntimeError(f"in a worker process of ProcessExecutor:\n{text}")
+
+    def let_go(self) -> None:
+        """Make it free for another cohort, or end it."""
+        if not self.reusable:
+            self.close()
+            self.process.join(5)
+            return
+        self.staging = Staging()
+        try:
+            self.connection.send(None)
+            self.answer(0)
+        except (OSError, ConfigurationError):
+            return
+        _idle.append(self)
+
+    def close(self) -> None:
+        """Close the connection: the worker ends."""
+        _open.discard(self.connection)
+        self.connection.close()
+
+    def kill(self) -> None:
+        """End it at once."""
+        self.process.kill()
+        self.process.join(5)
+        self.close()
+
+    def _gone(self, round_number: int) -> ConfigurationError:
+        self.process.join(1)
+        code = self.process.exitcode
+        when = f"round {round_number}" if round_number else "its start"
+        memory = ": killed, perhaps for want of memory" if code == -9 else ""
+        script = ""
+        if self.reusable and not round_number:
+            script = '; a script of your own needs if __name__ == "__main__": before what it runs'
+        return ConfigurationError(
+            f"executor ProcessExecutor: a worker process ended in {when} (exit code {code}{memory}); use fewer num_workers, "
+            f"or SequentialExecutor{script}"
+        )
+
+
+_idle: list[WorkerProcess] = []
+"""Spawned workers that wait for a cohort."""
+
+
+def forked(load: Load) -> WorkerProcess:
+    """A worker that is a copy of this process; its first answer says whether that works."""
+    return WorkerProcess("fork", load)
+
+
+def spawned(load: Load) -> WorkerProcess:
+    """A worker in a process of its own, perhaps one that has served before; its next answer is that to ``load``."""
+    worker = None
+    while _idle and worker is None:
+        worker = _idle.pop()
+        worker = worker if worker.process.is_alive() else None
+    worker = worker or WorkerProcess("spawn", None)
+    worker.send(load)
+    return worker
+
+
+def pickled(load: Load) -> Load:
+    """The same with its module as bytes, without what only the server needs.
+
+    Raises:
+        ConfigurationError: The module cannot be pickled.
+    """
+    module: FederatedModule = load.module
+    light = copy.copy(module)
+    for name in _SERVER_ONLY:
+        light.__dict__.pop(name, None)
+    try:
+        return replace(load, module=pickle.dumps((light, module.trainer.precision_plugin)))
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise ConfigurationError(
+            f"executor ProcessExecutor: the module cannot be sent to worker processes ({error}); use SequentialExecutor, or "
+            "functions and classes of a module instead of lambdas and local ones"
+        ) from error
+
+
+def _forked(connection: "Connection[Any, Any]", load: Load) -> None:
+    for end in _open:
+        end.close()
+    serve(connection, load)
+
+
+@atexit.register
+def _close_all() -> None:
+    # no signal ends a worker, and Python waits for its children at the end: let go of them before
+    for connection in _open:
+        connection.close()
