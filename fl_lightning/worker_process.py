@@ -2,6 +2,7 @@
 
 import atexit
 import copy
+import os
 import pickle
 import warnings
 from dataclasses import replace
@@ -34,7 +35,7 @@ _SERVER_ONLY = (
 """What a client's loss has no use for, some of it impossible to pickle."""
 
 _open: "set[Connection[Any, Any]]" = set()
-"""This process's ends of the connections to living workers; a copy of this process must not keep them open."""
+"""This process's ends of the connections to living workers."""
 
 
 class CannotFork(Exception):
@@ -173,8 +174,12 @@ def pickled(load: Load) -> Load:
 
 
 def _forked(connection: "Connection[Any, Any]", load: Load) -> None:
-    for end in _open:
-        end.close()
+    # A copy must not keep open what this process had: its lock on the run, and the ends of connections, whose closing is
+    # the end of a worker. The numbers stay taken, for objects that close theirs when they are collected.
+    with open(os.devnull) as nothing:
+        for number in map(int, os.listdir("/dev/fd")):
+            if number > 2 and number not in (connection.fileno(), nothing.fileno()):
+                os.dup2(nothing.fileno(), number)
     serve(connection, load)
 
 

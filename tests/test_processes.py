@@ -7,6 +7,7 @@ import sys
 import textwrap
 from functools import partial
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
@@ -278,6 +279,29 @@ def test_the_command_line_takes_it_by_name_and_leaves_no_process(tmp_path):
     (folder,) = Path("runs/two").iterdir()
     assert rows(type(reference.attempt)(folder)) == rows(reference.attempt)
     assert done.stderr == ""
+
+
+class Listens(FederatedCallback):
+    """What files of the working directory the workers hold open."""
+
+    held: ClassVar[list[str]] = []
+
+    def on_round_end(self, trainer, pl_module, cohort):
+        (worker,) = pl_module.executor._crew.workers
+        folder = Path(f"/proc/{worker.process.pid}/fd")
+        here = str(Path.cwd().resolve())
+        own = [str(path.readlink()) for path in Path("/proc/self/fd").iterdir() if path.exists()]
+        assert any(name.startswith(here) for name in own)  # the run's lock
+        self.held += [
+            name for name in map(str, map(Path.readlink, folder.iterdir())) if name.startswith(here)
+        ]
+
+
+def test_a_forked_worker_keeps_no_file_of_the_run_open():
+    write_config({"trainer.callbacks": [{"class_path": "test_processes.Listens"}]})
+    Listens.held.clear()
+    run("--model.executor", "ProcessExecutor", "--model.executor.num_workers", "2")
+    assert Listens.held == []
 
 
 @STARTS
