@@ -140,7 +140,7 @@ def test_both_wire_forms_are_equal(work, executor):
     assert distance(*forms) < 1e-10
 
 
-class Median(Aggregator):
+class MedianOfRows(Aggregator):
     def __call__(self, rows, weights):
         return rows.median(0).values
 
@@ -148,7 +148,7 @@ class Median(Aggregator):
 @WIRES
 def test_another_aggregator_takes_the_place_of_the_servers_means(wire):
     data, states = uneven_clients(), States()
-    train(norm_first(), data, 1, [FBN(wire), states], aggregator=Median())
+    train(norm_first(), data, 1, [FBN(wire), states], aggregator=MedianOfRows())
     values = [union_of(data, [i], [[0]])[0].transpose(0, 1).flatten(1) for i in range(3)]
     total = sum(v.shape[1] for v in values)
     unbias, beta = total / (total - 1), 0.1 if wire == "run" else 1.0
