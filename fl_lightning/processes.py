@@ -31,7 +31,8 @@ class ProcessExecutor(Executor):
 
     The same numbers as :class:`~fl_lightning.executors.SequentialExecutor` on one thread, bit for bit, whatever
     ``num_workers``. Workers start with the first round, as copies of this process (``fork``); what a subclass's
-    ``client_loss`` reads of the module is what the module had then, tensors of the cohort are always those of the step.
+    ``client_loss`` reads of the module is what the module had then, tensors of the cohort are always those of the step; what
+    it changes beside tensors (a list, a counter) stays in the worker.
     Where that is not possible (not on Linux; or a GPU is there and this process has computed gradients before) they are
     new processes (``spawn``): that takes seconds, needs a module that can be pickled, and in a script of one's own
     ``if __name__ == "__main__":`` before what it runs.
