@@ -73,13 +73,18 @@ class TrainImages:
     """
 
     def __init__(self, images: Tensor, labels: Tensor, normalize: Normalization, padding: int) -> None:
-        height, width = images.shape[-2:]
-        padded = F.pad(images, (padding,) * 4) if padding else images
-        # A view of every crop of every image, [N, C, 2 * padding + 1, 2 * padding + 1, H, W].
-        self.crops = padded.unfold(2, height, 1).unfold(3, width, 1)
+        self.size = images.shape[-2:]
+        self.padded = F.pad(images, (padding,) * 4) if padding else images
         self.labels = labels
         self.normalize = normalize
         self.padding = padding
+        self.to(images.device)
+
+    def to(self, device: torch.device) -> None:
+        """Keep the images in the memory of a device, where :meth:`batch` then works."""
+        self.padded, self.labels = self.padded.to(device), self.labels.to(device)
+        # A view of every crop of every image, [N, C, 2 * padding + 1, 2 * padding + 1, H, W].
+        self.crops = self.padded.unfold(2, self.size[0], 1).unfold(3, self.size[1], 1)
 
     def batch(self, draws: Tensor) -> Batch:
         """The samples that are drawn, augmented and normalised.
@@ -112,6 +117,10 @@ class EvaluationImages(Dataset[Batch]):
         self.images = images
         self.labels = labels
         self.normalize = normalize
+
+    def to(self, device: torch.device) -> None:
+        """Keep the images in the memory of a device."""
+        self.images, self.labels = self.images.to(device), self.labels.to(device)
 
     def __len__(self) -> int:
         return len(self.labels)

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 import lightning as L
+import torch
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.utils.data import DataLoader
 
@@ -140,6 +141,9 @@ class FederatedDataModule(L.LightningDataModule):
         """
         pairs = zip(client_ids, steps, strict=True)
         return CohortBatch(rows=[self._source(client_id).train_batch(step) for client_id, step in pairs])
+
+    def keep_on(self, device: torch.device) -> None:
+        """Hold the data in the memory of the device that will use them, where a data set can; called before training."""
 
     def describe_partition(self) -> str:
         """How the data are spread over the clients, in a few words for tables."""

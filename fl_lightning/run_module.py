@@ -102,6 +102,7 @@ class RunModule(ServerModule):
         for round_number in range(1, self.total_rounds + 1):
             resolve_policy(self.federated_callbacks, round_number, self.total_rounds)
         self.slots = StateSlots(self.model)
+        self.data.keep_on(self.device)
         # A BN layer that the user has put in eval mode stays there.
         self._batch_norm_in_training = [x for x in batch_norm_layers(self.model).values() if x.training]
         self._cohort = None

@@ -320,3 +320,39 @@ def test_a_configuration_names_its_partition_by_the_bare_class_name(written, des
 
 def test_partitions_are_resolved_as_subclasses_of_partition():
     assert {IID, Dirichlet, Shards, Natural} <= set(Partition.__subclasses__())
+
+
+@pytest.mark.parametrize(
+    "device",
+    [
+        "cpu",
+        pytest.param(
+            "cuda",
+            marks=[
+                pytest.mark.gpu,
+                pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+            ],
+        ),
+    ],
+)
+def test_batches_are_the_same_wherever_the_images_are_kept(device):
+    data = Digits(num_clients=3, crop_padding=1, horizontal_flip=True, val_fraction=0.1)
+    data.setup("fit")
+    before = data.cohort_batch([0, 2], [0, 5]).stack()
+    rows = next(iter(data.val_dataloader()))
+    data.keep_on(torch.device(device))
+    for old, new in zip(
+        (*before, *rows),
+        (*data.cohort_batch([0, 2], [0, 5]).stack(), *next(iter(data.val_dataloader()))),
+        strict=True,
+    ):
+        assert new.device.type == device
+        assert torch.equal(old, new.cpu())
+
+
+def test_images_that_do_not_fit_stay_where_they_are(monkeypatch):
+    data = Digits(num_clients=3)
+    data.setup("fit")
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1000, 1000))
+    data.keep_on(torch.device("cuda"))
+    assert data.train_images.labels.device.type == "cpu"
