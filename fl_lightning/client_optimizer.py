@@ -82,7 +82,7 @@ class ClientOptimizer:
         for group, fresh in zip(self.torch.param_groups, self._fresh, strict=True):
             group.update(fresh)
         self._scale_rates(lr_factor)
-        kept = [value for state in self.torch.state.values() for value in state.values()]
+        kept = [v for state in self.torch.state.values() for v in state.values() if torch.is_tensor(v)]
         if kept:
             torch._foreach_zero_(kept)
 
@@ -112,7 +112,7 @@ class ClientOptimizer:
 
     def _scale_rates(self, factor: float) -> None:
         for group in self.torch.param_groups:
-            group["lr"] *= factor
+            group["lr"] = group["lr"] * factor  # not in place: a tensor would be everybody's
 
     def step(self) -> None:
         """Take one local step of every row."""
@@ -179,7 +179,7 @@ class ClientOptimizer:
             groups.append({"params": parameters, **settings})
         optimizer = self._factory(groups)
         for name, group in zip(leaves, optimizer.param_groups, strict=True):
-            group["lr"] *= self._overrides.get(name, {}).get("lr_scale", 1.0)
+            group["lr"] = group["lr"] * self._overrides.get(name, {}).get("lr_scale", 1.0)
         return optimizer
 
     def _gather(self) -> None:

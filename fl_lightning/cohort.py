@@ -123,8 +123,8 @@ class Cohort(ClientRows):
     def optimizer_state(self, key: str) -> Rows:
         """What the client optimizer remembers under ``key`` (SGD: ``"momentum_buffer"``), ``[C, *shape]`` by name.
 
-        The views can be read and written. At the start of a round they are zero: state is reset unless a callback puts
-        it back.
+        The views can be read and written. At the start of a round they are set to zero: state is reset unless a callback
+        puts it back, from a copy of its own.
 
         Raises:
             ConfigurationError: The client optimizer keeps no such state.

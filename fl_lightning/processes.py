@@ -17,7 +17,7 @@ from fl_lightning.client_rows import ClientRows
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.executors import Executor, SequentialExecutor
 from fl_lightning.staging import share
-from fl_lightning.worker import Load, Step
+from fl_lightning.worker import Load, Step, attributes_of
 from fl_lightning.worker_process import CannotFork, WorkerProcess, forked, pickled, spawned
 
 if TYPE_CHECKING:
@@ -30,9 +30,10 @@ class ProcessExecutor(Executor):
     """The cohort spread over processes, each of which computes its clients one after the other on one thread.
 
     The same numbers as :class:`~fl_lightning.executors.SequentialExecutor` on one thread, bit for bit, whatever
-    ``num_workers``. Workers start with the first round, as copies of this process (``fork``); what a subclass's
-    ``client_loss`` reads of the module is what the module had then, tensors of the cohort are always those of the step; what
-    it changes beside tensors (a list, a counter) stays in the worker.
+    ``num_workers``. Workers start with the first round, as copies of this process (``fork``). Tensors of the cohort, and
+    numbers and words that the module and its layers hold, are always those of the step, and other tensors follow what is
+    written into them; what else a model or a subclass's ``client_loss`` reads is what was there at the start, and what they
+    change beside tensors (a list, a counter) stays in the worker. Of the trainer they see the round and nothing more.
     Where that is not possible (not on Linux; or a GPU is there and this process has computed gradients before) they are
     new processes (``spawn``): that takes seconds, needs a module that can be pickled, and in a script of one's own
     ``if __name__ == "__main__":`` before what it runs.
@@ -112,7 +113,7 @@ class _Crew:
         blocks = [block for rows in stacks for block in rows.blocks.values()]
         self.losses = torch.zeros(len(blocks[0]), dtype=torch.float64)
         _check_shared_memory(blocks)
-        for block in (*blocks, self.losses):
+        for block in (*blocks, self.losses, *_others(module, cohort)):
             share(block)
         load = Load(module, [(rows.layout, rows.blocks) for rows in stacks], self.losses, settings.compile)
         self.workers: list[WorkerProcess] = []
@@ -144,15 +145,17 @@ class _Crew:
         self, module: "FederatedModule", shares: Sequence[list[int]], batches: Sequence[Any]
     ) -> Iterator[None]:
         """Let the workers fill their shares of the rows while the block runs; afterwards they have."""
-        modes = bytes(part.training for part in module.model.modules())
+        attributes = attributes_of(module)
         cohort, start, busy = self.cohort, 0, []
-        common = (cohort.round, cohort.step, cohort.client_ids, cohort.trained_blocks, modes)
+        common = (cohort.round, cohort.step, cohort.client_ids, cohort.trained_blocks)
         try:
             for worker, rows in zip(self.workers, shares, strict=True):
                 if rows:
                     staged = worker.staging.put(batches[start : start + len(rows)])
                     start += len(rows)
-                    worker.send(Step(*common, rows, staged))
+                    news = None if attributes == worker.attributes else attributes
+                    worker.send(Step(*common, news, rows, staged))
+                    worker.attributes = attributes
                     busy.append(worker)
             yield
             for worker in busy:
@@ -172,6 +175,13 @@ class _Crew:
         for worker in self.workers:
             worker.kill()
         self.workers = []
+
+
+def _others(module: "FederatedModule", cohort: ClientRows) -> list[Tensor]:
+    """Tensors that all clients have in common, such as frozen parameters or class weights of the loss."""
+    own = {f"model.{name}" for name in (*cohort.params, *cohort.buffers)}
+    named = (*module.named_parameters(), *module.named_buffers())
+    return [tensor.data for name, tensor in named if name not in own]
 
 
 def _check_shared_memory(blocks: Sequence[Tensor]) -> None:

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_unflatten
 
 
@@ -61,7 +61,8 @@ class Step:
         step: The local step, from 0.
         client_ids: All clients of the cohort.
         trained: The parameter blocks that are trained.
-        modes: For each module of the model whether it is in training mode.
+        attributes: Numbers and words that the module and each of its parts hold, ``training`` among them; None where they
+            are those of the step before.
         rows: The rows to fill.
         batches: One batch for each of ``rows``.
     """
@@ -70,7 +71,7 @@ class Step:
     step: int
     client_ids: list[int]
     trained: list[str]
-    modes: bytes
+    attributes: "list[Attributes] | None"
     rows: list[int]
     batches: Staged | list[Any]
 
@@ -128,6 +129,21 @@ def _answer(request: Load | Step | None, work: "_Work | None") -> Any:
     return None
 
 
+Attributes = dict[str, int | float | str | None]
+
+
+def attributes_of(module: nn.Module) -> list[Attributes]:
+    """What a module and each of its parts hold beside tensors, as far as it is numbers and words."""
+    return [
+        {
+            name: value
+            for name, value in vars(part).items()
+            if name[0] != "_" and (value is None or type(value) in (bool, int, float, str))
+        }
+        for part in module.modules()
+    ]
+
+
 class _Work:
     """A module and its rows in this process."""
 
@@ -140,11 +156,14 @@ class _Work:
 
         torch.set_float32_matmul_precision(load.matmul_precision)
         torch.use_deterministic_algorithms(load.deterministic[0], warn_only=load.deterministic[1])
-        self.module = load.module
         if isinstance(load.module, bytes):
             self.module, precision = pickle.loads(load.module)
-            self.module._trainer = SimpleNamespace(precision_plugin=precision)
             self.module.slots = StateSlots(self.module.model)
+        else:
+            self.module, precision = load.module, load.module.trainer.precision_plugin
+        # all that there is of a trainer here: a copy of the run's own would stand still
+        self.trainer = SimpleNamespace(precision_plugin=precision)
+        self.module._trainer = self.trainer
         self.rows = ClientRows(*(Rows(layout, blocks) for layout, blocks in load.rows))
         self.losses = load.losses
         self.executor = SequentialExecutor(load.compile)
@@ -157,8 +176,10 @@ class _Work:
         rows.round, rows.step, rows.client_ids = request.round, request.step, request.client_ids
         if request.trained != rows.trained_blocks:
             rows.train_blocks(request.trained)
-        for part, training in zip(self.module.model.modules(), request.modes, strict=True):
-            part.training = bool(training)
+        self.trainer.current_epoch = self.trainer.global_step = request.round - 1
+        if request.attributes is not None:
+            for part, held in zip(self.module.modules(), request.attributes, strict=True):
+                vars(part).update(held)
         batches = request.batches
         if isinstance(batches, Staged):
             self.leaves = batches.leaves if batches.leaves is not None else self.leaves

@@ -4,7 +4,10 @@ import atexit
 import copy
 import os
 import pickle
+import signal
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from multiprocessing.connection import Connection, wait
 from typing import TYPE_CHECKING, Any
@@ -13,7 +16,7 @@ import torch.multiprocessing
 
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.staging import Staging
-from fl_lightning.worker import Load, serve
+from fl_lightning.worker import Attributes, Load, serve
 
 if TYPE_CHECKING:
     from fl_lightning.module import FederatedModule
@@ -51,12 +54,14 @@ class WorkerProcess:
 
     Attributes:
         staging: Through which it gets its batches.
+        attributes: What it knows of the module beside tensors.
     """
 
     def __init__(self, start: str, load: Load | None) -> None:
         context: Any = torch.multiprocessing.get_context(start)
         self.reusable = start == "spawn"
         self.staging = Staging()
+        self.attributes: list[Attributes] | None = None
         self.connection, other = context.Pipe()
         _open.add(self.connection)
         self.process = context.Process(
@@ -65,7 +70,8 @@ class WorkerProcess:
         with warnings.catch_warnings():
             # Python 3.12 on forks beside threads: a worker computes on one thread and takes nobody else's locks
             warnings.filterwarnings("ignore", ".*multi-threaded", DeprecationWarning)
-            self.process.start()
+            with _no_signals():
+                self.process.start()
         other.close()
 
     def send(self, request: Any) -> None:
@@ -101,7 +107,7 @@ class WorkerProcess:
             self.close()
             self.process.join(5)
             return
-        self.staging = Staging()
+        self.staging, self.attributes = Staging(), None
         try:
             self.connection.send(None)
             self.answer(0)
@@ -132,6 +138,16 @@ class WorkerProcess:
             f"executor ProcessExecutor: a worker process ended in {when} (exit code {code}{memory}); use fewer num_workers, "
             f"or SequentialExecutor{script}"
         )
+
+
+@contextmanager
+def _no_signals() -> Iterator[None]:
+    """Hold back Ctrl-C and SIGTERM: a process that starts now inherits that, and ignores them for good later on."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 _idle: list[WorkerProcess] = []

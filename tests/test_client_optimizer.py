@@ -76,6 +76,7 @@ MORE_OPTIMIZERS = {
     "plain momentum": partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.1),
     "nadam": partial(torch.optim.NAdam, lr=0.1),
     "adadelta": partial(torch.optim.Adadelta, lr=0.1),
+    "tensor rate": partial(torch.optim.SGD, lr=torch.tensor(0.1), momentum=0.9),
     "own": partial(Warmup, lr=0.1),
 }
 
@@ -122,6 +123,19 @@ def test_a_restarted_optimizer_steps_as_a_new_one_bit_for_bit(name, history):
         expected = steps(*fresh(factor))
         for block, value in steps(optimizer, blocks).items():
             assert torch.equal(value, expected[block])
+
+
+def test_a_rate_that_is_a_tensor_is_scaled_in_each_round_and_group_by_itself():
+    rate = torch.tensor(0.1)
+    blocks = {"weights": torch.ones(2, 5), "bias": torch.ones(2, 5)}
+    zeros = {name: torch.zeros(2, 5) for name in blocks}
+    optimizer = ClientOptimizer(
+        partial(torch.optim.SGD, lr=rate), blocks, zeros, {"bias": {"lr_scale": 0.5}}, 0.5
+    )
+    for _ in range(3):
+        assert [float(group["lr"]) for group in optimizer.torch.param_groups] == pytest.approx([0.05, 0.025])
+        optimizer.restart(0.5)
+    assert float(rate) == pytest.approx(0.1)
 
 
 def test_momentum_lies_where_it_lay_in_the_round_before():

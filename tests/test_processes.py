@@ -29,6 +29,7 @@ from fl_lightning import (
 from fl_lightning.processes import shares_of
 from fl_lightning.staging import Staging
 
+STARTS = pytest.mark.parametrize("start", ["fork", "spawn"])
 MOMENTUM = partial(torch.optim.SGD, lr=0.05, momentum=0.9, weight_decay=0.01)
 
 
@@ -47,9 +48,6 @@ def states(executor, data=None, model=None, rounds=3, module=FederatedModule, **
 def assert_same(first, second):
     assert len(first) == len(second) > 0
     assert all(same(a, b) for a, b in zip(first, second, strict=True))
-
-
-STARTS = pytest.mark.parametrize("start", ["fork", "spawn"])
 
 
 @EVERY_ROW
@@ -109,6 +107,44 @@ def test_a_loss_of_ones_own_runs_in_the_workers():
     reference = states(SequentialExecutor(), module=Weighted)
     assert_same(reference, states(ProcessExecutor(2), module=Weighted))
     assert not same(reference[-1], states(ProcessExecutor(2))[-1])
+
+
+class WeightedLoss(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("by_class", torch.ones(3, dtype=torch.float64))
+
+    def forward(self, outputs, targets):
+        return nn.functional.cross_entropy(outputs, targets, self.by_class)
+
+
+class Changes(FederatedCallback):
+    """Changes what is no part of a cohort while the run goes on."""
+
+    def on_round_start(self, trainer, pl_module, cohort):
+        pl_module.scale = 1.0 / cohort.round
+        for layer in pl_module.model.modules():
+            if isinstance(layer, nn.BatchNorm2d):
+                layer.momentum = 0.5 / cohort.round
+        if isinstance(pl_module.loss, WeightedLoss):
+            pl_module.loss.by_class[0] = cohort.round
+
+
+class RoundInTheLoss(Weighted):
+    def client_loss(self, batch):
+        return self.round * super().client_loss(batch)
+
+
+@STARTS
+def test_numbers_that_callbacks_change_reach_the_workers(start):
+    def run(executor):
+        seen = States()
+        loss = WeightedLoss() if start == "fork" else None
+        module = RoundInTheLoss(small_cnn(), MOMENTUM, local_steps=2, executor=executor, loss=loss)
+        fit(module, blobs(), 3, [Changes(), seen])
+        return seen.states
+
+    assert_same(run(SequentialExecutor()), run(ProcessExecutor(2, start=start)))
 
 
 class Noisy(nn.Module):
@@ -279,6 +315,24 @@ def test_the_command_line_takes_it_by_name_and_leaves_no_process(tmp_path):
     (folder,) = Path("runs/two").iterdir()
     assert rows(type(reference.attempt)(folder)) == rows(reference.attempt)
     assert done.stderr == ""
+
+
+@STARTS
+def test_a_worker_takes_no_signal_from_its_first_moment_on(start):
+    seen = []
+
+    class Looks(FederatedCallback):
+        def on_round_end(self, trainer, pl_module, cohort):
+            (worker,) = pl_module.executor._crew.workers
+            status = Path(f"/proc/{worker.process.pid}/status").read_text().split()
+            seen.append([int(status[status.index(f"{kind}:") + 1], 16) for kind in ("SigBlk", "SigIgn")])
+
+    executor = ProcessExecutor(2, start=start)
+    fit(FederatedModule(small_cnn(), MOMENTUM, local_steps=1, executor=executor), blobs(), 1, [Looks()])
+    for blocked_or_ignored in seen[0]:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            assert blocked_or_ignored & 1 << number - 1
+    assert not signal.pthread_sigmask(signal.SIG_BLOCK, ()) & {signal.SIGINT, signal.SIGTERM}
 
 
 class Listens(FederatedCallback):
