@@ -26,7 +26,7 @@ class CommunicationLedger(Report, FederatedCallback):
     statistics which freeze, and what clients compute, unless the link knows the time of a local step. A centralised run sends
     nothing.
 
-    Each round logs ``comm/simulated_s`` and totals since round 1: ``comm/total_upload_bytes``, ``comm/total_download_bytes``,
+    Each round logs ``comm/simulated_s`` and totals since the first round that was booked: ``comm/total_upload_bytes``, ``comm/total_download_bytes``,
     ``comm/total_bytes_per_client`` (both ways, mean over all clients), ``comm/total_exchanges`` and
     ``comm/total_simulated_s``. At the end there are ``communication.png`` (accuracy against bytes, exchanges and time),
     ``communication.csv`` (by client; ``seconds`` is its own time, without waiting for others) and
@@ -41,6 +41,7 @@ class CommunicationLedger(Report, FederatedCallback):
         kinds: Bytes up and down of all clients together, by kind.
         exchanges: Exchanges of all rounds.
         seconds: Simulated time of all rounds.
+        links: From which round on which link was assumed: one, unless a run was resumed with another.
     """
 
     paper = "(an observer: measurement only)"
@@ -49,15 +50,22 @@ class CommunicationLedger(Report, FederatedCallback):
     def __init__(self, link: Link | None = None) -> None:
         self.link = link
         self._link = link or Link()
-        self.clients: dict[int, tuple[int, int, int, int, float]] = {}
-        self.kinds: dict[str, UpDown] = {}
-        self.exchanges, self.seconds = 0, 0.0
+        self.clients: dict[int, tuple[int, int, int, int, float]]
+        self.kinds: dict[str, UpDown]
+        self.exchanges: int
+        self.seconds: float
+        self.links: list[tuple[int, str]]
+        self._begin()
 
     # not on_round_end: other methods' are not all over by then, and torch's generator stays as it was
     def on_train_batch_end(  # type: ignore[override]  # rounds have one
         self, trainer: L.Trainer, pl_module: "FederatedModule", outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Book the round."""
+        if pl_module.round == 1:
+            self._begin()  # also of a second fit
+        if not self.links or self.links[-1][1] != str(self._link):
+            self.links.append((pl_module.round, str(self._link)))
         traffic = pl_module.traffic
         steps = dict(zip(traffic.clients, traffic.local_steps, strict=True))
         slowest = 0.0
@@ -90,7 +98,7 @@ class CommunicationLedger(Report, FederatedCallback):
         """``communication``: what accuracy costs."""
         if not has_communication(rows):
             return {}
-        return {"communication": lambda title: communication_figure({"": rows}, str(self._link), title)}
+        return {"communication": lambda title: communication_figure({"": rows}, self._in_words(), title)}
 
     def tables(self) -> Mapping[str, Table]:
         """``communication`` by client and ``communication_by_kind``."""
@@ -117,20 +125,32 @@ class CommunicationLedger(Report, FederatedCallback):
     def result_lines(self) -> Mapping[str, str]:
         """The same in words."""
         up, down = self._per_round()
+        first = self.links[0][0] if self.links else 1
+        since = f" (from round {first} on)" if first > 1 else ""
         return {
             "a client's round": f"{format_bytes(up)} up, {format_bytes(down)} down (mean)",
-            "exchanges": f"{self.exchanges:,}, one after the other",
-            "simulated time": f"{in_words(self.seconds)} ({self._link})",
+            "exchanges": f"{self.exchanges:,}, one after the other{since}",
+            "simulated time": f"{in_words(self.seconds)} ({self._in_words()})",
         }
 
     def state_dict(self) -> dict[str, Any]:
         """The books."""
-        return {name: getattr(self, name) for name in ("clients", "kinds", "exchanges", "seconds")}
+        names = ("clients", "kinds", "exchanges", "seconds", "links")
+        return {name: getattr(self, name) for name in names}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take up the books of a checkpoint."""
         for name, value in state_dict.items():
             setattr(self, name, value)
+
+    def _begin(self) -> None:
+        self.clients, self.kinds, self.exchanges, self.seconds, self.links = {}, {}, 0, 0.0, []
+
+    def _in_words(self) -> str:
+        """The link, with the rounds from which one was assumed where that is not the whole run."""
+        if not self.links or (len(self.links) == 1 and self.links[0][0] == 1):
+            return str(self._link)
+        return "; ".join(f"from round {first} on {link}" for first, link in self.links)
 
     def _per_round(self) -> tuple[float, float]:
         rounds = max(1, sum(numbers[0] for numbers in self.clients.values()))

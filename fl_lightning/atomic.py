@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from fl_lightning.errors import ConfigurationError
+from fl_lightning.json_numbers import plain
 
 
 @contextmanager
@@ -77,5 +78,5 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_json(path: Path, obj: Any) -> None:
-    """Write an object as indented JSON, atomically (see :func:`atomic_write`)."""
-    write_text(path, json.dumps(obj, indent=2) + "\n")
+    """Write an object as indented JSON, atomically (see :func:`atomic_write`); NaN and infinities as strings."""
+    write_text(path, json.dumps(plain(obj), indent=2, allow_nan=False) + "\n")

@@ -6,7 +6,6 @@ and JavaScript's ``Number(...)`` convert, and :func:`read_rows` turns back into 
 """
 
 import json
-import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,8 +16,7 @@ from lightning.pytorch.utilities import rank_zero_only
 
 from fl_lightning.atomic import atomic_write, unwritable
 from fl_lightning.errors import ConfigurationError
-
-_NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+from fl_lightning.json_numbers import plain, restored
 
 
 class JSONLinesLogger(Logger):
@@ -74,7 +72,7 @@ class JSONLinesLogger(Logger):
         if "round" not in metrics:
             return
         row = {"round": int(metrics["round"])} | {
-            key: _plain(metrics[key]) for key in metrics if key != "round"
+            key: plain(metrics[key]) for key in metrics if key != "round"
         }
         line = json.dumps(row, allow_nan=False).encode() + b"\n"
         try:
@@ -167,22 +165,4 @@ def _row(line: bytes) -> dict[str, Any] | None:
         row = json.loads(line)
     except ValueError:
         return None
-    return _restore(row) if isinstance(row, dict) and "round" in row else None
-
-
-def _plain(value: Any) -> Any:
-    if hasattr(value, "tolist"):
-        value = value.tolist()
-    if isinstance(value, float) and not math.isfinite(value):
-        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    return value
-
-
-def _restore(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _restore(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_restore(item) for item in value]
-    return _NON_FINITE.get(value, value) if isinstance(value, str) else value
+    return restored(row) if isinstance(row, dict) and "round" in row else None

@@ -246,3 +246,27 @@ def test_a_link_that_cannot_be_is_one_line(in_folder, capsys, link, words):
     assert ended.value.code == 2
     (line,) = capsys.readouterr().err.strip().splitlines()
     assert words in line
+
+
+def test_a_ledger_that_joins_later_says_from_when_on_it_has_booked(tmp_path):
+    module = FederatedModule(small_cnn(), SGD, local_steps=1)
+    fit(module, blobs(), 2, [SaveRounds(tmp_path)])
+    ledger, rows, _ = run(rounds=4, data=blobs(), ckpt_path=tmp_path / "2.ckpt")
+    assert ledger.exchanges == 2
+    assert ledger.result_lines()["exchanges"].endswith("(from round 3 on)")
+    assert "from round 3 on 1 Mbit/s up" in ledger.result_lines()["simulated time"]
+
+
+def test_a_run_resumed_over_another_link_names_both(tmp_path):
+    run(rounds=4, data=blobs(), extra=[SaveRounds(tmp_path)])
+    slow = Link(latency_ms=5000)
+    ledger, _, _ = run(link=slow, rounds=4, data=blobs(), ckpt_path=tmp_path / "2.ckpt")
+    text = ledger.result_lines()["simulated time"]
+    assert f"from round 1 on {LINK}; from round 3 on {slow}" in text
+
+
+def test_a_second_fit_begins_new_books():
+    ledger = CommunicationLedger(LINK)
+    for _ in range(2):
+        fit(FederatedModule(small_cnn(), SGD, local_steps=1), blobs(), 2, [ledger])
+        assert ledger.exchanges == 2

@@ -9,6 +9,7 @@ import pytest
 import torch
 from lightning.pytorch.utilities import rank_zero_only
 
+from fl_lightning.atomic import write_json
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.metrics_log import JSONLinesLogger, cut_back, read_rows
 
@@ -177,3 +178,13 @@ def test_trainer_works_with_it_as_its_only_logger(tmp_path):
         logger=logger, accelerator="cpu", enable_progress_bar=False, enable_checkpointing=False
     )
     assert trainer.log_dir == logger.log_dir == str(tmp_path / "run")
+
+
+def test_no_json_file_holds_what_json_lacks(tmp_path):
+    write_json(tmp_path / "result.json", {"loss": math.nan, "all": [math.inf, {"x": -math.inf}], "n": 3})
+    text = (tmp_path / "result.json").read_text()
+    assert json.loads(text, parse_constant=pytest.fail) == {
+        "loss": "NaN",
+        "all": ["Infinity", {"x": "-Infinity"}],
+        "n": 3,
+    }
