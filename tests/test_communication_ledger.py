@@ -251,7 +251,7 @@ def test_a_link_that_cannot_be_is_one_line(in_folder, capsys, link, words):
 def test_a_ledger_that_joins_later_says_from_when_on_it_has_booked(tmp_path):
     module = FederatedModule(small_cnn(), SGD, local_steps=1)
     fit(module, blobs(), 2, [SaveRounds(tmp_path)])
-    ledger, rows, _ = run(rounds=4, data=blobs(), ckpt_path=tmp_path / "2.ckpt")
+    ledger, _rows, _ = run(rounds=4, data=blobs(), ckpt_path=tmp_path / "2.ckpt")
     assert ledger.exchanges == 2
     assert ledger.result_lines()["exchanges"].endswith("(from round 3 on)")
     assert "from round 3 on 1 Mbit/s up" in ledger.result_lines()["simulated time"]
