@@ -14,6 +14,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.profilers import PassThroughProfiler
 
 from fl_lightning.atomic import atomic_write
 from fl_lightning.checkpoint_io import check_model, check_optimizer, load_run
@@ -185,7 +186,11 @@ class FederatedCLI(LightningCLI):
             place = f"accelerator: {settings.accelerator}, devices: {settings.devices}"
             raise ConfigurationError(f"trainer ({place}): {error}") from error
         profiler: Any = trainer.profiler  # type: ignore[attr-defined]  # set in a helper of the trainer
-        if self.attempt is not None and profiler.dirpath is None:
+        if (
+            self.attempt is not None
+            and profiler.dirpath is None
+            and not isinstance(profiler, PassThroughProfiler)
+        ):
             profiler.dirpath, profiler.filename = self.attempt.path, profiler.filename or "profile"
         return trainer
 

@@ -27,7 +27,8 @@ class Table:
 class Report:
     """A callback with something to show: a base class beside ``FederatedCallback``; override what there is.
 
-    Names become files in the run's folder (``<name>.png``, ``<name>.csv``) and keys of the run at W&B. All methods are
+    Names become files in the run's folder (``<name>.png``, ``<name>.csv``) and keys of the run at W&B (``<name>``,
+    ``<name>_table``), so a picture and the table behind it may have one name. All methods are
     called when a fit ends, also one that was stopped or failed, and must work before the first round too.
     """
 

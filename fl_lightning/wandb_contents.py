@@ -34,7 +34,7 @@ def tables(module: FederatedModule) -> dict[str, Any]:
         "policy": wandb.Table(columns=["state of the model", "in a round"], data=rows),
         "clients": wandb.Table(columns=columns, data=clients),
         **{
-            name: wandb.Table(columns=list(table.columns), data=[list(row) for row in table.rows])
+            f"{name}_table": wandb.Table(columns=list(table.columns), data=[list(row) for row in table.rows])
             for report in reports
             for name, table in report.tables().items()
         },

@@ -35,7 +35,7 @@ class Counts(Report, FederatedCallback):
         return {"counted": draw}
 
     def tables(self):
-        return {"rounds": Table(["round", "name"], [[number, f"the, {number}"] for number in self.rounds])}
+        return {"counted": Table(["round", "name"], [[number, f"the, {number}"] for number in self.rounds])}
 
     def histograms(self):
         return {"spread": [float(number) for number in self.rounds], "nothing": []}
@@ -57,7 +57,7 @@ def test_report_is_in_the_run_directory_and_in_the_result(in_folder, capsys):
     cli = run()
     attempt = cli.attempt
     assert (attempt.path / "counted.png").read_bytes()[:4] == b"\x89PNG"
-    with (attempt.path / "rounds.csv").open(newline="") as file:
+    with (attempt.path / "counted.csv").open(newline="") as file:
         assert list(csv.reader(file)) == [
             ["round", "name"],
             ["1", "the, 1"],
@@ -70,7 +70,7 @@ def test_report_is_in_the_run_directory_and_in_the_result(in_folder, capsys):
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("counted")]
     assert line.split() == ["counted", "3", "rounds"]
     found = tables(cli.model)
-    assert found["rounds"].data == [[1, "the, 1"], [2, "the, 2"], [3, "the, 3"]]
+    assert found["counted_table"].data == [[1, "the, 1"], [2, "the, 2"], [3, "the, 3"]]
     assert sum(found["spread"].histogram) == 3
     assert "nothing" not in found
     assert "counted" in pictures(attempt)
@@ -82,6 +82,6 @@ def test_report_that_fails_costs_nothing_but_itself(in_folder, monkeypatch, caps
     assert (
         f"{attempt.path / 'counted.png'} was not written: RuntimeError: no ink\n" in capsys.readouterr().err
     )
-    assert (attempt.path / "rounds.csv").is_file()
+    assert (attempt.path / "counted.csv").is_file()
     assert (attempt.path / "learning_curve.png").is_file()
     assert json.loads(attempt.result.read_text())["rounds"] == 3

@@ -87,3 +87,7 @@ def test_parts_add_up_to_the_round():
 def test_what_a_profiler_has_seen_is_in_the_run_directory(profiler):
     attempt = run("--trainer.profiler", profiler).attempt
     assert "run_training_epoch" in (attempt.path / "fit-profile.txt").read_text()
+
+
+def test_without_a_profiler_there_is_no_report():
+    assert not list(run().attempt.path.glob("*profile*"))
