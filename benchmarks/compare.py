@@ -1,11 +1,15 @@
-"""Whole rounds: the naive loop and the framework with each executor, in turn."""
+"""Whole rounds: the naive loop, the framework with each executor, and other frameworks, in turn."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from benchmarks.contenders import EXECUTORS, Framework, NaiveLoop
+import torch
+
+from benchmarks.contenders import EXECUTORS, Contender
+from benchmarks.recipe import BATCH_SIZE
+from benchmarks.roster import MULTI_PROCESS, PEERS, enter, present, version
 from benchmarks.stopwatch import Spread
-from benchmarks.workloads import WORKLOADS, SyntheticImages, make_model
+from benchmarks.workloads import WORKLOADS, SyntheticImages
 
 CLOCKS = ("wall", "cpu")
 
@@ -13,74 +17,173 @@ CLOCKS = ("wall", "cpu")
 def compare(
     workload_name: str,
     model_name: str,
+    names: Sequence[str],
+    threads: Sequence[int],
     num_images: int,
     repeats: int,
     rounds: int | None,
     say: Callable[[str], None],
 ) -> dict[str, Any]:
-    """Time all contenders on a workload with a model, alternating.
+    """Time contenders on a workload with a model, alternating.
 
-    Each repetition runs naive, sequential, vectorized; a ratio is taken within a repetition, so what slows the machine
-    for a while slows both of its sides. One round of each beforehand is not counted, unless a round is long.
+    Each repetition runs all of them in turn; a ratio is taken within a repetition, so what slows the machine for a while
+    slows both of its sides. One round of each beforehand is not counted, unless a round is long. Those with one process
+    run with each number of threads, and the number with the smaller median of wall time counts; one that takes more than
+    four times that of another in the first repetition does not run again.
 
     Args:
         workload_name: A name of ``WORKLOADS``.
-        model_name: A name of ``MODELS``.
+        model_name: A name of ``recipe.MODELS``.
+        names: Names of ``roster.NAMES``; the naive loop runs in any case, and first.
+        threads: Numbers of threads to try.
         num_images: Training images of all clients together.
         repeats: Number of repetitions.
         rounds: Rounds of each contender in a repetition; None for the workload's own.
         say: Told about the progress.
 
     Returns:
-        Spreads: ``ms_per_client_step[contender][clock]`` and, as the naive loop's time divided by a contender's,
-        ``speedup[contender][clock]``.
+        Spreads: ``ms_per_client_step[contender][clock]``, ``speedup[contender][clock]``, which is the naive loop's time
+        divided by the contender's, and ``ahead[executor][other]``, the other's wall time divided by that of the framework
+        with this executor. ``ms`` has the measurements themselves, ``threads`` what each contender ran with, ``versions``
+        those of the other frameworks, and ``missing`` which of them are not installed.
     """
     workload = WORKLOADS[workload_name]
     rounds = rounds or workload.rounds
     say(f"{workload_name} {model_name}: {num_images:,} images over {workload.num_clients} clients")
     data = SyntheticImages(num_images, workload.num_clients)
     data.setup("fit")
-    contenders: dict[str, NaiveLoop | Framework] = {
-        "naive": NaiveLoop(workload, make_model(model_name), data)
+    running = ["naive", *(name for name in names if name != "naive" and present(name))]
+    contenders = {name: enter(name, workload, model_name, data) for name in running}
+    variants = [(name, count) for name in running for count in ([1] if name in MULTI_PROCESS else threads)]
+    before = torch.get_num_threads()
+    try:
+        if model_name == "tiny" or workload.client_steps < 50:
+            for name, count in variants:
+                _run(contenders[name], 1, count)
+        taken = _alternate(contenders, variants, repeats, rounds, rounds * workload.client_steps, say)
+    finally:
+        torch.set_num_threads(before)
+    walls = {variant: Spread.of(clocks["wall"]).median for variant, clocks in taken.items()}
+    best = {
+        name: min((walls[variant], variant[1]) for variant in variants if variant[0] == name)[1]
+        for name in running
     }
-    for name, executor in EXECUTORS.items():
-        contenders[name] = Framework(workload, make_model(model_name), data, executor())
-    if model_name == "tiny" or workload.client_steps < 50:
-        for contender in contenders.values():
-            contender.run(1)
-    times: dict[str, dict[str, list[float]]] = {name: {clock: [] for clock in CLOCKS} for name in contenders}
-    for repetition in range(1, repeats + 1):
-        for name, contender in contenders.items():
-            watch = contender.run(rounds).total
-            for clock in CLOCKS:
-                times[name][clock].append(1000 * getattr(watch, clock) / (rounds * workload.client_steps))
-            say(f"  {repetition}/{repeats} {name:<10} {times[name]['wall'][-1]:8.2f} ms per client step")
+    ms = {name: taken[name, count] for name, count in best.items()}
     return {
         "workload": workload_name,
         "model": model_name,
         "repeats": repeats,
         "rounds": rounds,
+        "threads": best,
+        "versions": {name: version(name) for name in running if name in PEERS},
+        "missing": [name for name in names if not present(name)],
+        "ms": ms,
         "ms_per_client_step": {
             name: {clock: Spread.of(values) for clock, values in clocks.items()}
-            for name, clocks in times.items()
+            for name, clocks in ms.items()
         },
         "speedup": {
-            name: {clock: Spread.of(_ratios(times["naive"][clock], times[name][clock])) for clock in CLOCKS}
-            for name in EXECUTORS
+            name: {clock: Spread.of(_ratios(ms["naive"][clock], ms[name][clock])) for clock in CLOCKS}
+            for name in running[1:]
+        },
+        "ahead": {
+            own: {
+                other: Spread.of(_ratios(ms[other]["wall"], ms[own]["wall"]))
+                for other in running
+                if other not in EXECUTORS
+            }
+            for own in running
+            if own in EXECUTORS
         },
     }
 
 
 def table(results: list[dict[str, Any]]) -> Iterator[str]:
-    """The results as the lines of a Markdown table."""
-    yield "| workload | model | | CPU ms per client step | naive / this | wall ms per client step | naive / this |"
-    yield "|---" * 7 + "|"
+    """The results as the lines of two Markdown tables; the second one only with other frameworks."""
+    columns = (
+        "wall ms per client step",
+        "naive / this",
+        "samples/s",
+        "CPU ms per client step",
+        "samples per CPU second",
+    )
+    yield f"| workload | model | | threads | {' | '.join(columns)} |"
+    yield "|---" * (len(columns) + 4) + "|"
     for result in results:
+        start = f"| {result['workload']} | {result['model']} |"
         for name, clocks in result["ms_per_client_step"].items():
-            speedups = result["speedup"].get(name, {"cpu": "1", "wall": "1"})
-            cells = [f"{clocks[clock]} | {speedups[clock]}" for clock in ("cpu", "wall")]
-            yield f"| {result['workload']} | {result['model']} | {name} | {' | '.join(cells)} |"
+            ms = result["ms"][name]
+            cells = [
+                label(name, result),
+                "1 a process" if name in MULTI_PROCESS else str(result["threads"][name]),
+                str(clocks["wall"]),
+                str(result["speedup"][name]["wall"]) if name in result["speedup"] else "1",
+                str(_rate(ms["wall"])),
+                str(clocks["cpu"]),
+                str(_rate(ms["cpu"])),
+            ]
+            yield f"{start} {' | '.join(cells)} |"
+        for name in result["missing"]:
+            yield f"{start} {name} | not installed{' |' * len(columns)} |"
+    if any(result["versions"] for result in results):
+        yield from _ahead_table(results)
 
 
-def _ratios(numerators: list[float], denominators: list[float]) -> list[float]:
+def label(name: str, result: dict[str, Any]) -> str:
+    """A contender's name, with its version where it is another framework."""
+    return f"{name} {result['versions'][name]}" if name in result["versions"] else name
+
+
+def _ahead_table(results: list[dict[str, Any]]) -> Iterator[str]:
+    others = list(
+        dict.fromkeys(other for result in results for row in result["ahead"].values() for other in row)
+    )
+    yield ""
+    yield f"| workload | model | wall time of ... / ours | {' | '.join(others)} |"
+    yield "|---" * (len(others) + 3) + "|"
+    for result in results:
+        for own, row in result["ahead"].items():
+            cells = [str(row.get(other, "-")) for other in others]
+            yield f"| {result['workload']} | {result['model']} | {own} | {' | '.join(cells)} |"
+
+
+def _alternate(
+    contenders: dict[str, Contender],
+    variants: Sequence[tuple[str, int]],
+    repeats: int,
+    rounds: int,
+    steps: int,
+    say: Callable[[str], None],
+) -> dict[tuple[str, int], dict[str, list[float]]]:
+    """For each contender and number of threads the milliseconds per client step of all repetitions, by either clock."""
+    taken: dict[tuple[str, int], dict[str, list[float]]]
+    taken = {variant: {clock: [] for clock in CLOCKS} for variant in variants}
+    for repetition in range(1, repeats + 1):
+        for (name, count), clocks in taken.items():
+            if repetition > 1 and clocks["wall"][0] > 4 * min(_first(taken, name)):
+                continue  # threads that wait for each other, on a busy machine, would take most of the time
+            watch = _run(contenders[name], rounds, count)
+            for clock in CLOCKS:
+                clocks[clock].append(1000 * getattr(watch, clock) / steps)
+            of = f"{name}, {count} thread{'s' if count > 1 else ''}"
+            say(f"  {repetition}/{repeats} {of:<22} {clocks['wall'][-1]:8.2f} ms per client step")
+    return taken
+
+
+def _first(taken: dict[tuple[str, int], dict[str, list[float]]], name: str) -> list[float]:
+    """A contender's wall times of the first repetition, with each number of threads."""
+    return [clocks["wall"][0] for (each, _), clocks in taken.items() if each == name]
+
+
+def _run(contender: Contender, rounds: int, threads: int) -> Any:
+    torch.set_num_threads(threads)
+    return contender.run(rounds).total
+
+
+def _rate(milliseconds: Sequence[float]) -> Spread:
+    """Samples in a second."""
+    return Spread.of([1000 * BATCH_SIZE / each for each in milliseconds])
+
+
+def _ratios(numerators: Sequence[float], denominators: Sequence[float]) -> list[float]:
     return [above / below for above, below in zip(numerators, denominators, strict=True)]

@@ -3,30 +3,27 @@
 import logging
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import lightning as L
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
-from torchvision import transforms
+from torch.utils.data import DataLoader, RandomSampler
 
 from benchmarks.naive import Batch, ClientImages, fedavg_round
+from benchmarks.process_tree import cpu_seconds
+from benchmarks.recipe import AUGMENTATION, BATCH_SIZE, CLIENT_OPTIMIZER
 from benchmarks.stopwatch import Stopwatch
-from benchmarks.workloads import (
-    BATCH_SIZE,
-    CIFAR10_MEAN,
-    CIFAR10_STD,
-    CLIENT_OPTIMIZER,
-    CROP_PADDING,
-    SyntheticImages,
-    Workload,
-)
-from fl_lightning import FederatedModule, SequentialExecutor, VectorizedExecutor
+from benchmarks.workloads import SyntheticImages, Workload
+from fl_lightning import FederatedModule, ProcessExecutor, SequentialExecutor, VectorizedExecutor
 from fl_lightning.executors import Executor
 from fl_lightning.participation import sample_cohort
 
-EXECUTORS: dict[str, type[Executor]] = {"sequential": SequentialExecutor, "vectorized": VectorizedExecutor}
+EXECUTORS: dict[str, type[Executor]] = {
+    "sequential": SequentialExecutor,
+    "vectorized": VectorizedExecutor,
+    "processes": ProcessExecutor,
+}
 
 
 @dataclass
@@ -34,12 +31,21 @@ class Timing:
     """Time of some rounds.
 
     Attributes:
-        total: All of it, from the start of the first round to the end of the last.
-        in_rounds: The part inside ``training_step``; the rest is the Trainer's. Empty for the naive loop.
+        total: All of it, from the start of the first round to the end of the last, that of other processes included.
+        in_rounds: The part inside ``training_step``, that of this process alone; the rest is the Trainer's. Empty
+            for everybody but the framework.
     """
 
-    total: Stopwatch
-    in_rounds: Stopwatch
+    total: Stopwatch = field(default_factory=lambda: Stopwatch(cpu_clock=cpu_seconds))
+    in_rounds: Stopwatch = field(default_factory=Stopwatch)
+
+
+class Contender(Protocol):
+    """Somebody who runs communication rounds of a workload."""
+
+    def run(self, rounds: int) -> Timing:
+        """Run further rounds."""
+        ...
 
 
 class NaiveLoop:
@@ -53,15 +59,16 @@ class NaiveLoop:
 
     def __init__(self, workload: Workload, model: nn.Module, data: SyntheticImages) -> None:
         self.workload, self.model = workload, model
-        self.loaders = [naive_loader(data, client, AUGMENTATION) for client in range(data.num_clients)]
+        images = [client_images(data, client) for client in range(data.num_clients)]
+        self.loaders = [DataLoader(own, BATCH_SIZE, shuffle=True, drop_last=True) for own in images]
         self.sizes = [data.num_examples(client) for client in range(data.num_clients)]
         self.rounds_done = 0
 
     def run(self, rounds: int) -> Timing:
         """Run further rounds."""
-        total = Stopwatch()
-        for _ in range(rounds):
-            with total:
+        timing = Timing()
+        with timing.total:
+            for _ in range(rounds):
                 self.rounds_done += 1
                 clients = sample_cohort(len(self.loaders), self.workload.cohort_size, 0, self.rounds_done)
                 fedavg_round(
@@ -71,7 +78,7 @@ class NaiveLoop:
                     self.workload.local_steps,
                     CLIENT_OPTIMIZER,
                 )
-        return Timing(total, Stopwatch())
+        return timing
 
 
 class Framework:
@@ -100,34 +107,27 @@ class Framework:
         """Run rounds in a ``fit`` of their own; preparing the fit is not counted."""
         clock = _RoundClock()
         fit(self.module, self.data, rounds, [clock])
-        return Timing(clock.total, clock.in_rounds)
+        return clock.timing
 
 
-AUGMENTATION = transforms.Compose(
-    [
-        transforms.RandomCrop(32, padding=CROP_PADDING),
-        transforms.RandomHorizontalFlip(),
-        transforms.ToTensor(),
-        transforms.Normalize(CIFAR10_MEAN, CIFAR10_STD),
-    ]
-)
-
-
-def naive_loader(
-    data: SyntheticImages, client: int, transform: Callable[[Any], Tensor], order: Tensor | None = None
-) -> DataLoader[Batch]:
-    """The loader that the naive loop has for a client.
+def client_images(
+    data: SyntheticImages, client: int, transform: Callable[[Any], Tensor] = AUGMENTATION
+) -> ClientImages:
+    """A client's images for those who read them one at a time.
 
     Args:
-        data: Where its images come from.
+        data: Where they come from, set up for ``fit``.
         client: The client's number.
         transform: Augmentation and normalisation of one PIL image.
-        order: Positions among the training images that are read in this order; None shuffles the client's own.
     """
-    samples = data.client_samples(client) if order is None else order
-    images = data.pixels[samples].permute(0, 2, 3, 1).contiguous().numpy()
-    dataset = ClientImages(images, data.train_images.labels[samples].numpy(), transform)
-    return DataLoader(dataset, BATCH_SIZE, shuffle=order is None, drop_last=True)
+    samples = data.client_samples(client).numpy()
+    return ClientImages(data.pictures, data.train_images.labels.numpy(), samples, transform)
+
+
+def round_loader(images: ClientImages, local_steps: int) -> DataLoader[Batch]:
+    """A loader that ends after ``local_steps`` batches: an epoch of it is a round, for peers that count in epochs."""
+    sampler = RandomSampler(images, num_samples=local_steps * BATCH_SIZE)
+    return DataLoader(images, BATCH_SIZE, sampler=sampler)
 
 
 def fit(
@@ -155,16 +155,16 @@ def fit(
 
 class _RoundClock(L.Callback):
     def __init__(self) -> None:
-        self.total, self.in_rounds = Stopwatch(), Stopwatch()
+        self.timing = Timing()
 
     def on_train_start(self, *args: Any) -> None:
-        self.total.start()
+        self.timing.total.start()
 
     def on_train_batch_start(self, *args: Any) -> None:
-        self.in_rounds.start()
+        self.timing.in_rounds.start()
 
     def on_train_batch_end(self, *args: Any) -> None:
-        self.in_rounds.stop()
+        self.timing.in_rounds.stop()
 
     def on_train_end(self, *args: Any) -> None:
-        self.total.stop()
+        self.timing.total.stop()

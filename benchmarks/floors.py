@@ -10,8 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from benchmarks.recipe import CLIENT_OPTIMIZER
 from benchmarks.stopwatch import Stopwatch
-from benchmarks.workloads import CLIENT_OPTIMIZER, SyntheticImages, Workload
+from benchmarks.workloads import SyntheticImages, Workload
 
 
 class Floors:

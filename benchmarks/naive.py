@@ -24,21 +24,45 @@ class ClientImages(Dataset[Any]):
     """One client's images, transformed one at a time.
 
     Args:
-        images: uint8, shape ``[n, H, W, 3]``.
-        labels: int64, shape ``[n]``.
+        images: Everybody's, uint8, shape ``[N, H, W, 3]``; not copied.
+        labels: Everybody's, int64, shape ``[N]``.
+        samples: Which of them are the client's, int64, shape ``[n]``.
         transform: Augmentation and normalisation, from a PIL image to a tensor ``[3, H, W]``.
     """
 
     def __init__(
-        self, images: np.ndarray, labels: np.ndarray, transform: Callable[[Image.Image], Tensor]
+        self,
+        images: np.ndarray,
+        labels: np.ndarray,
+        samples: np.ndarray,
+        transform: Callable[[Image.Image], Tensor],
     ) -> None:
-        self.images, self.labels, self.transform = images, labels, transform
+        self.images, self.labels, self.samples, self.transform = images, labels, samples, transform
 
     def __len__(self) -> int:
-        return len(self.labels)
+        return len(self.samples)
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        return self.transform(Image.fromarray(self.images[index])), int(self.labels[index])
+        sample = self.samples[index]
+        return self.transform(Image.fromarray(self.images[sample])), int(self.labels[sample])
+
+
+def train(
+    model: nn.Module,
+    loader: Iterable[Batch],
+    local_steps: int,
+    make_optimizer: Callable[[Iterable[Tensor]], Optimizer],
+) -> int:
+    """Take local steps with a new optimizer; the number of samples seen."""
+    model.train()
+    optimizer, seen = make_optimizer(model.parameters()), 0
+    for images, labels in islice(_endless(loader), local_steps):
+        optimizer.zero_grad(set_to_none=True)
+        loss = F.cross_entropy(model(images), labels)
+        loss.backward()  # type: ignore[no-untyped-call]  # torch gives it no types
+        optimizer.step()
+        seen += len(labels)
+    return seen
 
 
 def train_client(
@@ -49,13 +73,7 @@ def train_client(
 ) -> dict[str, Tensor]:
     """Train a copy of the server's model on one client; the client's state dict."""
     model = copy.deepcopy(server)
-    model.train()
-    optimizer = make_optimizer(model.parameters())
-    for images, labels in islice(_endless(loader), local_steps):
-        optimizer.zero_grad(set_to_none=True)
-        loss = F.cross_entropy(model(images), labels)
-        loss.backward()  # type: ignore[no-untyped-call]  # torch gives it no types
-        optimizer.step()
+    train(model, loader, local_steps, make_optimizer)
     return model.state_dict()
 
 

@@ -7,10 +7,14 @@ from benchmarks.compare import CLOCKS
 from benchmarks.contenders import EXECUTORS, Framework, NaiveLoop
 from benchmarks.floors import Floors
 from benchmarks.inside import compute_watched
+from benchmarks.recipe import make_model
 from benchmarks.stopwatch import Spread, Stopwatch
-from benchmarks.workloads import WORKLOADS, SyntheticImages, make_model
+from benchmarks.workloads import WORKLOADS, SyntheticImages
 
 PARTS = ("forward + backward", "augmentation", "optimizer")
+
+SINGLE_PROCESS = ("sequential", "vectorized")
+"""The executors whose parts can be timed alone."""
 
 
 def overhead(
@@ -44,8 +48,7 @@ def overhead(
     data.setup("fit")
     naive = NaiveLoop(workload, make_model(model_name), data)
     frameworks = {
-        name: Framework(workload, make_model(model_name), data, executor())
-        for name, executor in EXECUTORS.items()
+        name: Framework(workload, make_model(model_name), data, EXECUTORS[name]()) for name in SINGLE_PROCESS
     }
     floors = Floors(workload, make_model(model_name), data)
     naive.run(1)
@@ -54,7 +57,7 @@ def overhead(
     steps = rounds * workload.client_steps
     naive_times: dict[str, list[float]] = {clock: [] for clock in CLOCKS}
     rows: dict[str, dict[str, list[dict[str, float]]]] = {
-        name: {clock: [] for clock in CLOCKS} for name in EXECUTORS
+        name: {clock: [] for clock in CLOCKS} for name in SINGLE_PROCESS
     }
     for repetition in range(1, repeats + 1):
         watch = naive.run(rounds).total

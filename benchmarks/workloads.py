@@ -1,20 +1,15 @@
-"""What is timed: three federations of CIFAR-10's size, two models, one recipe of local training."""
+"""What is timed: three federations of CIFAR-10's size."""
 
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property
 
+import numpy as np
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
+from benchmarks.recipe import BATCH_SIZE, CIFAR10_MEAN, CIFAR10_STD, CROP_PADDING
 from datamodules.images import ImageData
 from datamodules.in_memory import InMemoryDataModule
-from fl_lightning.models import ResNet20
-
-BATCH_SIZE = 20
-CROP_PADDING = 2
-CIFAR10_MEAN, CIFAR10_STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
-CLIENT_OPTIMIZER = partial(torch.optim.SGD, lr=0.02, momentum=0.9, weight_decay=1e-4)
 
 
 @dataclass(frozen=True)
@@ -44,34 +39,6 @@ WORKLOADS = {
     "W2": Workload(num_clients=100, cohort_size=10, local_steps=20, rounds=1),
     "W3": Workload(num_clients=5, cohort_size=5, local_steps=1, rounds=100),
 }
-
-
-class Tiny(nn.Module):
-    """268,474 parameters and two BN layers with almost no compute: what is left of a step is the framework's own time."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(3, 16, 3, padding=1, bias=False)
-        self.norm1 = nn.BatchNorm2d(16)
-        self.hidden = nn.Linear(256, 1000, bias=False)
-        self.norm2 = nn.BatchNorm1d(1000)
-        self.classifier = nn.Linear(1000, 10)
-
-    def forward(self, images: Tensor) -> Tensor:
-        """Map images ``[b, 3, 32, 32]`` to logits ``[b, 10]``."""
-        features = F.relu(self.norm1(self.conv(F.avg_pool2d(images, 8))))
-        logits: Tensor = self.classifier(F.relu(self.norm2(self.hidden(features.flatten(1)))))
-        return logits
-
-
-MODELS: dict[str, type[nn.Module]] = {"tiny": Tiny, "resnet20": ResNet20}
-
-
-def make_model(name: str) -> nn.Module:
-    """A model of :data:`MODELS`, the same weights each time."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        return MODELS[name]()
 
 
 class SyntheticImages(InMemoryDataModule):
@@ -107,10 +74,15 @@ class SyntheticImages(InMemoryDataModule):
         """The random choices of a client's local step, int64, shape ``[20, 4]``."""
         return self._shares[client_id].step_draws(step)
 
+    @cached_property
+    def pictures(self) -> np.ndarray:
+        """All training images as PIL reads them, for those who read one at a time: uint8, shape ``[n, 32, 32, 3]``."""
+        return self.pixels.permute(0, 2, 3, 1).contiguous().numpy()
+
     def load(self) -> ImageData:
         """Draw the pixels."""
         generator = torch.Generator().manual_seed(0)
         shape = (self.num_images, 3, 32, 32)
         self.pixels = torch.randint(256, shape, dtype=torch.uint8, generator=generator)
         labels = torch.randint(10, (self.num_images,), generator=generator)
-        return ImageData(self.pixels, labels, self.pixels[:1], labels[:1])
+        return ImageData(self.pixels, labels, self.pixels[:1].clone(), labels[:1].clone())

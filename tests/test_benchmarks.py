@@ -6,28 +6,39 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.utils.data import DataLoader
 from torchvision import transforms
 
 from benchmarks import aggregation
 from benchmarks.__main__ import main
 from benchmarks.compare import compare
-from benchmarks.contenders import AUGMENTATION, EXECUTORS, Framework, NaiveLoop, fit, naive_loader
+from benchmarks.contenders import EXECUTORS, Framework, NaiveLoop, Timing, client_images, fit
 from benchmarks.naive import fedavg_round
-from benchmarks.stopwatch import Spread
-from benchmarks.workloads import CLIENT_OPTIMIZER, MODELS, WORKLOADS, SyntheticImages, Workload, make_model
+from benchmarks.overhead import SINGLE_PROCESS
+from benchmarks.recipe import AUGMENTATION, BATCH_SIZE, CLIENT_OPTIMIZER, make_model
+from benchmarks.stopwatch import Spread, Stopwatch
+from benchmarks.workloads import WORKLOADS, SyntheticImages, Workload
 from fl_lightning.aggregation import trimmed_mean
 
 SMALL = Workload(num_clients=3, cohort_size=3, local_steps=2, rounds=2)
 PLAIN_FLOAT64 = transforms.Compose(
     [*AUGMENTATION.transforms[2:], transforms.ConvertImageDtype(torch.float64)]
 )
-FEW = ["--images", "200", "--repeats", "2", "--rounds", "1", "--models", "tiny"]
+FEW = ["--images", "200", "--repeats", "2", "--rounds", "1", "--models", "tiny", "--threads", "1"]
+OURS = ["--contenders", "naive", *EXECUTORS]
 
 
 def small_data(augment=False):
     data = SyntheticImages(130, SMALL.num_clients, augment=augment)
     data.setup("fit")
     return data
+
+
+def loader(data, client, transform, order):
+    """The naive loop's images, in an order."""
+    images = client_images(data, client, transform)
+    images.samples = order.numpy()
+    return DataLoader(images, BATCH_SIZE)
 
 
 def samples(data, client, round_number):
@@ -44,7 +55,7 @@ def test_both_sides_compute_the_same_on_the_same_batches(executor):
     fit(framework.module, data, SMALL.rounds, [], precision="64-true")
     clients = range(SMALL.num_clients)
     for round_number in range(1, SMALL.rounds + 1):
-        loaders = [naive_loader(data, i, PLAIN_FLOAT64, samples(data, i, round_number)) for i in clients]
+        loaders = [loader(data, i, PLAIN_FLOAT64, samples(data, i, round_number)) for i in clients]
         sizes = [data.num_examples(i) for i in clients]
         fedavg_round(model, loaders, sizes, SMALL.local_steps, CLIENT_OPTIMIZER)
     ours, naive = framework.module.state_dict(), model.state_dict()
@@ -64,7 +75,7 @@ def test_both_sides_compute_the_same_on_the_same_batches(executor):
 def test_both_sides_augment_alike():
     data = small_data(augment=True)
     order = torch.zeros(2000, dtype=torch.int64)
-    naive = torch.cat([images for images, _ in naive_loader(data, 0, AUGMENTATION, order)])
+    naive = torch.cat([images for images, _ in loader(data, 0, AUGMENTATION, order)])
     places = torch.cartesian_prod(torch.arange(1), torch.arange(5), torch.arange(5), torch.arange(2))
     possible = data.train_images.batch(places)[0].flatten(1)
     nearest = torch.cdist(naive.flatten(1), possible, compute_mode="donot_use_mm_for_euclid_dist").min(1)
@@ -74,7 +85,7 @@ def test_both_sides_augment_alike():
     assert counts.max() < 90
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ["tiny", "resnet20"])
 def test_models_have_about_270_thousand_parameters(name):
     assert abs(sum(p.numel() for p in make_model(name).parameters()) - 270_000) < 2_000
 
@@ -93,31 +104,48 @@ def test_both_sides_sample_the_same_number_of_clients(monkeypatch):
     assert 0 < timing.in_rounds.wall < timing.total.wall
 
 
+class Slowing:
+    """Each repetition is twice as slow as the one before, for everyone."""
+
+    def __init__(self, seconds):
+        self.seconds = seconds
+        self.threads = []
+
+    def run(self, rounds):
+        count = torch.get_num_threads()
+        self.threads.append(count)
+        seconds = self.seconds[count] * 2 ** (self.threads.count(count) - 1)
+        return Timing(Stopwatch(seconds, seconds))
+
+
+def compare_slowing(monkeypatch, threads, **seconds):
+    entered = {name: Slowing(each) for name, each in seconds.items()}
+    monkeypatch.setattr("benchmarks.compare.enter", lambda name, *args: entered[name])
+    return compare("W3", "tiny", list(entered), threads, 200, 3, 1, lambda line: None), entered
+
+
 def test_ratios_are_taken_within_a_repetition(monkeypatch):
-    class Slowing:
-        """Each repetition is twice as slow as the one before, for everyone; ours takes a quarter of naive."""
-
-        def __init__(self, unit):
-            self.unit = unit
-            self.calls = -1
-
-        def run(self, rounds):
-            self.calls += 1
-            seconds = self.unit * 2**self.calls
-            total = type("Watch", (), {"wall": seconds, "cpu": seconds})
-            return type("Timing", (), {"total": total})
-
-    monkeypatch.setattr("benchmarks.compare.NaiveLoop", lambda *args: Slowing(4.0))
-    monkeypatch.setattr("benchmarks.compare.Framework", lambda *args: Slowing(1.0))
-    result = compare("W3", "tiny", 200, 3, 1, lambda line: None)
+    result, _ = compare_slowing(monkeypatch, [1], naive={1: 4.0}, sequential={1: 1.0})
     assert result["speedup"]["sequential"]["wall"] == Spread(4.0, 4.0, 4.0)
+    assert result["ahead"] == {"sequential": {"naive": Spread(4.0, 4.0, 4.0)}}
     assert result["ms_per_client_step"]["naive"]["wall"] == Spread(3200.0, 1600.0, 6400.0)
 
 
+def test_the_better_number_of_threads_counts(monkeypatch):
+    sides = {"naive": {1: 4.0, 2: 3.0}, "sequential": {1: 1.0, 2: 9.0}, "processes": {1: 0.5}}
+    result, entered = compare_slowing(monkeypatch, [1, 2], **sides)
+    assert result["threads"] == {"naive": 2, "sequential": 1, "processes": 1}
+    assert result["speedup"]["sequential"]["wall"] == Spread(3.0, 3.0, 3.0)
+    # a round that is not timed and three that are; two threads are hopeless for sequential after the first of them
+    runs = {name: [one.threads.count(count) for count in (1, 2)] for name, one in entered.items()}
+    assert runs == {"naive": [4, 4], "sequential": [4, 2], "processes": [4, 0]}
+    assert torch.get_num_threads() == 1
+
+
 def test_compare_prints_a_table_and_writes_its_numbers(capsys):
-    main(["--workloads", "W3", *FEW, "--json", "out.json"])
+    main(["--workloads", "W3", *FEW, *OURS, "--json", "out.json"])
     shown = capsys.readouterr()
-    assert [line.split("|")[3].strip() for line in shown.out.splitlines()[2:5]] == ["naive", *EXECUTORS]
+    assert [line.split("|")[3].strip() for line in shown.out.splitlines()[2:6]] == ["naive", *EXECUTORS]
     assert "2/2 vectorized" in shown.err
     with open("out.json") as file:
         written = json.load(file)
@@ -134,10 +162,10 @@ def test_compare_prints_a_table_and_writes_its_numbers(capsys):
 
 def test_overhead_is_the_total_without_its_parts(capsys):
     main(["overhead", "--workloads", "W3", *FEW, "--repeats", "1", "--json", "out.json"])
-    assert capsys.readouterr().out.count("| W3 | tiny |") == len(EXECUTORS)
+    assert capsys.readouterr().out.count("| W3 | tiny |") == len(SINGLE_PROCESS)
     with open("out.json") as file:
         (result,) = json.load(file)["results"]
-    assert result["executors"].keys() == EXECUTORS.keys()
+    assert tuple(result["executors"]) == SINGLE_PROCESS
     for clocks in result["executors"].values():
         for clock, spreads in clocks.items():
             value = {key: spread["median"] for key, spread in spreads.items()}
@@ -192,8 +220,14 @@ def test_aggregation_refuses_to_time_rules_that_differ(monkeypatch):
         (["--repeats", "0"], "argument --repeats: 0 must be at least 1"),
         (["--rounds", "two"], "argument --rounds: invalid int value: 'two'"),
         (["--images", "100"], "argument --images: 100 do not fill a batch of 20 for every client; use at least 200"),
+        (["--images", "1000", "scale"], "argument --images: 1000 do not fill a batch of 20 for every client; use at least 20000"),
+        (["--threads", "0"], "argument --threads: 0 is not from 1 to the "),
+        (["--contenders", "fedscale"], "argument --contenders: invalid choice: 'fedscale' (choose from 'naive', 'sequential', "),
+        (["scale", "--budget", "0"], "argument --budget: 0.0 must be above 0 seconds"),
+        (["chart"], "chart needs --results FILE and --picture FILE, such as docs/benchmarks.png"),
+        (["chart", "--results", "none.json", "--picture", "a.png"], "argument --results: none.json is no file of --json"),
         (["--json", "missing/out.json"], "argument --json: no folder"),
-        (["profile"], "argument command: invalid choice: 'profile' (choose from 'compare', 'overhead', 'aggregation')"),
+        (["profile"], "argument command: invalid choice: 'profile' (choose from 'compare', 'overhead', 'aggregation', "),
         (["aggregation", "--rules", "mean"], "argument --rules: invalid choice: 'mean' (choose from 'median', 'trimmed_mean'"),
         (["aggregation", "--memory-columns", "0"], "argument --memory-columns: 0 must be at least 1"),
     ],

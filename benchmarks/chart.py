@@ -1,0 +1,121 @@
+"""The figures: how many times as fast as the naive loop, and cost against scale."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.compare import label
+from benchmarks.scale import FACTORS
+from fl_lightning.drawing import (
+    BLACK,
+    BLUE,
+    GREY,
+    LIGHT_GREY,
+    SKY,
+    VERMILLION,
+    legend_above,
+    new_figure,
+    paper_style,
+    write_figure,
+)
+
+_SHADES = {"sequential": SKY, "vectorized": VERMILLION, "processes": BLUE}
+_MARKS = "osD^vP"
+_PAPER: Any = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}  # a number on it hides the line behind
+
+
+def draw_speedups(path: Path, results: Sequence[dict[str, Any]], machine: str) -> None:
+    """Bars of the naive loop's wall time divided by each contender's, a panel for each workload and model.
+
+    Args:
+        path: The PNG file.
+        results: Those of ``compare.compare``.
+        machine: What it was measured on, for the title.
+    """
+    names = list(dict.fromkeys(name for result in results for name in result["speedup"]))
+    labels = {name: label(name, result) for result in results for name in result["speedup"]}
+    columns = min(3, len(results))
+    lines = -(-len(results) // columns)
+    with paper_style():
+        title = [
+            "How many times as fast as the naive FedAvg loop, by wall time: median, smallest, largest",
+            "In colour the executors of fl_lightning, in grey other frameworks",
+            machine,
+        ]
+        figure = new_figure(lines * (0.75 + 0.24 * len(names)), title)
+        panels = figure.subplots(lines, columns, sharex=True, sharey=True, squeeze=False).ravel()
+        for axes, result in zip(panels, results, strict=False):
+            for row, name in enumerate(names):
+                if name not in result["speedup"]:
+                    continue
+                speedup = result["speedup"][name]["wall"]
+                middle = speedup["median"]
+                spread = [[middle - speedup["min"]], [speedup["max"] - middle]]
+                colour = _SHADES.get(name, LIGHT_GREY)
+                axes.barh(row, middle, 0.7, color=colour, xerr=spread, ecolor=BLACK, capsize=2)
+                place, text = speedup["max"] + 0.04, f"{middle:.2f}"
+                axes.text(place, row, text, va="center", fontsize=7, color=GREY, bbox=_PAPER)
+            axes.axvline(1, color=GREY, linewidth=0.8, linestyle=":")
+            axes.set_title(f"{result['workload']}, {result['model']}", fontsize=9)
+            axes.set_yticks(range(len(names)), [labels[name] for name in names])
+            axes.set_ylim(len(names) - 0.5, -0.5)
+            axes.set_xlabel("naive / this")
+        largest = max(row["wall"]["max"] for result in results for row in result["speedup"].values())
+        figure.axes[0].set_xlim(0, 1.2 * largest)
+        for unused in panels[len(results) :]:
+            unused.set_visible(False)
+    write_figure(path, figure)
+
+
+def draw_scale(path: Path, results: Sequence[dict[str, Any]], machine: str) -> None:
+    """Milliseconds of wall time per client step against each factor of scale, a panel for each.
+
+    Args:
+        path: The PNG file.
+        results: Those of ``scale.scale``.
+        machine: What it was measured on, for the title.
+    """
+    points = [point for result in results for point in result["points"]]
+    factors = [factor for factor in FACTORS if any(point["factor"] == factor for point in points)]
+    names = list(dict.fromkeys(name for point in points for name in point["ms_per_client_step"]))
+    with paper_style():
+        title = [
+            "Cost against scale: milliseconds of wall time per client step, one factor changed at a time around W1",
+            machine,
+        ]
+        lines = -(-len(factors) // 2)
+        figure = new_figure(2.1 * lines, title)
+        panels = figure.subplots(lines, 2, squeeze=False).ravel()
+        for axes, factor in zip(panels, factors, strict=False):
+            here = [point for point in points if point["factor"] == factor]
+            texts = list(dict.fromkeys(str(point["value"]) for point in here))
+            for index, name in enumerate(names):
+                found = [
+                    (texts.index(str(point["value"])), point["ms_per_client_step"][name])
+                    for point in here
+                    if name in point["ms_per_client_step"]
+                ]
+                low = [ms["median"] - ms["min"] for _, ms in found]
+                high = [ms["max"] - ms["median"] for _, ms in found]
+                axes.errorbar(
+                    [place for place, _ in found],
+                    [ms["median"] for _, ms in found],
+                    yerr=[low, high],
+                    color=_SHADES.get(name, BLACK if name == "naive" else LIGHT_GREY),
+                    marker=_MARKS[index % len(_MARKS)],
+                    markersize=4,
+                    linewidth=1,
+                    capsize=2,
+                    label=name if factor == factors[0] else None,
+                )
+            axes.set_xticks(range(len(texts)), texts)
+            axes.set_xlabel(FACTORS[factor])
+            axes.set_ylabel("ms per client step")
+            if factor == "model":
+                axes.set_yscale("log")
+            else:
+                axes.set_ylim(bottom=0)
+        for unused in panels[len(factors) :]:
+            unused.set_visible(False)
+        legend_above(figure.axes[0])
+    write_figure(path, figure)

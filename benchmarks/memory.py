@@ -1,0 +1,120 @@
+"""Peak memory of each contender in a process of its own, beyond what its imports take."""
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.process_tree import pss_mb
+from benchmarks.roster import enter, import_packages, present
+from benchmarks.workloads import WORKLOADS, SyntheticImages
+
+_EVERY = 0.05  # seconds between two looks
+
+
+def memory(
+    workload_name: str,
+    model_name: str,
+    names: Sequence[str],
+    num_images: int,
+    rounds: int,
+    say: Callable[[str], None],
+) -> dict[str, Any]:
+    """Measure the memory of contenders on a workload with a model, one after the other, on one thread.
+
+    What counts is the proportional set size: a page that n processes share counts an nth in each.
+
+    Args:
+        workload_name: A name of ``WORKLOADS``.
+        model_name: A name of ``recipe.MODELS``.
+        names: Names of ``roster.NAMES``; the naive loop is measured in any case, and first.
+        num_images: Training images of all clients together.
+        rounds: Rounds of each of them.
+        say: Told about the progress.
+
+    Returns:
+        ``mb[contender]``: ``imports`` of the process once it has imported everything, ``peak`` of all its processes
+        together while rounds run, ``more``, the difference; ``data``, that of the images as bytes, which everybody holds.
+    """
+    found: dict[str, dict[str, float]] = {}
+    for name in ["naive", *(name for name in names if name != "naive" and present(name))]:
+        found[name] = _measure([name, workload_name, model_name, str(num_images), str(rounds)])
+        say(f"  {workload_name} {model_name} {name:<10} {found[name]['more']:6.0f} MB")
+    return {
+        "workload": workload_name,
+        "model": model_name,
+        "rounds": rounds,
+        "data": num_images * 3 * 32 * 32 / 1e6,
+        "missing": [name for name in names if not present(name)],
+        "mb": found,
+    }
+
+
+def table(results: list[dict[str, Any]]) -> Iterator[str]:
+    """The results as the lines of a Markdown table."""
+    yield "| workload | model | | imports, MB | peak, MB | peak - imports, MB | this / naive |"
+    yield "|---" * 7 + "|"
+    for result in results:
+        start, naive = f"| {result['workload']} | {result['model']} |", result["mb"]["naive"]["more"]
+        for name, mb in result["mb"].items():
+            cells = " | ".join(f"{mb[key]:.0f}" for key in ("imports", "peak", "more"))
+            yield f"{start} {name} | {cells} | {mb['more'] / naive:.2f} |"
+        for name in result["missing"]:
+            yield f"{start} {name} | not installed | | | |"
+
+
+def _measure(arguments: Sequence[str]) -> dict[str, float]:
+    """Let a process say when it has imported, and when it is about to run; look at its memory then, and until it ends."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "benchmarks.memory", *arguments],
+        cwd=Path(__file__).resolve().parents[1],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    try:
+        process.stdout.readline()
+        imports = pss_mb(process.pid)
+        process.stdin.write("\n")
+        process.stdin.flush()
+        process.stdout.readline()
+        process.stdin.close()
+        peak = imports
+        while process.poll() is None:
+            peak = max(peak, pss_mb(process.pid))
+            time.sleep(_EVERY)
+    finally:
+        process.kill()
+        process.stdout.close()
+    if process.wait() != 0:
+        raise RuntimeError(f"measuring memory: the process for {' '.join(arguments)} failed, see above")
+    return {"imports": imports, "peak": peak, "more": peak - imports}
+
+
+def _serve(name: str, workload_name: str, model_name: str, num_images: str, rounds: str) -> None:
+    torch.set_num_threads(1)
+    import_packages(name)
+    _wait("imported")
+    workload = WORKLOADS[workload_name]
+    data = SyntheticImages(int(num_images), workload.num_clients)
+    data.setup("fit")
+    contender = enter(name, workload, model_name, data)
+    # the source of the images is the benchmark's, not the contender's
+    del data.pixels, data
+    _wait("entered")
+    contender.run(int(rounds))
+
+
+def _wait(reached: str) -> None:
+    print(reached, flush=True)
+    sys.stdin.readline()
+
+
+if __name__ == "__main__":
+    _serve(*sys.argv[1:])

@@ -1,0 +1,141 @@
+"""The command line of the benchmarks."""
+
+import argparse
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from benchmarks import aggregation
+from benchmarks.recipe import BATCH_SIZE, MODELS
+from benchmarks.roster import NAMES, present
+from benchmarks.scale import FACTORS
+from benchmarks.workloads import WORKLOADS
+
+_COMMANDS = ("compare", "overhead", "aggregation", "memory", "scale", "chart")
+
+_DESCRIPTION = """\
+Times communication rounds: a naive FedAvg loop, this framework with each executor, and other frameworks, in turn.
+
+  compare      (default) whole rounds, ms per client step and how many times as fast as the naive loop, each with the
+               better number of threads
+  memory       peak memory of each, all its processes together, beyond what its imports take
+  scale        cost per client step while clients, participation, local steps or the model grow, on one thread
+  overhead     the framework's own time: rounds minus forward + backward, augmentation and optimizer arithmetic
+  aggregation  the robust aggregation rules instead, against byzfl where it is installed: ms with the better of 1 and 2
+               threads at 10 and 100 clients (--rules, --columns), and the memory of ours (--memory-columns)
+  chart        draw what compare or scale have written (--results) into a picture (--picture)
+
+Workloads: W1 10 clients, 20 local steps; W2 10 of 100 clients, 20 local steps; W3 5 clients, 1 local step.
+Models: tiny has 270k parameters and almost no compute. Other frameworks, of the extra "bench": pfl, fluke, byzfl, flower.
+Numbers are "median [smallest, largest]".
+"""
+
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "models": {"overhead": ["tiny"], "memory": ["resnet20"], "scale": ["tiny"]},
+    "contenders": {"scale": ["naive", "sequential", "processes"]},
+    "repeats": {"overhead": 7},
+}
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"benchmarks: {message}\n")
+
+
+def parse(args: Sequence[str] | None) -> argparse.Namespace:
+    """The options of a command line, checked; whatever depends on the command has its default for this command."""
+    parser = _parser()
+    options = parser.parse_args(args)
+    for name, usual in {"models": ["tiny", "resnet20"], "contenders": list(NAMES), "repeats": 3}.items():
+        if getattr(options, name) is None:
+            setattr(options, name, _DEFAULTS[name].get(options.command, usual))
+    _check(parser, options)
+    return options
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        "python -m benchmarks", description=_DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    cores = os.cpu_count() or 1
+    add("command", nargs="?", default="compare", choices=_COMMANDS)
+    add("--workloads", nargs="+", choices=list(WORKLOADS), default=["W1", "W3"], help="W1 W3")
+    add(
+        "--models",
+        nargs="+",
+        choices=list(MODELS),
+        help="tiny resnet20 (overhead, scale: tiny; memory: resnet20)",
+    )
+    add("--contenders", nargs="+", choices=NAMES, help="all (scale: naive sequential processes)")
+    threads = [count for count in (1, 2) if count <= cores]
+    add("--threads", nargs="+", type=int, default=threads, help="threads to try, 1 2: the better one counts")
+    add("--repeats", type=int, help="repetitions, 3 unless given (overhead: 7)")
+    add(
+        "--rounds", type=int, help="rounds in a repetition, by default 1 for W1 and W2, 100 for W3; memory: 2"
+    )
+    add("--images", type=int, default=50_000, help="training images of all clients, 50000 as CIFAR-10")
+    add("--factors", nargs="+", choices=list(FACTORS), default=list(FACTORS), help="what grows in scale, all")
+    add("--budget", type=float, default=60.0, help="seconds for a contender at one point of scale, 60")
+    add("--rules", nargs="+", choices=list(aggregation.RULES), default=list(aggregation.RULES), help="all")
+    add("--columns", type=int, default=270_000, help="columns of the rows, 270000 as ResNet-20")
+    add("--memory-columns", type=int, default=1_000_000, help="likewise where memory is measured, 1000000")
+    add("--json", type=Path, metavar="FILE", help="write the results to this file as well")
+    add(
+        "--results",
+        type=Path,
+        nargs="+",
+        metavar="FILE",
+        help="what chart draws: files of --json, of one command",
+    )
+    add("--picture", type=Path, metavar="FILE", help="where chart draws it, a PNG file")
+    return parser
+
+
+def _check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    for name in ("repeats", "rounds", "columns", "memory_columns"):
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            parser.error(f"argument --{name.replace('_', '-')}: {value} must be at least 1")
+    for count in options.threads:
+        if not 1 <= count <= (os.cpu_count() or 1):
+            parser.error(
+                f"argument --threads: {count} is not from 1 to the {os.cpu_count()} cores of this machine"
+            )
+    missing = [name for name in options.contenders if not present(name)]
+    if options.command == "scale" and missing:
+        parser.error(
+            f"argument --contenders: {missing[0]} is not installed; pip install 'fl_lightning[bench]' has it"
+        )
+    if options.budget <= 0:
+        parser.error(f"argument --budget: {options.budget} must be above 0 seconds")
+    clients = max(WORKLOADS[name].num_clients for name in options.workloads)
+    clients = 1000 if options.command == "scale" and "clients" in options.factors else clients
+    needed = BATCH_SIZE * clients
+    if options.images < needed:
+        parser.error(
+            f"argument --images: {options.images} do not fill a batch of {BATCH_SIZE} for every client; use at least {needed}"
+        )
+    for name in ("json", "picture"):
+        path = getattr(options, name)
+        if path and not path.absolute().parent.is_dir():
+            parser.error(f"argument --{name}: no folder {path.absolute().parent}; make it first")
+    if options.command == "chart":
+        _check_chart(parser, options)
+
+
+def _check_chart(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    if not options.results or not options.picture:
+        parser.error("chart needs --results FILE and --picture FILE, such as docs/benchmarks.png")
+    commands = set()
+    for path in options.results:
+        try:
+            commands.add(json.loads(path.read_text())["command"])
+        except (OSError, ValueError, KeyError, TypeError):
+            parser.error(f"argument --results: {path} is no file of --json; write one with compare or scale")
+    if commands not in ({"compare"}, {"scale"}):
+        parser.error(
+            f"argument --results: files of {', '.join(sorted(commands))}; give those of compare, or those of scale"
+        )

@@ -1,0 +1,57 @@
+"""Who is timed: the naive loop, this framework with each executor, and other frameworks where they are installed."""
+
+import importlib
+import importlib.metadata
+import os
+
+from benchmarks.contenders import EXECUTORS, Contender, Framework, NaiveLoop
+from benchmarks.recipe import make_model
+from benchmarks.workloads import SyntheticImages, Workload
+
+PEERS = {"pfl": "pfl", "fluke": "fluke-fl", "byzfl": "byzfl", "flower": "flwr"}
+"""Other frameworks and the names under which they are installed; ``benchmarks/peers`` has a file for each."""
+
+NAMES = ("naive", *EXECUTORS, *PEERS)
+
+MULTI_PROCESS = ("processes", "flower")
+"""Those who use the machine by processes, each of them on one thread."""
+
+
+def version(peer: str) -> str | None:
+    """The version of a framework of :data:`PEERS`, None where it is not installed."""
+    try:
+        return importlib.metadata.version(PEERS[peer])
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def present(name: str) -> bool:
+    """Whether somebody of :data:`NAMES` can run here."""
+    return name not in PEERS or version(name) is not None
+
+
+def import_packages(name: str) -> None:
+    """Import what somebody of :data:`NAMES` needs."""
+    if name in PEERS:
+        # Flower reports its use over the network, and so does Ray
+        os.environ |= {"FLWR_TELEMETRY_ENABLED": "0", "RAY_USAGE_STATS_ENABLED": "0"}
+        importlib.import_module(f"benchmarks.peers.{name}")
+
+
+def enter(name: str, workload: Workload, model_name: str, data: SyntheticImages) -> Contender:
+    """Prepare somebody of :data:`NAMES` for a workload.
+
+    Args:
+        name: Whom.
+        workload: The federation and its local work.
+        model_name: A name of ``recipe.MODELS``.
+        data: The federated data, set up for ``fit``.
+    """
+    import_packages(name)
+    if name in PEERS:
+        module = importlib.import_module(f"benchmarks.peers.{name}")
+        contender: Contender = module.Peer(workload, model_name, data)
+        return contender
+    if name in EXECUTORS:
+        return Framework(workload, make_model(model_name), data, EXECUTORS[name]())
+    return NaiveLoop(workload, make_model(model_name), data)
