@@ -80,7 +80,7 @@ def draw_scale(path: Path, results: Sequence[dict[str, Any]], machine: str) -> N
     names = list(dict.fromkeys(name for point in points for name in point["ms_per_client_step"]))
     with paper_style():
         title = [
-            "Cost against scale: milliseconds of wall time per client step, one factor changed at a time around W1",
+            "Cost against scale: wall time of a client step, one factor changed at a time around W1",
             machine,
         ]
         lines = -(-len(factors) // 2)

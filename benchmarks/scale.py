@@ -1,5 +1,6 @@
 """Cost against scale: one thing changed at a time, around workload W1."""
 
+import gc
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -37,7 +38,7 @@ def scale(
     budget: float,
     say: Callable[[str], None],
 ) -> dict[str, Any]:
-    """Time contenders on one thread while the federation or the model grows.
+    """Time contenders on one thread while the federation or the model grows; short rounds are repeated.
 
     A point whose measurement would take more than the budget, judged by the point before it (the first one of a model by
     one local step of each client), is left out, and so is every further one of its factor.
@@ -67,8 +68,8 @@ def scale(
             for name in list(left):
                 if (name, model) not in known:
                     one_step = replace(workload, local_steps=1)
-                    known[name, model] = _seconds(enter(name, one_step, model, data)) / one_step.client_steps
-                expected = known[name, model] * workload.client_steps * repeats
+                    known[name, model] = _seconds_per_step(enter(name, one_step, model, data), one_step, 1)
+                expected = known[name, model] * workload.client_steps * _rounds(workload) * repeats
                 if expected > budget:
                     left.remove(name)
                     say(f"  {factor} {value} {name:<10} would take about {expected:,.0f} s: left out")
@@ -77,12 +78,14 @@ def scale(
                     taken[name] = []
             for _ in range(repeats):
                 for name, contender in contenders.items():
-                    taken[name].append(1000 * _seconds(contender) / workload.client_steps)
+                    taken[name].append(1000 * _seconds_per_step(contender, workload, _rounds(workload)))
             spreads = {name: Spread.of(measured) for name, measured in taken.items()}
             for name, spread in spreads.items():
                 known[name, model] = spread.median / 1000
                 say(f"  {factor} {value} {name:<10} {spread} ms per client step")
             points.append({"factor": factor, "value": value, "model": model, "ms_per_client_step": spreads})
+            contenders.clear()
+            gc.collect()  # a Trainer holds its data in a cycle
             if not left:
                 break
     return {
@@ -112,6 +115,11 @@ def _points(factor: str, model_name: str) -> Iterator[tuple[int | str, Workload,
         yield from ((value, workload, model_name) for value, workload in _FEDERATIONS[factor].items())
 
 
-def _seconds(contender: Contender) -> float:
+def _rounds(workload: Workload) -> int:
+    """As many as have the client steps of a round of W1."""
+    return max(1, _BASE.client_steps // workload.client_steps)
+
+
+def _seconds_per_step(contender: Contender, workload: Workload, rounds: int) -> float:
     torch.set_num_threads(1)
-    return contender.run(1).total.wall
+    return contender.run(rounds).total.wall / (rounds * workload.client_steps)

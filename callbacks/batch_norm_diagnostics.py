@@ -9,8 +9,9 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
 from fl_lightning import ConfigurationError
-from fl_lightning.batch_norm import buffer_kinds
+from fl_lightning.batch_norm import batch_norm_layers
 from fl_lightning.bn_measurements import (
+    layer_statistics,
     local_deviation,
     mean_variance,
     relative_deviation,
@@ -20,7 +21,6 @@ from fl_lightning.bn_measurements import (
 from fl_lightning.bn_report import BatchNormReport
 from fl_lightning.checks import check_choice
 from fl_lightning.first_step import FirstStep, first_step, has_statistics
-from fl_lightning.running_statistics import join_statistics, server_statistics
 from fl_lightning.statistics_pass import measured_statistics
 from fl_lightning.variants import BATCH_STATISTICS, VariantEvaluation
 
@@ -31,20 +31,24 @@ _MEASURES = ("statistics", "gradients", "gap", "bias")
 
 
 class BatchNormDiagnostics(BatchNormReport, VariantEvaluation):
-    """Measure what BN does in any run, with any method (an observer: training is the same bit for bit).
+    """Measure what BN does in any run, with any method (an observer: training is the same).
+
+    It is the same bit for bit where models and data draw from the global generators of torch, numpy and Python, and keep no count
+    of their calls: a measured round runs the first step's batches and forward passes once more.
 
     In round 1 and in every ``every_n_rounds``-th one. p_m are the clients' aggregation weights, S the server's running
     means and variances that the round starts from, S_m client m's own: mean and unbiased variance of what each BN layer
     is given in the first local step, on the batch that the client draws and at the weights that it starts from. That
     is what PyTorch's BN would add to its moving averages, also where the layer normalises with something else. The step
     is computed beside the run, as the method's own (frozen statistics, FBN's, FedTAN's joint pass), without dropout.
+    Layers that the forward pass does not call are left out.
 
     - ``"statistics"``: ``bn/global_change``, the L1 norm of S' - S with S' after the round, and ``bn/local_deviation``,
       ``sum_m p_m |S_m - S|_1`` (Figure 3a of the FixBN paper), both also ``_per_float``; ``bn/window_variance``, the
       unbiased variance of S_m over the rounds that were measured of client m, mean over floats and clients (Figure 3b).
     - ``"gradients"``: ``bn/gradient_deviation``, ``|sum_m w_m g_m - g| / |g|`` in L2 norms: the clients' first gradients,
       weighed by the sizes of their batches, against that of the method's centralised twin, one client with the union of
-      the batches; also for BN's gamma and beta (``_affine``) and all others (``_weights``) by themselves. They are
+      the batches; of a model with gamma and beta also for these (``_affine``) and all others (``_weights``). They are
       gradients of the loss: what FedProx, SCAFFOLD or clipping make of them does not enter. Zero up to rounding for GN,
       FixBN once frozen, FBN and FedTAN. In mixed precision rounding is that of bfloat16. Parameters that a round
       freezes or that clients keep are left out.
@@ -53,18 +57,21 @@ class BatchNormDiagnostics(BatchNormReport, VariantEvaluation):
 
     - ``"gap"``: ``bn/train_eval_gap``, the accuracy with the server's running statistics minus that with those of the
       evaluation batch (``val/accuracy_batch_statistics``).
-    - ``"bias"``: ``bn/mean_bias`` and ``bn/var_bias``, the server's m and v against m* and v*, the exact moments
-      (variances biased) of all clients' training data at its weights: mean over the layers of ``|m - m*| / |sqrt(v*)|``
-      and ``|v - v*| / |v*|``; ``bn/recalibration_gap``, accuracy with the server's minus that with the exact statistics
-      (``val/accuracy_recalibrated``). A pass over all training data.
+    - ``"bias"``: ``bn/mean_bias`` and ``bn/var_bias``, the server's m and v against m* and v*, the moments (variances
+      biased) of a pooled pass at its weights: batch k is the union of all clients' k-th batches, it normalises with its own
+      statistics, and the values of all batches count alike. In the first BN layer these are the moments of all training
+      data. Means over the layers of ``|m - m*| / |sqrt(v*)|`` and ``|v - v*| / |v*|``; ``bn/recalibration_gap``, accuracy
+      with the server's minus that with m* and v* (``val/accuracy_recalibrated``).
 
     ``bn_drift.png`` shows these over the rounds, ``bn_layers.png`` and ``bn_layers.csv`` those of each layer, of about
     100 rounds; of a layer's weight and bias together, since gradients of biases before BN are nothing but rounding.
-    For a model without BN, or whose BN keeps no running statistics, only gradients are measured.
+    For a model without BN, or whose BN keeps no running statistics, only gradients are measured. ``result.json`` has the
+    newest numbers of each measure, and their round. An evaluation after the last round counts as that round's.
 
     A measured round took 3.2 (LeNet) to 3.7 times (ResNet-8) as long as others on a CPU with E = 1, and 2.5 times with
     ``"statistics"`` alone: with the default of every tenth round a run takes 1.2 to 1.3 times as long, and rounds in
-    between cost nothing. A measured round needs the memory of a second cohort and of the union batch.
+    between cost nothing. A measured round needs the memory of a second cohort and of the union batch, ``"bias"`` that of
+    a forward pass on a batch of all clients, in the cohort or not.
 
     Args:
         every_n_rounds: How often rounds are measured, at least 1.
@@ -92,21 +99,36 @@ class BatchNormDiagnostics(BatchNormReport, VariantEvaluation):
             ("window", window, 2),
             ("window_clients", window_clients, 1),
         ):
-            if value < least:
-                raise ConfigurationError(f"BatchNormDiagnostics.{setting}: {value} must be at least {least}")
+            if not isinstance(value, int) or value < least:
+                raise ConfigurationError(
+                    f"BatchNormDiagnostics.{setting}: {value} must be a whole number, at least {least}"
+                )
+        if isinstance(measure, str):
+            raise ConfigurationError(f"BatchNormDiagnostics.measure: {measure!r} must be a list: [{measure}]")
         self._chosen = _MEASURES[:-1] if measure is None else tuple(measure)
         for name in self._chosen:
             check_choice("BatchNormDiagnostics.measure", name, _MEASURES)
         self.every_n_rounds, self.window, self.window_clients = every_n_rounds, window, window_clients
         self.measure = measure
         super().__init__()
+
+    def start_anew(self) -> None:
+        """Forget what was measured: another run begins."""
+        super().start_anew()
         self.windows: dict[int, Tensor] = {}
         self._before: Tensor | None = None
         self._true: dict[str, Tensor] = {}
 
     def configure_batch_norm(self, pl_module: "FederatedModule") -> None:
-        """Look at the layers."""
+        """Look at the layers; a run that starts from round 1 knows nothing of one before."""
+        if not pl_module.trainer.current_epoch:
+            self.start_anew()
         self.look_at(pl_module.model)
+
+    def on_round_start(self, trainer: L.Trainer, pl_module: "FederatedModule", cohort: "Cohort") -> None:
+        """Where a round is measured, have the cohort keep what it starts from."""
+        if self._is_measured(cohort):
+            cohort.keep_start()
 
     def on_after_local_backward(
         self, trainer: L.Trainer, pl_module: "FederatedModule", cohort: "Cohort", step: int
@@ -116,24 +138,28 @@ class BatchNormDiagnostics(BatchNormReport, VariantEvaluation):
             return
         if self.frozen_round is None and cohort.policy["mean"] == "frozen":
             self.frozen_round = cohort.round
-        statistics = "statistics" in self._chosen and bool(self.channels)
-        gradients = "gradients" in self._chosen
-        if (cohort.round == 1 or cohort.round % self.every_n_rounds == 0) and (statistics or gradients):
+        if self._is_measured(cohort):
+            gradients = "gradients" in self._chosen
             first = first_step(pl_module, cohort, union=gradients)
-            if statistics:
-                self._before = server_statistics(cohort)
+            if "statistics" in self._chosen and first.channels:
+                if self.channels != first.channels:
+                    self.channels, self.windows = dict(first.channels), {}
+                self._before = layer_statistics(cohort.server_buffers, self.channels)
                 self._measure_statistics(pl_module, cohort, torch.stack([first.means, first.variances]))
             if gradients:
                 self._measure_gradients(pl_module, cohort, first)
+
+    def _is_measured(self, cohort: "Cohort") -> bool:
+        due = cohort.round == 1 or cohort.round % self.every_n_rounds == 0
+        return due and not {"statistics", "gradients"}.isdisjoint(self._chosen)
 
     def on_train_batch_end(  # type: ignore[override]  # rounds have one
         self, trainer: L.Trainer, pl_module: "FederatedModule", outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """How far the server's statistics have gone in the round, whichever callback has set them."""
         if self._before is not None:
-            buffers, kinds = dict(pl_module.model.named_buffers()), buffer_kinds(pl_module.model)
-            change = (join_statistics(buffers, kinds) - self._before).abs().double()
-            self.report_floats(pl_module, "global_change", change)
+            after = layer_statistics(dict(pl_module.model.named_buffers()), self.channels)
+            self.report_floats(pl_module, "global_change", (after - self._before).abs().double())
             self._before = None
 
     def _measure_statistics(self, pl_module: "FederatedModule", cohort: "Cohort", clients: Tensor) -> None:
@@ -151,7 +177,7 @@ class BatchNormDiagnostics(BatchNormReport, VariantEvaluation):
                 self.windows[client] = seen[-self.window :].clone()
         variance = mean_variance(self.windows.values())
         if variance is not None:
-            self.report(pl_module, {"bn/window_variance": float(variance.mean())})
+            self.report(pl_module, "statistics", {"bn/window_variance": float(variance.mean())})
             self.keep_floats(pl_module, "window_variance", variance.view(2, -1))
 
     def _measure_gradients(self, pl_module: "FederatedModule", cohort: "Cohort", first: FirstStep) -> None:
@@ -161,11 +187,12 @@ class BatchNormDiagnostics(BatchNormReport, VariantEvaluation):
             "_affine": [name for name in found if kinds[name] == "affine"],
             "_weights": [name for name in found if kinds[name] == "weight"],
         }
-        if not parts["_affine"]:
+        if "affine" not in kinds.values():
             parts = {"": list(found)}
         smallest = rounding(wanted)
         self.report(
             pl_module,
+            "gradients",
             {
                 f"bn/gradient_deviation{part}": relative_deviation(found, wanted, names, smallest)
                 for part, names in parts.items()
@@ -184,14 +211,14 @@ class BatchNormDiagnostics(BatchNormReport, VariantEvaluation):
     def variants(
         self, trainer: L.Trainer, pl_module: "FederatedModule"
     ) -> Mapping[str, Mapping[str, Tensor]]:
-        """The server's model with the statistics of the batch, and with those of all training data."""
+        """The server's model with the statistics of the batch, and with those of a pooled pass over all training data."""
         found: dict[str, Mapping[str, Tensor]] = {}
         self._true = {}
         if has_statistics(pl_module.model):
             if "gap" in self._chosen:
                 found["batch_statistics"] = BATCH_STATISTICS
             if "bias" in self._chosen and trainer.state.fn == TrainerFn.FITTING:
-                self._true = measured_statistics(trainer, pl_module, "per_client_total_variance")
+                self._true = measured_statistics(trainer, pl_module, "pooled_total_variance")
                 found |= {"recalibrated": self._true} if self._true else {}
         return found
 
@@ -199,18 +226,23 @@ class BatchNormDiagnostics(BatchNormReport, VariantEvaluation):
         """Log what evaluation has found."""
         variants = self._evaluations
         super().on_validation_epoch_end(trainer, pl_module)
-        metrics = {}
         own = pl_module.evaluation.accuracy
-        for name, metric in (("batch_statistics", "train_eval_gap"), ("recalibrated", "recalibration_gap")):
+        metrics = {
+            "batch_statistics": ("gap", "train_eval_gap"),
+            "recalibrated": ("bias", "recalibration_gap"),
+        }
+        for name, (measure, metric) in metrics.items():
             if name in variants and own.update_called:
-                metrics[f"bn/{metric}"] = own.compute().item() - variants[name].metrics["accuracy"]
+                gap = own.compute().item() - variants[name].metrics["accuracy"]
+                self.report(pl_module, measure, {f"bn/{metric}": gap})
         if self._true:
             held = dict(pl_module.model.named_buffers())
-            biases = statistics_bias(held, self._true, list(self.channels))
+            every = batch_norm_layers(pl_module.model)
+            layers = [layer for layer in every if f"{layer}.running_mean" in self._true]
+            biases = statistics_bias(held, self._true, layers)
             for quantity, values in zip(("mean_bias", "var_bias"), biases, strict=True):
-                metrics[f"bn/{quantity}"] = sum(values) / len(values)
-                self.keep(pl_module, quantity, dict(zip(self.channels, values, strict=True)))
-        self.report(pl_module, metrics)
+                self.report(pl_module, "bias", {f"bn/{quantity}": sum(values) / len(values)})
+                self.keep(pl_module, quantity, dict(zip(layers, values, strict=True)))
 
     def state_dict(self) -> dict[str, Any]:
         """The window and what is reported."""

@@ -24,9 +24,10 @@ class StaticBN(FederatedCallback):
 
     Args:
         statistics_pass: ``"pooled"``: averages over batches of all clients' data together, as HeteroFL's code, which a
-            federation cannot do (batch k is the union of the clients' k-th batches; theirs are shuffled over all data); ``"per_client"``: averages over each client's batches by itself, without the variance
-            between the clients; ``"per_client_total_variance"``: the exact variance over all clients' data, from each
-            client's count, mean and variance.
+            federation cannot do (batch k is the union of the clients' k-th batches; theirs are shuffled over all data);
+            ``"pooled_total_variance"``: the variance of all values in these batches; ``"per_client"``: averages over each
+            client's batches by itself, without the variance between the clients; ``"per_client_total_variance"``: the
+            variance of all values in those, from each client's count, mean and variance.
 
     Raises:
         ConfigurationError: Unknown pass, or a model without running statistics.

@@ -8,6 +8,19 @@ from torch import Tensor
 _TINY = torch.finfo(torch.float64).tiny
 
 
+def layer_statistics(buffers: Mapping[str, Tensor], layers: Iterable[str]) -> Tensor:
+    """Running means and variances of some BN layers side by side, ``[2, channels]``.
+
+    Args:
+        buffers: A model's buffers by name.
+        layers: Names of the layers.
+    """
+    names = list(layers)
+    return torch.stack(
+        [torch.cat([buffers[f"{layer}.running_{kind}"] for layer in names]) for kind in ("mean", "var")]
+    )
+
+
 def local_deviation(clients: Tensor, server: Tensor, weights: Tensor) -> Tensor:
     """Weighted mean over the clients of ``|S_m - S|`` (Zhong et al., arXiv 2303.06530, Figure 3a), float by float.
 

@@ -3,11 +3,10 @@
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 
-from fl_lightning.batch_norm import batch_norm_layers
 from fl_lightning.drift_pictures import MAPS, drift_figure, has_drift, layers_figure
-from fl_lightning.first_step import has_statistics
 from fl_lightning.layer_history import LayerHistory, layer_labels
 from fl_lightning.reports import Drawing, Report, Table
 
@@ -20,30 +19,33 @@ class BatchNormReport(Report):
 
     Attributes:
         history: The numbers of each layer.
-        newest: The newest value of each metric, and its round.
+        newest: The newest metrics of each measure, and the round that all of them are of.
         frozen_round: The first round with frozen statistics, None as long as there is none.
-        channels: Channels of each BN layer, first to last; empty for a model without BN's running statistics.
+        channels: Channels of each BN layer that was measured last, first to last.
     """
 
     def __init__(self) -> None:
         super().__init__()
+        self.start_anew()
+
+    def start_anew(self) -> None:
+        """Forget what was measured: another run begins."""
         self.history = LayerHistory()
-        self.newest: dict[str, tuple[int, float]] = {}
+        self.newest: dict[str, tuple[int, dict[str, float]]] = {}
         self.frozen_round: int | None = None
         self.channels: dict[str, int] = {}
         self._labels: dict[str, str] = {}
         self._distributions: dict[str, list[float]] = {}
 
     def look_at(self, model: nn.Module) -> None:
-        """Take up the layers of a model."""
+        """Take up the names of a model's layers."""
         self._labels = layer_labels(model)
-        layers = batch_norm_layers(model) if has_statistics(model) else {}
-        self.channels = {name: layer.num_features for name, layer in layers.items()}
 
     def report_floats(self, pl_module: "FederatedModule", name: str, values: Tensor) -> None:
         """Report the L1 norm of ``[2, channels]`` in total and per float, and keep it for each layer."""
         total = float(values.sum())
-        self.report(pl_module, {f"bn/{name}": total, f"bn/{name}_per_float": total / values.numel()})
+        metrics = {f"bn/{name}": total, f"bn/{name}_per_float": total / values.numel()}
+        self.report(pl_module, "statistics", metrics)
         self.keep_floats(pl_module, name, values)
 
     def keep_floats(self, pl_module: "FederatedModule", name: str, values: Tensor) -> None:
@@ -58,15 +60,21 @@ class BatchNormReport(Report):
         """Keep a number of each layer."""
         self.history.add(quantity, pl_module.round, pl_module.planned_rounds, values)
 
-    def report(self, pl_module: "FederatedModule", metrics: Mapping[str, float]) -> None:
-        """Log numbers of the whole model."""
+    def report(self, pl_module: "FederatedModule", measure: str, metrics: Mapping[str, float]) -> None:
+        """Log numbers of the whole model; they take the place of those that the measure had in an earlier round."""
         for name, value in metrics.items():
             pl_module.log(name, value)
-            self.newest[name] = (pl_module.round, value)
+        if metrics:
+            now = _newest_round(pl_module)
+            before, values = self.newest.get(measure, (now, {}))
+            self.newest[measure] = now, {**(values if before == now else {}), **metrics}
 
     def figures(self, rows: Sequence[Mapping[str, Any]]) -> Mapping[str, Drawing]:
         """``bn_drift``, numbers of the whole model over the rounds, and ``bn_layers``, of each layer."""
         found: dict[str, Drawing] = {}
+        for number, metrics in self.newest.values():
+            # an evaluation after the last round came too late for its row
+            rows = [{**metrics, **row} if row["round"] == number else row for row in rows]
         if has_drift(rows):
             found["bn_drift"] = lambda title: drift_figure(rows, self.frozen_round, title)
         maps = {quantity: self.history.values(quantity) for quantity in MAPS}
@@ -83,16 +91,22 @@ class BatchNormReport(Report):
         return self._distributions
 
     def result(self) -> Mapping[str, float]:
-        """The newest value of everything measured."""
-        return {name.replace("/", "_"): value for name, (_, value) in self.newest.items()}
+        """The newest numbers of each measure, and their round as ``bn_<measure>_round``."""
+        found: dict[str, float] = {}
+        for measure, (round_number, metrics) in self.newest.items():
+            found |= {name.replace("/", "_"): value for name, value in metrics.items()}
+            found[f"bn_{measure}_round"] = round_number
+        return found
 
     def result_lines(self) -> Mapping[str, str]:
         """The newest gradient deviation and gap."""
-        shown = {"gradient deviation": "bn/gradient_deviation", "train/eval gap": "bn/train_eval_gap"}
         return {
-            label: "{1:.3g} in round {0:,}".format(*self.newest[name])
-            for label, name in shown.items()
-            if name in self.newest
+            label: f"{self.newest[measure][1][name]:.3g} in round {self.newest[measure][0]:,}"
+            for label, measure, name in (
+                ("gradient deviation", "gradients", "bn/gradient_deviation"),
+                ("train/eval gap", "gap", "bn/train_eval_gap"),
+            )
+            if measure in self.newest
         }
 
     def state_dict(self) -> dict[str, Any]:
@@ -101,9 +115,19 @@ class BatchNormReport(Report):
             "history": self.history.rows,
             "newest": self.newest,
             "frozen_round": self.frozen_round,
+            "channels": list(self.channels.items()),
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take up what a checkpoint had measured."""
         self.history.rows = state_dict["history"]
         self.newest, self.frozen_round = state_dict["newest"], state_dict["frozen_round"]
+        self.channels = dict(state_dict["channels"])
+
+
+def _newest_round(pl_module: "FederatedModule") -> int:
+    """The round under way, or outside of one the last that was finished, 0 before the first."""
+    trainer = pl_module.trainer
+    if trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking:
+        return pl_module.round
+    return int(pl_module.row.get("round", 0))

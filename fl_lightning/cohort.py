@@ -34,6 +34,7 @@ class Cohort(ClientRows):
         server_buffers: The server model's own buffers by name.
         pseudo_gradient: Storage of the server's gradients, ``[1, *shape]`` by name.
         buffer_aggregate: Storage of the aggregate of the clients' buffers, likewise.
+        start_buffers: What the buffers held before the first local step, likewise, where :meth:`keep_start` has asked for it.
         policy: What happens to each kind of state in this round (see ``fl_lightning.policy``).
         losses: Mean training loss of each client over its local steps of this round, shape ``[C]``; known from
             ``on_before_aggregate`` on.
@@ -58,6 +59,7 @@ class Cohort(ClientRows):
         self.pseudo_gradient = Rows.empty(self.params.layout, parameters, 1)
         self.buffer_aggregate = Rows.empty(self.buffers.layout, buffers, 1)
         self.local_steps: list[int] = []
+        self.start_buffers: dict[str, Tensor] | None = None
         self.policy: dict[str, str] = {}
         self._dropout_keys = [f"{n}.key" for n, layer in model.named_modules() if isinstance(layer, Dropout)]
         self._optimizer_made_of: tuple[Any, ...] | None = None
@@ -84,6 +86,7 @@ class Cohort(ClientRows):
         self.local_steps = list(local_steps)
         self.policy = dict(policy)
         self._finished.clear()
+        self.start_buffers = None
         for name, shapes in self.params.layout.items():
             row = join_columns(self.server_parameters, shapes, out=self.server_rows.blocks[name][0])
             self.params.blocks[name].copy_(row.expand_as(self.params.blocks[name]))
@@ -102,6 +105,10 @@ class Cohort(ClientRows):
             self._optimizer_made_of = made_of
             self.train_blocks(trained)
         self.begin_step(0)
+
+    def keep_start(self) -> None:
+        """Ask in ``on_round_start`` for ``start_buffers``: what is there when every callback has had that hook."""
+        self.start_buffers = {}
 
     def restart_optimizer(self) -> None:
         """Give every client a fresh client optimizer, without state."""
@@ -193,6 +200,8 @@ class Cohort(ClientRows):
 
     def begin_step(self, step: int) -> None:
         """Begin local step ``step`` (from 0); rows that do not take it get a zero gradient."""
+        if step == 0 and self.start_buffers is not None:
+            self.start_buffers = {name: value.clone() for name, value in self.buffers.items()}
         self.step, self._over = step, False
         for row in (row for row, steps in enumerate(self.local_steps) if step == steps):
             for block in self.grads.blocks.values():

@@ -36,46 +36,50 @@ _PANELS: tuple[tuple[str, float | None, tuple[tuple[str, str, str, str], ...]], 
         "BN statistics:\nL1 norm",
         0.0,
         (
-            ("bn/local_deviation", "distance of clients' first batches from the server", VERMILLION, "-"),
-            ("bn/global_change", "change of the server's in the round", BLUE, "--"),
+            ("bn/local_deviation", "clients' first batches: distance to the server's", VERMILLION, "-"),
+            ("bn/global_change", "the server's running ones: change in a round", BLUE, "--"),
         ),
     ),
     (
         "BN statistics:\nvariance",
         0.0,
-        (("bn/window_variance", "of a client over its window (mean of clients and floats)", BLUE, "-"),),
+        (("bn/window_variance", "of a client's first batches over rounds, mean of clients", BLUE, "-"),),
     ),
-    ("training loss", None, (("train/loss", "mean of clients, before aggregation", BLACK, "-"),)),
+    (
+        "training loss",
+        None,
+        (("train/loss", "of the clients' own models before aggregation, mean", BLACK, "-"),),
+    ),
     (
         "gradient deviation,\nrelative",
         1.0,
         (
-            ("bn/gradient_deviation", "all parameters", BLACK, "-"),
-            ("bn/gradient_deviation_affine", "BN gamma, beta", VERMILLION, "--"),
-            ("bn/gradient_deviation_weights", "the others", SKY, ":"),
+            ("bn/gradient_deviation", "all parameters, clients' mean against their union batch", BLACK, "-"),
+            ("bn/gradient_deviation_affine", "BN's gamma and beta", VERMILLION, "--"),
+            ("bn/gradient_deviation_weights", "all others", SKY, ":"),
         ),
     ),
     (
         "BN statistics:\nrelative bias",
         0.0,
         (
-            ("bn/mean_bias", "the server's means from exact ones", BLUE, "-"),
-            ("bn/var_bias", "the server's variances", VERMILLION, "--"),
+            ("bn/mean_bias", "running means against a pooled pass over all training data", BLUE, "-"),
+            ("bn/var_bias", "running variances likewise", VERMILLION, "--"),
         ),
     ),
     (
-        "accuracy, server's\nBN statistics",
+        "accuracy\ndifference",
         None,
         (
-            ("bn/train_eval_gap", "minus that with the batch's", BLUE, "-"),
-            ("bn/recalibration_gap", "minus that with exact ones", VERMILLION, "--"),
+            ("bn/train_eval_gap", "running statistics minus those of the evaluation batch", BLUE, "-"),
+            ("bn/recalibration_gap", "running statistics minus those of the pooled pass", VERMILLION, "--"),
         ),
     ),
 )
 MAPS = {
-    "local_deviation_mean": "distance of clients' means (first batch) from the server's: L1 norm per float",
-    "local_deviation_var": "distance of clients' variances (first batch) from the server's: L1 norm per float",
-    "gradient_deviation": "deviation of clients' mean gradient from that of the union batch, relative",
+    "local_deviation_mean": "clients' batch means: distance from the server's running ones, per channel",
+    "local_deviation_var": "clients' batch variances: distance from the server's running ones, per channel",
+    "gradient_deviation": "clients' mean gradient: distance from their union batch's, relative",
 }
 """The quantities that have a heat map, and what it says."""
 

@@ -27,12 +27,14 @@ class FirstStep:
         mean_gradient: The clients' gradients, averaged by the sizes of their batches, ``[*shape]`` by the name of the
             parameter; without those that the round freezes or leaves with the clients.
         union_gradient: The gradient of the same method's centralised twin: one client with the union of the batches.
-        means: Mean of each client's inputs of all BN layers, in the order of the model, ``[C, channels]``.
+        channels: Channels of each BN layer that every client's forward pass has called, in the order of the model.
+        means: Mean of each client's inputs of these layers, side by side, ``[C, channels]``.
         variances: Their variance, unbiased as PyTorch's running variances are, likewise.
     """
 
     mean_gradient: Mapping[str, Tensor]
     union_gradient: Mapping[str, Tensor]
+    channels: Mapping[str, int]
     means: Tensor
     variances: Tensor
 
@@ -47,12 +49,13 @@ def first_step(pl_module: "FederatedModule", cohort: Cohort, *, union: bool = Tr
     """Compute a round's first local step again, forward and backward, without a trace in the run.
 
     It is the method's own, in the run's precision: BN layers normalise as the method lets them, in one joint forward
-    pass where it has one, on the batches that the clients have drawn. Dropout is off, because client and union would
-    draw different masks. The union is a cohort of one, at the server's weights.
+    pass where it has one, on the batches that the clients have drawn, from the weights and buffers that their rows have
+    started from. Dropout is off, because client and union would draw different masks. The union is a cohort of one: it
+    starts from what a callback has given all clients alike in ``on_round_start``, and else from the server's state.
 
     Args:
         pl_module: The federated module, inside a round.
-        cohort: The round's cohort before the first step of the client optimizer.
+        cohort: The round's cohort before the first step of the client optimizer, with its ``start_buffers``.
         union: Whether the union is computed too; without it there is no ``union_gradient``.
     """
     slots, rows = pl_module.slots, list(range(len(cohort)))
@@ -60,11 +63,12 @@ def first_step(pl_module: "FederatedModule", cohort: Cohort, *, union: bool = Tr
         pl_module.slots = StateSlots(pl_module.model)
         try:
             clients = _beside(pl_module, cohort, cohort.client_ids)
-            _copy_clients(cohort, clients)
+            _copy_start(cohort, clients)
             batches = pl_module.client_batches(clients, rows, 0)
             _executor(pl_module).backward(pl_module, clients, batches, rows)
             twin = _beside(pl_module, cohort, cohort.client_ids[:1]) if union else None
             if twin is not None:
+                _copy_common(cohort, twin)
                 with one_client_for_all():
                     _executor(pl_module).backward(pl_module, twin, batches.union(), [0])
         finally:
@@ -73,21 +77,36 @@ def first_step(pl_module: "FederatedModule", cohort: Cohort, *, union: bool = Tr
     averaged = [block for block in cohort.params.layout if cohort.treatment(block) == "averaged"]
     names = [name for block in averaged for name in cohort.params.layout[block]]
     shares = (sizes / sizes.sum()).to(clients.grads[names[0]]) if names else sizes
+    called = [layer for layer in layers if bool(clients.buffers[f"{layer}.observed"].all())]
     return FirstStep(
         mean_gradient={n: torch.einsum("c,c...->...", shares, clients.grads[n]) for n in names},
         union_gradient={n: twin.grads[n][0] for n in names} if twin is not None else {},
-        means=_join(clients, layers, "observed_mean"),
-        variances=_join(clients, layers, "observed_var"),
+        channels={layer: clients.buffers[f"{layer}.observed_mean"].shape[1] for layer in called},
+        means=_join(clients, called, "observed_mean"),
+        variances=_join(clients, called, "observed_var"),
     )
 
 
-def _copy_clients(cohort: Cohort, clients: Cohort) -> None:
-    """What the clients have taken up of their own; statistics that are local are those after the first forward pass."""
+def _copy_start(cohort: Cohort, clients: Cohort) -> None:
+    """What each client's row held before the first forward pass, whichever callback had put it there."""
+    assert cohort.start_buffers is not None
     for name, block in clients.params.blocks.items():
         block.copy_(cohort.params.blocks[name])
-    for name, block in clients.buffers.blocks.items():
-        if name in cohort.buffers.blocks and cohort.treatment(name) == "local":
-            block.copy_(cohort.buffers.blocks[name])
+    for name, value in cohort.start_buffers.items():
+        clients.buffers[name].copy_(value)
+
+
+def _copy_common(cohort: Cohort, twin: Cohort) -> None:
+    """What all clients started from alike; where each has its own, the union has none and keeps the server's."""
+    assert cohort.start_buffers is not None
+    for rows, own, start in (
+        (cohort.params, twin.params, cohort.params),
+        (cohort.buffers, twin.buffers, cohort.start_buffers),
+    ):
+        names = [name for b in rows.layout if cohort.treatment(b) != "local" for name in rows.layout[b]]
+        for name in names:
+            if bool((start[name] == start[name][:1]).all()):
+                own[name].copy_(start[name][:1])
 
 
 def _beside(pl_module: "FederatedModule", cohort: Cohort, client_ids: Sequence[int]) -> Cohort:
@@ -140,20 +159,20 @@ def _observed(model: nn.Module) -> Iterator[list[str]]:
     layers = batch_norm_layers(model) if has_statistics(model) else {}
     handles = [layer.register_forward_hook(_observe) for layer in layers.values()]
     for layer in layers.values():
-        for buffer in ("observed_mean", "observed_var"):
-            layer.register_buffer(
-                buffer, torch.zeros_like(layer.get_buffer("running_mean")), persistent=False
-            )
+        zeros = torch.zeros_like(layer.get_buffer("running_mean"))
+        for buffer, start in (("", zeros[:1]), ("_mean", zeros), ("_var", zeros)):
+            layer.register_buffer(f"observed{buffer}", start.clone(), persistent=False)
     try:
         yield list(layers)
     finally:
         for handle, layer in zip(handles, layers.values(), strict=True):
             handle.remove()
-            del layer.observed_mean, layer.observed_var
+            del layer.observed, layer.observed_mean, layer.observed_var
 
 
 @torch.no_grad()
 def _observe(layer: nn.Module, args: tuple[Any, ...], _outputs: Any) -> None:
+    layer.get_buffer("observed").fill_(1)
     mean = layer.get_buffer("observed_mean")
     values = args[0].detach().transpose(0, 1).flatten(1).to(mean.dtype)
     mean.copy_(values.mean(1))

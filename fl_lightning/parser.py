@@ -121,7 +121,10 @@ def explain(
     if value and "Subtypes: [" in message:
         listed = message.partition("Subtypes: [")[2].partition("]\n")[0]
         types = [_type_name(t) for t in re.findall(r"<class '[\w.]+'>|[\w.]+\[.*?\]|[\w.]+", listed)]
-        return f"{setting}{_one_line(value[1])} is not valid; it takes {' or '.join(dict.fromkeys(types))}"
+        found = _one_line(value[1])
+        if re.fullmatch(r"\w+", found):
+            types = [f"a list such as [{found}]" if name == "Sequence[str]" else name for name in types]
+        return f"{setting}{found} is not valid; it takes {' or '.join(dict.fromkeys(types))}"
     return setting + _one_line(message.partition("Parser key")[2].partition(":")[2] if key else message)
 
 

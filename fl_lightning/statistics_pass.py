@@ -19,13 +19,18 @@ from fl_lightning.variants import batch_statistics
 if TYPE_CHECKING:
     from fl_lightning.module import FederatedModule
 
-Mode = Literal["pooled", "per_client", "per_client_total_variance"]
+Mode = Literal["pooled", "per_client", "per_client_total_variance", "pooled_total_variance"]
 """What :func:`collect` averages.
 
 ``pooled``: batch k is the union of all clients' k-th batches; the mean over the batches (HeteroFL's own, which needs the
-data in one place). ``per_client``: the mean over all batches of all clients, one after the other, which misses the
-variance between the clients. ``per_client_total_variance``: the exact moments of each client's values, and those of their
-union by the law of total variance.
+data in one place). ``pooled_total_variance``: the same batches, and the moments of all their values together.
+``per_client``: the mean over all batches of all clients, one after the other, which misses the variance between the
+clients. ``per_client_total_variance``: the moments of each client's values, and those of their union by the law of total
+variance.
+
+In the first BN layer both total variances are exactly that of all clients' data. What deeper layers see depends on the
+batches that those before have normalised with: each client's by itself takes differences between the clients away,
+which the union batches keep, so a deeper layer's moments are those of training on the union, and not a client's.
 """
 
 Statistics = dict[str, tuple[Tensor, Tensor]]
@@ -47,16 +52,21 @@ def collect(pl_module: "FederatedModule", mode: Mode) -> Statistics:
 
     Args:
         pl_module: The federated module, attached to a trainer whose federated data are set up.
-        mode: What is averaged, see :data:`Mode`. The first two average the unbiased variances of batches, as PyTorch's BN
-            with ``momentum=None`` does; the third gives the biased variance of all values.
+        mode: What is averaged, see :data:`Mode`. ``pooled`` and ``per_client`` average the unbiased variances of batches,
+            as PyTorch's BN with ``momentum=None`` does; the two total variances are biased ones, of all values.
 
     Returns:
         Mean and variance of each BN layer's inputs.
     """
     if mode == "per_client_total_variance":
         return _union(pl_module)
+    batches = _one_by_one(pl_module) if mode == "per_client" else _pooled(pl_module)
+    if mode == "pooled_total_variance":
+        merged = _Moments()
+        _observe(pl_module, batches, merged.add)
+        return {layer: (mean, m2 / count) for layer, (count, mean, m2) in merged.of.items()}
     average = _Average()
-    _observe(pl_module, _pooled(pl_module) if mode == "pooled" else _one_by_one(pl_module), average.add)
+    _observe(pl_module, batches, average.add)
     return average.statistics
 
 
@@ -89,20 +99,25 @@ class _Average:
         self.statistics[layer] = old[0] + (mean - old[0]) / count, old[1] + (variance - old[1]) / count
 
 
+class _Moments:
+    """Count, mean and sum of squared deviations of all values of each layer."""
+
+    def __init__(self) -> None:
+        self.of: dict[str, tuple[Tensor, Tensor, Tensor]] = {}
+
+    def add(self, layer: str, values: Tensor) -> None:
+        """Add a batch."""
+        zero = torch.zeros_like(values[:, 0])
+        merge_(*self.of.setdefault(layer, (zero[0].long(), zero, zero.clone())), values)
+
+
 def _union(pl_module: "FederatedModule") -> Statistics:
     """Mean and variance over the union of the clients' values, from count, mean and squared deviations of each."""
     clients = []
     for client in range(pl_module.data.num_clients):
-        moments: dict[str, tuple[Tensor, Tensor, Tensor]] = {}
-
-        def add(
-            layer: str, values: Tensor, moments: dict[str, tuple[Tensor, Tensor, Tensor]] = moments
-        ) -> None:
-            zero = torch.zeros_like(values[:, 0])
-            merge_(*moments.setdefault(layer, (zero[0].long(), zero, zero.clone())), values)
-
-        _observe(pl_module, _one_by_one(pl_module, client), add)
-        clients.append(moments)
+        moments = _Moments()
+        _observe(pl_module, _one_by_one(pl_module, client), moments.add)
+        clients.append(moments.of)
     statistics = {}
     for layer in clients[0]:
         count, mean, m2 = (

@@ -19,6 +19,7 @@ from fl_lightning import (
 )
 from fl_lightning.bn_measurements import mean_variance, statistics_bias
 from fl_lightning.layer_history import MAX_ROUNDS, LayerHistory
+from fl_lightning.statistics_pass import collect
 
 EXECUTORS = pytest.mark.parametrize("executor", [SequentialExecutor, VectorizedExecutor])
 ALL = ["statistics", "gradients", "gap", "bias"]
@@ -197,8 +198,8 @@ def test_a_client_seen_once_has_no_variance():
     assert found.tolist() == [2.0, 0.0]
 
 
-def test_exact_statistics_have_no_bias_and_no_recalibration_gap():
-    for callbacks in ([diagnostics()], [diagnostics(), StaticBN("per_client_total_variance")]):
+def test_statistics_of_the_pooled_pass_have_no_bias_and_no_recalibration_gap():
+    for callbacks in ([diagnostics()], [diagnostics(), StaticBN("pooled_total_variance")]):
         _, rows, _ = run(*callbacks, trainer=EVALUATED)
         found = [rows[4][f"bn/{name}"] for name in ("mean_bias", "var_bias", "recalibration_gap")]
         if len(callbacks) == 2:
@@ -206,6 +207,40 @@ def test_exact_statistics_have_no_bias_and_no_recalibration_gap():
         else:
             assert min(found[:2]) > 0.05
         assert "bn/mean_bias" not in rows[1]
+
+
+def pooled_moments(model, data):
+    """Mean and biased variance ``[2, channels]`` of each BN layer's inputs, batches being the unions of all clients'."""
+    steps, seen = [data.steps_per_epoch(client) for client in range(3)], {layer: [] for layer in BN}
+    model = deepcopy(model).train()
+    for step in range(max(steps)):
+        inputs = torch.cat([client_batch(data, i, step)[0] for i in range(3) if step < steps[i]])
+        for layer in BN:
+            with torch.no_grad():
+                seen[layer].append(deepcopy(model)[:layer](inputs).transpose(0, 1).flatten(1))
+    values = [torch.cat(found, 1) for found in seen.values()]
+    return [torch.stack([layer.mean(1), layer.var(1, correction=0)]) for layer in values]
+
+
+def test_the_pooled_pass_has_the_moments_of_all_values_of_the_union_batches_in_deep_layers_too():
+    data, watched = uneven_clients(), diagnostics()
+    module, rows, _ = run(watched, data=data, trainer=EVALUATED)
+    by_hand = pooled_moments(module.model, data)
+    pooled, own = (collect(module, f"{mode}_total_variance") for mode in ("pooled", "per_client"))
+    apart = []
+    for layer, wanted in zip(map(str, BN), by_hand, strict=True):
+        assert torch.allclose(torch.stack(pooled[layer]), wanted, rtol=1e-10, atol=1e-12)
+        apart.append(float((torch.stack(own[layer]) - wanted).norm() / wanted.norm()))
+    assert apart[0] < 1e-12
+    assert apart[1] > 0.05  # clients that normalise by themselves lose their differences
+    true = {
+        f"{layer}.running_{kind}": value
+        for layer, wanted in zip(BN, by_hand, strict=True)
+        for kind, value in zip(("mean", "var"), wanted, strict=True)
+    }
+    biases = statistics_bias(module.state_dict(), true, [str(layer) for layer in BN])
+    for name, values in zip(("mean_bias", "var_bias"), biases, strict=True):
+        assert rows[4][f"bn/{name}"] == pytest.approx(sum(values) / 2, rel=1e-9)
 
 
 def test_bias_is_relative_to_the_true_statistics():
@@ -245,6 +280,79 @@ def test_only_what_is_chosen_is_measured():
         assert all(name.startswith(names) for name in found)
 
 
+class WithSpare(nn.Module):
+    """A model with a BN layer that its forward pass never calls."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model, self.spare = model, nn.BatchNorm2d(3)
+
+    def forward(self, inputs):
+        return self.model(inputs)
+
+
+@EXECUTORS
+def test_layers_that_are_not_called_are_left_out(executor, tmp_path):
+    settings = {"executor": executor(), "trainer": EVALUATED}
+    watched = diagnostics()
+    _, rows, _ = run(watched, SaveRounds(tmp_path), model=WithSpare(small_cnn()), **settings)
+    _, wanted, _ = run(diagnostics(), **settings)
+    for number, row in rows.items():
+        found = {name: value for name, value in row.items() if name.startswith("bn/")}
+        assert found == pytest.approx({n: v for n, v in wanted[number].items() if n.startswith("bn/")})
+    for quantity in ("local_deviation_mean", "global_change_var", "window_variance_mean", "var_bias"):
+        for layers in watched.history.values(quantity).values():
+            assert list(layers) == ["model.1", "model.4"]
+    _, resumed, _ = run(
+        diagnostics(), model=WithSpare(small_cnn()), ckpt_path=tmp_path / "2.ckpt", **settings
+    )
+    assert without_times(resumed[3]) == without_times(rows[3])
+
+
+def test_a_second_fit_starts_anew_and_one_that_goes_on_does_not():
+    watched = diagnostics()
+    run(watched, rounds=6, trainer={"limit_val_batches": 1.0})
+    module, _, _ = run(watched, model=small_cnn(seed=1))
+    alone = diagnostics()
+    run(alone, model=small_cnn(seed=1))
+    assert sorted(watched.history.values("gradient_deviation")) == [1, 2, 3, 4]
+    assert watched.history.rows == alone.history.rows
+    assert watched.result() == alone.result()
+    assert {client: len(rows) for client, rows in watched.windows.items()} == {0: 4, 1: 4, 2: 4}
+    trainer = module.trainer
+    trainer.fit_loop.max_epochs = 6
+    trainer.fit(module, datamodule=uneven_clients())
+    assert sorted(watched.history.values("gradient_deviation")) == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_result_has_numbers_of_one_round_for_each_measure():
+    watched = diagnostics()
+    run(watched, FixBN(freeze_round=2, freeze="both"), trainer={**EVALUATED, "check_val_every_n_epoch": 3})
+    found = watched.result()
+    rounds = {name: value for name, value in found.items() if name.endswith("_round")}
+    assert rounds == {
+        "bn_statistics_round": 4,
+        "bn_gradients_round": 4,
+        "bn_gap_round": 3,
+        "bn_bias_round": 3,
+    }
+    assert "bn_gradient_deviation_weights" in found
+    assert "bn_gradient_deviation_affine" not in found  # that of round 2
+
+
+def test_an_evaluation_after_the_last_round_counts_as_that_rounds():
+    watched, data = diagnostics(measure=["gap"]), uneven_clients()
+    module, rows, _ = run(watched, rounds=3, trainer=EVALUATED, data=data)
+    assert "bn/train_eval_gap" not in rows[3]
+    module.trainer.validate(module, datamodule=data, verbose=False)
+    number, metrics = watched.newest["gap"]
+    assert number == watched.result()["bn_gap_round"] == 3
+    assert watched.result_lines()["train/eval gap"].endswith("in round 3")
+    curve = watched.figures([*rows.values()])["bn_drift"](["x"]).axes[-1].get_lines()[0]
+    assert curve.get_xdata().tolist() == [2, 3]
+    assert curve.get_ydata()[1] == metrics["bn/train_eval_gap"]
+
+
 def test_rounds_between_are_not_measured():
     watched = BatchNormDiagnostics(every_n_rounds=3, measure=["gradients"])
     run(watched, rounds=7)
@@ -278,9 +386,12 @@ def test_many_rounds_are_thinned_evenly():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"every_n_rounds": 0}, "every_n_rounds: 0 must be at least 1"),
-        ({"window": 1}, "window: 1 must be at least 2"),
-        ({"window_clients": 0}, "window_clients: 0 must be at least 1"),
+        ({"every_n_rounds": 0}, "every_n_rounds: 0 must be a whole number, at least 1"),
+        ({"window": 1}, "window: 1 must be a whole number, at least 2"),
+        ({"window_clients": 0}, "window_clients: 0 must be a whole number, at least 1"),
+        ({"every_n_rounds": 2.5}, r"every_n_rounds: 2\.5 must be a whole number, at least 1"),
+        ({"window_clients": 0.5}, r"window_clients: 0\.5 must be a whole number, at least 1"),
+        ({"measure": "gap"}, r"measure: 'gap' must be a list: \[gap\]"),
         ({"measure": ["drift"]}, "measure: 'drift' must be one of statistics, gradients, gap, bias"),
     ],
 )

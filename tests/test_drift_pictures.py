@@ -7,7 +7,9 @@ from itertools import pairwise
 import numpy as np
 import pytest
 from command_line import attempts, run, write_config
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import LogNorm
+from matplotlib.text import Text
 from torch import nn
 
 from callbacks import BatchNormDiagnostics
@@ -50,7 +52,7 @@ def test_zeros_stand_at_the_foot_of_a_logarithmic_axis(tmp_path):
     values = [1.0, 0.1, 1e-3, 0.0, 0.0]
     found = draw(drift_figure(rows(bn_global_change=values), 4, ["x"]), tmp_path)
     drawn = lines(found)
-    curve = drawn["change of the server's in the round"].get_ydata()
+    curve = drawn["the server's running ones: change in a round"].get_ydata()
     assert found.axes[0].get_yscale() == "log"
     assert np.isnan(curve).tolist() == [False, False, False, True, True]
     assert "exactly 0" in drawn
@@ -137,6 +139,27 @@ def test_a_run_leaves_figures_and_a_table_and_says_what_it_found(capsys):
     assert "in round 4" in printed.out
     assert "was not written" not in printed.err
     assert len(attempts()) == 1
+
+
+def test_a_word_where_a_list_belongs_is_told_with_the_list(capsys):
+    write_config(
+        {"trainer.callbacks": [{"class_path": "BatchNormDiagnostics", "init_args": {"measure": "gap"}}]}
+    )
+    with pytest.raises(SystemExit):
+        run()
+    assert (
+        "BatchNormDiagnostics.measure: gap is not valid; it takes a list such as [gap]"
+        in capsys.readouterr().err
+    )
+
+
+def test_no_title_of_a_heat_map_leaves_the_figure(tmp_path):
+    values = {quantity: {1: {"a": 1.0}} for quantity in MAPS}
+    figure = draw(layers_figure(values, {"a": "features.12 (BatchNorm2d)"}, ["x"]), tmp_path)
+    FigureCanvasAgg(figure).draw()
+    titles = [text for text in figure.findobj(Text) if text.get_text() in MAPS.values()]
+    assert len(titles) == len(MAPS)
+    assert all(text.get_window_extent().x1 < figure.bbox.x1 for text in titles)
 
 
 def test_rounding_looks_like_rounding(tmp_path):

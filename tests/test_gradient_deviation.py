@@ -161,6 +161,45 @@ def test_parameters_that_are_not_averaged_are_left_out():
         row = run(callbacks, rounds=2)[2]
         assert METRIC in row
         assert f"{METRIC}_affine" not in row
+        assert row[f"{METRIC}_weights"] == row[METRIC]
+
+
+class Kept(BatchNormDiagnostics):
+    """Keeps the mean gradient of the first step, and that of the run."""
+
+    def _measure_gradients(self, pl_module, cohort, first):
+        super()._measure_gradients(pl_module, cohort, first)
+        self.first = first.mean_gradient
+        self.own = {name: cohort.grads[name].mean(0) for name in first.mean_gradient}
+
+
+class Shift(FederatedCallback):
+    """Gives the clients other statistics than the server's."""
+
+    def __init__(self, apart):
+        self.apart = apart
+
+    def on_round_start(self, trainer, pl_module, cohort):
+        own = 5.0 + self.apart * torch.arange(len(cohort)).view(-1, 1)
+        for name, kind in cohort.buffer_kinds.items():
+            if kind == "mean":
+                cohort.buffers[name].add_(own)
+
+
+@EXECUTORS
+@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize("position", [0, 2])
+def test_the_first_step_starts_from_what_the_clients_hold_whichever_callback_has_set_it(
+    position, apart, executor
+):
+    watched = Kept(every_n_rounds=1, measure=["gradients"])
+    callbacks, rows = [FixBN(freeze_round=0), Shift(apart)], Rows()
+    callbacks.insert(position, watched)
+    module = FederatedModule(small_cnn(), client_optimizer=SGD, local_steps=1, executor=executor())
+    fit(module, uneven_clients(), 2, [*callbacks, rows])
+    assert max(float((watched.first[name] - watched.own[name]).abs().max()) for name in watched.own) < 1e-10
+    # one model with the union of the batches has what all clients have alike
+    assert (rows.rows[2][METRIC] < 1e-10) == (not apart)
 
 
 def test_the_centralised_twin_itself_has_no_deviation():

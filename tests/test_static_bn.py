@@ -19,7 +19,7 @@ from fl_lightning import (
 )
 from fl_lightning.statistics_pass import collect
 
-MODES = ["pooled", "per_client", "per_client_total_variance"]
+MODES = ["pooled", "pooled_total_variance", "per_client", "per_client_total_variance"]
 SIZES = (40, 80, 120)
 SGD = torch.optim.SGD
 
