@@ -3,11 +3,11 @@
 Normalised images are ``x = (pixel / scale - mean) / std`` in float32, per channel.
 """
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import Dataset
 
@@ -47,15 +47,30 @@ class Normalization:
         self.std = torch.tensor(std, dtype=torch.float32).view(-1, 1, 1)
         self.scale = scale
 
-    def __call__(self, images: Tensor) -> Tensor:
-        """Normalise uint8 images ``[..., C, H, W]``; colour images ``[N, C, H, W]`` come in channels_last memory format.
+    def to(self, device: torch.device) -> "Normalization":
+        """The same for pixels in the memory of a device."""
+        moved = copy.copy(self)
+        moved.mean, moved.std = self.mean.to(device), self.std.to(device)
+        return moved
+
+    def __call__(self, pixels: Tensor) -> Tensor:
+        """Normalise pixels, uint8 ``[..., H, W, C]``; images ``[..., C, H, W]``, in channels_last memory format with colours.
 
         Convolutions on a CPU are faster in that format, whatever the format of their weights.
         """
-        mean, std = self.mean.to(images.device), self.std.to(images.device)
-        colour = images.ndim == 4 and images.shape[1] > 1
-        layout = torch.channels_last if colour else torch.contiguous_format
-        return images.to(torch.float32, memory_format=layout).div_(self.scale).sub_(mean).div_(std)
+        *lead, height, width, channels = pixels.shape
+        # whole lines of pixels: a loop over the three channels of one would be slow
+        mean, std = self.mean.flatten().repeat(width), self.std.flatten().repeat(width)
+        lines = pixels.reshape(*lead, height, width * channels).to(torch.float32)
+        lines.div_(self.scale).sub_(mean).div_(std)
+        if channels == 1:
+            return lines.view(*lead, 1, height, width)
+        return lines.view(pixels.shape).movedim(-1, -3)
+
+
+def pixels_of(images: Tensor) -> Tensor:
+    """Images ``[N, C, H, W]`` with the channels of a pixel side by side in memory, ``[N, H, W, C]``."""
+    return images.permute(0, 2, 3, 1).contiguous()
 
 
 class TrainImages:
@@ -66,25 +81,25 @@ class TrainImages:
     normalisation.
 
     Args:
-        images: uint8, shape ``[N, C, H, W]``.
+        images: uint8, shape ``[N, C, H, W]``; copied.
         labels: int64, shape ``[N]``.
         normalize: Applied to the augmented pixels.
         padding: Width of the black border, 0 for none.
+
+    Attributes:
+        pixels: uint8, shape ``[N, H, W, C]``.
     """
 
     def __init__(self, images: Tensor, labels: Tensor, normalize: Normalization, padding: int) -> None:
-        self.size = images.shape[-2:]
-        self.padded = F.pad(images, (padding,) * 4) if padding else images
+        self.pixels = pixels_of(images)
         self.labels = labels
         self.normalize = normalize
         self.padding = padding
-        self.to(images.device)
 
     def to(self, device: torch.device) -> None:
         """Keep the images in the memory of a device, where :meth:`batch` then works."""
-        self.padded, self.labels = self.padded.to(device), self.labels.to(device)
-        # A view of every crop of every image, [N, C, 2 * padding + 1, 2 * padding + 1, H, W].
-        self.crops = self.padded.unfold(2, self.size[0], 1).unfold(3, self.size[1], 1)
+        self.pixels, self.labels = self.pixels.to(device), self.labels.to(device)
+        self.normalize = self.normalize.to(device)
 
     def batch(self, draws: Tensor) -> Batch:
         """The samples that are drawn, augmented and normalised.
@@ -96,37 +111,59 @@ class TrainImages:
         Returns:
             Images, float32, ``[..., C, H, W]``, and labels, int64, ``[...]``.
         """
-        sample, top, left, flip = draws.to(self.labels.device).flatten(0, -2).unbind(-1)
-        images = self.crops[sample, :, top, left]
-        images = torch.where(flip.bool()[:, None, None, None], images.flip(-1), images)
+        if self.labels.is_cuda:
+            draws = draws.pin_memory().to(self.labels.device, non_blocking=True)
+        sample, top, left, flip = draws.flatten(0, -2).unbind(-1)
+        images = self.normalize(self._augmented(self.pixels[sample], top, left, flip))
         shape = draws.shape[:-1]
-        images = self.normalize(images)
         return images.view(*shape, *images.shape[1:]), self.labels[sample].view(shape)
+
+    def _augmented(self, images: Tensor, top: Tensor, left: Tensor, flip: Tensor) -> Tensor:
+        """Images ``[n, H, W, C]``, cropped and flipped."""
+        count, height, width, channels = images.shape
+        border = self.padding
+        # both images that a draw may choose from, with their borders: the image and its mirror image
+        padded = images.new_zeros(2, count, height + 2 * border, width + 2 * border, channels)
+        inner = padded[:, :, border : border + height, border : border + width]
+        inner[0] = images
+        inner[1] = images.flip(2)
+        # a view of every crop of each, [2, n, 2 * border + 1, 2 * border + 1, H, W, C]
+        crops = padded.unfold(2, height, 1).unfold(3, width, 1).movedim(4, -1)
+        return crops[
+            flip,
+            torch.arange(count, device=images.device),
+            top,
+            torch.where(flip == 1, 2 * border - left, left),
+        ]
 
 
 class EvaluationImages(Dataset[Batch]):
     """Normalised images without augmentation; indexed by a sample or by a slice of samples.
 
     Args:
-        images: uint8, shape ``[N, C, H, W]``.
+        images: uint8, shape ``[N, C, H, W]``; copied.
         labels: int64, shape ``[N]``.
         normalize: Applied to the pixels.
+
+    Attributes:
+        pixels: uint8, shape ``[N, H, W, C]``.
     """
 
     def __init__(self, images: Tensor, labels: Tensor, normalize: Normalization) -> None:
-        self.images = images
+        self.pixels = pixels_of(images)
         self.labels = labels
         self.normalize = normalize
 
     def to(self, device: torch.device) -> None:
         """Keep the images in the memory of a device."""
-        self.images, self.labels = self.images.to(device), self.labels.to(device)
+        self.pixels, self.labels = self.pixels.to(device), self.labels.to(device)
+        self.normalize = self.normalize.to(device)
 
     def __len__(self) -> int:
         return len(self.labels)
 
     def __getitem__(self, index: int | slice) -> Batch:
-        return self.normalize(self.images[index]), self.labels[index]
+        return self.normalize(self.pixels[index]), self.labels[index]
 
 
 def channel_statistics(images: Tensor, scale: float) -> tuple[list[float], list[float]]:

@@ -149,9 +149,8 @@ class InMemoryDataModule(FederatedDataModule):
         """Hold all images in the memory of a GPU, as bytes, if they take less than half of what is free there."""
         parts = (self.train_images, self.val_images, self.test_images)
         if device.type == "cuda":
-            held = (self.train_images.padded, self.val_images.images, self.test_images.images)
             free, _ = torch.cuda.mem_get_info(device)
-            if sum(images.nbytes for images in held) > free / 2:
+            if sum(part.pixels.nbytes for part in parts) > free / 2:
                 return
         for part in parts:
             part.to(device)
