@@ -123,21 +123,23 @@ class SequentialExecutor(Executor):
     def _each(
         self, module: "FederatedModule", cohort: ClientRows, batch: CohortBatch, rows: Sequence[int]
     ) -> Tensor:
-        losses = []
-        for row, client_batch in zip(rows, batch.rows(), strict=True):
-            state, buffers = cohort.row_state(row), cohort.buffers.row(row)
-            # A model's own draws (stochastic depth, say) become a function of (seed, round, client, step).
-            own = derive_seed(module.seed, "model", cohort.round, cohort.client_ids[row], cohort.step)
-            seed_global(own, module.device)
-            with module.slots.filled(state.tensors):
-                loss = client_loss(module, client_batch)
-                for name, value in module.slots.read(buffers).items():
-                    if value is not buffers[name]:
-                        buffers[name].copy_(value.detach())
-            gradients = torch.autograd.grad(loss, state.trained, allow_unused=True, materialize_grads=True)
-            torch._foreach_copy_(state.gradients, list(gradients))
-            losses.append(loss.detach())
-        return torch.stack(losses)
+        batches = zip(rows, batch.rows(), strict=True)
+        return torch.stack([self._one(module, cohort, row, client_batch) for row, client_batch in batches])
+
+    def _one(self, module: "FederatedModule", cohort: ClientRows, row: int, batch: Any) -> Tensor:
+        """One client's loss. Nothing of it is left when the next client's begins: memory does not fall into pieces."""
+        state, buffers = cohort.row_state(row), cohort.buffers.row(row)
+        # A model's own draws (stochastic depth, say) become a function of (seed, round, client, step).
+        own = derive_seed(module.seed, "model", cohort.round, cohort.client_ids[row], cohort.step)
+        seed_global(own, module.device)
+        with module.slots.filled(state.tensors):
+            loss = client_loss(module, batch)
+            for name, value in module.slots.read(buffers).items():
+                if value is not buffers[name]:
+                    buffers[name].copy_(value.detach())
+        gradients = torch.autograd.grad(loss, state.trained, allow_unused=True, materialize_grads=True)
+        torch._foreach_copy_(state.gradients, list(gradients))
+        return loss.detach()
 
 
 class VectorizedExecutor(Executor):
