@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import aggregation, chart, compare, memory, overhead, scale
+from benchmarks import aggregation, chart, compare, gpu, memory, overhead, scale
 from benchmarks.options import parse
 from benchmarks.stopwatch import Spread, machine, peak_memory_mb
 
@@ -19,6 +19,7 @@ _PROCEDURES: dict[str, Any] = {
     "aggregation": aggregation,
     "memory": memory,
     "scale": scale,
+    "gpu": gpu,
 }
 
 
@@ -36,7 +37,7 @@ def main(args: Sequence[str] | None = None) -> None:
     results = _results(options)
     about: dict[str, Any] = {
         "command": options.command,
-        "machine": machine(),
+        "machine": machine(options.device),
         "peak_memory_mb": peak_memory_mb(),
     }
     tables = aggregation.table(results[0]) if options.command == "aggregation" else None
@@ -53,8 +54,14 @@ def _results(options: Namespace) -> list[dict[str, Any]]:
     if options.command == "scale":
         settings = names, images, repeats, options.budget
         return [scale.scale(options.factors, model, *settings, _say) for model in options.models]
+    if options.command == "gpu":
+        return [
+            gpu.gpu(model, names, images, repeats, rounds, _say, options.device) for model in options.models
+        ]
     measure: Callable[[str, str], dict[str, Any]] = {
-        "compare": lambda w, m: compare.compare(w, m, names, options.threads, images, repeats, rounds, _say),
+        "compare": lambda w, m: compare.compare(
+            w, m, names, options.threads, images, repeats, rounds, _say, options.device
+        ),
         "memory": lambda w, m: memory.memory(w, m, names, images, rounds or 2, _say),
         "overhead": lambda w, m: overhead.overhead(w, m, images, repeats, rounds, _say),
     }[options.command]
@@ -76,7 +83,8 @@ def _say(line: str) -> None:
 def _machine_line(about: dict[str, Any]) -> str:
     on = about["machine"]
     cores = f"{on['cores']} core" + ("s" if on["cores"] != 1 else "")
-    return f"{on['cpu']}, {cores}, Python {on['python']}, torch {on['torch']}"
+    gpu_name = f"{on['gpu']}, " if "gpu" in on else ""
+    return f"{gpu_name}{on['cpu']}, {cores}, Python {on['python']}, torch {on['torch']}"
 
 
 def _plain(value: object) -> dict[str, Any]:

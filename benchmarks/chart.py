@@ -40,6 +40,7 @@ def draw_speedups(path: Path, results: Sequence[dict[str, Any]], machine: str) -
         title = [
             "How many times as fast as the naive FedAvg loop, by wall time: median, smallest, largest",
             "In colour the executors of fl_lightning, in grey other frameworks",
+            *(["In outline forward and backward passes alone, on all cores"] if "compute" in names else []),
             machine,
         ]
         figure = new_figure(lines * (0.75 + 0.24 * len(names)), title)
@@ -52,7 +53,8 @@ def draw_speedups(path: Path, results: Sequence[dict[str, Any]], machine: str) -
                 middle = speedup["median"]
                 spread = [[middle - speedup["min"]], [speedup["max"] - middle]]
                 colour = _SHADES.get(name, LIGHT_GREY)
-                axes.barh(row, middle, 0.7, color=colour, xerr=spread, ecolor=BLACK, capsize=2)
+                bar = {"color": "white", "edgecolor": GREY} if name == "compute" else {"color": colour}
+                axes.barh(row, middle, 0.7, xerr=spread, ecolor=BLACK, capsize=2, **bar)
                 place, text = speedup["max"] + 0.04, f"{middle:.2f}"
                 axes.text(place, row, text, va="center", fontsize=7, color=GREY, bbox=_PAPER)
             axes.axvline(1, color=GREY, linewidth=0.8, linestyle=":")

@@ -7,7 +7,7 @@ import torch
 
 from benchmarks.contenders import EXECUTORS, Contender
 from benchmarks.recipe import BATCH_SIZE
-from benchmarks.roster import MULTI_PROCESS, PEERS, enter, present, version
+from benchmarks.roster import MULTI_PROCESS, ON_CUDA, PEERS, enter, present, version
 from benchmarks.stopwatch import Spread
 from benchmarks.workloads import WORKLOADS, SyntheticImages
 
@@ -23,11 +23,12 @@ def compare(
     repeats: int,
     rounds: int | None,
     say: Callable[[str], None],
+    device: str = "cpu",
 ) -> dict[str, Any]:
     """Time contenders on a workload with a model, alternating.
 
     Each repetition runs all of them in turn; a ratio is taken within a repetition, so what slows the machine for a while
-    slows both of its sides. One round of each beforehand is not counted, unless a round is long. Those with one process
+    slows both of its sides. One round of each beforehand is not counted, unless a round is long, as it is on a CPU. Those with one process
     run with each number of threads, and the number with the smaller median of wall time counts; one that takes more than
     four times that of another in the first repetition does not run again.
 
@@ -40,24 +41,29 @@ def compare(
         repeats: Number of repetitions.
         rounds: Rounds of each contender in a repetition; None for the workload's own.
         say: Told about the progress.
+        device: ``"cpu"``, or ``"cuda"``, where only ``roster.ON_CUDA`` can run: the others are left out.
 
     Returns:
         Spreads: ``ms_per_client_step[contender][clock]``, ``speedup[contender][clock]``, which is the naive loop's time
         divided by the contender's, and ``ahead[executor][other]``, the other's wall time divided by that of the framework
-        with this executor. ``ms`` has the measurements themselves, ``threads`` what each contender ran with, ``versions``
+        with this executor. ``compute_share[executor]`` is the wall time of the forward and backward passes alone on all
+        cores, divided by the framework's, where ``compute`` is among the contenders. ``ms`` has the measurements themselves, ``threads`` what each contender ran with, ``versions``
         those of the other frameworks, and ``missing`` which of them are not installed.
     """
     workload = WORKLOADS[workload_name]
     rounds = rounds or workload.rounds
     say(f"{workload_name} {model_name}: {num_images:,} images over {workload.num_clients} clients")
+    able = [name for name in names if device == "cpu" or name in ON_CUDA]
+    if able != list(names):
+        say(f"  not on {device}, left out: {', '.join(name for name in names if name not in able)}")
     data = SyntheticImages(num_images, workload.num_clients)
     data.setup("fit")
-    running = ["naive", *(name for name in names if name != "naive" and present(name))]
-    contenders = {name: enter(name, workload, model_name, data) for name in running}
+    running = ["naive", *(name for name in able if name != "naive" and present(name))]
+    contenders = {name: enter(name, workload, model_name, data, device) for name in running}
     variants = [(name, count) for name in running for count in ([1] if name in MULTI_PROCESS else threads)]
     before = torch.get_num_threads()
     try:
-        if model_name == "tiny" or workload.client_steps < 50:
+        if model_name == "tiny" or workload.client_steps < 50 or device == "cuda":
             for name, count in variants:
                 _run(contenders[name], 1, count)
         taken = _alternate(contenders, variants, repeats, rounds, rounds * workload.client_steps, say)
@@ -72,11 +78,12 @@ def compare(
     return {
         "workload": workload_name,
         "model": model_name,
+        "device": device,
         "repeats": repeats,
         "rounds": rounds,
         "threads": best,
         "versions": {name: version(name) for name in running if name in PEERS},
-        "missing": [name for name in names if not present(name)],
+        "missing": [name for name in able if not present(name)],
         "ms": ms,
         "ms_per_client_step": {
             name: {clock: Spread.of(values) for clock, values in clocks.items()}
@@ -90,23 +97,31 @@ def compare(
             own: {
                 other: Spread.of(_ratios(ms[other]["wall"], ms[own]["wall"]))
                 for other in running
-                if other not in EXECUTORS
+                if other not in (*EXECUTORS, "compute")
             }
             for own in running
             if own in EXECUTORS
+        },
+        "compute_share": {
+            own: Spread.of(_ratios(ms["compute"]["wall"], ms[own]["wall"]))
+            for own in running
+            if own in EXECUTORS and "compute" in running
         },
     }
 
 
 def table(results: list[dict[str, Any]]) -> Iterator[str]:
     """The results as the lines of two Markdown tables; the second one only with other frameworks."""
-    columns = (
+    columns = [
         "wall ms per client step",
         "naive / this",
         "samples/s",
         "CPU ms per client step",
         "samples per CPU second",
-    )
+    ]
+    with_compute = any(result["compute_share"] for result in results)
+    if with_compute:
+        columns.append("forward + backward on all cores / this")
     yield f"| workload | model | | threads | {' | '.join(columns)} |"
     yield "|---" * (len(columns) + 4) + "|"
     for result in results:
@@ -122,6 +137,8 @@ def table(results: list[dict[str, Any]]) -> Iterator[str]:
                 str(clocks["cpu"]),
                 str(_rate(ms["cpu"])),
             ]
+            if with_compute:
+                cells.append(str(result["compute_share"].get(name, "-")))
             yield f"{start} {' | '.join(cells)} |"
         for name in result["missing"]:
             yield f"{start} {name} | not installed{' |' * len(columns)} |"

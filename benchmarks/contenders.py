@@ -7,13 +7,14 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import lightning as L
+import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, RandomSampler
 
 from benchmarks.naive import Batch, ClientImages, fedavg_round
 from benchmarks.process_tree import cpu_seconds
 from benchmarks.recipe import AUGMENTATION, BATCH_SIZE, CLIENT_OPTIMIZER
-from benchmarks.stopwatch import Stopwatch
+from benchmarks.stopwatch import Stopwatch, nothing
 from benchmarks.workloads import SyntheticImages, Workload
 from fl_lightning import FederatedModule, ProcessExecutor, SequentialExecutor, VectorizedExecutor
 from fl_lightning.executors import Executor
@@ -39,6 +40,12 @@ class Timing:
     total: Stopwatch = field(default_factory=lambda: Stopwatch(cpu_clock=cpu_seconds))
     in_rounds: Stopwatch = field(default_factory=Stopwatch)
 
+    @classmethod
+    def on(cls, device: str) -> "Timing":
+        """Clocks for rounds on a device, ``"cpu"`` or ``"cuda"``: ``total`` waits for it before it is read."""
+        settle = torch.cuda.synchronize if device == "cuda" else nothing
+        return cls(Stopwatch(cpu_clock=cpu_seconds, settle=settle))
+
 
 class Contender(Protocol):
     """Somebody who runs communication rounds of a workload."""
@@ -55,10 +62,13 @@ class NaiveLoop:
         workload: The federation and its local work.
         model: The server's model; it is trained.
         data: Where the images and the partition come from, set up for ``fit``.
+        device: Where the model and each batch are moved to, ``"cpu"`` or ``"cuda"``.
     """
 
-    def __init__(self, workload: Workload, model: nn.Module, data: SyntheticImages) -> None:
-        self.workload, self.model = workload, model
+    def __init__(
+        self, workload: Workload, model: nn.Module, data: SyntheticImages, device: str = "cpu"
+    ) -> None:
+        self.workload, self.model, self.device = workload, model.to(device), device
         images = [client_images(data, client) for client in range(data.num_clients)]
         self.loaders = [DataLoader(own, BATCH_SIZE, shuffle=True, drop_last=True) for own in images]
         self.sizes = [data.num_examples(client) for client in range(data.num_clients)]
@@ -66,7 +76,7 @@ class NaiveLoop:
 
     def run(self, rounds: int) -> Timing:
         """Run further rounds."""
-        timing = Timing()
+        timing = Timing.on(self.device)
         with timing.total:
             for _ in range(rounds):
                 self.rounds_done += 1
@@ -89,12 +99,18 @@ class Framework:
         model: The server's model; it is trained.
         data: The federated data.
         executor: Who computes the clients' gradients.
+        device: Where everything runs, ``"cpu"`` or ``"cuda"``.
     """
 
     def __init__(
-        self, workload: Workload, model: nn.Module, data: SyntheticImages, executor: Executor
+        self,
+        workload: Workload,
+        model: nn.Module,
+        data: SyntheticImages,
+        executor: Executor,
+        device: str = "cpu",
     ) -> None:
-        self.data = data
+        self.data, self.device = data, device
         self.module = FederatedModule(
             model,
             CLIENT_OPTIMIZER,
@@ -105,8 +121,8 @@ class Framework:
 
     def run(self, rounds: int) -> Timing:
         """Run rounds in a ``fit`` of their own; preparing the fit is not counted."""
-        clock = _RoundClock()
-        fit(self.module, self.data, rounds, [clock])
+        clock = _RoundClock(Timing.on(self.device))
+        fit(self.module, self.data, rounds, [clock], self.device)
         return clock.timing
 
 
@@ -121,7 +137,7 @@ def client_images(
         transform: Augmentation and normalisation of one PIL image.
     """
     samples = data.client_samples(client).numpy()
-    return ClientImages(data.pictures, data.train_images.labels.numpy(), samples, transform)
+    return ClientImages(data.pictures, data.train_images.labels.cpu().numpy(), samples, transform)
 
 
 def round_loader(images: ClientImages, local_steps: int) -> DataLoader[Batch]:
@@ -131,7 +147,12 @@ def round_loader(images: ClientImages, local_steps: int) -> DataLoader[Batch]:
 
 
 def fit(
-    module: FederatedModule, data: SyntheticImages, rounds: int, callbacks: list[L.Callback], **settings: Any
+    module: FederatedModule,
+    data: SyntheticImages,
+    rounds: int,
+    callbacks: list[L.Callback],
+    device: str = "cpu",
+    **settings: Any,
 ) -> None:
     """Train some rounds with the Trainer and nothing else: no logger, checkpoint, evaluation or progress bar."""
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
@@ -140,7 +161,8 @@ def fit(
         warnings.filterwarnings("ignore", ".*LeafSpec", FutureWarning)  # Lightning's own use of torch
         trainer = L.Trainer(
             max_epochs=rounds,
-            accelerator="cpu",
+            accelerator="gpu" if device == "cuda" else "cpu",
+            devices=1,
             callbacks=callbacks,
             logger=False,
             enable_checkpointing=False,
@@ -154,8 +176,8 @@ def fit(
 
 
 class _RoundClock(L.Callback):
-    def __init__(self) -> None:
-        self.timing = Timing()
+    def __init__(self, timing: Timing) -> None:
+        self.timing = timing
 
     def on_train_start(self, *args: Any) -> None:
         self.timing.total.start()

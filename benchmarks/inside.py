@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any
 from unittest.mock import patch
@@ -14,18 +15,32 @@ from fl_lightning import executors
 from fl_lightning.client_optimizer import ClientOptimizer
 
 
+@dataclass
+class Inside:
+    """Time of the compute inside rounds.
+
+    Attributes:
+        steps: Forward and backward passes, augmentation and the steps of the client optimizers.
+        once_a_round: The rest of the optimizer arithmetic: the reset of the client optimizers' state and the server
+            optimizer's step, which a strict reader counts as the framework's own.
+    """
+
+    steps: Stopwatch = field(default_factory=Stopwatch)
+    once_a_round: Stopwatch = field(default_factory=Stopwatch)
+
+
 @contextmanager
-def compute_watched() -> Iterator[Stopwatch]:
+def compute_watched() -> Iterator[Inside]:
     """Time forward and backward passes, augmentation and optimizer arithmetic of all rounds until the block ends.
 
-    Optimizer arithmetic is the reset of the client optimizer's state, its steps, and the server optimizer's step.
     They are timed where they happen, with the caches as the round leaves them; the clocks themselves count as the
-    framework's. Of calls within each other only the outermost counts: under ``vmap`` a client's loss is part of it.
+    framework's. Of calls within each other only the outermost counts: under ``vmap`` a client's loss is part of it, and
+    what a client optimizer has ``torch.optim.SGD`` do is a step of its own, so that the server's is what is left.
     """
-    watch = Stopwatch()
+    inside = Inside()
     running = False
 
-    def timed(function: Callable[..., Any]) -> Callable[..., Any]:
+    def timed(function: Callable[..., Any], watch: Stopwatch = inside.steps) -> Callable[..., Any]:
         @wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
             nonlocal running
@@ -50,9 +65,9 @@ def compute_watched() -> Iterator[Stopwatch]:
             (torch.func, "vmap", timed_vmap),
             (torch.autograd, "grad", timed(torch.autograd.grad)),
             (TrainImages, "batch", timed(TrainImages.batch)),
-            (ClientOptimizer, "restart", timed(ClientOptimizer.restart)),
+            (ClientOptimizer, "restart", timed(ClientOptimizer.restart, inside.once_a_round)),
             (ClientOptimizer, "step", timed(ClientOptimizer.step)),
-            (torch.optim.SGD, "step", timed(torch.optim.SGD.step)),
+            (torch.optim.SGD, "step", timed(torch.optim.SGD.step, inside.once_a_round)),
         ):
             patches.enter_context(patch.object(owner, name, replacement))
-        yield watch
+        yield inside

@@ -53,12 +53,13 @@ def train(
     local_steps: int,
     make_optimizer: Callable[[Iterable[Tensor]], Optimizer],
 ) -> int:
-    """Take local steps with a new optimizer; the number of samples seen."""
+    """Take local steps with a new optimizer, on the model's device; the number of samples seen."""
     model.train()
+    device = next(model.parameters()).device
     optimizer, seen = make_optimizer(model.parameters()), 0
     for images, labels in islice(_endless(loader), local_steps):
         optimizer.zero_grad(set_to_none=True)
-        loss = F.cross_entropy(model(images), labels)
+        loss = F.cross_entropy(model(images.to(device)), labels.to(device))
         loss.backward()  # type: ignore[no-untyped-call]  # torch gives it no types
         optimizer.step()
         seen += len(labels)

@@ -7,24 +7,30 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+import torch
+
 from benchmarks import aggregation
 from benchmarks.recipe import BATCH_SIZE, MODELS
-from benchmarks.roster import NAMES, present
+from benchmarks.roster import FRAMEWORKS, NAMES, ON_CUDA, present
 from benchmarks.scale import FACTORS
 from benchmarks.workloads import WORKLOADS
 
-_COMMANDS = ("compare", "overhead", "aggregation", "memory", "scale", "chart")
+_COMMANDS = ("compare", "overhead", "aggregation", "memory", "scale", "gpu", "chart")
 
 _DESCRIPTION = """\
 Times communication rounds: a naive FedAvg loop, this framework with each executor, and other frameworks, in turn.
 
   compare      (default) whole rounds, ms per client step and how many times as fast as the naive loop, each with the
-               better number of threads
+               better number of threads; "compute" is no contender but the bound of them all, forward and backward passes
+               alone on all cores; on a GPU with --device cuda
   memory       peak memory of each, all its processes together, beyond what its imports take
   scale        cost per client step while clients, participation, local steps or the model grow, on one thread
-  overhead     the framework's own time: rounds minus forward + backward, augmentation and optimizer arithmetic
+  overhead     the framework's own time: rounds minus forward + backward, augmentation and optimizer arithmetic;
+               "strict" has the reset of the client optimizers and the server's step as the framework's own too
   aggregation  the robust aggregation rules instead, against byzfl where it is installed: ms with the better of 1 and 2
                threads at 10 and 100 clients (--rules, --columns), and the memory of ours (--memory-columns)
+  gpu          on a CUDA device: W1 against the naive loop there, seconds of 128 epochs over 50,000 images with 5 clients and
+               E=100 (from a few rounds), and the time per sample of E=1 over that of E=100
   chart        draw what compare or scale have written (--results) into a picture (--picture)
 
 Workloads: W1 10 clients, 20 local steps; W2 10 of 100 clients, 20 local steps; W3 5 clients, 1 local step.
@@ -33,10 +39,18 @@ Numbers are "median [smallest, largest]".
 """
 
 _DEFAULTS: dict[str, dict[str, Any]] = {
-    "models": {"overhead": ["tiny"], "memory": ["resnet20"], "scale": ["tiny"]},
-    "contenders": {"scale": ["naive", "sequential", "processes"]},
+    "models": {"overhead": ["tiny"], "memory": ["resnet20"], "scale": ["tiny"], "gpu": ["resnet20"]},
+    "contenders": {
+        "scale": ["naive", "sequential", "processes"],
+        "memory": list(FRAMEWORKS),
+        "gpu": list(ON_CUDA[1:]),
+    },
     "repeats": {"overhead": 7},
+    "device": {"gpu": "cuda"},
 }
+
+_ABLE = {"memory": FRAMEWORKS, "scale": FRAMEWORKS, "gpu": ON_CUDA[1:]}
+"""The contenders of commands that do not take all of them."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -48,10 +62,13 @@ def parse(args: Sequence[str] | None) -> argparse.Namespace:
     """The options of a command line, checked; whatever depends on the command has its default for this command."""
     parser = _parser()
     options = parser.parse_args(args)
-    for name, usual in {"models": ["tiny", "resnet20"], "contenders": list(NAMES), "repeats": 3}.items():
+    everywhere = {"models": ["tiny", "resnet20"], "contenders": list(NAMES), "repeats": 3, "device": "cpu"}
+    for name, usual in everywhere.items():
         if getattr(options, name) is None:
             setattr(options, name, _DEFAULTS[name].get(options.command, usual))
     _check(parser, options)
+    if options.device == "cuda":
+        options.threads = [1]
     return options
 
 
@@ -67,14 +84,21 @@ def _parser() -> argparse.ArgumentParser:
         "--models",
         nargs="+",
         choices=list(MODELS),
-        help="tiny resnet20 (overhead, scale: tiny; memory: resnet20)",
+        help="tiny resnet20 (overhead, scale: tiny; memory, gpu: resnet20)",
     )
     add("--contenders", nargs="+", choices=NAMES, help="all (scale: naive sequential processes)")
+    add(
+        "--device",
+        choices=["cpu", "cuda"],
+        help="where compare runs, cpu (gpu: cuda), on cuda with one thread",
+    )
     threads = [count for count in (1, 2) if count <= cores]
     add("--threads", nargs="+", type=int, default=threads, help="threads to try, 1 2: the better one counts")
     add("--repeats", type=int, help="repetitions, 3 unless given (overhead: 7)")
     add(
-        "--rounds", type=int, help="rounds in a repetition, by default 1 for W1 and W2, 100 for W3; memory: 2"
+        "--rounds",
+        type=int,
+        help="rounds in a repetition, by default 1 for W1 and W2, 100 for W3; memory: 2; gpu: 10",
     )
     add("--images", type=int, default=50_000, help="training images of all clients, 50000 as CIFAR-10")
     add("--factors", nargs="+", choices=list(FACTORS), default=list(FACTORS), help="what grows in scale, all")
@@ -104,6 +128,20 @@ def _check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None
             parser.error(
                 f"argument --threads: {count} is not from 1 to the {os.cpu_count()} cores of this machine"
             )
+    for name in options.contenders:
+        able = _ABLE.get(options.command, NAMES)
+        if name not in able:
+            parser.error(
+                f"argument --contenders: {name} is none for {options.command}; use {', '.join(able)}"
+            )
+    if options.device == "cuda" and options.command not in ("compare", "gpu"):
+        parser.error(
+            f"argument --device: {options.command} runs on the CPU only; cuda is for compare and gpu"
+        )
+    if options.device == "cuda" and not torch.cuda.is_available():
+        parser.error(
+            f"argument --device: cuda is not there; torch {torch.__version__} finds no CUDA device, use cpu"
+        )
     missing = [name for name in options.contenders if not present(name)]
     if options.command == "scale" and missing:
         parser.error(

@@ -38,7 +38,8 @@ def overhead(
     Returns:
         Spreads of ms per client step: ``naive[clock]`` and for each executor ``executors[name][clock][what]``, ``what``
         being total, one of the parts, own (total minus parts timed alone), own, inside (total minus the same parts
-        timed where they happen, in a run of their own), both as shares of the naive loop's total, and
+        timed where they happen, in a run of their own), both as shares of the naive loop's total, the latter also
+        ``strict`` (the reset of the client optimizers' state and the server optimizer's step count as own as well), and
         ``Trainer per round`` (ms).
     """
     workload = WORKLOADS[workload_name]
@@ -76,12 +77,14 @@ def overhead(
                 outside = getattr(timing.total, clock) - getattr(timing.in_rounds, clock)
                 row["Trainer per round"] = 1000 * outside / rounds
                 rows[name][clock].append(row)
-            with compute_watched() as compute:
+            with compute_watched() as inside:
                 whole = framework.run(rounds).total
             for clock in CLOCKS:
                 row = rows[name][clock][-1]
-                row["own, inside"] = 1000 * (getattr(whole, clock) - getattr(compute, clock)) / steps
+                own = getattr(whole, clock) - getattr(inside.steps, clock)
+                row["own, inside"] = 1000 * (own - getattr(inside.once_a_round, clock)) / steps
                 row["inside / naive"] = row["own, inside"] / naive_times[clock][-1]
+                row["inside / naive, strict"] = 1000 * own / steps / naive_times[clock][-1]
             newest = rows[name]["cpu"][-1]
             say(
                 f"  {repetition}/{repeats} {name:<10} own {newest['own']:.3f}, inside {newest['own, inside']:.3f} CPU-ms, "
@@ -105,7 +108,8 @@ def overhead(
 
 def table(results: list[dict[str, Any]]) -> Iterator[str]:
     """The results, by processor time, as the lines of a Markdown table."""
-    columns = ("total", *PARTS, "own", "own / naive", "own, inside", "inside / naive", "Trainer per round")
+    own = ("own", "own / naive", "own, inside", "inside / naive", "inside / naive, strict")
+    columns = ("total", *PARTS, *own, "Trainer per round")
     yield f"| workload | model | executor | naive | {' | '.join(columns)} |"
     yield "|---" * (len(columns) + 4) + "|"
     for result in results:

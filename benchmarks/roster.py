@@ -1,9 +1,10 @@
-"""Who is timed: the naive loop, this framework with each executor, and other frameworks where they are installed."""
+"""Who is timed: the naive loop, this framework with each executor, the compute alone, and other frameworks if installed."""
 
 import importlib
 import importlib.metadata
 import os
 
+from benchmarks.compute import Compute
 from benchmarks.contenders import EXECUTORS, Contender, Framework, NaiveLoop
 from benchmarks.recipe import make_model
 from benchmarks.workloads import SyntheticImages, Workload
@@ -11,10 +12,16 @@ from benchmarks.workloads import SyntheticImages, Workload
 PEERS = {"pfl": "pfl", "fluke": "fluke-fl", "byzfl": "byzfl", "flower": "flwr"}
 """Other frameworks and the names under which they are installed; ``benchmarks/peers`` has a file for each."""
 
-NAMES = ("naive", *EXECUTORS, *PEERS)
+NAMES = ("naive", *EXECUTORS, "compute", *PEERS)
 
-MULTI_PROCESS = ("processes", "flower")
+FRAMEWORKS = tuple(name for name in NAMES if name != "compute")
+"""Those who run whole rounds."""
+
+MULTI_PROCESS = ("processes", "compute", "flower")
 """Those who use the machine by processes, each of them on one thread."""
+
+ON_CUDA = ("naive", "sequential", "vectorized")
+"""Those who can run on a GPU."""
 
 
 def version(peer: str) -> str | None:
@@ -38,7 +45,9 @@ def import_packages(name: str) -> None:
         importlib.import_module(f"benchmarks.peers.{name}")
 
 
-def enter(name: str, workload: Workload, model_name: str, data: SyntheticImages) -> Contender:
+def enter(
+    name: str, workload: Workload, model_name: str, data: SyntheticImages, device: str = "cpu"
+) -> Contender:
     """Prepare somebody of :data:`NAMES` for a workload.
 
     Args:
@@ -46,6 +55,7 @@ def enter(name: str, workload: Workload, model_name: str, data: SyntheticImages)
         workload: The federation and its local work.
         model_name: A name of ``recipe.MODELS``.
         data: The federated data, set up for ``fit``.
+        device: ``"cpu"``, or ``"cuda"`` for those of :data:`ON_CUDA`.
     """
     import_packages(name)
     if name in PEERS:
@@ -53,5 +63,7 @@ def enter(name: str, workload: Workload, model_name: str, data: SyntheticImages)
         contender: Contender = module.Peer(workload, model_name, data)
         return contender
     if name in EXECUTORS:
-        return Framework(workload, make_model(model_name), data, EXECUTORS[name]())
-    return NaiveLoop(workload, make_model(model_name), data)
+        return Framework(workload, make_model(model_name), data, EXECUTORS[name](), device)
+    if name == "compute":
+        return Compute(workload, model_name)
+    return NaiveLoop(workload, make_model(model_name), data, device)

@@ -16,6 +16,10 @@ from typing import Any, Self
 import torch
 
 
+def nothing() -> None:
+    """What there is to wait for on a CPU."""
+
+
 @dataclass
 class Stopwatch:
     """Wall and processor time of a ``with`` block; further blocks with the same watch add to it.
@@ -24,19 +28,23 @@ class Stopwatch:
         wall: Seconds on the clock: what a person waits, disturbed by other work on the machine.
         cpu: Seconds of computing, by ``cpu_clock``.
         cpu_clock: The processor time so far; by default that of this process alone, without those that it starts.
+        settle: Called before the clocks are read: waits until everything has run that was started.
     """
 
     wall: float = 0.0
     cpu: float = 0.0
     cpu_clock: Callable[[], float] = time.process_time
+    settle: Callable[[], None] = nothing
 
     def start(self) -> None:
         """Start counting."""
+        self.settle()
         self.cpu -= self.cpu_clock()
         self.wall -= time.perf_counter()
 
     def stop(self) -> None:
         """Stop counting."""
+        self.settle()
         self.wall += time.perf_counter()
         self.cpu += self.cpu_clock()
 
@@ -73,9 +81,11 @@ def _digits(value: float) -> str:
     )
 
 
-def machine() -> dict[str, Any]:
-    """Processor, number of cores, threads and versions."""
+def machine(device: str = "cpu") -> dict[str, Any]:
+    """Processor, number of cores, threads and versions; the name of the GPU where ``device`` is ``"cuda"``."""
+    gpu = {"gpu": torch.cuda.get_device_name()} if device == "cuda" else {}
     return {
+        **gpu,
         "cpu": _cpu_model(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),

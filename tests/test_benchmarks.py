@@ -145,6 +145,7 @@ def test_the_better_number_of_threads_counts(monkeypatch):
 def test_compare_prints_a_table_and_writes_its_numbers(capsys):
     main(["--workloads", "W3", *FEW, *OURS, "--json", "out.json"])
     shown = capsys.readouterr()
+    assert "on all cores" not in shown.out
     assert [line.split("|")[3].strip() for line in shown.out.splitlines()[2:6]] == ["naive", *EXECUTORS]
     assert "2/2 vectorized" in shown.err
     with open("out.json") as file:
@@ -173,6 +174,7 @@ def test_overhead_is_the_total_without_its_parts(capsys):
             assert value["own"] == pytest.approx(value["total"] - parts)
             assert value["own / naive"] == pytest.approx(value["own"] / result["naive"][clock]["median"])
             assert value["Trainer per round"] > 0
+            assert value["inside / naive, strict"] > value["inside / naive"]
 
 
 class TwiceOurs:

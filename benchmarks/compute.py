@@ -1,0 +1,88 @@
+"""What no framework can undercut on this machine: forward and backward passes alone, on all cores."""
+
+import os
+import subprocess
+import sys
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.contenders import Timing
+from benchmarks.workloads import Workload
+
+Process = subprocess.Popen[str]
+
+
+class Compute:
+    """The forward and backward passes of a workload's client steps, and nothing else.
+
+    There is no data, augmentation, optimizer or aggregation: each pass is of the same model on the same batch of 20
+    normalised images in channels_last, which lies ready. One process per core, on one thread, runs its part of the passes
+    once it is told to, and nobody waits for anybody between rounds. Where the client steps do not divide by the cores,
+    every process runs the next larger number of passes and the time is scaled down to the perfect split, client steps /
+    cores. The start of the processes is not counted; they end with this object.
+
+    Args:
+        workload: The federation and its local work; only the number of its client steps matters.
+        model_name: A name of ``recipe.MODELS``.
+        num_processes: How many processes; None for as many as there are cores that this process may use.
+    """
+
+    def __init__(self, workload: Workload, model_name: str, num_processes: int | None = None) -> None:
+        self.client_steps = workload.client_steps
+        self.processes: list[Process] = []
+        weakref.finalize(self, _end, self.processes)
+        for _ in range(num_processes or usable_cores()):
+            self.processes.append(_start(model_name))
+        for process in self.processes:
+            _await(process, "ready")
+
+    def run(self, rounds: int) -> Timing:
+        """Run the passes of some rounds."""
+        timing, steps = Timing(), rounds * self.client_steps
+        passes = -(-steps // len(self.processes))
+        with timing.total:
+            for process in self.processes:
+                _tell(process, passes)
+            for process in self.processes:
+                _await(process, "done")
+        share = steps / (passes * len(self.processes))
+        timing.total.wall *= share
+        timing.total.cpu *= share
+        return timing
+
+
+def usable_cores() -> int:
+    """The cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _start(model_name: str) -> Process:
+    return subprocess.Popen(
+        [sys.executable, "-m", "benchmarks.passes", model_name],
+        cwd=Path(__file__).resolve().parents[1],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,  # Ctrl-C is for this process, which ends them
+    )
+
+
+def _tell(process: Process, passes: int) -> None:
+    assert process.stdin is not None
+    process.stdin.write(f"{passes}\n")
+    process.stdin.flush()
+
+
+def _await(process: Process, answer: str) -> None:
+    assert process.stdout is not None
+    if process.stdout.readline().strip() != answer:
+        raise RuntimeError("compute: a process has failed, see above")
+
+
+def _end(processes: Sequence[Process]) -> None:
+    for process in processes:
+        process.kill()
+    for process in processes:
+        process.communicate()
