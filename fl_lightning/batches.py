@@ -12,7 +12,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from torch.utils.data import DataLoader, IterableDataset
 
-from fl_lightning.errors import ConfigurationError
+from fl_lightning.errors import CannotVectorize, ConfigurationError
 from fl_lightning.randomness import derive_seed
 
 
@@ -63,7 +63,7 @@ class CohortBatch:
             flat = [tree_flatten(batch) for batch in self._rows]
             shapes = {tuple(tuple(leaf.shape) for leaf in leaves) for leaves, _ in flat}
             if len(shapes) > 1:
-                raise ConfigurationError(
+                raise CannotVectorize(
                     f"{user} needs batches of equal shape from every client, but the clients sent {len(shapes)} different "
                     f"shapes; give the client loaders drop_last=True or {instead}"
                 )

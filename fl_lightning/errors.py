@@ -1,4 +1,4 @@
-"""The one exception for input that a user can mend."""
+"""The exceptions for input that a user can mend."""
 
 
 class ConfigurationError(ValueError):
@@ -7,3 +7,7 @@ class ConfigurationError(ValueError):
     The message is one line that names the setting, the value that was found and what would work. The command line
     prints it without a traceback and exits with status 2.
     """
+
+
+class CannotVectorize(ConfigurationError):
+    """A model or batches that cannot be computed for all clients at once; one after the other they can."""

@@ -1,7 +1,8 @@
 """Executors: who computes the clients' losses and gradients. They fill the same rows; callbacks cannot tell which ran."""
 
+import logging
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -12,48 +13,13 @@ from torch.utils._pytree import tree_map
 from fl_lightning.batch_norm import batch_norm_layers, explain_batch_of_one
 from fl_lightning.batches import CohortBatch
 from fl_lightning.client_rows import ClientRows
-from fl_lightning.errors import ConfigurationError
+from fl_lightning.errors import CannotVectorize, ConfigurationError
 from fl_lightning.randomness import derive_seed, seed_global
 from fl_lightning.rows import consecutive
+from fl_lightning.step_graph import StepGraphs
 
 if TYPE_CHECKING:
     from fl_lightning.module import FederatedModule
-
-
-class StateSlots:
-    """The places in a model's modules where its parameters and buffers hang, so that a client's can hang there instead.
-
-    Args:
-        model: The server's model. Tied parameters and buffers fill several places.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        names = {id(p): name for name, p in model.named_parameters()} | {
-            id(b): n for n, b in model.named_buffers()
-        }
-        self._places: list[tuple[dict[str, Any], str, str, Tensor]] = []
-        for module in model.modules():
-            for store in (module._parameters, module._buffers):
-                for attribute, tensor in store.items():
-                    if tensor is not None:
-                        self._places.append((store, attribute, names[id(tensor)], tensor))
-        self._place_of = {name: (store, attribute) for store, attribute, name, _ in self._places}
-
-    @contextmanager
-    def filled(self, tensors: Mapping[str, Tensor]) -> Iterator[None]:
-        """Hang ``tensors`` (by qualified name; absent names stay the server's) and take them off again."""
-        try:
-            for store, attribute, name, own in self._places:
-                store[attribute] = tensors.get(name, own)
-            yield
-        finally:
-            for store, attribute, _, own in self._places:
-                store[attribute] = own
-
-    def read(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """What hangs in the model now under the given names, after a forward pass may have changed or replaced it."""
-        places = ((name, *self._place_of[name]) for name in names)
-        return {name: store[attribute] for name, store, attribute in places}
 
 
 class Executor(ABC):
@@ -145,19 +111,31 @@ class SequentialExecutor(Executor):
 class VectorizedExecutor(Executor):
     """All clients of a block at once with ``torch.func.vmap``.
 
+    Where a GPU's memory does not hold a block, blocks of half as many clients are computed from then on.
+
     Args:
         block_size: How many clients are computed together; None for the whole cohort. Smaller blocks need less memory.
+        cuda_graph: On a CUDA device: whether a block's forward and backward pass is recorded as a CUDA graph and replayed,
+            which takes one launch instead of hundreds (see ``fl_lightning.step_graph``). For models whose forward pass
+            does the same whatever its numbers are. Elsewhere it changes nothing.
+        where_possible: Whether clients are computed one after the other where the model or the shapes of their batches do
+            not allow it, which is otherwise an error.
 
     Raises:
         ConfigurationError: ``block_size`` is below 1.
     """
 
-    def __init__(self, block_size: int | None = None) -> None:
+    def __init__(
+        self, block_size: int | None = None, cuda_graph: bool = False, where_possible: bool = False
+    ) -> None:
         if block_size is not None and block_size < 1:
             raise ConfigurationError(
                 f"VectorizedExecutor.block_size: {block_size} must be at least 1 (or null for all)"
             )
-        self.block_size = block_size
+        self.block_size, self.cuda_graph, self.where_possible = block_size, cuda_graph, where_possible
+        self.graphs = StepGraphs()
+        self._largest: int | None = None
+        self._said: set[str] = set()
         # who needs equal batches and what to do without them, for messages
         self.user, self.instead = "executor VectorizedExecutor", "use SequentialExecutor"
 
@@ -165,14 +143,44 @@ class VectorizedExecutor(Executor):
         self, module: "FederatedModule", cohort: ClientRows, batch: CohortBatch, rows: Sequence[int]
     ) -> Tensor:
         """Fill ``cohort.grads`` and update ``cohort.buffers`` for ``rows``; see :meth:`Executor.backward`."""
-        size, stack = self.block_size or len(rows), batch.stack(self.user, self.instead)
-        if size >= len(rows):
-            return self._block(module, cohort, stack, list(rows))
-        losses = []
-        for start in range(0, len(rows), size):
-            part = tree_map(lambda leaf: leaf[start : start + size], stack)  # noqa: B023  # used at once
-            losses.append(self._block(module, cohort, part, list(rows[start : start + size])))
-        return torch.cat(losses)
+        try:
+            return self._blocks(module, cohort, batch.stack(self.user, self.instead), list(rows))
+        except CannotVectorize as reason:
+            if not self.where_possible:
+                raise
+            if str(reason) not in self._said:
+                self._said.add(str(reason))
+                logging.getLogger("fl_lightning").warning("one client after the other: %s", reason)
+        return SequentialExecutor().backward(module, cohort, batch, rows)
+
+    def close(self) -> None:
+        """Let go of recorded graphs and their memory."""
+        self.graphs.clear()
+        self._largest = None
+
+    def _blocks(self, module: "FederatedModule", cohort: ClientRows, stack: Any, rows: list[int]) -> Tensor:
+        losses: list[Tensor] = []
+        done = 0
+        while done < len(rows):
+            size = min(self.block_size or len(rows), self._largest or len(rows), len(rows) - done)
+            part = stack if size == len(rows) else tree_map(lambda x: x[done : done + size], stack)  # noqa: B023  # used at once
+            try:
+                losses.append(self._compute(module, cohort, part, rows[done : done + size]))
+            except torch.OutOfMemoryError:
+                if size == 1:
+                    raise
+                self._largest = size // 2  # nothing of this block was written
+                torch.cuda.empty_cache()
+                continue
+            done += size
+        return losses[0] if len(losses) == 1 else torch.cat(losses)
+
+    def _compute(self, module: "FederatedModule", cohort: ClientRows, part: Any, rows: list[int]) -> Tensor:
+        if not self.cuda_graph or module.device.type != "cuda":
+            return self._block(module, cohort, part, rows)
+        return self.graphs.run(
+            module, cohort, rows, part, lambda batch: self._block(module, cohort, batch, rows)
+        )
 
     def _block(self, module: "FederatedModule", cohort: ClientRows, batch: Any, rows: list[int]) -> Tensor:
         slots, trained, index = module.slots, cohort.trained_names(), consecutive(rows)
@@ -212,12 +220,12 @@ def client_loss(module: "FederatedModule", batch: Any) -> Tensor:
         raise
     except RuntimeError as error:
         if "randomness" in str(error):
-            raise ConfigurationError(
+            raise CannotVectorize(
                 f"model {type(module.model).__name__} draws random numbers that VectorizedExecutor (or a joint "
                 "forward pass, as FedTAN's) cannot give each client by itself; use fl_lightning.dropout.Dropout, or SequentialExecutor"
             ) from error
         if "atching rule not implemented" in str(error) or "vmap" in str(error):
-            raise ConfigurationError(
+            raise CannotVectorize(
                 f"model {type(module.model).__name__} has an operation that torch.func.vmap cannot run for all clients at once "
                 f"({str(error).splitlines()[0].rstrip('.')}); use SequentialExecutor, and no method that needs a joint forward pass "
                 "(FedTAN)"
@@ -234,7 +242,7 @@ def _numeric_momentum(model: nn.Module, buffers: Mapping[str, Tensor]) -> Iterat
             if layer.track_running_stats:
                 counts = buffers[f"{name}.num_batches_tracked"]
                 if not bool((counts == counts[0]).all()):
-                    raise ConfigurationError(
+                    raise CannotVectorize(
                         f"BN layer {name!r} has momentum=None and clients with different counters, which "
                         "VectorizedExecutor cannot run; use SequentialExecutor"
                     )

@@ -14,9 +14,8 @@ from fl_lightning.randomness import generator
 class Link:
     """A client's link to the server, and its speed: ``exchanges x latency + bytes / bandwidth + steps x seconds``.
 
-    The defaults are a phone's in its order of magnitude: 0.25 MB/s up and 0.75 MB/s down are what Wang et al., "A Field
-    Guide to Federated Optimization", arXiv 2107.06917, take for cross-device learning; 50 ms, which their model does not
-    have, is a usual round trip over a mobile network. Clinics or data centres have other numbers: set them.
+    The defaults are round numbers of a phone's order of magnitude on a mobile network, measured nowhere: 0.25 MB/s up, three
+    times that down, 50 ms for a round trip. Clinics or data centres have others: set them.
 
     Args:
         upload_mbps: Upload bandwidth in Mbit/s, 10^6 bits per second.

@@ -52,7 +52,8 @@ class FederatedModule(RunModule):
         local_steps: Local steps E of each client in a round. Give this or ``local_epochs``.
         local_epochs: Passes over a client's own data in a round.
         participation: Clients in a round: a fraction in (0, 1] (float) or a number (int).
-        executor: Who computes the clients' gradients. Default: :class:`~fl_lightning.executors.SequentialExecutor`.
+        executor: Who computes the clients' gradients. None chooses when training starts, see
+            :func:`~fl_lightning.executor_choice.choose_executor`.
         aggregator: How the server combines the clients. Default: :class:`~fl_lightning.aggregation.WeightedMean`.
         weighting: Aggregation weights: ``"examples"`` (p_i = n_i / sum of n_j over the cohort), ``"uniform"``, or
             ``"samples"`` (in proportion to the samples that a client processes in the round: with one local step its
@@ -70,9 +71,11 @@ class FederatedModule(RunModule):
             the run as diverged.
         centralised: Train one model on the union of the batches that the round's clients would have drawn, step by step:
             the same configuration without the federation. Nothing is sent.
+        tf32: Whether a GPU may compute float32 convolutions and matrix products in TF32: faster, with about three digits.
         seed: Seed of participation and dropout.
 
     Attributes:
+        executor_choice: The executor that was chosen for this run and why; None where one was given.
         traffic: What the clients of the newest round have sent and received.
 
     Raises:
@@ -98,6 +101,7 @@ class FederatedModule(RunModule):
         budget_epochs: float | None = None,
         on_divergence: Literal["error", "record"] = "error",
         centralised: bool = False,
+        tf32: bool = False,
         seed: int = 0,
     ) -> None:
         super().__init__(model, loss)
@@ -127,6 +131,7 @@ class FederatedModule(RunModule):
         self.local_steps, self.local_epochs = local_steps, local_epochs
         self.participation = participation
         self.executor = executor or SequentialExecutor()
+        self.chooses_executor = executor is None
         self.aggregator = aggregator or WeightedMean()
         self.weighting = weighting
         self.client_lr_schedule = client_lr_schedule
@@ -134,6 +139,7 @@ class FederatedModule(RunModule):
         self.budget_epochs = budget_epochs
         self.on_divergence = on_divergence
         self.centralised = centralised
+        self.tf32 = tf32
         self.seed = seed
 
     # One communication round
@@ -230,7 +236,7 @@ class FederatedModule(RunModule):
         positions = [self.plan.first_step(client, self.round) + step for client in clients]
         if self.num_dropout_layers:
             keys = dropout_keys(self.seed, self.round, cohort.client_ids, step)
-            cohort.set_dropout_keys(keys.to(self.device))
+            cohort.set_dropout_keys(keys.to(self.device, non_blocking=True))
         batches = self.data.cohort_batch(clients, positions)
         if self.centralised:
             batches = batches.union()

@@ -5,6 +5,7 @@ import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from operator import is_
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -17,7 +18,7 @@ from fl_lightning.client_rows import ClientRows
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.executors import Executor, SequentialExecutor
 from fl_lightning.staging import share
-from fl_lightning.worker import Load, Step, attributes_of
+from fl_lightning.worker import Load, Step, attributes_of, common_tensors, objects_of
 from fl_lightning.worker_process import CannotFork, WorkerProcess, forked, pickled, spawned
 
 if TYPE_CHECKING:
@@ -30,10 +31,12 @@ class ProcessExecutor(Executor):
     """The cohort spread over processes, each of which computes its clients one after the other on one thread.
 
     The same numbers as :class:`~fl_lightning.executors.SequentialExecutor` on one thread, bit for bit, whatever
-    ``num_workers``. Workers start with the first round, as copies of this process (``fork``). Tensors of the cohort, and
-    numbers and words that the module and its layers hold, are always those of the step, and other tensors follow what is
-    written into them; what else a model or a subclass's ``client_loss`` reads is what was there at the start, and what they
-    change beside tensors (a list, a counter) stays in the worker. Of the trainer they see the round and nothing more.
+    ``num_workers``. Workers start with the first round, as copies of this process (``fork``), and anew where a part of the
+    model or the loss is replaced by another object. Tensors of the cohort, and numbers and words that the module and its
+    layers hold, alone or in lists and dicts, are always those of the step, and other tensors follow what is written into
+    them. What else a subclass's ``client_loss`` reads is what was there when the workers started, objects of one's own that
+    change inside among it, and what a model changes beside tensors (a counter) stays in the worker. Of the trainer they
+    see the round and nothing more.
     Where that is not possible (not on Linux; or a GPU is there and this process has computed gradients before) they are
     new processes (``spawn``): that takes seconds, needs a module that can be pickled, and in a script of one's own
     ``if __name__ == "__main__":`` before what it runs.
@@ -67,7 +70,7 @@ class ProcessExecutor(Executor):
         self, module: "FederatedModule", cohort: ClientRows, batch: CohortBatch, rows: Sequence[int]
     ) -> Tensor:
         """Fill ``cohort.grads`` and update ``cohort.buffers`` for ``rows``; see :meth:`Executor.backward`."""
-        if self._crew is None or self._crew.cohort is not cohort:
+        if self._crew is None or not self._crew.belongs_to(module, cohort):
             self.close()
             self._crew = _Crew(module, cohort, self._size(module, cohort) - 1, self)
         shares = shares_of(rows, len(self._crew.workers) + 1)
@@ -109,13 +112,16 @@ class _Crew:
         self, module: "FederatedModule", cohort: ClientRows, size: int, settings: ProcessExecutor
     ) -> None:
         self.cohort = cohort
+        self.objects = objects_of(module)
         stacks = (cohort.params, cohort.grads, cohort.buffers)
         blocks = [block for rows in stacks for block in rows.blocks.values()]
         self.losses = torch.zeros(len(blocks[0]), dtype=torch.float64)
         _check_shared_memory(blocks)
-        for block in (*blocks, self.losses, *_others(module, cohort)):
+        common = common_tensors(module, {*cohort.params, *cohort.buffers})
+        for block in (*blocks, self.losses, *common):
             share(block)
-        load = Load(module, [(rows.layout, rows.blocks) for rows in stacks], self.losses, settings.compile)
+        rows = [(rows.layout, rows.blocks) for rows in stacks]
+        load = Load(module, rows, self.losses, common, settings.compile)
         self.workers: list[WorkerProcess] = []
         try:
             if settings.start != "spawn" and (settings.start or sys.platform == "linux"):
@@ -128,6 +134,12 @@ class _Crew:
         except BaseException:
             self.dismiss()
             raise
+
+    def belongs_to(self, module: "FederatedModule", cohort: ClientRows) -> bool:
+        """Whether the workers have what a step of this cohort needs."""
+        objects = objects_of(module)
+        same = len(objects) == len(self.objects) and all(map(is_, objects, self.objects))
+        return self.cohort is cohort and same
 
     def _hire_forked(self, load: Load, size: int, or_otherwise: bool) -> None:
         try:
@@ -177,22 +189,17 @@ class _Crew:
         self.workers = []
 
 
-def _others(module: "FederatedModule", cohort: ClientRows) -> list[Tensor]:
-    """Tensors that all clients have in common, such as frozen parameters or class weights of the loss."""
-    own = {f"model.{name}" for name in (*cohort.params, *cohort.buffers)}
-    named = (*module.named_parameters(), *module.named_buffers())
-    return [tensor.data for name, tensor in named if name not in own]
+def shared_memory_left() -> float:
+    """Bytes of shared memory that a run may take."""
+    return shutil.disk_usage(_SHARED_MEMORY).free if _SHARED_MEMORY.is_dir() else float("inf")
 
 
 def _check_shared_memory(blocks: Sequence[Tensor]) -> None:
-    needed = sum(block.numel() * block.element_size() for block in blocks)
-    if not _SHARED_MEMORY.is_dir():
-        return
-    free = shutil.disk_usage(_SHARED_MEMORY).free
-    if needed > free:
+    needed, left = sum(block.numel() * block.element_size() for block in blocks), shared_memory_left()
+    if needed > left:
         raise ConfigurationError(
             f"executor ProcessExecutor: the cohort needs {needed / 1e6:,.0f} MB of shared memory, and {_SHARED_MEMORY} has "
-            f"{free / 1e6:,.0f} MB left; enlarge it (docker run --shm-size), or use SequentialExecutor"
+            f"{left / 1e6:,.0f} MB left; enlarge it (docker run --shm-size), or use SequentialExecutor"
         )
 
 

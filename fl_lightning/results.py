@@ -52,6 +52,10 @@ class RunFiles(L.Callback):
         table = policy_table(pl_module.model, pl_module.federated_callbacks, pl_module.planned_rounds)
         if not trainer.global_step:
             print_policy(table)
+            choice = pl_module.executor_choice
+            if choice is not None:
+                reason = f"{choice.reason}; model.executor sets another"
+                print_table("Executor", {type(choice.executor).__name__: reason})
         if self.attempt is not None:
             if trainer.global_step and self.rows_are_known:
                 cut_back(self.attempt.metrics, trainer.global_step)
@@ -157,6 +161,7 @@ def collect_result(
         "upload_bytes": record.upload_bytes,
         "download_bytes": record.download_bytes,
         "train_seconds": record.seconds,
+        "executor": describe(module.executor),
         **{name: value for report in reports for name, value in report.result().items()},
         "reports": {name: text for report in reports for name, text in report.result_lines().items()},
         "seed": module.seed,

@@ -1,5 +1,6 @@
 """A run of communication rounds: how many there are, what it refuses, what a checkpoint keeps."""
 
+import logging
 from typing import Any
 
 import lightning as L
@@ -12,13 +13,16 @@ from fl_lightning.callback import FederatedCallback
 from fl_lightning.client_optimizer import OptimizerCallable
 from fl_lightning.cohort import Cohort
 from fl_lightning.errors import ConfigurationError
-from fl_lightning.executors import Executor, StateSlots
+from fl_lightning.executor_choice import Choice, choose_executor
+from fl_lightning.executors import Executor
 from fl_lightning.participation import cohort_size
 from fl_lightning.planning import RoundPlan
 from fl_lightning.policy import resolve_policy
 from fl_lightning.record import RunRecord
 from fl_lightning.server import ServerModule
+from fl_lightning.state_slots import StateSlots
 from fl_lightning.swapping import restore_batch_norm
+from fl_lightning.tf32 import allow_tf32
 
 
 class RunModule(ServerModule):
@@ -38,12 +42,16 @@ class RunModule(ServerModule):
     participation: int | float
     budget_epochs: float | None
     executor: Executor
+    chooses_executor: bool
+    executor_choice: Choice | None = None
     seed: int
     plan: RoundPlan
     slots: StateSlots
     total_rounds: int | None = None
     _cohort: Cohort | None = None
+    tf32: bool
     _resumed = False
+    _tf32_before: tuple[bool, bool] | None = None
 
     @property
     def planned_rounds(self) -> int:
@@ -64,6 +72,8 @@ class RunModule(ServerModule):
         """Prepare what depends on the trainer: the plan of local work."""
         # Lightning converts after it has loaded a checkpoint: a float64 checkpoint would pass through float32.
         self.trainer.precision_plugin.convert_module(self)
+        if self._tf32_before is None:
+            self._tf32_before = allow_tf32(self.tf32, self.tf32)
         if stage != "fit":
             return
         check_trainer(self.trainer)
@@ -75,6 +85,12 @@ class RunModule(ServerModule):
         if not self.centralised:
             self.aggregator.check(size)
         self.plan = RoundPlan(self.data, self.local_steps, self.local_epochs, size, self.seed)
+
+    def teardown(self, stage: str) -> None:
+        """Give back what other code on this device was allowed."""
+        if self._tf32_before is not None:
+            allow_tf32(*self._tf32_before)
+            self._tf32_before = None
 
     def on_fit_start(self) -> None:
         """Fix the number of rounds at round 1; a resumed run keeps it."""
@@ -103,6 +119,10 @@ class RunModule(ServerModule):
             resolve_policy(self.federated_callbacks, round_number, self.total_rounds)
         self.slots = StateSlots(self.model)
         self.data.keep_on(self.device)
+        if self.chooses_executor:
+            self.executor_choice = choose_executor(self, 1 if self.centralised else self.plan.cohort_size)
+            self.executor = self.executor_choice.executor
+            logging.getLogger("fl_lightning").info("executor: %s", self.executor_choice)
         # A BN layer that the user has put in eval mode stays there.
         self._batch_norm_in_training = [x for x in batch_norm_layers(self.model).values() if x.training]
         self._cohort = None

@@ -2,7 +2,7 @@
 
 import signal
 import traceback
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from types import SimpleNamespace
@@ -21,6 +21,7 @@ class Load:
         module: The federated module; for another process pickled together with its precision plugin.
         rows: Layout and shared blocks of parameters, gradients and buffers.
         losses: Where the losses go, shared, shape ``[C]``.
+        common: What :func:`common_tensors` gives, shared.
         compile: Whether the model is compiled.
         matmul_precision: As ``torch.get_float32_matmul_precision()`` gives it.
         deterministic: Whether PyTorch is to use deterministic algorithms, and whether only to warn.
@@ -29,6 +30,7 @@ class Load:
     module: Any
     rows: Sequence[tuple[Any, dict[str, Tensor]]]
     losses: Tensor
+    common: Sequence[Tensor]
     compile: bool
     matmul_precision: str = field(default_factory=torch.get_float32_matmul_precision)
     deterministic: tuple[bool, bool] = field(
@@ -61,8 +63,7 @@ class Step:
         step: The local step, from 0.
         client_ids: All clients of the cohort.
         trained: The parameter blocks that are trained.
-        attributes: Numbers and words that the module and each of its parts hold, ``training`` among them; None where they
-            are those of the step before.
+        attributes: What :func:`attributes_of` finds, ``training`` among it; None where it is that of the step before.
         rows: The rows to fill.
         batches: One batch for each of ``rows``.
     """
@@ -129,19 +130,60 @@ def _answer(request: Load | Step | None, work: "_Work | None") -> Any:
     return None
 
 
-Attributes = dict[str, int | float | str | None]
+Attributes = dict[str, Any]
+
+_SIMPLE = frozenset({bool, int, float, str, type(None)})
 
 
 def attributes_of(module: nn.Module) -> list[Attributes]:
-    """What a module and each of its parts hold beside tensors, as far as it is numbers and words."""
+    """What a module and each of its parts hold beside tensors, as far as it is numbers and words, or lists and dicts of them."""
     return [
         {
-            name: value
+            name: value if type(value) in _SIMPLE else _copy(value)
             for name, value in vars(part).items()
-            if name[0] != "_" and (value is None or type(value) in (bool, int, float, str))
+            if name[0] != "_" and (type(value) in _SIMPLE or _is_plain(value))
         }
         for part in module.modules()
     ]
+
+
+def objects_of(module: nn.Module) -> list[Any]:
+    """What else the model and the loss consist of: their parts, and what these hold that :func:`attributes_of` leaves out."""
+    parts = list(module.modules())
+    held = [
+        value
+        for part in parts[1:]
+        for name, value in vars(part).items()
+        if name[0] != "_" and type(value) not in _SIMPLE and not _is_plain(value)
+    ]
+    return [*parts, getattr(module, "loss", None), *held]
+
+
+def common_tensors(module: nn.Module, stacked: Collection[str]) -> list[Tensor]:
+    """The tensors that all clients have in common, such as frozen parameters or class weights of the loss.
+
+    Args:
+        module: The federated module.
+        stacked: Names of the model's tensors of which each client has its own.
+    """
+    named = (*module.named_parameters(), *module.named_buffers())
+    common = [tensor for name, tensor in named if name.removeprefix("model.") not in stacked]
+    return common + [each for each in objects_of(module) if torch.is_tensor(each)]
+
+
+def _is_plain(value: Any) -> bool:
+    if type(value) is dict:
+        return all(map(_is_plain, value)) and all(map(_is_plain, value.values()))
+    if type(value) in (list, tuple):
+        return all(map(_is_plain, value))
+    return type(value) in _SIMPLE
+
+
+def _copy(value: Any) -> Any:
+    """A copy that does not change when the original does."""
+    if type(value) is dict:
+        return {key: _copy(each) for key, each in value.items()}
+    return type(value)(map(_copy, value)) if type(value) in (list, tuple) else value
 
 
 class _Work:
@@ -151,14 +193,18 @@ class _Work:
         import pickle
 
         from fl_lightning.client_rows import ClientRows
-        from fl_lightning.executors import SequentialExecutor, StateSlots
+        from fl_lightning.executors import SequentialExecutor
         from fl_lightning.rows import Rows
+        from fl_lightning.state_slots import StateSlots
 
         torch.set_float32_matmul_precision(load.matmul_precision)
         torch.use_deterministic_algorithms(load.deterministic[0], warn_only=load.deterministic[1])
         if isinstance(load.module, bytes):
             self.module, precision = pickle.loads(load.module)
             self.module.slots = StateSlots(self.module.model)
+            stacked = {name for layout, _ in load.rows for shapes in layout.values() for name in shapes}
+            for own, shared in zip(common_tensors(self.module, stacked), load.common, strict=True):
+                own.data = shared
         else:
             self.module, precision = load.module, load.module.trainer.precision_plugin
         # all that there is of a trainer here: a copy of the run's own would stand still

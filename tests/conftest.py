@@ -4,6 +4,9 @@ import os
 
 os.environ["WANDB_MODE"] = "disabled"
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
+os.environ["OMP_NUM_THREADS"] = (
+    "1"  # also for what tests start; and runs stay in one process unless they ask for more
+)
 
 import pytest
 import torch

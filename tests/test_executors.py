@@ -219,3 +219,72 @@ def test_compiled_steps_are_those_of_the_model_and_evaluation_is_not_compiled(ex
     steps = fast if executor is SequentialExecutor else fast._own
     assert steps._compiled is not None
     assert model._compiled_call_impl is None
+
+
+class Scarce(VectorizedExecutor):
+    """A device that holds so many clients at once."""
+
+    room = 2
+
+    def __init__(self, block_size=None):
+        super().__init__(block_size)
+        self.sizes = []
+
+    def _block(self, module, cohort, batch, rows):
+        self.sizes.append(len(rows))
+        if len(rows) > self.room:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return super()._block(module, cohort, batch, rows)
+
+
+def test_blocks_that_do_not_fit_into_memory_are_halved_until_they_do():
+    reference = outcome(small_cnn("bn"), blobs(6), VectorizedExecutor(1), rounds=2)
+    scarce = Scarce()
+    assert distance(reference, outcome(small_cnn("bn"), blobs(6), scarce, rounds=2)) < 1e-10
+    # half of six does not fit either; what fits is kept to
+    assert scarce.sizes == [6, 3] + 6 * 4 * [1]
+    scarce = Scarce(5)
+    scarce.room = 3
+    assert distance(reference, outcome(small_cnn("bn"), blobs(6), scarce, rounds=2)) < 1e-10
+    assert scarce.sizes == [5, 2, 2, 2] + 3 * [2, 2, 2]
+
+
+def test_a_client_that_does_not_fit_into_memory_alone_is_an_error():
+    scarce = Scarce()
+    scarce.room = 0
+    with pytest.raises(torch.OutOfMemoryError):
+        outcome(small_cnn("bn"), blobs(), scarce)
+
+
+class Uneven(nn.Module):
+    """Cannot be computed for all clients at once."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(72, 3)
+
+    def forward(self, x):
+        x = x.flatten(1)
+        return self.linear(x if float(x.sum()) > 0 else -x)
+
+
+@pytest.mark.parametrize(("model", "data"), [
+    (Uneven, blobs),
+    (partial(small_cnn, "bn"), partial(blobs, 3, (40, 17, 24))),
+])  # fmt: skip
+def test_what_cannot_be_vectorised_is_computed_one_after_the_other_where_that_is_allowed(model, data, caplog):
+    torch.manual_seed(0)
+    built = model()
+    clients = data()
+    for client in clients.clients:
+        client.train_dataloader = partial(_all_batches, client)
+    with pytest.raises(ConfigurationError, match="SequentialExecutor"):
+        outcome(built, clients, VectorizedExecutor())
+    reference = outcome(built, clients, SequentialExecutor(), local_steps=None, local_epochs=1)
+    found = outcome(built, clients, VectorizedExecutor(where_possible=True), local_steps=None, local_epochs=1)
+    assert distance(reference, found) < 1e-10
+    assert caplog.text.count("one client after the other: ") == 1
+
+
+def _all_batches(client):
+    return torch.utils.data.DataLoader(client.dataset, client.batch_size, shuffle=True)

@@ -154,6 +154,58 @@ class Noisy(nn.Module):
         return x * (1 + 0.1 * torch.rand(len(x), 1, 1, 1, dtype=x.dtype))
 
 
+class Scales(nn.Module):
+    """Scales its input by numbers that a user keeps in a list, a dict, a tensor that is no buffer, and another object."""
+
+    def __init__(self):
+        super().__init__()
+        self.scales, self.named, self.loose = [1.0, 1.0], {"all": 1.0}, torch.ones(1, dtype=torch.float64)
+        self.function = torch.nn.functional.relu
+
+    def forward(self, x):
+        return self.function(x * self.scales[0] * self.named["all"] * self.loose + 0.1)
+
+
+class ChangesInside(FederatedCallback):
+    """Changes one of them, and the loss, from the second round on."""
+
+    def __init__(self, what):
+        self.what = what
+
+    def on_round_start(self, trainer, pl_module, cohort):
+        scale = pl_module.model[0]
+        if cohort.round > 1:
+            match self.what:
+                case "list":
+                    scale.scales[0] = 2.0
+                case "dict":
+                    scale.named["all"] = 3.0
+                case "tensor":
+                    scale.loose.fill_(2.0)
+                case "function":
+                    scale.function = torch.tanh
+                case "loss":
+                    pl_module.loss = nn.CrossEntropyLoss(label_smoothing=0.3)
+
+
+@STARTS
+@pytest.mark.parametrize("what", ["list", "dict", "tensor", "function", "loss"])
+def test_what_callbacks_change_inside_the_model_reaches_the_workers(what, start):
+    def run(executor, changed):
+        model = nn.Sequential(Scales(), nn.Flatten(), nn.Linear(72, 3))
+        nn.init.constant_(model[2].weight, 0.01)
+        nn.init.zeros_(model[2].bias)
+        seen = States()
+        loss = nn.CrossEntropyLoss()
+        module = FederatedModule(model, MOMENTUM, local_steps=2, executor=executor, loss=loss)
+        fit(module, blobs(), 3, [ChangesInside(changed), seen])
+        return seen.states
+
+    reference = run(SequentialExecutor(), what)
+    assert_same(reference, run(ProcessExecutor(2, start=start), what))
+    assert not same(reference[-1], run(SequentialExecutor(), "nothing")[-1])
+
+
 def test_random_numbers_of_a_model_are_those_of_its_client():
     def model():
         return nn.Sequential(Noisy(), small_cnn())

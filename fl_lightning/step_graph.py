@@ -1,0 +1,122 @@
+"""A local step's forward and backward pass as a CUDA graph: recorded once, then replayed with one launch.
+
+A replayed graph reads and writes the same memory each time and runs no Python. So its batch is copied to where the
+recorded one lay, a cohort's rows stay where they are from round to round, and what Python decides (which rows, which
+parameters are trained, numbers that layers hold, such as momentum) is part of what a recording is found by.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_map
+
+from fl_lightning.client_rows import ClientRows
+from fl_lightning.worker import attributes_of, objects_of
+
+if TYPE_CHECKING:
+    from fl_lightning.module import FederatedModule
+
+Recorder = Callable[[Callable[[], Tensor]], tuple[Callable[[], None], Tensor]]
+"""Records a computation: gives what computes it again, and its result, which lies where it is each time."""
+
+_WARM_UP = 3  # libraries choose their algorithms and take their memory in the first runs
+
+
+def record_cuda_graph(compute: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
+    """Record a computation on the current CUDA device; it runs a few times before that.
+
+    Args:
+        compute: Computes on the current stream, without waiting for the device.
+    """
+    own = torch.cuda.current_stream()
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]  # torch gives it no types
+    stream.wait_stream(own)
+    with torch.cuda.stream(stream):
+        for _ in range(_WARM_UP):
+            compute()
+    own.wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = compute()
+    return graph.replay, found
+
+
+class StepGraph:
+    """A recorded step of some clients.
+
+    Args:
+        compute: Their losses from a batch, shape ``[n]``; it also writes to ``written``.
+        batch: A batch; later ones have its shapes.
+        written: What ``compute`` writes to. Recording leaves it as it is.
+        record: How to record.
+    """
+
+    def __init__(
+        self, compute: Callable[[Any], Tensor], batch: Any, written: Sequence[Tensor], record: Recorder
+    ) -> None:
+        self.batch = tree_map(torch.clone, batch)
+        before = [tensor.clone() for tensor in written]
+        self.replay, self.losses = record(lambda: compute(self.batch))
+        for tensor, value in zip(written, before, strict=True):
+            tensor.copy_(value)
+
+    def run(self, batch: Any) -> Tensor:
+        """The losses of a batch."""
+        for own, new in zip(tree_flatten(self.batch)[0], tree_flatten(batch)[0], strict=True):
+            own.copy_(new, non_blocking=True)
+        self.replay()
+        return self.losses.clone()
+
+
+class StepGraphs:
+    """The recorded steps of a cohort.
+
+    Args:
+        record: How to record a step.
+    """
+
+    def __init__(self, record: Recorder = record_cuda_graph) -> None:
+        self.record = record
+        self._cohort: ClientRows | None = None
+        self._objects: list[Any] = []
+        self._graphs: list[tuple[Any, StepGraph]] = []
+
+    def run(
+        self,
+        module: "FederatedModule",
+        cohort: ClientRows,
+        rows: list[int],
+        batch: Any,
+        compute: Callable[[Any], Tensor],
+    ) -> Tensor:
+        """The losses of some rows, from a recorded step where there is one for such rows and batches.
+
+        Args:
+            module: The federated module.
+            cohort: The cohort, whose gradients and buffers ``compute`` writes.
+            rows: The rows.
+            batch: Their batches, stacked.
+            compute: Their losses from a batch, shape ``[len(rows)]``.
+        """
+        objects = objects_of(module)
+        if self._cohort is not cohort or list(map(id, objects)) != list(map(id, self._objects)):
+            self.clear()
+            self._cohort, self._objects = cohort, objects
+        leaves, spec = tree_flatten(batch)
+        shapes = [(leaf.shape, leaf.dtype, leaf.stride()) for leaf in leaves]
+        device = module.device.type
+        casts = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        key = (rows, spec, shapes, cohort.trained_blocks, casts, attributes_of(module))
+        for known, graph in self._graphs:
+            if known == key:
+                return graph.run(batch)
+        written = [*cohort.grads.blocks.values(), *cohort.buffers.blocks.values()]
+        graph = StepGraph(compute, batch, written, self.record)
+        self._graphs.append((key, graph))
+        return graph.run(batch)
+
+    def clear(self) -> None:
+        """Let go of all of them, and of their memory."""
+        self._cohort, self._objects, self._graphs = None, [], []

@@ -1,0 +1,159 @@
+"""Which executor computes a run that names none, and that the choice changes no result."""
+
+import json
+import logging
+
+import pytest
+import torch
+from command_line import run
+from helpers import SGD, States, blobs, fit, small_cnn
+
+from fl_lightning import (
+    FederatedModule,
+    ProcessExecutor,
+    SequentialExecutor,
+    VectorizedExecutor,
+    executor_choice,
+    processes,
+)
+from fl_lightning.executor_choice import choose_executor
+
+
+def module(cls=FederatedModule, **settings):
+    return cls(small_cnn("bn"), SGD, local_steps=1, **settings)
+
+
+def on_cores(monkeypatch, count, threads=None):
+    """Let there be so many cores, and torch use as many threads unless it was told another number."""
+    monkeypatch.setattr(executor_choice, "_usable_cores", lambda: count)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads or count)
+
+
+@pytest.mark.parametrize(
+    ("cores", "clients", "workers"),
+    [
+        (1, 10, None),
+        (2, 1, None),
+        (2, 2, 2),
+        (2, 3, None),  # two threads are faster than a process that waits for another half of the time
+        (2, 5, None),
+        (2, 7, 2),
+        (2, 10, 2),
+        (16, 10, 10),
+        (16, 20, 16),
+        (16, 1, None),
+    ],
+)
+def test_clients_that_fill_the_cores_get_a_process_on_each(monkeypatch, cores, clients, workers):
+    on_cores(monkeypatch, cores)
+    executor = choose_executor(module(), clients).executor
+    if workers is None:
+        assert type(executor) is SequentialExecutor
+    else:
+        assert type(executor) is ProcessExecutor
+        assert executor.num_workers == workers
+
+
+class OwnLoss(FederatedModule):
+    def client_loss(self, batch):
+        return super().client_loss(batch)
+
+
+def test_what_a_worker_could_miss_is_computed_in_this_process(monkeypatch):
+    on_cores(monkeypatch, 2)
+    choice = choose_executor(module(OwnLoss), 10)
+    assert type(choice.executor) is SequentialExecutor
+    assert "client_loss" in choice.reason
+
+
+@pytest.mark.parametrize(("owner", "name", "value", "reason"), [
+    (executor_choice.sys, "platform", "darwin", "copies"),
+    (torch.cuda, "is_available", lambda: True, "copies"),
+    (executor_choice, "shared_memory_left", lambda: 1000.0, "shared memory"),
+])  # fmt: skip
+def test_where_processes_would_fail_there_are_none(monkeypatch, owner, name, value, reason):
+    on_cores(monkeypatch, 2)
+    monkeypatch.setattr(owner, name, value)
+    choice = choose_executor(module(), 10)
+    assert type(choice.executor) is SequentialExecutor
+    assert reason in choice.reason
+
+
+def test_with_one_thread_a_process_on_each_core_is_faster_however_the_clients_divide(monkeypatch):
+    on_cores(monkeypatch, 2, threads=1)
+    assert type(choose_executor(module(), 3).executor) is ProcessExecutor
+
+
+@pytest.mark.parametrize(
+    ("told", "cores"), [("1", 1), ("3", 3), ("3,2", 3), ("9", 4), ("0", 4), ("all", 4), (None, 4)]
+)
+def test_omp_num_threads_is_the_number_of_cores_to_use(monkeypatch, told, cores):
+    monkeypatch.setattr(executor_choice.os, "sched_getaffinity", lambda pid: range(4))
+    if told is None:
+        monkeypatch.delenv("OMP_NUM_THREADS")
+    else:
+        monkeypatch.setenv("OMP_NUM_THREADS", told)
+    assert executor_choice._usable_cores() == cores
+
+
+class OnGPU(FederatedModule):
+    device = torch.device("cuda", 0)
+
+
+def test_a_gpu_computes_all_clients_at_once():
+    executor = choose_executor(module(OnGPU), 10).executor
+    assert isinstance(executor, VectorizedExecutor)
+    assert executor.block_size is None
+    assert executor.where_possible
+
+
+def states(model, rounds=3, **settings):
+    seen = States()
+    fit(model, blobs(4), rounds, [seen], **settings)
+    return seen.states
+
+
+def test_the_choice_changes_no_bit_and_is_made_anew_in_each_fit(monkeypatch, caplog):
+    reference = states(module(executor=SequentialExecutor()))
+    on_cores(monkeypatch, 2, threads=1)
+    chosen = module()
+    with caplog.at_level(logging.INFO, "fl_lightning"):
+        found = states(chosen)
+    assert type(chosen.executor) is ProcessExecutor
+    assert "executor: ProcessExecutor, 4 clients on 2 cores" in caplog.text
+    for first, second in zip(reference, found, strict=True):
+        assert all(torch.equal(first[name], second[name]) for name in first)
+    on_cores(monkeypatch, 1, threads=1)
+    states(chosen, 1)
+    assert type(chosen.executor) is SequentialExecutor
+
+
+def test_an_executor_that_is_given_stays(monkeypatch):
+    on_cores(monkeypatch, 2)
+    given = SequentialExecutor()
+    own = module(executor=given)
+    states(own, 1)
+    assert own.executor is given
+    assert own.executor_choice is None
+
+
+def test_a_centralised_run_has_one_client(monkeypatch):
+    on_cores(monkeypatch, 2)
+    own = module(centralised=True)
+    states(own, 1)
+    assert type(own.executor) is SequentialExecutor
+
+
+def test_the_command_line_says_what_it_chose(capsys):
+    cli = run()
+    lines = capsys.readouterr().out.splitlines()
+    found = lines[lines.index("Executor") + 1]
+    assert found == "SequentialExecutor  one core; model.executor sets another"
+    assert json.loads(cli.attempt.result.read_text())["executor"] == "SequentialExecutor()"
+
+
+def test_processes_is_what_asks_for_shared_memory(tmp_path, monkeypatch):
+    monkeypatch.setattr(processes, "_SHARED_MEMORY", tmp_path / "absent")
+    assert processes.shared_memory_left() == float("inf")
+    monkeypatch.setattr(processes, "_SHARED_MEMORY", tmp_path)
+    assert 0 < processes.shared_memory_left() < float("inf")

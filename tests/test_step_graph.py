@@ -1,0 +1,163 @@
+"""Recorded steps, on a CPU: what a CUDA graph does (the same operations on the same memory, no Python) is done by a stand-in."""
+
+import pytest
+import torch
+from helpers import SGD, States, blobs, fit, small_cnn
+from test_executors import METHODS, outcome
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from fl_lightning import FederatedCallback, FederatedModule, VectorizedExecutor, step_graph
+from fl_lightning.step_graph import StepGraphs
+
+READS_A_NUMBER = ("_local_scalar_dense", "nonzero", "is_nonzero")
+
+
+def storage(tensor):
+    return tensor.untyped_storage().data_ptr()
+
+
+class Recording(TorchDispatchMode):
+    """Every operation with its arguments and results, all of which stay where they are."""
+
+    def __init__(self):
+        super().__init__()
+        self.operations = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function._schema.name
+        assert not any(word in name for word in READS_A_NUMBER), f"{name} would wait for the device"
+        found = function(*args, **(kwargs or {}))
+        self.operations.append((function, args, kwargs or {}, found))
+        return found
+
+    def replay(self):
+        with torch.no_grad():
+            for function, args, kwargs, found in self.operations:
+                own = {storage(leaf) for leaf in tree_leaves((args, kwargs)) if torch.is_tensor(leaf)}
+                again = function(*args, **kwargs)
+                for old, new in zip(tree_leaves(found), tree_leaves(again), strict=True):
+                    if torch.is_tensor(old) and storage(old) not in own:
+                        old.copy_(new)
+
+
+def record_on_cpu(compute):
+    with Recording() as recording:
+        found = compute()
+    return recording.replay, found
+
+
+class Recorded(VectorizedExecutor):
+    """Replays recorded steps on any device, and counts the recordings."""
+
+    def __init__(self, block_size=None):
+        super().__init__(block_size, cuda_graph=True)
+        self.recordings = 0
+        self.graphs = StepGraphs(self._record)
+
+    def _record(self, compute):
+        self.recordings += 1
+        return record_on_cpu(compute)
+
+    def _compute(self, module, cohort, part, rows):
+        return self.graphs.run(
+            module, cohort, rows, part, lambda batch: self._block(module, cohort, batch, rows)
+        )
+
+
+def same(first, second):
+    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.mark.parametrize("size", [None, 2])
+@pytest.mark.parametrize("method", METHODS)
+def test_replayed_steps_are_those_of_python_bit_for_bit(method, size):
+    def run(executor):
+        return outcome(small_cnn("bn", dropout=0.5), blobs(), executor, METHODS[method]())
+
+    recorded = Recorded(size)
+    assert same(run(VectorizedExecutor(size)), run(recorded))
+
+
+def test_a_step_is_recorded_once_for_each_block_and_batch_shape():
+    executor = Recorded()
+    outcome(small_cnn("bn"), blobs(), executor, rounds=4)
+    assert executor.recordings == 1
+    executor = Recorded(2)
+    outcome(small_cnn("bn"), blobs(), executor, rounds=4)
+    assert executor.recordings == 2  # of two clients, and of one
+
+
+def test_clients_that_finish_early_are_recorded_apart():
+    def run(executor):
+        settings = {"participation": 3, "local_steps": None, "local_epochs": 1}
+        return outcome(small_cnn("bn"), blobs(4, (16, 32, 24, 16)), executor, **settings)
+
+    assert same(run(VectorizedExecutor()), run(Recorded()))
+
+
+class Doubled(torch.nn.CrossEntropyLoss):
+    def forward(self, outputs, targets):
+        return 2 * super().forward(outputs, targets)
+
+
+class Momentum(FederatedCallback):
+    """Another momentum of BN from the second round on, and another loss from the third one on."""
+
+    def on_round_start(self, trainer, pl_module, cohort):
+        pl_module.model[1].momentum = 0.1 if cohort.round == 1 else 0.5
+        if cohort.round == 3:
+            pl_module.loss = Doubled()
+
+
+def states(executor):
+    seen = States()
+    module = FederatedModule(
+        small_cnn("bn"), SGD, local_steps=2, executor=executor, loss=torch.nn.CrossEntropyLoss()
+    )
+    fit(module, blobs(), 4, [Momentum(), seen])
+    return seen.states
+
+
+def test_numbers_and_parts_that_callbacks_change_reach_the_recorded_steps(monkeypatch):
+    reference = states(VectorizedExecutor())
+    assert all(map(same, reference, states(Recorded())))
+    monkeypatch.setattr(step_graph, "attributes_of", lambda module: [])
+    assert not all(map(same, reference, states(Recorded())))
+    monkeypatch.undo()
+    monkeypatch.setattr(step_graph, "objects_of", lambda module: [])
+    assert not all(map(same, reference, states(Recorded())))
+
+
+def test_recording_leaves_running_statistics_and_gradients_as_they_were():
+    written = [torch.zeros(3)]
+
+    def compute(batch):
+        written[0] += batch
+        return written[0].sum()[None]
+
+    graph = step_graph.StepGraph(compute, torch.ones(3), written, record_on_cpu)
+    assert written[0].tolist() == [0, 0, 0]
+    assert graph.run(torch.full((3,), 2.0)).tolist() == [6]
+    assert graph.run(torch.full((3,), 3.0)).tolist() == [15]
+
+
+def test_a_graph_is_used_on_a_cuda_device_alone():
+    executor = VectorizedExecutor(cuda_graph=True)
+    executor.graphs = StepGraphs(lambda compute: pytest.fail("recorded on a CPU"))
+    outcome(small_cnn("bn"), blobs(), executor)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_cuda_graph_gives_what_the_same_device_gives_without():
+    def run(executor):
+        seen = States()
+        module = FederatedModule(small_cnn("bn", dropout=0.5), SGD, local_steps=3, executor=executor)
+        fit(module, blobs(), 3, [seen], accelerator="gpu", devices=1)
+        return seen.states
+
+    plain, recorded = run(VectorizedExecutor()), run(VectorizedExecutor(cuda_graph=True))
+    for first, second in zip(plain, recorded, strict=True):
+        for name, value in first.items():
+            torch.testing.assert_close(second[name], value, rtol=1e-10, atol=1e-12)
