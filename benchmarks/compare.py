@@ -7,7 +7,7 @@ import torch
 
 from benchmarks.contenders import EXECUTORS, Contender
 from benchmarks.recipe import BATCH_SIZE
-from benchmarks.roster import MULTI_PROCESS, ON_CUDA, PEERS, enter, present, version
+from benchmarks.roster import MULTI_PROCESS, ON_CPU, ON_CUDA, PEERS, enter, present, version
 from benchmarks.stopwatch import Spread
 from benchmarks.workloads import WORKLOADS, SyntheticImages
 
@@ -28,8 +28,8 @@ def compare(
     """Time contenders on a workload with a model, alternating.
 
     Each repetition runs all of them in turn; a ratio is taken within a repetition, so what slows the machine for a while
-    slows both of its sides. One round of each beforehand is not counted, unless a round is long, as it is on a CPU. Those with one process
-    run with each number of threads, and the number with the smaller median of wall time counts; one that takes more than
+    slows both of its sides. One round of each beforehand is not counted, unless a round is long, as it is on a CPU. Those
+    with one process run with each number of threads, and the number with the smaller median of wall time counts; one that takes more than
     four times that of another in the first repetition does not run again.
 
     Args:
@@ -47,13 +47,14 @@ def compare(
         Spreads: ``ms_per_client_step[contender][clock]``, ``speedup[contender][clock]``, which is the naive loop's time
         divided by the contender's, and ``ahead[executor][other]``, the other's wall time divided by that of the framework
         with this executor. ``compute_share[executor]`` is the wall time of the forward and backward passes alone on all
-        cores, divided by the framework's, where ``compute`` is among the contenders. ``ms`` has the measurements themselves, ``threads`` what each contender ran with, ``versions``
-        those of the other frameworks, and ``missing`` which of them are not installed.
+        cores, divided by the framework's, where ``compute`` is among the contenders. ``ms`` has the measurements
+        themselves, ``threads`` what each contender ran with, ``versions`` those of the other frameworks, and ``missing``
+        which of them are not installed.
     """
     workload = WORKLOADS[workload_name]
     rounds = rounds or workload.rounds
     say(f"{workload_name} {model_name}: {num_images:,} images over {workload.num_clients} clients")
-    able = [name for name in names if device == "cpu" or name in ON_CUDA]
+    able = [name for name in names if name in (ON_CPU if device == "cpu" else ON_CUDA)]
     if able != list(names):
         say(f"  not on {device}, left out: {', '.join(name for name in names if name not in able)}")
     data = SyntheticImages(num_images, workload.num_clients)

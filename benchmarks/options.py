@@ -11,7 +11,7 @@ import torch
 
 from benchmarks import aggregation
 from benchmarks.recipe import BATCH_SIZE, MODELS
-from benchmarks.roster import FRAMEWORKS, NAMES, ON_CUDA, present
+from benchmarks.roster import FRAMEWORKS, NAMES, ON_CPU, ON_CUDA, present
 from benchmarks.scale import FACTORS
 from benchmarks.workloads import WORKLOADS
 
@@ -62,7 +62,8 @@ def parse(args: Sequence[str] | None) -> argparse.Namespace:
     """The options of a command line, checked; whatever depends on the command has its default for this command."""
     parser = _parser()
     options = parser.parse_args(args)
-    everywhere = {"models": ["tiny", "resnet20"], "contenders": list(NAMES), "repeats": 3, "device": "cpu"}
+    able = ON_CUDA if options.device == "cuda" else ON_CPU
+    everywhere = {"models": ["tiny", "resnet20"], "contenders": list(able), "repeats": 3, "device": "cpu"}
     for name, usual in everywhere.items():
         if getattr(options, name) is None:
             setattr(options, name, _DEFAULTS[name].get(options.command, usual))
@@ -166,7 +167,7 @@ def _check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None
 
 def _check_chart(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
     if not options.results or not options.picture:
-        parser.error("chart needs --results FILE and --picture FILE, such as docs/benchmarks.png")
+        parser.error("chart needs --results FILE and --picture FILE, such as benchmarks/whole_rounds.png")
     commands = set()
     for path in options.results:
         try:

@@ -8,20 +8,23 @@ from benchmarks.compute import Compute
 from benchmarks.contenders import EXECUTORS, Contender, Framework, NaiveLoop
 from benchmarks.recipe import make_model
 from benchmarks.workloads import SyntheticImages, Workload
+from fl_lightning import VectorizedExecutor
 
 PEERS = {"pfl": "pfl", "fluke": "fluke-fl", "byzfl": "byzfl", "flower": "flwr"}
 """Other frameworks and the names under which they are installed; ``benchmarks/peers`` has a file for each."""
 
-NAMES = ("naive", *EXECUTORS, "compute", *PEERS)
+NAMES = ("naive", *EXECUTORS, "cuda_graph", "compute", *PEERS)
 
-FRAMEWORKS = tuple(name for name in NAMES if name != "compute")
-"""Those who run whole rounds."""
+ON_CUDA = ("naive", "sequential", "vectorized", "cuda_graph")
+"""Those who can run on a GPU; ``cuda_graph`` is the vectorized executor with recorded steps."""
+
+ON_CPU = tuple(name for name in NAMES if name != "cuda_graph")
+
+FRAMEWORKS = tuple(name for name in ON_CPU if name != "compute")
+"""Those who run whole rounds on a CPU."""
 
 MULTI_PROCESS = ("processes", "compute", "flower")
 """Those who use the machine by processes, each of them on one thread."""
-
-ON_CUDA = ("naive", "sequential", "vectorized")
-"""Those who can run on a GPU."""
 
 
 def version(peer: str) -> str | None:
@@ -64,6 +67,9 @@ def enter(
         return contender
     if name in EXECUTORS:
         return Framework(workload, make_model(model_name), data, EXECUTORS[name](), device)
+    if name == "cuda_graph":
+        recorded = VectorizedExecutor(cuda_graph=True)
+        return Framework(workload, make_model(model_name), data, recorded, device)
     if name == "compute":
         return Compute(workload, model_name)
     return NaiveLoop(workload, make_model(model_name), data, device)

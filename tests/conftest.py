@@ -4,9 +4,8 @@ import os
 
 os.environ["WANDB_MODE"] = "disabled"
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
-os.environ["OMP_NUM_THREADS"] = (
-    "1"  # also for what tests start; and runs stay in one process unless they ask for more
-)
+# also for what tests start; and runs stay in one process unless they ask for more
+os.environ["OMP_NUM_THREADS"] = "1"
 
 import pytest
 import torch

@@ -226,7 +226,7 @@ def test_aggregation_refuses_to_time_rules_that_differ(monkeypatch):
         (["--threads", "0"], "argument --threads: 0 is not from 1 to the "),
         (["--contenders", "fedscale"], "argument --contenders: invalid choice: 'fedscale' (choose from 'naive', 'sequential', "),
         (["scale", "--budget", "0"], "argument --budget: 0.0 must be above 0 seconds"),
-        (["chart"], "chart needs --results FILE and --picture FILE, such as docs/benchmarks.png"),
+        (["chart"], "chart needs --results FILE and --picture FILE, such as benchmarks/whole_rounds.png"),
         (["chart", "--results", "none.json", "--picture", "a.png"], "argument --results: none.json is no file of --json"),
         (["--json", "missing/out.json"], "argument --json: no folder"),
         (["profile"], "argument command: invalid choice: 'profile' (choose from 'compare', 'overhead', 'aggregation', "),

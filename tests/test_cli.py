@@ -49,7 +49,8 @@ def test_fit_ends_with_the_table_that_result_json_holds(finished):
     table = printed.partition("Result\n")[2]
     assert {
         "method", "model", "partition", "rounds", "planned_rounds", "samples", "val/loss", "val/accuracy",
-        "test/loss", "test/accuracy", "class_accuracy", "diverged", "upload_bytes", "download_bytes", "train_seconds", "reports", "seed",
+        "test/loss", "test/accuracy", "class_accuracy", "diverged", "upload_bytes", "download_bytes", "train_seconds", "executor",
+        "reports", "seed",
         "directory", "environment",
     } == set(result)  # fmt: skip
     assert result["method"] == "FedAvg + FixBN(freeze_round=2)"
