@@ -176,7 +176,7 @@ class VectorizedExecutor(Executor):
         return losses[0] if len(losses) == 1 else torch.cat(losses)
 
     def _compute(self, module: "FederatedModule", cohort: ClientRows, part: Any, rows: list[int]) -> Tensor:
-        if not self.cuda_graph or module.device.type != "cuda":
+        if not self.cuda_graph or module.device.type != "cuda" or _has_changing_momentum(module.model):
             return self._block(module, cohort, part, rows)
         return self.graphs.run(
             module, cohort, rows, part, lambda batch: self._block(module, cohort, batch, rows)
@@ -231,6 +231,11 @@ def client_loss(module: "FederatedModule", batch: Any) -> Tensor:
                 "(FedTAN)"
             ) from error
         raise
+
+
+def _has_changing_momentum(model: nn.Module) -> bool:
+    """Whether a BN layer has ``momentum=None``: another one in each step, from a counter that is read on the CPU."""
+    return any(layer.momentum is None for layer in batch_norm_layers(model).values())
 
 
 @contextmanager

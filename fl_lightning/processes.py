@@ -1,6 +1,5 @@
 """The executor that uses every core of a machine: clients spread over processes, their state in shared memory."""
 
-import os
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
@@ -15,6 +14,7 @@ from torch import Tensor
 from fl_lightning.batches import CohortBatch
 from fl_lightning.checks import check_choice
 from fl_lightning.client_rows import ClientRows
+from fl_lightning.cores import usable_cores
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.executors import Executor, SequentialExecutor
 from fl_lightning.staging import share
@@ -31,7 +31,8 @@ class ProcessExecutor(Executor):
     """The cohort spread over processes, each of which computes its clients one after the other on one thread.
 
     The same numbers as :class:`~fl_lightning.executors.SequentialExecutor` on one thread, bit for bit, whatever
-    ``num_workers``. Workers start with the first round, as copies of this process (``fork``), and anew where a part of the
+    ``num_workers``, where torch has one thread (``--threads 1``). With more, a single client that is left over when all
+    processes have got equally many is computed after the others with these threads, which differs by rounding. Workers start with the first round, as copies of this process (``fork``), and anew where a part of the
     model or the loss is replaced by another object. Tensors of the cohort, and numbers and words that the module and its
     layers hold, alone or in lists and dicts, are always those of the step, and other tensors follow what is written into
     them. What else a subclass's ``client_loss`` reads is what was there when the workers started, objects of one's own that
@@ -73,13 +74,18 @@ class ProcessExecutor(Executor):
         if self._crew is None or not self._crew.belongs_to(module, cohort):
             self.close()
             self._crew = _Crew(module, cohort, self._size(module, cohort) - 1, self)
-        shares = shares_of(rows, len(self._crew.workers) + 1)
-        batches = batch.rows()
-        own, first = CohortBatch(rows=batches[: len(shares[0])]), len(shares[0])
-        with _one_thread(), self._crew.working(module, shares[1:], batches[first:]):
-            losses = self._own.backward(module, cohort, own, shares[0])
-        found = self._crew.losses[list(rows)].to(losses.dtype)
-        found[:first] = losses
+        parts = len(self._crew.workers) + 1
+        # the one client that is left over would keep a single process busy for a whole step: threads are faster
+        alone = len(rows) > parts and len(rows) % parts == 1 and torch.get_num_threads() > 1
+        evenly = len(rows) - alone
+        shares, batches = shares_of(rows[:evenly], parts), batch.rows()
+        first = len(shares[0])
+        with _one_thread(), self._crew.working(module, shares[1:], batches[first:evenly]):
+            own = self._own.backward(module, cohort, CohortBatch(rows=batches[:first]), shares[0])
+        found = self._crew.losses[list(rows)].to(own.dtype)
+        found[:first] = own
+        if alone:
+            found[-1:] = self._own.backward(module, cohort, CohortBatch(rows=batches[-1:]), rows[-1:])
         return found
 
     def close(self) -> None:
@@ -94,8 +100,7 @@ class ProcessExecutor(Executor):
                 f"executor ProcessExecutor: it is for the CPU, and this run is on {module.device}; use VectorizedExecutor"
             )
         clients = len(next(iter(cohort.params.values())))
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        return min(self.num_workers or cores, clients)
+        return min(self.num_workers or usable_cores(), clients)
 
 
 def shares_of(rows: Sequence[int], parts: int) -> list[list[int]]:

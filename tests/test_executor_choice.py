@@ -16,6 +16,7 @@ from fl_lightning import (
     executor_choice,
     processes,
 )
+from fl_lightning.cores import cores_of_a_run, usable_cores
 from fl_lightning.executor_choice import choose_executor
 
 
@@ -23,10 +24,8 @@ def module(cls=FederatedModule, **settings):
     return cls(small_cnn("bn"), SGD, local_steps=1, **settings)
 
 
-def on_cores(monkeypatch, count, threads=None):
-    """Let there be so many cores, and torch use as many threads unless it was told another number."""
-    monkeypatch.setattr(executor_choice, "_usable_cores", lambda: count)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: threads or count)
+def on_cores(monkeypatch, count):
+    monkeypatch.setattr(executor_choice, "cores_of_a_run", lambda: count)
 
 
 @pytest.mark.parametrize(
@@ -35,8 +34,8 @@ def on_cores(monkeypatch, count, threads=None):
         (1, 10, None),
         (2, 1, None),
         (2, 2, 2),
-        (2, 3, None),  # two threads are faster than a process that waits for another half of the time
-        (2, 5, None),
+        (2, 3, 2),
+        (2, 5, 2),
         (2, 7, 2),
         (2, 10, 2),
         (16, 10, 10),
@@ -44,7 +43,7 @@ def on_cores(monkeypatch, count, threads=None):
         (16, 1, None),
     ],
 )
-def test_clients_that_fill_the_cores_get_a_process_on_each(monkeypatch, cores, clients, workers):
+def test_several_clients_on_several_cores_get_a_process_on_each(monkeypatch, cores, clients, workers):
     on_cores(monkeypatch, cores)
     executor = choose_executor(module(), clients).executor
     if workers is None:
@@ -79,21 +78,28 @@ def test_where_processes_would_fail_there_are_none(monkeypatch, owner, name, val
     assert reason in choice.reason
 
 
-def test_with_one_thread_a_process_on_each_core_is_faster_however_the_clients_divide(monkeypatch):
-    on_cores(monkeypatch, 2, threads=1)
-    assert type(choose_executor(module(), 3).executor) is ProcessExecutor
-
-
 @pytest.mark.parametrize(
     ("told", "cores"), [("1", 1), ("3", 3), ("3,2", 3), ("9", 4), ("0", 4), ("all", 4), (None, 4)]
 )
-def test_omp_num_threads_is_the_number_of_cores_to_use(monkeypatch, told, cores):
-    monkeypatch.setattr(executor_choice.os, "sched_getaffinity", lambda pid: range(4))
+def test_omp_num_threads_is_the_number_of_cores_to_use(monkeypatch, tmp_path, told, cores):
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: range(4))
+    monkeypatch.setattr("fl_lightning.cores._QUOTA", tmp_path / "absent")
     if told is None:
         monkeypatch.delenv("OMP_NUM_THREADS")
     else:
         monkeypatch.setenv("OMP_NUM_THREADS", told)
-    assert executor_choice._usable_cores() == cores
+    assert cores_of_a_run() == cores
+
+
+@pytest.mark.parametrize(
+    ("quota", "cores"),
+    [("max 100000", 4), ("200000 100000", 2), ("150000 100000", 2), ("9000 100000", 1), ("900000 100000", 4)],
+)
+def test_a_containers_quota_of_processor_time_counts(monkeypatch, tmp_path, quota, cores):
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: range(4))
+    monkeypatch.setattr("fl_lightning.cores._QUOTA", tmp_path / "cpu.max")
+    (tmp_path / "cpu.max").write_text(f"{quota}\n")
+    assert usable_cores() == cores
 
 
 class OnGPU(FederatedModule):
@@ -115,7 +121,7 @@ def states(model, rounds=3, **settings):
 
 def test_the_choice_changes_no_bit_and_is_made_anew_in_each_fit(monkeypatch, caplog):
     reference = states(module(executor=SequentialExecutor()))
-    on_cores(monkeypatch, 2, threads=1)
+    on_cores(monkeypatch, 2)
     chosen = module()
     with caplog.at_level(logging.INFO, "fl_lightning"):
         found = states(chosen)
@@ -123,7 +129,7 @@ def test_the_choice_changes_no_bit_and_is_made_anew_in_each_fit(monkeypatch, cap
     assert "executor: ProcessExecutor, 4 clients on 2 cores" in caplog.text
     for first, second in zip(reference, found, strict=True):
         assert all(torch.equal(first[name], second[name]) for name in first)
-    on_cores(monkeypatch, 1, threads=1)
+    on_cores(monkeypatch, 1)
     states(chosen, 1)
     assert type(chosen.executor) is SequentialExecutor
 

@@ -213,6 +213,43 @@ def test_random_numbers_of_a_model_are_those_of_its_client():
     assert_same(states(SequentialExecutor(), model=model()), states(ProcessExecutor(3), model=model()))
 
 
+@pytest.mark.parametrize(("clients", "alone"), [(2, []), (3, [2]), (4, []), (5, [4])])
+def test_a_single_client_that_is_left_over_gets_the_threads_of_the_others(clients, alone, monkeypatch):
+    seen = set()
+    backward = SequentialExecutor.backward
+
+    def watched(self, module, cohort, batch, rows):
+        seen.add((tuple(rows), torch.get_num_threads()))
+        return backward(self, module, cohort, batch, rows)
+
+    def run(executor):
+        torch.set_num_threads(2)  # of this test: the next one begins with one
+        return states(executor, blobs(clients))
+
+    reference = run(SequentialExecutor())
+    monkeypatch.setattr(SequentialExecutor, "backward", watched)
+    found = run(ProcessExecutor(2))
+    for first, second in zip(reference, found, strict=True):
+        for name, value in first.items():
+            torch.testing.assert_close(second[name], value, rtol=1e-10, atol=1e-12)
+    evenly = tuple(range(clients // 2))
+    assert seen == {(evenly, 1)} | {((row,), 2) for row in alone}
+    assert torch.get_num_threads() == 2
+
+
+def test_with_one_thread_no_client_waits_for_the_others(monkeypatch):
+    seen = set()
+    backward = SequentialExecutor.backward
+
+    def watched(self, module, cohort, batch, rows):
+        seen.add(tuple(rows))
+        return backward(self, module, cohort, batch, rows)
+
+    monkeypatch.setattr(SequentialExecutor, "backward", watched)
+    states(ProcessExecutor(2), blobs(5))
+    assert seen == {(0, 1, 2)}
+
+
 @pytest.mark.parametrize(
     ("rows_", "parts", "expected"),
     [
