@@ -86,6 +86,9 @@ class ProcessExecutor(Executor):
         found[:first] = own
         if alone:
             found[-1:] = self._own.backward(module, cohort, CohortBatch(rows=batches[-1:]), rows[-1:])
+        self._crew.objects = objects_of(
+            module
+        )  # what the model itself has replaced is no news for the workers
         return found
 
     def close(self) -> None:

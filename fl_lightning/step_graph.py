@@ -115,6 +115,7 @@ class StepGraphs:
         written = [*cohort.grads.blocks.values(), *cohort.buffers.blocks.values()]
         graph = StepGraph(compute, batch, written, self.record)
         self._graphs.append((key, graph))
+        self._objects = objects_of(module)  # a model may have kept something of its forward pass
         return graph.run(batch)
 
     def clear(self) -> None:

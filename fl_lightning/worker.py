@@ -168,7 +168,7 @@ def common_tensors(module: nn.Module, stacked: Collection[str]) -> list[Tensor]:
     """
     named = (*module.named_parameters(), *module.named_buffers())
     common = [tensor for name, tensor in named if name.removeprefix("model.") not in stacked]
-    return common + [each for each in objects_of(module) if torch.is_tensor(each)]
+    return common + [each for each in objects_of(module) if torch.is_tensor(each) and each.is_leaf]
 
 
 def _is_plain(value: Any) -> bool:

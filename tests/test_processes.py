@@ -213,6 +213,32 @@ def test_random_numbers_of_a_model_are_those_of_its_client():
     assert_same(states(SequentialExecutor(), model=model()), states(ProcessExecutor(3), model=model()))
 
 
+class Keeps(nn.Module):
+    """Keeps what it computed last, as models do that explain themselves."""
+
+    def forward(self, x):
+        self.last = x.relu()
+        return self.last
+
+
+def test_what_a_model_keeps_of_its_forward_pass_starts_no_new_workers(monkeypatch):
+    started = []
+    crew = processes._Crew.__init__
+
+    def watched(self, *args):
+        started.append(self)
+        crew(self, *args)
+
+    def run(executor):
+        torch.manual_seed(0)
+        return states(executor, model=nn.Sequential(Keeps(), nn.Flatten(), nn.Linear(72, 3)))
+
+    reference = run(SequentialExecutor())
+    monkeypatch.setattr(processes._Crew, "__init__", watched)
+    assert_same(reference, run(ProcessExecutor(2)))
+    assert len(started) == 1
+
+
 @pytest.mark.parametrize(("clients", "alone"), [(2, []), (3, [2]), (4, []), (5, [4])])
 def test_a_single_client_that_is_left_over_gets_the_threads_of_the_others(clients, alone, monkeypatch):
     seen = set()

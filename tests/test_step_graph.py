@@ -88,6 +88,20 @@ def test_a_step_is_recorded_once_for_each_block_and_batch_shape():
     assert executor.recordings == 2  # of two clients, and of one
 
 
+class Keeps(torch.nn.Module):
+    """Keeps what it computed last, as models do that explain themselves."""
+
+    def forward(self, x):
+        self.last = x.relu()
+        return self.last
+
+
+def test_what_a_model_keeps_of_its_forward_pass_is_no_reason_to_record_again():
+    executor = Recorded()
+    outcome(torch.nn.Sequential(Keeps(), *small_cnn("bn")), blobs(), executor, rounds=4)
+    assert executor.recordings == 1
+
+
 def test_clients_that_finish_early_are_recorded_apart():
     def run(executor):
         settings = {"participation": 3, "local_steps": None, "local_epochs": 1}
