@@ -61,8 +61,7 @@ def compare(
     data.setup("fit")
     running = ["naive", *(name for name in able if name != "naive" and present(name))]
     contenders = {name: enter(name, workload, model_name, data, device) for name in running}
-    alone = [name for name in MULTI_PROCESS if name != "processes"]
-    variants = [(name, count) for name in running for count in ([1] if name in alone else threads)]
+    variants = [(name, count) for name in running for count in ([1] if name in MULTI_PROCESS else threads)]
     before = torch.get_num_threads()
     try:
         if model_name == "tiny" or workload.client_steps < 50 or device == "cuda":
@@ -132,7 +131,7 @@ def table(results: list[dict[str, Any]]) -> Iterator[str]:
             ms = result["ms"][name]
             cells = [
                 label(name, result),
-                _threads(name, result["threads"][name]),
+                "1 a process" if name in MULTI_PROCESS else str(result["threads"][name]),
                 str(clocks["wall"]),
                 str(result["speedup"][name]["wall"]) if name in result["speedup"] else "1",
                 str(_rate(ms["wall"])),
@@ -146,12 +145,6 @@ def table(results: list[dict[str, Any]]) -> Iterator[str]:
             yield f"{start} {name} | not installed{' |' * len(columns)} |"
     if any(result["versions"] for result in results):
         yield from _ahead_table(results)
-
-
-def _threads(name: str, count: int) -> str:
-    if name not in MULTI_PROCESS:
-        return str(count)
-    return "1 a process" + (f", {count} for a single client left over" if count > 1 else "")
 
 
 def label(name: str, result: dict[str, Any]) -> str:

@@ -24,7 +24,7 @@ FRAMEWORKS = tuple(name for name in ON_CPU if name != "compute")
 """Those who run whole rounds on a CPU."""
 
 MULTI_PROCESS = ("processes", "compute", "flower")
-"""Those who use the machine by processes, each of them on one thread; that of ``processes`` itself may have several."""
+"""Those who use the machine by processes, each of them on one thread."""
 
 
 def version(peer: str) -> str | None:

@@ -41,6 +41,11 @@ class Executor(ABC):
             The local losses, detached, shape ``[len(rows)]``.
         """
 
+    @contextmanager
+    def during_round(self) -> Iterator[None]:
+        """Settings of the whole process that a round with this executor needs, until the block ends."""
+        yield
+
     def close(self) -> None:  # noqa: B027  # most hold nothing
         """Give back what the executor holds between local steps, such as processes; it can be used again."""
 

@@ -147,11 +147,12 @@ class FederatedModule(RunModule):
     def training_step(self, batch: Any, batch_idx: int) -> None:
         """One communication round, in the precision of the weights: only clients' losses are computed in mixed precision."""
         try:
-            if torch.is_autocast_enabled(self.device.type):
-                with torch.autocast(self.device.type, enabled=False):
+            with self.executor.during_round():
+                if torch.is_autocast_enabled(self.device.type):
+                    with torch.autocast(self.device.type, enabled=False):
+                        self.communication_round()
+                else:
                     self.communication_round()
-            else:
-                self.communication_round()
         except BaseException:
             restore_batch_norm(self.model)
             self.executor.close()

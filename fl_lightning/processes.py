@@ -31,8 +31,7 @@ class ProcessExecutor(Executor):
     """The cohort spread over processes, each of which computes its clients one after the other on one thread.
 
     The same numbers as :class:`~fl_lightning.executors.SequentialExecutor` on one thread, bit for bit, whatever
-    ``num_workers``, where torch has one thread (``--threads 1``). With more, a single client that is left over when all
-    processes have got equally many is computed after the others with these threads, which differs by rounding. Workers start with the first round, as copies of this process (``fork``), and anew where a part of the
+    ``num_workers``. Workers start with the first round, as copies of this process (``fork``), and anew where a part of the
     model or the loss is replaced by another object. Tensors of the cohort, and numbers and words that the module and its
     layers hold, alone or in lists and dicts, are always those of the step, and other tensors follow what is written into
     them. What else a subclass's ``client_loss`` reads is what was there when the workers started, objects of one's own that
@@ -74,22 +73,28 @@ class ProcessExecutor(Executor):
         if self._crew is None or not self._crew.belongs_to(module, cohort):
             self.close()
             self._crew = _Crew(module, cohort, self._size(module, cohort) - 1, self)
-        parts = len(self._crew.workers) + 1
-        # the one client that is left over would keep a single process busy for a whole step: threads are faster
-        alone = len(rows) > parts and len(rows) % parts == 1 and torch.get_num_threads() > 1
-        evenly = len(rows) - alone
-        shares, batches = shares_of(rows[:evenly], parts), batch.rows()
-        first = len(shares[0])
-        with _one_thread(), self._crew.working(module, shares[1:], batches[first:evenly]):
-            own = self._own.backward(module, cohort, CohortBatch(rows=batches[:first]), shares[0])
-        found = self._crew.losses[list(rows)].to(own.dtype)
-        found[:first] = own
-        if alone:
-            found[-1:] = self._own.backward(module, cohort, CohortBatch(rows=batches[-1:]), rows[-1:])
-        self._crew.objects = objects_of(
-            module
-        )  # what the model itself has replaced is no news for the workers
+        shares, batches = shares_of(rows, len(self._crew.workers) + 1), batch.rows()
+        own, first = CohortBatch(rows=batches[: len(shares[0])]), len(shares[0])
+        with self.during_round(), self._crew.working(module, shares[1:], batches[first:]):
+            losses = self._own.backward(module, cohort, own, shares[0])
+        found = self._crew.losses[list(rows)].to(losses.dtype)
+        found[:first] = losses
+        # what the model itself has replaced meanwhile is no news for the workers
+        self._crew.objects = objects_of(module)
         return found
+
+    @contextmanager
+    def during_round(self) -> Iterator[None]:
+        """One thread: with a process on every core, another one waits for its sibling or keeps a core from its process."""
+        threads = torch.get_num_threads()
+        if threads == 1:
+            yield
+            return
+        torch.set_num_threads(1)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(threads)
 
     def close(self) -> None:
         """Let go of the worker processes."""
@@ -209,17 +214,3 @@ def _check_shared_memory(blocks: Sequence[Tensor]) -> None:
             f"executor ProcessExecutor: the cohort needs {needed / 1e6:,.0f} MB of shared memory, and {_SHARED_MEMORY} has "
             f"{left / 1e6:,.0f} MB left; enlarge it (docker run --shm-size), or use SequentialExecutor"
         )
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """Compute on one thread: with a process on every core a second one waits for its sibling."""
-    threads = torch.get_num_threads()
-    if threads == 1:
-        yield
-        return
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)

@@ -239,41 +239,30 @@ def test_what_a_model_keeps_of_its_forward_pass_starts_no_new_workers(monkeypatc
     assert len(started) == 1
 
 
-@pytest.mark.parametrize(("clients", "alone"), [(2, []), (3, [2]), (4, []), (5, [4])])
-def test_a_single_client_that_is_left_over_gets_the_threads_of_the_others(clients, alone, monkeypatch):
-    seen = set()
-    backward = SequentialExecutor.backward
+class Threads(FederatedCallback):
+    """Looks how many threads there are inside rounds and outside."""
 
-    def watched(self, module, cohort, batch, rows):
-        seen.add((tuple(rows), torch.get_num_threads()))
-        return backward(self, module, cohort, batch, rows)
+    def __init__(self):
+        self.inside, self.outside = set(), set()
 
-    def run(executor):
-        torch.set_num_threads(2)  # of this test: the next one begins with one
-        return states(executor, blobs(clients))
+    def on_local_step_end(self, trainer, pl_module, cohort, step):
+        self.inside.add(torch.get_num_threads())
 
-    reference = run(SequentialExecutor())
-    monkeypatch.setattr(SequentialExecutor, "backward", watched)
-    found = run(ProcessExecutor(2))
-    for first, second in zip(reference, found, strict=True):
-        for name, value in first.items():
-            torch.testing.assert_close(second[name], value, rtol=1e-10, atol=1e-12)
-    evenly = tuple(range(clients // 2))
-    assert seen == {(evenly, 1)} | {((row,), 2) for row in alone}
+    def on_round_end(self, trainer, pl_module, cohort):
+        self.inside.add(torch.get_num_threads())
+
+    def on_train_epoch_end(self, trainer, pl_module):
+        self.outside.add(torch.get_num_threads())
+
+
+def test_a_round_has_one_thread_and_evaluations_have_those_that_torch_was_told():
+    torch.set_num_threads(2)  # of this test: the next one begins with one
+    for executor, inside in ((ProcessExecutor(2), {1}), (SequentialExecutor(), {2})):
+        threads = Threads()
+        module = FederatedModule(small_cnn(), MOMENTUM, local_steps=2, executor=executor)
+        fit(module, blobs(), 2, [threads])
+        assert (threads.inside, threads.outside) == (inside, {2})
     assert torch.get_num_threads() == 2
-
-
-def test_with_one_thread_no_client_waits_for_the_others(monkeypatch):
-    seen = set()
-    backward = SequentialExecutor.backward
-
-    def watched(self, module, cohort, batch, rows):
-        seen.add(tuple(rows))
-        return backward(self, module, cohort, batch, rows)
-
-    monkeypatch.setattr(SequentialExecutor, "backward", watched)
-    states(ProcessExecutor(2), blobs(5))
-    assert seen == {(0, 1, 2)}
 
 
 @pytest.mark.parametrize(
