@@ -1,6 +1,7 @@
 """Which executor computes a run whose configuration names none."""
 
 import sys
+from multiprocessing import current_process
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -50,8 +51,8 @@ def choose_executor(module: "RunModule", num_clients: int) -> Choice:
     workers = min(cores, num_clients)
     if workers == 1:
         reason = "one client" if num_clients == 1 else "one core"
-    elif sys.platform != "linux" or torch.cuda.is_available():
-        reason = "processes cannot start as copies of this one here"
+    elif sys.platform != "linux" or torch.cuda.is_available() or current_process().daemon:
+        reason = "no processes can start as copies of this one"
     elif _overridden(module):
         reason = "client_loss is not the default"
     elif 2 * _state_bytes(module, num_clients) > shared_memory_left():  # batches go there as well

@@ -2,6 +2,7 @@
 
 import json
 import logging
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -68,6 +69,7 @@ def test_what_a_worker_could_miss_is_computed_in_this_process(monkeypatch):
 @pytest.mark.parametrize(("owner", "name", "value", "reason"), [
     (executor_choice.sys, "platform", "darwin", "copies"),
     (torch.cuda, "is_available", lambda: True, "copies"),
+    (executor_choice, "current_process", lambda: SimpleNamespace(daemon=True), "copies"),
     (executor_choice, "shared_memory_left", lambda: 1000.0, "shared memory"),
 ])  # fmt: skip
 def test_where_processes_would_fail_there_are_none(monkeypatch, owner, name, value, reason):
