@@ -2,7 +2,8 @@
 
 import sys
 from multiprocessing import current_process
-from typing import TYPE_CHECKING, NamedTuple
+from types import FunctionType
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -12,6 +13,10 @@ from fl_lightning.processes import ProcessExecutor, shared_memory_left
 
 if TYPE_CHECKING:
     from fl_lightning.run_module import RunModule
+
+
+_KNOWN = ("fl_lightning", "callbacks", "torch", "torchvision", "torchmetrics", "lightning")
+"""Packages whose classes keep nothing that a process of its own would miss."""
 
 
 class Choice(NamedTuple):
@@ -33,8 +38,8 @@ def choose_executor(module: "RunModule", num_clients: int) -> Choice:
     """The executor that is likely to be the fastest for a run, with results that do not depend on the choice.
 
     On a GPU all clients at once, one after the other where the model or its batches do not allow it. On a CPU one process
-    for each core (``OMP_NUM_THREADS``, where it is set, is the number of cores to use), unless a worker process could miss
-    something, as with a ``client_loss`` of one's own.
+    for each core (``OMP_NUM_THREADS``, where it is set, is the number of cores to use), but only where the model, the loss and
+    the callbacks are of this project, torch and Lightning: what code of one's own keeps or changes, a process could miss.
 
     Args:
         module: The federated module, on its device.
@@ -53,8 +58,8 @@ def choose_executor(module: "RunModule", num_clients: int) -> Choice:
         reason = "one client" if num_clients == 1 else "one core"
     elif sys.platform != "linux" or torch.cuda.is_available() or current_process().daemon:
         reason = "no processes can start as copies of this one"
-    elif _overridden(module):
-        reason = "client_loss is not the default"
+    elif own := _of_ones_own(module):
+        reason = f"{own} is your own, and worker processes could miss what it keeps or changes"
     elif 2 * _state_bytes(module, num_clients) > shared_memory_left():  # batches go there as well
         reason = f"little shared memory, {shared_memory_left() / 1e6:,.0f} MB"
     else:
@@ -62,11 +67,19 @@ def choose_executor(module: "RunModule", num_clients: int) -> Choice:
     return Choice(sequential, reason)
 
 
-def _overridden(module: "RunModule") -> bool:
-    """Whether clients' losses come from code that is not the framework's."""
+def _of_ones_own(module: "RunModule") -> str | None:
+    """The class of something that computes or changes clients' losses and is nobody's whose code is known; None without."""
     from fl_lightning.module import FederatedModule
 
-    return getattr(type(module), "client_loss", None) is not FederatedModule.client_loss
+    if type(module) is not FederatedModule or "client_loss" in vars(module):
+        return type(module).__name__
+    loss: Any = module.loss
+    callbacks = module.trainer.callbacks if module._trainer is not None else []  # type: ignore[attr-defined]  # set in a helper of the trainer
+    for thing in (*module.model.modules(), *([] if loss is None else [loss]), *callbacks):
+        kind = thing if isinstance(thing, FunctionType) else type(thing)
+        if (kind.__module__ or "").partition(".")[0] not in _KNOWN:
+            return kind.__name__
+    return None
 
 
 def _state_bytes(module: "RunModule", num_clients: int) -> int:

@@ -148,37 +148,38 @@ class VectorizedExecutor(Executor):
         self, module: "FederatedModule", cohort: ClientRows, batch: CohortBatch, rows: Sequence[int]
     ) -> Tensor:
         """Fill ``cohort.grads`` and update ``cohort.buffers`` for ``rows``; see :meth:`Executor.backward`."""
-        try:
-            return self._blocks(module, cohort, batch.stack(self.user, self.instead), list(rows))
-        except CannotVectorize as reason:
-            if not self.where_possible:
-                raise
-            if str(reason) not in self._said:
-                self._said.add(str(reason))
-                logging.getLogger("fl_lightning").warning("one client after the other: %s", reason)
-        return SequentialExecutor().backward(module, cohort, batch, rows)
+        losses: list[Tensor] = []
+        rows, done = list(rows), 0
+        while done < len(rows):
+            size = min(self.block_size or len(rows), self._largest or len(rows), len(rows) - done)
+            try:
+                stack = batch.stack(self.user, self.instead)
+                part = stack if size == len(rows) else tree_map(lambda x: x[done : done + size], stack)  # noqa: B023  # used at once
+                losses.append(self._compute(module, cohort, part, rows[done : done + size]))
+            except torch.OutOfMemoryError:
+                if size == 1:
+                    raise
+                self._largest, size = size // 2, 0  # nothing of this block was written
+                torch.cuda.empty_cache()
+            except CannotVectorize as reason:
+                if not self.where_possible:
+                    raise
+                self._say(str(reason))
+                size = len(rows) - done
+                rest = CohortBatch(rows=batch.rows()[done:])
+                losses.append(SequentialExecutor().backward(module, cohort, rest, rows[done:]))
+            done += size
+        return losses[0] if len(losses) == 1 else torch.cat(losses)
 
     def close(self) -> None:
         """Let go of recorded graphs and their memory."""
         self.graphs.clear()
         self._largest = None
 
-    def _blocks(self, module: "FederatedModule", cohort: ClientRows, stack: Any, rows: list[int]) -> Tensor:
-        losses: list[Tensor] = []
-        done = 0
-        while done < len(rows):
-            size = min(self.block_size or len(rows), self._largest or len(rows), len(rows) - done)
-            part = stack if size == len(rows) else tree_map(lambda x: x[done : done + size], stack)  # noqa: B023  # used at once
-            try:
-                losses.append(self._compute(module, cohort, part, rows[done : done + size]))
-            except torch.OutOfMemoryError:
-                if size == 1:
-                    raise
-                self._largest = size // 2  # nothing of this block was written
-                torch.cuda.empty_cache()
-                continue
-            done += size
-        return losses[0] if len(losses) == 1 else torch.cat(losses)
+    def _say(self, reason: str) -> None:
+        if reason not in self._said:
+            self._said.add(reason)
+            logging.getLogger("fl_lightning").warning("one client after the other: %s", reason)
 
     def _compute(self, module: "FederatedModule", cohort: ClientRows, part: Any, rows: list[int]) -> Tensor:
         if not self.cuda_graph or module.device.type != "cuda" or _has_changing_momentum(module.model):

@@ -2,6 +2,7 @@
 
 import shutil
 import sys
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from operator import is_
@@ -34,8 +35,9 @@ class ProcessExecutor(Executor):
     ``num_workers``. Workers start with the first round, as copies of this process (``fork``), and anew where a part of the
     model or the loss is replaced by another object. Tensors of the cohort, and numbers and words that the module and its
     layers hold, alone or in lists and dicts, are always those of the step, and other tensors follow what is written into
-    them. What else a subclass's ``client_loss`` reads is what was there when the workers started, objects of one's own that
-    change inside among it, and what a model changes beside tensors (a counter) stays in the worker. Of the trainer they
+    them. What else there is, is what was there when the workers started: attributes whose names begin with ``_``, hooks,
+    buffers that are assigned anew, inside of objects of one's own and of lists of tensors. What a model itself changes or
+    makes in its forward pass beside its buffers (a counter, a random matrix) stays in its process. Of the trainer they
     see the round and nothing more.
     Where that is not possible (not on Linux; or a GPU is there and this process has computed gradients before) they are
     new processes (``spawn``): that takes seconds, needs a module that can be pickled, and in a script of one's own
@@ -136,12 +138,13 @@ class _Crew:
         rows = [(rows.layout, rows.blocks) for rows in stacks]
         load = Load(module, rows, self.losses, common, settings.compile)
         self.workers: list[WorkerProcess] = []
+        weakref.finalize(self, _dismiss, self.workers).atexit = False
         try:
             if settings.start != "spawn" and (settings.start or sys.platform == "linux"):
                 self._hire_forked(load, size, settings.start is None)
             if len(self.workers) < size:
                 load = pickled(load)
-                self.workers = [spawned(load) for _ in range(size)]
+                self.workers += [spawned(load) for _ in range(size)]
                 for worker in self.workers:
                     worker.answer(0)
         except BaseException:
@@ -193,13 +196,17 @@ class _Crew:
         """Make the workers free for another cohort, or end them."""
         for worker in self.workers:
             worker.let_go()
-        self.workers = []
+        self.workers.clear()
 
     def dismiss(self) -> None:
         """End the workers at once."""
-        for worker in self.workers:
-            worker.kill()
-        self.workers = []
+        _dismiss(self.workers)
+
+
+def _dismiss(workers: list[WorkerProcess]) -> None:
+    for worker in workers:
+        worker.kill()
+    workers.clear()
 
 
 def shared_memory_left() -> float:

@@ -120,6 +120,7 @@ class RunModule(ServerModule):
         self.slots = StateSlots(self.model)
         self.data.keep_on(self.device)
         if self.chooses_executor:
+            self.executor.close()  # of a fit that an error ended
             self.executor_choice = choose_executor(self, 1 if self.centralised else self.plan.cohort_size)
             self.executor = self.executor_choice.executor
             logging.getLogger("fl_lightning").info("executor: %s", self.executor_choice)

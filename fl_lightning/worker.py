@@ -12,6 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_unflatten
 
+END = "end"
+"""The request after which a worker ends: other processes may hold the connection open."""
+
 
 @dataclass(frozen=True)
 class Load:
@@ -92,11 +95,13 @@ def serve(connection: "Connection[Any, Any]", load: Load | None = None) -> None:
         signal.signal(number, signal.SIG_IGN)
     torch.set_num_threads(1)
     work: _Work | None = None
-    request: Load | Step | None
+    request: Load | Step | str | None
     while True:
         try:
             request, load = (load, None) if load is not None else (connection.recv(), None)
         except (EOFError, ConnectionError):
+            return
+        if isinstance(request, str):  # END
             return
         answer = _answer(request, work)
         if isinstance(answer, _Work) or request is None:

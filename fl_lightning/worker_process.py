@@ -5,9 +5,10 @@ import copy
 import os
 import pickle
 import signal
+import time
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from multiprocessing.connection import Connection, wait
 from typing import TYPE_CHECKING, Any
@@ -16,7 +17,7 @@ import torch.multiprocessing
 
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.staging import Staging
-from fl_lightning.worker import Attributes, Load, serve
+from fl_lightning.worker import END, Attributes, Load, serve
 
 if TYPE_CHECKING:
     from fl_lightning.module import FederatedModule
@@ -105,7 +106,12 @@ class WorkerProcess:
         """Make it free for another cohort, or end it."""
         if not self.reusable:
             self.close()
-            self.process.join(5)
+            # no join: a copy of a process has nothing left by which its end could be waited for with a limit
+            deadline = time.monotonic() + 5
+            while self.process.is_alive() and time.monotonic() < deadline:
+                time.sleep(0.001)
+            if self.process.is_alive():
+                self.process.kill()
             return
         self.staging, self.attributes = Staging(), None
         try:
@@ -118,7 +124,7 @@ class WorkerProcess:
     def close(self) -> None:
         """Close the connection: the worker ends."""
         _open.discard(self.connection)
-        self.connection.close()
+        _end(self.connection)
 
     def kill(self) -> None:
         """End it at once."""
@@ -203,4 +209,11 @@ def _forked(connection: "Connection[Any, Any]", load: Load) -> None:
 def _close_all() -> None:
     # no signal ends a worker, and Python waits for its children at the end: let go of them before
     for connection in _open:
-        connection.close()
+        _end(connection)
+
+
+def _end(connection: "Connection[Any, Any]") -> None:
+    """Tell a worker to end: the end of the connection alone would not reach it while another child of this process lives."""
+    with suppress(OSError):
+        connection.send(END)
+    connection.close()

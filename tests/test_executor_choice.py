@@ -9,6 +9,7 @@ import torch
 from command_line import run
 from helpers import SGD, States, blobs, fit, small_cnn
 
+from callbacks import FixBN
 from fl_lightning import (
     FederatedModule,
     ProcessExecutor,
@@ -63,7 +64,50 @@ def test_what_a_worker_could_miss_is_computed_in_this_process(monkeypatch):
     on_cores(monkeypatch, 2)
     choice = choose_executor(module(OwnLoss), 10)
     assert type(choice.executor) is SequentialExecutor
-    assert "client_loss" in choice.reason
+    assert "OwnLoss is your own" in choice.reason
+
+
+class OwnLayer(torch.nn.Flatten):
+    pass
+
+
+class OwnCriterion(torch.nn.CrossEntropyLoss):
+    pass
+
+
+def own_loss(outputs, targets):
+    return torch.nn.functional.cross_entropy(outputs, targets)
+
+
+@pytest.mark.parametrize(
+    ("settings", "name"),
+    [
+        ({"loss": own_loss}, "own_loss"),
+        ({"loss": OwnCriterion()}, "OwnCriterion"),
+        ({"loss": torch.nn.functional.cross_entropy}, None),
+        ({"loss": torch.nn.CrossEntropyLoss(label_smoothing=0.1)}, None),
+        ({"model": torch.nn.Sequential(OwnLayer(), torch.nn.Linear(72, 3))}, "OwnLayer"),
+        ({"model": torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(72, 3))}, None),
+    ],
+)
+def test_code_of_ones_own_is_computed_in_one_process_unless_processes_are_asked_for(
+    monkeypatch, settings, name
+):
+    on_cores(monkeypatch, 2)
+    own = FederatedModule(**{"model": small_cnn("bn"), "client_optimizer": SGD, "local_steps": 1, **settings})
+    choice = choose_executor(own, 10)
+    assert (type(choice.executor) is SequentialExecutor) == (name is not None)
+    assert name is None or f"{name} is your own" in choice.reason
+    own.client_loss = lambda batch: None
+    assert type(choose_executor(own, 10).executor) is SequentialExecutor
+
+
+def test_callbacks_of_ones_own_are_too_and_those_of_the_project_are_not(monkeypatch):
+    on_cores(monkeypatch, 2)
+    for callbacks, chosen in (([States()], SequentialExecutor), ([FixBN(2)], ProcessExecutor)):
+        own = module()
+        fit(own, blobs(4), 1, callbacks)
+        assert type(own.executor) is chosen
 
 
 @pytest.mark.parametrize(("owner", "name", "value", "reason"), [
@@ -115,24 +159,22 @@ def test_a_gpu_computes_all_clients_at_once():
     assert executor.where_possible
 
 
-def states(model, rounds=3, **settings):
-    seen = States()
-    fit(model, blobs(4), rounds, [seen], **settings)
-    return seen.states
+def trained(model, rounds=3):
+    fit(model, blobs(4), rounds)
+    return model.state_dict()
 
 
 def test_the_choice_changes_no_bit_and_is_made_anew_in_each_fit(monkeypatch, caplog):
-    reference = states(module(executor=SequentialExecutor()))
+    reference = trained(module(executor=SequentialExecutor()))
     on_cores(monkeypatch, 2)
     chosen = module()
     with caplog.at_level(logging.INFO, "fl_lightning"):
-        found = states(chosen)
+        found = trained(chosen)
     assert type(chosen.executor) is ProcessExecutor
     assert "executor: ProcessExecutor, 4 clients on 2 cores" in caplog.text
-    for first, second in zip(reference, found, strict=True):
-        assert all(torch.equal(first[name], second[name]) for name in first)
+    assert all(torch.equal(reference[name], found[name]) for name in reference)
     on_cores(monkeypatch, 1)
-    states(chosen, 1)
+    trained(chosen, 1)
     assert type(chosen.executor) is SequentialExecutor
 
 
@@ -140,7 +182,7 @@ def test_an_executor_that_is_given_stays(monkeypatch):
     on_cores(monkeypatch, 2)
     given = SequentialExecutor()
     own = module(executor=given)
-    states(own, 1)
+    trained(own, 1)
     assert own.executor is given
     assert own.executor_choice is None
 
@@ -148,7 +190,7 @@ def test_an_executor_that_is_given_stays(monkeypatch):
 def test_a_centralised_run_has_one_client(monkeypatch):
     on_cores(monkeypatch, 2)
     own = module(centralised=True)
-    states(own, 1)
+    trained(own, 1)
     assert type(own.executor) is SequentialExecutor
 
 

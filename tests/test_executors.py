@@ -19,6 +19,7 @@ from fl_lightning import (
     SequentialExecutor,
     VectorizedExecutor,
 )
+from fl_lightning.errors import CannotVectorize
 from fl_lightning.models import FBNCNN
 
 MOMENTUM = partial(torch.optim.SGD, lr=0.05, momentum=0.9, weight_decay=0.01)
@@ -284,6 +285,23 @@ def test_what_cannot_be_vectorised_is_computed_one_after_the_other_where_that_is
     found = outcome(built, clients, VectorizedExecutor(where_possible=True), local_steps=None, local_epochs=1)
     assert distance(reference, found) < 1e-10
     assert caplog.text.count("one client after the other: ") == 1
+
+
+class SecondBlock(VectorizedExecutor):
+    """Cannot vectorise anything but the first block of a step."""
+
+    def __init__(self):
+        super().__init__(2, where_possible=True)
+
+    def _block(self, module, cohort, batch, rows):
+        if rows[0] > 0:
+            raise CannotVectorize("not this block")
+        return super()._block(module, cohort, batch, rows)
+
+
+def test_blocks_that_were_computed_before_one_that_cannot_be_vectorised_are_not_computed_again():
+    reference = outcome(small_cnn("bn"), blobs(4), SequentialExecutor())
+    assert distance(reference, outcome(small_cnn("bn"), blobs(4), SecondBlock())) < 1e-10
 
 
 def _all_batches(client):

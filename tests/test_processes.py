@@ -1,10 +1,14 @@
 """Clients spread over processes: the sequential executor's numbers, bit for bit, and its manners when something fails."""
 
+import gc
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import textwrap
+import time
+import warnings
 from functools import partial
 from pathlib import Path
 from typing import ClassVar
@@ -237,6 +241,47 @@ def test_what_a_model_keeps_of_its_forward_pass_starts_no_new_workers(monkeypatc
     monkeypatch.setattr(processes._Crew, "__init__", watched)
     assert_same(reference, run(ProcessExecutor(2)))
     assert len(started) == 1
+
+
+class Sleeper(FederatedCallback):
+    """Starts a process of its own while there are workers, which inherits this process's ends of their connections."""
+
+    def on_round_end(self, trainer, pl_module, cohort):
+        if cohort.round == 1:
+            self.process = multiprocessing.get_context("fork").Process(
+                target=time.sleep, args=(60,), daemon=True
+            )
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 on forks beside threads
+                self.process.start()
+
+
+def test_workers_end_while_another_child_of_the_process_lives():
+    sleeper, started, before = Sleeper(), time.monotonic(), set(multiprocessing.active_children())
+    module = FederatedModule(small_cnn(), MOMENTUM, local_steps=1, executor=ProcessExecutor(2))
+    try:
+        fit(module, blobs(), 2, [sleeper])
+        assert time.monotonic() - started < 30
+        assert set(multiprocessing.active_children()) - before == {sleeper.process}
+    finally:
+        sleeper.process.kill()
+        sleeper.process.join(5)
+
+
+class FailsLater(FederatedCallback):
+    def on_train_epoch_end(self, trainer, pl_module):
+        raise RuntimeError("outside of the round")
+
+
+def test_workers_of_a_run_that_failed_outside_a_round_end_with_its_module():
+    before = set(multiprocessing.active_children())
+    module = FederatedModule(small_cnn(), MOMENTUM, local_steps=1, executor=ProcessExecutor(2, start="fork"))
+    with pytest.raises(RuntimeError, match="outside"):
+        fit(module, blobs(), 2, [FailsLater()])
+    assert len(set(multiprocessing.active_children()) - before) == 1
+    module.executor = SequentialExecutor()
+    gc.collect()
+    assert set(multiprocessing.active_children()) == before
 
 
 class Threads(FederatedCallback):
