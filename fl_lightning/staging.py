@@ -39,7 +39,7 @@ class Staging:
 
 def share(tensor: Tensor) -> None:
     """Move a tensor, in place and with all its views, into memory that other processes can map."""
-    tensor.data.share_memory_()  # type: ignore[no-untyped-call]
+    tensor.data.share_memory_()  # type: ignore[no-untyped-call]  # torch gives it no types
 
 
 def _kind(leaf: Any) -> Any:
