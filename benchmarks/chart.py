@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.compare import label
+from benchmarks.roster import BOUNDS
 from benchmarks.scale import FACTORS
 from fl_lightning.drawing import (
     BLACK,
@@ -40,7 +41,7 @@ def draw_speedups(path: Path, results: Sequence[dict[str, Any]], machine: str) -
         title = [
             "How many times as fast as the naive FedAvg loop, by wall time: median, smallest, largest",
             "In colour the executors of fl_lightning, in grey other frameworks",
-            *(["In outline forward and backward passes alone, on all cores"] if "compute" in names else []),
+            *_remarks(names),
             machine,
         ]
         figure = new_figure(lines * (0.75 + 0.24 * len(names)), title)
@@ -53,7 +54,11 @@ def draw_speedups(path: Path, results: Sequence[dict[str, Any]], machine: str) -
                 middle = speedup["median"]
                 spread = [[middle - speedup["min"]], [speedup["max"] - middle]]
                 colour = _SHADES.get(name, LIGHT_GREY)
-                bar = {"color": "white", "edgecolor": GREY} if name == "compute" else {"color": colour}
+                bar: dict[str, Any] = {"color": colour}
+                if name in BOUNDS:
+                    bar = {"color": "white", "edgecolor": GREY}
+                elif name == "processes_bf16":
+                    bar = {"color": "white", "edgecolor": BLUE, "hatch": "////"}
                 axes.barh(row, middle, 0.7, xerr=spread, ecolor=BLACK, capsize=2, **bar)
                 place, text = speedup["max"] + 0.04, f"{middle:.2f}"
                 axes.text(place, row, text, va="center", fontsize=7, color=GREY, bbox=_PAPER)
@@ -67,6 +72,16 @@ def draw_speedups(path: Path, results: Sequence[dict[str, Any]], machine: str) -
         for unused in panels[len(results) :]:
             unused.set_visible(False)
     write_figure(path, figure)
+
+
+def _remarks(names: Sequence[str]) -> list[str]:
+    """What the title says of bars that are neither an executor in float32 nor a framework."""
+    remarks = []
+    if set(BOUNDS) & set(names):
+        remarks.append("In outline forward and backward passes, or their convolutions, alone on all cores")
+    if "processes_bf16" in names:
+        remarks.append("Hatched: passes in bfloat16, with fewer digits")
+    return remarks
 
 
 def draw_scale(path: Path, results: Sequence[dict[str, Any]], machine: str) -> None:

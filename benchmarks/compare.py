@@ -98,7 +98,7 @@ def compare(
             own: {
                 other: Spread.of(_ratios(ms[other]["wall"], ms[own]["wall"]))
                 for other in running
-                if other not in (*EXECUTORS, "compute")
+                if other == "naive" or other in PEERS
             }
             for own in running
             if own in EXECUTORS

@@ -1,4 +1,4 @@
-"""What no framework can undercut on this machine: forward and backward passes alone, on all cores."""
+"""What no framework can undercut on this machine: forward and backward passes, or their convolutions, alone on all cores."""
 
 import os
 import subprocess
@@ -14,7 +14,7 @@ Process = subprocess.Popen[str]
 
 
 class Compute:
-    """The forward and backward passes of a workload's client steps, and nothing else.
+    """The forward and backward passes of a workload's client steps, or only their convolutions, and nothing else.
 
     There is no data, augmentation, optimizer or aggregation: each pass is of the same model on the same batch of 20
     normalised images in channels_last, which lies ready. One process per core, on one thread, runs its part of the passes
@@ -26,14 +26,17 @@ class Compute:
         workload: The federation and its local work; only the number of its client steps matters.
         model_name: A name of ``recipe.MODELS``.
         num_processes: How many processes; None for as many as there are cores that this process may use.
+        kind: ``"compute"``, or ``"convolutions"`` for these alone.
     """
 
-    def __init__(self, workload: Workload, model_name: str, num_processes: int | None = None) -> None:
+    def __init__(
+        self, workload: Workload, model_name: str, num_processes: int | None = None, kind: str = "compute"
+    ) -> None:
         self.client_steps = workload.client_steps
         self.processes: list[Process] = []
         weakref.finalize(self, _end, self.processes)
         for _ in range(num_processes or usable_cores()):
-            self.processes.append(_start(model_name))
+            self.processes.append(_start(kind, model_name))
         for process in self.processes:
             _await(process, "ready")
 
@@ -57,9 +60,9 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _start(model_name: str) -> Process:
+def _start(kind: str, model_name: str) -> Process:
     return subprocess.Popen(
-        [sys.executable, "-m", "benchmarks.passes", model_name],
+        [sys.executable, "-m", "benchmarks.passes", kind, model_name],
         cwd=Path(__file__).resolve().parents[1],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         stdin=subprocess.PIPE,

@@ -100,6 +100,7 @@ class Framework:
         data: The federated data.
         executor: Who computes the clients' gradients.
         device: Where everything runs, ``"cpu"`` or ``"cuda"``.
+        precision: Lightning's ``precision``, such as ``"bf16-mixed"``.
     """
 
     def __init__(
@@ -109,8 +110,9 @@ class Framework:
         data: SyntheticImages,
         executor: Executor,
         device: str = "cpu",
+        precision: Any = "32-true",
     ) -> None:
-        self.data, self.device = data, device
+        self.data, self.device, self.precision = data, device, precision
         self.module = FederatedModule(
             model,
             CLIENT_OPTIMIZER,
@@ -122,7 +124,7 @@ class Framework:
     def run(self, rounds: int) -> Timing:
         """Run rounds in a ``fit`` of their own; preparing the fit is not counted."""
         clock = _RoundClock(Timing.on(self.device))
-        fit(self.module, self.data, rounds, [clock], self.device)
+        fit(self.module, self.data, rounds, [clock], self.device, precision=self.precision)
         return clock.timing
 
 

@@ -1,10 +1,12 @@
 """A process of :class:`benchmarks.compute.Compute`: forward and backward passes on one thread, as many as it is told."""
 
 import sys
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from benchmarks.recipe import BATCH_SIZE, make_model
 
@@ -35,10 +37,97 @@ class Passes:
             self.gradients = torch.autograd.grad(loss, self.parameters)
 
 
-def _serve(model_name: str) -> None:
+@dataclass
+class Convolution:
+    """A convolution of a pass, with what it has met there.
+
+    Attributes:
+        layer: The layer.
+        inputs: Its input.
+        gradients: The loss's gradient with respect to its output.
+        reaches_images: Whether its input are the images, whose gradient nobody needs.
+    """
+
+    layer: nn.Conv2d
+    inputs: Tensor
+    gradients: Tensor
+    reaches_images: bool
+
+    def forward(self) -> Tensor:
+        """The layer's output."""
+        layer = self.layer
+        padding: Any = layer.padding
+        return F.conv2d(
+            self.inputs, layer.weight, layer.bias, layer.stride, padding, layer.dilation, layer.groups
+        )
+
+    def backward(self) -> tuple[Tensor | None, Tensor, Tensor | None]:
+        """The gradients with respect to input (None for the images), weight and bias (None where there is none)."""
+        layer = self.layer
+        found: tuple[Tensor | None, Tensor, Tensor | None] = torch.ops.aten.convolution_backward(
+            self.gradients,
+            self.inputs,
+            layer.weight,
+            None if layer.bias is None else list(layer.bias.shape),
+            layer.stride,
+            layer.padding,
+            layer.dilation,
+            False,
+            [0] * len(layer.stride),
+            layer.groups,
+            [not self.reaches_images, True, layer.bias is not None],
+        )
+        return found
+
+
+class Convolutions:
+    """The convolutions of :class:`Passes`, forward and backward, without anything between them.
+
+    Inputs and gradients are those of one pass of the model; they lie ready.
+
+    Args:
+        model_name: A name of ``recipe.MODELS``.
+
+    Attributes:
+        parts: The convolutions in the order of the forward pass.
+        gradients: With respect to the weights, in that order; those of the last pass.
+    """
+
+    def __init__(self, model_name: str) -> None:
+        passes = Passes(model_name)
+        self.parts: list[Convolution] = []
+        layers = [layer for layer in passes.model.modules() if isinstance(layer, nn.Conv2d)]
+        handles = [layer.register_forward_hook(self._watch) for layer in layers]
+        passes.run(1)
+        for handle in handles:
+            handle.remove()
+        self.gradients: list[Tensor] = []
+
+    def _watch(self, layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        assert isinstance(layer, nn.Conv2d)
+        part = Convolution(layer, inputs[0].detach(), output, not inputs[0].requires_grad)
+        self.parts.append(part)
+        output.register_hook(  # type: ignore[no-untyped-call]  # torch gives it no types
+            lambda gradient: setattr(part, "gradients", gradient)
+        )
+
+    @torch.no_grad()
+    def run(self, times: int) -> None:
+        """Compute all convolutions and, in the reverse order, their gradients, again and again."""
+        for _ in range(times):
+            for part in self.parts:
+                part.forward()
+            self.gradients = [part.backward()[1] for part in reversed(self.parts)][::-1]
+
+
+KINDS: dict[str, type[Passes] | type[Convolutions]] = {"compute": Passes, "convolutions": Convolutions}
+"""What a process can be asked for."""
+
+
+def _serve(kind: str, model_name: str) -> None:
     """Run as many passes as each line of the input says, until it ends."""
     torch.set_num_threads(1)
-    passes = Passes(model_name)
+    passes = KINDS[kind](model_name)
     passes.run(2)  # the first ones prepare what later ones find ready
     print("ready", flush=True)
     for line in sys.stdin:
@@ -47,4 +136,4 @@ def _serve(model_name: str) -> None:
 
 
 if __name__ == "__main__":
-    _serve(sys.argv[1])
+    _serve(sys.argv[1], sys.argv[2])

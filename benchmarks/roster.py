@@ -8,22 +8,25 @@ from benchmarks.compute import Compute
 from benchmarks.contenders import EXECUTORS, Contender, Framework, NaiveLoop
 from benchmarks.recipe import make_model
 from benchmarks.workloads import SyntheticImages, Workload
-from fl_lightning import VectorizedExecutor
+from fl_lightning import ProcessExecutor, VectorizedExecutor
 
 PEERS = {"pfl": "pfl", "fluke": "fluke-fl", "byzfl": "byzfl", "flower": "flwr"}
 """Other frameworks and the names under which they are installed; ``benchmarks/peers`` has a file for each."""
 
-NAMES = ("naive", *EXECUTORS, "cuda_graph", "compute", *PEERS)
+BOUNDS = ("compute", "convolutions")
+"""No contenders: what none of them can undercut on a CPU."""
+
+NAMES = ("naive", *EXECUTORS, "processes_bf16", "cuda_graph", *BOUNDS, *PEERS)
 
 ON_CUDA = ("naive", "sequential", "vectorized", "cuda_graph")
 """Those who can run on a GPU; ``cuda_graph`` is the vectorized executor with recorded steps."""
 
 ON_CPU = tuple(name for name in NAMES if name != "cuda_graph")
 
-FRAMEWORKS = tuple(name for name in ON_CPU if name != "compute")
-"""Those who run whole rounds on a CPU."""
+FRAMEWORKS = tuple(name for name in ON_CPU if name not in (*BOUNDS, "processes_bf16"))
+"""Those who run whole rounds on a CPU in float32."""
 
-MULTI_PROCESS = ("processes", "compute", "flower")
+MULTI_PROCESS = ("processes", "processes_bf16", *BOUNDS, "flower")
 """Those who use the machine by processes, each of them on one thread."""
 
 
@@ -70,6 +73,9 @@ def enter(
     if name == "cuda_graph":
         recorded = VectorizedExecutor(cuda_graph=True)
         return Framework(workload, make_model(model_name), data, recorded, device)
-    if name == "compute":
-        return Compute(workload, model_name)
+    if name == "processes_bf16":
+        executor = ProcessExecutor()
+        return Framework(workload, make_model(model_name), data, executor, precision="bf16-mixed")
+    if name in BOUNDS:
+        return Compute(workload, model_name, kind=name)
     return NaiveLoop(workload, make_model(model_name), data, device)

@@ -12,7 +12,7 @@ from benchmarks.__main__ import main
 from benchmarks.compute import Compute
 from benchmarks.contenders import Framework, Timing
 from benchmarks.inside import compute_watched
-from benchmarks.passes import Passes
+from benchmarks.passes import Convolutions, Passes
 from benchmarks.process_tree import running
 from benchmarks.recipe import BATCH_SIZE, make_model
 from benchmarks.roster import enter
@@ -39,6 +39,18 @@ def test_each_pass_gives_the_gradients_of_all_parameters_for_a_batch():
     assert passes.model.training
     assert [found.shape for found in passes.gradients] == [value.shape for value in passes.model.parameters()]
     assert all(bool(found.abs().sum() > 0) for found in passes.gradients)
+
+
+@pytest.mark.parametrize("model_name", ["tiny", "resnet20"])
+def test_convolutions_alone_give_the_gradients_of_the_whole_pass(model_name):
+    passes, alone = Passes(model_name), Convolutions(model_name)
+    passes.run(1)
+    alone.run(2)
+    whole = zip(passes.model.parameters(), passes.gradients, strict=True)
+    expected = [gradient for value, gradient in whole if value.ndim == 4]  # in the order of the forward pass
+    for found, gradient in zip(alone.gradients, expected, strict=True):
+        torch.testing.assert_close(found, gradient)
+    assert [part.reaches_images for part in alone.parts] == [True] + [False] * (len(expected) - 1)
 
 
 class Answering:
@@ -69,7 +81,7 @@ class FourSeconds(Stopwatch):
 def test_steps_that_do_not_divide_by_the_processes_are_scaled_to_the_perfect_split(monkeypatch):
     processes = [Answering("ready", "done", "done") for _ in range(2)]
     starting = iter(processes)
-    monkeypatch.setattr("benchmarks.compute._start", lambda model_name: next(starting))
+    monkeypatch.setattr("benchmarks.compute._start", lambda kind, model_name: next(starting))
     monkeypatch.setattr("benchmarks.compute.Timing", lambda: Timing(FourSeconds()))
     compute = Compute(THREE_STEPS, "tiny", num_processes=2)
     odd, even = compute.run(1).total, compute.run(2).total
@@ -82,15 +94,29 @@ def test_steps_that_do_not_divide_by_the_processes_are_scaled_to_the_perfect_spl
 
 
 def test_compute_has_a_process_on_every_core_that_may_be_used(monkeypatch):
-    monkeypatch.setattr("benchmarks.compute._start", lambda model_name: Answering("ready"))
+    monkeypatch.setattr("benchmarks.compute._start", lambda kind, model_name: Answering("ready"))
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: {3, 5, 6})
     compute = enter("compute", THREE_STEPS, "tiny", None)
     assert isinstance(compute, Compute)
     assert len(compute.processes) == 3
 
 
+def test_one_contender_computes_in_bfloat16_and_the_others_do_not():
+    data = SyntheticImages(200, 3)
+    data.setup("fit")
+    contenders = {name: enter(name, THREE_STEPS, "tiny", data) for name in ("processes", "processes_bf16")}
+    found = {}
+    for name, contender in contenders.items():
+        contender.module.executor = SequentialExecutor()  # in this process, where the hook is
+        contender.module.model.register_forward_hook(
+            lambda module, inputs, output, name=name: found.update({name: output.dtype})
+        )
+        contender.run(1)
+    assert found == {"processes": torch.float32, "processes_bf16": torch.bfloat16}
+
+
 def test_a_process_that_fails_is_told(monkeypatch):
-    monkeypatch.setattr("benchmarks.compute._start", lambda model_name: Answering("ready"))
+    monkeypatch.setattr("benchmarks.compute._start", lambda kind, model_name: Answering("ready"))
     with pytest.raises(RuntimeError, match="compute: a process has failed, see above"):
         Compute(THREE_STEPS, "tiny", num_processes=1).run(1)
 
