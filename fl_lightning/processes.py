@@ -5,7 +5,6 @@ import sys
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from operator import is_
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -18,8 +17,9 @@ from fl_lightning.client_rows import ClientRows
 from fl_lightning.cores import usable_cores
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.executors import Executor, SequentialExecutor
+from fl_lightning.inventory import Inventory, Stocktaker, common_tensors
 from fl_lightning.staging import share
-from fl_lightning.worker import Load, Step, attributes_of, common_tensors, objects_of
+from fl_lightning.worker import Load, Step
 from fl_lightning.worker_process import CannotFork, WorkerProcess, forked, pickled, spawned
 
 if TYPE_CHECKING:
@@ -67,22 +67,24 @@ class ProcessExecutor(Executor):
         self.num_workers, self.compile, self.start = num_workers, compile, start
         self._crew: _Crew | None = None
         self._own = SequentialExecutor(compile)
+        self._stocktaker = Stocktaker()
 
     def backward(
         self, module: "FederatedModule", cohort: ClientRows, batch: CohortBatch, rows: Sequence[int]
     ) -> Tensor:
         """Fill ``cohort.grads`` and update ``cohort.buffers`` for ``rows``; see :meth:`Executor.backward`."""
-        if self._crew is None or not self._crew.belongs_to(module, cohort):
+        inventory = self._stocktaker.take(module)
+        if self._crew is None or not self._crew.belongs_to(cohort, inventory):
             self.close()
-            self._crew = _Crew(module, cohort, self._size(module, cohort) - 1, self)
+            self._crew = _Crew(module, cohort, inventory, self._size(module, cohort) - 1, self)
         shares, batches = shares_of(rows, len(self._crew.workers) + 1), batch.rows()
         own, first = CohortBatch(rows=batches[: len(shares[0])]), len(shares[0])
-        with self.during_round(), self._crew.working(module, shares[1:], batches[first:]):
+        with self.during_round(), self._crew.working(inventory, shares[1:], batches[first:]):
             losses = self._own.backward(module, cohort, own, shares[0])
         found = self._crew.losses[list(rows)].to(losses.dtype)
         found[:first] = losses
         # what the model itself has replaced meanwhile is no news for the workers
-        self._crew.objects = objects_of(module)
+        self._crew.inventory = self._stocktaker.take(module)
         return found
 
     @contextmanager
@@ -124,10 +126,14 @@ class _Crew:
     """The workers of one cohort, which lies in shared memory from now on."""
 
     def __init__(
-        self, module: "FederatedModule", cohort: ClientRows, size: int, settings: ProcessExecutor
+        self,
+        module: "FederatedModule",
+        cohort: ClientRows,
+        inventory: Inventory,
+        size: int,
+        settings: ProcessExecutor,
     ) -> None:
-        self.cohort = cohort
-        self.objects = objects_of(module)
+        self.cohort, self.inventory = cohort, inventory
         stacks = (cohort.params, cohort.grads, cohort.buffers)
         blocks = [block for rows in stacks for block in rows.blocks.values()]
         self.losses = torch.zeros(len(blocks[0]), dtype=torch.float64)
@@ -151,11 +157,9 @@ class _Crew:
             self.dismiss()
             raise
 
-    def belongs_to(self, module: "FederatedModule", cohort: ClientRows) -> bool:
+    def belongs_to(self, cohort: ClientRows, inventory: Inventory) -> bool:
         """Whether the workers have what a step of this cohort needs."""
-        objects = objects_of(module)
-        same = len(objects) == len(self.objects) and all(map(is_, objects, self.objects))
-        return self.cohort is cohort and same
+        return self.cohort is cohort and inventory.has_objects_of(self.inventory)
 
     def _hire_forked(self, load: Load, size: int, or_otherwise: bool) -> None:
         try:
@@ -170,10 +174,10 @@ class _Crew:
 
     @contextmanager
     def working(
-        self, module: "FederatedModule", shares: Sequence[list[int]], batches: Sequence[Any]
+        self, inventory: Inventory, shares: Sequence[list[int]], batches: Sequence[Any]
     ) -> Iterator[None]:
         """Let the workers fill their shares of the rows while the block runs; afterwards they have."""
-        attributes = attributes_of(module)
+        attributes = inventory.attributes
         cohort, start, busy = self.cohort, 0, []
         common = (cohort.round, cohort.step, cohort.client_ids, cohort.trained_blocks)
         try:

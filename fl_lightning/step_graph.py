@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map
 
 from fl_lightning.client_rows import ClientRows
-from fl_lightning.worker import attributes_of, objects_of
+from fl_lightning.inventory import Inventory, Stocktaker
 
 if TYPE_CHECKING:
     from fl_lightning.module import FederatedModule
@@ -80,7 +80,8 @@ class StepGraphs:
     def __init__(self, record: Recorder = record_cuda_graph) -> None:
         self.record = record
         self._cohort: ClientRows | None = None
-        self._objects: list[Any] = []
+        self._stocktaker = Stocktaker()
+        self._inventory: Inventory | None = None
         self._graphs: list[tuple[Any, StepGraph]] = []
 
     def run(
@@ -100,24 +101,24 @@ class StepGraphs:
             batch: Their batches, stacked.
             compute: Their losses from a batch, shape ``[len(rows)]``.
         """
-        objects = objects_of(module)
-        if self._cohort is not cohort or list(map(id, objects)) != list(map(id, self._objects)):
+        inventory = self._stocktaker.take(module)
+        if self._cohort is not cohort or not inventory.has_objects_of(self._inventory):
             self.clear()
-            self._cohort, self._objects = cohort, objects
+            self._cohort, self._inventory = cohort, inventory
         leaves, spec = tree_flatten(batch)
         shapes = [(leaf.shape, leaf.dtype, leaf.stride()) for leaf in leaves]
         device = module.device.type
         casts = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-        key = (rows, spec, shapes, cohort.trained_blocks, casts, attributes_of(module))
+        key = (rows, spec, shapes, cohort.trained_blocks, casts, inventory.attributes)
         for known, graph in self._graphs:
             if known == key:
                 return graph.run(batch)
         written = [*cohort.grads.blocks.values(), *cohort.buffers.blocks.values()]
         graph = StepGraph(compute, batch, written, self.record)
         self._graphs.append((key, graph))
-        self._objects = objects_of(module)  # a model may have kept something of its forward pass
+        self._inventory = self._stocktaker.take(module)  # a model may have kept something of its forward pass
         return graph.run(batch)
 
     def clear(self) -> None:
         """Let go of all of them, and of their memory."""
-        self._cohort, self._objects, self._graphs = None, [], []
+        self._cohort, self._inventory, self._graphs = None, None, []

@@ -2,15 +2,17 @@
 
 import signal
 import traceback
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_unflatten
+
+from fl_lightning.inventory import Attributes, common_tensors
 
 END = "end"
 """The request after which a worker ends: other processes may hold the connection open."""
@@ -24,7 +26,7 @@ class Load:
         module: The federated module; for another process pickled together with its precision plugin.
         rows: Layout and shared blocks of parameters, gradients and buffers.
         losses: Where the losses go, shared, shape ``[C]``.
-        common: What :func:`common_tensors` gives, shared.
+        common: What :func:`~fl_lightning.inventory.common_tensors` gives, shared.
         compile: Whether the model is compiled.
         matmul_precision: As ``torch.get_float32_matmul_precision()`` gives it.
         deterministic: Whether PyTorch is to use deterministic algorithms, and whether only to warn.
@@ -66,7 +68,7 @@ class Step:
         step: The local step, from 0.
         client_ids: All clients of the cohort.
         trained: The parameter blocks that are trained.
-        attributes: What :func:`attributes_of` finds, ``training`` among it; None where it is that of the step before.
+        attributes: What :func:`~fl_lightning.inventory.attributes_of` finds, ``training`` among it; None where it is that of the step before.
         rows: The rows to fill.
         batches: One batch for each of ``rows``.
     """
@@ -75,7 +77,7 @@ class Step:
     step: int
     client_ids: list[int]
     trained: list[str]
-    attributes: "list[Attributes] | None"
+    attributes: list[Attributes] | None
     rows: list[int]
     batches: Staged | list[Any]
 
@@ -133,62 +135,6 @@ def _answer(request: Load | Step | None, work: "_Work | None") -> Any:
     except BaseException:  # noqa: BLE001  # the other process raises it again
         return "failed", traceback.format_exc()
     return None
-
-
-Attributes = dict[str, Any]
-
-_SIMPLE = frozenset({bool, int, float, str, type(None)})
-
-
-def attributes_of(module: nn.Module) -> list[Attributes]:
-    """What a module and each of its parts hold beside tensors, as far as it is numbers and words, or lists and dicts of them."""
-    return [
-        {
-            name: value if type(value) in _SIMPLE else _copy(value)
-            for name, value in vars(part).items()
-            if name[0] != "_" and (type(value) in _SIMPLE or _is_plain(value))
-        }
-        for part in module.modules()
-    ]
-
-
-def objects_of(module: nn.Module) -> list[Any]:
-    """What else the model and the loss consist of: their parts, and what these hold that :func:`attributes_of` leaves out."""
-    parts = list(module.modules())
-    held = [
-        value
-        for part in parts[1:]
-        for name, value in vars(part).items()
-        if name[0] != "_" and type(value) not in _SIMPLE and not _is_plain(value)
-    ]
-    return [*parts, getattr(module, "loss", None), *held]
-
-
-def common_tensors(module: nn.Module, stacked: Collection[str]) -> list[Tensor]:
-    """The tensors that all clients have in common, such as frozen parameters or class weights of the loss.
-
-    Args:
-        module: The federated module.
-        stacked: Names of the model's tensors of which each client has its own.
-    """
-    named = (*module.named_parameters(), *module.named_buffers())
-    common = [tensor for name, tensor in named if name.removeprefix("model.") not in stacked]
-    return common + [each for each in objects_of(module) if torch.is_tensor(each) and each.is_leaf]
-
-
-def _is_plain(value: Any) -> bool:
-    if type(value) is dict:
-        return all(map(_is_plain, value)) and all(map(_is_plain, value.values()))
-    if type(value) in (list, tuple):
-        return all(map(_is_plain, value))
-    return type(value) in _SIMPLE
-
-
-def _copy(value: Any) -> Any:
-    """A copy that does not change when the original does."""
-    if type(value) is dict:
-        return {key: _copy(each) for key, each in value.items()}
-    return type(value)(map(_copy, value)) if type(value) in (list, tuple) else value
 
 
 class _Work:

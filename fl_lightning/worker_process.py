@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any
 import torch.multiprocessing
 
 from fl_lightning.errors import ConfigurationError
+from fl_lightning.inventory import Attributes
 from fl_lightning.staging import Staging
-from fl_lightning.worker import END, Attributes, Load, serve
+from fl_lightning.worker import END, Load, serve
 
 if TYPE_CHECKING:
     from fl_lightning.module import FederatedModule

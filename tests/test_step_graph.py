@@ -7,7 +7,7 @@ from test_executors import METHODS, outcome
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from fl_lightning import FederatedCallback, FederatedModule, VectorizedExecutor, step_graph
+from fl_lightning import FederatedCallback, FederatedModule, VectorizedExecutor, inventory, step_graph
 from fl_lightning.step_graph import StepGraphs
 
 READS_A_NUMBER = ("_local_scalar_dense", "nonzero", "is_nonzero")
@@ -136,10 +136,10 @@ def states(executor):
 def test_numbers_and_parts_that_callbacks_change_reach_the_recorded_steps(monkeypatch):
     reference = states(VectorizedExecutor())
     assert all(map(same, reference, states(Recorded())))
-    monkeypatch.setattr(step_graph, "attributes_of", lambda module: [])
+    monkeypatch.setattr(inventory, "attributes_of", lambda module: [])
     assert not all(map(same, reference, states(Recorded())))
     monkeypatch.undo()
-    monkeypatch.setattr(step_graph, "objects_of", lambda module: [])
+    monkeypatch.setattr(inventory, "objects_of", lambda module: [module])
     assert not all(map(same, reference, states(Recorded())))
 
 

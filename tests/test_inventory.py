@@ -1,0 +1,85 @@
+"""What a module holds beside its clients' tensors: found again in full whenever something of it has changed."""
+
+import pytest
+import torch
+from torch import nn
+
+from fl_lightning.inventory import Stocktaker, attributes_of, objects_of
+
+
+class Part(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.number, self.word = 1.5, "a"
+        self.list, self.dict, self.nested = [1, 2], {"a": [1]}, (1, [2])
+        self.tensor, self.tensors = torch.zeros(()), [torch.zeros(2)]
+        self.child = nn.Linear(2, 2)
+
+
+def module():
+    whole = nn.Module()
+    whole.model = nn.Sequential(Part(), nn.BatchNorm1d(2))
+    whole.loss = nn.CrossEntropyLoss()
+    return whole
+
+
+def assert_true_of(inventory, of):
+    assert inventory.attributes == attributes_of(of)
+    assert list(map(id, inventory.objects)) == list(map(id, objects_of(of)))
+
+
+CHANGES = {
+    "a number": lambda part: setattr(part, "number", 2.5),
+    "an equal tensor": lambda part: setattr(part, "tensor", torch.zeros(())),
+    "a new attribute": lambda part: setattr(part, "new", 1),
+    "an attribute less": lambda part: delattr(part, "word"),
+    "an element of a list": lambda part: part.list.append(3),
+    "deep in a dict": lambda part: part.dict["a"].append(3),
+    "deep in a tuple": lambda part: part.nested[1].append(3),
+    "a tensor in a list of numbers": lambda part: part.list.__setitem__(0, torch.zeros(2)),
+    "a child": lambda part: setattr(part, "child", nn.Linear(2, 2)),
+    "a child of a part without any": lambda part: part.child.add_module("grandchild", nn.ReLU()),
+    "the mode": lambda part: part.child.eval(),
+}
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_whatever_changes_is_found(what):
+    whole, stocktaker = module(), Stocktaker()
+    before = stocktaker.take(whole)
+    assert_true_of(before, whole)
+    CHANGES[what](whole.model[0])
+    after = stocktaker.take(whole)
+    assert after is not before
+    assert_true_of(after, whole)
+    assert stocktaker.take(whole) is after
+
+
+def test_another_loss_and_another_module_are_found():
+    whole, stocktaker = module(), Stocktaker()
+    before = stocktaker.take(whole)
+    assert before.has_objects_of(before)
+    whole.loss = nn.CrossEntropyLoss()
+    after = stocktaker.take(whole)
+    assert not after.has_objects_of(before)
+    other = module()
+    assert_true_of(stocktaker.take(other), other)
+
+
+def test_a_module_that_nobody_changes_is_looked_at_closely_once(monkeypatch):
+    whole, stocktaker = module(), Stocktaker()
+    before = stocktaker.take(whole)
+    monkeypatch.setattr("fl_lightning.inventory.objects_of", lambda module: pytest.fail("looked again"))
+    whole.model[0].number = whole.model[0].number
+    assert stocktaker.take(whole) is before
+    whole.train()
+    assert stocktaker.take(whole) is before
+
+
+def test_numbers_that_change_are_no_other_objects():
+    whole, stocktaker = module(), Stocktaker()
+    before = stocktaker.take(whole)
+    whole.model[0].number = 2.5
+    after = stocktaker.take(whole)
+    assert after is not before
+    assert after.has_objects_of(before)
