@@ -1,5 +1,7 @@
 """Recorded steps, on a CPU: what a CUDA graph does (the same operations on the same memory, no Python) is done by a stand-in."""
 
+from functools import partial
+
 import pytest
 import torch
 from helpers import SGD, States, blobs, fit, small_cnn
@@ -7,7 +9,9 @@ from test_executors import METHODS, outcome
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from datamodules import Digits
 from fl_lightning import FederatedCallback, FederatedModule, VectorizedExecutor, inventory, step_graph
+from fl_lightning.models.resnet import CIFARResNet
 from fl_lightning.step_graph import StepGraphs
 
 READS_A_NUMBER = ("_local_scalar_dense", "nonzero", "is_nonzero")
@@ -160,6 +164,54 @@ def test_a_graph_is_used_on_a_cuda_device_alone():
     executor = VectorizedExecutor(cuda_graph=True)
     executor.graphs = StepGraphs(lambda compute: pytest.fail("recorded on a CPU"))
     outcome(small_cnn("bn"), blobs(), executor)
+
+
+class Counting(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += 1
+        return function(*args, **(kwargs or {}))
+
+
+class CountsOneStep(FederatedCallback):
+    """How many operations Python starts in the third local step of a round."""
+
+    def on_local_step_end(self, trainer, pl_module, cohort, step):
+        if step == 1:
+            self.counting = Counting()
+            self.counting.__enter__()
+        elif step == 2:
+            self.counting.__exit__(None, None, None)
+
+
+class Nothing(VectorizedExecutor):
+    """A recorded step as Python sees it: one replay, and nothing else that grows with the model."""
+
+    def _compute(self, module, cohort, part, rows):
+        def record(compute):
+            return (lambda: None), torch.zeros(len(rows))
+
+        self.graphs.record = record
+        return self.graphs.run(module, cohort, rows, part, lambda batch: pytest.fail("computed"))
+
+
+def operations(executor, depth):
+    data = Digits(num_clients=3, batch_size=10, crop_padding=1, horizontal_flip=True)
+    data.prepare_data()
+    counts = CountsOneStep()
+    model = CIFARResNet(depth, in_channels=1, width=4)
+    module = FederatedModule(model, partial(SGD, momentum=0.9), local_steps=4, executor=executor)
+    fit(module, data, 1, [counts], precision="32-true")
+    return counts.counting.count
+
+
+def test_what_python_starts_in_a_recorded_step_does_not_grow_with_the_model():
+    few, many = operations(Nothing(), 8), operations(Nothing(), 20)
+    assert few == many < 60
+    assert operations(VectorizedExecutor(), 20) > 1000
 
 
 @pytest.mark.gpu
