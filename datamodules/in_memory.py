@@ -101,6 +101,7 @@ class InMemoryDataModule(FederatedDataModule):
         self._num_clients = num_clients
         self._shares: list[InMemoryClient] = []
         self._index_digests: list[str] = []
+        self._class_histograms: list[list[int]] = []
 
     @property
     def num_clients(self) -> int:
@@ -185,8 +186,7 @@ class InMemoryDataModule(FederatedDataModule):
 
     def class_histograms(self) -> list[list[int]]:
         """``[i][c]``: client i's training examples of class c."""
-        labels = [self.train_images.labels[client.indices] for client in self._shares]
-        return [own.bincount(minlength=self.num_classes or 0).tolist() for own in labels]
+        return self._class_histograms
 
     def _distribute(self, data: ImageData) -> None:
         labels = data.train_labels
@@ -211,6 +211,8 @@ class InMemoryDataModule(FederatedDataModule):
         self.train_images = TrainImages(images, labels[train], normalize, self.crop_padding)
         self.val_images = EvaluationImages(data.train_images[val], labels[val], normalize)
         self.test_images = EvaluationImages(data.test_images, data.test_labels, normalize)
+        classes = self.num_classes or 0
+        self._class_histograms = [labels[train[part]].bincount(minlength=classes).tolist() for part in parts]
         self._index_digests = [hashlib.sha256(train[part].numpy().tobytes()).hexdigest() for part in parts]
         self._shares = [
             InMemoryClient(

@@ -26,18 +26,17 @@ class ServerEvaluation(nn.Module):
         self.diverged = False
         self.class_samples: list[int] = []
         self.class_accuracy: list[float | None] = []
-        self._broken = False
+        self._finite: Tensor | None = None
         self._counts: Tensor | None = None
 
     def start(self) -> None:
         """Forget everything; called at the start of an evaluation, in whose gradient mode the sums then live."""
         self.loss.reset()
         self.accuracy.reset()
-        self._broken = False
-        self._counts = None
+        self._finite = self._counts = None
 
     def update(self, outputs: Tensor, targets: Tensor, loss: Tensor) -> None:
-        """Add a batch.
+        """Add a batch. Nothing waits for the device; numbers are read when the evaluation is finished.
 
         Args:
             outputs: Class scores ``[b, classes, ...]``, or anything else without accuracy.
@@ -47,7 +46,7 @@ class ServerEvaluation(nn.Module):
         # one value per sample: without its NaN check MeanMetric ignores weights
         self.loss.update(loss.expand(len(targets)))
         finite = outputs.isfinite()
-        self._broken |= not bool(finite.all())
+        self._finite = finite.all() if self._finite is None else self._finite & finite.all()
         if not targets.is_floating_point() and targets.shape == outputs.shape[:1] + outputs.shape[2:]:
             right = (outputs.argmax(1) == targets) & finite.all(1)
             self.accuracy.update(right.to(torch.float32))
@@ -61,7 +60,7 @@ class ServerEvaluation(nn.Module):
             for n, m in (("loss", self.loss), ("accuracy", self.accuracy))
             if m.update_called
         }
-        self.diverged = self._broken
+        self.diverged = self._finite is not None and not bool(self._finite)
         counts = self._counts.tolist() if self._counts is not None else []
         self.class_samples = [wrong + right for wrong, right in counts]
         self.class_accuracy = [right / (wrong + right) if wrong + right else None for wrong, right in counts]
@@ -72,5 +71,8 @@ def _count_by_class(right: Tensor, targets: Tensor, classes: int) -> Tensor:
     """Number of wrong and of right samples of each class, int64 ``[classes, 2]``."""
     known = (targets >= 0) & (targets < classes)
     labels = torch.where(known, targets, classes).long()
-    pairs = (2 * labels + right).flatten().bincount(minlength=2 * (classes + 1))
-    return pairs.view(classes + 1, 2)[:classes]
+    pairs = (2 * labels + right).flatten()
+    # as bincount would, which waits for a GPU
+    counts = torch.zeros(2 * (classes + 1), dtype=torch.int64, device=pairs.device)
+    counts.scatter_add_(0, pairs, torch.ones_like(pairs))
+    return counts.view(classes + 1, 2)[:classes]

@@ -66,14 +66,18 @@ EVERY_ROW = pytest.mark.parametrize("row", TABLE, ids=lambda row: f"{row.callbac
 ROUNDS = 4
 
 
+def method_of(row):
+    """A row's callback."""
+    name = row.callback.removeprefix("README's ")
+    home = callbacks if name == row.callback else methods()
+    return getattr(home, name)(**row.settings)
+
+
 def run(row, rounds=ROUNDS, extra=(), ckpt_path=None, **settings):
     """A module after training with the method of a row."""
     settings = {"client_optimizer": SGD, "local_steps": 2, **row.module, **settings}
     module = FederatedModule(small_cnn(), **settings)
-    name = row.callback.removeprefix("README's ")
-    home = callbacks if name == row.callback else methods()
-    method = getattr(home, name)(**row.settings)
-    fit(module, blobs(4, (24, 40, 32)), rounds, [method, *extra], ckpt_path)
+    fit(module, blobs(4, (24, 40, 32)), rounds, [method_of(row), *extra], ckpt_path)
     return module
 
 
