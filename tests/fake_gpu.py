@@ -17,11 +17,12 @@ from lightning.pytorch.loops import evaluation_loop, fit_loop
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 from torchmetrics import Metric
 
 CUDA = torch.device("cuda:0")
+FREE = 10**12  # bytes of its memory
 ROOT = Path(__file__).parents[1]
 
 _aten = torch.ops.aten
@@ -133,20 +134,29 @@ def _no_gradients(outputs, inputs, *args, **kwargs):
     return tuple(torch.empty_like(each) for each in inputs)
 
 
+def _outside(function):
+    def call(*args, **kwargs):
+        with _disable_current_modes():
+            return function(*args, **kwargs)
+
+    return call
+
+
 @contextmanager
 def fake_gpu():
     """A :class:`FakeGPU` that torch and Lightning take for a device."""
     with ExitStack() as stack:
         patch = stack.enter_context(pytest.MonkeyPatch.context())
-        patch.setattr(torch.cuda, "mem_get_info", lambda device=None: (10**12, 10**12))
+        patch.setattr(torch.cuda, "mem_get_info", lambda device=None: (FREE, FREE))
         patch.setattr(torch.cuda, "default_generators", [_Generator()])
         patch.setattr(torch.autograd, "grad", _no_gradients)  # its engine looks for the device itself
+        patch.setattr(torch, "load", _outside(torch.load))
         for loop in (fit_loop, evaluation_loop):  # it would read the lengths from the GPU
             patch.setattr(loop, "has_len_all_ranks", lambda *args, **kwargs: True)
         yield stack.enter_context(FakeGPU())
 
 
-def fit(module, data, rounds, callbacks=(), **settings):
+def fit(module, data, rounds, callbacks=(), ckpt_path=None, **settings):
     """Train on the GPU that is not there.
 
     Returns:
@@ -164,5 +174,5 @@ def fit(module, data, rounds, callbacks=(), **settings):
             num_sanity_val_steps=0,
             **settings,
         )
-        trainer.fit(module, datamodule=data)
+        trainer.fit(module, datamodule=data, ckpt_path=ckpt_path)
     return gpu.waits

@@ -1,14 +1,20 @@
 """What can be said of a GPU without one: devices never mix, and local steps never wait for the device."""
 
+from functools import partial
+
 import pytest
 import torch
 from fake_gpu import fit
-from helpers import SGD
+from helpers import SGD, SaveRounds
+from helpers import fit as fit_on_cpu
 from test_contract import EVERY_ROW, method_of
 from torch import nn
 
 from datamodules import Digits
 from fl_lightning import FederatedCallback, FederatedModule, SequentialExecutor, VectorizedExecutor
+from fl_lightning.aggregation import NNM, GeometricMedian, Krum, Median, MultiKrum, TrimmedMean
+from fl_lightning.schedules import InverseSteps
+from fl_lightning.server_optimizers import FedAdam, FedYogi
 
 EXECUTORS = pytest.mark.parametrize("executor", [SequentialExecutor, VectorizedExecutor])
 
@@ -34,13 +40,17 @@ class LocalSteps(FederatedCallback):
         self.before = len(gpu.waits)
 
 
-def train(callbacks=(), rounds=3, **settings):
-    """Where the CPU has waited within local steps."""
+def digits():
     data = Digits(num_clients=4, batch_size=10, crop_padding=1, horizontal_flip=True, max_examples=120)
     data.prepare_data()
+    return data
+
+
+def train(callbacks=(), rounds=3, **settings):
+    """Where the CPU has waited within local steps."""
     settings = {"client_optimizer": SGD, "local_steps": 3, **settings}
     steps = LocalSteps()
-    waits = fit(FederatedModule(model(), **settings), data, rounds, [*callbacks, steps])
+    waits = fit(FederatedModule(model(), **settings), digits(), rounds, [*callbacks, steps])
     assert waits  # losses are read once a round
     return steps.waits
 
@@ -49,3 +59,92 @@ def train(callbacks=(), rounds=3, **settings):
 @EXECUTORS
 def test_every_method_keeps_to_the_device_and_its_local_steps_never_wait(row, executor):
     assert train([method_of(row)], executor=executor(), **row.module) == []
+
+
+@EVERY_ROW
+def test_a_run_that_a_cpu_began_goes_on_on_a_gpu(row, tmp_path):
+    settings = {"client_optimizer": SGD, "local_steps": 3, **row.module}
+    begun = FederatedModule(model(), **settings, executor=SequentialExecutor())
+    fit_on_cpu(begun, digits(), 2, [method_of(row), SaveRounds(tmp_path)], precision="32-true")
+    go_on = FederatedModule(model(), **settings, executor=VectorizedExecutor())
+    fit(go_on, digits(), 4, [method_of(row)], ckpt_path=tmp_path / "2.ckpt")
+    assert go_on.record.row["round"] == 4
+
+
+SETTINGS = {
+    "chosen": {"executor": None},
+    "blocks": {"executor": VectorizedExecutor(2)},
+    "centralised": {"centralised": True},
+    "clients that finish early": {"local_steps": None, "local_epochs": 1},
+    "partial participation": {"participation": 2, "weighting": "samples"},
+    "adam": {"client_optimizer": partial(torch.optim.Adam, lr=0.01)},
+    "groups and schedule": {
+        "parameter_groups": {"batch_norm": {"lr_scale": 0.1}, "bias": {"weight_decay": 0.0}},
+        "client_lr_schedule": InverseSteps(2),
+    },
+    "fedadam": {"server_optimizer": partial(FedAdam, lr=0.1)},
+    "fedyogi": {"server_optimizer": partial(FedYogi, lr=0.1)},
+    "torch's adam": {"server_optimizer": partial(torch.optim.Adam, lr=0.1)},
+    "divergence": {"on_divergence": "record"},
+    "tf32": {"tf32": True},
+    **{
+        name: {"aggregator": aggregator}
+        for name, aggregator in {
+            "median": Median(),
+            "trimmed mean": TrimmedMean(1),
+            "krum": Krum(1),
+            "multi-krum": MultiKrum(1),
+            "geometric median": GeometricMedian(),
+            "mixing": Median(pre=NNM(1)),
+        }.items()
+    },
+}
+
+
+@pytest.mark.parametrize("what", SETTINGS)
+def test_every_setting_keeps_to_the_device(what):
+    assert train(**SETTINGS[what]) == []
+
+
+def test_images_that_the_gpu_has_no_room_for_stay_on_the_cpu(monkeypatch):
+    monkeypatch.setattr("fake_gpu.FREE", 1000)
+    data = digits()
+    fit(FederatedModule(model(), SGD, local_steps=2), data, 2)
+    assert data.train_images.labels.device.type == "cpu"
+
+
+def test_a_choice_is_to_compute_all_clients_at_once():
+    module = FederatedModule(model(), SGD, local_steps=1)
+    fit(module, digits(), 1)
+    assert isinstance(module.executor, VectorizedExecutor)
+    assert str(module.executor_choice).startswith("VectorizedExecutor, 4 clients at once on cuda:0")
+
+
+def test_mixed_precision_keeps_to_the_device(monkeypatch):
+    monkeypatch.setattr("torch.cuda.amp.common.amp_definitely_not_available", lambda: False)
+    monkeypatch.setattr("torch.cuda.is_bf16_supported", lambda: True)
+    module = FederatedModule(model(), SGD, local_steps=2)
+    fit(module, digits(), 2, precision="bf16-mixed")
+    assert {value.dtype for value in module.model.parameters()} == {torch.float32}
+
+
+class Mixes(FederatedCallback):
+    def on_round_end(self, trainer, pl_module, cohort):
+        for block in cohort.params.blocks.values():
+            block += torch.zeros(block.shape)
+
+
+class Reads(FederatedCallback):
+    def on_local_step_end(self, trainer, pl_module, cohort, step):
+        self.norm = float(cohort.params.blocks["weights"].norm())
+
+
+class Copies(FederatedCallback):
+    def on_local_step_end(self, trainer, pl_module, cohort, step):
+        cohort.params.blocks["weights"].mul_(torch.ones(len(cohort), 1).to(pl_module.device))
+
+
+def test_a_method_that_mixes_devices_or_waits_is_found():
+    with pytest.raises(RuntimeError, match="Expected all tensors to be on the same device"):
+        train([Mixes()])
+    assert len(train([Reads()])) == len(train([Copies()])) == 2 * 3  # two later local steps in three rounds
