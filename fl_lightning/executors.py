@@ -190,9 +190,9 @@ class VectorizedExecutor(Executor):
 
     def _block(self, module: "FederatedModule", cohort: ClientRows, batch: Any, rows: list[int]) -> Tensor:
         slots, trained, index = module.slots, cohort.trained_names(), consecutive(rows)
+        params = {name: value[index].detach().requires_grad_() for name, value in cohort.params.items()}
         # The batching rule of batch_norm updates running statistics in place only where they are contiguous.
-        params = {name: _copy(value[index]).requires_grad_() for name, value in cohort.params.items()}
-        buffers = {name: _copy(value[index]) for name, value in cohort.buffers.items()}
+        buffers = cohort.buffers.copies(index)
 
         def loss_and_buffers(
             params: dict[str, Tensor], buffers: dict[str, Tensor], batch: Any
@@ -204,15 +204,12 @@ class VectorizedExecutor(Executor):
             losses, updated = torch.func.vmap(loss_and_buffers)(params, buffers, batch)
         leaves = [params[name] for name in trained]
         gradients = torch.autograd.grad(losses.sum(), leaves, allow_unused=True, materialize_grads=True)
-        for name, gradient in zip(trained, gradients, strict=True):
-            cohort.grads[name][index] = gradient
-        for name, value in updated.items():
-            cohort.buffers[name][index] = value.detach()
+        found = dict(zip(trained, gradients, strict=True))
+        for block in cohort.trained_blocks:
+            cohort.grads.write(index, block, [found[name] for name in cohort.grads.layout[block]])
+        for block, names in cohort.buffers.layout.items():
+            cohort.buffers.write(index, block, [updated[name] for name in names])
         return losses.detach()
-
-
-def _copy(value: Tensor) -> Tensor:
-    return value.clone(memory_format=torch.contiguous_format)
 
 
 def client_loss(module: "FederatedModule", batch: Any) -> Tensor:

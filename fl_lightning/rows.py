@@ -1,6 +1,6 @@
 """Stacked tensors that are named views of whole blocks: the storage behind a cohort."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ class Rows(Mapping[str, Tensor]):
         self.blocks = blocks
         self._views: dict[str, Tensor] = {}
         self._by_row: dict[int, dict[str, Tensor]] = {}
+        self._orders: dict[tuple[str, int], Tensor] = {}
         for block, shapes in layout.items():
             self._views.update(split_columns(blocks[block], shapes))
 
@@ -46,6 +47,45 @@ class Rows(Mapping[str, Tensor]):
         if index not in self._by_row:
             self._by_row[index] = {name: view[index] for name, view in self._views.items()}
         return self._by_row[index]
+
+    def copies(self, index: "slice | list[int]") -> dict[str, Tensor]:
+        """Copies ``[n, *shape]`` of some rows by name, each contiguous; one operation for each block, not for each tensor.
+
+        Args:
+            index: Which rows, as :func:`consecutive` gives them.
+        """
+        found: dict[str, Tensor] = {}
+        for name, shapes in self.layout.items():
+            rows = self.blocks[name][index]
+            order = self._order(name, len(rows))
+            sizes = [len(rows) * shape.numel() for shape in shapes.values()]
+            pieces = torch.split(rows.flatten()[order], sizes)
+            for (tensor, shape), piece in zip(shapes.items(), pieces, strict=True):
+                found[tensor] = piece.view(len(rows), *shape)
+        return found
+
+    def write(self, index: "slice | list[int]", block: str, tensors: Iterable[Tensor]) -> None:
+        """Write all tensors of a block, ``[n, *shape]`` in the order of its layout, to some of its rows.
+
+        Args:
+            index: Which rows, as :func:`consecutive` gives them.
+            block: The block's name.
+            tensors: Values of the block's type.
+        """
+        columns = [tensor.detach().reshape(len(tensor), -1) for tensor in tensors]
+        if isinstance(index, slice):
+            torch.cat(columns, dim=1, out=self.blocks[block][index])
+        else:
+            self.blocks[block][index] = torch.cat(columns, dim=1)
+
+    def _order(self, block: str, num_rows: int) -> Tensor:
+        """Where the elements of ``num_rows`` rows go, tensor by tensor."""
+        if (block, num_rows) not in self._orders:
+            own = self.blocks[block]
+            places = torch.arange(num_rows * own.shape[1], device=own.device).view(num_rows, -1)
+            pieces = split_columns(places, self.layout[block]).values()
+            self._orders[block, num_rows] = torch.cat([piece.flatten() for piece in pieces])
+        return self._orders[block, num_rows]
 
     def __getitem__(self, name: str) -> Tensor:
         return self._views[name]
