@@ -16,6 +16,7 @@ from fl_lightning.client_rows import ClientRows
 from fl_lightning.errors import CannotVectorize, ConfigurationError
 from fl_lightning.randomness import derive_seed, seed_global
 from fl_lightning.rows import consecutive
+from fl_lightning.stacked_batch_norm import StackedBatchNorm
 from fl_lightning.step_graph import StepGraphs
 
 if TYPE_CHECKING:
@@ -190,9 +191,13 @@ class VectorizedExecutor(Executor):
 
     def _block(self, module: "FederatedModule", cohort: ClientRows, batch: Any, rows: list[int]) -> Tensor:
         slots, trained, index = module.slots, cohort.trained_names(), consecutive(rows)
-        params = {name: value[index].detach().requires_grad_() for name, value in cohort.params.items()}
-        # The batching rule of batch_norm updates running statistics in place only where they are contiguous.
-        buffers = cohort.buffers.copies(index)
+        vectors = [
+            name for name, shapes in cohort.params.layout.items() if max(map(len, shapes.values())) < 2
+        ]
+        tensors = {name: value[index] for name, value in cohort.params.items()}
+        tensors |= cohort.params.copies(index, vectors)  # a BN layer would copy each of its own
+        params = {name: value.detach().requires_grad_() for name, value in tensors.items()}
+        buffers = cohort.buffers.copies(index, cohort.buffers.layout)
 
         def loss_and_buffers(
             params: dict[str, Tensor], buffers: dict[str, Tensor], batch: Any
@@ -200,7 +205,7 @@ class VectorizedExecutor(Executor):
             with slots.filled({**params, **buffers}):
                 return client_loss(module, batch), slots.read(buffers)
 
-        with _numeric_momentum(module.model, buffers):
+        with _numeric_momentum(module.model, buffers), StackedBatchNorm():
             losses, updated = torch.func.vmap(loss_and_buffers)(params, buffers, batch)
         leaves = [params[name] for name in trained]
         gradients = torch.autograd.grad(losses.sum(), leaves, allow_unused=True, materialize_grads=True)

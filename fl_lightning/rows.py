@@ -48,14 +48,16 @@ class Rows(Mapping[str, Tensor]):
             self._by_row[index] = {name: view[index] for name, view in self._views.items()}
         return self._by_row[index]
 
-    def copies(self, index: "slice | list[int]") -> dict[str, Tensor]:
+    def copies(self, index: "slice | list[int]", blocks: Iterable[str]) -> dict[str, Tensor]:
         """Copies ``[n, *shape]`` of some rows by name, each contiguous; one operation for each block, not for each tensor.
 
         Args:
             index: Which rows, as :func:`consecutive` gives them.
+            blocks: Of which blocks. An index as long as the copy is kept for each.
         """
         found: dict[str, Tensor] = {}
-        for name, shapes in self.layout.items():
+        for name in blocks:
+            shapes = self.layout[name]
             rows = self.blocks[name][index]
             order = self._order(name, len(rows))
             sizes = [len(rows) * shape.numel() for shape in shapes.values()]
