@@ -76,7 +76,7 @@ class _Stacked(torch.autograd.Function):
         whole = stacked.reshape(batch, clients * channels, *space)
         found = F.batch_norm(whole, mean, var, weight, bias, training, momentum, eps)
         for own, dim, updated in zip(args[1:3], in_dims[1:3], (mean, var), strict=True):
-            if training and updated is not None and updated.data_ptr() != own.data_ptr():
+            if training and updated is not None and not own.movedim(dim, 0).is_contiguous():  # it was copied
                 own.movedim(dim, 0).copy_(updated.view(clients, channels))
         return found.view(batch, clients, channels, *space), 1
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map
 
 from fl_lightning.client_rows import ClientRows
+from fl_lightning.errors import ConfigurationError
 from fl_lightning.inventory import Inventory, Stocktaker
 
 if TYPE_CHECKING:
@@ -29,6 +30,9 @@ def record_cuda_graph(compute: Callable[[], Tensor]) -> tuple[Callable[[], None]
 
     Args:
         compute: Computes on the current stream, without waiting for the device.
+
+    Raises:
+        ConfigurationError: It does what a graph cannot hold, such as reading a number from the device.
     """
     own = torch.cuda.current_stream()
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]  # torch gives it no types
@@ -38,8 +42,16 @@ def record_cuda_graph(compute: Callable[[], Tensor]) -> tuple[Callable[[], None]
             compute()
     own.wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found = compute()
+    try:
+        with torch.cuda.graph(graph):
+            found = compute()
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        raise ConfigurationError(
+            f"VectorizedExecutor.cuda_graph: true, but a local step cannot be recorded ({str(error).splitlines()[0]}); the "
+            "model, the loss and the data must not read numbers from the GPU; set cuda_graph: false"
+        ) from error
     return graph.replay, found
 
 

@@ -1,5 +1,6 @@
 """Recorded steps, on a CPU: what a CUDA graph does (the same operations on the same memory, no Python) is done by a stand-in."""
 
+from contextlib import contextmanager, nullcontext
 from functools import partial
 
 import pytest
@@ -10,7 +11,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from datamodules import Digits
-from fl_lightning import FederatedCallback, FederatedModule, VectorizedExecutor, inventory, step_graph
+from fl_lightning import (
+    ConfigurationError,
+    FederatedCallback,
+    FederatedModule,
+    VectorizedExecutor,
+    inventory,
+    step_graph,
+)
 from fl_lightning.models.resnet import CIFARResNet
 from fl_lightning.step_graph import StepGraphs
 
@@ -164,6 +172,48 @@ def test_a_graph_is_used_on_a_cuda_device_alone():
     executor = VectorizedExecutor(cuda_graph=True)
     executor.graphs = StepGraphs(lambda compute: pytest.fail("recorded on a CPU"))
     outcome(small_cnn("bn"), blobs(), executor)
+
+
+class Stream:
+    def wait_stream(self, other):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("raised", "expected", "message"),
+    [
+        (RuntimeError("operation not permitted when stream is capturing\nmore"), ConfigurationError,
+         r"cuda_graph: true, but .* \(operation not permitted when stream is capturing\); .*set cuda_graph: false"),
+        (torch.OutOfMemoryError("out of memory"), torch.OutOfMemoryError, "out of memory"),
+    ],
+)  # fmt: skip
+def test_what_a_graph_cannot_hold_is_one_line_and_want_of_memory_stays_what_it_is(
+    raised, expected, message, monkeypatch
+):
+    runs = []
+
+    @contextmanager
+    def capture(graph):
+        runs.append("capture")
+        raise raised
+        yield
+
+    for name, stand_in in {
+        "current_stream": Stream, "Stream": Stream, "stream": nullcontext, "CUDAGraph": object, "graph": capture,
+    }.items():  # fmt: skip
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+    with pytest.raises(expected, match=message) as found:
+        step_graph.record_cuda_graph(lambda: runs.append("run"))
+    assert "\n" not in str(found.value)
+    assert runs == ["run"] * 3 + ["capture"]
+    bug = RuntimeError("a bug of one's own")
+
+    def fails():
+        raise bug
+
+    with pytest.raises(RuntimeError) as found:
+        step_graph.record_cuda_graph(fails)
+    assert found.value is bug
 
 
 class Counting(TorchDispatchMode):
