@@ -69,6 +69,10 @@ class ProcessExecutor(Executor):
         self._own = SequentialExecutor(compile)
         self._stocktaker = Stocktaker()
 
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy has workers of its own."""
+        return {**vars(self), "_crew": None, "_stocktaker": Stocktaker()}
+
     def backward(
         self, module: "FederatedModule", cohort: ClientRows, batch: CohortBatch, rows: Sequence[int]
     ) -> Tensor:

@@ -96,6 +96,10 @@ class StepGraphs:
         self._inventory: Inventory | None = None
         self._graphs: list[tuple[Any, StepGraph]] = []
 
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy records for itself."""
+        return vars(StepGraphs(self.record))
+
     def run(
         self,
         module: "FederatedModule",

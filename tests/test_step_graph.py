@@ -1,6 +1,7 @@
 """Recorded steps, on a CPU: what a CUDA graph does (the same operations on the same memory, no Python) is done by a stand-in."""
 
 from contextlib import contextmanager, nullcontext
+from copy import deepcopy
 from functools import partial
 
 import pytest
@@ -172,6 +173,14 @@ def test_a_graph_is_used_on_a_cuda_device_alone():
     executor = VectorizedExecutor(cuda_graph=True)
     executor.graphs = StepGraphs(lambda compute: pytest.fail("recorded on a CPU"))
     outcome(small_cnn("bn"), blobs(), executor)
+
+
+def test_a_copy_of_an_executor_records_for_itself():
+    executor = VectorizedExecutor(cuda_graph=True)
+    executor.graphs._graphs = [(0, (each for each in ()))]  # as a CUDA graph, nothing that can be copied
+    kept = deepcopy(executor).graphs
+    assert kept._graphs == []
+    assert kept.record is executor.graphs.record
 
 
 class Stream:

@@ -8,14 +8,15 @@ import subprocess
 import sys
 import time
 import warnings
+from copy import deepcopy
 from pathlib import Path
 from typing import ClassVar
 
 import pytest
 import torch
 from command_line import run, write_config
-from helpers import ArrayClient, blobs, fit, small_cnn
-from test_processes import MOMENTUM, STARTS, assert_same, states
+from helpers import ArrayClient, States, blobs, fit, small_cnn
+from test_processes import MOMENTUM, STARTS, assert_same, same, states
 from torch import nn
 
 from fl_lightning import (
@@ -252,3 +253,28 @@ if __name__ == "__main__":
 
 def _runs(process):
     return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+class Copies(FederatedCallback):
+    """Copies the module in the middle of a run, as an average of models does."""
+
+    def on_round_end(self, trainer, pl_module, cohort):
+        if cohort.round == 2:
+            self.copy = deepcopy(pl_module)
+
+
+def test_a_copy_of_a_module_in_training_trains_with_workers_of_its_own():
+    copies = Copies()
+    fit(
+        FederatedModule(small_cnn(), MOMENTUM, local_steps=2, executor=ProcessExecutor(2)),
+        blobs(),
+        3,
+        [copies],
+    )
+    fit(copies.copy, blobs(), 3)
+    alone = FederatedModule(small_cnn(), MOMENTUM, local_steps=2, executor=SequentialExecutor())
+    seen = States()
+    fit(alone, blobs(), 3, [seen])
+    alone.load_state_dict(seen.states[2])
+    fit(alone, blobs(), 3)
+    assert same(copies.copy.state_dict(), alone.state_dict())
