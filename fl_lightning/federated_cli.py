@@ -250,6 +250,9 @@ class FederatedCLI(LightningCLI):
 
         Returns:
             Whether the folder holds the metrics of all rounds before the resumed one.
+
+        Raises:
+            ConfigurationError: A new attempt would have nothing to train.
         """
         if self.checkpoint is None:
             self._take(self.directory.new_attempt())
@@ -266,6 +269,12 @@ class FederatedCLI(LightningCLI):
         else:
             reason = "it has other settings or another seed"
             callbacks.append(OwnServerSettings())
+        limit = self._get(self.config_init, "trainer.max_epochs")
+        if limit is not None and 0 <= limit <= self.resumed_round:
+            raise ConfigurationError(
+                f"trainer.max_epochs: {limit}, but {ckpt_path} is of round {self.resumed_round}: nothing is left to train; use "
+                f"at least {self.resumed_round + 1}, or python -m fl_lightning test --ckpt_path {ckpt_path}"
+            )
         # read before there is a folder: lines that are missing leave nothing behind
         lines = lines_until(source.metrics, self.resumed_round) if source is not None else []
         self._take(self.directory.new_attempt())

@@ -403,3 +403,17 @@ def test_early_stopping_of_lightning_stops_at_the_round_of_an_evaluation():
     attempt = run("--trainer.max_epochs", 9).attempt
     assert json.loads(attempt.result.read_text())["rounds"] == 2
     assert [row["round"] for row in rows(attempt)] == [0, 1, 2]
+
+
+def test_a_new_attempt_without_a_round_to_train_is_refused_before_it_has_a_folder(capsys):
+    source = run("--trainer.max_epochs", 2).attempt
+    shutil.copy(source.checkpoints / "last.ckpt", "copy.ckpt")
+    for path, *change in (("copy.ckpt",), (source.checkpoints / "last.ckpt", "--seed_everything", 3)):
+        words = refused(capsys, "--ckpt_path", path, "--trainer.max_epochs", 2, *change)
+        assert (
+            f"trainer.max_epochs: 2, but {path} is of round 2: nothing is left to train; use at least 3"
+            in words
+        )
+        assert attempts() == [source.path.name]
+    again = run("--ckpt_path", "last", "--trainer.max_epochs", 2).attempt  # its own end: evaluated once more
+    assert again.path.samefile(source.path)
