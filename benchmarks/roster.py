@@ -14,7 +14,7 @@ PEERS = {"pfl": "pfl", "fluke": "fluke-fl", "byzfl": "byzfl", "flower": "flwr"}
 """Other frameworks and the names under which they are installed; ``benchmarks/peers`` has a file for each."""
 
 BOUNDS = ("compute", "convolutions")
-"""No contenders: what none of them can undercut on a CPU."""
+"""No contenders: what none of them can undercut in float32 on a CPU."""
 
 NAMES = ("naive", *EXECUTORS, "processes_bf16", "cuda_graph", *BOUNDS, *PEERS)
 

@@ -7,7 +7,6 @@ import lightning as L
 import torch
 
 from fl_lightning import ConfigurationError, FederatedCallback
-from fl_lightning.rows import consecutive
 
 if TYPE_CHECKING:
     from fl_lightning import Cohort, FederatedModule
@@ -43,7 +42,7 @@ class ClientGradientClipping(FederatedCallback):
         """Clip the rows of the clients that take this step."""
         if math.isinf(self.max_norm):
             return
-        rows = consecutive(cohort.active_rows())
+        rows = cohort.index(cohort.active_rows())
         blocks = [block for name, block in cohort.grads.blocks.items() if cohort.is_trained(name)]
         norms = torch.stack([torch.linalg.vector_norm(block[rows], self.norm, dim=1) for block in blocks])
         # the small term is PyTorch's

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from callbacks.fedprox import FedProx
 from fl_lightning import ConfigurationError, FederatedCallback
-from fl_lightning.rows import consecutive
 
 if TYPE_CHECKING:
     from fl_lightning import Cohort, FederatedModule
@@ -68,7 +67,7 @@ class SCAFFOLD(FederatedCallback):
         self, trainer: L.Trainer, pl_module: "FederatedModule", cohort: "Cohort", step: int
     ) -> None:
         """``g <- g - c_i + c``."""
-        rows = consecutive(cohort.active_rows())
+        rows = cohort.index(cohort.active_rows())
         for block, correction in self._correction.items():
             gradients = cohort.grads.blocks[block]
             self._sum[block][rows] += gradients[rows]

@@ -3,9 +3,10 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
-from fl_lightning.rows import Rows
+from fl_lightning.rows import Rows, consecutive
 
 
 class RowState(NamedTuple):
@@ -43,6 +44,28 @@ class ClientRows:
         self.trained_blocks: list[str] = []
         self._trained_names: list[str] = []
         self._row_state: dict[int, RowState] = {}
+        self._indices: dict[tuple[int, ...], Tensor] = {}
+
+    def index(self, rows: list[int]) -> slice | Tensor:
+        """Ascending rows as an index into stacked tensors, which no device has to be waited for.
+
+        A slice where they follow each other; others lie on the cohort's device until the round is over.
+        """
+        found = consecutive(rows)
+        if isinstance(found, slice):
+            return found
+        key = tuple(rows)
+        if key not in self._indices:
+            index = torch.tensor(rows)
+            device = next(iter(self.params.blocks.values())).device
+            if device.type == "cuda":
+                index = index.pin_memory().to(device, non_blocking=True)
+            self._indices[key] = index
+        return self._indices[key]
+
+    def indices(self) -> list[Tensor]:
+        """What :meth:`index` has given in this round, without slices."""
+        return list(self._indices.values())
 
     def train_blocks(self, blocks: Sequence[str]) -> None:
         """Say which parameter blocks are trained in this round; others get no gradient."""

@@ -86,6 +86,7 @@ class Cohort(ClientRows):
         self.local_steps = list(local_steps)
         self.policy = dict(policy)
         self._finished.clear()
+        self._indices.clear()
         self.start_buffers = None
         for name, shapes in self.params.layout.items():
             row = join_columns(self.server_parameters, shapes, out=self.server_rows.blocks[name][0])

@@ -15,7 +15,6 @@ from fl_lightning.batches import CohortBatch
 from fl_lightning.client_rows import ClientRows
 from fl_lightning.errors import CannotVectorize, ConfigurationError
 from fl_lightning.randomness import derive_seed, seed_global
-from fl_lightning.rows import consecutive
 from fl_lightning.stacked_batch_norm import StackedBatchNorm
 from fl_lightning.step_graph import StepGraphs
 
@@ -69,6 +68,10 @@ class SequentialExecutor(Executor):
     def __init__(self, compile: bool = False) -> None:
         self.compile = compile
         self._compiled: tuple[nn.Module, Any] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy compiles its own model."""
+        return {**vars(self), "_compiled": None}
 
     def backward(
         self, module: "FederatedModule", cohort: ClientRows, batch: CohortBatch, rows: Sequence[int]
@@ -190,13 +193,12 @@ class VectorizedExecutor(Executor):
         )
 
     def _block(self, module: "FederatedModule", cohort: ClientRows, batch: Any, rows: list[int]) -> Tensor:
-        slots, trained, index = module.slots, cohort.trained_names(), consecutive(rows)
+        slots, trained, index = module.slots, cohort.trained_names(), cohort.index(rows)
         vectors = [
             name for name, shapes in cohort.params.layout.items() if max(map(len, shapes.values())) < 2
         ]
-        tensors = {name: value[index] for name, value in cohort.params.items()}
-        tensors |= cohort.params.copies(index, vectors)  # a BN layer would copy each of its own
-        params = {name: value.detach().requires_grad_() for name, value in tensors.items()}
+        # what BN layers read is contiguous: it would be copied layer by layer
+        params = {n: value.requires_grad_() for n, value in cohort.params.copies(index, vectors).items()}
         buffers = cohort.buffers.copies(index, cohort.buffers.layout)
 
         def loss_and_buffers(
@@ -211,9 +213,9 @@ class VectorizedExecutor(Executor):
         gradients = torch.autograd.grad(losses.sum(), leaves, allow_unused=True, materialize_grads=True)
         found = dict(zip(trained, gradients, strict=True))
         for block in cohort.trained_blocks:
-            cohort.grads.write(index, block, [found[name] for name in cohort.grads.layout[block]])
-        for block, names in cohort.buffers.layout.items():
-            cohort.buffers.write(index, block, [updated[name] for name in names])
+            cohort.grads.write(index, block, found)
+        for block in cohort.buffers.layout:
+            cohort.buffers.write(index, block, updated)
         return losses.detach()
 
 

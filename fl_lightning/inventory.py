@@ -75,36 +75,46 @@ class Stocktaker:
 
     def __init__(self) -> None:
         self._inventory: Inventory | None = None
-        self._seen: list[tuple[dict[str, Any], list[str], list[Any]]] = []
-        self._containers: list[tuple[Any, Any]] = []
+        self._seen: list[tuple[nn.Module, list[str], list[Any], list[Any]]] = []
+        self._containers: list[tuple[Any, bool, Any]] = []
 
     def take(self, module: nn.Module) -> Inventory:
         """What the module consists of now: the same object as before, if nothing was changed."""
         if self._inventory is None or self._inventory.objects[0] is not module or self._has_changed():
             parts = list(module.modules())
-            holders = [*map(vars, parts), *(part._modules for part in parts)]
-            self._seen = [(holder, list(holder), list(holder.values())) for holder in holders]
-            self._containers = [
-                (value, _copy(value))
+            self._seen = [
+                (part, list(vars(part)), list(vars(part).values()), list(part._modules.values()))
+                for part in parts
+            ]
+            containers = [
+                value
                 for part in parts
                 for name, value in vars(part).items()
                 if name[0] != "_" and _can_change_inside(value)
             ]
+            plain = [(value, _is_plain(value)) for value in containers]
+            self._containers = [(value, known, _copy(value) if known else None) for value, known in plain]
             self._inventory = Inventory(objects_of(module), attributes_of(module))
         return self._inventory
 
     def _has_changed(self) -> bool:
-        for holder, names, values in self._seen:
-            if list(holder) != names or not all(map(is_, holder.values(), values)):
+        for part, names, values, children in self._seen:
+            held = vars(part)
+            if list(held) != names or not all(map(is_, held.values(), values)):
                 return True
-        return any(not _is_plain(value) or value != copy for value, copy in self._containers)
+            found = list(part._modules.values())
+            if len(found) != len(children) or not all(map(is_, found, children)):
+                return True
+        return any(
+            _is_plain(value) != plain or (plain and value != copy) for value, plain, copy in self._containers
+        )
 
 
 def _can_change_inside(value: Any) -> bool:
-    """Whether it is a list or a dict of numbers and words, or a tuple that may hold one."""
+    """Whether it is a list, a dict, or a tuple that may hold one."""
     if type(value) is tuple:
-        return _is_plain(value) and not all(type(each) in _SIMPLE for each in value)
-    return type(value) in (dict, list) and _is_plain(value)
+        return not all(type(each) in _SIMPLE for each in value)
+    return type(value) in (dict, list)
 
 
 def _is_plain(value: Any) -> bool:

@@ -23,7 +23,6 @@ from fl_lightning.participation import check_participation
 from fl_lightning.policy import resolve_policy
 from fl_lightning.progress import RoundProgress
 from fl_lightning.randomness import derive_seed, seed_global
-from fl_lightning.rows import consecutive
 from fl_lightning.run_module import RunModule
 from fl_lightning.schedules import LRSchedule
 from fl_lightning.server_update import (
@@ -172,7 +171,7 @@ class FederatedModule(RunModule):
             batches = self.client_batches(cohort, rows, step)
             clock.lap("data")
             losses = self._executor(step).backward(self, cohort, batches, rows)
-            loss_sum[consecutive(rows)] += losses.to(loss_sum.dtype)
+            loss_sum[cohort.index(rows)] += losses.to(loss_sum.dtype)
             sizes = batches.sizes()
             self.record.add_samples(sum(sizes))
             for row, size in zip(rows, sizes, strict=True):

@@ -109,6 +109,7 @@ class ProcessExecutor(Executor):
         if self._crew is not None:
             self._crew.release()
             self._crew = None
+        self._stocktaker = Stocktaker()
 
     def _size(self, module: "FederatedModule", cohort: ClientRows) -> int:
         if module.device.type != "cpu":

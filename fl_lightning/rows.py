@@ -1,12 +1,15 @@
 """Stacked tensors that are named views of whole blocks: the storage behind a cohort."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 import torch
 from torch import Tensor
 
 Layout = Mapping[str, Mapping[str, torch.Size]]
 """Which tensors, of which shape, stand side by side in which block: ``layout[block][name] = shape of one client``."""
+
+
+_MOST_ORDERS = 4  # for each block: whole cohorts, the last of them, and where clients finish early
 
 
 class Rows(Mapping[str, Tensor]):
@@ -48,37 +51,48 @@ class Rows(Mapping[str, Tensor]):
             self._by_row[index] = {name: view[index] for name, view in self._views.items()}
         return self._by_row[index]
 
-    def copies(self, index: "slice | list[int]", blocks: Iterable[str]) -> dict[str, Tensor]:
-        """Copies ``[n, *shape]`` of some rows by name, each contiguous; one operation for each block, not for each tensor.
+    def copies(self, index: slice | Tensor, contiguous: Collection[str]) -> dict[str, Tensor]:
+        """Copies ``[n, *shape]`` of some rows by name: one operation for each block, not for each tensor.
 
         Args:
-            index: Which rows, as :func:`consecutive` gives them.
-            blocks: Of which blocks. An index as long as the copy is kept for each.
+            index: Which rows.
+            contiguous: The blocks of whose tensors each is to be contiguous; an index as long as the copy is kept for each.
         """
         found: dict[str, Tensor] = {}
-        for name in blocks:
-            shapes = self.layout[name]
+        for name, shapes in self.layout.items():
             rows = self.blocks[name][index]
+            if name not in contiguous:
+                found |= split_columns(rows.clone() if isinstance(index, slice) else rows, shapes)
+                continue
             order = self._order(name, len(rows))
             sizes = [len(rows) * shape.numel() for shape in shapes.values()]
             pieces = torch.split(rows.flatten()[order], sizes)
             for (tensor, shape), piece in zip(shapes.items(), pieces, strict=True):
                 found[tensor] = piece.view(len(rows), *shape)
-        return found
+        # a tensor that is changed in place is no news of the others
+        return {name: value.data for name, value in found.items()}
 
-    def write(self, index: "slice | list[int]", block: str, tensors: Iterable[Tensor]) -> None:
-        """Write all tensors of a block, ``[n, *shape]`` in the order of its layout, to some of its rows.
+    def write(self, index: slice | Tensor, block: str, tensors: Mapping[str, Tensor]) -> None:
+        """Write all tensors of a block to some of its rows.
 
         Args:
-            index: Which rows, as :func:`consecutive` gives them.
+            index: Which rows.
             block: The block's name.
-            tensors: Values of the block's type.
+            tensors: Values ``[n, *shape]`` by name; those of another shape or type are made into it as ``copy_`` does.
         """
-        columns = [tensor.detach().reshape(len(tensor), -1) for tensor in tensors]
+        own = self.blocks[block]
+        columns = [
+            _as(tensors[name].detach(), shape).to(own.dtype).reshape(len(tensors[name]), -1)
+            for name, shape in self.layout[block].items()
+        ]
         if isinstance(index, slice):
-            torch.cat(columns, dim=1, out=self.blocks[block][index])
+            torch.cat(columns, dim=1, out=own[index])
         else:
-            self.blocks[block][index] = torch.cat(columns, dim=1)
+            own[index] = torch.cat(columns, dim=1)
+
+    def orders(self) -> list[Tensor]:
+        """Indices that :meth:`copies` has used of late."""
+        return list(self._orders.values())
 
     def _order(self, block: str, num_rows: int) -> Tensor:
         """Where the elements of ``num_rows`` rows go, tensor by tensor."""
@@ -86,6 +100,9 @@ class Rows(Mapping[str, Tensor]):
             own = self.blocks[block]
             places = torch.arange(num_rows * own.shape[1], device=own.device).view(num_rows, -1)
             pieces = split_columns(places, self.layout[block]).values()
+            others = [key for key in self._orders if key[0] == block]
+            if len(others) == _MOST_ORDERS:
+                del self._orders[others[0]]
             self._orders[block, num_rows] = torch.cat([piece.flatten() for piece in pieces])
         return self._orders[block, num_rows]
 
@@ -97,6 +114,14 @@ class Rows(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self._views)
+
+
+def _as(tensor: Tensor, shape: torch.Size) -> Tensor:
+    """Values ``[n, ...]`` as ``[n, *shape]``, each of the n repeated where it has fewer elements."""
+    if tensor.shape[1:] == shape:
+        return tensor
+    missing = len(shape) - (tensor.ndim - 1)
+    return tensor.reshape(len(tensor), *[1] * missing, *tensor.shape[1:]).expand(len(tensor), *shape)
 
 
 def split_columns(block: Tensor, shapes: Mapping[str, torch.Size]) -> dict[str, Tensor]:

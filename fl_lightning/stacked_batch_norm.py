@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._C._functorch import is_batchedtensor
+from torch._C._functorch import TransformType, is_batchedtensor, peek_interpreter_stack
 from torch.overrides import TorchFunctionMode
 
 
@@ -41,9 +41,11 @@ def _batch_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Tensor:
+    innermost = peek_interpreter_stack()
+    inside = innermost is not None and innermost.key() == TransformType.Vmap
     statistics = [each for each in (running_mean, running_var) if each is not None]
     one_value = training and input.numel() == input.shape[1]  # an error that torch words
-    if one_value or not all(map(is_batchedtensor, (input, *statistics))):
+    if not inside or one_value or not all(map(is_batchedtensor, (input, *statistics))):
         return F.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
     found: Tensor = _Stacked.apply(input, running_mean, running_var, weight, bias, training, momentum, eps)
     return found

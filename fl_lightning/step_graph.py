@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 Recorder = Callable[[Callable[[], Tensor]], tuple[Callable[[], None], Tensor]]
 """Records a computation: gives what computes it again, and its result, which lies where it is each time."""
 
+_MOST = 16  # recorded steps at a time: each has memory of its own
 _WARM_UP = 3  # libraries choose their algorithms and take their memory in the first runs
 
 
@@ -45,13 +46,16 @@ def record_cuda_graph(compute: Callable[[], Tensor]) -> tuple[Callable[[], None]
     try:
         with torch.cuda.graph(graph):
             found = compute()
-    except torch.OutOfMemoryError:
-        raise
     except RuntimeError as error:
+        first: BaseException = error
+        while first.__context__ is not None:  # the end of a recording that has failed fails as well
+            first = first.__context__
+        if isinstance(first, torch.OutOfMemoryError):
+            raise first from None
         raise ConfigurationError(
-            f"VectorizedExecutor.cuda_graph: true, but a local step cannot be recorded ({str(error).splitlines()[0]}); the "
-            "model, the loss and the data must not read numbers from the GPU; set cuda_graph: false"
-        ) from error
+            f"VectorizedExecutor.cuda_graph: true, but a local step cannot be recorded ({str(first).splitlines()[0]}); the "
+            "model and the loss must not read numbers from the GPU; set cuda_graph: false"
+        ) from first
     return graph.replay, found
 
 
@@ -61,18 +65,25 @@ class StepGraph:
     Args:
         compute: Their losses from a batch, shape ``[n]``; it also writes to ``written``.
         batch: A batch; later ones have its shapes.
-        written: What ``compute`` writes to. Recording leaves it as it is.
+        written: What ``compute`` writes to. Recording leaves it as it is, even where it fails.
         record: How to record.
+
+    Attributes:
+        kept: What else the recorded operations read: it lives as long as they do.
     """
+
+    kept: Sequence[Tensor] = ()
 
     def __init__(
         self, compute: Callable[[Any], Tensor], batch: Any, written: Sequence[Tensor], record: Recorder
     ) -> None:
         self.batch = tree_map(torch.clone, batch)
         before = [tensor.clone() for tensor in written]
-        self.replay, self.losses = record(lambda: compute(self.batch))
-        for tensor, value in zip(written, before, strict=True):
-            tensor.copy_(value)
+        try:
+            self.replay, self.losses = record(lambda: compute(self.batch))
+        finally:
+            for tensor, value in zip(written, before, strict=True):
+                tensor.copy_(value)
 
     def run(self, batch: Any) -> Tensor:
         """The losses of a batch."""
@@ -119,7 +130,7 @@ class StepGraphs:
         """
         inventory = self._stocktaker.take(module)
         if self._cohort is not cohort or not inventory.has_objects_of(self._inventory):
-            self.clear()
+            self._graphs = []
             self._cohort, self._inventory = cohort, inventory
         leaves, spec = tree_flatten(batch)
         shapes = [(leaf.shape, leaf.dtype, leaf.stride()) for leaf in leaves]
@@ -131,10 +142,12 @@ class StepGraphs:
                 return graph.run(batch)
         written = [*cohort.grads.blocks.values(), *cohort.buffers.blocks.values()]
         graph = StepGraph(compute, batch, written, self.record)
-        self._graphs.append((key, graph))
+        graph.kept = [*cohort.indices(), *cohort.params.orders(), *cohort.buffers.orders()]
+        self._graphs = [*self._graphs[1 - _MOST :], (key, graph)]
         self._inventory = self._stocktaker.take(module)  # a model may have kept something of its forward pass
         return graph.run(batch)
 
     def clear(self) -> None:
         """Let go of all of them, and of their memory."""
         self._cohort, self._inventory, self._graphs = None, None, []
+        self._stocktaker = Stocktaker()

@@ -306,3 +306,43 @@ def test_blocks_that_were_computed_before_one_that_cannot_be_vectorised_are_not_
 
 def _all_batches(client):
     return torch.utils.data.DataLoader(client.dataset, client.batch_size, shuffle=True)
+
+
+class Replaces(nn.Module):
+    """Puts another tensor in its buffer's place, of another shape and type."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("largest", torch.zeros(2))
+        self.register_buffer("positive", torch.zeros(2, dtype=torch.int64))
+
+    def forward(self, x):
+        self.largest = x.detach().amax().float()
+        self.positive = (x.detach().amax((0, 2, 3)) > 0).double()
+        return x
+
+
+def test_buffers_that_a_model_replaces_are_written_as_one_by_one():
+    def run(executor):
+        return outcome(nn.Sequential(Replaces(), *small_cnn("bn")), blobs(), executor)
+
+    assert distance(run(SequentialExecutor()), run(VectorizedExecutor())) < 1e-10
+
+
+def test_a_copy_of_an_executor_compiles_its_own_model():
+    for executor in (SequentialExecutor(compile=True), ProcessExecutor(2, compile=True)):
+        own = getattr(executor, "_own", executor)
+        own._compiled = (nn.Identity(), print)
+        copied = deepcopy(executor)
+        assert getattr(copied, "_own", copied)._compiled is None
+        assert own._compiled is not None
+
+
+def test_clients_that_finish_before_those_beside_them_change_nothing():
+    def run(executor):
+        data = blobs(4, (40, 16, 40, 24))
+        return outcome(small_cnn("bn"), data, executor, local_steps=None, local_epochs=1)
+
+    reference = run(SequentialExecutor())
+    for size in (None, 2):
+        assert distance(reference, run(VectorizedExecutor(size))) < 1e-10

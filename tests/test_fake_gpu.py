@@ -5,11 +5,12 @@ from functools import partial
 import pytest
 import torch
 from fake_gpu import fit
-from helpers import SGD, SaveRounds
+from helpers import SGD, SaveRounds, blobs, small_cnn
 from helpers import fit as fit_on_cpu
 from test_contract import EVERY_ROW, method_of
 from torch import nn
 
+from callbacks import SCAFFOLD, ClientGradientClipping
 from datamodules import Digits
 from fl_lightning import FederatedCallback, FederatedModule, SequentialExecutor, VectorizedExecutor
 from fl_lightning.aggregation import NNM, GeometricMedian, Krum, Median, MultiKrum, TrimmedMean
@@ -75,7 +76,7 @@ SETTINGS = {
     "chosen": {"executor": None},
     "blocks": {"executor": VectorizedExecutor(2)},
     "centralised": {"centralised": True},
-    "clients that finish early": {"local_steps": None, "local_epochs": 1},
+    "local epochs": {"local_steps": None, "local_epochs": 1},
     "partial participation": {"participation": 2, "weighting": "samples"},
     "adam": {"client_optimizer": partial(torch.optim.Adam, lr=0.01)},
     "groups and schedule": {
@@ -111,6 +112,25 @@ def test_images_that_the_gpu_has_no_room_for_stay_on_the_cpu(monkeypatch):
     data = digits()
     fit(FederatedModule(model(), SGD, local_steps=2), data, 2)
     assert data.train_images.labels.device.type == "cpu"
+
+
+@EXECUTORS
+def test_clients_that_finish_before_those_beside_them_are_nothing_to_wait_for(executor):
+    steps, active = LocalSteps(), []
+
+    class Looks(FederatedCallback):
+        def on_local_step_end(self, trainer, pl_module, cohort, step):
+            active.append(cohort.active_rows())
+
+    module = FederatedModule(small_cnn().double(), SGD, local_epochs=1, executor=executor())
+    fit(
+        module,
+        blobs(4, (40, 16, 40, 24)),
+        2,
+        [Looks(), ClientGradientClipping(max_norm=1.0), SCAFFOLD(), steps],
+    )
+    assert [0, 2] in active
+    assert steps.waits == []
 
 
 def test_a_choice_is_to_compute_all_clients_at_once():

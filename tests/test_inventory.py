@@ -37,6 +37,8 @@ CHANGES = {
     "deep in a dict": lambda part: part.dict["a"].append(3),
     "deep in a tuple": lambda part: part.nested[1].append(3),
     "a tensor in a list of numbers": lambda part: part.list.__setitem__(0, torch.zeros(2)),
+    "tensors that become numbers": lambda part: part.tensors.__setitem__(0, 0.5),
+    "another dictionary of attributes": lambda part: setattr(part, "__dict__", {**vars(part), "number": 2.5}),
     "a child": lambda part: setattr(part, "child", nn.Linear(2, 2)),
     "a child of a part without any": lambda part: part.child.add_module("grandchild", nn.ReLU()),
     "the mode": lambda part: part.child.eval(),
@@ -83,3 +85,13 @@ def test_numbers_that_change_are_no_other_objects():
     after = stocktaker.take(whole)
     assert after is not before
     assert after.has_objects_of(before)
+
+
+# people still have scripted modules
+@pytest.mark.filterwarnings("ignore:`torch.jit:FutureWarning")
+def test_a_scripted_part_has_an_inventory():
+    whole, stocktaker = module(), Stocktaker()
+    whole.model = torch.jit.script(nn.Sequential(nn.Linear(2, 2)))
+    before = stocktaker.take(whole)
+    assert_true_of(before, whole)
+    assert stocktaker.take(whole).has_objects_of(before)

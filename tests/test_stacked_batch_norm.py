@@ -126,6 +126,21 @@ def test_outside_of_vmap_and_for_one_value_per_channel_nothing_changes():
             torch.vmap(nn.BatchNorm1d(2, track_running_stats=False))(torch.randn(3, 1, 2))
 
 
+def test_a_gradient_inside_of_vmap_goes_by_torchs_own_rules():
+    torch.manual_seed(0)
+    weights, batches = torch.rand(3, 2), torch.randn(3, 4, 2, 5)
+
+    def gradient(weight, batch):
+        def loss(own):
+            return F.batch_norm(batch, None, None, own, training=True).sin().sum()
+
+        return torch.func.grad(loss)(weight)
+
+    expected = torch.stack([gradient(w, b) for w, b in zip(weights, batches, strict=True)])
+    with StackedBatchNorm():
+        torch.testing.assert_close(torch.vmap(gradient)(weights, batches), expected)
+
+
 def test_running_statistics_that_all_clients_share_are_not_updated_by_each():
     layer, batches = nn.BatchNorm2d(2), torch.randn(3, 4, 2, 2, 2)
     with StackedBatchNorm(), pytest.raises(RuntimeError, match="vmap"):

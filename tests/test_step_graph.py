@@ -175,6 +175,39 @@ def test_a_graph_is_used_on_a_cuda_device_alone():
     outcome(small_cnn("bn"), blobs(), executor)
 
 
+class OutOfMemory(Recorded):
+    """A recording of more than two clients ends without memory, after it has computed a few times."""
+
+    def _record(self, compute):
+        for _ in range(3):
+            losses = compute()
+        if len(losses) > 2:
+            raise torch.OutOfMemoryError("no memory for the recording")
+        return super()._record(compute)
+
+
+def test_a_recording_that_ends_without_memory_leaves_no_trace(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    executor = OutOfMemory()
+    found = outcome(small_cnn("bn"), blobs(4, (24, 24, 24, 24)), executor)
+    assert executor.recordings == 2
+    assert same(outcome(small_cnn("bn"), blobs(4, (24, 24, 24, 24)), VectorizedExecutor(2)), found)
+
+
+def test_only_so_many_recordings_are_kept(monkeypatch):
+    monkeypatch.setattr(step_graph, "_MOST", 2)
+    executor, kept = Recorded(1), []
+
+    class Looks(FederatedCallback):
+        def on_local_step_end(self, trainer, pl_module, cohort, step):
+            kept.append(len(executor.graphs._graphs))
+
+    reference = outcome(small_cnn("bn"), blobs(), VectorizedExecutor(1))
+    found = outcome(small_cnn("bn"), blobs(), executor, [Looks()])
+    assert same(reference, found)
+    assert set(kept) == {2}
+
+
 def test_a_copy_of_an_executor_records_for_itself():
     executor = VectorizedExecutor(cuda_graph=True)
     executor.graphs._graphs = [(0, (each for each in ()))]  # as a CUDA graph, nothing that can be copied
@@ -204,7 +237,10 @@ def test_what_a_graph_cannot_hold_is_one_line_and_want_of_memory_stays_what_it_i
     @contextmanager
     def capture(graph):
         runs.append("capture")
-        raise raised
+        try:
+            raise raised
+        finally:
+            raise RuntimeError("the recording cannot be ended")  # as CUDA says after any error inside of it
         yield
 
     for name, stand_in in {
