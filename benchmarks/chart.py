@@ -92,6 +92,8 @@ def draw_scale(path: Path, results: Sequence[dict[str, Any]], machine: str) -> N
         results: Those of ``scale.scale``.
         machine: What it was measured on, for the title.
     """
+    from matplotlib.ticker import LogLocator
+
     points = [point for result in results for point in result["points"]]
     factors = [factor for factor in FACTORS if any(point["factor"] == factor for point in points)]
     names = list(dict.fromkeys(name for point in points for name in point["ms_per_client_step"]))
@@ -130,6 +132,9 @@ def draw_scale(path: Path, results: Sequence[dict[str, Any]], machine: str) -> N
             axes.set_ylabel("ms per client step")
             if factor == "model":
                 axes.set_yscale("log")
+                axes.yaxis.set_major_formatter("{x:g}")
+                axes.yaxis.set_minor_formatter("{x:g}")
+                axes.yaxis.set_minor_locator(LogLocator(subs=(2, 5)))
             else:
                 axes.set_ylim(bottom=0)
         for unused in panels[len(factors) :]:
