@@ -69,8 +69,9 @@ class ServerEvaluation(nn.Module):
 
 def _count_by_class(right: Tensor, targets: Tensor, classes: int) -> Tensor:
     """Number of wrong and of right samples of each class, int64 ``[classes, 2]``."""
+    targets = targets.long()  # bytes know no class 256
     known = (targets >= 0) & (targets < classes)
-    labels = torch.where(known, targets, classes).long()
+    labels = torch.where(known, targets, classes)
     pairs = (2 * labels + right).flatten()
     # as bincount would, which waits for a GPU
     counts = torch.zeros(2 * (classes + 1), dtype=torch.int64, device=pairs.device)

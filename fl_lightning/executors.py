@@ -109,9 +109,13 @@ class SequentialExecutor(Executor):
         seed_global(own, module.device)
         with module.slots.filled(state.tensors):
             loss = client_loss(module, batch)
-            for name, value in module.slots.read(buffers).items():
-                if value is not buffers[name]:
-                    buffers[name].copy_(value.detach())
+            replaced = {
+                name: value.detach().clone()  # it may be another buffer, or a part of one
+                for name, value in module.slots.read(buffers).items()
+                if value is not buffers[name]
+            }
+            for name, value in replaced.items():
+                buffers[name].copy_(value)
         gradients = torch.autograd.grad(loss, state.trained, allow_unused=True, materialize_grads=True)
         torch._foreach_copy_(state.gradients, list(gradients))
         return loss.detach()
@@ -194,12 +198,8 @@ class VectorizedExecutor(Executor):
 
     def _block(self, module: "FederatedModule", cohort: ClientRows, batch: Any, rows: list[int]) -> Tensor:
         slots, trained, index = module.slots, cohort.trained_names(), cohort.index(rows)
-        vectors = [
-            name for name, shapes in cohort.params.layout.items() if max(map(len, shapes.values())) < 2
-        ]
-        # what BN layers read is contiguous: it would be copied layer by layer
-        params = {n: value.requires_grad_() for n, value in cohort.params.copies(index, vectors).items()}
-        buffers = cohort.buffers.copies(index, cohort.buffers.layout)
+        params = {name: value.requires_grad_() for name, value in cohort.params.copies(index).items()}
+        buffers = cohort.buffers.copies(index, contiguous=True)  # some are changed in place only then
 
         def loss_and_buffers(
             params: dict[str, Tensor], buffers: dict[str, Tensor], batch: Any
@@ -251,6 +251,7 @@ def _has_changing_momentum(model: nn.Module) -> bool:
 @contextmanager
 def _numeric_momentum(model: nn.Module, buffers: Mapping[str, Tensor]) -> Iterator[None]:
     """Give BN layers with ``momentum=None`` (cumulative average) the equal number 1/(k+1): vmap cannot read a counter."""
+    seen: dict[str, int] = {}
     cumulative = {name: layer for name, layer in batch_norm_layers(model).items() if layer.momentum is None}
     try:
         for name, layer in cumulative.items():
@@ -262,7 +263,14 @@ def _numeric_momentum(model: nn.Module, buffers: Mapping[str, Tensor]) -> Iterat
                         "VectorizedExecutor cannot run; use SequentialExecutor"
                     )
                 layer.momentum = 1.0 / (int(counts[0]) + 1)
+                seen[name] = int(counts[0])
         yield
+        for name, count in seen.items():
+            if bool((buffers[f"{name}.num_batches_tracked"] > count + 1).any()):
+                raise CannotVectorize(
+                    f"BN layer {name!r} has momentum=None and runs more than once in a forward pass, which VectorizedExecutor "
+                    "cannot do; use SequentialExecutor"
+                )
     finally:
         for layer in cumulative.values():
             layer.momentum = None

@@ -55,16 +55,20 @@ class Inventory(NamedTuple):
     Attributes:
         objects: What :func:`objects_of` gave.
         attributes: What :func:`attributes_of` gave.
+        names: The names of its parts.
     """
 
     objects: list[Any]
     attributes: list[Attributes]
+    names: list[str]
 
     def has_objects_of(self, other: "Inventory | None") -> bool:
-        """Whether the other one consists of the very same objects."""
+        """Whether the other one consists of the very same objects under the same names."""
+        if self is other:
+            return True
         if other is None or len(self.objects) != len(other.objects):
             return False
-        return self is other or all(map(is_, self.objects, other.objects))
+        return self.names == other.names and all(map(is_, self.objects, other.objects))
 
 
 class Stocktaker:
@@ -75,7 +79,7 @@ class Stocktaker:
 
     def __init__(self) -> None:
         self._inventory: Inventory | None = None
-        self._seen: list[tuple[nn.Module, list[str], list[Any], list[Any]]] = []
+        self._seen: list[tuple[nn.Module, list[str], list[Any], list[tuple[str, nn.Module | None]]]] = []
         self._containers: list[tuple[Any, bool, Any]] = []
 
     def take(self, module: nn.Module) -> Inventory:
@@ -83,7 +87,7 @@ class Stocktaker:
         if self._inventory is None or self._inventory.objects[0] is not module or self._has_changed():
             parts = list(module.modules())
             self._seen = [
-                (part, list(vars(part)), list(vars(part).values()), list(part._modules.values()))
+                (part, list(vars(part)), list(vars(part).values()), list(part._modules.items()))
                 for part in parts
             ]
             containers = [
@@ -94,7 +98,8 @@ class Stocktaker:
             ]
             plain = [(value, _is_plain(value)) for value in containers]
             self._containers = [(value, known, _copy(value) if known else None) for value, known in plain]
-            self._inventory = Inventory(objects_of(module), attributes_of(module))
+            names = [name for name, _ in module.named_modules()]
+            self._inventory = Inventory(objects_of(module), attributes_of(module), names)
         return self._inventory
 
     def _has_changed(self) -> bool:
@@ -102,8 +107,7 @@ class Stocktaker:
             held = vars(part)
             if list(held) != names or not all(map(is_, held.values(), values)):
                 return True
-            found = list(part._modules.values())
-            if len(found) != len(children) or not all(map(is_, found, children)):
+            if list(part._modules.items()) != children:  # modules are equal where they are the same
                 return True
         return any(
             _is_plain(value) != plain or (plain and value != copy) for value, plain, copy in self._containers

@@ -1,6 +1,6 @@
 """Stacked tensors that are named views of whole blocks: the storage behind a cohort."""
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -9,7 +9,7 @@ Layout = Mapping[str, Mapping[str, torch.Size]]
 """Which tensors, of which shape, stand side by side in which block: ``layout[block][name] = shape of one client``."""
 
 
-_MOST_ORDERS = 4  # for each block: whole cohorts, the last of them, and where clients finish early
+_MOST_ORDERS = 16  # for each block of vectors: where clients finish early, fewer and fewer rows are copied
 
 
 class Rows(Mapping[str, Tensor]):
@@ -27,6 +27,7 @@ class Rows(Mapping[str, Tensor]):
         self.blocks = blocks
         self._views: dict[str, Tensor] = {}
         self._by_row: dict[int, dict[str, Tensor]] = {}
+        self._vectors = {name for name, shapes in layout.items() if all(len(s) < 2 for s in shapes.values())}
         self._orders: dict[tuple[str, int], Tensor] = {}
         for block, shapes in layout.items():
             self._views.update(split_columns(blocks[block], shapes))
@@ -51,18 +52,21 @@ class Rows(Mapping[str, Tensor]):
             self._by_row[index] = {name: view[index] for name, view in self._views.items()}
         return self._by_row[index]
 
-    def copies(self, index: slice | Tensor, contiguous: Collection[str]) -> dict[str, Tensor]:
-        """Copies ``[n, *shape]`` of some rows by name: one operation for each block, not for each tensor.
+    def copies(self, index: slice | Tensor, contiguous: bool = False) -> dict[str, Tensor]:
+        """Copies ``[n, *shape]`` of some rows by name: one operation for each block, as far as possible, not for each tensor.
+
+        Those of a block of vectors, such as BN's, are contiguous each: a BN layer would copy them otherwise.
 
         Args:
             index: Which rows.
-            contiguous: The blocks of whose tensors each is to be contiguous; an index as long as the copy is kept for each.
+            contiguous: Whether all are.
         """
         found: dict[str, Tensor] = {}
         for name, shapes in self.layout.items():
             rows = self.blocks[name][index]
-            if name not in contiguous:
-                found |= split_columns(rows.clone() if isinstance(index, slice) else rows, shapes)
+            if name not in self._vectors:
+                own = split_columns(rows.clone() if isinstance(index, slice) else rows, shapes)
+                found |= {n: piece.contiguous() if contiguous else piece for n, piece in own.items()}
                 continue
             order = self._order(name, len(rows))
             sizes = [len(rows) * shape.numel() for shape in shapes.values()]

@@ -78,9 +78,13 @@ class _Stacked(torch.autograd.Function):
         whole = stacked.reshape(batch, clients * channels, *space)
         found = F.batch_norm(whole, mean, var, weight, bias, training, momentum, eps)
         for own, dim, updated in zip(args[1:3], in_dims[1:3], (mean, var), strict=True):
-            if training and updated is not None and not own.movedim(dim, 0).is_contiguous():  # it was copied
+            if training and updated is not None and not _share_memory(own, updated):
                 own.movedim(dim, 0).copy_(updated.view(clients, channels))
         return found.view(batch, clients, channels, *space), 1
+
+
+def _share_memory(first: Tensor, second: Tensor) -> bool:
+    return bool(first.untyped_storage()._cdata == second.untyped_storage()._cdata)
 
 
 def _joined(vector: Tensor | None, dim: int | None, clients: int) -> Tensor | None:

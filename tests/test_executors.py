@@ -346,3 +346,74 @@ def test_clients_that_finish_before_those_beside_them_change_nothing():
     reference = run(SequentialExecutor())
     for size in (None, 2):
         assert distance(reference, run(VectorizedExecutor(size))) < 1e-10
+
+
+class Remembers(nn.Module):
+    """Puts one buffer in another one's place."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("now", torch.zeros(2))
+        self.register_buffer("before", torch.zeros(2))
+
+    def forward(self, x):
+        self.before = self.now
+        self.now = x.detach().mean((0, 2, 3))
+        return x
+
+
+def test_a_buffer_that_takes_anothers_place_keeps_the_others_numbers():
+    class LastTwo(FederatedCallback):
+        def on_local_step_end(self, trainer, pl_module, cohort, step):
+            if step == 0:
+                self.first = cohort.buffers["0.now"].clone()
+            else:
+                assert torch.equal(cohort.buffers["0.before"], self.first)
+
+    for executor in (SequentialExecutor(), VectorizedExecutor(), ProcessExecutor(2)):
+        outcome(nn.Sequential(Remembers(), *small_cnn("bn")), blobs(), executor, [LastTwo()], rounds=2)
+
+
+class Twice(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm2d(2, momentum=None)
+
+    def forward(self, x):
+        return self.norm(self.norm(x) + 1)
+
+
+def test_a_layer_with_cumulative_statistics_that_runs_twice_is_not_vectorised():
+    def run(executor):
+        return outcome(nn.Sequential(Twice(), *small_cnn("bn")), blobs(), executor)
+
+    with pytest.raises(CannotVectorize, match=r"'0\.norm' has momentum=None and runs more than once"):
+        run(VectorizedExecutor())
+    assert distance(run(SequentialExecutor()), run(VectorizedExecutor(where_possible=True))) < 1e-10
+
+
+class Masked(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mask", torch.ones(32, 32).tril().bool())
+        self.register_buffer("shift", torch.ones(2, 1, 1))
+
+    def forward(self, x):
+        self.shift *= 0.5
+        return x + self.shift
+
+
+def test_no_index_is_kept_of_matrices():
+    class Looks(FederatedCallback):
+        def on_round_end(self, trainer, pl_module, cohort):
+            self.kept = [len(order) for order in (*cohort.params.orders(), *cohort.buffers.orders())]
+
+    looks = Looks()
+
+    def run(executor, callbacks=()):
+        model = nn.Sequential(Masked(), *small_cnn("bn"))
+        found = outcome(model, blobs(), executor, callbacks, local_steps=3)
+        return {name: value for name, value in found.items() if value.dtype != torch.bool}
+
+    assert distance(run(VectorizedExecutor(), [looks]), run(SequentialExecutor())) < 1e-10
+    assert 0 < max(looks.kept) <= 3 * 2 * 10  # gamma and beta of the channels of three clients

@@ -41,6 +41,7 @@ CHANGES = {
     "another dictionary of attributes": lambda part: setattr(part, "__dict__", {**vars(part), "number": 2.5}),
     "a child": lambda part: setattr(part, "child", nn.Linear(2, 2)),
     "a child of a part without any": lambda part: part.child.add_module("grandchild", nn.ReLU()),
+    "its child's name": lambda part: part._modules.update(other=part._modules.pop("child")),
     "the mode": lambda part: part.child.eval(),
 }
 
@@ -95,3 +96,13 @@ def test_a_scripted_part_has_an_inventory():
     before = stocktaker.take(whole)
     assert_true_of(before, whole)
     assert stocktaker.take(whole).has_objects_of(before)
+
+
+def test_the_same_parts_under_other_names_are_no_longer_the_same():
+    whole, stocktaker = nn.Module(), Stocktaker()
+    whole.parts = nn.ModuleDict({"first": nn.Linear(2, 2), "second": nn.Linear(2, 2)})
+    before = stocktaker.take(whole)
+    first, second = whole.parts["first"], whole.parts["second"]
+    whole.parts.clear()
+    whole.parts.update({"second": first, "first": second})
+    assert not stocktaker.take(whole).has_objects_of(before)

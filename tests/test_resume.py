@@ -417,3 +417,12 @@ def test_a_new_attempt_without_a_round_to_train_is_refused_before_it_has_a_folde
         assert attempts() == [source.path.name]
     again = run("--ckpt_path", "last", "--trainer.max_epochs", 2).attempt  # its own end: evaluated once more
     assert again.path.samefile(source.path)
+
+
+def test_a_budget_that_is_used_up_leaves_no_new_attempt(capsys):
+    budget = ("--trainer.max_epochs", -1, "--model.budget_epochs", 1)
+    source = run(*budget).attempt
+    path = source.checkpoints / "last.ckpt"
+    words = refused(capsys, *budget, "--ckpt_path", path, "--seed_everything", 3)
+    assert "nothing is left to train; use a larger budget" in words
+    assert attempts() == [source.path.name]

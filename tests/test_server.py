@@ -118,6 +118,14 @@ def test_accuracy_by_class_starts_anew_with_each_evaluation():
     assert (evaluation.class_accuracy, evaluation.class_samples) == ([], [])
 
 
+def test_bytes_name_no_more_than_256_classes():
+    evaluation = ServerEvaluation()
+    evaluation.start()
+    evaluation.update(torch.eye(300)[:2], torch.tensor([0, 7], dtype=torch.uint8), torch.tensor(1.0))
+    assert evaluation.finish()["accuracy"] == 0.5
+    assert evaluation.class_samples[7] == 1
+
+
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int32, torch.int64])
 def test_unlabelled_pixels_belong_to_no_class(dtype):
     outputs = torch.eye(2)[:, :, None].expand(2, 2, 3)

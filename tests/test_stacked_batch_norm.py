@@ -101,6 +101,23 @@ class Operations(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
+def test_statistics_that_are_columns_of_one_buffer_are_updated_there():
+    torch.manual_seed(0)
+    statistics, batches = torch.rand(3, 4, 2).double(), torch.randn(3, 5, 4, 6).double().requires_grad_()
+
+    def run(both, batch):
+        return F.batch_norm(batch, both[:, 0], both[:, 1], training=True).sin()
+
+    expected = statistics.clone()
+    outputs = torch.stack([run(both, batch) for both, batch in zip(expected, batches, strict=True)])
+    gradient = torch.autograd.grad(outputs.sum(), batches)
+    with StackedBatchNorm():
+        found = torch.vmap(run)(statistics, batches)
+    assert_close(
+        [found, statistics, *torch.autograd.grad(found.sum(), batches)], [outputs, expected, *gradient]
+    )
+
+
 def test_it_is_one_operation_forward_and_one_backward():
     layers, batches = clients(nn.BatchNorm2d, (5, 5))
 
