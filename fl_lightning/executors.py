@@ -199,7 +199,7 @@ class VectorizedExecutor(Executor):
     def _block(self, module: "FederatedModule", cohort: ClientRows, batch: Any, rows: list[int]) -> Tensor:
         slots, trained, index = module.slots, cohort.trained_names(), cohort.index(rows)
         params = {name: value.requires_grad_() for name, value in cohort.params.copies(index).items()}
-        buffers = cohort.buffers.copies(index, contiguous=True)  # some are changed in place only then
+        buffers = cohort.buffers.copies(index)
 
         def loss_and_buffers(
             params: dict[str, Tensor], buffers: dict[str, Tensor], batch: Any

@@ -52,21 +52,20 @@ class Rows(Mapping[str, Tensor]):
             self._by_row[index] = {name: view[index] for name, view in self._views.items()}
         return self._by_row[index]
 
-    def copies(self, index: slice | Tensor, contiguous: bool = False) -> dict[str, Tensor]:
-        """Copies ``[n, *shape]`` of some rows by name: one operation for each block, as far as possible, not for each tensor.
+    def copies(self, index: slice | Tensor) -> dict[str, Tensor]:
+        """Copies ``[n, *shape]`` of some rows by name: one operation for each block, not for each tensor.
 
-        Those of a block of vectors, such as BN's, are contiguous each: a BN layer would copy them otherwise.
+        Those of a block of vectors, such as BN's, are contiguous each: torch's rules for BN in ``vmap`` copy others, and lose
+        what is written to the copies.
 
         Args:
             index: Which rows.
-            contiguous: Whether all are.
         """
         found: dict[str, Tensor] = {}
         for name, shapes in self.layout.items():
             rows = self.blocks[name][index]
             if name not in self._vectors:
-                own = split_columns(rows.clone() if isinstance(index, slice) else rows, shapes)
-                found |= {n: piece.contiguous() if contiguous else piece for n, piece in own.items()}
+                found |= split_columns(rows.clone() if isinstance(index, slice) else rows, shapes)
                 continue
             order = self._order(name, len(rows))
             sizes = [len(rows) * shape.numel() for shape in shapes.values()]

@@ -22,6 +22,10 @@ from torch.utils._pytree import tree_leaves
 from torchmetrics import Metric
 
 CUDA = torch.device("cuda:0")
+# torch counts devices when it computes its first gradient: after a fake one it would start a thread for it, and nothing
+# could fork from then on
+_one = torch.ones((), requires_grad=True)
+torch.autograd.grad(2 * _one, _one)
 FREE = 10**12  # bytes of its memory
 ROOT = Path(__file__).parents[1]
 
