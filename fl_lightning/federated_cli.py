@@ -198,8 +198,8 @@ class FederatedCLI(LightningCLI):
         """Train; a run that fails before the end of its first round leaves no folder behind."""
         try:
             self.trainer.fit(**kwargs)
-            same = self.resumed_round and self.trainer.global_step == self.resumed_round
-            if same and self.is_new_attempt and not self.interruption.signal:
+            untrained = self.resumed_round and self.trainer.global_step == self.resumed_round
+            if untrained and self.is_new_attempt and not self.interruption.signal:
                 raise ConfigurationError(
                     f"ckpt_path: the checkpoint is of round {self.resumed_round}, and the run of {self.trainer.max_epochs} rounds "
                     "(model.budget_epochs): nothing is left to train; use a larger budget, or python -m fl_lightning test"

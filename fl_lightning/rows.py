@@ -55,8 +55,7 @@ class Rows(Mapping[str, Tensor]):
     def copies(self, index: slice | Tensor) -> dict[str, Tensor]:
         """Copies ``[n, *shape]`` of some rows by name: one operation for each block, not for each tensor.
 
-        Those of a block of vectors, such as BN's, are contiguous each: torch's rules for BN in ``vmap`` copy others, and lose
-        what is written to the copies.
+        Those of a block of vectors, such as BN's, are contiguous each: a BN layer of all clients would copy others.
 
         Args:
             index: Which rows.

@@ -52,15 +52,11 @@ def _batch_norm(
 
 
 class _Stacked(torch.autograd.Function):
-    """Only its ``vmap`` is ever run, which is differentiable as it stands."""
-
-    @staticmethod
-    def forward(*args: Any) -> Any:
-        raise NotImplementedError
+    """Only its ``vmap`` is ever run, which is differentiable as it stands; there is no forward pass of its own."""
 
     @staticmethod
     def setup_context(*args: Any) -> None:
-        pass
+        """Keep nothing: torch asks for this method before it looks for ``vmap``."""
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Tensor, int]:

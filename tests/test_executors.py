@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 import torch
-from helpers import SGD, blobs, by_hand, distance, fit, small_cnn, train
+from helpers import SGD, blobs, distance, fit, small_cnn, train
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
@@ -145,22 +145,6 @@ def test_tied_and_unused_parameters_train_alike_under_both_executors():
     assert distance(results[0], results[1]) < 1e-10
     assert distance(results[0], results[2]) < 1e-10
     assert torch.equal(results[0]["first.weight"], results[0]["second.weight"])
-
-
-@pytest.mark.parametrize("executor", [SequentialExecutor(), VectorizedExecutor(), VectorizedExecutor(2)])
-def test_a_buffer_that_the_model_replaces_instead_of_changing_it_is_kept(executor):
-    class Total(nn.Sequential):
-        def __init__(self):
-            super().__init__(*small_cnn("gn"))
-            self.register_buffer("total", torch.zeros(2, dtype=torch.float64))
-
-        def forward(self, x):
-            self.total = self.total + x.detach().mean((0, 2, 3))
-            return super().forward(x)
-
-    state = outcome(Total(), blobs(), executor, client_optimizer=SGD)
-    reference, _ = by_hand(Total(), blobs(), 3, steps=[2] * 3)
-    assert distance(reference, state) < 1e-10
 
 
 def test_a_model_that_draws_its_own_random_numbers_is_refused_by_the_vectorised_executor_only():
@@ -308,27 +292,6 @@ def _all_batches(client):
     return torch.utils.data.DataLoader(client.dataset, client.batch_size, shuffle=True)
 
 
-class Replaces(nn.Module):
-    """Puts another tensor in its buffer's place, of another shape and type."""
-
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("largest", torch.zeros(2))
-        self.register_buffer("positive", torch.zeros(2, dtype=torch.int64))
-
-    def forward(self, x):
-        self.largest = x.detach().amax().float()
-        self.positive = (x.detach().amax((0, 2, 3)) > 0).double()
-        return x
-
-
-def test_buffers_that_a_model_replaces_are_written_as_one_by_one():
-    def run(executor):
-        return outcome(nn.Sequential(Replaces(), *small_cnn("bn")), blobs(), executor)
-
-    assert distance(run(SequentialExecutor()), run(VectorizedExecutor())) < 1e-10
-
-
 def test_a_copy_of_an_executor_compiles_its_own_model():
     for executor in (SequentialExecutor(compile=True), ProcessExecutor(2, compile=True)):
         own = getattr(executor, "_own", executor)
@@ -336,85 +299,3 @@ def test_a_copy_of_an_executor_compiles_its_own_model():
         copied = deepcopy(executor)
         assert getattr(copied, "_own", copied)._compiled is None
         assert own._compiled is not None
-
-
-def test_clients_that_finish_before_those_beside_them_change_nothing():
-    def run(executor):
-        data = blobs(4, (40, 16, 40, 24))
-        return outcome(small_cnn("bn"), data, executor, local_steps=None, local_epochs=1)
-
-    reference = run(SequentialExecutor())
-    for size in (None, 2):
-        assert distance(reference, run(VectorizedExecutor(size))) < 1e-10
-
-
-class Remembers(nn.Module):
-    """Puts one buffer in another one's place."""
-
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("now", torch.zeros(2))
-        self.register_buffer("before", torch.zeros(2))
-
-    def forward(self, x):
-        self.before = self.now
-        self.now = x.detach().mean((0, 2, 3))
-        return x
-
-
-def test_a_buffer_that_takes_anothers_place_keeps_the_others_numbers():
-    class LastTwo(FederatedCallback):
-        def on_local_step_end(self, trainer, pl_module, cohort, step):
-            if step == 0:
-                self.first = cohort.buffers["0.now"].clone()
-            else:
-                assert torch.equal(cohort.buffers["0.before"], self.first)
-
-    for executor in (SequentialExecutor(), VectorizedExecutor(), ProcessExecutor(2)):
-        outcome(nn.Sequential(Remembers(), *small_cnn("bn")), blobs(), executor, [LastTwo()], rounds=2)
-
-
-class Twice(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm = nn.BatchNorm2d(2, momentum=None)
-
-    def forward(self, x):
-        return self.norm(self.norm(x) + 1)
-
-
-def test_a_layer_with_cumulative_statistics_that_runs_twice_is_not_vectorised():
-    def run(executor):
-        return outcome(nn.Sequential(Twice(), *small_cnn("bn")), blobs(), executor)
-
-    with pytest.raises(CannotVectorize, match=r"'0\.norm' has momentum=None and runs more than once"):
-        run(VectorizedExecutor())
-    assert distance(run(SequentialExecutor()), run(VectorizedExecutor(where_possible=True))) < 1e-10
-
-
-class Masked(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm = nn.InstanceNorm2d(2, track_running_stats=True)  # its statistics lie beside the others
-        self.register_buffer("mask", torch.ones(32, 32).tril().bool())
-        self.register_buffer("shift", torch.ones(2, 1, 1))
-
-    def forward(self, x):
-        self.shift *= 0.5
-        return self.norm(x + self.shift)
-
-
-def test_no_index_is_kept_of_matrices():
-    class Looks(FederatedCallback):
-        def on_round_end(self, trainer, pl_module, cohort):
-            self.kept = [len(order) for order in (*cohort.params.orders(), *cohort.buffers.orders())]
-
-    looks = Looks()
-
-    def run(executor, callbacks=()):
-        model = nn.Sequential(Masked(), *small_cnn("bn"))
-        found = outcome(model, blobs(), executor, callbacks, local_steps=3)
-        return {name: value for name, value in found.items() if value.dtype != torch.bool}
-
-    assert distance(run(VectorizedExecutor(), [looks]), run(SequentialExecutor())) < 1e-10
-    assert 0 < max(looks.kept) <= 3 * 2 * 10  # gamma and beta of the channels of three clients
