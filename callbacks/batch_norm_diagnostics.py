@@ -9,7 +9,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
 from fl_lightning import ConfigurationError
-from fl_lightning.batch_norm import batch_norm_layers
+from fl_lightning.batch_norm.layers import batch_norm_layers
 from fl_lightning.bn_measurements import (
     layer_statistics,
     local_deviation,

@@ -14,12 +14,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fl_lightning import ConfigurationError
-from fl_lightning.batch_norm import batch_norm_layers
+from fl_lightning.batch_norm.layers import batch_norm_layers
+from fl_lightning.batch_norm.swapping import SwappedBatchNorm, swap_batch_norm
 from fl_lightning.checks import check_choice
 from fl_lightning.freezing import FoundFreezing
 from fl_lightning.randomness import generator
 from fl_lightning.statistics_pass import evaluating
-from fl_lightning.swapping import SwappedBatchNorm, swap_batch_norm
 
 if TYPE_CHECKING:
     from fl_lightning import Cohort, FederatedModule

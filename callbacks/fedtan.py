@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from fl_lightning import ConfigurationError, FederatedCallback
+from fl_lightning.batch_norm.joint import cohort_mean
+from fl_lightning.batch_norm.swapping import SwappedBatchNorm, swap_batch_norm
 from fl_lightning.checks import check_choice
-from fl_lightning.joint import cohort_mean
 from fl_lightning.randomness import generator
-from fl_lightning.swapping import SwappedBatchNorm, swap_batch_norm
 
 if TYPE_CHECKING:
     from fl_lightning import Cohort, FederatedModule

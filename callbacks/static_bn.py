@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, get_args
 import lightning as L
 
 from fl_lightning import FederatedCallback
-from fl_lightning.batch_norm import require_batch_norm
+from fl_lightning.batch_norm.layers import require_batch_norm
 from fl_lightning.checks import check_choice
 from fl_lightning.statistics_pass import Mode, collect
 

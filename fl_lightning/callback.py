@@ -5,9 +5,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import lightning as L
 
+from fl_lightning.batch_norm.swapping import restore_batch_norm
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.suggestions import nearest
-from fl_lightning.swapping import restore_batch_norm
 
 if TYPE_CHECKING:
     from fl_lightning.cohort import Cohort
@@ -50,7 +50,7 @@ class FederatedCallback(L.Callback):
         paper: Where the method comes from, for tables; empty for a method of one's own.
         claims: What the method promises beyond the rules for all, for ``verify`` to hold it to.
         needs_joint_forward: Whether the first local step of a round runs one forward pass over all clients together, so
-            that layers may exchange inside of it (see :func:`~fl_lightning.joint.cohort_mean`), under any executor.
+            that layers may exchange inside of it (see :func:`~fl_lightning.batch_norm.joint.cohort_mean`), under any executor.
         keeps_optimizer_state: Whether clients keep their optimizer's state (momentum) from round to round.
     """
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import lightning as L
 
-from fl_lightning.batch_norm import require_batch_norm
+from fl_lightning.batch_norm.layers import require_batch_norm
 from fl_lightning.callback import FederatedCallback
 from fl_lightning.errors import ConfigurationError
 

@@ -8,7 +8,7 @@ from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 
-from fl_lightning.batch_norm import buffer_kinds, parameter_kinds
+from fl_lightning.batch_norm.layers import buffer_kinds, parameter_kinds
 from fl_lightning.cohort import block_layout, parameter_blocks
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.evaluation import ServerEvaluation

@@ -10,7 +10,8 @@ from lightning.fabric.utilities import move_data_to_device
 from torch import Tensor, nn
 
 from fl_lightning.aggregation import Aggregator, WeightedMean
-from fl_lightning.batch_norm import check_variances, set_momentum
+from fl_lightning.batch_norm.layers import check_variances, set_momentum
+from fl_lightning.batch_norm.swapping import restore_batch_norm
 from fl_lightning.batches import CohortBatch
 from fl_lightning.callback import FederatedCallback
 from fl_lightning.client_optimizer import OptimizerCallable
@@ -31,7 +32,6 @@ from fl_lightning.server_update import (
     set_pseudo_gradient,
     set_statistics,
 )
-from fl_lightning.swapping import restore_batch_norm
 from fl_lightning.traffic import Traffic, round_traffic, total
 
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from fl_lightning.batch_norm import buffer_kinds, parameter_kinds
+from fl_lightning.batch_norm.layers import buffer_kinds, parameter_kinds
 from fl_lightning.errors import ConfigurationError
 
 if TYPE_CHECKING:

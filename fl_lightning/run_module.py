@@ -8,7 +8,8 @@ import torch
 from lightning.pytorch.trainer.states import TrainerFn
 
 from fl_lightning.aggregation import Aggregator
-from fl_lightning.batch_norm import batch_norm_layers
+from fl_lightning.batch_norm.layers import batch_norm_layers
+from fl_lightning.batch_norm.swapping import restore_batch_norm
 from fl_lightning.callback import FederatedCallback
 from fl_lightning.client_optimizer import OptimizerCallable
 from fl_lightning.cohort import Cohort
@@ -21,7 +22,6 @@ from fl_lightning.policy import resolve_policy
 from fl_lightning.record import RunRecord
 from fl_lightning.server import ServerModule
 from fl_lightning.state_slots import StateSlots
-from fl_lightning.swapping import restore_batch_norm
 from fl_lightning.tf32 import allow_tf32
 
 

@@ -11,9 +11,9 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
 
-from fl_lightning.batch_norm import batch_norm_layers
+from fl_lightning.batch_norm.layers import batch_norm_layers
+from fl_lightning.batch_norm.moments import merge_, total_variance
 from fl_lightning.executors import client_loss
-from fl_lightning.moments import merge_, total_variance
 from fl_lightning.variants import batch_statistics
 
 if TYPE_CHECKING:

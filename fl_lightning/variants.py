@@ -10,11 +10,11 @@ import lightning as L
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
 
-from fl_lightning.batch_norm import batch_norm_layers, explain_batch_of_one
+from fl_lightning.batch_norm.layers import batch_norm_layers, explain_batch_of_one
+from fl_lightning.batch_norm.swapping import SwappedBatchNorm
 from fl_lightning.callback import FederatedCallback
 from fl_lightning.evaluation import ServerEvaluation
 from fl_lightning.state_slots import StateSlots
-from fl_lightning.swapping import SwappedBatchNorm
 
 if TYPE_CHECKING:
     from fl_lightning.module import FederatedModule

@@ -7,7 +7,7 @@ import torch
 
 from callbacks import FBN, FedBN, FedTAN, FixBN, MaintainedMomentum, SiloBN
 from fl_lightning import FederatedCallback
-from fl_lightning.batch_norm import batch_norm_layers
+from fl_lightning.batch_norm.layers import batch_norm_layers
 
 FAILS: dict[type[FederatedCallback], set[str]] = {}
 """The lines on which each broken callback fails, no more and no less."""

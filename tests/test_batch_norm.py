@@ -17,7 +17,7 @@ from fl_lightning import (
     VectorizedExecutor,
 )
 from fl_lightning.aggregation import Aggregator
-from fl_lightning.batch_norm import batch_norm_layers, buffer_kinds, parameter_kinds
+from fl_lightning.batch_norm.layers import batch_norm_layers, buffer_kinds, parameter_kinds
 from fl_lightning.evaluation import ServerEvaluation
 from fl_lightning.policy import policy_table, resolve_policy
 

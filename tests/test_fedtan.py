@@ -35,8 +35,8 @@ from fl_lightning import (
     SequentialExecutor,
     VectorizedExecutor,
 )
+from fl_lightning.batch_norm.joint import cohort_mean
 from fl_lightning.executors import Executor
-from fl_lightning.joint import cohort_mean
 from fl_lightning.models import ResNet8, ResNet20
 
 DECAYED = partial(torch.optim.SGD, lr=0.1, weight_decay=0.05)

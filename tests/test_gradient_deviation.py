@@ -18,9 +18,9 @@ from fl_lightning import (
     SequentialExecutor,
     VectorizedExecutor,
 )
+from fl_lightning.batch_norm.joint import cohort_mean, one_client_for_all
 from fl_lightning.batches import CohortBatch
 from fl_lightning.bn_measurements import relative_deviation
-from fl_lightning.joint import cohort_mean, one_client_for_all
 
 EXECUTORS = pytest.mark.parametrize("executor", [SequentialExecutor, VectorizedExecutor])
 TWINS = {

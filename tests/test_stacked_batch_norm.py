@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fl_lightning.stacked_batch_norm import StackedBatchNorm
+from fl_lightning.batch_norm.stacked import StackedBatchNorm
 
 CLIENTS, CHANNELS = 3, 4
 LAYERS = {

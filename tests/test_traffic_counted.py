@@ -21,8 +21,8 @@ from callbacks import (
     SiloBN,
 )
 from fl_lightning import FederatedCallback, FederatedModule
-from fl_lightning.batch_norm import batch_norm_layers
-from fl_lightning.joint import cohort_mean
+from fl_lightning.batch_norm.joint import cohort_mean
+from fl_lightning.batch_norm.layers import batch_norm_layers
 
 MOMENTUM = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
 ADAM = partial(torch.optim.Adam, lr=0.01, eps=1e-3)

@@ -2,7 +2,7 @@
 
 from torch import nn
 
-from fl_lightning.batch_norm import batch_norm_layers
+from fl_lightning.batch_norm.layers import batch_norm_layers
 from fl_lightning.verification.bench import Bench
 from fl_lightning.verification.verdicts import Violated
 

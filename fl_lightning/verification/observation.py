@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fl_lightning.batch_norm import batch_norm_layers
+from fl_lightning.batch_norm.layers import batch_norm_layers
 from fl_lightning.batches import CohortBatch
 from fl_lightning.callback import FederatedCallback
 from fl_lightning.cohort import Cohort

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from fl_lightning.batch_norm import batch_norm_layers, require_batch_norm
+from fl_lightning.batch_norm.layers import batch_norm_layers, require_batch_norm
 from fl_lightning.errors import ConfigurationError
 
 

@@ -1,0 +1,1 @@
+"""Batch Normalization layers and their state, whatever trains them."""
