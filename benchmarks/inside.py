@@ -12,7 +12,7 @@ import torch
 from benchmarks.stopwatch import Stopwatch
 from datamodules.images import TrainImages
 from fl_lightning import executors
-from fl_lightning.client_optimizer import ClientOptimizer
+from fl_lightning.optimizers.client import ClientOptimizer
 
 
 @dataclass

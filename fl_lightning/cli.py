@@ -16,9 +16,9 @@ import fl_lightning
 import fl_lightning.aggregation
 import fl_lightning.executors
 import fl_lightning.models
+import fl_lightning.optimizers.schedules
+import fl_lightning.optimizers.server  # imported so that bare class names resolve in YAML
 import fl_lightning.processes
-import fl_lightning.schedules
-import fl_lightning.server_optimizers  # imported so that bare class names resolve in YAML
 from fl_lightning.datamodule import FederatedDataModule
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.federated_cli import FederatedCLI

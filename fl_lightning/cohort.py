@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from fl_lightning.batch_norm.layers import buffer_kinds, parameter_kinds
-from fl_lightning.client_optimizer import ClientOptimizer, OptimizerCallable
 from fl_lightning.client_rows import ClientRows
 from fl_lightning.dropout import Dropout
+from fl_lightning.optimizers.client import ClientOptimizer, OptimizerCallable
 from fl_lightning.rows import Layout, Rows, join_columns
 
 

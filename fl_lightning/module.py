@@ -14,18 +14,18 @@ from fl_lightning.batch_norm.layers import check_variances, set_momentum
 from fl_lightning.batch_norm.swapping import restore_batch_norm
 from fl_lightning.batches import CohortBatch
 from fl_lightning.callback import FederatedCallback
-from fl_lightning.client_optimizer import OptimizerCallable
 from fl_lightning.cohort import Cohort, parameter_blocks
 from fl_lightning.dropout import convert_dropout, dropout_keys
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.executors import Executor, SequentialExecutor
-from fl_lightning.optimizer_checks import check_elementwise, check_overrides, check_server_optimizer
+from fl_lightning.optimizers.checks import check_elementwise, check_overrides, check_server_optimizer
+from fl_lightning.optimizers.client import OptimizerCallable
+from fl_lightning.optimizers.schedules import LRSchedule
 from fl_lightning.participation import check_participation
 from fl_lightning.policy import resolve_policy
 from fl_lightning.progress import RoundProgress
 from fl_lightning.randomness import derive_seed, seed_global
 from fl_lightning.run_module import RunModule
-from fl_lightning.schedules import LRSchedule
 from fl_lightning.server_update import (
     diverged_clients,
     set_local_parameters,

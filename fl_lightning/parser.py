@@ -18,7 +18,7 @@ from fl_lightning.aggregation import Aggregator, PreAggregator
 from fl_lightning.datamodule import FederatedDataModule
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.executors import Executor
-from fl_lightning.schedules import LRSchedule
+from fl_lightning.optimizers.schedules import LRSchedule
 from fl_lightning.suggestions import nearest
 
 _BASES: tuple[type, ...] = (

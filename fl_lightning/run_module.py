@@ -11,11 +11,11 @@ from fl_lightning.aggregation import Aggregator
 from fl_lightning.batch_norm.layers import batch_norm_layers
 from fl_lightning.batch_norm.swapping import restore_batch_norm
 from fl_lightning.callback import FederatedCallback
-from fl_lightning.client_optimizer import OptimizerCallable
 from fl_lightning.cohort import Cohort
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.executor_choice import Choice, choose_executor
 from fl_lightning.executors import Executor
+from fl_lightning.optimizers.client import OptimizerCallable
 from fl_lightning.participation import cohort_size
 from fl_lightning.planning import RoundPlan
 from fl_lightning.policy import resolve_policy

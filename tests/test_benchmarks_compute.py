@@ -19,7 +19,7 @@ from benchmarks.roster import enter
 from benchmarks.stopwatch import Stopwatch
 from benchmarks.workloads import SyntheticImages, Workload
 from fl_lightning import SequentialExecutor
-from fl_lightning.client_optimizer import ClientOptimizer
+from fl_lightning.optimizers.client import ClientOptimizer
 
 THREE_STEPS = Workload(num_clients=3, cohort_size=3, local_steps=1, rounds=1)
 HEADING = "forward + backward on all cores / this"

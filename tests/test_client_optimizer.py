@@ -9,9 +9,9 @@ from helpers import SGD, blobs, by_hand, distance, small_cnn, train
 from torch import nn
 
 from fl_lightning import ConfigurationError, FederatedModule, SequentialExecutor, VectorizedExecutor
-from fl_lightning.client_optimizer import ClientOptimizer
-from fl_lightning.optimizer_checks import check_elementwise
-from fl_lightning.schedules import MultiStep
+from fl_lightning.optimizers.checks import check_elementwise
+from fl_lightning.optimizers.client import ClientOptimizer
+from fl_lightning.optimizers.schedules import MultiStep
 
 WEIGHTS = [name for name, _ in small_cnn().named_parameters()]
 EXECUTORS = pytest.mark.parametrize("executor", [SequentialExecutor, VectorizedExecutor])

@@ -14,8 +14,8 @@ from callbacks import SCAFFOLD, ClientGradientClipping
 from datamodules import Digits
 from fl_lightning import FederatedCallback, FederatedModule, SequentialExecutor, VectorizedExecutor
 from fl_lightning.aggregation import NNM, GeometricMedian, Krum, Median, MultiKrum, TrimmedMean
-from fl_lightning.schedules import InverseSteps
-from fl_lightning.server_optimizers import FedAdam, FedYogi
+from fl_lightning.optimizers.schedules import InverseSteps
+from fl_lightning.optimizers.server import FedAdam, FedYogi
 
 EXECUTORS = pytest.mark.parametrize("executor", [SequentialExecutor, VectorizedExecutor])
 

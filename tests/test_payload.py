@@ -25,8 +25,8 @@ from callbacks import (
 from fl_lightning import Cohort, FederatedModule
 from fl_lightning.cohort import parameter_blocks
 from fl_lightning.models import FBNCNN, ResNet20
+from fl_lightning.optimizers.server import FedAdam
 from fl_lightning.policy import resolve_policy
-from fl_lightning.server_optimizers import FedAdam
 from fl_lightning.traffic import round_traffic, total
 
 MOMENTUM = partial(torch.optim.SGD, lr=0.1, momentum=0.9)

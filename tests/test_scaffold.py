@@ -32,8 +32,8 @@ from fl_lightning import (
 )
 from fl_lightning.cohort import parameter_blocks
 from fl_lightning.models import ResNet20
+from fl_lightning.optimizers.schedules import MultiStep
 from fl_lightning.participation import sample_cohort
-from fl_lightning.schedules import MultiStep
 
 EXECUTORS = pytest.mark.parametrize("executor", [SequentialExecutor, VectorizedExecutor])
 SIZES = (16, 24, 40, 32)

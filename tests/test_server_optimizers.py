@@ -11,7 +11,7 @@ from test_contract import contents
 
 from callbacks import FedBN
 from fl_lightning import ConfigurationError, FederatedModule, SequentialExecutor, VectorizedExecutor
-from fl_lightning.server_optimizers import FedAdam, FedYogi
+from fl_lightning.optimizers.server import FedAdam, FedYogi
 
 EXECUTORS = pytest.mark.parametrize("executor", [SequentialExecutor, VectorizedExecutor])
 ADAPTIVE = pytest.mark.parametrize("kind", [FedAdam, FedYogi])

@@ -2,7 +2,7 @@
 
 The optimizer sees whole blocks ``[C, columns]`` as its parameters. For elementwise optimizers (SGD in all its forms,
 Adam, AdamW, RMSprop, Adagrad, ...) this is exactly one optimizer per client; others are refused (see
-``fl_lightning.optimizer_checks``).
+``fl_lightning.optimizers.checks``).
 """
 
 from collections.abc import Callable, Iterable, Mapping

@@ -1,0 +1,1 @@
+"""Client and server optimizers, learning-rate schedules, and which optimizers are refused."""
