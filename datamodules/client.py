@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from datamodules.images import Batch, TrainImages
-from fl_lightning.datamodule import ClientDataModule
+from fl_lightning.client_data.federated import ClientDataModule
 from fl_lightning.randomness import generator, permutation
 
 

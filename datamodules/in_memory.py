@@ -19,8 +19,8 @@ from datamodules.images import (
     channel_statistics,
 )
 from datamodules.partitions import IID, Partition
-from fl_lightning.batches import CohortBatch
-from fl_lightning.datamodule import FederatedDataModule
+from fl_lightning.client_data.cohort_batch import CohortBatch
+from fl_lightning.client_data.federated import FederatedDataModule
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.randomness import generator
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fl_lightning.callback import FederatedCallback
+    from fl_lightning.client_data.federated import ClientDataModule, FederatedDataModule
     from fl_lightning.cohort import Cohort
-    from fl_lightning.datamodule import ClientDataModule, FederatedDataModule
     from fl_lightning.errors import ConfigurationError
     from fl_lightning.executors import SequentialExecutor, VectorizedExecutor
     from fl_lightning.module import FederatedModule
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOME = {
-    "ClientDataModule": "datamodule",
+    "ClientDataModule": "client_data.federated",
     "Cohort": "cohort",
     "ConfigurationError": "errors",
     "FederatedCallback": "callback",
-    "FederatedDataModule": "datamodule",
+    "FederatedDataModule": "client_data.federated",
     "FederatedModule": "module",
     "ProcessExecutor": "processes",
     "SequentialExecutor": "executors",

@@ -19,7 +19,7 @@ import fl_lightning.models
 import fl_lightning.optimizers.schedules
 import fl_lightning.optimizers.server  # imported so that bare class names resolve in YAML
 import fl_lightning.processes
-from fl_lightning.datamodule import FederatedDataModule
+from fl_lightning.client_data.federated import FederatedDataModule
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.federated_cli import FederatedCLI
 from fl_lightning.module import FederatedModule

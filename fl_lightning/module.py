@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from fl_lightning.aggregation import Aggregator, WeightedMean
 from fl_lightning.batch_norm.layers import check_variances, set_momentum
 from fl_lightning.batch_norm.swapping import restore_batch_norm
-from fl_lightning.batches import CohortBatch
 from fl_lightning.callback import FederatedCallback
+from fl_lightning.client_data.cohort_batch import CohortBatch
 from fl_lightning.cohort import Cohort, parameter_blocks
 from fl_lightning.dropout import convert_dropout, dropout_keys
 from fl_lightning.errors import ConfigurationError

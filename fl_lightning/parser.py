@@ -15,7 +15,7 @@ from lightning.pytorch.cli import LightningArgumentParser
 from torch import nn
 
 from fl_lightning.aggregation import Aggregator, PreAggregator
-from fl_lightning.datamodule import FederatedDataModule
+from fl_lightning.client_data.federated import FederatedDataModule
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.executors import Executor
 from fl_lightning.optimizers.schedules import LRSchedule

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from math import ceil
 
-from fl_lightning.datamodule import FederatedDataModule
+from fl_lightning.client_data.federated import FederatedDataModule
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.participation import sample_cohort
 

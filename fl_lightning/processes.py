@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from fl_lightning.batches import CohortBatch
 from fl_lightning.checks import check_choice
+from fl_lightning.client_data.cohort_batch import CohortBatch
 from fl_lightning.client_rows import ClientRows
 from fl_lightning.cores import usable_cores
 from fl_lightning.errors import ConfigurationError

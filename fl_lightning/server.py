@@ -9,7 +9,7 @@ import torch
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 
-from fl_lightning.datamodule import FederatedDataModule
+from fl_lightning.client_data.federated import FederatedDataModule
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.evaluation import ServerEvaluation
 from fl_lightning.record import RunRecord

@@ -9,7 +9,7 @@ import yaml
 from lightning.pytorch.loggers import Logger, WandbLogger
 
 from fl_lightning.callback import FederatedCallback
-from fl_lightning.datamodule import FederatedDataModule
+from fl_lightning.client_data.federated import FederatedDataModule
 from fl_lightning.module import FederatedModule
 from fl_lightning.results import method_name
 from fl_lightning.run_directory import Attempt, environment_record

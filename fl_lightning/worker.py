@@ -167,7 +167,7 @@ class _Work:
         self.leaves: list[Tensor] = []
 
     def step(self, request: Step) -> None:
-        from fl_lightning.batches import CohortBatch
+        from fl_lightning.client_data.cohort_batch import CohortBatch
 
         rows = self.rows
         rows.round, rows.step, rows.client_ids = request.round, request.step, request.client_ids

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 from callbacks import FBN, FixBN, MaintainedMomentum
 from datamodules import Digits
 from fl_lightning import FederatedDataModule, FederatedModule, SequentialExecutor, VectorizedExecutor
-from fl_lightning.batches import CohortBatch
+from fl_lightning.client_data.cohort_batch import CohortBatch
 from fl_lightning.participation import sample_cohort
 from fl_lightning.results import method_name
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from fl_lightning.datamodule import ClientDataModule, FederatedDataModule
+from fl_lightning.client_data.federated import ClientDataModule, FederatedDataModule
 from fl_lightning.randomness import generator
 
 CLASSES, CHANNELS, IMAGE_SIZE, BATCH = 3, 2, 6, 8

@@ -13,7 +13,7 @@ import torch
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.utils.data import DataLoader
 
-from fl_lightning.batches import CohortBatch, LoaderBatches
+from fl_lightning.client_data.cohort_batch import CohortBatch, LoaderBatches
 
 
 class ClientDataModule(L.LightningDataModule):
