@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from fl_lightning.callback import FederatedCallback
     from fl_lightning.client_data.federated import ClientDataModule, FederatedDataModule
-    from fl_lightning.cohort import Cohort
+    from fl_lightning.cohort.cohort import Cohort
     from fl_lightning.errors import ConfigurationError
     from fl_lightning.executors import SequentialExecutor, VectorizedExecutor
     from fl_lightning.module import FederatedModule
@@ -19,7 +19,7 @@ __version__ = "0.1.0"
 
 _HOME = {
     "ClientDataModule": "client_data.federated",
-    "Cohort": "cohort",
+    "Cohort": "cohort.cohort",
     "ConfigurationError": "errors",
     "FederatedCallback": "callback",
     "FederatedDataModule": "client_data.federated",

@@ -10,7 +10,7 @@ from fl_lightning.errors import ConfigurationError
 from fl_lightning.suggestions import nearest
 
 if TYPE_CHECKING:
-    from fl_lightning.cohort import Cohort
+    from fl_lightning.cohort.cohort import Cohort
     from fl_lightning.module import FederatedModule
 
 

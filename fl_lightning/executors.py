@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map
 from fl_lightning.batch_norm.layers import batch_norm_layers, explain_batch_of_one
 from fl_lightning.batch_norm.stacked import StackedBatchNorm
 from fl_lightning.client_data.cohort_batch import CohortBatch
-from fl_lightning.client_rows import ClientRows
+from fl_lightning.cohort.client_rows import ClientRows
 from fl_lightning.errors import CannotVectorize, ConfigurationError
 from fl_lightning.randomness import derive_seed, seed_global
 from fl_lightning.step_graph import StepGraphs

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from fl_lightning.batch_norm.joint import one_client_for_all
 from fl_lightning.batch_norm.layers import batch_norm_layers
-from fl_lightning.cohort import Cohort, parameter_blocks
+from fl_lightning.cohort.cohort import Cohort, parameter_blocks
+from fl_lightning.cohort.slots import StateSlots
 from fl_lightning.dropout import Dropout
 from fl_lightning.executors import Executor, SequentialExecutor, VectorizedExecutor
-from fl_lightning.state_slots import StateSlots
 
 if TYPE_CHECKING:
     from fl_lightning.module import FederatedModule

@@ -11,7 +11,7 @@ from fl_lightning.callback import FederatedCallback
 from fl_lightning.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from fl_lightning.cohort import Cohort
+    from fl_lightning.cohort.cohort import Cohort
     from fl_lightning.module import FederatedModule
 
 STATISTICS = ("mean", "var", "counter")

@@ -9,14 +9,14 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 
 from fl_lightning.batch_norm.layers import buffer_kinds, parameter_kinds
-from fl_lightning.cohort import block_layout, parameter_blocks
+from fl_lightning.cohort.cohort import block_layout, parameter_blocks
+from fl_lightning.cohort.rows import split_columns
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.evaluation import ServerEvaluation
-from fl_lightning.rows import split_columns
 from fl_lightning.variants import VariantEvaluation
 
 if TYPE_CHECKING:
-    from fl_lightning.cohort import Cohort
+    from fl_lightning.cohort.cohort import Cohort
     from fl_lightning.module import FederatedModule
 
 

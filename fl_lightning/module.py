@@ -14,7 +14,7 @@ from fl_lightning.batch_norm.layers import check_variances, set_momentum
 from fl_lightning.batch_norm.swapping import restore_batch_norm
 from fl_lightning.callback import FederatedCallback
 from fl_lightning.client_data.cohort_batch import CohortBatch
-from fl_lightning.cohort import Cohort, parameter_blocks
+from fl_lightning.cohort.cohort import Cohort, parameter_blocks
 from fl_lightning.dropout import convert_dropout, dropout_keys
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.executors import Executor, SequentialExecutor

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fl_lightning.checks import check_choice
 from fl_lightning.client_data.cohort_batch import CohortBatch
-from fl_lightning.client_rows import ClientRows
+from fl_lightning.cohort.client_rows import ClientRows
 from fl_lightning.cores import usable_cores
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.executors import Executor, SequentialExecutor

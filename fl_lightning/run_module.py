@@ -11,7 +11,8 @@ from fl_lightning.aggregation import Aggregator
 from fl_lightning.batch_norm.layers import batch_norm_layers
 from fl_lightning.batch_norm.swapping import restore_batch_norm
 from fl_lightning.callback import FederatedCallback
-from fl_lightning.cohort import Cohort
+from fl_lightning.cohort.cohort import Cohort
+from fl_lightning.cohort.slots import StateSlots
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.executor_choice import Choice, choose_executor
 from fl_lightning.executors import Executor
@@ -21,7 +22,6 @@ from fl_lightning.planning import RoundPlan
 from fl_lightning.policy import resolve_policy
 from fl_lightning.record import RunRecord
 from fl_lightning.server import ServerModule
-from fl_lightning.state_slots import StateSlots
 from fl_lightning.tf32 import allow_tf32
 
 

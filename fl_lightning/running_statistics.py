@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from fl_lightning.cohort import Cohort
+    from fl_lightning.cohort.cohort import Cohort
 
 
 def client_statistics(cohort: "Cohort") -> Tensor:

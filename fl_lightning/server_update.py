@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 
 from fl_lightning.aggregation import Aggregator, WeightedMean
-from fl_lightning.cohort import Cohort
-from fl_lightning.rows import split_columns
+from fl_lightning.cohort.cohort import Cohort
+from fl_lightning.cohort.rows import split_columns
 
 
 def set_pseudo_gradient(cohort: Cohort, aggregator: Aggregator) -> None:

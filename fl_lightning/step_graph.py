@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map
 
-from fl_lightning.client_rows import ClientRows
+from fl_lightning.cohort.client_rows import ClientRows
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.inventory import Inventory, Stocktaker
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
     from fl_lightning.callback import FederatedCallback
-    from fl_lightning.cohort import Cohort
+    from fl_lightning.cohort.cohort import Cohort
 
 Key = TypeVar("Key")
 

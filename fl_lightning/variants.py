@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from fl_lightning.batch_norm.layers import batch_norm_layers, explain_batch_of_one
 from fl_lightning.batch_norm.swapping import SwappedBatchNorm
 from fl_lightning.callback import FederatedCallback
+from fl_lightning.cohort.slots import StateSlots
 from fl_lightning.evaluation import ServerEvaluation
-from fl_lightning.state_slots import StateSlots
 
 if TYPE_CHECKING:
     from fl_lightning.module import FederatedModule

@@ -143,10 +143,10 @@ class _Work:
     def __init__(self, load: Load) -> None:
         import pickle
 
-        from fl_lightning.client_rows import ClientRows
+        from fl_lightning.cohort.client_rows import ClientRows
+        from fl_lightning.cohort.rows import Rows
+        from fl_lightning.cohort.slots import StateSlots
         from fl_lightning.executors import SequentialExecutor
-        from fl_lightning.rows import Rows
-        from fl_lightning.state_slots import StateSlots
 
         torch.set_float32_matmul_precision(load.matmul_precision)
         torch.use_deterministic_algorithms(load.deterministic[0], warn_only=load.deterministic[1])

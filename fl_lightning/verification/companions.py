@@ -14,7 +14,7 @@ from fl_lightning.verification.federation import Disturbance
 from fl_lightning.verification.observation import Companion
 
 if TYPE_CHECKING:
-    from fl_lightning.cohort import Cohort
+    from fl_lightning.cohort.cohort import Cohort
     from fl_lightning.module import FederatedModule
 
 

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor, nn
 
 from fl_lightning.batch_norm.layers import buffer_kinds, parameter_kinds
-from fl_lightning.client_rows import ClientRows
+from fl_lightning.cohort.client_rows import ClientRows
+from fl_lightning.cohort.rows import Layout, Rows, join_columns
 from fl_lightning.dropout import Dropout
 from fl_lightning.optimizers.client import ClientOptimizer, OptimizerCallable
-from fl_lightning.rows import Layout, Rows, join_columns
 
 
 class Cohort(ClientRows):

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fl_lightning.rows import Rows, consecutive
+from fl_lightning.cohort.rows import Rows, consecutive
 
 
 class RowState(NamedTuple):

@@ -1,0 +1,1 @@
+"""The clients of a communication round as an axis: their stacked state."""
