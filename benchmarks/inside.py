@@ -11,7 +11,7 @@ import torch
 
 from benchmarks.stopwatch import Stopwatch
 from datamodules.images import TrainImages
-from fl_lightning import executors
+from fl_lightning.executors import vectorized as executors
 from fl_lightning.optimizers.client import ClientOptimizer
 
 

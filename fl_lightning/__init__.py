@@ -11,9 +11,9 @@ if TYPE_CHECKING:
     from fl_lightning.client_data.federated import ClientDataModule, FederatedDataModule
     from fl_lightning.cohort.cohort import Cohort
     from fl_lightning.errors import ConfigurationError
-    from fl_lightning.executors import SequentialExecutor, VectorizedExecutor
+    from fl_lightning.executors.processes import ProcessExecutor
+    from fl_lightning.executors.vectorized import SequentialExecutor, VectorizedExecutor
     from fl_lightning.module import FederatedModule
-    from fl_lightning.processes import ProcessExecutor
 
 __version__ = "0.1.0"
 
@@ -24,9 +24,9 @@ _HOME = {
     "FederatedCallback": "callback",
     "FederatedDataModule": "client_data.federated",
     "FederatedModule": "module",
-    "ProcessExecutor": "processes",
-    "SequentialExecutor": "executors",
-    "VectorizedExecutor": "executors",
+    "ProcessExecutor": "executors.processes",
+    "SequentialExecutor": "executors.vectorized",
+    "VectorizedExecutor": "executors.vectorized",
 }
 
 __all__ = [

@@ -14,11 +14,11 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 import fl_lightning
 import fl_lightning.aggregation
-import fl_lightning.executors
+import fl_lightning.executors.processes
+import fl_lightning.executors.vectorized
 import fl_lightning.models
 import fl_lightning.optimizers.schedules
 import fl_lightning.optimizers.server  # imported so that bare class names resolve in YAML
-import fl_lightning.processes
 from fl_lightning.client_data.federated import FederatedDataModule
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.federated_cli import FederatedCLI

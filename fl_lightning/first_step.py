@@ -14,7 +14,7 @@ from fl_lightning.batch_norm.layers import batch_norm_layers
 from fl_lightning.cohort.cohort import Cohort, parameter_blocks
 from fl_lightning.cohort.slots import StateSlots
 from fl_lightning.dropout import Dropout
-from fl_lightning.executors import Executor, SequentialExecutor, VectorizedExecutor
+from fl_lightning.executors.vectorized import Executor, SequentialExecutor, VectorizedExecutor
 
 if TYPE_CHECKING:
     from fl_lightning.module import FederatedModule

@@ -17,7 +17,7 @@ from fl_lightning.client_data.cohort_batch import CohortBatch
 from fl_lightning.cohort.cohort import Cohort, parameter_blocks
 from fl_lightning.dropout import convert_dropout, dropout_keys
 from fl_lightning.errors import ConfigurationError
-from fl_lightning.executors import Executor, SequentialExecutor
+from fl_lightning.executors.vectorized import Executor, SequentialExecutor
 from fl_lightning.optimizers.checks import check_elementwise, check_overrides, check_server_optimizer
 from fl_lightning.optimizers.client import OptimizerCallable
 from fl_lightning.optimizers.schedules import LRSchedule
@@ -52,7 +52,7 @@ class FederatedModule(RunModule):
         local_epochs: Passes over a client's own data in a round.
         participation: Clients in a round: a fraction in (0, 1] (float) or a number (int).
         executor: Who computes the clients' gradients. None chooses when training starts, see
-            :func:`~fl_lightning.executor_choice.choose_executor`.
+            :func:`~fl_lightning.executors.choice.choose_executor`.
         aggregator: How the server combines the clients. Default: :class:`~fl_lightning.aggregation.WeightedMean`.
         weighting: Aggregation weights: ``"examples"`` (p_i = n_i / sum of n_j over the cohort), ``"uniform"``, or
             ``"samples"`` (in proportion to the samples that a client processes in the round: with one local step its

@@ -14,8 +14,8 @@ from fl_lightning.callback import FederatedCallback
 from fl_lightning.cohort.cohort import Cohort
 from fl_lightning.cohort.slots import StateSlots
 from fl_lightning.errors import ConfigurationError
-from fl_lightning.executor_choice import Choice, choose_executor
-from fl_lightning.executors import Executor
+from fl_lightning.executors.choice import Choice, choose_executor
+from fl_lightning.executors.vectorized import Executor
 from fl_lightning.optimizers.client import OptimizerCallable
 from fl_lightning.participation import cohort_size
 from fl_lightning.planning import RoundPlan

@@ -10,16 +10,11 @@ from command_line import run
 from helpers import SGD, States, blobs, fit, small_cnn
 
 from callbacks import FixBN
-from fl_lightning import (
-    FederatedModule,
-    ProcessExecutor,
-    SequentialExecutor,
-    VectorizedExecutor,
-    executor_choice,
-    processes,
-)
-from fl_lightning.cores import cores_of_a_run, usable_cores
-from fl_lightning.executor_choice import choose_executor
+from fl_lightning import FederatedModule, ProcessExecutor, SequentialExecutor, VectorizedExecutor
+from fl_lightning.executors import choice as executor_choice
+from fl_lightning.executors import processes
+from fl_lightning.executors.choice import choose_executor
+from fl_lightning.executors.cores import cores_of_a_run, usable_cores
 
 
 def module(cls=FederatedModule, **settings):
@@ -129,7 +124,7 @@ def test_where_processes_would_fail_there_are_none(monkeypatch, owner, name, val
 )
 def test_omp_num_threads_is_the_number_of_cores_to_use(monkeypatch, tmp_path, told, cores):
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: range(4))
-    monkeypatch.setattr("fl_lightning.cores._QUOTA", tmp_path / "absent")
+    monkeypatch.setattr("fl_lightning.executors.cores._QUOTA", tmp_path / "absent")
     if told is None:
         monkeypatch.delenv("OMP_NUM_THREADS")
     else:
@@ -143,7 +138,7 @@ def test_omp_num_threads_is_the_number_of_cores_to_use(monkeypatch, tmp_path, to
 )
 def test_a_containers_quota_of_processor_time_counts(monkeypatch, tmp_path, quota, cores):
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: range(4))
-    monkeypatch.setattr("fl_lightning.cores._QUOTA", tmp_path / "cpu.max")
+    monkeypatch.setattr("fl_lightning.executors.cores._QUOTA", tmp_path / "cpu.max")
     (tmp_path / "cpu.max").write_text(f"{quota}\n")
     assert usable_cores() == cores
 

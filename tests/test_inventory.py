@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from fl_lightning.inventory import Stocktaker, attributes_of, objects_of
+from fl_lightning.executors.module_state import Stocktaker, attributes_of, objects_of
 
 
 class Part(nn.Module):
@@ -72,7 +72,9 @@ def test_another_loss_and_another_module_are_found():
 def test_a_module_that_nobody_changes_is_looked_at_closely_once(monkeypatch):
     whole, stocktaker = module(), Stocktaker()
     before = stocktaker.take(whole)
-    monkeypatch.setattr("fl_lightning.inventory.objects_of", lambda module: pytest.fail("looked again"))
+    monkeypatch.setattr(
+        "fl_lightning.executors.module_state.objects_of", lambda module: pytest.fail("looked again")
+    )
     whole.model[0].number = whole.model[0].number
     assert stocktaker.take(whole) is before
     whole.train()

@@ -20,10 +20,10 @@ from fl_lightning import (
     FederatedModule,
     ProcessExecutor,
     SequentialExecutor,
-    processes,
 )
-from fl_lightning.processes import shares_of
-from fl_lightning.staging import Staging
+from fl_lightning.executors import processes
+from fl_lightning.executors.processes import shares_of
+from fl_lightning.executors.staging import Staging
 
 STARTS = pytest.mark.parametrize("start", ["fork", "spawn"])
 MOMENTUM = partial(torch.optim.SGD, lr=0.05, momentum=0.9, weight_decay=0.01)

@@ -12,16 +12,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from datamodules import Digits
-from fl_lightning import (
-    ConfigurationError,
-    FederatedCallback,
-    FederatedModule,
-    VectorizedExecutor,
-    inventory,
-    step_graph,
-)
+from fl_lightning import ConfigurationError, FederatedCallback, FederatedModule, VectorizedExecutor
+from fl_lightning.executors import cuda_graph as step_graph
+from fl_lightning.executors import module_state as inventory
+from fl_lightning.executors.cuda_graph import StepGraphs
 from fl_lightning.models.resnet import CIFARResNet
-from fl_lightning.step_graph import StepGraphs
 
 READS_A_NUMBER = ("_local_scalar_dense", "nonzero", "is_nonzero")
 

@@ -26,8 +26,8 @@ from fl_lightning import (
     FederatedModule,
     ProcessExecutor,
     SequentialExecutor,
-    processes,
 )
+from fl_lightning.executors import processes
 
 
 class Sleeper(FederatedCallback):

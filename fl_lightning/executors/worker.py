@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_unflatten
 
-from fl_lightning.inventory import Attributes, common_tensors
+from fl_lightning.executors.module_state import Attributes, common_tensors
 
 END = "end"
 """The request after which a worker ends: other processes may hold the connection open."""
@@ -26,7 +26,7 @@ class Load:
         module: The federated module; for another process pickled together with its precision plugin.
         rows: Layout and shared blocks of parameters, gradients and buffers.
         losses: Where the losses go, shared, shape ``[C]``.
-        common: What :func:`~fl_lightning.inventory.common_tensors` gives, shared.
+        common: What :func:`~fl_lightning.executors.module_state.common_tensors` gives, shared.
         compile: Whether the model is compiled.
         matmul_precision: As ``torch.get_float32_matmul_precision()`` gives it.
         deterministic: Whether PyTorch is to use deterministic algorithms, and whether only to warn.
@@ -68,7 +68,7 @@ class Step:
         step: The local step, from 0.
         client_ids: All clients of the cohort.
         trained: The parameter blocks that are trained.
-        attributes: What :func:`~fl_lightning.inventory.attributes_of` finds, ``training`` among it; None where it is that of the step before.
+        attributes: What :func:`~fl_lightning.executors.module_state.attributes_of` finds, ``training`` among it; None where it is that of the step before.
         rows: The rows to fill.
         batches: One batch for each of ``rows``.
     """
@@ -146,7 +146,7 @@ class _Work:
         from fl_lightning.cohort.client_rows import ClientRows
         from fl_lightning.cohort.rows import Rows
         from fl_lightning.cohort.slots import StateSlots
-        from fl_lightning.executors import SequentialExecutor
+        from fl_lightning.executors.vectorized import SequentialExecutor
 
         torch.set_float32_matmul_precision(load.matmul_precision)
         torch.use_deterministic_algorithms(load.deterministic[0], warn_only=load.deterministic[1])

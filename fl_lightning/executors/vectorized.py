@@ -15,8 +15,8 @@ from fl_lightning.batch_norm.stacked import StackedBatchNorm
 from fl_lightning.client_data.cohort_batch import CohortBatch
 from fl_lightning.cohort.client_rows import ClientRows
 from fl_lightning.errors import CannotVectorize, ConfigurationError
+from fl_lightning.executors.cuda_graph import StepGraphs
 from fl_lightning.randomness import derive_seed, seed_global
-from fl_lightning.step_graph import StepGraphs
 
 if TYPE_CHECKING:
     from fl_lightning.module import FederatedModule
@@ -129,7 +129,7 @@ class VectorizedExecutor(Executor):
     Args:
         block_size: How many clients are computed together; None for the whole cohort. Smaller blocks need less memory.
         cuda_graph: On a CUDA device: whether a block's forward and backward pass is recorded as a CUDA graph and replayed,
-            which takes one launch instead of hundreds (see ``fl_lightning.step_graph``). For models whose forward pass
+            which takes one launch instead of hundreds (see ``fl_lightning.executors.cuda_graph``). For models whose forward pass
             does the same whatever its numbers are. Elsewhere it changes nothing.
         where_possible: Whether clients are computed one after the other where the model or the shapes of their batches do
             not allow it, which is otherwise an error.

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
-from fl_lightning.worker import Staged
+from fl_lightning.executors.worker import Staged
 
 
 class Staging:

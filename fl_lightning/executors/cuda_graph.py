@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from fl_lightning.cohort.client_rows import ClientRows
 from fl_lightning.errors import ConfigurationError
-from fl_lightning.inventory import Inventory, Stocktaker
+from fl_lightning.executors.module_state import Inventory, Stocktaker
 
 if TYPE_CHECKING:
     from fl_lightning.module import FederatedModule

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 import torch.multiprocessing
 
 from fl_lightning.errors import ConfigurationError
-from fl_lightning.inventory import Attributes
-from fl_lightning.staging import Staging
-from fl_lightning.worker import END, Load, serve
+from fl_lightning.executors.module_state import Attributes
+from fl_lightning.executors.staging import Staging
+from fl_lightning.executors.worker import END, Load, serve
 
 if TYPE_CHECKING:
     from fl_lightning.module import FederatedModule

@@ -1,0 +1,1 @@
+"""Executors: who computes the clients' forward and backward passes."""
