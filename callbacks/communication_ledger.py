@@ -10,7 +10,7 @@ from fl_lightning.communication_pictures import communication_figure, has_commun
 from fl_lightning.links import Link, in_words
 from fl_lightning.reports import Drawing, Report, Table
 from fl_lightning.results import format_bytes
-from fl_lightning.traffic import UpDown, add, total
+from fl_lightning.round.traffic import UpDown, add, total
 
 if TYPE_CHECKING:
     from fl_lightning import FederatedModule

@@ -14,7 +14,7 @@ from fl_lightning import ConfigurationError
 from fl_lightning.batch_norm.layers import batch_norm_layers, buffer_kinds, require_batch_norm
 from fl_lightning.batch_norm.moments import total_variance
 from fl_lightning.checks import check_choice
-from fl_lightning.evaluation import ServerEvaluation
+from fl_lightning.round.evaluation import ServerEvaluation
 from fl_lightning.running_statistics import client_statistics, server_statistics, split_statistics
 from fl_lightning.statistics_pass import Mode, measured_statistics
 from fl_lightning.variants import BATCH_STATISTICS, VariantEvaluation

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import callbacks
 from fl_lightning import FederatedCallback, FederatedDataModule, FederatedModule
 from fl_lightning.models import ResNet20
-from fl_lightning.policy import resolve_policy
+from fl_lightning.round.policy import resolve_policy
 
 ROUNDS = 100
 SETTINGS: dict[str, list[dict[str, object]]] = {

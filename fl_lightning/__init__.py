@@ -7,13 +7,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fl_lightning.callback import FederatedCallback
     from fl_lightning.client_data.federated import ClientDataModule, FederatedDataModule
     from fl_lightning.cohort.cohort import Cohort
     from fl_lightning.errors import ConfigurationError
     from fl_lightning.executors.processes import ProcessExecutor
     from fl_lightning.executors.vectorized import SequentialExecutor, VectorizedExecutor
-    from fl_lightning.module import FederatedModule
+    from fl_lightning.round.callback import FederatedCallback
+    from fl_lightning.round.module import FederatedModule
 
 __version__ = "0.1.0"
 
@@ -21,9 +21,9 @@ _HOME = {
     "ClientDataModule": "client_data.federated",
     "Cohort": "cohort.cohort",
     "ConfigurationError": "errors",
-    "FederatedCallback": "callback",
+    "FederatedCallback": "round.callback",
     "FederatedDataModule": "client_data.federated",
-    "FederatedModule": "module",
+    "FederatedModule": "round.module",
     "ProcessExecutor": "executors.processes",
     "SequentialExecutor": "executors.vectorized",
     "VectorizedExecutor": "executors.vectorized",

@@ -11,7 +11,7 @@ from fl_lightning.layer_history import LayerHistory, layer_labels
 from fl_lightning.reports import Drawing, Report, Table
 
 if TYPE_CHECKING:
-    from fl_lightning.module import FederatedModule
+    from fl_lightning.round.module import FederatedModule
 
 
 class BatchNormReport(Report):

@@ -22,8 +22,8 @@ import fl_lightning.optimizers.server  # imported so that bare class names resol
 from fl_lightning.client_data.federated import FederatedDataModule
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.federated_cli import FederatedCLI
-from fl_lightning.module import FederatedModule
 from fl_lightning.parser import ConciseParser, told
+from fl_lightning.round.module import FederatedModule
 
 _HOME = Path(fl_lightning.__file__).resolve().parent.parent
 

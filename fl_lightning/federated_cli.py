@@ -23,10 +23,10 @@ from fl_lightning.continuation import OwnServerSettings, copy_checkpoints, is_be
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.interruption import FinishRound
 from fl_lightning.metrics_log import JSONLinesLogger, lines_until, read_rows
-from fl_lightning.module import FederatedModule
 from fl_lightning.parser import check_settings, given_settings
 from fl_lightning.progress import RoundProgress
 from fl_lightning.results import RunFiles, collect_result, draw_pictures, print_result, write_predictions
+from fl_lightning.round.module import FederatedModule
 from fl_lightning.run_directory import Attempt, attempt_of, directory_of, write_json, write_text
 from fl_lightning.wandb_logger import RoundWandbLogger
 from fl_lightning.wandb_run import wandb_logger

@@ -17,7 +17,7 @@ from fl_lightning.dropout import Dropout
 from fl_lightning.executors.vectorized import Executor, SequentialExecutor, VectorizedExecutor
 
 if TYPE_CHECKING:
-    from fl_lightning.module import FederatedModule
+    from fl_lightning.round.module import FederatedModule
 
 
 @dataclass(frozen=True)

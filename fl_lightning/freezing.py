@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 import lightning as L
 
 from fl_lightning.batch_norm.layers import require_batch_norm
-from fl_lightning.callback import FederatedCallback
 from fl_lightning.errors import ConfigurationError
+from fl_lightning.round.callback import FederatedCallback
 
 if TYPE_CHECKING:
     from fl_lightning.cohort.cohort import Cohort
-    from fl_lightning.module import FederatedModule
+    from fl_lightning.round.module import FederatedModule
 
 STATISTICS = ("mean", "var", "counter")
 """The kinds of state that are a BN layer's running statistics."""
@@ -24,7 +24,7 @@ class Freezing(FederatedCallback):
     Subclasses say when T* is; what they freeze is as the server holds it after round T*.
 
     Attributes:
-        kinds: The kinds of state that freeze (see ``fl_lightning.policy``).
+        kinds: The kinds of state that freeze (see ``fl_lightning.round.policy``).
     """
 
     kinds: tuple[str, ...] = STATISTICS

@@ -12,12 +12,12 @@ from fl_lightning.batch_norm.layers import buffer_kinds, parameter_kinds
 from fl_lightning.cohort.cohort import block_layout, parameter_blocks
 from fl_lightning.cohort.rows import split_columns
 from fl_lightning.errors import ConfigurationError
-from fl_lightning.evaluation import ServerEvaluation
+from fl_lightning.round.evaluation import ServerEvaluation
 from fl_lightning.variants import VariantEvaluation
 
 if TYPE_CHECKING:
     from fl_lightning.cohort.cohort import Cohort
-    from fl_lightning.module import FederatedModule
+    from fl_lightning.round.module import FederatedModule
 
 
 class LocalState(VariantEvaluation):
@@ -43,7 +43,7 @@ class LocalState(VariantEvaluation):
         ConfigurationError: ``evaluate_clients`` is below 1, or the model has no state of these kinds.
 
     Attributes:
-        kinds: The kinds of state that clients keep (see ``fl_lightning.policy``).
+        kinds: The kinds of state that clients keep (see ``fl_lightning.round.policy``).
         memory: What each client keeps, by its id: a row ``[columns]`` for each block; -1 is the initial state.
     """
 

@@ -16,9 +16,9 @@ from fl_lightning.aggregation import WeightedMean
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.metrics_log import cut_back
 from fl_lightning.models.describe import norm_names
-from fl_lightning.module import FederatedModule
-from fl_lightning.policy import policy_table
 from fl_lightning.reports import reports_of
+from fl_lightning.round.module import FederatedModule
+from fl_lightning.round.policy import policy_table
 from fl_lightning.run_directory import Attempt, environment_record, write_json, write_text
 from fl_lightning.run_pictures import draw_partition, draw_reports, draw_results
 

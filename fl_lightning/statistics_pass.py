@@ -17,7 +17,7 @@ from fl_lightning.executors.vectorized import client_loss
 from fl_lightning.variants import batch_statistics
 
 if TYPE_CHECKING:
-    from fl_lightning.module import FederatedModule
+    from fl_lightning.round.module import FederatedModule
 
 Mode = Literal["pooled", "per_client", "per_client_total_variance", "pooled_total_variance"]
 """What :func:`collect` averages.

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 
 from fl_lightning.batch_norm.layers import batch_norm_layers, explain_batch_of_one
 from fl_lightning.batch_norm.swapping import SwappedBatchNorm
-from fl_lightning.callback import FederatedCallback
 from fl_lightning.cohort.slots import StateSlots
-from fl_lightning.evaluation import ServerEvaluation
+from fl_lightning.round.callback import FederatedCallback
+from fl_lightning.round.evaluation import ServerEvaluation
 
 if TYPE_CHECKING:
-    from fl_lightning.module import FederatedModule
+    from fl_lightning.round.module import FederatedModule
 
 BATCH_STATISTICS: Mapping[str, Tensor] = MappingProxyType({})
 """The variant whose BN layers normalise with the evaluation batch; no running statistic is read or changed."""

@@ -18,8 +18,8 @@ from fl_lightning import (
 )
 from fl_lightning.aggregation import Aggregator
 from fl_lightning.batch_norm.layers import batch_norm_layers, buffer_kinds, parameter_kinds
-from fl_lightning.evaluation import ServerEvaluation
-from fl_lightning.policy import policy_table, resolve_policy
+from fl_lightning.round.evaluation import ServerEvaluation
+from fl_lightning.round.policy import policy_table, resolve_policy
 
 EXECUTORS = pytest.mark.parametrize("executor", [SequentialExecutor, VectorizedExecutor])
 

@@ -6,7 +6,7 @@ import pytest
 from helpers import SGD, SaveRounds, blobs, distance, fit, small_cnn
 
 from fl_lightning import ConfigurationError, FederatedDataModule, FederatedModule
-from fl_lightning.planning import RoundPlan
+from fl_lightning.round.plan import RoundPlan
 
 
 class Sizes(FederatedDataModule):

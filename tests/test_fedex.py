@@ -18,7 +18,7 @@ from fl_lightning import (
     SequentialExecutor,
     VectorizedExecutor,
 )
-from fl_lightning.policy import policy_table
+from fl_lightning.round.policy import policy_table
 
 EXECUTORS = pytest.mark.parametrize("executor", [SequentialExecutor, VectorizedExecutor])
 SCHEDULES = ("auto", "adaptive", "aggressive", "constant")

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from command_line import attempts, rows, run, write_config
 
-from fl_lightning.module import FederatedModule
+from fl_lightning.round.module import FederatedModule
 from fl_lightning.run_directory import Attempt
 
 CTRL_C = """

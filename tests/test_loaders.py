@@ -8,7 +8,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from fl_lightning import FederatedDataModule, FederatedModule
 from fl_lightning.client_data.cohort_batch import LoaderBatches
-from fl_lightning.planning import RoundPlan
+from fl_lightning.round.plan import RoundPlan
 
 
 class Counting(TensorDataset):

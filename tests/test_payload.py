@@ -26,8 +26,8 @@ from fl_lightning import Cohort, FederatedModule
 from fl_lightning.cohort.cohort import parameter_blocks
 from fl_lightning.models import FBNCNN, ResNet20
 from fl_lightning.optimizers.server import FedAdam
-from fl_lightning.policy import resolve_policy
-from fl_lightning.traffic import round_traffic, total
+from fl_lightning.round.policy import resolve_policy
+from fl_lightning.round.traffic import round_traffic, total
 
 MOMENTUM = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 TRAINABLE, STATISTICS, LAYERS = 269_722, 1_376, 19

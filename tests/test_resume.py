@@ -14,7 +14,7 @@ from command_line import attempts, rows, run, write_config
 
 from fl_lightning.checkpointing import AtomicCheckpointIO
 from fl_lightning.cli import main
-from fl_lightning.module import FederatedModule
+from fl_lightning.round.module import FederatedModule
 from fl_lightning.run_directory import Attempt
 
 # children start from a process that has imported everything, so that many kills are affordable

@@ -9,7 +9,7 @@ from lightning.pytorch.loggers import CSVLogger
 
 from fl_lightning import FederatedCallback, FederatedModule
 from fl_lightning.aggregation import WeightedMean
-from fl_lightning.round_clock import RoundClock
+from fl_lightning.round.clock import RoundClock
 
 PARTS = [f"time/{part}_s" for part in RoundClock.PARTS]
 NAP = 0.05

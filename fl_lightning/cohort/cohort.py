@@ -35,7 +35,7 @@ class Cohort(ClientRows):
         pseudo_gradient: Storage of the server's gradients, ``[1, *shape]`` by name.
         buffer_aggregate: Storage of the aggregate of the clients' buffers, likewise.
         start_buffers: What the buffers held before the first local step, likewise, where :meth:`keep_start` has asked for it.
-        policy: What happens to each kind of state in this round (see ``fl_lightning.policy``).
+        policy: What happens to each kind of state in this round (see ``fl_lightning.round.policy``).
         losses: Mean training loss of each client over its local steps of this round, shape ``[C]``; known from
             ``on_before_aggregate`` on.
     """

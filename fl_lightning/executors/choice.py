@@ -12,7 +12,7 @@ from fl_lightning.executors.processes import ProcessExecutor, shared_memory_left
 from fl_lightning.executors.vectorized import Executor, SequentialExecutor, VectorizedExecutor
 
 if TYPE_CHECKING:
-    from fl_lightning.run_module import RunModule
+    from fl_lightning.round.run_module import RunModule
 
 
 _KNOWN = ("fl_lightning", "callbacks", "torch", "torchvision", "torchmetrics", "lightning")
@@ -69,7 +69,7 @@ def choose_executor(module: "RunModule", num_clients: int) -> Choice:
 
 def _of_ones_own(module: "RunModule") -> str | None:
     """The class of something that computes or changes clients' losses and is nobody's whose code is known; None without."""
-    from fl_lightning.module import FederatedModule
+    from fl_lightning.round.module import FederatedModule
 
     if type(module) is not FederatedModule or "client_loss" in vars(module):
         return type(module).__name__

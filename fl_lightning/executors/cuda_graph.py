@@ -17,7 +17,7 @@ from fl_lightning.errors import ConfigurationError
 from fl_lightning.executors.module_state import Inventory, Stocktaker
 
 if TYPE_CHECKING:
-    from fl_lightning.module import FederatedModule
+    from fl_lightning.round.module import FederatedModule
 
 Recorder = Callable[[Callable[[], Tensor]], tuple[Callable[[], None], Tensor]]
 """Records a computation: gives what computes it again, and its result, which lies where it is each time."""

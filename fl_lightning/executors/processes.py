@@ -23,7 +23,7 @@ from fl_lightning.executors.worker import Load, Step
 from fl_lightning.executors.worker_process import CannotFork, WorkerProcess, forked, pickled, spawned
 
 if TYPE_CHECKING:
-    from fl_lightning.module import FederatedModule
+    from fl_lightning.round.module import FederatedModule
 
 _SHARED_MEMORY = Path("/dev/shm")
 

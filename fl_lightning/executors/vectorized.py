@@ -19,7 +19,7 @@ from fl_lightning.executors.cuda_graph import StepGraphs
 from fl_lightning.randomness import derive_seed, seed_global
 
 if TYPE_CHECKING:
-    from fl_lightning.module import FederatedModule
+    from fl_lightning.round.module import FederatedModule
 
 
 class Executor(ABC):

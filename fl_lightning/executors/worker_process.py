@@ -21,7 +21,7 @@ from fl_lightning.executors.staging import Staging
 from fl_lightning.executors.worker import END, Load, serve
 
 if TYPE_CHECKING:
-    from fl_lightning.module import FederatedModule
+    from fl_lightning.round.module import FederatedModule
 
 _SERVER_ONLY = (
     "client_optimizer",

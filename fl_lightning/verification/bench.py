@@ -12,9 +12,9 @@ import torch
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import nn
 
-from fl_lightning.callback import FederatedCallback
 from fl_lightning.client_data.cohort_batch import seed_global_generators
 from fl_lightning.executors.vectorized import Executor, SequentialExecutor, VectorizedExecutor
+from fl_lightning.round.callback import FederatedCallback
 from fl_lightning.verification.companions import Disturb, Noise, Observer, SaveRounds
 from fl_lightning.verification.federation import federation, reference_model
 from fl_lightning.verification.observation import ObservedModule, Round

@@ -4,7 +4,7 @@ import sys
 import traceback
 from pathlib import Path
 
-from fl_lightning.callback import FederatedCallback
+from fl_lightning.round.callback import FederatedCallback
 
 
 def origin(error: BaseException, method: type[FederatedCallback]) -> str:

@@ -7,8 +7,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn
 
-from fl_lightning.callback import FederatedCallback
 from fl_lightning.errors import ConfigurationError
+from fl_lightning.round.callback import FederatedCallback
 from fl_lightning.verification.battery import Certificate, certify
 from fl_lightning.verification.lookup import find, is_method, maker, read_settings
 from fl_lightning.verification.tables import print_certificate, print_summary

@@ -15,7 +15,7 @@ from fl_lightning.verification.observation import Companion
 
 if TYPE_CHECKING:
     from fl_lightning.cohort.cohort import Cohort
-    from fl_lightning.module import FederatedModule
+    from fl_lightning.round.module import FederatedModule
 
 
 class Observer(Companion):

@@ -8,8 +8,8 @@ from typing import Any, TypeGuard
 
 import yaml
 
-from fl_lightning.callback import FederatedCallback
 from fl_lightning.errors import ConfigurationError
+from fl_lightning.round.callback import FederatedCallback
 from fl_lightning.suggestions import nearest
 
 

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from fl_lightning.batch_norm.layers import batch_norm_layers
-from fl_lightning.callback import FederatedCallback
 from fl_lightning.client_data.cohort_batch import CohortBatch
 from fl_lightning.cohort.cohort import Cohort
-from fl_lightning.module import FederatedModule
-from fl_lightning.planning import RoundPlan
+from fl_lightning.round.callback import FederatedCallback
+from fl_lightning.round.module import FederatedModule
+from fl_lightning.round.plan import RoundPlan
 
 State = dict[str, Tensor]
 

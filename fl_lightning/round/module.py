@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from fl_lightning.aggregation import Aggregator, WeightedMean
 from fl_lightning.batch_norm.layers import check_variances, set_momentum
 from fl_lightning.batch_norm.swapping import restore_batch_norm
-from fl_lightning.callback import FederatedCallback
 from fl_lightning.client_data.cohort_batch import CohortBatch
 from fl_lightning.cohort.cohort import Cohort, parameter_blocks
 from fl_lightning.dropout import convert_dropout, dropout_keys
@@ -22,17 +21,18 @@ from fl_lightning.optimizers.checks import check_elementwise, check_overrides, c
 from fl_lightning.optimizers.client import OptimizerCallable
 from fl_lightning.optimizers.schedules import LRSchedule
 from fl_lightning.participation import check_participation
-from fl_lightning.policy import resolve_policy
 from fl_lightning.progress import RoundProgress
 from fl_lightning.randomness import derive_seed, seed_global
-from fl_lightning.run_module import RunModule
-from fl_lightning.server_update import (
+from fl_lightning.round.callback import FederatedCallback
+from fl_lightning.round.policy import resolve_policy
+from fl_lightning.round.run_module import RunModule
+from fl_lightning.round.server_update import (
     diverged_clients,
     set_local_parameters,
     set_pseudo_gradient,
     set_statistics,
 )
-from fl_lightning.traffic import Traffic, round_traffic, total
+from fl_lightning.round.traffic import Traffic, round_traffic, total
 
 
 class FederatedModule(RunModule):
@@ -42,7 +42,7 @@ class FederatedModule(RunModule):
     Reddi et al. 2021): ``SGD(lr=1)`` is FedAvg, ``SGD(lr=1, momentum=0.9)`` FedAvgM; ``FedAdam`` and ``FedYogi`` are theirs,
     without the bias correction of torch's ``Adam``. Rounds count from 1; ``max_epochs`` is the number of rounds.
     ``state_dict()`` is exactly the server model's. Methods are callbacks (see
-    :class:`~fl_lightning.callback.FederatedCallback`).
+    :class:`~fl_lightning.round.callback.FederatedCallback`).
 
     Args:
         model: The server's model; every client trains a copy.

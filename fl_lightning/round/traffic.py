@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
-    from fl_lightning.callback import FederatedCallback
     from fl_lightning.cohort.cohort import Cohort
+    from fl_lightning.round.callback import FederatedCallback
 
 Key = TypeVar("Key")
 

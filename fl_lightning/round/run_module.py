@@ -10,7 +10,6 @@ from lightning.pytorch.trainer.states import TrainerFn
 from fl_lightning.aggregation import Aggregator
 from fl_lightning.batch_norm.layers import batch_norm_layers
 from fl_lightning.batch_norm.swapping import restore_batch_norm
-from fl_lightning.callback import FederatedCallback
 from fl_lightning.cohort.cohort import Cohort
 from fl_lightning.cohort.slots import StateSlots
 from fl_lightning.errors import ConfigurationError
@@ -18,10 +17,11 @@ from fl_lightning.executors.choice import Choice, choose_executor
 from fl_lightning.executors.vectorized import Executor
 from fl_lightning.optimizers.client import OptimizerCallable
 from fl_lightning.participation import cohort_size
-from fl_lightning.planning import RoundPlan
-from fl_lightning.policy import resolve_policy
-from fl_lightning.record import RunRecord
-from fl_lightning.server import ServerModule
+from fl_lightning.round.callback import FederatedCallback
+from fl_lightning.round.plan import RoundPlan
+from fl_lightning.round.policy import resolve_policy
+from fl_lightning.round.record import RunRecord
+from fl_lightning.round.server import ServerModule
 from fl_lightning.tf32 import allow_tf32
 
 

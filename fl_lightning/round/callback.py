@@ -11,7 +11,7 @@ from fl_lightning.suggestions import nearest
 
 if TYPE_CHECKING:
     from fl_lightning.cohort.cohort import Cohort
-    from fl_lightning.module import FederatedModule
+    from fl_lightning.round.module import FederatedModule
 
 
 class UnknownHookError(ConfigurationError, TypeError):
@@ -80,7 +80,7 @@ class FederatedCallback(L.Callback):
             total_rounds: Number of planned rounds.
 
         Returns:
-            Treatments by kind (see ``fl_lightning.policy``), such as ``{"mean": "frozen", "var": "frozen"}``; kinds
+            Treatments by kind (see ``fl_lightning.round.policy``), such as ``{"mean": "frozen", "var": "frozen"}``; kinds
             that are left out stay averaged.
         """
         return {}

@@ -10,7 +10,7 @@ from fl_lightning.batch_norm.layers import buffer_kinds, parameter_kinds
 from fl_lightning.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from fl_lightning.callback import FederatedCallback
+    from fl_lightning.round.callback import FederatedCallback
 
 KINDS = ("weight", "affine", "mean", "var", "counter", "buffer")
 """The kinds of state that the server holds, in the order of the policy table."""

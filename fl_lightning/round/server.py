@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from fl_lightning.client_data.federated import FederatedDataModule
 from fl_lightning.errors import ConfigurationError
-from fl_lightning.evaluation import ServerEvaluation
-from fl_lightning.record import RunRecord
-from fl_lightning.round_clock import RoundClock
+from fl_lightning.round.clock import RoundClock
+from fl_lightning.round.evaluation import ServerEvaluation
+from fl_lightning.round.record import RunRecord
 
 
 class ServerModule(L.LightningModule):
