@@ -21,8 +21,8 @@ from fl_lightning.bn_measurements import (
 from fl_lightning.bn_report import BatchNormReport
 from fl_lightning.checks import check_choice
 from fl_lightning.first_step import FirstStep, first_step, has_statistics
-from fl_lightning.statistics_pass import measured_statistics
-from fl_lightning.variants import BATCH_STATISTICS, VariantEvaluation
+from fl_lightning.mechanisms.statistics_pass import measured_statistics
+from fl_lightning.mechanisms.variant_evaluation import BATCH_STATISTICS, VariantEvaluation
 
 if TYPE_CHECKING:
     from fl_lightning import Cohort, FederatedModule

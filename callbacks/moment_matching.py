@@ -8,7 +8,7 @@ import lightning as L
 from fl_lightning import FederatedCallback
 from fl_lightning.batch_norm.layers import require_batch_norm
 from fl_lightning.batch_norm.moments import total_variance
-from fl_lightning.running_statistics import client_statistics, set_server_statistics
+from fl_lightning.mechanisms.running_statistics import client_statistics, set_server_statistics
 
 if TYPE_CHECKING:
     from fl_lightning import Cohort, FederatedModule

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fl_lightning import ConfigurationError
-from fl_lightning.freezing import FoundFreezing
+from fl_lightning.mechanisms.freezing import FoundFreezing
 
 if TYPE_CHECKING:
     from fl_lightning import Cohort, FederatedModule

@@ -8,7 +8,7 @@ import lightning as L
 from fl_lightning import FederatedCallback
 from fl_lightning.batch_norm.layers import require_batch_norm
 from fl_lightning.checks import check_choice
-from fl_lightning.statistics_pass import Mode, collect
+from fl_lightning.mechanisms.statistics_pass import Mode, collect
 
 if TYPE_CHECKING:
     from fl_lightning import Cohort, FederatedModule
@@ -19,7 +19,7 @@ class StaticBN(FederatedCallback):
 
     No running statistic is tracked or sent in training. After each round that will be evaluated, and after the last one,
     all clients pass over their training data once with the server's new weights, without gradients (see
-    :func:`~fl_lightning.statistics_pass.collect`). In the rounds between, the server, and so a checkpoint, holds the
+    :func:`~fl_lightning.mechanisms.statistics_pass.collect`). In the rounds between, the server, and so a checkpoint, holds the
     statistics of the last pass. Parameters train as in FedAvg: only evaluation sees the difference.
 
     Args:

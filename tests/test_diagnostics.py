@@ -19,7 +19,7 @@ from fl_lightning import (
 )
 from fl_lightning.bn_measurements import mean_variance, statistics_bias
 from fl_lightning.layer_history import MAX_ROUNDS, LayerHistory
-from fl_lightning.statistics_pass import collect
+from fl_lightning.mechanisms.statistics_pass import collect
 
 EXECUTORS = pytest.mark.parametrize("executor", [SequentialExecutor, VectorizedExecutor])
 ALL = ["statistics", "gradients", "gap", "bias"]

@@ -10,14 +10,9 @@ from torch import nn
 from torch.optim.swa_utils import update_bn
 
 from callbacks import FBN, FixBN, StaticBN
-from fl_lightning import (
-    ConfigurationError,
-    FederatedCallback,
-    FederatedDataModule,
-    FederatedModule,
-    statistics_pass,
-)
-from fl_lightning.statistics_pass import collect
+from fl_lightning import ConfigurationError, FederatedCallback, FederatedDataModule, FederatedModule
+from fl_lightning.mechanisms import statistics_pass
+from fl_lightning.mechanisms.statistics_pass import collect
 
 MODES = ["pooled", "pooled_total_variance", "per_client", "per_client_total_variance"]
 SIZES = (40, 80, 120)

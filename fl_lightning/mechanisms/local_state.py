@@ -12,8 +12,8 @@ from fl_lightning.batch_norm.layers import buffer_kinds, parameter_kinds
 from fl_lightning.cohort.cohort import block_layout, parameter_blocks
 from fl_lightning.cohort.rows import split_columns
 from fl_lightning.errors import ConfigurationError
+from fl_lightning.mechanisms.variant_evaluation import VariantEvaluation
 from fl_lightning.round.evaluation import ServerEvaluation
-from fl_lightning.variants import VariantEvaluation
 
 if TYPE_CHECKING:
     from fl_lightning.cohort.cohort import Cohort

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from fl_lightning.batch_norm.layers import batch_norm_layers
 from fl_lightning.batch_norm.moments import merge_, total_variance
 from fl_lightning.executors.vectorized import client_loss
-from fl_lightning.variants import batch_statistics
+from fl_lightning.mechanisms.variant_evaluation import batch_statistics
 
 if TYPE_CHECKING:
     from fl_lightning.round.module import FederatedModule
