@@ -7,7 +7,7 @@ from typing import Any
 from benchmarks.compare import label
 from benchmarks.roster import BOUNDS
 from benchmarks.scale import FACTORS
-from fl_lightning.drawing import (
+from fl_lightning.pictures.style import (
     BLACK,
     BLUE,
     GREY,

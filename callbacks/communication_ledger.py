@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 import lightning as L
 
 from fl_lightning import FederatedCallback
-from fl_lightning.communication_pictures import communication_figure, has_communication
 from fl_lightning.links import Link, in_words
+from fl_lightning.pictures.communication import communication_figure, has_communication
 from fl_lightning.reports import Drawing, Report, Table
 from fl_lightning.results import format_bytes
 from fl_lightning.round.traffic import UpDown, add, total

@@ -27,8 +27,8 @@ from torch import Tensor
 from callbacks import FBN
 from datamodules import Gaussians
 from fl_lightning import FederatedModule, VectorizedExecutor
-from fl_lightning.drawing import GREY, paper_style, write_figure
 from fl_lightning.models import BNProbe
+from fl_lightning.pictures.style import GREY, paper_style, write_figure
 
 ROUNDS = 100
 GAMMAS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)

@@ -19,8 +19,8 @@ from callbacks import FBN
 from datamodules import Digits
 from datamodules.partitions import Shards
 from fl_lightning import FederatedModule
-from fl_lightning.drawing import paper_style, write_figure
 from fl_lightning.models import FBNCNN
+from fl_lightning.pictures.style import paper_style, write_figure
 
 FILE = Path(__file__).with_suffix(".json")
 ROUNDS = 600

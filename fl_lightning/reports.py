@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Drawing = Callable[[Sequence[str]], "Figure"]
-"""Makes a figure under the given lines of title (see :func:`~fl_lightning.drawing.new_figure`)."""
+"""Makes a figure under the given lines of title (see :func:`~fl_lightning.pictures.style.new_figure`)."""
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from benchmarks.recipe import BATCH_SIZE, LEARNING_RATE, Tiny
 from benchmarks.roster import MULTI_PROCESS, ON_CPU, PEERS, enter, present
 from benchmarks.stopwatch import Spread, Stopwatch
 from benchmarks.workloads import SyntheticImages, Workload
-from fl_lightning.drawing import SKY
+from fl_lightning.pictures.style import SKY
 
 TINY = sum(value.numel() for value in Tiny().parameters())
 SMALL = Workload(num_clients=6, cohort_size=3, local_steps=4, rounds=2)

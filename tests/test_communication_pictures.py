@@ -2,7 +2,7 @@
 
 import pytest
 
-from fl_lightning.communication_pictures import communication_figure, has_communication
+from fl_lightning.pictures.communication import communication_figure, has_communication
 
 LINK = "2 Mbit/s up, 6 down, 50 ms round trip"
 

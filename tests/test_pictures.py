@@ -17,11 +17,12 @@ from matplotlib import rcParams
 from matplotlib.colors import to_rgb
 from PIL import Image
 
-from fl_lightning import drawing, run_pictures
-from fl_lightning.drawing import class_labels, drawable, write_figure
-from fl_lightning.learning_curve import MAX_POINTS, learning_curve_figure, policy_changes
+from fl_lightning import run_pictures
 from fl_lightning.metrics_log import read_rows
-from fl_lightning.pictures import class_accuracy_figure, client_sizes_figure, partition_figure
+from fl_lightning.pictures import style as drawing
+from fl_lightning.pictures.federation import class_accuracy_figure, client_sizes_figure, partition_figure
+from fl_lightning.pictures.learning_curve import MAX_POINTS, learning_curve_figure, policy_changes
+from fl_lightning.pictures.style import class_labels, drawable, write_figure
 from fl_lightning.run_directory import Attempt
 
 TITLE = ["FedAvg + FixBN(freeze_round=2)", "LeNet (BN); Digits: IID(), 3 clients; seed 0"]

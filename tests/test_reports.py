@@ -7,7 +7,7 @@ import pytest
 from command_line import run, write_config
 
 from fl_lightning import FederatedCallback
-from fl_lightning.drawing import new_figure, paper_style
+from fl_lightning.pictures.style import new_figure, paper_style
 from fl_lightning.reports import Report, Table
 from fl_lightning.wandb_contents import pictures, tables
 

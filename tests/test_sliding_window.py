@@ -10,7 +10,7 @@ from torch import nn
 
 from callbacks import FBN, FixBN, SlidingWindowFixBN, sliding_window
 from fl_lightning import ConfigurationError, FederatedCallback, FederatedModule
-from fl_lightning.learning_curve import learning_curve_figure
+from fl_lightning.pictures.learning_curve import learning_curve_figure
 from fl_lightning.round.policy import policy_table
 
 ROUNDS, WINDOW = 12, 3

@@ -6,15 +6,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fl_lightning.drawing import (
-    BLACK,
-    GREY,
-    SKY,
-    class_labels,
-    count_on,
-    new_figure,
-    paper_style,
-)
+from fl_lightning.pictures.style import BLACK, GREY, SKY, class_labels, count_on, new_figure, paper_style
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fl_lightning.curves import Series, can_be_drawn
-from fl_lightning.drawing import (
+from fl_lightning.pictures.series import Series, can_be_drawn
+from fl_lightning.pictures.style import (
     BLACK,
     BLUE,
     GREY,
