@@ -8,9 +8,9 @@ import lightning as L
 from fl_lightning import FederatedCallback
 from fl_lightning.links import Link, in_words
 from fl_lightning.pictures.communication import communication_figure, has_communication
-from fl_lightning.reports import Drawing, Report, Table
-from fl_lightning.results import format_bytes
 from fl_lightning.round.traffic import UpDown, add, total
+from fl_lightning.run_directory.report import Drawing, Report, Table
+from fl_lightning.run_directory.result import format_bytes
 
 if TYPE_CHECKING:
     from fl_lightning import FederatedModule

@@ -12,9 +12,9 @@ from pathlib import Path
 
 from fl_lightning.cli import main as run
 from fl_lightning.links import Link
-from fl_lightning.metrics_log import read_rows
 from fl_lightning.pictures.communication import communication_figure
 from fl_lightning.pictures.style import write_figure
+from fl_lightning.run_directory.metrics import read_rows
 
 FILE = Path(__file__).with_suffix(".json")
 CONFIGS = Path(__file__).parents[1] / "configs"

@@ -11,8 +11,8 @@ import numpy as np
 from matplotlib.figure import Figure
 from results_table import finished
 
-from fl_lightning.metrics_log import read_rows
 from fl_lightning.pictures.style import paper_style, write_figure
+from fl_lightning.run_directory.metrics import read_rows
 
 FIGURES = {
     "digits": {

@@ -15,9 +15,9 @@ import torch
 from matplotlib.figure import Figure
 
 from fl_lightning.cli import main as command_line
-from fl_lightning.metrics_log import read_rows
 from fl_lightning.pictures.series import Series, series
 from fl_lightning.pictures.style import paper_style, write_figure
+from fl_lightning.run_directory.metrics import read_rows
 
 ROOT = Path(__file__).parents[1]
 CURVES = {

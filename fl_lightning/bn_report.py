@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from fl_lightning.layer_history import LayerHistory, layer_labels
 from fl_lightning.pictures.drift import MAPS, drift_figure, has_drift, layers_figure
-from fl_lightning.reports import Drawing, Report, Table
+from fl_lightning.run_directory.report import Drawing, Report, Table
 
 if TYPE_CHECKING:
     from fl_lightning.round.module import FederatedModule

@@ -17,17 +17,23 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.profilers import PassThroughProfiler
 
 from fl_lightning.atomic import atomic_write
-from fl_lightning.checkpoint_io import check_model, check_optimizer, load_run
-from fl_lightning.checkpointing import AtomicCheckpointIO, RoundCheckpoint
-from fl_lightning.continuation import OwnServerSettings, copy_checkpoints, is_behind
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.interruption import FinishRound
-from fl_lightning.metrics_log import JSONLinesLogger, lines_until, read_rows
 from fl_lightning.parser import check_settings, given_settings
 from fl_lightning.progress import RoundProgress
-from fl_lightning.results import RunFiles, collect_result, draw_pictures, print_result, write_predictions
 from fl_lightning.round.module import FederatedModule
-from fl_lightning.run_directory import Attempt, attempt_of, directory_of, write_json, write_text
+from fl_lightning.run_directory.checkpoint_io import check_model, check_optimizer, load_run
+from fl_lightning.run_directory.checkpoints import AtomicCheckpointIO, RoundCheckpoint
+from fl_lightning.run_directory.continuation import OwnServerSettings, copy_checkpoints, is_behind
+from fl_lightning.run_directory.directory import Attempt, attempt_of, directory_of, write_json, write_text
+from fl_lightning.run_directory.metrics import JSONLinesLogger, lines_until, read_rows
+from fl_lightning.run_directory.result import (
+    RunFiles,
+    collect_result,
+    draw_pictures,
+    print_result,
+    write_predictions,
+)
 from fl_lightning.wandb_logger import RoundWandbLogger
 from fl_lightning.wandb_run import wandb_logger
 from fl_lightning.wandb_settings import WandbSettings

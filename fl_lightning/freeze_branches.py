@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fl_lightning.checkpoint_io import load_run
-from fl_lightning.checkpointing import kept_name
 from fl_lightning.cli import main as run
 from fl_lightning.errors import ConfigurationError
-from fl_lightning.run_directory import Attempt, RunDirectory, directory_of
+from fl_lightning.run_directory.checkpoint_io import load_run
+from fl_lightning.run_directory.checkpoints import kept_name
+from fl_lightning.run_directory.directory import Attempt, RunDirectory, directory_of
 
 
 @dataclass

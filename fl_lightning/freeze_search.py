@@ -17,8 +17,8 @@ from fl_lightning.cli import main as run
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.freeze_branches import Branch, fixbn_settings, make_branches, train_branches
 from fl_lightning.optimizers.schedules import in_run, round_at
-from fl_lightning.results import print_table
-from fl_lightning.run_directory import config_hash
+from fl_lightning.run_directory.directory import config_hash
+from fl_lightning.run_directory.result import print_table
 
 _PROGRAM = "python -m fl_lightning search-freeze"
 _DESCRIPTION = """\

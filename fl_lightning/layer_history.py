@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fl_lightning.batch_norm.swapping import SwappedBatchNorm
-from fl_lightning.reports import Table
+from fl_lightning.run_directory.report import Table
 
 MAX_ROUNDS = 100
 """At most so many rounds of a planned run are kept for each quantity, spread evenly over it."""

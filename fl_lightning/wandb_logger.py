@@ -17,9 +17,9 @@ from lightning.pytorch.utilities import rank_zero_only
 from torch import nn
 
 from fl_lightning.errors import ConfigurationError
-from fl_lightning.metrics_log import read_rows
 from fl_lightning.round.module import FederatedModule
-from fl_lightning.run_directory import Attempt, write_text
+from fl_lightning.run_directory.directory import Attempt, write_text
+from fl_lightning.run_directory.metrics import read_rows
 from fl_lightning.wandb_contents import (
     checkpoint_artifact,
     facts,

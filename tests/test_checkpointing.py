@@ -12,9 +12,9 @@ from lightning.pytorch.callbacks import Callback, Checkpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.utils.data import DataLoader
 
-from fl_lightning.checkpointing import AtomicCheckpointIO, RoundCheckpoint
 from fl_lightning.errors import ConfigurationError
-from fl_lightning.metrics_log import JSONLinesLogger, cut_back, read_rows
+from fl_lightning.run_directory.checkpoints import AtomicCheckpointIO, RoundCheckpoint
+from fl_lightning.run_directory.metrics import JSONLinesLogger, cut_back, read_rows
 
 
 class Rounds(L.LightningModule):
@@ -152,7 +152,9 @@ def test_last_is_saved_when_a_period_has_passed_and_once_at_the_end(
         lambda self, path, **options: (saved.append(self.global_step), save(self, path, **options)),
     )
     rounds = Rounds()
-    monkeypatch.setattr("fl_lightning.checkpointing.time.monotonic", lambda: 10.0 * rounds.global_step)
+    monkeypatch.setattr(
+        "fl_lightning.run_directory.checkpoints.time.monotonic", lambda: 10.0 * rounds.global_step
+    )
     fit(tmp_path, RoundCheckpoint(**settings), module=rounds)
     assert saved == expected
 
@@ -325,7 +327,7 @@ def test_process_killed_while_saving_leaves_the_old_checkpoint_and_nothing_that_
     path = tmp_path / "last.ckpt"
     AtomicCheckpointIO().save_checkpoint({"round": 1}, path)
     script = (
-        "import os, signal, sys; from fl_lightning.checkpoint_io import AtomicCheckpointIO\n"
+        "import os, signal, sys; from fl_lightning.run_directory.checkpoint_io import AtomicCheckpointIO\n"
         "os.replace = lambda *paths: os.kill(os.getpid(), signal.SIGKILL)\n"
         "AtomicCheckpointIO().save_checkpoint({'round': 2}, sys.argv[1])\n"
     )

@@ -11,8 +11,8 @@ import torch
 import yaml
 from command_line import attempts, rows, run, write_config
 
-from fl_lightning.checkpointing import AtomicCheckpointIO
 from fl_lightning.cli import main
+from fl_lightning.run_directory.checkpoints import AtomicCheckpointIO
 
 ROUNDS, CLIENTS, STEPS, BATCH = 4, 3, 2, 10
 WEIGHTS = 25 * 32 + 25 * 32 * 32 + 25 * 32 * 64 + 64 * 10 + 10  # LeNet on one-channel images of 8x8 pixels

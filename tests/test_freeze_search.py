@@ -11,7 +11,7 @@ from fl_lightning import freeze_branches
 from fl_lightning.__main__ import main
 from fl_lightning.freeze_branches import Branch
 from fl_lightning.freeze_search import freeze_rounds, summary
-from fl_lightning.run_directory import Attempt
+from fl_lightning.run_directory.directory import Attempt
 
 GRID = [0, 1, 3]
 

@@ -6,7 +6,7 @@ import pytest
 from command_line import attempts, rows, run, write_config
 
 from fl_lightning.round.module import FederatedModule
-from fl_lightning.run_directory import Attempt
+from fl_lightning.run_directory.directory import Attempt
 
 CTRL_C = """
 import os

@@ -11,7 +11,7 @@ from lightning.pytorch.utilities import rank_zero_only
 
 from fl_lightning.atomic import write_json
 from fl_lightning.errors import ConfigurationError
-from fl_lightning.metrics_log import JSONLinesLogger, cut_back, read_rows
+from fl_lightning.run_directory.metrics import JSONLinesLogger, cut_back, read_rows
 
 
 def write(folder, rounds):

@@ -17,13 +17,13 @@ from matplotlib import rcParams
 from matplotlib.colors import to_rgb
 from PIL import Image
 
-from fl_lightning import run_pictures
-from fl_lightning.metrics_log import read_rows
 from fl_lightning.pictures import style as drawing
 from fl_lightning.pictures.federation import class_accuracy_figure, client_sizes_figure, partition_figure
 from fl_lightning.pictures.learning_curve import MAX_POINTS, learning_curve_figure, policy_changes
 from fl_lightning.pictures.style import class_labels, drawable, write_figure
-from fl_lightning.run_directory import Attempt
+from fl_lightning.run_directory import drawings as run_pictures
+from fl_lightning.run_directory.directory import Attempt
+from fl_lightning.run_directory.metrics import read_rows
 
 TITLE = ["FedAvg + FixBN(freeze_round=2)", "LeNet (BN); Digits: IID(), 3 clients; seed 0"]
 PICTURES = ("partition.png", "learning_curve.png", "class_accuracy.png")
@@ -123,7 +123,7 @@ def test_stopped_run_has_its_curve_and_the_resumed_run_draws_them_all(tmp_path, 
 def test_run_taken_further_drops_the_class_accuracy_of_the_shorter_one(monkeypatch):
     attempt = run("--trainer.max_epochs", 2).attempt
     assert attempt.class_accuracy.exists()
-    monkeypatch.setattr("fl_lightning.results.draw_results", lambda *_: None)
+    monkeypatch.setattr("fl_lightning.run_directory.result.draw_results", lambda *_: None)
     run("--ckpt_path", "last", "--trainer.max_epochs", 3)
     assert not attempt.class_accuracy.exists()
 
@@ -159,7 +159,7 @@ def test_result_is_written_before_its_pictures(monkeypatch, capsys):
         seen.append(attempt)
 
     seen = []
-    monkeypatch.setattr("fl_lightning.results.draw_results", look)
+    monkeypatch.setattr("fl_lightning.run_directory.result.draw_results", look)
     assert [run("--trainer.max_epochs", 1).attempt] == seen
 
 

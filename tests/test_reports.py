@@ -8,7 +8,7 @@ from command_line import run, write_config
 
 from fl_lightning import FederatedCallback
 from fl_lightning.pictures.style import new_figure, paper_style
-from fl_lightning.reports import Report, Table
+from fl_lightning.run_directory.report import Report, Table
 from fl_lightning.wandb_contents import pictures, tables
 
 

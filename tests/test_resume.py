@@ -12,10 +12,10 @@ import torch
 import yaml
 from command_line import attempts, rows, run, write_config
 
-from fl_lightning.checkpointing import AtomicCheckpointIO
 from fl_lightning.cli import main
 from fl_lightning.round.module import FederatedModule
-from fl_lightning.run_directory import Attempt
+from fl_lightning.run_directory.checkpoints import AtomicCheckpointIO
+from fl_lightning.run_directory.directory import Attempt
 
 # children start from a process that has imported everything, so that many kills are affordable
 PROCESSES = multiprocessing.get_context("forkserver")

@@ -10,7 +10,7 @@ import pytest
 
 from fl_lightning.atomic import atomic_write
 from fl_lightning.errors import ConfigurationError
-from fl_lightning.run_directory import (
+from fl_lightning.run_directory.directory import (
     OUTSIDE_THE_HASH,
     Attempt,
     RunDirectory,
@@ -71,7 +71,7 @@ def test_setting_that_changes_the_result_changes_the_hash(keys):
 def test_progress_bar_and_checkpoint_callbacks_do_not_count_wherever_they_stand():
     fixbn, _ = CONFIG["trainer"]["callbacks"]
     checkpoint = {
-        "class_path": "fl_lightning.checkpointing.RoundCheckpoint",
+        "class_path": "fl_lightning.run_directory.checkpoints.RoundCheckpoint",
         "init_args": {"every_n_rounds": 1},
     }
     assert config_hash(changed("trainer", "callbacks", value=[checkpoint, fixbn])) == config_hash(CONFIG)
@@ -87,9 +87,7 @@ def test_order_of_callbacks_counts_and_order_of_keys_does_not():
 
 
 def test_hash_is_eight_hex_digits_and_the_same_in_every_process():
-    code = (
-        "import json, sys; from fl_lightning.run_directory import *; print(config_hash(json.load(sys.stdin)))"
-    )
+    code = "import json, sys; from fl_lightning.run_directory.directory import *; print(config_hash(json.load(sys.stdin)))"
     hashes = {
         subprocess.run(
             [sys.executable, "-c", code],
@@ -107,7 +105,7 @@ def test_hash_is_eight_hex_digits_and_the_same_in_every_process():
 
 
 def test_module_imports_neither_torch_nor_lightning():
-    code = "import sys, fl_lightning.run_directory; sys.exit(bool({'torch', 'lightning'} & set(sys.modules)))"
+    code = "import sys, fl_lightning.run_directory.directory; sys.exit(bool({'torch', 'lightning'} & set(sys.modules)))"
     assert (
         subprocess.run([sys.executable, "-c", code], check=False, cwd=Path(__file__).parents[1]).returncode
         == 0
@@ -178,7 +176,7 @@ def test_attempt_that_is_locked_says_so_and_is_free_again_after_it(run):
 def test_lock_is_free_when_its_process_was_killed(run):
     attempt = run.new_attempt()
     code = (
-        "import os, sys; from pathlib import Path; from fl_lightning.run_directory import Attempt\n"
+        "import os, sys; from pathlib import Path; from fl_lightning.run_directory.directory import Attempt\n"
         "with Attempt(Path(sys.argv[1])).lock(): os.kill(os.getpid(), 9)\n"
     )
     killed = subprocess.run([sys.executable, "-c", code, attempt.path], check=False)

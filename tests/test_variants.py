@@ -13,8 +13,8 @@ from callbacks import FBN, FixBN
 from datamodules import Digits
 from fl_lightning import ConfigurationError, FederatedDataModule, FederatedModule
 from fl_lightning.mechanisms.variant_evaluation import BATCH_STATISTICS, VariantEvaluation
-from fl_lightning.metrics_log import JSONLinesLogger, read_rows
 from fl_lightning.models import LeNet
+from fl_lightning.run_directory.metrics import JSONLinesLogger, read_rows
 
 EVALUATED = {"limit_val_batches": None, "num_sanity_val_steps": -1}
 QUIET = {

@@ -17,8 +17,8 @@ from wandb_files import read_run
 
 from fl_lightning import FederatedCallback, FederatedModule
 from fl_lightning.errors import ConfigurationError
-from fl_lightning.metrics_log import read_rows
-from fl_lightning.run_directory import Attempt
+from fl_lightning.run_directory.directory import Attempt
+from fl_lightning.run_directory.metrics import read_rows
 from fl_lightning.wandb_contents import clients_table
 from fl_lightning.wandb_logger import RoundWandbLogger
 from fl_lightning.wandb_session import resolve_mode

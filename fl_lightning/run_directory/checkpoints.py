@@ -11,8 +11,8 @@ import lightning as L
 from lightning.pytorch.callbacks import Checkpoint
 
 from fl_lightning.atomic import unwritable
-from fl_lightning.checkpoint_io import AtomicCheckpointIO, local_path
 from fl_lightning.errors import ConfigurationError
+from fl_lightning.run_directory.checkpoint_io import AtomicCheckpointIO, local_path
 
 __all__ = ["AtomicCheckpointIO", "RoundCheckpoint"]
 

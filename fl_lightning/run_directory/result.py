@@ -14,13 +14,13 @@ from torch import Tensor
 
 from fl_lightning.aggregation import WeightedMean
 from fl_lightning.errors import ConfigurationError
-from fl_lightning.metrics_log import cut_back
 from fl_lightning.models.describe import norm_names
-from fl_lightning.reports import reports_of
 from fl_lightning.round.module import FederatedModule
 from fl_lightning.round.policy import policy_table
-from fl_lightning.run_directory import Attempt, environment_record, write_json, write_text
-from fl_lightning.run_pictures import draw_partition, draw_reports, draw_results
+from fl_lightning.run_directory.directory import Attempt, environment_record, write_json, write_text
+from fl_lightning.run_directory.drawings import draw_partition, draw_reports, draw_results
+from fl_lightning.run_directory.metrics import cut_back
+from fl_lightning.run_directory.report import reports_of
 
 KIND_LABELS = {
     "weight": "weights",
@@ -125,7 +125,7 @@ def run_title(module: FederatedModule) -> list[str]:
 
 
 def draw_pictures(attempt: Attempt | None, module: FederatedModule) -> None:
-    """Draw what a run has found into its folder, where it has one (see ``fl_lightning.run_pictures``)."""
+    """Draw what a run has found into its folder, where it has one (see ``fl_lightning.run_directory.drawings``)."""
     if attempt is not None:
         draw_results(attempt, run_title(module))
         draw_reports(attempt, reports_of(module.federated_callbacks), run_title(module))

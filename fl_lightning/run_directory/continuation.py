@@ -8,10 +8,10 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 
 from fl_lightning.atomic import atomic_write
-from fl_lightning.checkpoint_io import load_run
-from fl_lightning.checkpointing import RoundCheckpoint
 from fl_lightning.errors import ConfigurationError
-from fl_lightning.run_directory import Attempt
+from fl_lightning.run_directory.checkpoint_io import load_run
+from fl_lightning.run_directory.checkpoints import RoundCheckpoint
+from fl_lightning.run_directory.directory import Attempt
 
 
 def round_of(checkpoint: Path) -> int:

@@ -9,12 +9,12 @@ from io import StringIO
 from pathlib import Path
 
 from fl_lightning.atomic import atomic_write
-from fl_lightning.metrics_log import read_rows
 from fl_lightning.pictures.federation import class_accuracy_figure, client_sizes_figure, partition_figure
 from fl_lightning.pictures.learning_curve import learning_curve_figure
 from fl_lightning.pictures.style import write_figure
-from fl_lightning.reports import Report
-from fl_lightning.run_directory import Attempt
+from fl_lightning.run_directory.directory import Attempt
+from fl_lightning.run_directory.metrics import read_rows
+from fl_lightning.run_directory.report import Report
 
 
 def draw_partition(attempt: Attempt, class_names: Sequence[str] | None, title: Sequence[str]) -> None:
