@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import lightning as L
 
 from fl_lightning import FederatedCallback
-from fl_lightning.links import Link, in_words
+from fl_lightning.diagnostics.network_link import Link, in_words
 from fl_lightning.pictures.communication import communication_figure, has_communication
 from fl_lightning.round.traffic import UpDown, add, total
 from fl_lightning.run_directory.report import Drawing, Report, Table
@@ -34,7 +34,7 @@ class CommunicationLedger(Report, FederatedCallback):
 
     Args:
         link: Bandwidth, latency and speed of a client, such as ``{upload_mbps: 100, download_mbps: 100, latency_ms: 20}``.
-            Default: a phone's, see :class:`~fl_lightning.links.Link`.
+            Default: a phone's, see :class:`~fl_lightning.diagnostics.network_link.Link`.
 
     Attributes:
         clients: Rounds, bytes up, bytes down, exchanges and seconds of each client so far, by its id.

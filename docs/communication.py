@@ -11,7 +11,7 @@ import tempfile
 from pathlib import Path
 
 from fl_lightning.cli import main as run
-from fl_lightning.links import Link
+from fl_lightning.diagnostics.network_link import Link
 from fl_lightning.pictures.communication import communication_figure
 from fl_lightning.pictures.style import write_figure
 from fl_lightning.run_directory.metrics import read_rows

@@ -23,7 +23,7 @@ from callbacks import (
     StaticBN,
 )
 from fl_lightning import FederatedModule
-from fl_lightning.links import Link
+from fl_lightning.diagnostics.network_link import Link
 
 LINK = Link(upload_mbps=1, download_mbps=4, latency_ms=100)
 RIGHT = Link.seconds

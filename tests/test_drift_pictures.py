@@ -15,7 +15,7 @@ from torch import nn
 from callbacks import BatchNormDiagnostics
 from callbacks.fbn import SharedBatchNorm
 from fl_lightning.batch_norm.swapping import swap_batch_norm
-from fl_lightning.layer_history import layer_labels
+from fl_lightning.diagnostics.layer_history import layer_labels
 from fl_lightning.pictures.drift import MAPS, drift_figure, layers_figure
 from fl_lightning.pictures.style import write_figure
 

@@ -19,8 +19,8 @@ from fl_lightning import (
     VectorizedExecutor,
 )
 from fl_lightning.batch_norm.joint import cohort_mean, one_client_for_all
-from fl_lightning.bn_measurements import relative_deviation
 from fl_lightning.client_data.cohort_batch import CohortBatch
+from fl_lightning.diagnostics.measurements import relative_deviation
 
 EXECUTORS = pytest.mark.parametrize("executor", [SequentialExecutor, VectorizedExecutor])
 TWINS = {

@@ -7,7 +7,7 @@ from lightning.pytorch.callbacks import Callback
 
 from callbacks import CommunicationLedger, StaticBN
 from fl_lightning import FederatedDataModule, FederatedModule
-from fl_lightning.links import Link
+from fl_lightning.diagnostics.network_link import Link
 
 STATISTICS = 20
 """Floats of running statistics of ``small_cnn``, two layers with 4 and 6 channels."""

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 
-from fl_lightning.layer_history import LayerHistory, layer_labels
+from fl_lightning.diagnostics.layer_history import LayerHistory, layer_labels
 from fl_lightning.pictures.drift import MAPS, drift_figure, has_drift, layers_figure
 from fl_lightning.run_directory.report import Drawing, Report, Table
 
