@@ -17,6 +17,9 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.profilers import PassThroughProfiler
 
 from fl_lightning.atomic import atomic_write
+from fl_lightning.dashboard.logger import RoundWandbLogger
+from fl_lightning.dashboard.naming import wandb_logger
+from fl_lightning.dashboard.settings import WandbSettings
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.interruption import FinishRound
 from fl_lightning.parser import check_settings, given_settings
@@ -34,9 +37,6 @@ from fl_lightning.run_directory.result import (
     print_result,
     write_predictions,
 )
-from fl_lightning.wandb_logger import RoundWandbLogger
-from fl_lightning.wandb_run import wandb_logger
-from fl_lightning.wandb_settings import WandbSettings
 
 _MODEL_LINKS = ("num_classes", "in_channels", "image_size")
 

@@ -7,9 +7,9 @@ import pytest
 from command_line import run, write_config
 
 from fl_lightning import FederatedCallback
+from fl_lightning.dashboard.contents import pictures, tables
 from fl_lightning.pictures.style import new_figure, paper_style
 from fl_lightning.run_directory.report import Report, Table
-from fl_lightning.wandb_contents import pictures, tables
 
 
 class Counts(Report, FederatedCallback):

@@ -16,12 +16,12 @@ from helpers import SGD, blobs, small_cnn
 from wandb_files import read_run
 
 from fl_lightning import FederatedCallback, FederatedModule
+from fl_lightning.dashboard.connection import resolve_mode
+from fl_lightning.dashboard.contents import clients_table
+from fl_lightning.dashboard.logger import RoundWandbLogger
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.run_directory.directory import Attempt
 from fl_lightning.run_directory.metrics import read_rows
-from fl_lightning.wandb_contents import clients_table
-from fl_lightning.wandb_logger import RoundWandbLogger
-from fl_lightning.wandb_session import resolve_mode
 
 KEY = "0123456789abcdef" * 3
 
@@ -350,7 +350,7 @@ def test_unreachable_server_turns_the_run_offline_with_one_line(offline, monkeyp
     import wandb
 
     wandb.teardown()
-    monkeypatch.setattr("fl_lightning.wandb_session._INIT_SECONDS", 1.0)
+    monkeypatch.setattr("fl_lightning.dashboard.connection._INIT_SECONDS", 1.0)
     monkeypatch.setenv("WANDB_API_KEY", KEY)
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
     attempt = run("--trainer.max_epochs", 1).attempt
@@ -384,7 +384,7 @@ def test_rows_that_the_server_has_are_not_sent_again(tmp_path, monkeypatch):
         id="abc", starting_step=3, dir=str(tmp_path), config={},
         define_metric=lambda *_, **__: None, log=lambda row, step: sent.append((step, row["round"])),
     )  # fmt: skip
-    monkeypatch.setattr("fl_lightning.wandb_logger.open_run", lambda mode, init: (resumed, "online"))
+    monkeypatch.setattr("fl_lightning.dashboard.logger.open_run", lambda mode, init: (resumed, "online"))
     logger = RoundWandbLogger()
     for number in (2, 3, 4):
         logger.log_metrics({"round": number, "train/loss": 1.0}, step=number)

@@ -16,11 +16,8 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_only
 from torch import nn
 
-from fl_lightning.errors import ConfigurationError
-from fl_lightning.round.module import FederatedModule
-from fl_lightning.run_directory.directory import Attempt, write_text
-from fl_lightning.run_directory.metrics import read_rows
-from fl_lightning.wandb_contents import (
+from fl_lightning.dashboard.connection import Mode, first_line, open_run
+from fl_lightning.dashboard.contents import (
     checkpoint_artifact,
     facts,
     final_numbers,
@@ -29,7 +26,10 @@ from fl_lightning.wandb_contents import (
     summary_of,
     tables,
 )
-from fl_lightning.wandb_session import Mode, first_line, open_run
+from fl_lightning.errors import ConfigurationError
+from fl_lightning.round.module import FederatedModule
+from fl_lightning.run_directory.directory import Attempt, write_text
+from fl_lightning.run_directory.metrics import read_rows
 
 
 class RoundWandbLogger(WandbLogger):

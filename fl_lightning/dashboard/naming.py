@@ -9,13 +9,13 @@ import yaml
 from lightning.pytorch.loggers import Logger, WandbLogger
 
 from fl_lightning.client_data.federated import FederatedDataModule
+from fl_lightning.dashboard.connection import resolve_mode
+from fl_lightning.dashboard.logger import RoundWandbLogger
+from fl_lightning.dashboard.settings import WandbSettings
 from fl_lightning.round.callback import FederatedCallback
 from fl_lightning.round.module import FederatedModule
 from fl_lightning.run_directory.directory import Attempt, environment_record
 from fl_lightning.run_directory.result import method_name
-from fl_lightning.wandb_logger import RoundWandbLogger
-from fl_lightning.wandb_session import resolve_mode
-from fl_lightning.wandb_settings import WandbSettings
 
 
 def wandb_logger(
