@@ -45,15 +45,15 @@ def main(args: Sequence[str] | None = None) -> None:
 
         print(f"fl_lightning {__version__}")
     elif arguments[0] == "search-freeze":
-        from fl_lightning.freeze_search import main as search_freeze
+        from fl_lightning.cli.search_freeze import main as search_freeze
 
         search_freeze(arguments[1:])
     elif arguments[0] == "verify":
-        from fl_lightning.cli import verify
+        from fl_lightning.cli.main import verify
 
         sys.exit(verify(arguments[1:]))
     else:
-        from fl_lightning.cli import main as run
+        from fl_lightning.cli.main import main as run
 
         run(arguments)
 

@@ -7,10 +7,10 @@ import pytest
 import torch
 from command_line import attempts, rows, run, write_config
 
-from fl_lightning import freeze_branches
 from fl_lightning.__main__ import main
-from fl_lightning.freeze_branches import Branch
-from fl_lightning.freeze_search import freeze_rounds, summary
+from fl_lightning.cli import freeze_branches
+from fl_lightning.cli.freeze_branches import Branch
+from fl_lightning.cli.search_freeze import freeze_rounds, summary
 from fl_lightning.run_directory.directory import Attempt
 
 GRID = [0, 1, 3]

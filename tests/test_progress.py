@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from fl_lightning.cli.progress import RoundProgress
 from fl_lightning.errors import ConfigurationError
-from fl_lightning.progress import RoundProgress
 
 
 class Rounds(L.LightningModule):
@@ -95,7 +95,7 @@ def test_rounds_to_come_are_those_of_this_fit_and_not_of_the_plan(tmp_path, caps
 
 def test_time_left_counts_only_the_rounds_of_this_fit(tmp_path, capsys, monkeypatch):
     module = Rounds()
-    monkeypatch.setattr("fl_lightning.progress.time.monotonic", lambda: 60.0 * module.global_step)
+    monkeypatch.setattr("fl_lightning.cli.progress.time.monotonic", lambda: 60.0 * module.global_step)
     trainer = start(tmp_path, RoundProgress(every_n_seconds=0.0), module=module, rounds=100)
     assert capsys.readouterr().out.splitlines()[0].endswith("ETA 1:39:00")
     trainer.fit_loop.max_epochs = 110

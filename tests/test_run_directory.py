@@ -34,7 +34,7 @@ CONFIG = {
         "precision": "32-true",
         "callbacks": [
             {"class_path": "callbacks.fixbn.FixBN", "init_args": {"freeze_round": 5}},
-            {"class_path": "fl_lightning.progress.RoundProgress", "init_args": {"every_n_seconds": 5.0}},
+            {"class_path": "fl_lightning.cli.progress.RoundProgress", "init_args": {"every_n_seconds": 5.0}},
         ],
     },
 }

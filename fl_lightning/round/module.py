@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from fl_lightning.aggregation import Aggregator, WeightedMean
 from fl_lightning.batch_norm.layers import check_variances, set_momentum
 from fl_lightning.batch_norm.swapping import restore_batch_norm
+from fl_lightning.cli.progress import RoundProgress
 from fl_lightning.client_data.cohort_batch import CohortBatch
 from fl_lightning.cohort.cohort import Cohort, parameter_blocks
 from fl_lightning.dropout import convert_dropout, dropout_keys
@@ -21,7 +22,6 @@ from fl_lightning.optimizers.checks import check_elementwise, check_overrides, c
 from fl_lightning.optimizers.client import OptimizerCallable
 from fl_lightning.optimizers.schedules import LRSchedule
 from fl_lightning.participation import check_participation
-from fl_lightning.progress import RoundProgress
 from fl_lightning.randomness import derive_seed, seed_global
 from fl_lightning.round.callback import FederatedCallback
 from fl_lightning.round.policy import resolve_policy

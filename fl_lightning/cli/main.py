@@ -19,10 +19,10 @@ import fl_lightning.executors.vectorized
 import fl_lightning.models
 import fl_lightning.optimizers.schedules
 import fl_lightning.optimizers.server  # imported so that bare class names resolve in YAML
+from fl_lightning.cli.federated_cli import FederatedCLI
+from fl_lightning.cli.parser import ConciseParser, told
 from fl_lightning.client_data.federated import FederatedDataModule
 from fl_lightning.errors import ConfigurationError
-from fl_lightning.federated_cli import FederatedCLI
-from fl_lightning.parser import ConciseParser, told
 from fl_lightning.round.module import FederatedModule
 
 _HOME = Path(fl_lightning.__file__).resolve().parent.parent
