@@ -10,7 +10,6 @@ from torch import Tensor
 
 from fl_lightning import ConfigurationError
 from fl_lightning.batch_norm.layers import batch_norm_layers
-from fl_lightning.checks import check_choice
 from fl_lightning.diagnostics.bn_report import BatchNormReport
 from fl_lightning.diagnostics.first_step import FirstStep, first_step, has_statistics
 from fl_lightning.diagnostics.measurements import (
@@ -21,6 +20,7 @@ from fl_lightning.diagnostics.measurements import (
     rounding,
     statistics_bias,
 )
+from fl_lightning.errors import check_choice
 from fl_lightning.mechanisms.statistics_pass import measured_statistics
 from fl_lightning.mechanisms.variant_evaluation import BATCH_STATISTICS, VariantEvaluation
 

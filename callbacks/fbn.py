@@ -12,7 +12,7 @@ from fl_lightning import ConfigurationError, FederatedCallback
 from fl_lightning.batch_norm.layers import ONE_VALUE, batch_norm_layers
 from fl_lightning.batch_norm.moments import merge_
 from fl_lightning.batch_norm.swapping import SwappedBatchNorm, swap_batch_norm
-from fl_lightning.checks import check_choice
+from fl_lightning.errors import check_choice
 
 if TYPE_CHECKING:
     from fl_lightning import Cohort, FederatedModule

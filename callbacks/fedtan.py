@@ -11,7 +11,7 @@ from torch import Tensor
 from fl_lightning import ConfigurationError, FederatedCallback
 from fl_lightning.batch_norm.joint import cohort_mean
 from fl_lightning.batch_norm.swapping import SwappedBatchNorm, swap_batch_norm
-from fl_lightning.checks import check_choice
+from fl_lightning.errors import check_choice
 from fl_lightning.randomness import generator
 
 if TYPE_CHECKING:

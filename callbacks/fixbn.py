@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from fl_lightning.checks import check_choice
+from fl_lightning.errors import check_choice
 from fl_lightning.mechanisms.freezing import STATISTICS, Freezing
 from fl_lightning.optimizers.schedules import one_moment, round_at
 

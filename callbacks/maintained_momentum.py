@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from fl_lightning import ConfigurationError, FederatedCallback
-from fl_lightning.checks import check_choice
+from fl_lightning.errors import check_choice
 
 if TYPE_CHECKING:
     from fl_lightning import Cohort, FederatedModule

@@ -7,7 +7,7 @@ import lightning as L
 
 from fl_lightning import FederatedCallback
 from fl_lightning.batch_norm.layers import require_batch_norm
-from fl_lightning.checks import check_choice
+from fl_lightning.errors import check_choice
 from fl_lightning.mechanisms.statistics_pass import Mode, collect
 
 if TYPE_CHECKING:

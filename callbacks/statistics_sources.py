@@ -13,7 +13,7 @@ from callbacks.silobn import SiloBN
 from fl_lightning import ConfigurationError
 from fl_lightning.batch_norm.layers import batch_norm_layers, buffer_kinds, require_batch_norm
 from fl_lightning.batch_norm.moments import total_variance
-from fl_lightning.checks import check_choice
+from fl_lightning.errors import check_choice
 from fl_lightning.mechanisms.running_statistics import client_statistics, server_statistics, split_statistics
 from fl_lightning.mechanisms.statistics_pass import Mode, measured_statistics
 from fl_lightning.mechanisms.variant_evaluation import BATCH_STATISTICS, VariantEvaluation

@@ -1,5 +1,8 @@
 """The exceptions for input that a user can mend."""
 
+from collections.abc import Iterable
+from difflib import get_close_matches
+
 
 class ConfigurationError(ValueError):
     """A setting, a data set or a checkpoint that cannot be used.
@@ -11,3 +14,31 @@ class ConfigurationError(ValueError):
 
 class CannotVectorize(ConfigurationError):
     """A model or batches that cannot be computed for all clients at once; one after the other they can."""
+
+
+def check_choice(setting: str, value: object, choices: Iterable[str]) -> None:
+    """Refuse a value that is none of the choices.
+
+    Args:
+        setting: Name of the setting, such as ``"FixBN.freeze"``.
+        value: The value found.
+        choices: What it may be.
+
+    Raises:
+        ConfigurationError: The value is none of them.
+    """
+    names = list(choices)
+    if value not in names:
+        raise ConfigurationError(f"{setting}: {value!r} must be one of {', '.join(names)}")
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """A clause such as ``"; did you mean FixBN?"``, empty where nothing known comes near.
+
+    Args:
+        name: The name that was found.
+        known: The names that exist. Upper and lower case are taken as equal.
+    """
+    by_lower = {candidate.lower(): candidate for candidate in known}
+    matches = [by_lower[match] for match in get_close_matches(name.lower(), by_lower, n=3, cutoff=0.6)]
+    return f"; did you mean {' or '.join(matches)}?" if matches else ""

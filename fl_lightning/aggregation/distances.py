@@ -12,8 +12,7 @@ from torch import Tensor
 from fl_lightning.aggregation.bounds import check_minority
 from fl_lightning.aggregation.columns import chunks
 from fl_lightning.aggregation.coordinates import median
-from fl_lightning.checks import check_choice
-from fl_lightning.errors import ConfigurationError
+from fl_lightning.errors import ConfigurationError, check_choice
 
 KrumScore = Literal["byzfl", "blanchard"]
 

@@ -18,8 +18,7 @@ from fl_lightning.aggregation.distances import (
     neighbour_shares,
 )
 from fl_lightning.aggregation.weiszfeld import median_shares
-from fl_lightning.checks import check_choice
-from fl_lightning.errors import ConfigurationError
+from fl_lightning.errors import ConfigurationError, check_choice
 
 
 class PreAggregator(ABC):

@@ -16,10 +16,9 @@ from torch import nn
 
 from fl_lightning.aggregation import Aggregator, PreAggregator
 from fl_lightning.client_data.federated import FederatedDataModule
-from fl_lightning.errors import ConfigurationError
+from fl_lightning.errors import ConfigurationError, nearest
 from fl_lightning.executors.vectorized import Executor
 from fl_lightning.optimizers.schedules import LRSchedule
-from fl_lightning.suggestions import nearest
 
 _BASES: tuple[type, ...] = (
     Callback, FederatedDataModule, Executor, Aggregator, PreAggregator, LRSchedule, nn.Module,

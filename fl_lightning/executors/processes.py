@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from fl_lightning.checks import check_choice
 from fl_lightning.client_data.cohort_batch import CohortBatch
 from fl_lightning.cohort.client_rows import ClientRows
-from fl_lightning.errors import ConfigurationError
+from fl_lightning.errors import ConfigurationError, check_choice
 from fl_lightning.executors.cores import usable_cores
 from fl_lightning.executors.module_state import Inventory, Stocktaker, common_tensors
 from fl_lightning.executors.staging import share

@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import lightning as L
 
 from fl_lightning.batch_norm.swapping import restore_batch_norm
-from fl_lightning.errors import ConfigurationError
-from fl_lightning.suggestions import nearest
+from fl_lightning.errors import ConfigurationError, nearest
 
 if TYPE_CHECKING:
     from fl_lightning.cohort.cohort import Cohort

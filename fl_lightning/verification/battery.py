@@ -6,10 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from fl_lightning.errors import ConfigurationError
+from fl_lightning.errors import ConfigurationError, nearest
 from fl_lightning.round.callback import FederatedCallback
 from fl_lightning.run_directory.result import describe
-from fl_lightning.suggestions import nearest
 from fl_lightning.verification import client_rules, model_rule, run_rules, state_rules
 from fl_lightning.verification.bench import Bench
 from fl_lightning.verification.blame import in_words, origin

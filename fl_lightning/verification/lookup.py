@@ -8,9 +8,8 @@ from typing import Any, TypeGuard
 
 import yaml
 
-from fl_lightning.errors import ConfigurationError
+from fl_lightning.errors import ConfigurationError, nearest
 from fl_lightning.round.callback import FederatedCallback
-from fl_lightning.suggestions import nearest
 
 
 def find(name: str, methods: Mapping[str, type[FederatedCallback]]) -> type[FederatedCallback]:
