@@ -15,8 +15,8 @@ from lightning.pytorch.utilities import rank_zero_info
 from PIL import Image, ImageOps
 from torch import Tensor
 
-from fl_lightning.atomic import atomic_write, missing_folders, remove_empty, unwritable
 from fl_lightning.errors import ConfigurationError
+from fl_lightning.files import atomic_write, missing_folders, remove_empty, unwritable
 
 SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
 

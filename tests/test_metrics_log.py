@@ -9,8 +9,8 @@ import pytest
 import torch
 from lightning.pytorch.utilities import rank_zero_only
 
-from fl_lightning.atomic import write_json
 from fl_lightning.errors import ConfigurationError
+from fl_lightning.files import write_json
 from fl_lightning.run_directory.metrics import JSONLinesLogger, cut_back, read_rows
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from fl_lightning.atomic import atomic_write
 from fl_lightning.errors import ConfigurationError
+from fl_lightning.files import atomic_write
 from fl_lightning.run_directory.directory import (
     OUTSIDE_THE_HASH,
     Attempt,

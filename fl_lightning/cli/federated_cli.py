@@ -16,7 +16,6 @@ from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.profilers import PassThroughProfiler
 
-from fl_lightning.atomic import atomic_write
 from fl_lightning.cli.interruption import FinishRound
 from fl_lightning.cli.parser import check_settings, given_settings
 from fl_lightning.cli.progress import RoundProgress
@@ -24,6 +23,7 @@ from fl_lightning.dashboard.logger import RoundWandbLogger
 from fl_lightning.dashboard.naming import wandb_logger
 from fl_lightning.dashboard.settings import WandbSettings
 from fl_lightning.errors import ConfigurationError
+from fl_lightning.files import atomic_write
 from fl_lightning.round.module import FederatedModule
 from fl_lightning.run_directory.checkpoint_io import check_model, check_optimizer, load_run
 from fl_lightning.run_directory.checkpoints import AtomicCheckpointIO, RoundCheckpoint

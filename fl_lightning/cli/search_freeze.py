@@ -12,10 +12,10 @@ from typing import Any
 
 import yaml
 
-from fl_lightning.atomic import write_json, write_text
 from fl_lightning.cli.freeze_branches import Branch, fixbn_settings, make_branches, train_branches
 from fl_lightning.cli.main import main as run
 from fl_lightning.errors import ConfigurationError
+from fl_lightning.files import write_json, write_text
 from fl_lightning.optimizers.schedules import in_run, round_at
 from fl_lightning.run_directory.directory import config_hash
 from fl_lightning.run_directory.result import print_table

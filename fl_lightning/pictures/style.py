@@ -9,7 +9,7 @@ from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fl_lightning.atomic import atomic_write
+from fl_lightning.files import atomic_write
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

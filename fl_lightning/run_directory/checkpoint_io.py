@@ -15,8 +15,8 @@ from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
 from torch import nn
 from torch.optim import Optimizer
 
-from fl_lightning.atomic import atomic_write, unwritable
 from fl_lightning.errors import ConfigurationError
+from fl_lightning.files import atomic_write, unwritable
 
 
 class AtomicCheckpointIO(CheckpointIO):

@@ -10,8 +10,8 @@ from typing import Any, Literal
 import lightning as L
 from lightning.pytorch.callbacks import Checkpoint
 
-from fl_lightning.atomic import unwritable
 from fl_lightning.errors import ConfigurationError
+from fl_lightning.files import unwritable
 from fl_lightning.run_directory.checkpoint_io import AtomicCheckpointIO, local_path
 
 __all__ = ["AtomicCheckpointIO", "RoundCheckpoint"]

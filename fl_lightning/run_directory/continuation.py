@@ -7,8 +7,8 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 
-from fl_lightning.atomic import atomic_write
 from fl_lightning.errors import ConfigurationError
+from fl_lightning.files import atomic_write
 from fl_lightning.run_directory.checkpoint_io import load_run
 from fl_lightning.run_directory.checkpoints import RoundCheckpoint
 from fl_lightning.run_directory.directory import Attempt

@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from fl_lightning import __version__
-from fl_lightning.atomic import missing_folders, remove_empty, write_json, write_text
 from fl_lightning.errors import ConfigurationError
+from fl_lightning.files import missing_folders, remove_empty, write_json, write_text
 
 __all__ = [
     "OUTSIDE_THE_HASH",

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from io import StringIO
 from pathlib import Path
 
-from fl_lightning.atomic import atomic_write
+from fl_lightning.files import atomic_write
 from fl_lightning.pictures.federation import class_accuracy_figure, client_sizes_figure, partition_figure
 from fl_lightning.pictures.learning_curve import learning_curve_figure
 from fl_lightning.pictures.style import write_figure

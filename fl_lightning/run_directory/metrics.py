@@ -14,9 +14,8 @@ from typing import Any
 from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.utilities import rank_zero_only
 
-from fl_lightning.atomic import atomic_write, unwritable
 from fl_lightning.errors import ConfigurationError
-from fl_lightning.json_numbers import plain, restored
+from fl_lightning.files import atomic_write, plain, restored, unwritable
 
 
 class JSONLinesLogger(Logger):

@@ -1,6 +1,7 @@
 """Files that are replaced as a whole or not at all."""
 
 import json
+import math
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -8,7 +9,6 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from fl_lightning.errors import ConfigurationError
-from fl_lightning.json_numbers import plain
 
 
 @contextmanager
@@ -80,3 +80,28 @@ def write_text(path: Path, text: str) -> None:
 def write_json(path: Path, obj: Any) -> None:
     """Write an object as indented JSON, atomically (see :func:`atomic_write`); NaN and infinities as strings."""
     write_text(path, json.dumps(plain(obj), indent=2, allow_nan=False) + "\n")
+
+
+_NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+
+
+def plain(value: Any) -> Any:
+    """A value, or a tree of them, as JSON can hold it: tensors as numbers, non-finite floats as strings."""
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    if isinstance(value, dict):
+        return {key: plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    return value
+
+
+def restored(value: Any) -> Any:
+    """The value that :func:`plain` was given, tensors aside."""
+    if isinstance(value, dict):
+        return {key: restored(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [restored(item) for item in value]
+    return _NON_FINITE.get(value, value) if isinstance(value, str) else value
