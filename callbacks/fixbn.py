@@ -4,7 +4,7 @@ from typing import Literal
 
 from fl_lightning.errors import check_choice
 from fl_lightning.mechanisms.freezing import STATISTICS, Freezing
-from fl_lightning.optimizers.schedules import one_moment, round_at
+from fl_lightning.milestones import one_moment, round_at
 
 _KINDS = {"statistics": STATISTICS, "affine": ("affine",), "both": (*STATISTICS, "affine")}
 

@@ -16,7 +16,7 @@ from fl_lightning.cli.freeze_branches import Branch, fixbn_settings, make_branch
 from fl_lightning.cli.main import main as run
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.files import write_json, write_text
-from fl_lightning.optimizers.schedules import in_run, round_at
+from fl_lightning.milestones import in_run, round_at
 from fl_lightning.run_directory.directory import config_hash
 from fl_lightning.run_directory.result import print_table
 

@@ -5,6 +5,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 from fl_lightning.errors import ConfigurationError
+from fl_lightning.milestones import in_run, round_at
 
 
 class LRSchedule(ABC):
@@ -72,55 +73,3 @@ class InverseSteps(LRSchedule):
         """One over one more than the number of periods already finished."""
         length = self.period if isinstance(self.period, int) else self.period * total_rounds
         return 1 / math.ceil(round_number / length - 1e-9)
-
-
-def round_at(moment: int | float, total_rounds: int) -> int:
-    """The last round before a moment of a run.
-
-    Args:
-        moment: That round itself (int), or a fraction of all rounds (float): ``floor(moment * total_rounds)``, safe
-            against rounding.
-        total_rounds: Number of planned rounds.
-    """
-    return moment if isinstance(moment, int) else int(moment * total_rounds + 1e-9)
-
-
-def in_run(moment: int | float, *, ends: bool = False) -> bool:
-    """Whether a moment (see :func:`round_at`) lies within a run.
-
-    Args:
-        moment: A round (int) or a fraction of all rounds (float).
-        ends: Whether the start (round 0, fraction 0) and the end (fraction 1) count as within.
-    """
-    if isinstance(moment, int):
-        return moment >= (0 if ends else 1)
-    return 0 <= moment <= 1 if ends else 0 < moment < 1
-
-
-def one_moment(
-    owner: str, name: str, round_number: int | None, fraction: float | None, default: float
-) -> int | float:
-    """The moment that a pair of settings ``<name>_round`` and ``<name>_fraction`` gives together.
-
-    Args:
-        owner: Name of the class, for messages.
-        name: What happens then, such as ``"freeze"``.
-        round_number: A round >= 0, or None.
-        fraction: A fraction of all rounds in [0, 1], or None.
-        default: The fraction where neither is given.
-
-    Raises:
-        ConfigurationError: Both are given, or one is out of range.
-    """
-    setting = f"{owner}.{name}"
-    if round_number is not None and fraction is not None:
-        raise ConfigurationError(
-            f"{setting}_round: {round_number} and {setting}_fraction: {fraction} both say when; give one of them"
-        )
-    if round_number is not None and not in_run(round_number, ends=True):
-        raise ConfigurationError(f"{setting}_round: {round_number} must be a round number >= 0")
-    if fraction is not None and not in_run(float(fraction), ends=True):
-        raise ConfigurationError(f"{setting}_fraction: {fraction} must lie in [0, 1]")
-    if round_number is not None:
-        return round_number
-    return default if fraction is None else float(fraction)
