@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Any
 import lightning as L
 
 from fl_lightning import FederatedCallback
-from fl_lightning.diagnostics.network_link import Link, in_words
+from fl_lightning.console import format_bytes, in_words
+from fl_lightning.diagnostics.network_link import Link
 from fl_lightning.pictures.communication import communication_figure, has_communication
 from fl_lightning.round.traffic import UpDown, add, total
 from fl_lightning.run_directory.report import Drawing, Report, Table
-from fl_lightning.run_directory.result import format_bytes
 
 if TYPE_CHECKING:
     from fl_lightning import FederatedModule

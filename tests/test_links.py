@@ -6,7 +6,8 @@ import statistics
 import pytest
 
 from fl_lightning import ConfigurationError
-from fl_lightning.diagnostics.network_link import Link, in_words
+from fl_lightning.console import in_words
+from fl_lightning.diagnostics.network_link import Link
 
 
 def test_a_megabyte_takes_eight_seconds_at_one_megabit_per_second():

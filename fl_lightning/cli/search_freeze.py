@@ -14,11 +14,11 @@ import yaml
 
 from fl_lightning.cli.freeze_branches import Branch, fixbn_settings, make_branches, train_branches
 from fl_lightning.cli.main import main as run
+from fl_lightning.console import print_table
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.files import write_json, write_text
 from fl_lightning.milestones import in_run, round_at
 from fl_lightning.run_directory.directory import config_hash
-from fl_lightning.run_directory.result import print_table
 
 _PROGRAM = "python -m fl_lightning search-freeze"
 _DESCRIPTION = """\

@@ -77,12 +77,3 @@ class Link:
 @cache
 def _normal(seed: int, client: int) -> float:
     return torch.randn((), generator=generator(seed, "link", client), dtype=torch.float64).item()
-
-
-def in_words(seconds: float) -> str:
-    """A time in words, such as ``"3.2 min"``."""
-    for unit, size in (("s", 60), ("min", 60), ("h", 24)):
-        if seconds < 2 * size:
-            return f"{seconds:.3g} {unit}"
-        seconds /= size
-    return f"{seconds:.3g} days"

@@ -1,18 +1,16 @@
 """What a run leaves behind: the files of its directory and the table that ``fit`` ends with."""
 
 import inspect
-import sys
-import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import torch
-from rich.console import Console
 from torch import Tensor
 
 from fl_lightning.aggregation import WeightedMean
+from fl_lightning.console import format_bytes, print_table
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.models.describe import norm_names
 from fl_lightning.round.module import FederatedModule
@@ -70,23 +68,6 @@ class RunFiles(L.Callback):
 def print_policy(table: Mapping[str, str]) -> None:
     """Print what happens to each kind of state in a round."""
     print_table("State of the model", {KIND_LABELS[kind]: treatment for kind, treatment in table.items()})
-
-
-def print_table(title: str, rows: Mapping[str, str]) -> None:
-    """Print names and values in two columns; on a terminal long values are wrapped at their spaces.
-
-    Args:
-        title: The line above, bold on a terminal.
-        rows: Values by name.
-    """
-    console = Console(highlight=False)
-    indent = max(map(len, rows)) + 2
-    width = max(console.width - indent, 20) if console.is_terminal else sys.maxsize
-    console.print(title, style="bold")
-    for name, value in rows.items():
-        lines = textwrap.wrap(value, width, break_long_words=False, break_on_hyphens=False)
-        text = f"\n{'':{indent}}".join(lines)
-        console.print(f"{name:<{indent}}{text}".rstrip(), markup=False, soft_wrap=True)
 
 
 def method_name(module: FederatedModule, callbacks: Sequence[L.Callback]) -> str:
@@ -233,12 +214,3 @@ def _class_accuracy(module: FederatedModule, metrics: Mapping[str, float]) -> di
 def _shown(directory: Path) -> str:
     path, here = directory.resolve(), Path.cwd()
     return str(path.relative_to(here) if path.is_relative_to(here) else path)
-
-
-def format_bytes(count: float) -> str:
-    """A number of bytes in words, such as ``"1.084 MB"`` (a MB is 10^6 bytes)."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.4g} {unit}"
-        count /= 1000
-    return f"{count:.4g} TB"

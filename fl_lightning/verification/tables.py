@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from fl_lightning.run_directory.result import print_table
+from fl_lightning.console import print_table
 from fl_lightning.verification.battery import Certificate
 
 
