@@ -5,8 +5,8 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from fl_lightning.dropout import Dropout, convert_dropout, dropout_keys, number_dropout_layers
 from fl_lightning.errors import ConfigurationError
+from fl_lightning.models.dropout import Dropout, convert_dropout, dropout_keys, number_dropout_layers
 
 KEYS = dropout_keys(seed=0, round=1, client_ids=range(64), step=0)
 

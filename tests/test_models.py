@@ -7,9 +7,9 @@ from jsonargparse import ArgumentParser
 from torch import Tensor, nn
 from torch.func import functional_call, grad, stack_module_state
 
-from fl_lightning.dropout import Dropout, dropout_keys
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.models import FBNCNN, CIFARResNet, LeNet, ResNet8, ResNet20, ResNet32
+from fl_lightning.models.dropout import Dropout, dropout_keys
 from fl_lightning.models.norm import make_norm
 
 NORMS = ["bn", "gn", "ln", "in", "gn_ws", "weight_norm", "scaled_ws", "none"]

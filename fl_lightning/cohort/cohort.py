@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from fl_lightning.batch_norm.layers import buffer_kinds, parameter_kinds
 from fl_lightning.cohort.client_rows import ClientRows
 from fl_lightning.cohort.rows import Layout, Rows, join_columns
-from fl_lightning.dropout import Dropout
+from fl_lightning.models.dropout import Dropout
 from fl_lightning.optimizers.client import ClientOptimizer, OptimizerCallable
 
 

@@ -232,7 +232,7 @@ def client_loss(module: "FederatedModule", batch: Any) -> Tensor:
         if "randomness" in str(error):
             raise CannotVectorize(
                 f"model {type(module.model).__name__} draws random numbers that VectorizedExecutor (or a joint "
-                "forward pass, as FedTAN's) cannot give each client by itself; use fl_lightning.dropout.Dropout, or SequentialExecutor"
+                "forward pass, as FedTAN's) cannot give each client by itself; use fl_lightning.models.dropout.Dropout, or SequentialExecutor"
             ) from error
         if "atching rule not implemented" in str(error) or "vmap" in str(error):
             raise CannotVectorize(

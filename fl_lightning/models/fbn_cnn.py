@@ -4,9 +4,9 @@ from typing import Literal
 
 from torch import Tensor, nn
 
-from fl_lightning.dropout import Dropout, number_dropout_layers
 from fl_lightning.errors import check_choice
 from fl_lightning.models.checks import require_at_least, require_images
+from fl_lightning.models.dropout import Dropout, number_dropout_layers
 from fl_lightning.models.norm import make_conv, make_norm
 
 

@@ -15,9 +15,9 @@ from fl_lightning.batch_norm.swapping import restore_batch_norm
 from fl_lightning.cli.progress import RoundProgress
 from fl_lightning.client_data.cohort_batch import CohortBatch
 from fl_lightning.cohort.cohort import Cohort, parameter_blocks
-from fl_lightning.dropout import convert_dropout, dropout_keys
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.executors.vectorized import Executor, SequentialExecutor
+from fl_lightning.models.dropout import convert_dropout, dropout_keys
 from fl_lightning.optimizers.checks import check_elementwise, check_overrides, check_server_optimizer
 from fl_lightning.optimizers.client import OptimizerCallable
 from fl_lightning.optimizers.schedules import LRSchedule
