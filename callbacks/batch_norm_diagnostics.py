@@ -9,9 +9,9 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
 from fl_lightning import ConfigurationError
-from fl_lightning.batch_norm.layers import batch_norm_layers
+from fl_lightning.batch_norm.layers import batch_norm_layers, has_statistics
 from fl_lightning.diagnostics.bn_report import BatchNormReport
-from fl_lightning.diagnostics.first_step import FirstStep, first_step, has_statistics
+from fl_lightning.diagnostics.first_step import FirstStep, first_step
 from fl_lightning.diagnostics.measurements import (
     layer_statistics,
     local_deviation,

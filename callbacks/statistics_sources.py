@@ -11,7 +11,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from callbacks.feddna import FedDNA
 from callbacks.silobn import SiloBN
 from fl_lightning import ConfigurationError
-from fl_lightning.batch_norm.layers import batch_norm_layers, buffer_kinds, require_batch_norm
+from fl_lightning.batch_norm.kinds import buffer_kinds
+from fl_lightning.batch_norm.layers import batch_norm_layers, require_batch_norm
 from fl_lightning.batch_norm.moments import total_variance
 from fl_lightning.errors import check_choice
 from fl_lightning.mechanisms.running_statistics import client_statistics, server_statistics, split_statistics

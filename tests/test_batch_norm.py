@@ -17,7 +17,8 @@ from fl_lightning import (
     VectorizedExecutor,
 )
 from fl_lightning.aggregation import Aggregator
-from fl_lightning.batch_norm.layers import batch_norm_layers, buffer_kinds, parameter_kinds
+from fl_lightning.batch_norm.kinds import buffer_kinds, parameter_kinds
+from fl_lightning.batch_norm.layers import batch_norm_layers
 from fl_lightning.round.evaluation import ServerEvaluation
 from fl_lightning.round.policy import policy_table, resolve_policy
 

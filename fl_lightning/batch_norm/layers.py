@@ -13,21 +13,32 @@ The state of a model falls into kinds, and every method is a statement about wha
 =========== ==========================================================================
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from fl_lightning.batch_norm.swapping import SwappedBatchNorm
 from fl_lightning.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    pass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    pass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    pass
 
 ONE_VALUE = (
     "gets one value per channel, whose variance is undefined; use batch_size >= 2, larger images or norm: gn"
 )
 """What is wrong with a BN layer's batch of one, and the ways out."""
-
-_BN_BUFFERS = {"running_mean": "mean", "running_var": "var", "num_batches_tracked": "counter"}
 
 
 def batch_norm_layers(model: nn.Module) -> dict[str, _BatchNorm]:
@@ -76,30 +87,6 @@ def set_momentum(model: nn.Module, momentum: float) -> None:
         raise ConfigurationError(f"bn_momentum: {momentum} must lie in (0, 1]; torch's default is 0.1")
     for layer in batch_norm_layers(model).values():
         layer.momentum = momentum
-
-
-def parameter_kinds(model: nn.Module) -> dict[str, str]:
-    """Kind of each trainable parameter by its qualified name, in the order of ``named_parameters``."""
-    affine = {id(p) for layer in batch_norm_layers(model).values() for p in layer.parameters(recurse=False)}
-    return {
-        name: "affine" if id(parameter) in affine else "weight"
-        for name, parameter in model.named_parameters()
-        if parameter.requires_grad
-    }
-
-
-def buffer_kinds(model: nn.Module) -> dict[str, str]:
-    """Kind of each buffer by its qualified name, in the order of ``named_buffers``."""
-    layers = batch_norm_layers(model)
-    persistent = model.state_dict(keep_vars=True).keys()
-    kinds = {}
-    for name, _ in model.named_buffers():
-        owner, _, attribute = name.rpartition(".")
-        if owner in layers and attribute in _BN_BUFFERS:
-            kinds[name] = _BN_BUFFERS[attribute]
-        else:
-            kinds[name] = "buffer" if name in persistent else "scratch"
-    return kinds
 
 
 def check_variances(
@@ -156,3 +143,38 @@ def explain_batch_of_one(model: nn.Module, forward: Any) -> ConfigurationError:
         for handle in handles:
             handle.remove()
     return ConfigurationError(f"{where} {ONE_VALUE}")
+
+
+@contextmanager
+def batch_statistics(model: nn.Module) -> Iterator[None]:
+    """Let every BN layer normalise with the statistics of its input, whatever forward pass a method has given it."""
+    layers = list(batch_norm_layers(model).values())
+    before = [(layer.__class__, layer.training, layer.track_running_stats) for layer in layers]
+    try:
+        for layer in layers:
+            if isinstance(layer, SwappedBatchNorm):
+                layer.__class__ = layer.original  # type: ignore[assignment]  # the class that it came with
+            layer.training, layer.track_running_stats = True, False
+        yield
+    finally:
+        for layer, (kind, training, tracking) in zip(layers, before, strict=True):
+            layer.__class__ = kind
+            layer.training, layer.track_running_stats = training, tracking
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Put a model in eval mode; afterwards every module is in the mode that it was in."""
+    modes = {module: module.training for module in model.modules()}
+    try:
+        model.eval()
+        yield
+    finally:
+        for module, training in modes.items():
+            module.training = training
+
+
+def has_statistics(model: nn.Module) -> bool:
+    """Whether a model has BN layers and all of them keep running statistics."""
+    layers = batch_norm_layers(model).values()
+    return bool(layers) and all(layer.running_mean is not None for layer in layers)

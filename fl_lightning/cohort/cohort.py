@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fl_lightning.batch_norm.layers import buffer_kinds, parameter_kinds
+from fl_lightning.batch_norm.kinds import buffer_kinds, parameter_kinds
 from fl_lightning.cohort.client_rows import ClientRows
 from fl_lightning.cohort.rows import Layout, Rows, join_columns
 from fl_lightning.models.dropout import Dropout
@@ -267,7 +267,7 @@ def block_layout(tensors: Mapping[str, Tensor], groups: Mapping[str, str]) -> La
 
     Args:
         tensors: Parameters or buffers by name.
-        groups: Their groups, from :func:`parameter_blocks` or ``fl_lightning.batch_norm.layers.buffer_kinds``.
+        groups: Their groups, from :func:`parameter_blocks` or ``fl_lightning.batch_norm.kinds.buffer_kinds``.
     """
     main: dict[str, torch.dtype] = {}
     layout: dict[str, dict[str, torch.Size]] = {}

@@ -18,6 +18,7 @@ from fl_lightning.models.dropout import Dropout
 
 if TYPE_CHECKING:
     from fl_lightning.round.module import FederatedModule
+from fl_lightning.batch_norm.layers import has_statistics
 
 
 @dataclass(frozen=True)
@@ -38,12 +39,6 @@ class FirstStep:
     channels: Mapping[str, int]
     means: Tensor
     variances: Tensor
-
-
-def has_statistics(model: nn.Module) -> bool:
-    """Whether a model has BN layers and all of them keep running statistics."""
-    layers = batch_norm_layers(model).values()
-    return bool(layers) and all(layer.running_mean is not None for layer in layers)
 
 
 def first_step(pl_module: "FederatedModule", cohort: Cohort, *, union: bool = True) -> FirstStep:

@@ -13,9 +13,7 @@ from fl_lightning.round.callback import FederatedCallback
 if TYPE_CHECKING:
     from fl_lightning.cohort.cohort import Cohort
     from fl_lightning.round.module import FederatedModule
-
-STATISTICS = ("mean", "var", "counter")
-"""The kinds of state that are a BN layer's running statistics."""
+from fl_lightning.batch_norm.kinds import STATISTICS
 
 
 class Freezing(FederatedCallback):

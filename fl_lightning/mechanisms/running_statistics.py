@@ -34,7 +34,7 @@ def join_statistics(buffers: Mapping[str, Tensor], kinds: Mapping[str, str]) -> 
 
     Args:
         buffers: Buffers by name.
-        kinds: Their kinds, from ``fl_lightning.batch_norm.layers.buffer_kinds``.
+        kinds: Their kinds, from ``fl_lightning.batch_norm.kinds.buffer_kinds``.
     """
     return torch.stack([torch.cat([buffers[name] for name in names], -1) for names in _names(kinds)])
 
@@ -46,7 +46,7 @@ def split_statistics(
 
     Args:
         buffers: A model's buffers by name, which tell the sizes.
-        kinds: Their kinds, from ``fl_lightning.batch_norm.layers.buffer_kinds``.
+        kinds: Their kinds, from ``fl_lightning.batch_norm.kinds.buffer_kinds``.
         mean: Means of all layers.
         variance: Variances of all layers.
     """

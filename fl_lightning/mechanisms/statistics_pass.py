@@ -11,13 +11,13 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
 
-from fl_lightning.batch_norm.layers import batch_norm_layers
+from fl_lightning.batch_norm.layers import batch_norm_layers, batch_statistics
 from fl_lightning.batch_norm.moments import merge_, total_variance
 from fl_lightning.executors.vectorized import client_loss
-from fl_lightning.mechanisms.variant_evaluation import batch_statistics
 
 if TYPE_CHECKING:
     from fl_lightning.round.module import FederatedModule
+from fl_lightning.batch_norm.layers import evaluating
 
 Mode = Literal["pooled", "per_client", "per_client_total_variance", "pooled_total_variance"]
 """What :func:`collect` averages.
@@ -138,18 +138,6 @@ def _observe(pl_module: "FederatedModule", batches: Iterator[Any], observer: Obs
     ):
         for batch in batches:
             client_loss(pl_module, batch)
-
-
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Put a model in eval mode; afterwards every module is in the mode that it was in."""
-    modes = {module: module.training for module in model.modules()}
-    try:
-        model.eval()
-        yield
-    finally:
-        for module, training in modes.items():
-            module.training = training
 
 
 @contextmanager

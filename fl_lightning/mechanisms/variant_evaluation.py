@@ -1,23 +1,22 @@
 """Evaluation of variants of the server's model, beside the server's own and on the same batches."""
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import lightning as L
 from lightning.pytorch.utilities.seed import isolate_rng
-from torch import Tensor, nn
+from torch import Tensor
 
-from fl_lightning.batch_norm.layers import batch_norm_layers, explain_batch_of_one
-from fl_lightning.batch_norm.swapping import SwappedBatchNorm
+from fl_lightning.batch_norm.layers import explain_batch_of_one
 from fl_lightning.cohort.slots import StateSlots
 from fl_lightning.round.callback import FederatedCallback
 from fl_lightning.round.evaluation import ServerEvaluation
 
 if TYPE_CHECKING:
     from fl_lightning.round.module import FederatedModule
+from fl_lightning.batch_norm.layers import batch_statistics
 
 BATCH_STATISTICS: Mapping[str, Tensor] = MappingProxyType({})
 """The variant whose BN layers normalise with the evaluation batch; no running statistic is read or changed."""
@@ -142,20 +141,3 @@ class VariantEvaluation(FederatedCallback):
         for name, value in self.variant_metrics(pl_module, split, self._evaluations).items():
             pl_module.log(f"{split}/{name}", value)
         del self._tensors, self._evaluations, self._slots
-
-
-@contextmanager
-def batch_statistics(model: nn.Module) -> Iterator[None]:
-    """Let every BN layer normalise with the statistics of its input, whatever forward pass a method has given it."""
-    layers = list(batch_norm_layers(model).values())
-    before = [(layer.__class__, layer.training, layer.track_running_stats) for layer in layers]
-    try:
-        for layer in layers:
-            if isinstance(layer, SwappedBatchNorm):
-                layer.__class__ = layer.original  # type: ignore[assignment]  # the class that it came with
-            layer.training, layer.track_running_stats = True, False
-        yield
-    finally:
-        for layer, (kind, training, tracking) in zip(layers, before, strict=True):
-            layer.__class__ = kind
-            layer.training, layer.track_running_stats = training, tracking

@@ -6,24 +6,12 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from fl_lightning.batch_norm.layers import buffer_kinds, parameter_kinds
+from fl_lightning.batch_norm.kinds import buffer_kinds, parameter_kinds
 from fl_lightning.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from fl_lightning.round.callback import FederatedCallback
-
-KINDS = ("weight", "affine", "mean", "var", "counter", "buffer")
-"""The kinds of state that the server holds, in the order of the policy table."""
-
-TREATMENTS = ("averaged", "max", "local", "frozen", "pooled", "reset")
-"""What may happen to a kind in a round.
-
-``averaged`` and ``max``: sent by the clients and aggregated (``max`` is the counter's rule). ``frozen``: kept as the
-server holds it; frozen statistics also normalise in training (the BN layers run in eval mode), frozen parameters are
-not trained. ``local``: kept by the client and not sent, through the callback that declares it (``Cohort.recall`` and
-``Cohort.remember``); the server's own copy, which is only evaluated, is the mean over the round's cohort. ``pooled``:
-aggregated by the callback that declares it. ``reset``: not kept after the round.
-"""
+from fl_lightning.batch_norm.kinds import KINDS, TREATMENTS
 
 _EXCLUSIVE = ("local", "pooled", "reset")
 """Treatments that a callback carries out itself, so that two cannot share them."""

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fl_lightning.aggregation import WeightedMean
+from fl_lightning.batch_norm.kinds import KIND_LABELS
 from fl_lightning.console import format_bytes, print_table
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.models.describe import norm_names
@@ -19,15 +20,6 @@ from fl_lightning.run_directory.directory import Attempt, environment_record, wr
 from fl_lightning.run_directory.drawings import draw_partition, draw_reports, draw_results
 from fl_lightning.run_directory.metrics import cut_back
 from fl_lightning.run_directory.report import reports_of
-
-KIND_LABELS = {
-    "weight": "weights",
-    "affine": "BN gamma, beta",
-    "mean": "BN running mean",
-    "var": "BN running variance",
-    "counter": "BN batch counter",
-    "buffer": "other buffers",
-}
 
 
 class RunFiles(L.Callback):

@@ -6,8 +6,7 @@ from typing import Any
 
 import torch
 
-from fl_lightning.round.policy import KINDS
-from fl_lightning.run_directory.result import KIND_LABELS
+from fl_lightning.batch_norm.kinds import KIND_LABELS, KINDS
 from fl_lightning.verification.bench import Run
 from fl_lightning.verification.memory import entries
 from fl_lightning.verification.observation import Round

@@ -1,0 +1,70 @@
+"""The kinds of a model's state: every method is a statement about what happens to each of them in a round."""
+
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from fl_lightning.batch_norm.layers import batch_norm_layers
+
+if TYPE_CHECKING:
+    pass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    pass
+
+
+_BN_BUFFERS = {"running_mean": "mean", "running_var": "var", "num_batches_tracked": "counter"}
+
+
+def parameter_kinds(model: nn.Module) -> dict[str, str]:
+    """Kind of each trainable parameter by its qualified name, in the order of ``named_parameters``."""
+    affine = {id(p) for layer in batch_norm_layers(model).values() for p in layer.parameters(recurse=False)}
+    return {
+        name: "affine" if id(parameter) in affine else "weight"
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
+    }
+
+
+def buffer_kinds(model: nn.Module) -> dict[str, str]:
+    """Kind of each buffer by its qualified name, in the order of ``named_buffers``."""
+    layers = batch_norm_layers(model)
+    persistent = model.state_dict(keep_vars=True).keys()
+    kinds = {}
+    for name, _ in model.named_buffers():
+        owner, _, attribute = name.rpartition(".")
+        if owner in layers and attribute in _BN_BUFFERS:
+            kinds[name] = _BN_BUFFERS[attribute]
+        else:
+            kinds[name] = "buffer" if name in persistent else "scratch"
+    return kinds
+
+
+KINDS = ("weight", "affine", "mean", "var", "counter", "buffer")
+"""The kinds of state that the server holds, in the order of the policy table."""
+
+
+TREATMENTS = ("averaged", "max", "local", "frozen", "pooled", "reset")
+"""What may happen to a kind in a round.
+
+``averaged`` and ``max``: sent by the clients and aggregated (``max`` is the counter's rule). ``frozen``: kept as the
+server holds it; frozen statistics also normalise in training (the BN layers run in eval mode), frozen parameters are
+not trained. ``local``: kept by the client and not sent, through the callback that declares it (``Cohort.recall`` and
+``Cohort.remember``); the server's own copy, which is only evaluated, is the mean over the round's cohort. ``pooled``:
+aggregated by the callback that declares it. ``reset``: not kept after the round.
+"""
+
+
+KIND_LABELS = {
+    "weight": "weights",
+    "affine": "BN gamma, beta",
+    "mean": "BN running mean",
+    "var": "BN running variance",
+    "counter": "BN batch counter",
+    "buffer": "other buffers",
+}
+
+
+STATISTICS = ("mean", "var", "counter")
+"""The kinds of state that are a BN layer's running statistics."""
