@@ -7,7 +7,7 @@ from helpers import SGD, ArrayClient, SaveRounds, distance, fit, small_cnn
 from torch.utils.data import DataLoader, TensorDataset
 
 from fl_lightning import FederatedDataModule, FederatedModule
-from fl_lightning.client_data.cohort_batch import LoaderBatches
+from fl_lightning.client_data.loaders import LoaderBatches
 from fl_lightning.round.plan import RoundPlan
 
 

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from callbacks import FixBN
 from fl_lightning import ConfigurationError, FederatedDataModule, FederatedModule, VectorizedExecutor
-from fl_lightning.client_data.cohort_batch import LoaderBatches
+from fl_lightning.client_data.loaders import LoaderBatches
 
 
 class Sentences(Dataset):

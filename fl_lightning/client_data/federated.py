@@ -13,7 +13,8 @@ import torch
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.utils.data import DataLoader
 
-from fl_lightning.client_data.cohort_batch import CohortBatch, LoaderBatches
+from fl_lightning.client_data.cohort_batch import CohortBatch
+from fl_lightning.client_data.loaders import LoaderBatches
 
 
 class ClientDataModule(L.LightningDataModule):

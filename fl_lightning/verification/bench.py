@@ -12,7 +12,7 @@ import torch
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import nn
 
-from fl_lightning.client_data.cohort_batch import seed_global_generators
+from fl_lightning.client_data.loaders import seed_global_generators
 from fl_lightning.executors.vectorized import Executor, SequentialExecutor, VectorizedExecutor
 from fl_lightning.round.callback import FederatedCallback
 from fl_lightning.verification.companions import Disturb, Noise, Observer, SaveRounds

@@ -1,0 +1,141 @@
+"""Batches of a client whose data come from a DataLoader of its own."""
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import lightning as L
+import numpy as np
+import torch
+from lightning.pytorch.utilities.seed import isolate_rng
+from torch.utils._pytree import tree_flatten
+from torch.utils.data import DataLoader, IterableDataset
+
+from fl_lightning.errors import ConfigurationError
+from fl_lightning.randomness import derive_seed
+
+
+class LoaderBatches:
+    """Random access to the batches of any ``LightningDataModule`` through its ``train_dataloader()``.
+
+    The order of an epoch and each batch are made under random number generators (the loader's own, torch's, numpy's and
+    Python's global ones) seeded from (seed, client, epoch[, position]), so shuffling and augmentation that draw from
+    them are functions of the position alone. The global ones are put back afterwards. A map-style data set without
+    worker processes gives any batch at once; another loader is iterated, and skips to the position after a jump.
+
+    Args:
+        datamodule: The client's data module, already set up.
+        client_id: The client's number, for the seeds and for messages.
+        seed: The run's seed.
+
+    Attributes:
+        num_examples: Number of training examples.
+        steps_per_epoch: Number of batches in one pass over them.
+        samples_per_step: Samples in a batch, on average over a pass.
+
+    Raises:
+        ConfigurationError: The loader has no length or no batch.
+    """
+
+    def __init__(self, datamodule: L.LightningDataModule, client_id: int, seed: int) -> None:
+        self.client_id = client_id
+        self.seed = seed
+        self.loader: DataLoader[Any] = datamodule.train_dataloader()
+        try:
+            self.steps_per_epoch = len(self.loader)
+        except TypeError as error:
+            raise ConfigurationError(
+                f"clients[{client_id}].train_dataloader() has no length; a client needs a loader over a sized dataset"
+            ) from error
+        if self.steps_per_epoch == 0:
+            raise ConfigurationError(
+                f"clients[{client_id}].train_dataloader() yields no batch: the client has fewer samples than a batch; "
+                "use a smaller batch_size or drop_last=False"
+            )
+        dataset: Any = getattr(self.loader, "dataset", None)
+        self.num_examples = len(dataset) if hasattr(dataset, "__len__") else self.steps_per_epoch
+        complete = getattr(self.loader, "drop_last", False) and self.loader.batch_size is not None
+        self.samples_per_step: float = (
+            float(self.loader.batch_size or 0) if complete else self.num_examples / self.steps_per_epoch
+        )
+        self._at_random = (
+            type(self.loader) is DataLoader
+            and not isinstance(dataset, IterableDataset)
+            and self.loader.num_workers == 0
+        )
+        self._epoch = -1
+        self._order: list[Any] = []
+        self._iterator: Iterator[Any] | None = None
+        self._next_step = -1
+
+    def train_batch(self, step: int) -> Any:
+        """The batch of local step ``step`` (from 0, counted over the whole training)."""
+        epoch, index = divmod(step, self.steps_per_epoch)
+        if self._at_random:
+            if epoch != self._epoch:
+                self._start(epoch)
+            with self._seeded("client batch", epoch, index):
+                return self._load(self._order[index])
+        if self._iterator is None or step != self._next_step or index == 0:
+            self._start(epoch)
+            for skipped in range(index):
+                self._fetch(epoch, skipped)
+        self._next_step = step + 1
+        return self._fetch(epoch, index)
+
+    def _start(self, epoch: int) -> None:
+        samplers: list[Any] = [
+            self.loader.sampler,
+            self.loader.batch_sampler,
+            getattr(self.loader.batch_sampler, "sampler", None),
+        ]
+        own_seed = derive_seed(self.seed, "client loader's generator", self.client_id, epoch)
+        for owner in (self.loader, *samplers):
+            if hasattr(owner, "set_epoch"):
+                owner.set_epoch(epoch)
+            if isinstance(getattr(owner, "generator", None), torch.Generator):
+                owner.generator.manual_seed(own_seed)
+        with self._seeded("client loader", epoch):
+            if self._at_random:
+                self._order = list(self.loader.batch_sampler or self.loader.sampler)
+            else:
+                self._iterator = iter(self.loader)
+        self._epoch = epoch
+
+    def _load(self, chosen: Any) -> Any:
+        dataset: Any = self.loader.dataset
+        if self.loader.batch_sampler is None:
+            return self.loader.collate_fn(dataset[chosen])
+        if hasattr(dataset, "__getitems__"):
+            return self.loader.collate_fn(dataset.__getitems__(chosen))
+        return self.loader.collate_fn([dataset[index] for index in chosen])
+
+    def _fetch(self, epoch: int, index: int) -> Any:
+        assert self._iterator is not None
+        with self._seeded("client batch", epoch, index):
+            return next(self._iterator)
+
+    @contextmanager
+    def _seeded(self, purpose: str, *coordinates: int) -> Iterator[None]:
+        with isolate_rng():
+            seed_global_generators(derive_seed(self.seed, purpose, self.client_id, *coordinates))
+            yield
+
+
+def seed_global_generators(seed: int) -> None:
+    """Seed torch's, numpy's and Python's global generators from one integer."""
+    torch.manual_seed(seed)
+    np.random.seed(seed % 2**32)
+    random.seed(seed)
+
+
+def first_shape(batch: Any) -> tuple[int, ...]:
+    """Shape of the first tensor of a batch, for messages and sample counts."""
+    first = batch
+    while isinstance(first, list | tuple) and first:
+        first = first[0]
+    if isinstance(first, torch.Tensor):
+        return tuple(first.shape)
+    leaves = [leaf for leaf in tree_flatten(batch)[0] if isinstance(leaf, torch.Tensor)]
+    return tuple(leaves[0].shape) if leaves else ()
