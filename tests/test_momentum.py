@@ -10,7 +10,7 @@ from torch import nn
 
 from callbacks import FedBN, FixBN, MaintainedMomentum
 from fl_lightning import ConfigurationError, FederatedModule, SequentialExecutor, VectorizedExecutor
-from fl_lightning.cohort.cohort import parameter_blocks
+from fl_lightning.cohort.blocks import parameter_blocks
 from fl_lightning.optimizers.schedules import MultiStep
 from fl_lightning.participation import sample_cohort
 

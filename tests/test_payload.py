@@ -23,7 +23,7 @@ from callbacks import (
     StaticBN,
 )
 from fl_lightning import Cohort, FederatedModule
-from fl_lightning.cohort.cohort import parameter_blocks
+from fl_lightning.cohort.blocks import parameter_blocks
 from fl_lightning.models import FBNCNN, ResNet20
 from fl_lightning.optimizers.server import FedAdam
 from fl_lightning.round.policy import resolve_policy

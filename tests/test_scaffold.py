@@ -30,7 +30,7 @@ from fl_lightning import (
     SequentialExecutor,
     VectorizedExecutor,
 )
-from fl_lightning.cohort.cohort import parameter_blocks
+from fl_lightning.cohort.blocks import parameter_blocks
 from fl_lightning.models import ResNet20
 from fl_lightning.optimizers.schedules import MultiStep
 from fl_lightning.participation import sample_cohort

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from fl_lightning.batch_norm.joint import one_client_for_all
 from fl_lightning.batch_norm.layers import batch_norm_layers
-from fl_lightning.cohort.cohort import Cohort, parameter_blocks
+from fl_lightning.cohort.blocks import parameter_blocks
+from fl_lightning.cohort.cohort import Cohort
 from fl_lightning.cohort.slots import StateSlots
 from fl_lightning.executors.vectorized import Executor, SequentialExecutor, VectorizedExecutor
 from fl_lightning.models.dropout import Dropout

@@ -9,7 +9,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 
 from fl_lightning.batch_norm.kinds import buffer_kinds, parameter_kinds
-from fl_lightning.cohort.cohort import block_layout, parameter_blocks
+from fl_lightning.cohort.blocks import block_layout, parameter_blocks
 from fl_lightning.cohort.rows import split_columns
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.mechanisms.variant_evaluation import VariantEvaluation

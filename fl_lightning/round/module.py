@@ -14,7 +14,8 @@ from fl_lightning.batch_norm.layers import check_variances, set_momentum
 from fl_lightning.batch_norm.swapping import restore_batch_norm
 from fl_lightning.cli.progress import RoundProgress
 from fl_lightning.client_data.cohort_batch import CohortBatch
-from fl_lightning.cohort.cohort import Cohort, parameter_blocks
+from fl_lightning.cohort.blocks import parameter_blocks
+from fl_lightning.cohort.cohort import Cohort
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.executors.vectorized import Executor, SequentialExecutor
 from fl_lightning.models.dropout import convert_dropout, dropout_keys
