@@ -17,7 +17,7 @@ from benchmarks.recipe import AUGMENTATION, BATCH_SIZE, CLIENT_OPTIMIZER
 from benchmarks.stopwatch import Stopwatch, nothing
 from benchmarks.workloads import SyntheticImages, Workload
 from fl_lightning import FederatedModule, ProcessExecutor, SequentialExecutor, VectorizedExecutor
-from fl_lightning.executors.vectorized import Executor
+from fl_lightning.executors.base import Executor
 from fl_lightning.participation import sample_cohort
 
 EXECUTORS: dict[str, type[Executor]] = {

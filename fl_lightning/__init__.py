@@ -11,7 +11,8 @@ if TYPE_CHECKING:
     from fl_lightning.cohort.cohort import Cohort
     from fl_lightning.errors import ConfigurationError
     from fl_lightning.executors.processes import ProcessExecutor
-    from fl_lightning.executors.vectorized import SequentialExecutor, VectorizedExecutor
+    from fl_lightning.executors.sequential import SequentialExecutor
+    from fl_lightning.executors.vectorized import VectorizedExecutor
     from fl_lightning.round.callback import FederatedCallback
     from fl_lightning.round.module import FederatedModule
 

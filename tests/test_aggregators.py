@@ -23,7 +23,8 @@ from fl_lightning.aggregation import (
     nearest_neighbor_mixing,
     trimmed_mean,
 )
-from fl_lightning.executors.vectorized import SequentialExecutor, VectorizedExecutor
+from fl_lightning.executors.sequential import SequentialExecutor
+from fl_lightning.executors.vectorized import VectorizedExecutor
 
 EXECUTORS = pytest.mark.parametrize("executor", [SequentialExecutor, VectorizedExecutor])
 # an aggregator, and its rule on one vector per client

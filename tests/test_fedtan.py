@@ -36,7 +36,7 @@ from fl_lightning import (
     VectorizedExecutor,
 )
 from fl_lightning.batch_norm.joint import cohort_mean
-from fl_lightning.executors.vectorized import Executor
+from fl_lightning.executors.base import Executor
 from fl_lightning.models import ResNet8, ResNet20
 
 DECAYED = partial(torch.optim.SGD, lr=0.1, weight_decay=0.05)

@@ -17,7 +17,7 @@ from torch import nn
 from fl_lightning.aggregation import Aggregator, PreAggregator
 from fl_lightning.client_data.federated import FederatedDataModule
 from fl_lightning.errors import ConfigurationError, nearest
-from fl_lightning.executors.vectorized import Executor
+from fl_lightning.executors.base import Executor
 from fl_lightning.optimizers.schedules import LRSchedule
 
 _BASES: tuple[type, ...] = (

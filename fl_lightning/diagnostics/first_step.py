@@ -14,7 +14,9 @@ from fl_lightning.batch_norm.layers import batch_norm_layers
 from fl_lightning.cohort.blocks import parameter_blocks
 from fl_lightning.cohort.cohort import Cohort
 from fl_lightning.cohort.slots import StateSlots
-from fl_lightning.executors.vectorized import Executor, SequentialExecutor, VectorizedExecutor
+from fl_lightning.executors.base import Executor
+from fl_lightning.executors.sequential import SequentialExecutor
+from fl_lightning.executors.vectorized import VectorizedExecutor
 from fl_lightning.models.dropout import Dropout
 
 if TYPE_CHECKING:

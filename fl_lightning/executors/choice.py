@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from fl_lightning.executors.base import Executor
 from fl_lightning.executors.cores import cores_of_a_run
 from fl_lightning.executors.processes import ProcessExecutor, shared_memory_left
-from fl_lightning.executors.vectorized import Executor, SequentialExecutor, VectorizedExecutor
+from fl_lightning.executors.sequential import SequentialExecutor
+from fl_lightning.executors.vectorized import VectorizedExecutor
 
 if TYPE_CHECKING:
     from fl_lightning.round.run_module import RunModule

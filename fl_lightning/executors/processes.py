@@ -14,10 +14,11 @@ from torch import Tensor
 from fl_lightning.client_data.cohort_batch import CohortBatch
 from fl_lightning.cohort.client_rows import ClientRows
 from fl_lightning.errors import ConfigurationError, check_choice
+from fl_lightning.executors.base import Executor
 from fl_lightning.executors.cores import usable_cores
 from fl_lightning.executors.module_state import Inventory, Stocktaker, common_tensors
+from fl_lightning.executors.sequential import SequentialExecutor
 from fl_lightning.executors.staging import share
-from fl_lightning.executors.vectorized import Executor, SequentialExecutor
 from fl_lightning.executors.worker import Load, Step
 from fl_lightning.executors.worker_process import CannotFork, WorkerProcess, forked, pickled, spawned
 
@@ -30,7 +31,7 @@ _SHARED_MEMORY = Path("/dev/shm")
 class ProcessExecutor(Executor):
     """The cohort spread over processes, each of which computes its clients one after the other on one thread.
 
-    The same numbers as :class:`~fl_lightning.executors.vectorized.SequentialExecutor` on one thread, bit for bit, whatever
+    The same numbers as :class:`~fl_lightning.executors.sequential.SequentialExecutor` on one thread, bit for bit, whatever
     ``num_workers``. Workers start with the first round, as copies of this process (``fork``), and anew where a part of the
     model or the loss is replaced by another object. Tensors of the cohort, and numbers and words that the module and its
     layers hold, alone or in lists and dicts, are always those of the step, and other tensors follow what is written into

@@ -1,7 +1,6 @@
 """Executors: who computes the clients' losses and gradients. They fill the same rows; callbacks cannot tell which ran."""
 
 import logging
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -10,115 +9,17 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from fl_lightning.batch_norm.layers import batch_norm_layers, explain_batch_of_one
+from fl_lightning.batch_norm.layers import batch_norm_layers
 from fl_lightning.batch_norm.stacked import StackedBatchNorm
 from fl_lightning.client_data.cohort_batch import CohortBatch
 from fl_lightning.cohort.client_rows import ClientRows
 from fl_lightning.errors import CannotVectorize, ConfigurationError
 from fl_lightning.executors.cuda_graph import StepGraphs
-from fl_lightning.randomness import derive_seed, seed_global
 
 if TYPE_CHECKING:
     from fl_lightning.round.module import FederatedModule
-
-
-class Executor(ABC):
-    """Computes one local step's losses and gradients for some rows of a cohort."""
-
-    @abstractmethod
-    def backward(
-        self, module: "FederatedModule", cohort: ClientRows, batch: CohortBatch, rows: Sequence[int]
-    ) -> Tensor:
-        """Fill ``cohort.grads`` and update ``cohort.buffers`` for ``rows``.
-
-        Args:
-            module: The federated module: ``client_loss`` gives a client's loss.
-            cohort: The round's stacked client state.
-            batch: One batch for each of ``rows``.
-            rows: Indices of the active rows.
-
-        Returns:
-            The local losses, detached, shape ``[len(rows)]``.
-        """
-
-    @contextmanager
-    def during_round(self) -> Iterator[None]:
-        """Settings of the whole process that a round with this executor needs, until the block ends."""
-        yield
-
-    def close(self) -> None:  # noqa: B027  # most hold nothing
-        """Give back what the executor holds between local steps, such as processes; it can be used again."""
-
-    def joint(self, method: str) -> "Executor":
-        """The executor of a step for which a method needs one forward pass over all clients together."""
-        executor = VectorizedExecutor()
-        executor.user = f"the joint forward pass of {method} in the first local step"
-        executor.instead = "the same batch_size"
-        return executor
-
-
-class SequentialExecutor(Executor):
-    """One client after the other: a loop over rows. The reference, and the right choice on one core.
-
-    Args:
-        compile: Whether the model is compiled (``torch.compile``), once for all clients: a minute at the start (again
-            where a method switches BN to frozen statistics), and numbers that differ by rounding. Evaluation is not compiled.
-    """
-
-    def __init__(self, compile: bool = False) -> None:
-        self.compile = compile
-        self._compiled: tuple[nn.Module, Any] | None = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        """A copy compiles its own model."""
-        return {**vars(self), "_compiled": None}
-
-    def backward(
-        self, module: "FederatedModule", cohort: ClientRows, batch: CohortBatch, rows: Sequence[int]
-    ) -> Tensor:
-        """Fill ``cohort.grads`` and update ``cohort.buffers`` for ``rows``; see :meth:`Executor.backward`."""
-        with self._fast(module.model):
-            return self._each(module, cohort, batch, rows)
-
-    @contextmanager
-    def _fast(self, model: nn.Module) -> Iterator[None]:
-        """Let calls of the model run compiled code, if that is wanted."""
-        if not self.compile:
-            yield
-            return
-        if self._compiled is None or self._compiled[0] is not model:
-            self._compiled = model, torch.compile(model._call_impl)
-        before = model._compiled_call_impl
-        model._compiled_call_impl = self._compiled[1]
-        try:
-            yield
-        finally:
-            model._compiled_call_impl = before
-
-    def _each(
-        self, module: "FederatedModule", cohort: ClientRows, batch: CohortBatch, rows: Sequence[int]
-    ) -> Tensor:
-        batches = zip(rows, batch.rows(), strict=True)
-        return torch.stack([self._one(module, cohort, row, client_batch) for row, client_batch in batches])
-
-    def _one(self, module: "FederatedModule", cohort: ClientRows, row: int, batch: Any) -> Tensor:
-        """One client's loss. Nothing of it is left when the next client's begins: memory does not fall into pieces."""
-        state, buffers = cohort.row_state(row), cohort.buffers.row(row)
-        # A model's own draws (stochastic depth, say) become a function of (seed, round, client, step).
-        own = derive_seed(module.seed, "model", cohort.round, cohort.client_ids[row], cohort.step)
-        seed_global(own, module.device)
-        with module.slots.filled(state.tensors):
-            loss = client_loss(module, batch)
-            replaced = {
-                name: value.detach().clone()  # it may be another buffer, or a part of one
-                for name, value in module.slots.read(buffers).items()
-                if value is not buffers[name]
-            }
-            for name, value in replaced.items():
-                buffers[name].copy_(value)
-        gradients = torch.autograd.grad(loss, state.trained, allow_unused=True, materialize_grads=True)
-        torch._foreach_copy_(state.gradients, list(gradients))
-        return loss.detach()
+from fl_lightning.executors.base import Executor, client_loss
+from fl_lightning.executors.sequential import SequentialExecutor
 
 
 class VectorizedExecutor(Executor):
@@ -217,30 +118,6 @@ class VectorizedExecutor(Executor):
         for block in cohort.buffers.layout:
             cohort.buffers.write(index, block, updated)
         return losses.detach()
-
-
-def client_loss(module: "FederatedModule", batch: Any) -> Tensor:
-    """``module.client_loss(batch)``, with PyTorch's errors turned into those that name the way out."""
-    try:
-        with module.trainer.precision_plugin.forward_context():
-            return module.client_loss(batch)
-    except ValueError as error:
-        if "more than 1 value per channel" in str(error):
-            raise explain_batch_of_one(module.model, lambda: module.client_loss(batch)) from error
-        raise
-    except RuntimeError as error:
-        if "randomness" in str(error):
-            raise CannotVectorize(
-                f"model {type(module.model).__name__} draws random numbers that VectorizedExecutor (or a joint "
-                "forward pass, as FedTAN's) cannot give each client by itself; use fl_lightning.models.dropout.Dropout, or SequentialExecutor"
-            ) from error
-        if "atching rule not implemented" in str(error) or "vmap" in str(error):
-            raise CannotVectorize(
-                f"model {type(module.model).__name__} has an operation that torch.func.vmap cannot run for all clients at once "
-                f"({str(error).splitlines()[0].rstrip('.')}); use SequentialExecutor, and no method that needs a joint forward pass "
-                "(FedTAN)"
-            ) from error
-        raise
 
 
 def _has_changing_momentum(model: nn.Module) -> bool:

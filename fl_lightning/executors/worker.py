@@ -146,7 +146,7 @@ class _Work:
         from fl_lightning.cohort.client_rows import ClientRows
         from fl_lightning.cohort.rows import Rows
         from fl_lightning.cohort.slots import StateSlots
-        from fl_lightning.executors.vectorized import SequentialExecutor
+        from fl_lightning.executors.sequential import SequentialExecutor
 
         torch.set_float32_matmul_precision(load.matmul_precision)
         torch.use_deterministic_algorithms(load.deterministic[0], warn_only=load.deterministic[1])

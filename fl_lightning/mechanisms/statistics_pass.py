@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from fl_lightning.batch_norm.layers import batch_norm_layers, batch_statistics
 from fl_lightning.batch_norm.moments import merge_, total_variance
-from fl_lightning.executors.vectorized import client_loss
+from fl_lightning.executors.base import client_loss
 
 if TYPE_CHECKING:
     from fl_lightning.round.module import FederatedModule

@@ -17,7 +17,8 @@ from fl_lightning.client_data.cohort_batch import CohortBatch
 from fl_lightning.cohort.blocks import parameter_blocks
 from fl_lightning.cohort.cohort import Cohort
 from fl_lightning.errors import ConfigurationError
-from fl_lightning.executors.vectorized import Executor, SequentialExecutor
+from fl_lightning.executors.base import Executor
+from fl_lightning.executors.sequential import SequentialExecutor
 from fl_lightning.models.dropout import convert_dropout, dropout_keys
 from fl_lightning.optimizers.checks import check_elementwise, check_overrides, check_server_optimizer
 from fl_lightning.optimizers.client import OptimizerCallable

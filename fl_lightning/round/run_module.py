@@ -13,8 +13,8 @@ from fl_lightning.batch_norm.swapping import restore_batch_norm
 from fl_lightning.cohort.cohort import Cohort
 from fl_lightning.cohort.slots import StateSlots
 from fl_lightning.errors import ConfigurationError
+from fl_lightning.executors.base import Executor
 from fl_lightning.executors.choice import Choice, choose_executor
-from fl_lightning.executors.vectorized import Executor
 from fl_lightning.optimizers.client import OptimizerCallable
 from fl_lightning.participation import cohort_size
 from fl_lightning.round.callback import FederatedCallback

@@ -13,7 +13,9 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch import nn
 
 from fl_lightning.client_data.loaders import seed_global_generators
-from fl_lightning.executors.vectorized import Executor, SequentialExecutor, VectorizedExecutor
+from fl_lightning.executors.base import Executor
+from fl_lightning.executors.sequential import SequentialExecutor
+from fl_lightning.executors.vectorized import VectorizedExecutor
 from fl_lightning.round.callback import FederatedCallback
 from fl_lightning.verification.companions import Disturb, Noise, Observer, SaveRounds
 from fl_lightning.verification.federation import federation, reference_model

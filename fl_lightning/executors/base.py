@@ -1,0 +1,76 @@
+"""What an executor is: it computes the losses and gradients of one local step for some rows of a cohort."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from fl_lightning.batch_norm.layers import explain_batch_of_one
+from fl_lightning.client_data.cohort_batch import CohortBatch
+from fl_lightning.cohort.client_rows import ClientRows
+from fl_lightning.errors import CannotVectorize
+
+if TYPE_CHECKING:
+    from fl_lightning.round.module import FederatedModule
+from fl_lightning.executors.vectorized import VectorizedExecutor
+
+
+class Executor(ABC):
+    """Computes one local step's losses and gradients for some rows of a cohort."""
+
+    @abstractmethod
+    def backward(
+        self, module: "FederatedModule", cohort: ClientRows, batch: CohortBatch, rows: Sequence[int]
+    ) -> Tensor:
+        """Fill ``cohort.grads`` and update ``cohort.buffers`` for ``rows``.
+
+        Args:
+            module: The federated module: ``client_loss`` gives a client's loss.
+            cohort: The round's stacked client state.
+            batch: One batch for each of ``rows``.
+            rows: Indices of the active rows.
+
+        Returns:
+            The local losses, detached, shape ``[len(rows)]``.
+        """
+
+    @contextmanager
+    def during_round(self) -> Iterator[None]:
+        """Settings of the whole process that a round with this executor needs, until the block ends."""
+        yield
+
+    def close(self) -> None:  # noqa: B027  # most hold nothing
+        """Give back what the executor holds between local steps, such as processes; it can be used again."""
+
+    def joint(self, method: str) -> "Executor":
+        """The executor of a step for which a method needs one forward pass over all clients together."""
+        executor = VectorizedExecutor()
+        executor.user = f"the joint forward pass of {method} in the first local step"
+        executor.instead = "the same batch_size"
+        return executor
+
+
+def client_loss(module: "FederatedModule", batch: Any) -> Tensor:
+    """``module.client_loss(batch)``, with PyTorch's errors turned into those that name the way out."""
+    try:
+        with module.trainer.precision_plugin.forward_context():
+            return module.client_loss(batch)
+    except ValueError as error:
+        if "more than 1 value per channel" in str(error):
+            raise explain_batch_of_one(module.model, lambda: module.client_loss(batch)) from error
+        raise
+    except RuntimeError as error:
+        if "randomness" in str(error):
+            raise CannotVectorize(
+                f"model {type(module.model).__name__} draws random numbers that VectorizedExecutor (or a joint "
+                "forward pass, as FedTAN's) cannot give each client by itself; use fl_lightning.models.dropout.Dropout, or SequentialExecutor"
+            ) from error
+        if "atching rule not implemented" in str(error) or "vmap" in str(error):
+            raise CannotVectorize(
+                f"model {type(module.model).__name__} has an operation that torch.func.vmap cannot run for all clients at once "
+                f"({str(error).splitlines()[0].rstrip('.')}); use SequentialExecutor, and no method that needs a joint forward pass "
+                "(FedTAN)"
+            ) from error
+        raise

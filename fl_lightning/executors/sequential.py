@@ -1,0 +1,80 @@
+"""One client after the other."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from fl_lightning.client_data.cohort_batch import CohortBatch
+from fl_lightning.cohort.client_rows import ClientRows
+from fl_lightning.randomness import derive_seed, seed_global
+
+if TYPE_CHECKING:
+    from fl_lightning.round.module import FederatedModule
+from fl_lightning.executors.base import Executor, client_loss
+
+
+class SequentialExecutor(Executor):
+    """One client after the other: a loop over rows. The reference, and the right choice on one core.
+
+    Args:
+        compile: Whether the model is compiled (``torch.compile``), once for all clients: a minute at the start (again
+            where a method switches BN to frozen statistics), and numbers that differ by rounding. Evaluation is not compiled.
+    """
+
+    def __init__(self, compile: bool = False) -> None:
+        self.compile = compile
+        self._compiled: tuple[nn.Module, Any] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy compiles its own model."""
+        return {**vars(self), "_compiled": None}
+
+    def backward(
+        self, module: "FederatedModule", cohort: ClientRows, batch: CohortBatch, rows: Sequence[int]
+    ) -> Tensor:
+        """Fill ``cohort.grads`` and update ``cohort.buffers`` for ``rows``; see :meth:`Executor.backward`."""
+        with self._fast(module.model):
+            return self._each(module, cohort, batch, rows)
+
+    @contextmanager
+    def _fast(self, model: nn.Module) -> Iterator[None]:
+        """Let calls of the model run compiled code, if that is wanted."""
+        if not self.compile:
+            yield
+            return
+        if self._compiled is None or self._compiled[0] is not model:
+            self._compiled = model, torch.compile(model._call_impl)
+        before = model._compiled_call_impl
+        model._compiled_call_impl = self._compiled[1]
+        try:
+            yield
+        finally:
+            model._compiled_call_impl = before
+
+    def _each(
+        self, module: "FederatedModule", cohort: ClientRows, batch: CohortBatch, rows: Sequence[int]
+    ) -> Tensor:
+        batches = zip(rows, batch.rows(), strict=True)
+        return torch.stack([self._one(module, cohort, row, client_batch) for row, client_batch in batches])
+
+    def _one(self, module: "FederatedModule", cohort: ClientRows, row: int, batch: Any) -> Tensor:
+        """One client's loss. Nothing of it is left when the next client's begins: memory does not fall into pieces."""
+        state, buffers = cohort.row_state(row), cohort.buffers.row(row)
+        # A model's own draws (stochastic depth, say) become a function of (seed, round, client, step).
+        own = derive_seed(module.seed, "model", cohort.round, cohort.client_ids[row], cohort.step)
+        seed_global(own, module.device)
+        with module.slots.filled(state.tensors):
+            loss = client_loss(module, batch)
+            replaced = {
+                name: value.detach().clone()  # it may be another buffer, or a part of one
+                for name, value in module.slots.read(buffers).items()
+                if value is not buffers[name]
+            }
+            for name, value in replaced.items():
+                buffers[name].copy_(value)
+        gradients = torch.autograd.grad(loss, state.trained, allow_unused=True, materialize_grads=True)
+        torch._foreach_copy_(state.gradients, list(gradients))
+        return loss.detach()
