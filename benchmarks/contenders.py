@@ -18,7 +18,7 @@ from benchmarks.stopwatch import Stopwatch, nothing
 from benchmarks.workloads import SyntheticImages, Workload
 from fl_lightning import FederatedModule, ProcessExecutor, SequentialExecutor, VectorizedExecutor
 from fl_lightning.executors.base import Executor
-from fl_lightning.participation import sample_cohort
+from fl_lightning.round.plan import sample_cohort
 
 EXECUTORS: dict[str, type[Executor]] = {
     "sequential": SequentialExecutor,

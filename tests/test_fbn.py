@@ -11,7 +11,7 @@ from torch import nn
 from callbacks import FBN, FixBN
 from fl_lightning import ConfigurationError, FederatedModule, SequentialExecutor, VectorizedExecutor
 from fl_lightning.aggregation import Aggregator
-from fl_lightning.participation import sample_cohort
+from fl_lightning.round.plan import sample_cohort
 
 EXECUTORS = pytest.mark.parametrize("executor", [SequentialExecutor, VectorizedExecutor])
 WIRES = pytest.mark.parametrize("wire", ["run", "batch"])

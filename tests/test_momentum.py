@@ -12,7 +12,7 @@ from callbacks import FedBN, FixBN, MaintainedMomentum
 from fl_lightning import ConfigurationError, FederatedModule, SequentialExecutor, VectorizedExecutor
 from fl_lightning.cohort.blocks import parameter_blocks
 from fl_lightning.optimizers.schedules import MultiStep
-from fl_lightning.participation import sample_cohort
+from fl_lightning.round.plan import sample_cohort
 
 MOMENTUM = partial(torch.optim.SGD, lr=0.05, momentum=0.9, weight_decay=0.02)
 NESTEROV = partial(torch.optim.SGD, lr=0.05, momentum=0.9, weight_decay=0.02, nesterov=True)

@@ -15,7 +15,7 @@ from fl_lightning import (
     SequentialExecutor,
     VectorizedExecutor,
 )
-from fl_lightning.participation import cohort_size, sample_cohort
+from fl_lightning.round.plan import cohort_size, sample_cohort
 
 SIZES = (16, 40, 64)
 STATISTICS = ["1.running_mean", "1.running_var", "4.running_mean", "4.running_var"]

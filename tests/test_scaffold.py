@@ -33,7 +33,7 @@ from fl_lightning import (
 from fl_lightning.cohort.blocks import parameter_blocks
 from fl_lightning.models import ResNet20
 from fl_lightning.optimizers.schedules import MultiStep
-from fl_lightning.participation import sample_cohort
+from fl_lightning.round.plan import sample_cohort
 
 EXECUTORS = pytest.mark.parametrize("executor", [SequentialExecutor, VectorizedExecutor])
 SIZES = (16, 24, 40, 32)

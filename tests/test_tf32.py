@@ -5,7 +5,7 @@ import torch
 from helpers import SGD, blobs, fit, small_cnn
 
 from fl_lightning import FederatedCallback, FederatedModule
-from fl_lightning.tf32 import allow_tf32
+from fl_lightning.round.trainer import allow_tf32
 
 
 def allowed():

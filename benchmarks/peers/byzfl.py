@@ -8,7 +8,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from benchmarks.contenders import Timing, client_images
 from benchmarks.recipe import BATCH_SIZE, LEARNING_RATE, MOMENTUM, WEIGHT_DECAY, make_model
 from benchmarks.workloads import SyntheticImages, Workload
-from fl_lightning.participation import sample_cohort
+from fl_lightning.round.plan import sample_cohort
 
 
 class Peer:

@@ -23,9 +23,9 @@ from fl_lightning.models.dropout import convert_dropout, dropout_keys
 from fl_lightning.optimizers.checks import check_elementwise, check_overrides, check_server_optimizer
 from fl_lightning.optimizers.client import OptimizerCallable
 from fl_lightning.optimizers.schedules import LRSchedule
-from fl_lightning.participation import check_participation
 from fl_lightning.randomness import derive_seed, seed_global
 from fl_lightning.round.callback import FederatedCallback
+from fl_lightning.round.plan import check_participation
 from fl_lightning.round.policy import resolve_policy
 from fl_lightning.round.run_module import RunModule
 from fl_lightning.round.server_update import (

@@ -3,7 +3,6 @@
 import logging
 from typing import Any
 
-import lightning as L
 import torch
 from lightning.pytorch.trainer.states import TrainerFn
 
@@ -16,13 +15,12 @@ from fl_lightning.errors import ConfigurationError
 from fl_lightning.executors.base import Executor
 from fl_lightning.executors.choice import Choice, choose_executor
 from fl_lightning.optimizers.client import OptimizerCallable
-from fl_lightning.participation import cohort_size
 from fl_lightning.round.callback import FederatedCallback
-from fl_lightning.round.plan import RoundPlan
+from fl_lightning.round.plan import RoundPlan, cohort_size
 from fl_lightning.round.policy import resolve_policy
 from fl_lightning.round.record import RunRecord
 from fl_lightning.round.server import ServerModule
-from fl_lightning.tf32 import allow_tf32
+from fl_lightning.round.trainer import allow_tf32, check_trainer
 
 
 class RunModule(ServerModule):
@@ -147,26 +145,3 @@ class RunModule(ServerModule):
         self._resumed = self._trainer is not None and self._trainer.state.fn == TrainerFn.FITTING
         self.total_rounds = state["total_rounds"]
         self.record.load_state_dict(state["record"])
-
-
-def check_trainer(trainer: L.Trainer) -> None:
-    """Refuse settings of the trainer that a federated round cannot keep.
-
-    Raises:
-        ConfigurationError: Several processes, scaled losses, or limits on batches, of which a round is one.
-    """
-    if trainer.world_size > 1:
-        raise ConfigurationError(f"trainer.devices: {trainer.world_size} processes; use devices: 1 for now")
-    if str(trainer.precision).startswith("16"):
-        raise ConfigurationError(
-            f"trainer.precision: {trainer.precision} scales losses; use bf16-mixed or 32-true"
-        )
-    for setting, value, ok in (
-        ("overfit_batches", trainer.overfit_batches, trainer.overfit_batches == 0),  # type: ignore[attr-defined]  # set in a helper of the trainer
-        ("limit_train_batches", trainer.limit_train_batches, trainer.limit_train_batches >= 1),
-    ):
-        if not ok:
-            raise ConfigurationError(
-                f"trainer.{setting}: {value} means nothing where a batch is a round; leave it out, and use "
-                "trainer.max_epochs for fewer rounds"
-            )
