@@ -16,10 +16,10 @@ from fl_lightning.run_directory.directory import (
     RunDirectory,
     attempt_of,
     config_hash,
-    environment_record,
     write_json,
     write_text,
 )
+from fl_lightning.run_directory.environment import environment_record
 
 CONFIG = {
     "seed_everything": 0,

@@ -29,14 +29,9 @@ from fl_lightning.run_directory.checkpoint_io import check_model, check_optimize
 from fl_lightning.run_directory.checkpoints import AtomicCheckpointIO, RoundCheckpoint
 from fl_lightning.run_directory.continuation import OwnServerSettings, copy_checkpoints, is_behind
 from fl_lightning.run_directory.directory import Attempt, attempt_of, directory_of, write_json, write_text
+from fl_lightning.run_directory.files import RunFiles, draw_pictures
 from fl_lightning.run_directory.metrics import JSONLinesLogger, lines_until, read_rows
-from fl_lightning.run_directory.result import (
-    RunFiles,
-    collect_result,
-    draw_pictures,
-    print_result,
-    write_predictions,
-)
+from fl_lightning.run_directory.result import collect_result, print_result, write_predictions
 
 _MODEL_LINKS = ("num_classes", "in_channels", "image_size")
 

@@ -10,9 +10,9 @@ from fl_lightning.batch_norm.kinds import KIND_LABELS
 from fl_lightning.round.module import FederatedModule
 from fl_lightning.round.policy import policy_table
 from fl_lightning.run_directory.checkpoints import RoundCheckpoint
+from fl_lightning.run_directory.describe import method_name
 from fl_lightning.run_directory.directory import Attempt
 from fl_lightning.run_directory.report import reports_of
-from fl_lightning.run_directory.result import method_name
 
 _SUMMARIES = {"accuracy": "max,last", "mean_iou": "max,last", "loss": "min,last"}
 

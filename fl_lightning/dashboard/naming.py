@@ -14,8 +14,9 @@ from fl_lightning.dashboard.logger import RoundWandbLogger
 from fl_lightning.dashboard.settings import WandbSettings
 from fl_lightning.round.callback import FederatedCallback
 from fl_lightning.round.module import FederatedModule
-from fl_lightning.run_directory.directory import Attempt, environment_record
-from fl_lightning.run_directory.result import method_name
+from fl_lightning.run_directory.describe import method_name
+from fl_lightning.run_directory.directory import Attempt
+from fl_lightning.run_directory.environment import environment_record
 
 
 def wandb_logger(

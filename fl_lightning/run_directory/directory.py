@@ -7,22 +7,19 @@ finds its checkpoints. A fresh ``fit`` never touches an existing folder: it take
 
 import fcntl
 import hashlib
-import importlib.metadata
 import json
 import os
-import platform
 import re
 import shutil
-import subprocess
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fl_lightning import __version__
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.files import missing_folders, remove_empty, write_json, write_text
+from fl_lightning.run_directory.environment import environment_record
 
 __all__ = [
     "OUTSIDE_THE_HASH",
@@ -287,32 +284,3 @@ def attempt_of(checkpoint: Path) -> Attempt | None:
     folder = checkpoint.resolve().parent
     attempt = Attempt(folder.parent)
     return attempt if folder.name == attempt.checkpoints.name and attempt.config.is_file() else None
-
-
-def environment_record() -> dict[str, str | None]:
-    """Versions, platform and git commit (None outside a checkout; ``-dirty``: with uncommitted changes)."""
-    versions = {package: _version(package) for package in ("torch", "lightning")} | {
-        "fl_lightning": __version__
-    }
-    return {
-        "python": platform.python_version(),
-        **versions,
-        "platform": platform.platform(),
-        "git_commit": _git_commit(),
-    }
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def _git_commit() -> str | None:
-    command = ["git", "--no-optional-locks", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-    try:
-        answer = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return answer.stdout.strip()

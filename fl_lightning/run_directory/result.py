@@ -1,107 +1,19 @@
 """What a run leaves behind: the files of its directory and the table that ``fit`` ends with."""
 
-import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import lightning as L
-import torch
 from torch import Tensor
 
-from fl_lightning.aggregation import WeightedMean
-from fl_lightning.batch_norm.kinds import KIND_LABELS
 from fl_lightning.console import format_bytes, print_table
 from fl_lightning.errors import ConfigurationError
-from fl_lightning.models.describe import norm_names
 from fl_lightning.round.module import FederatedModule
-from fl_lightning.round.policy import policy_table
-from fl_lightning.run_directory.directory import Attempt, environment_record, write_json, write_text
-from fl_lightning.run_directory.drawings import draw_partition, draw_reports, draw_results
-from fl_lightning.run_directory.metrics import cut_back
+from fl_lightning.run_directory.describe import describe, method_name
+from fl_lightning.run_directory.directory import Attempt, write_text
+from fl_lightning.run_directory.environment import environment_record
 from fl_lightning.run_directory.report import reports_of
-
-
-class RunFiles(L.Callback):
-    """Writes what identifies a run into its directory and prints the policy in force.
-
-    Args:
-        attempt: The run's folder.
-        config: The resolved configuration as YAML.
-        rows_are_known: Whether a resumed run has the metrics of the rounds before, which are then checked.
-    """
-
-    def __init__(self, attempt: Attempt | None, config: str, rows_are_known: bool = True) -> None:
-        self.attempt = attempt
-        self.config = config
-        self.rows_are_known = rows_are_known
-
-    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Write ``config.yaml``, ``partition.json`` and ``policy.json``, draw the partition; on resume cut ``metrics.jsonl`` back."""
-        assert isinstance(pl_module, FederatedModule)
-        table = policy_table(pl_module.model, pl_module.federated_callbacks, pl_module.planned_rounds)
-        if not trainer.global_step:
-            print_policy(table)
-            choice = pl_module.executor_choice
-            if choice is not None:
-                reason = f"{choice.reason}; model.executor sets another"
-                print_table("Executor", {type(choice.executor).__name__: reason})
-        if self.attempt is not None:
-            if trainer.global_step and self.rows_are_known:
-                cut_back(self.attempt.metrics, trainer.global_step)
-            for path in (self.attempt.result, self.attempt.class_accuracy):
-                path.unlink(missing_ok=True)  # of a shorter run that this one takes further
-            write_text(self.attempt.config, self.config)
-            write_json(self.attempt.partition, pl_module.data.partition_record())
-            write_json(self.attempt.policy, table)
-            draw_partition(self.attempt, pl_module.data.class_names, run_title(pl_module))
-
-
-def print_policy(table: Mapping[str, str]) -> None:
-    """Print what happens to each kind of state in a round."""
-    print_table("State of the model", {KIND_LABELS[kind]: treatment for kind, treatment in table.items()})
-
-
-def method_name(module: FederatedModule, callbacks: Sequence[L.Callback]) -> str:
-    """The method of a run in the field's words, such as ``"FedAvg + FixBN(freeze_fraction=0.5)"``."""
-    optimizer = module.server_optimizer([torch.zeros(1)])
-    settings = optimizer.param_groups[0]
-    base = f"server {type(optimizer).__name__}(lr={settings['lr']:g})"
-    if isinstance(optimizer, torch.optim.SGD):
-        momentum = settings["momentum"]
-        base = f"FedAvgM(lr={settings['lr']:g}, momentum={momentum:g})" if momentum else base
-        base = "FedAvg" if settings["lr"] == 1 and not momentum else base
-    if not isinstance(module.aggregator, WeightedMean):
-        base += f", {describe(module.aggregator)}"
-    base = f"centralised twin of {base}" if module.centralised else base
-    return " + ".join([base, *map(describe, callbacks)])
-
-
-def describe(thing: object) -> str:
-    """An object as it could be written: its class and the constructor arguments that are not the defaults."""
-    parameters = list(inspect.signature(type(thing)).parameters.values())
-    settings = {p.name: getattr(thing, p.name) for p in parameters if hasattr(thing, p.name)}
-    changed = [
-        f"{p.name}={settings[p.name]}"
-        for p in parameters
-        if p.name in settings and settings[p.name] != p.default
-    ]
-    return f"{type(thing).__name__}({', '.join(changed)})"
-
-
-def run_title(module: FederatedModule) -> list[str]:
-    """What a picture of a run says about it: a line with its method, one with model, data, partition and seed."""
-    norms = norm_names(module.model)
-    model = type(module.model).__name__ + (f" ({', '.join(norms)})" if norms else "")
-    data = f"{type(module.data).__name__}: {module.data.describe_partition()}"
-    return [method_name(module, module.federated_callbacks), f"{model}; {data}; seed {module.seed}"]
-
-
-def draw_pictures(attempt: Attempt | None, module: FederatedModule) -> None:
-    """Draw what a run has found into its folder, where it has one (see ``fl_lightning.run_directory.drawings``)."""
-    if attempt is not None:
-        draw_results(attempt, run_title(module))
-        draw_reports(attempt, reports_of(module.federated_callbacks), run_title(module))
 
 
 def collect_result(

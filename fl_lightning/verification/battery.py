@@ -8,7 +8,7 @@ from pathlib import Path
 
 from fl_lightning.errors import ConfigurationError, nearest
 from fl_lightning.round.callback import FederatedCallback
-from fl_lightning.run_directory.result import describe
+from fl_lightning.run_directory.describe import describe
 from fl_lightning.verification import client_rules, model_rule, run_rules, state_rules
 from fl_lightning.verification.bench import Bench
 from fl_lightning.verification.blame import in_words, origin

@@ -1,0 +1,46 @@
+"""A run in a few words, for titles and tables."""
+
+import inspect
+from collections.abc import Sequence
+
+import lightning as L
+import torch
+
+from fl_lightning.aggregation import WeightedMean
+from fl_lightning.models.describe import norm_names
+from fl_lightning.round.module import FederatedModule
+
+
+def method_name(module: FederatedModule, callbacks: Sequence[L.Callback]) -> str:
+    """The method of a run in the field's words, such as ``"FedAvg + FixBN(freeze_fraction=0.5)"``."""
+    optimizer = module.server_optimizer([torch.zeros(1)])
+    settings = optimizer.param_groups[0]
+    base = f"server {type(optimizer).__name__}(lr={settings['lr']:g})"
+    if isinstance(optimizer, torch.optim.SGD):
+        momentum = settings["momentum"]
+        base = f"FedAvgM(lr={settings['lr']:g}, momentum={momentum:g})" if momentum else base
+        base = "FedAvg" if settings["lr"] == 1 and not momentum else base
+    if not isinstance(module.aggregator, WeightedMean):
+        base += f", {describe(module.aggregator)}"
+    base = f"centralised twin of {base}" if module.centralised else base
+    return " + ".join([base, *map(describe, callbacks)])
+
+
+def describe(thing: object) -> str:
+    """An object as it could be written: its class and the constructor arguments that are not the defaults."""
+    parameters = list(inspect.signature(type(thing)).parameters.values())
+    settings = {p.name: getattr(thing, p.name) for p in parameters if hasattr(thing, p.name)}
+    changed = [
+        f"{p.name}={settings[p.name]}"
+        for p in parameters
+        if p.name in settings and settings[p.name] != p.default
+    ]
+    return f"{type(thing).__name__}({', '.join(changed)})"
+
+
+def run_title(module: FederatedModule) -> list[str]:
+    """What a picture of a run says about it: a line with its method, one with model, data, partition and seed."""
+    norms = norm_names(module.model)
+    model = type(module.model).__name__ + (f" ({', '.join(norms)})" if norms else "")
+    data = f"{type(module.data).__name__}: {module.data.describe_partition()}"
+    return [method_name(module, module.federated_callbacks), f"{model}; {data}; seed {module.seed}"]

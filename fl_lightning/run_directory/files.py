@@ -1,0 +1,62 @@
+"""The files of a run, written while it trains and when it ends."""
+
+from collections.abc import Mapping
+
+import lightning as L
+
+from fl_lightning.batch_norm.kinds import KIND_LABELS
+from fl_lightning.console import print_table
+from fl_lightning.round.module import FederatedModule
+from fl_lightning.round.policy import policy_table
+from fl_lightning.run_directory.describe import run_title
+from fl_lightning.run_directory.directory import Attempt, write_json, write_text
+from fl_lightning.run_directory.drawings import draw_partition, draw_reports, draw_results
+from fl_lightning.run_directory.metrics import cut_back
+from fl_lightning.run_directory.report import reports_of
+
+
+class RunFiles(L.Callback):
+    """Writes what identifies a run into its directory and prints the policy in force.
+
+    Args:
+        attempt: The run's folder.
+        config: The resolved configuration as YAML.
+        rows_are_known: Whether a resumed run has the metrics of the rounds before, which are then checked.
+    """
+
+    def __init__(self, attempt: Attempt | None, config: str, rows_are_known: bool = True) -> None:
+        self.attempt = attempt
+        self.config = config
+        self.rows_are_known = rows_are_known
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Write ``config.yaml``, ``partition.json`` and ``policy.json``, draw the partition; on resume cut ``metrics.jsonl`` back."""
+        assert isinstance(pl_module, FederatedModule)
+        table = policy_table(pl_module.model, pl_module.federated_callbacks, pl_module.planned_rounds)
+        if not trainer.global_step:
+            print_policy(table)
+            choice = pl_module.executor_choice
+            if choice is not None:
+                reason = f"{choice.reason}; model.executor sets another"
+                print_table("Executor", {type(choice.executor).__name__: reason})
+        if self.attempt is not None:
+            if trainer.global_step and self.rows_are_known:
+                cut_back(self.attempt.metrics, trainer.global_step)
+            for path in (self.attempt.result, self.attempt.class_accuracy):
+                path.unlink(missing_ok=True)  # of a shorter run that this one takes further
+            write_text(self.attempt.config, self.config)
+            write_json(self.attempt.partition, pl_module.data.partition_record())
+            write_json(self.attempt.policy, table)
+            draw_partition(self.attempt, pl_module.data.class_names, run_title(pl_module))
+
+
+def print_policy(table: Mapping[str, str]) -> None:
+    """Print what happens to each kind of state in a round."""
+    print_table("State of the model", {KIND_LABELS[kind]: treatment for kind, treatment in table.items()})
+
+
+def draw_pictures(attempt: Attempt | None, module: FederatedModule) -> None:
+    """Draw what a run has found into its folder, where it has one (see ``fl_lightning.run_directory.drawings``)."""
+    if attempt is not None:
+        draw_results(attempt, run_title(module))
+        draw_reports(attempt, reports_of(module.federated_callbacks), run_title(module))
