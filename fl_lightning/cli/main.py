@@ -20,7 +20,8 @@ import fl_lightning.models
 import fl_lightning.optimizers.schedules
 import fl_lightning.optimizers.server  # imported so that bare class names resolve in YAML
 from fl_lightning.cli.federated_cli import FederatedCLI
-from fl_lightning.cli.parser import ConciseParser, told
+from fl_lightning.cli.messages import told
+from fl_lightning.cli.parser import ConciseParser
 from fl_lightning.client_data.federated import FederatedDataModule
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.round.module import FederatedModule
