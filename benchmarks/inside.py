@@ -11,7 +11,8 @@ import torch
 
 from benchmarks.stopwatch import Stopwatch
 from datamodules.images import TrainImages
-from fl_lightning.executors import vectorized as executors
+from fl_lightning.executors import sequential, vectorized
+from fl_lightning.executors.base import client_loss
 from fl_lightning.optimizers.client import ClientOptimizer
 
 
@@ -61,7 +62,8 @@ def compute_watched() -> Iterator[Inside]:
     vmap = torch.func.vmap
     with ExitStack() as patches:
         for owner, name, replacement in (
-            (executors, "client_loss", timed(executors.client_loss)),
+            (sequential, "client_loss", timed(client_loss)),
+            (vectorized, "client_loss", timed(client_loss)),
             (torch.func, "vmap", timed_vmap),
             (torch.autograd, "grad", timed(torch.autograd.grad)),
             (TrainImages, "batch", timed(TrainImages.batch)),

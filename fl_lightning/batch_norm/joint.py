@@ -41,7 +41,7 @@ def _(info: Any, in_dims: tuple[int, None], own: Tensor, clients: int) -> tuple[
     if info.batch_size != (1 if _one_for_all.get() else clients):
         raise ConfigurationError(
             f"cohort_mean: the forward pass runs {info.batch_size} of the cohort's {clients} clients; a joint forward pass "
-            "needs all of them at once, as Executor.joint() gives it"
+            "needs all of them at once, as joint_executor() gives it"
         )
     return own.mean(in_dims[0], keepdim=True).expand_as(own), in_dims[0]
 

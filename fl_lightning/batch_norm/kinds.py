@@ -1,18 +1,21 @@
-"""The kinds of a model's state: every method is a statement about what happens to each of them in a round."""
+"""The kinds of a model's state, found by module type and never by name.
 
-from typing import TYPE_CHECKING
+The state of a model falls into kinds, and every method is a statement about what happens to each kind in a round:
+
+=========== ==========================================================================
+``weight``  trainable parameters that are not a BN layer's
+``affine``  gamma and beta of BN layers
+``mean``    running means of BN layers
+``var``     running variances of BN layers
+``counter`` ``num_batches_tracked`` of BN layers, int64
+``buffer``  any other persistent buffer
+``scratch`` non-persistent buffers (such as dropout keys): never sent, never averaged
+=========== ==========================================================================
+"""
 
 from torch import nn
 
 from fl_lightning.batch_norm.layers import batch_norm_layers
-
-if TYPE_CHECKING:
-    pass
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    pass
-
 
 _BN_BUFFERS = {"running_mean": "mean", "running_var": "var", "num_batches_tracked": "counter"}
 

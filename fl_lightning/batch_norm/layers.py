@@ -1,39 +1,13 @@
-"""Batch Normalization state, found by module type and never by name.
+"""Batch Normalization layers of a model, found by module type and never by name."""
 
-The state of a model falls into kinds, and every method is a statement about what happens to each kind in a round:
-
-=========== ==========================================================================
-``weight``  trainable parameters that are not a BN layer's
-``affine``  gamma and beta of BN layers
-``mean``    running means of BN layers
-``var``     running variances of BN layers
-``counter`` ``num_batches_tracked`` of BN layers, int64
-``buffer``  any other persistent buffer
-``scratch`` non-persistent buffers (such as dropout keys): never sent, never averaged
-=========== ==========================================================================
-"""
-
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from fl_lightning.batch_norm.swapping import SwappedBatchNorm
 from fl_lightning.errors import ConfigurationError
-
-if TYPE_CHECKING:
-    pass
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    pass
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    pass
 
 ONE_VALUE = (
     "gets one value per channel, whose variance is undefined; use batch_size >= 2, larger images or norm: gn"
@@ -143,35 +117,6 @@ def explain_batch_of_one(model: nn.Module, forward: Any) -> ConfigurationError:
         for handle in handles:
             handle.remove()
     return ConfigurationError(f"{where} {ONE_VALUE}")
-
-
-@contextmanager
-def batch_statistics(model: nn.Module) -> Iterator[None]:
-    """Let every BN layer normalise with the statistics of its input, whatever forward pass a method has given it."""
-    layers = list(batch_norm_layers(model).values())
-    before = [(layer.__class__, layer.training, layer.track_running_stats) for layer in layers]
-    try:
-        for layer in layers:
-            if isinstance(layer, SwappedBatchNorm):
-                layer.__class__ = layer.original  # type: ignore[assignment]  # the class that it came with
-            layer.training, layer.track_running_stats = True, False
-        yield
-    finally:
-        for layer, (kind, training, tracking) in zip(layers, before, strict=True):
-            layer.__class__ = kind
-            layer.training, layer.track_running_stats = training, tracking
-
-
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Put a model in eval mode; afterwards every module is in the mode that it was in."""
-    modes = {module: module.training for module in model.modules()}
-    try:
-        model.eval()
-        yield
-    finally:
-        for module, training in modes.items():
-            module.training = training
 
 
 def has_statistics(model: nn.Module) -> bool:

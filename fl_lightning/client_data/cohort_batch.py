@@ -42,25 +42,18 @@ class CohortBatch:
             self._rows = [tree_unflatten(list(parts), spec) for parts in zip(*leaves, strict=True)]
         return self._rows
 
-    def stack(self, user: str = "this", instead: str = "the same batch_size") -> Any:
+    def stack(self) -> Any:
         """One tree whose tensors have the client axis first, shape ``[C, b, ...]``.
 
-        Args:
-            user: Who needs it, for the message.
-            instead: What may be done about batches that differ, beside ``drop_last``.
-
         Raises:
-            ConfigurationError: The clients' batches differ in shape, so that they cannot be stacked.
+            CannotVectorize: The clients' batches differ in shape, so that they cannot be stacked.
         """
         if self._stack is None:
             assert self._rows is not None
             flat = [tree_flatten(batch) for batch in self._rows]
             shapes = {tuple(tuple(leaf.shape) for leaf in leaves) for leaves, _ in flat}
             if len(shapes) > 1:
-                raise CannotVectorize(
-                    f"{user} needs batches of equal shape from every client, but the clients sent {len(shapes)} different "
-                    f"shapes; give the client loaders drop_last=True or {instead}"
-                )
+                raise CannotVectorize(f"the clients sent {len(shapes)} different shapes")
             columns = zip(*(leaves for leaves, _ in flat), strict=True)
             self._stack = tree_unflatten([torch.stack(column) for column in columns], flat[0][1])
         return self._stack

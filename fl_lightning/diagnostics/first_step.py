@@ -15,6 +15,7 @@ from fl_lightning.cohort.blocks import parameter_blocks
 from fl_lightning.cohort.cohort import Cohort
 from fl_lightning.cohort.slots import StateSlots
 from fl_lightning.executors.base import Executor
+from fl_lightning.executors.joint import joint_executor
 from fl_lightning.executors.sequential import SequentialExecutor
 from fl_lightning.executors.vectorized import VectorizedExecutor
 from fl_lightning.models.dropout import Dropout
@@ -129,7 +130,7 @@ def _beside(pl_module: "FederatedModule", cohort: Cohort, client_ids: Sequence[i
 def _executor(pl_module: "FederatedModule") -> Executor:
     joint = [type(cb).__name__ for cb in pl_module.federated_callbacks if cb.needs_joint_forward]
     if joint:
-        return pl_module.executor.joint(joint[0])
+        return joint_executor(joint[0])
     # any other computes the same, maybe with models of its own elsewhere, that nobody observes
     own = pl_module.executor
     return own if isinstance(own, VectorizedExecutor) else SequentialExecutor()

@@ -1,20 +1,55 @@
 """What an executor is: it computes the losses and gradients of one local step for some rows of a cohort."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
-from torch import Tensor
+import lightning as L
+import torch
+from torch import Tensor, nn
 
 from fl_lightning.batch_norm.layers import explain_batch_of_one
 from fl_lightning.client_data.cohort_batch import CohortBatch
 from fl_lightning.cohort.client_rows import ClientRows
+from fl_lightning.cohort.slots import StateSlots
 from fl_lightning.errors import CannotVectorize
 
-if TYPE_CHECKING:
-    from fl_lightning.round.module import FederatedModule
-from fl_lightning.executors.vectorized import VectorizedExecutor
+
+class ClientTask(Protocol):
+    """What an executor needs to know of the federated module.
+
+    Attributes:
+        model: The server's model, in whose places clients' states hang while their losses are computed.
+        loss: Loss of (outputs, targets).
+        slots: These places.
+        seed: The run's seed.
+        trainer: Lightning's trainer, whose precision plugin computes the losses.
+    """
+
+    model: nn.Module
+    loss: Callable[[Tensor, Tensor], Tensor]
+    slots: StateSlots
+    seed: int
+
+    @property
+    def trainer(self) -> L.Trainer: ...  # noqa: D102  # described above
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model and the cohort are."""
+
+    def client_loss(self, batch: Any) -> Tensor:
+        """A client's loss on its batch, a scalar."""
+
+    def modules(self) -> Iterator[nn.Module]:
+        """The module itself and all in it, as ``nn.Module`` has them; likewise the next three."""
+
+    def named_modules(self) -> Iterator[tuple[str, nn.Module]]: ...  # noqa: D102
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]: ...  # noqa: D102
+
+    def named_buffers(self) -> Iterator[tuple[str, Tensor]]: ...  # noqa: D102
 
 
 class Executor(ABC):
@@ -22,7 +57,7 @@ class Executor(ABC):
 
     @abstractmethod
     def backward(
-        self, module: "FederatedModule", cohort: ClientRows, batch: CohortBatch, rows: Sequence[int]
+        self, module: ClientTask, cohort: ClientRows, batch: CohortBatch, rows: Sequence[int]
     ) -> Tensor:
         """Fill ``cohort.grads`` and update ``cohort.buffers`` for ``rows``.
 
@@ -44,15 +79,8 @@ class Executor(ABC):
     def close(self) -> None:  # noqa: B027  # most hold nothing
         """Give back what the executor holds between local steps, such as processes; it can be used again."""
 
-    def joint(self, method: str) -> "Executor":
-        """The executor of a step for which a method needs one forward pass over all clients together."""
-        executor = VectorizedExecutor()
-        executor.user = f"the joint forward pass of {method} in the first local step"
-        executor.instead = "the same batch_size"
-        return executor
 
-
-def client_loss(module: "FederatedModule", batch: Any) -> Tensor:
+def client_loss(module: ClientTask, batch: Any) -> Tensor:
     """``module.client_loss(batch)``, with PyTorch's errors turned into those that name the way out."""
     try:
         with module.trainer.precision_plugin.forward_context():

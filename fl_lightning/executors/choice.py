@@ -3,19 +3,15 @@
 import sys
 from multiprocessing import current_process
 from types import FunctionType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-from fl_lightning.executors.base import Executor
+from fl_lightning.executors.base import ClientTask, Executor
 from fl_lightning.executors.cores import cores_of_a_run
 from fl_lightning.executors.processes import ProcessExecutor, shared_memory_left
 from fl_lightning.executors.sequential import SequentialExecutor
 from fl_lightning.executors.vectorized import VectorizedExecutor
-
-if TYPE_CHECKING:
-    from fl_lightning.round.run_module import RunModule
-
 
 _KNOWN = ("fl_lightning", "callbacks", "torch", "torchvision", "torchmetrics", "lightning")
 """Packages whose classes keep nothing that a process of its own would miss."""
@@ -36,7 +32,7 @@ class Choice(NamedTuple):
         return f"{type(self.executor).__name__}, {self.reason}; model.executor sets another"
 
 
-def choose_executor(module: "RunModule", num_clients: int) -> Choice:
+def choose_executor(module: ClientTask, num_clients: int) -> Choice:
     """The executor that is likely to be the fastest for a run, with results that do not depend on the choice.
 
     On a GPU all clients at once, one after the other where the model or its batches do not allow it. On a CPU one process
@@ -69,22 +65,19 @@ def choose_executor(module: "RunModule", num_clients: int) -> Choice:
     return Choice(sequential, reason)
 
 
-def _of_ones_own(module: "RunModule") -> str | None:
+def _of_ones_own(module: ClientTask) -> str | None:
     """The class of something that computes or changes clients' losses and is nobody's whose code is known; None without."""
-    from fl_lightning.round.module import FederatedModule
-
-    if type(module) is not FederatedModule or "client_loss" in vars(module):
+    if "client_loss" in vars(module):
         return type(module).__name__
-    loss: Any = module.loss
-    callbacks = module.trainer.callbacks if module._trainer is not None else []  # type: ignore[attr-defined]  # set in a helper of the trainer
-    for thing in (*module.model.modules(), *([] if loss is None else [loss]), *callbacks):
+    callbacks = module.trainer.callbacks  # type: ignore[attr-defined]  # set in a helper of the trainer
+    for thing in (module, *module.model.modules(), module.loss, *callbacks):
         kind = thing if isinstance(thing, FunctionType) else type(thing)
         if (kind.__module__ or "").partition(".")[0] not in _KNOWN:
             return kind.__name__
     return None
 
 
-def _state_bytes(module: "RunModule", num_clients: int) -> int:
+def _state_bytes(module: ClientTask, num_clients: int) -> int:
     """What the stacked state of the clients takes: parameters, their gradients, buffers."""
     parameters = sum(2 * p.numel() * p.element_size() for p in module.model.parameters())
     return num_clients * (parameters + sum(b.numel() * b.element_size() for b in module.model.buffers()))

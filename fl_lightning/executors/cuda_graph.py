@@ -6,7 +6,7 @@ parameters are trained, numbers that layers hold, such as momentum) is part of w
 """
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,10 +14,8 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from fl_lightning.cohort.client_rows import ClientRows
 from fl_lightning.errors import ConfigurationError
+from fl_lightning.executors.base import ClientTask
 from fl_lightning.executors.module_state import Inventory, Stocktaker
-
-if TYPE_CHECKING:
-    from fl_lightning.round.module import FederatedModule
 
 Recorder = Callable[[Callable[[], Tensor]], tuple[Callable[[], None], Tensor]]
 """Records a computation: gives what computes it again, and its result, which lies where it is each time."""
@@ -113,7 +111,7 @@ class StepGraphs:
 
     def run(
         self,
-        module: "FederatedModule",
+        module: ClientTask,
         cohort: ClientRows,
         rows: list[int],
         batch: Any,

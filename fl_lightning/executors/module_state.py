@@ -7,13 +7,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from fl_lightning.executors.base import ClientTask
+
 Attributes = dict[str, Any]
 """Numbers and words that a part of a module holds, alone or in lists and dicts, by name."""
 
 _SIMPLE = frozenset({bool, int, float, str, type(None)})
 
 
-def attributes_of(module: nn.Module) -> list[Attributes]:
+def attributes_of(module: ClientTask) -> list[Attributes]:
     """What a module and each of its parts hold beside tensors, as far as it is numbers and words, or lists and dicts of them."""
     return [
         {
@@ -25,7 +27,7 @@ def attributes_of(module: nn.Module) -> list[Attributes]:
     ]
 
 
-def objects_of(module: nn.Module) -> list[Any]:
+def objects_of(module: ClientTask) -> list[Any]:
     """What else the model and the loss consist of: their parts, and what these hold that :func:`attributes_of` leaves out."""
     parts = list(module.modules())
     held = [
@@ -37,7 +39,7 @@ def objects_of(module: nn.Module) -> list[Any]:
     return [*parts, getattr(module, "loss", None), *held]
 
 
-def common_tensors(module: nn.Module, stacked: Collection[str]) -> list[Tensor]:
+def common_tensors(module: ClientTask, stacked: Collection[str]) -> list[Tensor]:
     """The tensors that all clients have in common, such as frozen parameters or class weights of the loss.
 
     Args:
@@ -82,7 +84,7 @@ class Stocktaker:
         self._seen: list[tuple[nn.Module, list[str], list[Any], list[tuple[str, nn.Module | None]]]] = []
         self._containers: list[tuple[Any, bool, Any]] = []
 
-    def take(self, module: nn.Module) -> Inventory:
+    def take(self, module: ClientTask) -> Inventory:
         """What the module consists of now: the same object as before, if nothing was changed."""
         if self._inventory is None or self._inventory.objects[0] is not module or self._has_changed():
             parts = list(module.modules())

@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -14,16 +14,13 @@ from torch import Tensor
 from fl_lightning.client_data.cohort_batch import CohortBatch
 from fl_lightning.cohort.client_rows import ClientRows
 from fl_lightning.errors import ConfigurationError, check_choice
-from fl_lightning.executors.base import Executor
+from fl_lightning.executors.base import ClientTask, Executor
 from fl_lightning.executors.cores import usable_cores
 from fl_lightning.executors.module_state import Inventory, Stocktaker, common_tensors
 from fl_lightning.executors.sequential import SequentialExecutor
 from fl_lightning.executors.staging import share
 from fl_lightning.executors.worker import Load, Step
 from fl_lightning.executors.worker_process import CannotFork, WorkerProcess, forked, pickled, spawned
-
-if TYPE_CHECKING:
-    from fl_lightning.round.module import FederatedModule
 
 _SHARED_MEMORY = Path("/dev/shm")
 
@@ -74,7 +71,7 @@ class ProcessExecutor(Executor):
         return {**vars(self), "_crew": None, "_stocktaker": Stocktaker()}
 
     def backward(
-        self, module: "FederatedModule", cohort: ClientRows, batch: CohortBatch, rows: Sequence[int]
+        self, module: ClientTask, cohort: ClientRows, batch: CohortBatch, rows: Sequence[int]
     ) -> Tensor:
         """Fill ``cohort.grads`` and update ``cohort.buffers`` for ``rows``; see :meth:`Executor.backward`."""
         inventory = self._stocktaker.take(module)
@@ -111,7 +108,7 @@ class ProcessExecutor(Executor):
             self._crew = None
         self._stocktaker = Stocktaker()
 
-    def _size(self, module: "FederatedModule", cohort: ClientRows) -> int:
+    def _size(self, module: ClientTask, cohort: ClientRows) -> int:
         if module.device.type != "cpu":
             raise ConfigurationError(
                 f"executor ProcessExecutor: it is for the CPU, and this run is on {module.device}; use VectorizedExecutor"
@@ -132,7 +129,7 @@ class _Crew:
 
     def __init__(
         self,
-        module: "FederatedModule",
+        module: ClientTask,
         cohort: ClientRows,
         inventory: Inventory,
         size: int,

@@ -2,18 +2,15 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fl_lightning.client_data.cohort_batch import CohortBatch
 from fl_lightning.cohort.client_rows import ClientRows
+from fl_lightning.executors.base import ClientTask, Executor, client_loss
 from fl_lightning.randomness import derive_seed, seed_global
-
-if TYPE_CHECKING:
-    from fl_lightning.round.module import FederatedModule
-from fl_lightning.executors.base import Executor, client_loss
 
 
 class SequentialExecutor(Executor):
@@ -33,7 +30,7 @@ class SequentialExecutor(Executor):
         return {**vars(self), "_compiled": None}
 
     def backward(
-        self, module: "FederatedModule", cohort: ClientRows, batch: CohortBatch, rows: Sequence[int]
+        self, module: ClientTask, cohort: ClientRows, batch: CohortBatch, rows: Sequence[int]
     ) -> Tensor:
         """Fill ``cohort.grads`` and update ``cohort.buffers`` for ``rows``; see :meth:`Executor.backward`."""
         with self._fast(module.model):
@@ -55,12 +52,12 @@ class SequentialExecutor(Executor):
             model._compiled_call_impl = before
 
     def _each(
-        self, module: "FederatedModule", cohort: ClientRows, batch: CohortBatch, rows: Sequence[int]
+        self, module: ClientTask, cohort: ClientRows, batch: CohortBatch, rows: Sequence[int]
     ) -> Tensor:
         batches = zip(rows, batch.rows(), strict=True)
         return torch.stack([self._one(module, cohort, row, client_batch) for row, client_batch in batches])
 
-    def _one(self, module: "FederatedModule", cohort: ClientRows, row: int, batch: Any) -> Tensor:
+    def _one(self, module: ClientTask, cohort: ClientRows, row: int, batch: Any) -> Tensor:
         """One client's loss. Nothing of it is left when the next client's begins: memory does not fall into pieces."""
         state, buffers = cohort.row_state(row), cohort.buffers.row(row)
         # A model's own draws (stochastic depth, say) become a function of (seed, round, client, step).

@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,11 +14,8 @@ from fl_lightning.batch_norm.stacked import StackedBatchNorm
 from fl_lightning.client_data.cohort_batch import CohortBatch
 from fl_lightning.cohort.client_rows import ClientRows
 from fl_lightning.errors import CannotVectorize, ConfigurationError
+from fl_lightning.executors.base import ClientTask, Executor, client_loss
 from fl_lightning.executors.cuda_graph import StepGraphs
-
-if TYPE_CHECKING:
-    from fl_lightning.round.module import FederatedModule
-from fl_lightning.executors.base import Executor, client_loss
 from fl_lightning.executors.sequential import SequentialExecutor
 
 
@@ -54,7 +51,7 @@ class VectorizedExecutor(Executor):
         self.user, self.instead = "executor VectorizedExecutor", "use SequentialExecutor"
 
     def backward(
-        self, module: "FederatedModule", cohort: ClientRows, batch: CohortBatch, rows: Sequence[int]
+        self, module: ClientTask, cohort: ClientRows, batch: CohortBatch, rows: Sequence[int]
     ) -> Tensor:
         """Fill ``cohort.grads`` and update ``cohort.buffers`` for ``rows``; see :meth:`Executor.backward`."""
         losses: list[Tensor] = []
@@ -62,7 +59,7 @@ class VectorizedExecutor(Executor):
         while done < len(rows):
             size = min(self.block_size or len(rows), self._largest or len(rows), len(rows) - done)
             try:
-                stack = batch.stack(self.user, self.instead)
+                stack = self._stacked(batch)
                 part = stack if size == len(rows) else tree_map(lambda x: x[done : done + size], stack)  # noqa: B023  # used at once
                 losses.append(self._compute(module, cohort, part, rows[done : done + size]))
             except torch.OutOfMemoryError:
@@ -85,19 +82,28 @@ class VectorizedExecutor(Executor):
         self.graphs.clear()
         self._largest = None
 
+    def _stacked(self, batch: CohortBatch) -> Any:
+        try:
+            return batch.stack()
+        except CannotVectorize as error:
+            raise CannotVectorize(
+                f"{self.user} needs batches of equal shape from every client, but {error}; give the client loaders "
+                f"drop_last=True or {self.instead}"
+            ) from None
+
     def _say(self, reason: str) -> None:
         if reason not in self._said:
             self._said.add(reason)
             logging.getLogger("fl_lightning").warning("one client after the other: %s", reason)
 
-    def _compute(self, module: "FederatedModule", cohort: ClientRows, part: Any, rows: list[int]) -> Tensor:
+    def _compute(self, module: ClientTask, cohort: ClientRows, part: Any, rows: list[int]) -> Tensor:
         if not self.cuda_graph or module.device.type != "cuda" or _has_changing_momentum(module.model):
             return self._block(module, cohort, part, rows)
         return self.graphs.run(
             module, cohort, rows, part, lambda batch: self._block(module, cohort, batch, rows)
         )
 
-    def _block(self, module: "FederatedModule", cohort: ClientRows, batch: Any, rows: list[int]) -> Tensor:
+    def _block(self, module: ClientTask, cohort: ClientRows, batch: Any, rows: list[int]) -> Tensor:
         slots, trained, index = module.slots, cohort.trained_names(), cohort.index(rows)
         params = {name: value.requires_grad_() for name, value in cohort.params.copies(index).items()}
         buffers = cohort.buffers.copies(index)

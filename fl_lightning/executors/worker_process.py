@@ -11,17 +11,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from multiprocessing.connection import Connection, wait
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.multiprocessing
 
 from fl_lightning.errors import ConfigurationError
+from fl_lightning.executors.base import ClientTask
 from fl_lightning.executors.module_state import Attributes
 from fl_lightning.executors.staging import Staging
 from fl_lightning.executors.worker import END, Load, serve
-
-if TYPE_CHECKING:
-    from fl_lightning.round.module import FederatedModule
 
 _SERVER_ONLY = (
     "client_optimizer",
@@ -183,7 +181,7 @@ def pickled(load: Load) -> Load:
     Raises:
         ConfigurationError: The module cannot be pickled.
     """
-    module: FederatedModule = load.module
+    module: ClientTask = load.module
     light = copy.copy(module)
     for name in _SERVER_ONLY:
         light.__dict__.pop(name, None)

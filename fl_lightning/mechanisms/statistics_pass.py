@@ -11,13 +11,14 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
 
-from fl_lightning.batch_norm.layers import batch_norm_layers, batch_statistics
+from fl_lightning.batch_norm.layers import batch_norm_layers
+from fl_lightning.batch_norm.modes import batch_statistics
 from fl_lightning.batch_norm.moments import merge_, total_variance
 from fl_lightning.executors.base import client_loss
 
 if TYPE_CHECKING:
     from fl_lightning.round.module import FederatedModule
-from fl_lightning.batch_norm.layers import evaluating
+from fl_lightning.batch_norm.modes import evaluating
 
 Mode = Literal["pooled", "per_client", "per_client_total_variance", "pooled_total_variance"]
 """What :func:`collect` averages.

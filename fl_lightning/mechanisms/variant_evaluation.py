@@ -16,7 +16,7 @@ from fl_lightning.round.evaluation import ServerEvaluation
 
 if TYPE_CHECKING:
     from fl_lightning.round.module import FederatedModule
-from fl_lightning.batch_norm.layers import batch_statistics
+from fl_lightning.batch_norm.modes import batch_statistics
 
 BATCH_STATISTICS: Mapping[str, Tensor] = MappingProxyType({})
 """The variant whose BN layers normalise with the evaluation batch; no running statistic is read or changed."""

@@ -18,6 +18,7 @@ from fl_lightning.cohort.blocks import parameter_blocks
 from fl_lightning.cohort.cohort import Cohort
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.executors.base import Executor
+from fl_lightning.executors.joint import joint_executor
 from fl_lightning.executors.sequential import SequentialExecutor
 from fl_lightning.models.dropout import convert_dropout, dropout_keys
 from fl_lightning.optimizers.checks import check_elementwise, check_overrides, check_server_optimizer
@@ -305,7 +306,7 @@ class FederatedModule(RunModule):
 
     def _executor(self, step: int) -> Executor:
         joint = [type(cb).__name__ for cb in self.federated_callbacks if cb.needs_joint_forward]
-        return self.executor.joint(joint[0]) if joint and step == 0 else self.executor
+        return joint_executor(joint[0]) if joint and step == 0 else self.executor
 
     def _show_progress(self, step: int, of: int) -> None:
         progress = self.trainer.progress_bar_callback

@@ -1,6 +1,7 @@
 """A run of communication rounds: how many there are, what it refuses, what a checkpoint keeps."""
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -43,6 +44,7 @@ class RunModule(ServerModule):
     chooses_executor: bool
     executor_choice: Choice | None = None
     seed: int
+    client_loss: Callable[[Any], torch.Tensor]
     plan: RoundPlan
     slots: StateSlots
     total_rounds: int | None = None

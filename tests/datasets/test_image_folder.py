@@ -17,7 +17,7 @@ from datamodules import ImageFolder
 from datamodules import image_cache as cache_module
 from fl_lightning import ConfigurationError
 
-REAL_IMAGES = Path(__file__).parents[2] / "shared" / "data" / "cifar10-jpeg.zip"
+REAL_IMAGES = Path(__file__).parents[3] / "shared" / "data" / "cifar10-jpeg.zip"
 
 
 def save(path, pixels):

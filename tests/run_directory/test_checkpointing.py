@@ -331,7 +331,7 @@ def test_process_killed_while_saving_leaves_the_old_checkpoint_and_nothing_that_
         "os.replace = lambda *paths: os.kill(os.getpid(), signal.SIGKILL)\n"
         "AtomicCheckpointIO().save_checkpoint({'round': 2}, sys.argv[1])\n"
     )
-    repository = Path(__file__).parents[1]
+    repository = Path(__file__).parents[2]
     killed = subprocess.run([sys.executable, "-c", script, str(path)], check=False, cwd=repository)
     assert killed.returncode == -signal.SIGKILL
     assert AtomicCheckpointIO().load_checkpoint(path) == {"round": 1}

@@ -93,7 +93,7 @@ def test_without_a_key_and_a_home_the_run_is_offline_and_its_process_connects_no
         own = {
             "WANDB_BASE_URL": url,
             "WANDB_MODE": "",
-            "PYTHONPATH": str(Path(__file__).resolve().parents[1]),
+            "PYTHONPATH": str(Path(__file__).resolve().parents[2]),
         }
         own |= {"HOME": str(Path("tiny.yaml").resolve()), "MPLCONFIGDIR": str(tmp_path)}
         unset = (

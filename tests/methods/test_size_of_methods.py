@@ -15,7 +15,7 @@ LIMITS = {
     "SiloBN": (["callbacks/silobn.py"], 15),
     "FixBN": (["callbacks/fixbn.py"], 25),
     "FBN": (["callbacks/fbn.py"], 60),
-    "FedTAN": (["callbacks/fedtan.py", "fl_lightning/joint.py"], 150),
+    "FedTAN": (["callbacks/fedtan.py", "fl_lightning/batch_norm/joint.py"], 150),
 }
 """The files that exist for a method alone; ``joint`` steps are few lines in the module and the executors beside that."""
 NO_CODE = (

@@ -223,7 +223,7 @@ def test_a_forked_worker_keeps_no_file_of_the_run_open():
 def test_a_run_that_is_killed_leaves_no_worker_behind(start):
     script = f"""
 import os, sys, torch
-sys.path[:0] = [{str(Path(__file__).parent)!r}]
+sys.path[:0] = [{str(Path(__file__).parents[1] / "support")!r}]
 from functools import partial
 from helpers import blobs, fit, small_cnn
 from fl_lightning import FederatedCallback, FederatedModule, ProcessExecutor

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-DOCS = Path(__file__).parents[1] / "docs"
+DOCS = Path(__file__).parents[2] / "docs"
 CURVES = (
     "cifar10_small_fixbn_momentum_local",
     "cifar10_small_fixbn",

@@ -95,7 +95,7 @@ def test_hash_is_eight_hex_digits_and_the_same_in_every_process():
             capture_output=True,
             text=True,
             check=True,
-            cwd=Path(__file__).parents[1],
+            cwd=Path(__file__).parents[2],
             env=os.environ | {"PYTHONHASHSEED": seed},
         ).stdout.strip()
         for seed in ("1", "2")
@@ -107,7 +107,7 @@ def test_hash_is_eight_hex_digits_and_the_same_in_every_process():
 def test_module_imports_neither_torch_nor_lightning():
     code = "import sys, fl_lightning.run_directory.directory; sys.exit(bool({'torch', 'lightning'} & set(sys.modules)))"
     assert (
-        subprocess.run([sys.executable, "-c", code], check=False, cwd=Path(__file__).parents[1]).returncode
+        subprocess.run([sys.executable, "-c", code], check=False, cwd=Path(__file__).parents[2]).returncode
         == 0
     )
 

@@ -14,7 +14,7 @@ from readme_code import BLOCKS, METHOD_BLOCKS, README
 
 from fl_lightning.__main__ import main as program
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 
 def test_the_example_of_own_data_runs_as_it_stands(tmp_path):
@@ -54,7 +54,7 @@ def test_every_command_of_the_readme_runs_in_its_order_for_two_rounds(tmp_path, 
     ran = [shlex.split(command.removeprefix(OURS)) for command in COMMANDS if command.startswith(OURS)]
     for arguments in ran:
         if arguments[0] == "verify":
-            continue  # tests/test_verify.py has them all
+            continue  # tests/verification/test_verify.py has them all
         shorter = ["--trainer.max_epochs", "2"] if arguments[0] in ("fit", "search-freeze") else []
         program([*arguments, *shorter, "--trainer.enable_progress_bar", "false"])
         assert "error" not in capsys.readouterr().err

@@ -14,7 +14,7 @@ from datamodules import Gaussians
 from fl_lightning import SequentialExecutor, VectorizedExecutor
 from fl_lightning.models import BNProbe
 
-TOY = runpy.run_path(str(Path(__file__).parents[1] / "docs" / "gaussian_toy.py"), run_name="toy")
+TOY = runpy.run_path(str(Path(__file__).parents[2] / "docs" / "gaussian_toy.py"), run_name="toy")
 FEDAVG, CENTRAL, TRUE_VARIANCE = "FedAvg", "central", 51
 TABLE = {
     0.0: {"FBN": 0.22, "FixBN": 8.6, "naive": 1.70},

@@ -27,7 +27,7 @@ CUDA = torch.device("cuda:0")
 _one = torch.ones((), requires_grad=True)
 torch.autograd.grad(2 * _one, _one)
 FREE = 10**12  # bytes of its memory
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 _aten = torch.ops.aten
 _READ, _PIN, _COPY_TO, _COPY = (
