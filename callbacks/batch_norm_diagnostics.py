@@ -159,14 +159,12 @@ class BatchNormDiagnostics(BatchNormReport, VariantEvaluation):
         """How far the server's statistics have gone in the round, whichever callback has set them."""
         if self._before is not None:
             after = layer_statistics(dict(pl_module.model.named_buffers()), self.channels)
-            self.report_floats(pl_module, "global_change", (after - self._before).abs().double())
+            self.log_floats(pl_module, "global_change", (after - self._before).abs().double())
             self._before = None
 
     def _measure_statistics(self, pl_module: "FederatedModule", cohort: "Cohort", clients: Tensor) -> None:
         assert self._before is not None
-        self.report_floats(
-            pl_module, "local_deviation", local_deviation(clients, self._before, cohort.weights)
-        )
+        self.log_floats(pl_module, "local_deviation", local_deviation(clients, self._before, cohort.weights))
         number = pl_module.data.num_clients
         count = min(self.window_clients, number)
         watched = {index * number // count for index in range(count)}
@@ -177,7 +175,7 @@ class BatchNormDiagnostics(BatchNormReport, VariantEvaluation):
                 self.windows[client] = seen[-self.window :].clone()
         variance = mean_variance(self.windows.values())
         if variance is not None:
-            self.report(pl_module, "statistics", {"bn/window_variance": float(variance.mean())})
+            self.log_measure(pl_module, "statistics", {"bn/window_variance": float(variance.mean())})
             self.keep_floats(pl_module, "window_variance", variance.view(2, -1))
 
     def _measure_gradients(self, pl_module: "FederatedModule", cohort: "Cohort", first: FirstStep) -> None:
@@ -190,7 +188,7 @@ class BatchNormDiagnostics(BatchNormReport, VariantEvaluation):
         if "affine" not in kinds.values():
             parts = {"": list(found)}
         smallest = rounding(wanted)
-        self.report(
+        self.log_measure(
             pl_module,
             "gradients",
             {
@@ -234,14 +232,14 @@ class BatchNormDiagnostics(BatchNormReport, VariantEvaluation):
         for name, (measure, metric) in metrics.items():
             if name in variants and own.update_called:
                 gap = own.compute().item() - variants[name].metrics["accuracy"]
-                self.report(pl_module, measure, {f"bn/{metric}": gap})
+                self.log_measure(pl_module, measure, {f"bn/{metric}": gap})
         if self._true:
             held = dict(pl_module.model.named_buffers())
             every = batch_norm_layers(pl_module.model)
             layers = [layer for layer in every if f"{layer}.running_mean" in self._true]
             biases = statistics_bias(held, self._true, layers)
             for quantity, values in zip(("mean_bias", "var_bias"), biases, strict=True):
-                self.report(pl_module, "bias", {f"bn/{quantity}": sum(values) / len(values)})
+                self.log_measure(pl_module, "bias", {f"bn/{quantity}": sum(values) / len(values)})
                 self.keep(pl_module, quantity, dict(zip(layers, values, strict=True)))
 
     def state_dict(self) -> dict[str, Any]:

@@ -7,9 +7,9 @@ import lightning as L
 
 from fl_lightning import FederatedCallback
 from fl_lightning.console import format_bytes, in_words
-from fl_lightning.diagnostics.network_link import Link
+from fl_lightning.diagnostics.network_link import NetworkLink
 from fl_lightning.pictures.communication import communication_figure, has_communication
-from fl_lightning.round.traffic import UpDown, add, total
+from fl_lightning.round.communication import UpDown, add, total
 from fl_lightning.run_directory.report import Drawing, Report, Table
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ class CommunicationLedger(Report, FederatedCallback):
 
     Args:
         link: Bandwidth, latency and speed of a client, such as ``{upload_mbps: 100, download_mbps: 100, latency_ms: 20}``.
-            Default: a phone's, see :class:`~fl_lightning.diagnostics.network_link.Link`.
+            Default: a phone's, see :class:`~fl_lightning.diagnostics.network_link.NetworkLink`.
 
     Attributes:
         clients: Rounds, bytes up, bytes down, exchanges and seconds of each client so far, by its id.
@@ -47,9 +47,9 @@ class CommunicationLedger(Report, FederatedCallback):
     paper = "(an observer: measurement only)"
     claims = ("weights_of_fedavg", "one_client_is_plain_training")
 
-    def __init__(self, link: Link | None = None) -> None:
+    def __init__(self, link: NetworkLink | None = None) -> None:
         self.link = link
-        self._link = link or Link()
+        self._link = link or NetworkLink()
         self.clients: dict[int, tuple[int, int, int, int, float]]
         self.kinds: dict[str, UpDown]
         self.exchanges: int
@@ -66,7 +66,7 @@ class CommunicationLedger(Report, FederatedCallback):
             self._begin()  # also of a second fit
         if not self.links or self.links[-1][1] != str(self._link):
             self.links.append((pl_module.round, str(self._link)))
-        traffic = pl_module.traffic
+        traffic = pl_module.communication
         steps = dict(zip(traffic.clients, traffic.local_steps, strict=True))
         slowest = 0.0
         for client, (up, down) in traffic.by_client().items():
@@ -83,7 +83,7 @@ class CommunicationLedger(Report, FederatedCallback):
         self.exchanges += traffic.exchanges
         self.seconds += slowest
         upload, download = total(self.kinds.values())
-        pl_module.report(
+        pl_module.log_numbers(
             {
                 "comm/simulated_s": slowest,
                 "comm/total_upload_bytes": float(upload),

@@ -70,7 +70,7 @@ class FedDNA(FederatedCallback):
         importances = self.importances(means, variances, cohort.weights)
         set_server_statistics(cohort, *self.combine(means, variances, importances))
         entropy = torch.special.entr(importances).sum().item()
-        pl_module.report({"feddna/max_importance": importances.max().item(), "feddna/entropy": entropy})
+        pl_module.log_numbers({"feddna/max_importance": importances.max().item(), "feddna/entropy": entropy})
 
     def importances(self, means: Tensor, variances: Tensor, weights: Tensor) -> Tensor:
         """The importances q of the clients.

@@ -233,7 +233,7 @@ def held_out_losses(pl_module: "FederatedModule", cohort: "Cohort") -> Tensor:
     ]
     losses = []
     with evaluating(pl_module.model):
-        for row, batch in enumerate(pl_module.data.cohort_batch(clients, positions).rows()):
+        for row, batch in enumerate(pl_module.data.cohort_batch(clients, positions).batches()):
             own = {**cohort.params.row(row), **cohort.buffers.row(row)}
             on_device = move_data_to_device(batch, pl_module.device)
             with pl_module.slots.filled(own):

@@ -5,7 +5,7 @@ from typing import Literal
 from fl_lightning.batch_norm.kinds import STATISTICS
 from fl_lightning.errors import check_choice
 from fl_lightning.mechanisms.freezing import Freezing
-from fl_lightning.milestones import one_moment, round_at
+from fl_lightning.milestones import one_milestone, round_at
 
 _KINDS = {"statistics": STATISTICS, "affine": ("affine",), "both": (*STATISTICS, "affine")}
 
@@ -35,10 +35,10 @@ class FixBN(Freezing):
         freeze: Literal["statistics", "affine", "both"] = "statistics",
     ) -> None:
         check_choice("FixBN.freeze", freeze, _KINDS)
-        self.moment = one_moment("FixBN", "freeze", freeze_round, freeze_fraction, default=0.5)
+        self.milestone = one_milestone("FixBN", "freeze", freeze_round, freeze_fraction, default=0.5)
         self.freeze_round, self.freeze_fraction, self.freeze = freeze_round, freeze_fraction, freeze
         self.kinds = _KINDS[freeze]
 
     def last_batch_round(self, total_rounds: int) -> int:
         """T*: the last round that trains with batch statistics."""
-        return round_at(self.moment, total_rounds)
+        return round_at(self.milestone, total_rounds)

@@ -75,7 +75,7 @@ class SCAFFOLD(FederatedCallback):
 
     def on_before_aggregate(self, trainer: L.Trainer, pl_module: "FederatedModule", cohort: "Cohort") -> None:
         """``c_i <- mean of g`` and ``c <- c + |S|/n mean(delta c_i)``."""
-        share = pl_module.share(cohort)
+        share = pl_module.weight_share(cohort)
         for block, total in self._sum.items():
             own = total / torch.tensor(cohort.local_steps, device=total.device).unsqueeze(1)
             change = share * cohort.mean(own - self._own[block])

@@ -71,7 +71,7 @@ class StaticBN(FederatedCallback):
 
     def on_test_start(self, trainer: L.Trainer, pl_module: "FederatedModule") -> None:  # type: ignore[override]  # rounds have one
         """Say so when the checkpoint of a stopped run holds statistics of an earlier round."""
-        trained = int(pl_module.row.get("round", self.measured_round))
+        trained = int(pl_module.metrics.get("round", self.measured_round))
         if trained != self.measured_round:
             pl_module.print(
                 f"StaticBN: the statistics are those of round {self.measured_round}, the weights of round {trained}: this run was "

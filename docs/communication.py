@@ -11,10 +11,10 @@ import tempfile
 from pathlib import Path
 
 from fl_lightning.cli.main import main as run
-from fl_lightning.diagnostics.network_link import Link
+from fl_lightning.diagnostics.network_link import NetworkLink
 from fl_lightning.pictures.communication import communication_figure
 from fl_lightning.pictures.style import write_figure
-from fl_lightning.run_directory.metrics import read_rows
+from fl_lightning.run_directory.metrics import read_metrics
 
 FILE = Path(__file__).with_suffix(".json")
 CONFIGS = Path(__file__).parents[1] / "configs"
@@ -52,7 +52,7 @@ def train() -> None:
                 ]
             ).attempt
             assert attempt is not None
-            rows = [row for row in read_rows(attempt.metrics) if "val/accuracy" in row]
+            rows = [row for row in read_metrics(attempt.metrics) if "val/accuracy" in row]
             found[method] = [{name: row[name] for name in KEPT if name in row} for row in rows]
     lines = [
         f" {json.dumps(method)}: [\n" + ",\n".join(f"  {json.dumps(row)}" for row in rows) + "\n ]"
@@ -64,7 +64,7 @@ def train() -> None:
 def draw() -> None:
     """Draw the file to ``docs/communication.png``."""
     title = ["Digits, 10 clients with one class each, E = 1, 400 rounds, LeNet"]
-    figure = communication_figure(json.loads(FILE.read_text()), str(Link()), title)
+    figure = communication_figure(json.loads(FILE.read_text()), str(NetworkLink()), title)
     write_figure(FILE.with_suffix(".png"), figure)
 
 

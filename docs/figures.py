@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from results_table import finished
 
 from fl_lightning.pictures.style import paper_style, write_figure
-from fl_lightning.run_directory.metrics import read_rows
+from fl_lightning.run_directory.metrics import read_metrics
 
 FIGURES = {
     "digits": {
@@ -60,7 +60,7 @@ def curves(name: str, seeds: Sequence[int] = (0, 1, 2)) -> tuple[np.ndarray, np.
             sys.exit(
                 f"runs/{name}: a finished run of seed {seed} is needed, found {', '.join(map(str, attempts))}"
             )
-        rows = read_rows(attempts[seed][0] / "metrics.jsonl")
+        rows = read_metrics(attempts[seed][0] / "metrics.jsonl")
         found.append({row["round"]: row["val/accuracy"] for row in rows if "val/accuracy" in row})
         if not found[-1]:
             sys.exit(f"runs/{name}: seed {seed} has no val/accuracy; set data.init_args.val_fraction above 0")

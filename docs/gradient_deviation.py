@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 from fl_lightning.cli.main import main as command_line
 from fl_lightning.pictures.series import Series, series
 from fl_lightning.pictures.style import paper_style, write_figure
-from fl_lightning.run_directory.metrics import read_rows
+from fl_lightning.run_directory.metrics import read_metrics
 
 ROOT = Path(__file__).parents[1]
 CURVES = {
@@ -48,7 +48,7 @@ def deviations(config: str) -> tuple[Series, Series]:
         ]
     )
     assert cli.attempt is not None
-    return series(read_rows(cli.attempt.metrics), "bn/gradient_deviation")
+    return series(read_metrics(cli.attempt.metrics), "bn/gradient_deviation")
 
 
 def draw(found: dict[str, tuple[Series, Series]]) -> Figure:

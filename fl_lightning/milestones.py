@@ -3,33 +3,33 @@
 from fl_lightning.errors import ConfigurationError
 
 
-def round_at(moment: int | float, total_rounds: int) -> int:
-    """The last round before a moment of a run.
+def round_at(milestone: int | float, total_rounds: int) -> int:
+    """The last round before a milestone of a run.
 
     Args:
-        moment: That round itself (int), or a fraction of all rounds (float): ``floor(moment * total_rounds)``, safe
+        milestone: That round itself (int), or a fraction of all rounds (float): ``floor(milestone * total_rounds)``, safe
             against rounding.
         total_rounds: Number of planned rounds.
     """
-    return moment if isinstance(moment, int) else int(moment * total_rounds + 1e-9)
+    return milestone if isinstance(milestone, int) else int(milestone * total_rounds + 1e-9)
 
 
-def in_run(moment: int | float, *, ends: bool = False) -> bool:
-    """Whether a moment (see :func:`round_at`) lies within a run.
+def in_run(milestone: int | float, *, ends: bool = False) -> bool:
+    """Whether a milestone (see :func:`round_at`) lies within a run.
 
     Args:
-        moment: A round (int) or a fraction of all rounds (float).
+        milestone: A round (int) or a fraction of all rounds (float).
         ends: Whether the start (round 0, fraction 0) and the end (fraction 1) count as within.
     """
-    if isinstance(moment, int):
-        return moment >= (0 if ends else 1)
-    return 0 <= moment <= 1 if ends else 0 < moment < 1
+    if isinstance(milestone, int):
+        return milestone >= (0 if ends else 1)
+    return 0 <= milestone <= 1 if ends else 0 < milestone < 1
 
 
-def one_moment(
+def one_milestone(
     owner: str, name: str, round_number: int | None, fraction: float | None, default: float
 ) -> int | float:
-    """The moment that a pair of settings ``<name>_round`` and ``<name>_fraction`` gives together.
+    """The milestone that a pair of settings ``<name>_round`` and ``<name>_fraction`` gives together.
 
     Args:
         owner: Name of the class, for messages.

@@ -30,7 +30,7 @@ from fl_lightning.run_directory.checkpoints import AtomicCheckpointIO, RoundChec
 from fl_lightning.run_directory.continuation import OwnServerSettings, copy_checkpoints, is_behind
 from fl_lightning.run_directory.directory import Attempt, attempt_of, directory_of, write_json, write_text
 from fl_lightning.run_directory.files import RunFiles, draw_pictures
-from fl_lightning.run_directory.metrics import JSONLinesLogger, lines_until, read_rows
+from fl_lightning.run_directory.metrics import JSONLinesLogger, lines_until, read_metrics
 from fl_lightning.run_directory.result import collect_result, print_result, write_predictions
 
 _MODEL_LINKS = ("num_classes", "in_channels", "image_size")
@@ -134,13 +134,13 @@ class FederatedCLI(LightningCLI):
                 f"trainer.check_val_every_n_epoch: {settings.check_val_every_n_epoch} must be at least 1 round"
             )
         callbacks = _as_list(settings.callbacks)
-        rows_are_known = True
+        metrics_are_known = True
         if self.checkpoint is not None:
             self._check_checkpoint()
         if self.subcommand == "fit" and not settings.fast_dev_run:
-            rows_are_known = self._find_attempt(callbacks)
+            metrics_are_known = self._find_attempt(callbacks)
         try:
-            trainer = self._make_trainer(settings, callbacks, rows_are_known, **kwargs)
+            trainer = self._make_trainer(settings, callbacks, metrics_are_known, **kwargs)
         except BaseException:
             self._discard_untrained()
             raise
@@ -148,7 +148,7 @@ class FederatedCLI(LightningCLI):
         return trainer
 
     def _make_trainer(
-        self, settings: Namespace, callbacks: list[Any], rows_are_known: bool, **kwargs: Any
+        self, settings: Namespace, callbacks: list[Any], metrics_are_known: bool, **kwargs: Any
     ) -> Trainer:
         if settings.enable_progress_bar is not False and not any(
             isinstance(callback, ProgressBar) for callback in callbacks
@@ -156,7 +156,7 @@ class FederatedCLI(LightningCLI):
             callbacks.append(RoundProgress())
         if self.subcommand == "fit":
             # first, so that it prints before a progress bar takes the terminal
-            callbacks.insert(0, RunFiles(self.attempt, self.config_yaml, rows_are_known))
+            callbacks.insert(0, RunFiles(self.attempt, self.config_yaml, metrics_are_known))
             callbacks.append(self.interruption)
         loggers = _as_list(settings.logger)
         if self.attempt is not None:
@@ -233,7 +233,7 @@ class FederatedCLI(LightningCLI):
         return (
             metrics is not None
             and metrics.exists()
-            and any(row["round"] > self.resumed_round for row in read_rows(metrics))
+            and any(row["round"] > self.resumed_round for row in read_metrics(metrics))
         )
 
     def _check_checkpoint(self) -> None:
@@ -332,7 +332,7 @@ class FederatedCLI(LightningCLI):
             )
             draw_pictures(self.attempt, self.model)
             sys.exit(128 + self.interruption.signal)
-        metrics = {name: value for name, value in self.model.row.items() if name.startswith("val/")}
+        metrics = {name: value for name, value in self.model.metrics.items() if name.startswith("val/")}
         if not metrics and self.datamodule.fit_split == "val" and self.datamodule.val_dataloader():
             # with limit_val_batches 0 or limit_test_batches 0 there is nothing to evaluate, and no result
             for found in self.trainer.validate(self.model, datamodule=self.datamodule, verbose=False):

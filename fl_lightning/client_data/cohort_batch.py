@@ -18,29 +18,29 @@ class CohortBatch:
     ``(inputs, targets)``.
     """
 
-    def __init__(self, *, rows: Sequence[Any] | None = None, stack: Any = None) -> None:
-        self._rows = rows
+    def __init__(self, *, batches: Sequence[Any] | None = None, stack: Any = None) -> None:
+        self._batches = batches
         self._stack = stack
 
     def map(self, function: Callable[[Any], Any]) -> "CohortBatch":
         """Apply a function of a batch (a device transfer, a cast) to whichever form is held."""
-        if self._rows is None:
+        if self._batches is None:
             return CohortBatch(stack=function(self._stack))
-        return CohortBatch(rows=[function(batch) for batch in self._rows])
+        return CohortBatch(batches=[function(batch) for batch in self._batches])
 
     def sizes(self) -> list[int]:
         """Number of samples in each client's batch."""
-        if self._rows is None:
+        if self._batches is None:
             clients, samples = first_shape(self._stack)[:2]
             return [samples] * clients
-        return [first_shape(batch)[0] for batch in self._rows]
+        return [first_shape(batch)[0] for batch in self._batches]
 
-    def rows(self) -> Sequence[Any]:
+    def batches(self) -> Sequence[Any]:
         """One batch per client."""
-        if self._rows is None:
+        if self._batches is None:
             leaves, spec = tree_flatten(self._stack)
-            self._rows = [tree_unflatten(list(parts), spec) for parts in zip(*leaves, strict=True)]
-        return self._rows
+            self._batches = [tree_unflatten(list(parts), spec) for parts in zip(*leaves, strict=True)]
+        return self._batches
 
     def stack(self) -> Any:
         """One tree whose tensors have the client axis first, shape ``[C, b, ...]``.
@@ -49,8 +49,8 @@ class CohortBatch:
             CannotVectorize: The clients' batches differ in shape, so that they cannot be stacked.
         """
         if self._stack is None:
-            assert self._rows is not None
-            flat = [tree_flatten(batch) for batch in self._rows]
+            assert self._batches is not None
+            flat = [tree_flatten(batch) for batch in self._batches]
             shapes = {tuple(tuple(leaf.shape) for leaf in leaves) for leaves, _ in flat}
             if len(shapes) > 1:
                 raise CannotVectorize(f"the clients sent {len(shapes)} different shapes")
@@ -60,6 +60,6 @@ class CohortBatch:
 
     def union(self) -> "CohortBatch":
         """All batches joined along their first dimension, as the batch of a single client."""
-        if self._rows is None:
+        if self._batches is None:
             return CohortBatch(stack=tree_map(lambda leaf: leaf.flatten(0, 1)[None], self._stack))
-        return CohortBatch(rows=[tree_map(lambda *leaves: torch.cat(leaves), *self._rows)])
+        return CohortBatch(batches=[tree_map(lambda *leaves: torch.cat(leaves), *self._batches)])

@@ -141,7 +141,7 @@ class FederatedDataModule(L.LightningDataModule):
             steps: For each of them its local step, from 0, counted over the whole training.
         """
         pairs = zip(client_ids, steps, strict=True)
-        return CohortBatch(rows=[self._source(client_id).train_batch(step) for client_id, step in pairs])
+        return CohortBatch(batches=[self._source(client_id).train_batch(step) for client_id, step in pairs])
 
     def keep_on(self, device: torch.device) -> None:
         """Hold the data in the memory of the device that will use them, where a data set can; called before training."""

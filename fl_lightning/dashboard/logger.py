@@ -29,7 +29,7 @@ from fl_lightning.dashboard.contents import (
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.round.module import FederatedModule
 from fl_lightning.run_directory.directory import Attempt, write_text
-from fl_lightning.run_directory.metrics import read_rows
+from fl_lightning.run_directory.metrics import read_metrics
 
 
 class RoundWandbLogger(WandbLogger):
@@ -223,7 +223,7 @@ class RoundWandbLogger(WandbLogger):
         if self.attempt is None or self.beside is not None or round_number == self._newest + 1:
             return
         if self.attempt.metrics.exists():
-            for row in read_rows(self.attempt.metrics):
+            for row in read_metrics(self.attempt.metrics):
                 if round_number is None or row["round"] < round_number:
                     self._log_row(row)
 

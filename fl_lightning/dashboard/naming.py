@@ -16,7 +16,7 @@ from fl_lightning.round.callback import FederatedCallback
 from fl_lightning.round.module import FederatedModule
 from fl_lightning.run_directory.describe import method_name
 from fl_lightning.run_directory.directory import Attempt
-from fl_lightning.run_directory.environment import environment_record
+from fl_lightning.run_directory.environment import describe_environment
 
 
 def wandb_logger(
@@ -51,7 +51,7 @@ def wandb_logger(
         return None
     resolved = yaml.safe_load(config)
     config_hash = attempt.path.name.partition("-")[0]
-    added = {"config_hash": config_hash, "git_commit": environment_record()["git_commit"]}
+    added = {"config_hash": config_hash, "git_commit": describe_environment()["git_commit"]}
     name, tags = run_name_and_tags(module, data, callbacks)
     return RoundWandbLogger(
         attempt,

@@ -41,11 +41,11 @@ class BatchNormReport(Report):
         """Take up the names of a model's layers."""
         self._labels = layer_labels(model)
 
-    def report_floats(self, pl_module: "FederatedModule", name: str, values: Tensor) -> None:
+    def log_floats(self, pl_module: "FederatedModule", name: str, values: Tensor) -> None:
         """Report the L1 norm of ``[2, channels]`` in total and per float, and keep it for each layer."""
         total = float(values.sum())
         metrics = {f"bn/{name}": total, f"bn/{name}_per_float": total / values.numel()}
-        self.report(pl_module, "statistics", metrics)
+        self.log_measure(pl_module, "statistics", metrics)
         self.keep_floats(pl_module, name, values)
 
     def keep_floats(self, pl_module: "FederatedModule", name: str, values: Tensor) -> None:
@@ -60,7 +60,7 @@ class BatchNormReport(Report):
         """Keep a number of each layer."""
         self.history.add(quantity, pl_module.round, pl_module.planned_rounds, values)
 
-    def report(self, pl_module: "FederatedModule", measure: str, metrics: Mapping[str, float]) -> None:
+    def log_measure(self, pl_module: "FederatedModule", measure: str, metrics: Mapping[str, float]) -> None:
         """Log numbers of the whole model; they take the place of those that the measure had in an earlier round."""
         for name, value in metrics.items():
             pl_module.log(name, value)
@@ -130,4 +130,4 @@ def _newest_round(pl_module: "FederatedModule") -> int:
     trainer = pl_module.trainer
     if trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking:
         return pl_module.round
-    return int(pl_module.row.get("round", 0))
+    return int(pl_module.metrics.get("round", 0))

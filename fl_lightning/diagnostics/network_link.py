@@ -11,7 +11,7 @@ from fl_lightning.randomness import generator
 
 
 @dataclass(frozen=True)
-class Link:
+class NetworkLink:
     """A client's link to the server, and its speed: ``exchanges x latency + bytes / bandwidth + steps x seconds``.
 
     The defaults are round numbers of a phone's order of magnitude on a mobile network, measured nowhere: 0.25 MB/s up, three
@@ -41,7 +41,7 @@ class Link:
             if not math.isfinite(value) or value < 0 or (positive and value == 0):
                 bound = "above 0" if positive else "of at least 0"
                 raise ConfigurationError(
-                    f"Link.{setting.name}: {value} must be a finite number {bound}, such as {setting.default}"
+                    f"NetworkLink.{setting.name}: {value} must be a finite number {bound}, such as {setting.default}"
                 )
 
     def seconds(self, upload: int, download: int, exchanges: int, local_steps: int = 0) -> float:

@@ -1,8 +1,8 @@
-"""A local step's forward and backward pass as a CUDA graph: recorded once, then replayed with one launch.
+"""A local step's forward and backward pass as a CUDA graph: captured once, then replayed with one launch.
 
 A replayed graph reads and writes the same memory each time and runs no Python. So its batch is copied to where the
-recorded one lay, a cohort's rows stay where they are from round to round, and what Python decides (which rows, which
-parameters are trained, numbers that layers hold, such as momentum) is part of what a recording is found by.
+captured one lay, a cohort's rows stay where they are from round to round, and what Python decides (which rows, which
+parameters are trained, numbers that layers hold, such as momentum) is part of what a capture is found by.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,16 +15,16 @@ from torch.utils._pytree import tree_flatten, tree_map
 from fl_lightning.cohort.client_rows import ClientRows
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.executors.base import ClientTask
-from fl_lightning.executors.module_state import Inventory, Stocktaker
+from fl_lightning.executors.module_state import ModuleState, ModuleStateReader
 
-Recorder = Callable[[Callable[[], Tensor]], tuple[Callable[[], None], Tensor]]
+Capture = Callable[[Callable[[], Tensor]], tuple[Callable[[], None], Tensor]]
 """Records a computation: gives what computes it again, and its result, which lies where it is each time."""
 
-_MOST = 16  # recorded steps at a time: each has memory of its own
+_MOST = 16  # captured steps at a time: each has memory of its own
 _WARM_UP = 3  # libraries choose their algorithms and take their memory in the first runs
 
 
-def record_cuda_graph(compute: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
+def capture_cuda_graph(compute: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
     """Record a computation on the current CUDA device; it runs a few times before that.
 
     Args:
@@ -46,39 +46,39 @@ def record_cuda_graph(compute: Callable[[], Tensor]) -> tuple[Callable[[], None]
             found = compute()
     except RuntimeError as error:
         first: BaseException = error
-        while first.__context__ is not None:  # the end of a recording that has failed fails as well
+        while first.__context__ is not None:  # the end of a capture that has failed fails as well
             first = first.__context__
         if isinstance(first, torch.OutOfMemoryError):
             raise first from None
         raise ConfigurationError(
-            f"VectorizedExecutor.cuda_graph: true, but a local step cannot be recorded ({str(first).splitlines()[0]}); the "
+            f"VectorizedExecutor.cuda_graph: true, but a local step cannot be captured ({str(first).splitlines()[0]}); the "
             "model and the loss must not read numbers from the GPU; set cuda_graph: false"
         ) from first
     return graph.replay, found
 
 
 class StepGraph:
-    """A recorded step of some clients.
+    """A captured step of some clients.
 
     Args:
         compute: Their losses from a batch, shape ``[n]``; it also writes to ``written``.
         batch: A batch; later ones have its shapes.
         written: What ``compute`` writes to. Recording leaves it as it is, even where it fails.
-        record: How to record.
+        capture: How to capture.
 
     Attributes:
-        kept: What else the recorded operations read: it lives as long as they do.
+        kept: What else the captured operations read: it lives as long as they do.
     """
 
     kept: Sequence[Tensor] = ()
 
     def __init__(
-        self, compute: Callable[[Any], Tensor], batch: Any, written: Sequence[Tensor], record: Recorder
+        self, compute: Callable[[Any], Tensor], batch: Any, written: Sequence[Tensor], capture: Capture
     ) -> None:
         self.batch = tree_map(torch.clone, batch)
         before = [tensor.clone() for tensor in written]
         try:
-            self.replay, self.losses = record(lambda: compute(self.batch))
+            self.replay, self.losses = capture(lambda: compute(self.batch))
         finally:
             for tensor, value in zip(written, before, strict=True):
                 tensor.copy_(value)
@@ -92,22 +92,22 @@ class StepGraph:
 
 
 class StepGraphs:
-    """The recorded steps of a cohort.
+    """The captured steps of a cohort.
 
     Args:
-        record: How to record a step.
+        capture: How to capture a step.
     """
 
-    def __init__(self, record: Recorder = record_cuda_graph) -> None:
-        self.record = record
+    def __init__(self, capture: Capture = capture_cuda_graph) -> None:
+        self.capture = capture
         self._cohort: ClientRows | None = None
-        self._stocktaker = Stocktaker()
-        self._inventory: Inventory | None = None
+        self._state_reader = ModuleStateReader()
+        self._state: ModuleState | None = None
         self._graphs: list[tuple[Any, StepGraph]] = []
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy records for itself."""
-        return vars(StepGraphs(self.record))
+        """A copy captures for itself."""
+        return vars(StepGraphs(self.capture))
 
     def run(
         self,
@@ -117,7 +117,7 @@ class StepGraphs:
         batch: Any,
         compute: Callable[[Any], Tensor],
     ) -> Tensor:
-        """The losses of some rows, from a recorded step where there is one for such rows and batches.
+        """The losses of some rows, from a captured step where there is one for such rows and batches.
 
         Args:
             module: The federated module.
@@ -126,26 +126,26 @@ class StepGraphs:
             batch: Their batches, stacked.
             compute: Their losses from a batch, shape ``[len(rows)]``.
         """
-        inventory = self._stocktaker.take(module)
-        if self._cohort is not cohort or not inventory.has_objects_of(self._inventory):
+        state = self._state_reader.read(module)
+        if self._cohort is not cohort or not state.has_objects_of(self._state):
             self._graphs = []
-            self._cohort, self._inventory = cohort, inventory
+            self._cohort, self._state = cohort, state
         leaves, spec = tree_flatten(batch)
         shapes = [(leaf.shape, leaf.dtype, leaf.stride()) for leaf in leaves]
         device = module.device.type
         casts = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-        key = (rows, spec, shapes, cohort.trained_blocks, casts, inventory.attributes)
+        key = (rows, spec, shapes, cohort.trained_blocks, casts, state.attributes)
         for known, graph in self._graphs:
             if known == key:
                 return graph.run(batch)
         written = [*cohort.grads.blocks.values(), *cohort.buffers.blocks.values()]
-        graph = StepGraph(compute, batch, written, self.record)
+        graph = StepGraph(compute, batch, written, self.capture)
         graph.kept = [*cohort.indices(), *cohort.params.orders(), *cohort.buffers.orders()]
         self._graphs = [*self._graphs[1 - _MOST :], (key, graph)]
-        self._inventory = self._stocktaker.take(module)  # a model may have kept something of its forward pass
+        self._state = self._state_reader.read(module)  # a model may have kept something of its forward pass
         return graph.run(batch)
 
     def clear(self) -> None:
         """Let go of all of them, and of their memory."""
-        self._cohort, self._inventory, self._graphs = None, None, []
-        self._stocktaker = Stocktaker()
+        self._cohort, self._state, self._graphs = None, None, []
+        self._state_reader = ModuleStateReader()

@@ -51,7 +51,7 @@ def common_tensors(module: ClientTask, stacked: Collection[str]) -> list[Tensor]
     return common + [each for each in objects_of(module) if torch.is_tensor(each) and each.is_leaf]
 
 
-class Inventory(NamedTuple):
+class ModuleState(NamedTuple):
     """What a module consisted of at some moment.
 
     Attributes:
@@ -64,7 +64,7 @@ class Inventory(NamedTuple):
     attributes: list[Attributes]
     names: list[str]
 
-    def has_objects_of(self, other: "Inventory | None") -> bool:
+    def has_objects_of(self, other: "ModuleState | None") -> bool:
         """Whether the other one consists of the very same objects under the same names."""
         if self is other:
             return True
@@ -73,20 +73,20 @@ class Inventory(NamedTuple):
         return self.names == other.names and all(map(is_, self.objects, other.objects))
 
 
-class Stocktaker:
-    """Takes the inventory of a module again and again, and looks closely only where something was put in another's place.
+class ModuleStateReader:
+    """Takes the state of a module again and again, and looks closely only where something was put in another's place.
 
     A module that nobody has changed, which is what a step usually finds, costs a comparison of references.
     """
 
     def __init__(self) -> None:
-        self._inventory: Inventory | None = None
+        self._state: ModuleState | None = None
         self._seen: list[tuple[nn.Module, list[str], list[Any], list[tuple[str, nn.Module | None]]]] = []
         self._containers: list[tuple[Any, bool, Any]] = []
 
-    def take(self, module: ClientTask) -> Inventory:
+    def read(self, module: ClientTask) -> ModuleState:
         """What the module consists of now: the same object as before, if nothing was changed."""
-        if self._inventory is None or self._inventory.objects[0] is not module or self._has_changed():
+        if self._state is None or self._state.objects[0] is not module or self._has_changed():
             parts = list(module.modules())
             self._seen = [
                 (part, list(vars(part)), list(vars(part).values()), list(part._modules.items()))
@@ -101,8 +101,8 @@ class Stocktaker:
             plain = [(value, _is_plain(value)) for value in containers]
             self._containers = [(value, known, _copy(value) if known else None) for value, known in plain]
             names = [name for name, _ in module.named_modules()]
-            self._inventory = Inventory(objects_of(module), attributes_of(module), names)
-        return self._inventory
+            self._state = ModuleState(objects_of(module), attributes_of(module), names)
+        return self._state
 
     def _has_changed(self) -> bool:
         for part, names, values, children in self._seen:

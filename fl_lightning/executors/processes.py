@@ -16,11 +16,11 @@ from fl_lightning.cohort.client_rows import ClientRows
 from fl_lightning.errors import ConfigurationError, check_choice
 from fl_lightning.executors.base import ClientTask, Executor
 from fl_lightning.executors.cores import usable_cores
-from fl_lightning.executors.module_state import Inventory, Stocktaker, common_tensors
+from fl_lightning.executors.module_state import ModuleState, ModuleStateReader, common_tensors
 from fl_lightning.executors.sequential import SequentialExecutor
-from fl_lightning.executors.staging import share
-from fl_lightning.executors.worker import Load, Step
-from fl_lightning.executors.worker_process import CannotFork, WorkerProcess, forked, pickled, spawned
+from fl_lightning.executors.staging import to_shared_memory
+from fl_lightning.executors.worker import InitMessage, StepMessage
+from fl_lightning.executors.worker_process import CannotFork, WorkerHandle, forked, pickled, spawned
 
 _SHARED_MEMORY = Path("/dev/shm")
 
@@ -62,30 +62,30 @@ class ProcessExecutor(Executor):
         if start is not None:
             check_choice("ProcessExecutor.start", start, ("fork", "spawn"))
         self.num_workers, self.compile, self.start = num_workers, compile, start
-        self._crew: _Crew | None = None
+        self._pool: _WorkerPool | None = None
         self._own = SequentialExecutor(compile)
-        self._stocktaker = Stocktaker()
+        self._state_reader = ModuleStateReader()
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy has workers of its own."""
-        return {**vars(self), "_crew": None, "_stocktaker": Stocktaker()}
+        return {**vars(self), "_pool": None, "_state_reader": ModuleStateReader()}
 
     def backward(
         self, module: ClientTask, cohort: ClientRows, batch: CohortBatch, rows: Sequence[int]
     ) -> Tensor:
         """Fill ``cohort.grads`` and update ``cohort.buffers`` for ``rows``; see :meth:`Executor.backward`."""
-        inventory = self._stocktaker.take(module)
-        if self._crew is None or not self._crew.belongs_to(cohort, inventory):
+        state = self._state_reader.read(module)
+        if self._pool is None or not self._pool.belongs_to(cohort, state):
             self.close()
-            self._crew = _Crew(module, cohort, inventory, self._size(module, cohort) - 1, self)
-        shares, batches = shares_of(rows, len(self._crew.workers) + 1), batch.rows()
-        own, first = CohortBatch(rows=batches[: len(shares[0])]), len(shares[0])
-        with self.during_round(), self._crew.working(inventory, shares[1:], batches[first:]):
+            self._pool = _WorkerPool(module, cohort, state, self._size(module, cohort) - 1, self)
+        shares, batches = split_evenly(rows, len(self._pool.workers) + 1), batch.batches()
+        own, first = CohortBatch(batches=batches[: len(shares[0])]), len(shares[0])
+        with self.during_round(), self._pool.working(state, shares[1:], batches[first:]):
             losses = self._own.backward(module, cohort, own, shares[0])
-        found = self._crew.losses[list(rows)].to(losses.dtype)
+        found = self._pool.losses[list(rows)].to(losses.dtype)
         found[:first] = losses
         # what the model itself has replaced meanwhile is no news for the workers
-        self._crew.inventory = self._stocktaker.take(module)
+        self._pool.state = self._state_reader.read(module)
         return found
 
     @contextmanager
@@ -103,10 +103,10 @@ class ProcessExecutor(Executor):
 
     def close(self) -> None:
         """Let go of the worker processes."""
-        if self._crew is not None:
-            self._crew.release()
-            self._crew = None
-        self._stocktaker = Stocktaker()
+        if self._pool is not None:
+            self._pool.release()
+            self._pool = None
+        self._state_reader = ModuleStateReader()
 
     def _size(self, module: ClientTask, cohort: ClientRows) -> int:
         if module.device.type != "cpu":
@@ -117,69 +117,69 @@ class ProcessExecutor(Executor):
         return min(self.num_workers or usable_cores(), clients)
 
 
-def shares_of(rows: Sequence[int], parts: int) -> list[list[int]]:
+def split_evenly(rows: Sequence[int], parts: int) -> list[list[int]]:
     """Split rows into consecutive shares whose sizes differ by one at most, the larger first."""
     size, larger = divmod(len(rows), parts)
     ends = [size * (part + 1) + min(part + 1, larger) for part in range(parts)]
     return [list(rows[start:end]) for start, end in zip([0, *ends], ends, strict=False)]
 
 
-class _Crew:
+class _WorkerPool:
     """The workers of one cohort, which lies in shared memory from now on."""
 
     def __init__(
         self,
         module: ClientTask,
         cohort: ClientRows,
-        inventory: Inventory,
+        state: ModuleState,
         size: int,
         settings: ProcessExecutor,
     ) -> None:
-        self.cohort, self.inventory = cohort, inventory
+        self.cohort, self.state = cohort, state
         stacks = (cohort.params, cohort.grads, cohort.buffers)
         blocks = [block for rows in stacks for block in rows.blocks.values()]
         self.losses = torch.zeros(len(blocks[0]), dtype=torch.float64)
         _check_shared_memory(blocks)
         common = common_tensors(module, {*cohort.params, *cohort.buffers})
         for block in (*blocks, self.losses, *common):
-            share(block)
+            to_shared_memory(block)
         rows = [(rows.layout, rows.blocks) for rows in stacks]
-        load = Load(module, rows, self.losses, common, settings.compile)
-        self.workers: list[WorkerProcess] = []
-        weakref.finalize(self, _dismiss, self.workers).atexit = False
+        load = InitMessage(module, rows, self.losses, common, settings.compile)
+        self.workers: list[WorkerHandle] = []
+        weakref.finalize(self, _kill_all, self.workers).atexit = False
         try:
             if settings.start != "spawn" and (settings.start or sys.platform == "linux"):
-                self._hire_forked(load, size, settings.start is None)
+                self._fork_workers(load, size, settings.start is None)
             if len(self.workers) < size:
                 load = pickled(load)
                 self.workers += [spawned(load) for _ in range(size)]
                 for worker in self.workers:
                     worker.answer(0)
         except BaseException:
-            self.dismiss()
+            self.kill()
             raise
 
-    def belongs_to(self, cohort: ClientRows, inventory: Inventory) -> bool:
+    def belongs_to(self, cohort: ClientRows, state: ModuleState) -> bool:
         """Whether the workers have what a step of this cohort needs."""
-        return self.cohort is cohort and inventory.has_objects_of(self.inventory)
+        return self.cohort is cohort and state.has_objects_of(self.state)
 
-    def _hire_forked(self, load: Load, size: int, or_otherwise: bool) -> None:
+    def _fork_workers(self, load: InitMessage, size: int, or_otherwise: bool) -> None:
         try:
             for _ in range(size):
                 self.workers.append(forked(load))
             for worker in self.workers:
                 worker.answer(0)
         except CannotFork as reason:
-            self.dismiss()
+            self.kill()
             if not or_otherwise:
                 raise ConfigurationError(f"ProcessExecutor.start: fork: {reason}; use spawn") from reason
 
     @contextmanager
     def working(
-        self, inventory: Inventory, shares: Sequence[list[int]], batches: Sequence[Any]
+        self, state: ModuleState, shares: Sequence[list[int]], batches: Sequence[Any]
     ) -> Iterator[None]:
         """Let the workers fill their shares of the rows while the block runs; afterwards they have."""
-        attributes = inventory.attributes
+        attributes = state.attributes
         cohort, start, busy = self.cohort, 0, []
         common = (cohort.round, cohort.step, cohort.client_ids, cohort.trained_blocks)
         try:
@@ -188,28 +188,28 @@ class _Crew:
                     staged = worker.staging.put(batches[start : start + len(rows)])
                     start += len(rows)
                     news = None if attributes == worker.attributes else attributes
-                    worker.send(Step(*common, news, rows, staged))
+                    worker.send(StepMessage(*common, news, rows, staged))
                     worker.attributes = attributes
                     busy.append(worker)
             yield
             for worker in busy:
                 worker.answer(cohort.round)
         except BaseException:
-            self.dismiss()  # whatever they are at
+            self.kill()  # whatever they are at
             raise
 
     def release(self) -> None:
         """Make the workers free for another cohort, or end them."""
         for worker in self.workers:
-            worker.let_go()
+            worker.release()
         self.workers.clear()
 
-    def dismiss(self) -> None:
+    def kill(self) -> None:
         """End the workers at once."""
-        _dismiss(self.workers)
+        _kill_all(self.workers)
 
 
-def _dismiss(workers: list[WorkerProcess]) -> None:
+def _kill_all(workers: list[WorkerHandle]) -> None:
     for worker in workers:
         worker.kill()
     workers.clear()

@@ -54,7 +54,7 @@ class SequentialExecutor(Executor):
     def _each(
         self, module: ClientTask, cohort: ClientRows, batch: CohortBatch, rows: Sequence[int]
     ) -> Tensor:
-        batches = zip(rows, batch.rows(), strict=True)
+        batches = zip(rows, batch.batches(), strict=True)
         return torch.stack([self._one(module, cohort, row, client_batch) for row, client_batch in batches])
 
     def _one(self, module: ClientTask, cohort: ClientRows, row: int, batch: Any) -> Tensor:

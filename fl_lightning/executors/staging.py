@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
-from fl_lightning.executors.worker import Staged
+from fl_lightning.executors.worker import StagedBatches
 
 
 class Staging:
@@ -17,7 +17,7 @@ class Staging:
         self._memory: list[Tensor] = []
         self._kind: Any = None
 
-    def put(self, batches: Sequence[Any]) -> Staged | list[Any]:
+    def put(self, batches: Sequence[Any]) -> StagedBatches | list[Any]:
         """Put batches where the worker reads them; those that differ in shape are to be sent as they are.
 
         Args:
@@ -34,10 +34,10 @@ class Staging:
         for index, (leaves, _) in enumerate(flat):
             for target, leaf in zip(self._memory, leaves, strict=True):
                 target[index].copy_(leaf)
-        return Staged(flat[0][1], self._memory if new else None)
+        return StagedBatches(flat[0][1], self._memory if new else None)
 
 
-def share(tensor: Tensor) -> None:
+def to_shared_memory(tensor: Tensor) -> None:
     """Move a tensor, in place and with all its views, into memory that other processes can map."""
     tensor.data.share_memory_()  # type: ignore[no-untyped-call]  # torch gives it no types
 
@@ -50,5 +50,5 @@ def _shared_like(tensor: Tensor, count: int) -> Tensor:
     """Shared memory ``[count, *shape]`` for tensors like the given one, in its memory format."""
     strides = torch.empty_like(tensor, device="meta").stride()
     memory = torch.empty(count * tensor.numel(), dtype=tensor.dtype)
-    share(memory)
+    to_shared_memory(memory)
     return memory.as_strided((count, *tensor.shape), (tensor.numel(), *strides))

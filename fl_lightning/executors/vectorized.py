@@ -26,7 +26,7 @@ class VectorizedExecutor(Executor):
 
     Args:
         block_size: How many clients are computed together; None for the whole cohort. Smaller blocks need less memory.
-        cuda_graph: On a CUDA device: whether a block's forward and backward pass is recorded as a CUDA graph and replayed,
+        cuda_graph: On a CUDA device: whether a block's forward and backward pass is captured as a CUDA graph and replayed,
             which takes one launch instead of hundreds (see ``fl_lightning.executors.cuda_graph``). For models whose forward pass
             does the same whatever its numbers are. Elsewhere it changes nothing.
         where_possible: Whether clients are computed one after the other where the model or the shapes of their batches do
@@ -72,13 +72,13 @@ class VectorizedExecutor(Executor):
                     raise
                 self._say(str(reason))
                 size = len(rows) - done
-                rest = CohortBatch(rows=batch.rows()[done:])
+                rest = CohortBatch(batches=batch.batches()[done:])
                 losses.append(SequentialExecutor().backward(module, cohort, rest, rows[done:]))
             done += size
         return losses[0] if len(losses) == 1 else torch.cat(losses)
 
     def close(self) -> None:
-        """Let go of recorded graphs and their memory."""
+        """Let go of captured graphs and their memory."""
         self.graphs.clear()
         self._largest = None
 

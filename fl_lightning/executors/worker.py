@@ -19,7 +19,7 @@ END = "end"
 
 
 @dataclass(frozen=True)
-class Load:
+class InitMessage:
     """Everything that a worker needs before the first local step.
 
     Attributes:
@@ -47,7 +47,7 @@ class Load:
 
 
 @dataclass(frozen=True)
-class Staged:
+class StagedBatches:
     """Batches that lie in shared memory.
 
     Attributes:
@@ -60,7 +60,7 @@ class Staged:
 
 
 @dataclass(frozen=True)
-class Step:
+class StepMessage:
     """One local step.
 
     Attributes:
@@ -79,17 +79,17 @@ class Step:
     trained: list[str]
     attributes: list[Attributes] | None
     rows: list[int]
-    batches: Staged | list[Any]
+    batches: StagedBatches | list[Any]
 
 
-def serve(connection: "Connection[Any, Any]", load: Load | None = None) -> None:
+def serve(connection: "Connection[Any, Any]", load: InitMessage | None = None) -> None:
     """Answer requests until the other end is gone.
 
     Every answer is ``("done", None)``, ``("refused", text)`` for a mistake of the user's, ``("failed", traceback)``, or, to
     ``load``, ``("cannot fork", text)``.
 
     Args:
-        connection: Where requests (:class:`Load`, :class:`Step`, or None to let go of everything) come from.
+        connection: Where requests (:class:`InitMessage`, :class:`StepMessage`, or None to let go of everything) come from.
         load: The first request, of a worker that is a copy of the process at the other end.
     """
     # whoever stops a run lets it finish its round: the end of the connection is the end of a worker
@@ -97,7 +97,7 @@ def serve(connection: "Connection[Any, Any]", load: Load | None = None) -> None:
         signal.signal(number, signal.SIG_IGN)
     torch.set_num_threads(1)
     work: _Work | None = None
-    request: Load | Step | str | None
+    request: InitMessage | StepMessage | str | None
     while True:
         try:
             request, load = (load, None) if load is not None else (connection.recv(), None)
@@ -115,18 +115,18 @@ def serve(connection: "Connection[Any, Any]", load: Load | None = None) -> None:
             return
 
 
-def _answer(request: Load | Step | None, work: "_Work | None") -> Any:
+def _answer(request: InitMessage | StepMessage | None, work: "_Work | None") -> Any:
     from fl_lightning.errors import ConfigurationError
 
     try:
-        if isinstance(request, Load):
+        if isinstance(request, InitMessage):
             try:
                 leaf = torch.ones((), requires_grad=True)
                 torch.autograd.grad(2 * leaf, leaf)
             except RuntimeError as error:  # autograd has threads that were not copied
                 return "cannot fork", str(error).splitlines()[0]
             return _Work(request)
-        if isinstance(request, Step):
+        if isinstance(request, StepMessage):
             assert work is not None
             work.step(request)
             return "done", None
@@ -140,7 +140,7 @@ def _answer(request: Load | Step | None, work: "_Work | None") -> Any:
 class _Work:
     """A module and its rows in this process."""
 
-    def __init__(self, load: Load) -> None:
+    def __init__(self, load: InitMessage) -> None:
         import pickle
 
         from fl_lightning.cohort.client_rows import ClientRows
@@ -166,7 +166,7 @@ class _Work:
         self.executor = SequentialExecutor(load.compile)
         self.leaves: list[Tensor] = []
 
-    def step(self, request: Step) -> None:
+    def step(self, request: StepMessage) -> None:
         from fl_lightning.client_data.cohort_batch import CohortBatch
 
         rows = self.rows
@@ -178,11 +178,11 @@ class _Work:
             for part, held in zip(self.module.modules(), request.attributes, strict=True):
                 vars(part).update(held)
         batches = request.batches
-        if isinstance(batches, Staged):
+        if isinstance(batches, StagedBatches):
             self.leaves = batches.leaves if batches.leaves is not None else self.leaves
             batches = [
                 tree_unflatten([leaf[i] for leaf in self.leaves], batches.spec)
                 for i in range(len(request.rows))
             ]
-        losses = self.executor.backward(self.module, rows, CohortBatch(rows=batches), request.rows)
+        losses = self.executor.backward(self.module, rows, CohortBatch(batches=batches), request.rows)
         self.losses[request.rows] = losses.to(self.losses.dtype)

@@ -19,7 +19,7 @@ from fl_lightning.errors import ConfigurationError
 from fl_lightning.executors.base import ClientTask
 from fl_lightning.executors.module_state import Attributes
 from fl_lightning.executors.staging import Staging
-from fl_lightning.executors.worker import END, Load, serve
+from fl_lightning.executors.worker import END, InitMessage, serve
 
 _SERVER_ONLY = (
     "client_optimizer",
@@ -45,7 +45,7 @@ class CannotFork(Exception):
     """A copy of this process cannot compute gradients."""
 
 
-class WorkerProcess:
+class WorkerHandle:
     """A worker process.
 
     Args:
@@ -57,7 +57,7 @@ class WorkerProcess:
         attributes: What it knows of the module beside tensors.
     """
 
-    def __init__(self, start: str, load: Load | None) -> None:
+    def __init__(self, start: str, load: InitMessage | None) -> None:
         context: Any = torch.multiprocessing.get_context(start)
         self.reusable = start == "spawn"
         self.staging = Staging()
@@ -101,7 +101,7 @@ class WorkerProcess:
         if kind == "failed":
             raise RuntimeError(f"in a worker process of ProcessExecutor:\n{text}")
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Make it free for another cohort, or end it."""
         if not self.reusable:
             self.close()
@@ -155,27 +155,27 @@ def _no_signals() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-_idle: list[WorkerProcess] = []
+_idle: list[WorkerHandle] = []
 """Spawned workers that wait for a cohort."""
 
 
-def forked(load: Load) -> WorkerProcess:
+def forked(load: InitMessage) -> WorkerHandle:
     """A worker that is a copy of this process; its first answer says whether that works."""
-    return WorkerProcess("fork", load)
+    return WorkerHandle("fork", load)
 
 
-def spawned(load: Load) -> WorkerProcess:
+def spawned(load: InitMessage) -> WorkerHandle:
     """A worker in a process of its own, perhaps one that has served before; its next answer is that to ``load``."""
     worker = None
     while _idle and worker is None:
         worker = _idle.pop()
         worker = worker if worker.process.is_alive() else None
-    worker = worker or WorkerProcess("spawn", None)
+    worker = worker or WorkerHandle("spawn", None)
     worker.send(load)
     return worker
 
 
-def pickled(load: Load) -> Load:
+def pickled(load: InitMessage) -> InitMessage:
     """The same with its module as bytes, without what only the server needs.
 
     Raises:
@@ -194,7 +194,7 @@ def pickled(load: Load) -> Load:
         ) from error
 
 
-def _forked(connection: "Connection[Any, Any]", load: Load) -> None:
+def _forked(connection: "Connection[Any, Any]", load: InitMessage) -> None:
     # A copy must not keep open what this process had: its lock on the run, and the ends of connections, whose closing is
     # the end of a worker. The numbers stay taken, for objects that close theirs when they are collected.
     with open(os.devnull) as nothing:

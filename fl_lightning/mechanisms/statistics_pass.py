@@ -175,5 +175,5 @@ def _pooled(pl_module: "FederatedModule") -> Iterator[Any]:
 
 
 def _batch(pl_module: "FederatedModule", clients: list[int], step: int) -> Any:
-    union = pl_module.data.cohort_batch(clients, [step] * len(clients)).union().rows()[0]
+    union = pl_module.data.cohort_batch(clients, [step] * len(clients)).union().batches()[0]
     return pl_module.trainer.precision_plugin.convert_input(move_data_to_device(union, pl_module.device))

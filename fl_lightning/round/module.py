@@ -26,6 +26,7 @@ from fl_lightning.optimizers.client import OptimizerCallable
 from fl_lightning.optimizers.schedules import LRSchedule
 from fl_lightning.randomness import derive_seed, seed_global
 from fl_lightning.round.callback import FederatedCallback
+from fl_lightning.round.communication import Communication, round_communication, total
 from fl_lightning.round.plan import check_participation
 from fl_lightning.round.policy import resolve_policy
 from fl_lightning.round.run_module import RunModule
@@ -35,7 +36,6 @@ from fl_lightning.round.server_update import (
     set_pseudo_gradient,
     set_statistics,
 )
-from fl_lightning.round.traffic import Traffic, round_traffic, total
 
 
 class FederatedModule(RunModule):
@@ -199,7 +199,7 @@ class FederatedModule(RunModule):
         self._call("on_round_end", cohort)
         found = cohort.losses.tolist()
         mean = sum(weight * loss for weight, loss in zip(cohort.weights.tolist(), found, strict=True))
-        self.report({"train/loss": mean}, prog_bar=True)
+        self.log_numbers({"train/loss": mean}, prog_bar=True)
         self.record.add_clients(cohort.client_ids, cohort.local_steps, found)
         self._log_costs(cohort)
 
@@ -270,7 +270,7 @@ class FederatedModule(RunModule):
         assert isinstance(optimizer, L.pytorch.core.optimizer.LightningOptimizer)
         optimizer.step()
 
-    def share(self, cohort: Cohort) -> float:
+    def weight_share(self, cohort: Cohort) -> float:
         """The cohort's part of all clients' aggregation weight: |S|/n where all weigh alike."""
         if self.centralised:
             return 1.0
@@ -279,20 +279,22 @@ class FederatedModule(RunModule):
         return sum(sizes[client] for client in cohort.client_ids) / sum(sizes)
 
     def _log_costs(self, cohort: Cohort) -> None:
-        self.traffic = Traffic() if self.centralised else round_traffic(cohort, self.federated_callbacks)
-        upload, download = total(self.traffic.by_kind().values())
+        self.communication = (
+            Communication() if self.centralised else round_communication(cohort, self.federated_callbacks)
+        )
+        upload, download = total(self.communication.by_kind().values())
         self.clock.lap("other")
         seconds = self.clock.total()
         samples = self.record.finish_round(seconds, upload, download)
         costs = {
             "comm/upload_bytes": float(upload),
             "comm/download_bytes": float(download),
-            "comm/exchanges": float(self.traffic.exchanges),
+            "comm/exchanges": float(self.communication.exchanges),
             "time/round_s": seconds,
             "time/samples_per_s": samples / seconds,
             **{f"time/{part}_s": spent for part, spent in self.clock.seconds.items()},
         }
-        self.report(costs)
+        self.log_numbers(costs)
 
     def _weights(self, clients: Sequence[int], steps: Sequence[int]) -> list[float]:
         """Aggregation weights before they are divided by their sum."""

@@ -21,7 +21,7 @@ class RunRecord:
     """
 
     def __init__(self) -> None:
-        self.row: dict[str, float] = {}
+        self.metrics: dict[str, float] = {}
         self.samples = self.upload_bytes = self.download_bytes = 0
         self.seconds = 0.0
         self.diverged = False
@@ -56,7 +56,7 @@ class RunRecord:
         self.download_bytes += download_bytes
         return samples
 
-    def finish_row(self, round_number: int) -> dict[str, float]:
+    def finish_line(self, round_number: int) -> dict[str, float]:
         """The finished row of a round; the next row starts empty."""
         row = {"round": round_number, **self._pending}
         self._pending = {}
@@ -66,7 +66,7 @@ class RunRecord:
         """Totals and the newest row, as plain numbers."""
         names = ("samples", "upload_bytes", "download_bytes", "seconds", "diverged")
         totals = {name: getattr(self, name) for name in names}
-        return {**totals, "row": dict(self.row), "clients": dict(self.clients)}
+        return {**totals, "row": dict(self.metrics), "clients": dict(self.clients)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take up the totals of a checkpoint."""

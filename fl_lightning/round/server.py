@@ -50,13 +50,13 @@ class ServerModule(L.LightningModule):
         return self.trainer.current_epoch + 1
 
     @property
-    def row(self) -> Mapping[str, float]:
+    def metrics(self) -> Mapping[str, float]:
         """The newest row of metrics, such as ``{"round": 12, "train/loss": 0.7, "val/accuracy": 0.8}``."""
-        return self.record.row
+        return self.record.metrics
 
     def on_train_epoch_end(self) -> None:
         """Write the round's row of metrics, before any checkpoint of the round."""
-        self._write_row(self.record.finish_row(self.round))
+        self._write_metrics(self.record.finish_line(self.round))
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]  # passed on
         """Exactly the server model's state."""
@@ -82,7 +82,7 @@ class ServerModule(L.LightningModule):
         defaults = {"on_step": False, "on_epoch": True, "batch_size": 1, "logger": logger}
         super().log(name, value, **{**defaults, **given})
 
-    def report(self, metrics: Mapping[str, float], prog_bar: bool = False) -> None:
+    def log_numbers(self, metrics: Mapping[str, float], prog_bar: bool = False) -> None:
         """Log numbers of this round without the bookkeeping of :meth:`log` over steps and devices, which takes longer.
 
         Args:
@@ -132,13 +132,13 @@ class ServerModule(L.LightningModule):
         """Log the evaluation; before training, as row 0."""
         metrics = self._evaluated(self.data.fit_split)
         if self.trainer.sanity_checking:
-            row = {**self.record.finish_row(0), **metrics}
+            row = {**self.record.finish_line(0), **metrics}
             if self.trainer.num_sanity_val_steps == float("inf") and not self.trainer.global_step:
-                self._write_row(row)
+                self._write_metrics(row)
         else:
             self.log_dict(metrics, prog_bar=True)
             if self.trainer.state.fn == TrainerFn.FITTING:
-                self.report({"time/evaluation_s": time.perf_counter() - self._evaluation_started})
+                self.log_numbers({"time/evaluation_s": time.perf_counter() - self._evaluation_started})
 
     def on_test_epoch_end(self) -> None:
         """Log the test metrics."""
@@ -149,11 +149,11 @@ class ServerModule(L.LightningModule):
         self.record.diverged |= self.evaluation.diverged
         return {f"{prefix}/{name}": value for name, value in metrics.items()}
 
-    def _write_row(self, row: dict[str, float]) -> None:
+    def _write_metrics(self, row: dict[str, float]) -> None:
         if self._logging_seconds is not None:
             row["time/logging_s"] = self._logging_seconds  # of the row before: this one is not written yet
         started = time.perf_counter()
-        self.record.row = row
+        self.record.metrics = row
         for logger in self.trainer.loggers:
             logger.log_metrics(row, step=int(row["round"]))
         self._logging_seconds = time.perf_counter() - started

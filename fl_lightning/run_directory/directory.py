@@ -19,7 +19,7 @@ from typing import Any
 
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.files import missing_folders, remove_empty, write_json, write_text
-from fl_lightning.run_directory.environment import environment_record
+from fl_lightning.run_directory.environment import describe_environment
 
 __all__ = [
     "OUTSIDE_THE_HASH",
@@ -27,8 +27,8 @@ __all__ = [
     "RunDirectory",
     "attempt_of",
     "config_hash",
+    "describe_environment",
     "directory_of",
-    "environment_record",
     "write_json",
     "write_text",
 ]

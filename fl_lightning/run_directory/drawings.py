@@ -13,7 +13,7 @@ from fl_lightning.pictures.federation import class_accuracy_figure, client_sizes
 from fl_lightning.pictures.learning_curve import learning_curve_figure
 from fl_lightning.pictures.style import write_figure
 from fl_lightning.run_directory.directory import Attempt
-from fl_lightning.run_directory.metrics import read_rows
+from fl_lightning.run_directory.metrics import read_metrics
 from fl_lightning.run_directory.report import Report
 
 
@@ -43,7 +43,7 @@ def draw_results(attempt: Attempt, title: Sequence[str]) -> None:
     """
     with _harmless(attempt.learning_curve) as path:
         policy = json.loads(attempt.policy.read_text())
-        write_figure(path, learning_curve_figure(read_rows(attempt.metrics), policy, title))
+        write_figure(path, learning_curve_figure(read_metrics(attempt.metrics), policy, title))
     if not attempt.result.exists():
         return
     with _harmless(attempt.class_accuracy) as path:
@@ -61,7 +61,7 @@ def draw_reports(attempt: Attempt, reports: Sequence[Report], title: Sequence[st
         reports: The callbacks that report something.
         title: Lines of the title.
     """
-    rows = read_rows(attempt.metrics) if reports else []
+    rows = read_metrics(attempt.metrics) if reports else []
     for report in reports:
         with _harmless(attempt.path / f"pictures of {type(report).__name__}"):
             for name, draw in report.figures(rows).items():

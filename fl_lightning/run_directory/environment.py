@@ -7,7 +7,7 @@ import subprocess
 from fl_lightning import __version__
 
 
-def environment_record() -> dict[str, str | None]:
+def describe_environment() -> dict[str, str | None]:
     """Versions, platform and git commit (None outside a checkout; ``-dirty``: with uncommitted changes)."""
     versions = {package: _version(package) for package in ("torch", "lightning")} | {
         "fl_lightning": __version__

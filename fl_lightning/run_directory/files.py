@@ -21,13 +21,13 @@ class RunFiles(L.Callback):
     Args:
         attempt: The run's folder.
         config: The resolved configuration as YAML.
-        rows_are_known: Whether a resumed run has the metrics of the rounds before, which are then checked.
+        metrics_are_known: Whether a resumed run has the metrics of the rounds before, which are then checked.
     """
 
-    def __init__(self, attempt: Attempt | None, config: str, rows_are_known: bool = True) -> None:
+    def __init__(self, attempt: Attempt | None, config: str, metrics_are_known: bool = True) -> None:
         self.attempt = attempt
         self.config = config
-        self.rows_are_known = rows_are_known
+        self.metrics_are_known = metrics_are_known
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Write ``config.yaml``, ``partition.json`` and ``policy.json``, draw the partition; on resume cut ``metrics.jsonl`` back."""
@@ -40,7 +40,7 @@ class RunFiles(L.Callback):
                 reason = f"{choice.reason}; model.executor sets another"
                 print_table("Executor", {type(choice.executor).__name__: reason})
         if self.attempt is not None:
-            if trainer.global_step and self.rows_are_known:
+            if trainer.global_step and self.metrics_are_known:
                 cut_back(self.attempt.metrics, trainer.global_step)
             for path in (self.attempt.result, self.attempt.class_accuracy):
                 path.unlink(missing_ok=True)  # of a shorter run that this one takes further

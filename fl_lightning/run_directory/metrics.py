@@ -2,7 +2,7 @@
 
 Floats are written with all their digits and read back bit for bit. JSON has no NaN or infinity: they are the
 strings ``"NaN"``, ``"Infinity"`` and ``"-Infinity"``, which any JSON reader accepts, Python's ``float(...)``
-and JavaScript's ``Number(...)`` convert, and :func:`read_rows` turns back into floats.
+and JavaScript's ``Number(...)`` convert, and :func:`read_metrics` turns back into floats.
 """
 
 import json
@@ -96,7 +96,7 @@ class JSONLinesLogger(Logger):
                 os.fsync(file.fileno())
 
 
-def read_rows(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
+def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     """All rows of a ``metrics.jsonl``, in order; a half-written last line is left out.
 
     Raises:

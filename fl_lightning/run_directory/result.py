@@ -12,7 +12,7 @@ from fl_lightning.errors import ConfigurationError
 from fl_lightning.round.module import FederatedModule
 from fl_lightning.run_directory.describe import describe, method_name
 from fl_lightning.run_directory.directory import Attempt, write_text
-from fl_lightning.run_directory.environment import environment_record
+from fl_lightning.run_directory.environment import describe_environment
 from fl_lightning.run_directory.report import reports_of
 
 
@@ -51,7 +51,7 @@ def collect_result(
         "reports": {name: text for report in reports for name, text in report.result_lines().items()},
         "seed": module.seed,
         "directory": _shown(attempt.path) if attempt is not None else None,
-        "environment": environment_record(),
+        "environment": describe_environment(),
     }
 
 

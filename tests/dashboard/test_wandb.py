@@ -21,7 +21,7 @@ from fl_lightning.dashboard.contents import clients_table
 from fl_lightning.dashboard.logger import RoundWandbLogger
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.run_directory.directory import Attempt
-from fl_lightning.run_directory.metrics import read_rows
+from fl_lightning.run_directory.metrics import read_metrics
 
 KEY = "0123456789abcdef" * 3
 
@@ -75,7 +75,7 @@ def offline_runs(attempt):
 
 def metrics(history, attempt):
     """Rows of a history and of metrics.jsonl, both with the names that metrics.jsonl has."""
-    written = read_rows(attempt.metrics)
+    written = read_metrics(attempt.metrics)
     return [
         {name: row.get(name) for name in known} for row, known in zip(history, written, strict=True)
     ], written
@@ -135,21 +135,21 @@ def test_history_is_metrics_jsonl_row_by_row(finished):
 
 def test_every_metric_has_the_round_as_its_axis(finished):
     defined = finished.logged.metrics
-    assert set(defined) == {name for row in read_rows(finished.attempt.metrics) for name in row}
+    assert set(defined) == {name for row in read_metrics(finished.attempt.metrics) for name in row}
     assert {metric.step_metric for name, metric in defined.items() if name != "round"} == {"round"}
     assert not any(metric.glob_name for metric in defined.values())
 
 
 def test_summary_holds_the_best_and_the_last_evaluation_and_the_result(finished):
     summary = finished.logged.summary
-    rows = [row for row in read_rows(finished.attempt.metrics) if "val/accuracy" in row]
+    rows = [row for row in read_metrics(finished.attempt.metrics) if "val/accuracy" in row]
     assert summary["val/accuracy"] == {
         "max": max(row["val/accuracy"] for row in rows), "last": rows[-1]["val/accuracy"]
     }  # fmt: skip
     assert summary["val/loss"] == {
         "min": min(row["val/loss"] for row in rows), "last": rows[-1]["val/loss"]
     }  # fmt: skip
-    assert summary["train/loss"] == read_rows(finished.attempt.metrics)[-1]["train/loss"]
+    assert summary["train/loss"] == read_metrics(finished.attempt.metrics)[-1]["train/loss"]
     result = json.loads(finished.attempt.result.read_text())
     assert summary["final/test/accuracy"] == result["test/accuracy"]
     numbers = {name for name, value in result.items() if type(value) in (int, float)}
@@ -204,7 +204,7 @@ def test_clients_table_holds_what_each_client_has_and_did(finished):
     mean = (sizes / sizes.sum()) @ torch.tensor(
         [row["last training loss"] for row in rows], dtype=torch.float64
     )
-    assert float(mean) == pytest.approx(read_rows(finished.attempt.metrics)[-1]["train/loss"], rel=1e-6)
+    assert float(mean) == pytest.approx(read_metrics(finished.attempt.metrics)[-1]["train/loss"], rel=1e-6)
 
 
 def test_policy_table_says_what_happens_to_the_state(finished):
@@ -427,7 +427,7 @@ def test_losses_of_the_cohort_average_to_the_training_loss_and_clients_are_count
     seen = Losses()
     module = FederatedModule(small_cnn().double(), SGD, local_epochs=1, participation=2)
     fit(False, module, 3, callbacks=[seen])
-    assert module.row["train/loss"] == pytest.approx(seen.seen[-1][2], rel=1e-6)
+    assert module.metrics["train/loss"] == pytest.approx(seen.seen[-1][2], rel=1e-6)
     logged = {row[0]: row for row in clients_table(module)[1]}
     for client, row in logged.items():
         rounds = [losses[ids.index(client)] for ids, losses, _ in seen.seen if client in ids]

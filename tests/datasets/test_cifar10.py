@@ -196,7 +196,7 @@ def test_a_run_from_the_command_line(pickles):
     )
     cli = run("--trainer.max_epochs", 2)
     assert cli.model.record.samples == 2 * 5 * 2 * 4  # rounds, clients, local steps, batch size
-    assert "test/accuracy" in cli.model.row
+    assert "test/accuracy" in cli.model.metrics
 
 
 def test_second_start_reads_the_cache(folders):

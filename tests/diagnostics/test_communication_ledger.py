@@ -23,10 +23,10 @@ from callbacks import (
     StaticBN,
 )
 from fl_lightning import FederatedModule
-from fl_lightning.diagnostics.network_link import Link
+from fl_lightning.diagnostics.network_link import NetworkLink
 
-LINK = Link(upload_mbps=1, download_mbps=4, latency_ms=100)
-RIGHT = Link.seconds
+LINK = NetworkLink(upload_mbps=1, download_mbps=4, latency_ms=100)
+RIGHT = NetworkLink.seconds
 TRAINABLE = sum(parameter.numel() for parameter in small_cnn().parameters())
 STATISTICS = 20
 
@@ -45,7 +45,7 @@ class Rows(Callback):
 
     def _keep(self, trainer, pl_module):
         if trainer.global_step:
-            row = {name: value for name, value in pl_module.row.items() if not name.startswith("time/")}
+            row = {name: value for name, value in pl_module.metrics.items() if not name.startswith("time/")}
             self.rows = [old for old in self.rows if old["round"] != row["round"]] + [row]
 
 
@@ -76,7 +76,7 @@ def test_fedtan_waits_three_times_for_every_layer():
 
 
 def test_a_round_waits_for_its_slowest_client():
-    link = Link(1, 4, 100, seconds_per_local_step=0.5, spread=1.0)
+    link = NetworkLink(1, 4, 100, seconds_per_local_step=0.5, spread=1.0)
     ledger, rows, module = run(link=link, rounds=4, local_steps=None, local_epochs=1, participation=2)
     sent = 8 * (TRAINABLE + STATISTICS)
     steps = [3, 5, 4, 3]  # 24, 40 and 32 examples in batches of 8
@@ -103,7 +103,7 @@ def test_a_round_waits_for_its_slowest_client():
     ids=["latency once a round", "bytes for bits", "download only"],
 )
 def test_a_wrong_time_is_far_from_the_one_by_hand(wrong, monkeypatch):
-    monkeypatch.setattr(Link, "seconds", wrong)
+    monkeypatch.setattr(NetworkLink, "seconds", wrong)
     _, rows, _ = run([FedTAN()], rounds=1)
     monkeypatch.undo()
     sent = 8 * (TRAINABLE + 3 * STATISTICS)
@@ -154,7 +154,7 @@ def test_the_books_are_the_same_last_in_the_list(name):
 @EVERY_METHOD
 def test_a_resumed_run_has_the_same_rows_and_books(name, tmp_path):
     settings = {"participation": 2, "client_optimizer": MOMENTUM, "trainer": EVALUATED}
-    settings |= {"rounds": 4, "link": Link(spread=0.7)}
+    settings |= {"rounds": 4, "link": NetworkLink(spread=0.7)}
     whole, rows, _ = run(METHODS[name](), extra=[SaveRounds(tmp_path)], **settings)
     for start in (1, 3):
         resumed, later, _ = run(METHODS[name](), ckpt_path=tmp_path / f"{start}.ckpt", **settings)
@@ -234,7 +234,7 @@ def test_a_run_ends_with_its_books_as_picture_tables_and_result(in_folder, capsy
 @pytest.mark.parametrize(
     ("link", "words"),
     [
-        ({"upload_mbps": 0}, "Link.upload_mbps: 0"),
+        ({"upload_mbps": 0}, "NetworkLink.upload_mbps: 0"),
         ({"latency": 3}, "latency"),
         ({"spread": "wide"}, "spread"),
     ],
@@ -259,7 +259,7 @@ def test_a_ledger_that_joins_later_says_from_when_on_it_has_booked(tmp_path):
 
 def test_a_run_resumed_over_another_link_names_both(tmp_path):
     run(rounds=4, data=blobs(), extra=[SaveRounds(tmp_path)])
-    slow = Link(latency_ms=5000)
+    slow = NetworkLink(latency_ms=5000)
     ledger, _, _ = run(link=slow, rounds=4, data=blobs(), ckpt_path=tmp_path / "2.ckpt")
     text = ledger.result_lines()["simulated time"]
     assert f"from round 1 on {LINK}; from round 3 on {slow}" in text

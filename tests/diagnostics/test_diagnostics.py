@@ -89,7 +89,7 @@ def test_training_is_the_same_bit_for_bit_whatever_draws_random_numbers(local_st
             model.insert(7, Noise())
         settings = {"executor": executor(), "local_steps": local_steps, "participation": 2, "data": blobs()}
         module, _, states = run(*watched, draws, model=model, trainer=EVALUATED, **settings)
-        found.append((states, draws.last, module.row["val/loss"]))
+        found.append((states, draws.last, module.metrics["val/loss"]))
     (without, drawn, loss), (watched, drawn_too, loss_too) = found
     assert all(
         torch.equal(one[name], two[name]) for one, two in zip(without, watched, strict=True) for name in one

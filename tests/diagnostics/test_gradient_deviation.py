@@ -39,11 +39,11 @@ class Rows(Callback):
         self.rows = {}
 
     def on_train_epoch_start(self, trainer, pl_module):
-        if pl_module.row.get("round", 0) == trainer.current_epoch > 0:
-            self.rows[trainer.current_epoch] = dict(pl_module.row)
+        if pl_module.metrics.get("round", 0) == trainer.current_epoch > 0:
+            self.rows[trainer.current_epoch] = dict(pl_module.metrics)
 
     def on_train_end(self, trainer, pl_module):
-        self.rows[pl_module.row["round"]] = dict(pl_module.row)
+        self.rows[pl_module.metrics["round"]] = dict(pl_module.metrics)
 
 
 def run(callbacks=(), norm="bn", data=None, rounds=3, first=True, dropout=0.0, trainer=None, **settings):
@@ -115,7 +115,7 @@ def test_the_deviation_is_that_of_plain_pytorch(executor):
 
 
 def test_another_union_would_be_noticed(monkeypatch):
-    monkeypatch.setattr(CohortBatch, "union", lambda self: CohortBatch(rows=[self.rows()[0]]))
+    monkeypatch.setattr(CohortBatch, "union", lambda self: CohortBatch(batches=[self.batches()[0]]))
     assert run(norm="gn")[1][METRIC] > 0.05
 
 

@@ -7,41 +7,41 @@ import pytest
 
 from fl_lightning import ConfigurationError
 from fl_lightning.console import in_words
-from fl_lightning.diagnostics.network_link import Link
+from fl_lightning.diagnostics.network_link import NetworkLink
 
 
 def test_a_megabyte_takes_eight_seconds_at_one_megabit_per_second():
-    link = Link(upload_mbps=1, download_mbps=4, latency_ms=0)
+    link = NetworkLink(upload_mbps=1, download_mbps=4, latency_ms=0)
     assert link.seconds(1_000_000, 0, 1) == pytest.approx(8)
     assert link.seconds(0, 1_000_000, 1) == pytest.approx(2)
 
 
 def test_exchanges_wait_one_after_the_other():
-    link = Link(latency_ms=50)
+    link = NetworkLink(latency_ms=50)
     assert link.seconds(0, 0, 58) == pytest.approx(2.9)
     assert link.seconds(0, 0, 58) - link.seconds(0, 0, 1) == pytest.approx(57 * 0.05)
 
 
 def test_local_steps_take_time_only_where_their_time_is_known():
-    assert Link().seconds(0, 0, 0, local_steps=20) == 0
-    assert Link(seconds_per_local_step=0.3).seconds(0, 0, 0, local_steps=20) == pytest.approx(6)
+    assert NetworkLink().seconds(0, 0, 0, local_steps=20) == 0
+    assert NetworkLink(seconds_per_local_step=0.3).seconds(0, 0, 0, local_steps=20) == pytest.approx(6)
 
 
 def test_fedtan_of_resnet20_waits_far_longer_than_its_bytes_say():
     fedavg, fedtan = 4 * 271_098, 4 * (271_098 + 2 * 1_376)
-    fast = Link(upload_mbps=100, download_mbps=100)
+    fast = NetworkLink(upload_mbps=100, download_mbps=100)
     assert fedtan / fedavg < 1.011
     assert fast.seconds(fedtan, fedtan, 58) > 10 * fast.seconds(fedavg, fedavg, 1)
 
 
 def test_clients_are_alike_without_spread():
-    assert {Link().slowness(0, client) for client in range(50)} == {1.0}
+    assert {NetworkLink().slowness(0, client) for client in range(50)} == {1.0}
 
 
 def test_slowness_is_a_function_of_seed_and_client_with_median_one_and_the_given_spread():
-    link = Link(spread=0.5)
+    link = NetworkLink(spread=0.5)
     factors = [link.slowness(3, client) for client in range(2000)]
-    assert factors == [Link(spread=0.5).slowness(3, client) for client in range(2000)]
+    assert factors == [NetworkLink(spread=0.5).slowness(3, client) for client in range(2000)]
     assert factors != [link.slowness(4, client) for client in range(2000)]
     logarithms = [math.log(factor) for factor in factors]
     assert statistics.mean(logarithms) == pytest.approx(0, abs=0.05)
@@ -50,8 +50,8 @@ def test_slowness_is_a_function_of_seed_and_client_with_median_one_and_the_given
 
 def test_twice_the_spread_is_the_square_of_the_factor():
     for client in range(5):
-        assert Link(spread=1.0).slowness(0, client) == pytest.approx(
-            Link(spread=0.5).slowness(0, client) ** 2
+        assert NetworkLink(spread=1.0).slowness(0, client) == pytest.approx(
+            NetworkLink(spread=0.5).slowness(0, client) ** 2
         )
 
 
@@ -69,18 +69,20 @@ def test_twice_the_spread_is_the_square_of_the_factor():
 )
 def test_a_number_out_of_range_is_refused_by_name(setting, value):
     with pytest.raises(
-        ConfigurationError, match=rf"Link\.{setting}: {value} must be a finite number .*such as"
+        ConfigurationError, match=rf"NetworkLink\.{setting}: {value} must be a finite number .*such as"
     ):
-        Link(**{setting: value})
+        NetworkLink(**{setting: value})
 
 
 def test_an_ideal_network_costs_no_latency():
-    assert Link(latency_ms=0).seconds(0, 0, 1000) == 0
+    assert NetworkLink(latency_ms=0).seconds(0, 0, 1000) == 0
 
 
 def test_a_link_says_what_it_is():
-    assert str(Link()) == "2 Mbit/s up, 6 down, 50 ms round trip"
-    assert str(Link(spread=0.5, seconds_per_local_step=0.01)).endswith("0.01 s a local step, spread 0.5")
+    assert str(NetworkLink()) == "2 Mbit/s up, 6 down, 50 ms round trip"
+    assert str(NetworkLink(spread=0.5, seconds_per_local_step=0.01)).endswith(
+        "0.01 s a local step, spread 0.5"
+    )
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,7 @@ def outcome(model, data, executor, callbacks=(), rounds=3, **settings):
     fit(module, data, rounds, callbacks)
     kept = [leaf for callback in callbacks for leaf in tree_leaves(callback.state_dict())]
     memory = {f"callback {i}": leaf for i, leaf in enumerate(kept)}
-    return {**module.state_dict(), **memory, "loss": torch.tensor(module.row["train/loss"])}
+    return {**module.state_dict(), **memory, "loss": torch.tensor(module.metrics["train/loss"])}
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -22,7 +22,7 @@ from fl_lightning import (
     SequentialExecutor,
 )
 from fl_lightning.executors import processes
-from fl_lightning.executors.processes import shares_of
+from fl_lightning.executors.processes import split_evenly
 from fl_lightning.executors.staging import Staging
 
 STARTS = pytest.mark.parametrize("start", ["fork", "spawn"])
@@ -219,7 +219,7 @@ class Keeps(nn.Module):
 
 def test_what_a_model_keeps_of_its_forward_pass_starts_no_new_workers(monkeypatch):
     started = []
-    crew = processes._Crew.__init__
+    crew = processes._WorkerPool.__init__
 
     def watched(self, *args):
         started.append(self)
@@ -230,7 +230,7 @@ def test_what_a_model_keeps_of_its_forward_pass_starts_no_new_workers(monkeypatc
         return states(executor, model=nn.Sequential(Keeps(), nn.Flatten(), nn.Linear(72, 3)))
 
     reference = run(SequentialExecutor())
-    monkeypatch.setattr(processes._Crew, "__init__", watched)
+    monkeypatch.setattr(processes._WorkerPool, "__init__", watched)
     assert_same(reference, run(ProcessExecutor(2)))
     assert len(started) == 1
 
@@ -271,7 +271,7 @@ def test_a_round_has_one_thread_and_evaluations_have_those_that_torch_was_told()
     ],
 )
 def test_rows_are_shared_out_evenly(rows_, parts, expected):
-    assert shares_of(rows_, parts) == expected
+    assert split_evenly(rows_, parts) == expected
 
 
 def test_batches_come_to_the_workers_in_their_memory_format():

@@ -100,7 +100,7 @@ def test_a_mistake_that_a_worker_finds_is_one_line():
 class Kills(FederatedCallback):
     def on_local_step_end(self, trainer, pl_module, cohort, step):
         if cohort.round == 2:
-            os.kill(pl_module.executor._crew.workers[0].process.pid, signal.SIGKILL)
+            os.kill(pl_module.executor._pool.workers[0].process.pid, signal.SIGKILL)
 
 
 @STARTS
@@ -152,7 +152,7 @@ def test_workers_end_with_the_run_or_wait_for_the_next(start):
 
     class Looks(FederatedCallback):
         def on_round_end(self, trainer, pl_module, cohort):
-            seen.append([worker.process for worker in executor._crew.workers])
+            seen.append([worker.process for worker in executor._pool.workers])
 
     for _ in range(2):
         fit(FederatedModule(small_cnn(), MOMENTUM, local_steps=1, executor=executor), blobs(), 1, [Looks()])
@@ -184,7 +184,7 @@ def test_a_worker_takes_no_signal_from_its_first_moment_on(start):
 
     class Looks(FederatedCallback):
         def on_round_end(self, trainer, pl_module, cohort):
-            (worker,) = pl_module.executor._crew.workers
+            (worker,) = pl_module.executor._pool.workers
             status = Path(f"/proc/{worker.process.pid}/status").read_text().split()
             seen.append([int(status[status.index(f"{kind}:") + 1], 16) for kind in ("SigBlk", "SigIgn")])
 
@@ -202,7 +202,7 @@ class Listens(FederatedCallback):
     held: ClassVar[list[str]] = []
 
     def on_round_end(self, trainer, pl_module, cohort):
-        (worker,) = pl_module.executor._crew.workers
+        (worker,) = pl_module.executor._pool.workers
         folder = Path(f"/proc/{worker.process.pid}/fd")
         here = str(Path.cwd().resolve())
         own = [str(path.readlink()) for path in Path("/proc/self/fd").iterdir() if path.exists()]
@@ -230,7 +230,7 @@ from fl_lightning import FederatedCallback, FederatedModule, ProcessExecutor
 
 class Tells(FederatedCallback):
     def on_round_end(self, trainer, pl_module, cohort):
-        print(*(worker.process.pid for worker in pl_module.executor._crew.workers), flush=True)
+        print(*(worker.process.pid for worker in pl_module.executor._pool.workers), flush=True)
         os.kill(os.getpid(), 9)
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from datamodules import Digits
 from fl_lightning import ConfigurationError, FederatedDataModule, FederatedModule
 from fl_lightning.mechanisms.variant_evaluation import BATCH_STATISTICS, VariantEvaluation
 from fl_lightning.models import LeNet
-from fl_lightning.run_directory.metrics import JSONLinesLogger, read_rows
+from fl_lightning.run_directory.metrics import JSONLinesLogger, read_metrics
 
 EVALUATED = {"limit_val_batches": None, "num_sanity_val_steps": -1}
 QUIET = {
@@ -81,7 +81,7 @@ def test_the_server_as_a_variant_has_the_servers_metrics_in_every_stage(precisio
                 t.float() if t.is_floating_point() else t for t in client.dataset.tensors
             )
     module, _ = run(plain, data=data, precision=precision)
-    assert equals_the_server(module.row, "val")
+    assert equals_the_server(module.metrics, "val")
     for stage, split in (("validate", "val"), ("test", "test")):
         trainer = L.Trainer(callbacks=[Plain()], **{**QUIET, "precision": precision})
         fresh = FederatedModule(deepcopy(module.model), SGD, local_steps=2)
@@ -92,7 +92,7 @@ def test_the_server_as_a_variant_has_the_servers_metrics_in_every_stage(precisio
 def test_a_row_has_the_variants_where_it_has_the_server_and_row_0_is_one_of_them(tmp_path):
     log = JSONLinesLogger(tmp_path)
     run(Plain(), check_val_every_n_epoch=2, logger=log)
-    rows = read_rows(log.path)
+    rows = read_metrics(log.path)
     assert [row["round"] for row in rows] == [0, 1, 2, 3]
     assert all(equals_the_server(row, "val") for row in rows[::2])
     assert not any(name.startswith("val/") for row in rows[1::2] for name in row)
@@ -101,7 +101,7 @@ def test_a_row_has_the_variants_where_it_has_the_server_and_row_0_is_one_of_them
 def test_a_check_of_a_few_batches_before_training_leaves_nothing_in_the_first_row(tmp_path):
     log = JSONLinesLogger(tmp_path)
     run(Plain(), check_val_every_n_epoch=2, num_sanity_val_steps=1, logger=log)
-    (first, second, _) = read_rows(log.path)
+    (first, second, _) = read_metrics(log.path)
     assert first["round"] == 1
     assert ["val/loss_same" in row for row in (first, second)] == [False, True]
 
@@ -110,8 +110,8 @@ def test_evaluation_on_test_data_inside_fit_is_called_so():
     module = FederatedModule(LeNet(in_channels=1, image_size=8), SGD, local_steps=1)
     data = Digits(num_clients=2, max_examples=100)
     fit(module, data, 1, [Plain()], limit_val_batches=None, precision="32-true")
-    assert equals_the_server(module.row, "test")
-    assert not any(name.startswith("val/") for name in module.row)
+    assert equals_the_server(module.metrics, "test")
+    assert not any(name.startswith("val/") for name in module.metrics)
 
 
 def test_replaced_state_is_what_is_evaluated():
@@ -121,9 +121,9 @@ def test_replaced_state_is_what_is_evaluated():
     other = deepcopy(module.model).eval()
     other.load_state_dict({**other.state_dict(), **doubled(module)})
     accuracy, loss = by_hand(other, data.val_dataloader())
-    assert module.row["val/accuracy_doubled"] == pytest.approx(accuracy, abs=1e-6)
-    assert module.row["val/loss_doubled"] == pytest.approx(loss, rel=1e-6)
-    assert module.row["val/loss_doubled"] != module.row["val/loss"]
+    assert module.metrics["val/accuracy_doubled"] == pytest.approx(accuracy, abs=1e-6)
+    assert module.metrics["val/loss_doubled"] == pytest.approx(loss, rel=1e-6)
+    assert module.metrics["val/loss_doubled"] != module.metrics["val/loss"]
 
 
 def test_replaced_state_takes_the_precision_of_the_model():
@@ -131,7 +131,7 @@ def test_replaced_state_takes_the_precision_of_the_model():
         return {"same": {name: value.float() for name, value in module.model.state_dict().items()}}
 
     module, _ = run(Variants(singles))
-    assert module.row["val/loss_same"] == pytest.approx(module.row["val/loss"], rel=1e-5)
+    assert module.metrics["val/loss_same"] == pytest.approx(module.metrics["val/loss"], rel=1e-5)
 
 
 @pytest.mark.filterwarnings("ignore:Found 2 module.s. in eval mode")
@@ -143,9 +143,9 @@ def test_batch_statistics_are_those_of_the_evaluation_batch_whatever_the_method(
     for layer in (model[1], model[4]):
         layer.train()
     accuracy, loss = by_hand(model, data.val_dataloader())
-    assert module.row["val/accuracy_batch"] == pytest.approx(accuracy, abs=1e-6)
-    assert module.row["val/loss_batch"] == pytest.approx(loss, rel=1e-6)
-    assert abs(module.row["val/loss_batch"] - module.row["val/loss"]) > 1e-3
+    assert module.metrics["val/accuracy_batch"] == pytest.approx(accuracy, abs=1e-6)
+    assert module.metrics["val/loss_batch"] == pytest.approx(loss, rel=1e-6)
+    assert abs(module.metrics["val/loss_batch"] - module.metrics["val/loss"]) > 1e-3
 
 
 def test_a_batch_of_one_value_per_channel_is_named():
@@ -164,8 +164,8 @@ def test_outputs_that_are_not_finite_count_as_wrong_and_flag_the_run():
         return {"broken": {"8.bias": torch.full_like(state["8.bias"], torch.nan)}}
 
     module, _ = run(Variants(broken))
-    assert module.row["val/accuracy_broken"] == 0.0
-    assert module.row["val/accuracy"] > 0
+    assert module.metrics["val/accuracy_broken"] == 0.0
+    assert module.metrics["val/accuracy"] > 0
     assert module.record.diverged
 
 

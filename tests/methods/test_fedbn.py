@@ -261,8 +261,8 @@ def test_personal_accuracy_is_the_mean_of_every_clients_model_on_the_servers_dat
     module, _, _ = run(callback, data=data, rounds=1, trainer=EVALUATED, participation=participation)
     own = [accuracy(model, data.val_dataloader()) for model in personal_models(callback, module)]
     assert len(set(own)) > 1
-    assert module.row["val/personal_accuracy"] == pytest.approx(sum(own) / 4, abs=1e-6)
-    assert module.row["val/accuracy"] == pytest.approx(
+    assert module.metrics["val/personal_accuracy"] == pytest.approx(sum(own) / 4, abs=1e-6)
+    assert module.metrics["val/accuracy"] == pytest.approx(
         accuracy(module.model, data.val_dataloader()), abs=1e-6
     )
 
@@ -275,7 +275,7 @@ def test_own_accuracy_is_that_on_the_clients_own_loaders_where_they_have_some():
         accuracy(model, loader)
         for model, loader in zip(personal_models(callback, module), loaders, strict=True)
     ]
-    assert module.row["val/own_accuracy"] == pytest.approx(sum(own) / 4, abs=1e-6)
+    assert module.metrics["val/own_accuracy"] == pytest.approx(sum(own) / 4, abs=1e-6)
 
 
 def digits(**settings):
@@ -294,8 +294,10 @@ def test_own_accuracy_weighs_classes_as_the_client_has_them_where_there_are_no_l
             for label in labels.tolist()
         ]
         expected.append(sum(by_class) / len(by_class))
-    assert module.row["val/own_accuracy"] == pytest.approx(sum(expected) / 4, abs=1e-6)
-    assert module.row["val/own_accuracy"] != pytest.approx(module.row["val/personal_accuracy"], abs=1e-3)
+    assert module.metrics["val/own_accuracy"] == pytest.approx(sum(expected) / 4, abs=1e-6)
+    assert module.metrics["val/own_accuracy"] != pytest.approx(
+        module.metrics["val/personal_accuracy"], abs=1e-3
+    )
 
 
 def test_own_accuracy_is_left_out_where_nothing_is_known_of_the_clients():
@@ -310,8 +312,8 @@ def test_own_accuracy_is_left_out_where_nothing_is_known_of_the_clients():
     whole = blobs(3)
     data = FederatedDataModule([TrainingOnly(client) for client in whole.clients], whole.server)
     module, _, _ = run(FedBN(), data=data, trainer=EVALUATED)
-    assert "val/personal_accuracy" in module.row
-    assert "val/own_accuracy" not in module.row
+    assert "val/personal_accuracy" in module.metrics
+    assert "val/own_accuracy" not in module.metrics
 
 
 def test_accuracy_under_other_proportions_leaves_out_classes_without_samples():
@@ -338,8 +340,8 @@ def test_as_many_clients_are_evaluated_as_asked_evenly_spaced():
 
 def test_a_centralised_run_has_no_clients_to_evaluate():
     module, _, _ = run(FedBN(), trainer=EVALUATED, centralised=True)
-    assert "val/accuracy" in module.row
-    assert {name for name in module.row if name.startswith("val/")} == {"val/accuracy", "val/loss"}
+    assert "val/accuracy" in module.metrics
+    assert {name for name in module.metrics if name.startswith("val/")} == {"val/accuracy", "val/loss"}
 
 
 def test_personalised_evaluation_leaves_no_trace_in_the_training():

@@ -353,8 +353,8 @@ def test_a_wrong_formula_is_no_centralised_training(name, wrong, shown_by, monke
 def test_exchanges_and_bytes_of_resnet20_are_those_of_the_table(methods, exchanges, megabytes):
     module = FederatedModule(ResNet20(), SGD, local_steps=1)
     fit(module, blobs(2, batch_size=2, shape=(3, 8, 8), classes=10), 1, methods)
-    upload, download = (module.row[f"comm/{way}_bytes"] for way in ("upload", "download"))
-    assert module.row["comm/exchanges"] == exchanges
+    upload, download = (module.metrics[f"comm/{way}_bytes"] for way in ("upload", "download"))
+    assert module.metrics["comm/exchanges"] == exchanges
     assert upload == download
     assert upload / 2 / 2 / 1e6 == pytest.approx(megabytes, abs=5e-4)  # two clients, and float64 here
 

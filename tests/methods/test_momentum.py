@@ -213,7 +213,7 @@ def test_global_momentum_of_parameters_that_clients_keep_stays_with_them():
     module = FederatedModule(small_cnn(), MOMENTUM, local_steps=1)
     fit(module, blobs(), 3, [FedBN(), method])
     weights = sum(p.numel() for p in module.parameters()) - 2 * (4 + 6)
-    assert module.row["comm/upload_bytes"] == 3 * 8 * 2 * weights
+    assert module.metrics["comm/upload_bytes"] == 3 * 8 * 2 * weights
     assert [key for key in method.memory[-1] if "batch_norm" in key] == []
     own = [method.memory[client]["momentum_buffer/batch_norm"] for client in range(3)]
     assert not torch.equal(own[0], own[1])

@@ -129,7 +129,7 @@ def test_fedbn_server_evaluates_the_mean_of_the_clients_bn_state(server_optimize
 def test_fedbn_sends_no_bn_state():
     module, _ = run()
     floats = sum(p.numel() for name, p in module.model.named_parameters() if name not in AFFINE)
-    assert module.row["comm/upload_bytes"] == module.row["comm/download_bytes"] == 4 * 8 * floats
+    assert module.metrics["comm/upload_bytes"] == module.metrics["comm/download_bytes"] == 4 * 8 * floats
 
 
 def test_fedbn_is_not_fedavg():

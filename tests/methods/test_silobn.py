@@ -146,5 +146,5 @@ def test_personal_accuracy_comes_from_the_statistics_alone():
         with torch.no_grad():
             right = [model(inputs).argmax(1) == targets for inputs, targets in data.val_dataloader()]
         personal.append(torch.cat(right).double().mean().item())
-    assert module.row["val/personal_accuracy"] == pytest.approx(sum(personal) / 3, abs=1e-6)
+    assert module.metrics["val/personal_accuracy"] == pytest.approx(sum(personal) / 3, abs=1e-6)
     assert len(set(personal)) > 1

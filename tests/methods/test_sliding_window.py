@@ -34,10 +34,10 @@ class Sent(FederatedCallback):
 
     def on_train_epoch_start(self, trainer, pl_module):
         if self.rounds:
-            self.rows.append(dict(pl_module.row))
+            self.rows.append(dict(pl_module.metrics))
 
     def on_train_end(self, trainer, pl_module):
-        self.rows.append(dict(pl_module.row))
+        self.rows.append(dict(pl_module.metrics))
 
 
 def search(threshold, rounds=ROUNDS, window=WINDOW, extra=(), ckpt_path=None, **settings):

@@ -7,7 +7,7 @@ from lightning.pytorch.callbacks import Callback
 
 from callbacks import CommunicationLedger, StaticBN
 from fl_lightning import FederatedDataModule, FederatedModule
-from fl_lightning.diagnostics.network_link import Link
+from fl_lightning.diagnostics.network_link import NetworkLink
 
 STATISTICS = 20
 """Floats of running statistics of ``small_cnn``, two layers with 4 and 6 channels."""
@@ -17,12 +17,12 @@ class Statistics(Callback):
     """The server's running statistics and the traffic after every round."""
 
     def __init__(self):
-        self.values, self.traffic = {}, {}
+        self.values, self.communication = {}, {}
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
         state = {name: value for name, value in pl_module.state_dict().items() if "running" in name}
         self.values[pl_module.round] = torch.cat([value.flatten() for value in state.values()]).clone()
-        self.traffic[pl_module.round] = pl_module.traffic
+        self.communication[pl_module.round] = pl_module.communication
 
 
 def static_bn(changed=None, rounds=4, participation=1):
@@ -46,9 +46,9 @@ def test_in_a_pass_every_client_in_the_cohort_or_not_sends_its_statistics():
     )
     _, other = static_bn(changed=absent)
     assert int((usual.values[2] != other.values[2]).sum()) == STATISTICS
-    uploads = {client: up for client, (up, _) in usual.traffic[2].beside["StaticBN"].items()}
+    uploads = {client: up for client, (up, _) in usual.communication[2].beside["StaticBN"].items()}
     assert uploads == dict.fromkeys(range(3), 8 * STATISTICS)
-    assert not usual.traffic[1].beside
+    assert not usual.communication[1].beside
     assert torch.equal(usual.values[1], other.values[1])
 
 
@@ -57,20 +57,20 @@ def test_the_weights_of_a_pass_go_to_those_that_the_next_round_does_not_send_the
     weights = 8 * sum(parameter.numel() for parameter in module.model.parameters())
     following = module.plan.cohort(3)
     wanted = {client: 0 if client in following else weights for client in range(3)}
-    assert {client: down for client, (_, down) in seen.traffic[2].beside["StaticBN"].items()} == wanted
+    assert {client: down for client, (_, down) in seen.communication[2].beside["StaticBN"].items()} == wanted
     assert sorted(wanted.values()) == [0, weights, weights]
     # after the last round nobody gets them otherwise, and the server waits for the answer
-    assert {down for _, down in seen.traffic[4].beside["StaticBN"].values()} == {weights}
-    assert [seen.traffic[number].exchanges for number in (1, 2, 3, 4)] == [1, 1, 1, 2]
+    assert {down for _, down in seen.communication[4].beside["StaticBN"].values()} == {weights}
+    assert [seen.communication[number].exchanges for number in (1, 2, 3, 4)] == [1, 1, 1, 2]
 
 
 def test_with_all_clients_in_every_round_a_pass_sends_nothing_down_before_the_last_round():
     _, seen = static_bn(participation=1.0)
-    assert all(pair == (8 * STATISTICS, 0) for pair in seen.traffic[2].beside["StaticBN"].values())
+    assert all(pair == (8 * STATISTICS, 0) for pair in seen.communication[2].beside["StaticBN"].values())
 
 
 def test_an_absent_client_waits_once_for_a_pass_and_the_ledger_books_it():
-    ledger = CommunicationLedger(Link(upload_mbps=1, download_mbps=4, latency_ms=100))
+    ledger = CommunicationLedger(NetworkLink(upload_mbps=1, download_mbps=4, latency_ms=100))
     module = FederatedModule(small_cnn(), SGD, local_steps=1, participation=1)
     methods = [ledger, StaticBN()]
     fit(module, blobs(), 3, methods, limit_val_batches=1, check_val_every_n_epoch=2)

@@ -23,7 +23,7 @@ from fl_lightning.pictures.learning_curve import MAX_POINTS, learning_curve_figu
 from fl_lightning.pictures.style import class_labels, drawable, write_figure
 from fl_lightning.run_directory import drawings as run_pictures
 from fl_lightning.run_directory.directory import Attempt
-from fl_lightning.run_directory.metrics import read_rows
+from fl_lightning.run_directory.metrics import read_metrics
 
 TITLE = ["FedAvg + FixBN(freeze_round=2)", "LeNet (BN); Digits: IID(), 3 clients; seed 0"]
 PICTURES = ("partition.png", "learning_curve.png", "class_accuracy.png")
@@ -183,7 +183,7 @@ def test_pictures_of_a_run_say_what_it_is(finished, monkeypatch):
     cells = drawn["partition.png"].axes[0]
     assert cells.images[0].get_array().tolist() == read(attempt.partition)["class_histogram"]
     rounds, values = line(drawn["learning_curve.png"].axes[0], "validation")
-    rows = [row for row in read_rows(attempt.metrics) if "val/accuracy" in row]
+    rows = [row for row in read_metrics(attempt.metrics) if "val/accuracy" in row]
     assert rounds.tolist() == [row["round"] for row in rows]
     assert values.tolist() == [row["val/accuracy"] for row in rows]
     bars = drawn["class_accuracy.png"].axes[0].patches
@@ -230,7 +230,7 @@ def rows_of(count, **metrics):
 
 
 def test_curve_of_a_run_marks_the_rounds_of_its_policy(finished):
-    rows, policy = read_rows(finished.metrics), read(finished.policy)
+    rows, policy = read_metrics(finished.metrics), read(finished.policy)
     figure = learning_curve_figure(rows, policy, TITLE)
     accuracy, loss = figure.axes
     assert policy["mean"] == "averaged; frozen from round 3"

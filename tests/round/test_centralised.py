@@ -63,7 +63,7 @@ def test_the_twin_takes_the_batches_of_the_clients_that_would_have_been_sampled(
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for round_number in (1, 2, 3):
         members = sample_cohort(4, 2, 0, round_number)
-        rows = data.cohort_batch(members, [round_number - 1] * 2).rows()
+        rows = data.cohort_batch(members, [round_number - 1] * 2).batches()
         inputs, targets = (torch.cat(parts) for parts in zip(*rows, strict=True))
         optimizer.zero_grad()
         torch.nn.functional.cross_entropy(model(inputs), targets).backward()
@@ -83,9 +83,9 @@ def test_nothing_is_sent_in_a_centralised_run():
     module = FederatedModule(small_cnn(), partial(torch.optim.SGD, lr=0.1), local_steps=1, centralised=True)
     fit(module, blobs(), 2)
     assert (
-        module.row["comm/upload_bytes"]
-        == module.row["comm/download_bytes"]
-        == module.row["comm/exchanges"]
+        module.metrics["comm/upload_bytes"]
+        == module.metrics["comm/download_bytes"]
+        == module.metrics["comm/exchanges"]
         == 0
     )
     assert module.record.upload_bytes == 0
@@ -117,9 +117,9 @@ def test_a_union_does_not_depend_on_how_the_batches_are_held():
     data.setup("fit")
     stacked = data.cohort_batch([0, 2, 3], [7, 7, 7])
     as_rows = CohortBatch(
-        rows=[tree_map(torch.clone, row) for row in data.cohort_batch([0, 2, 3], [7] * 3).rows()]
+        batches=[tree_map(torch.clone, row) for row in data.cohort_batch([0, 2, 3], [7] * 3).batches()]
     )
-    for first, second in zip(stacked.union().rows()[0], as_rows.union().rows()[0], strict=True):
+    for first, second in zip(stacked.union().batches()[0], as_rows.union().batches()[0], strict=True):
         assert torch.equal(first, second)
         assert len(first) == 15
 

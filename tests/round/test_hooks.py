@@ -197,7 +197,7 @@ def test_row_zero_and_one_row_per_round_reach_the_logger():
     evaluated = {"val/loss", "val/accuracy"}
     assert [evaluated <= row.keys() for _, row in rows] == [True, False, True, False]
     assert ["train/loss" in row for _, row in rows] == [False, True, True, True]
-    assert module.row == rows[-1][1]
+    assert module.metrics == rows[-1][1]
 
 
 def test_row_zero_is_the_initial_model_and_later_rows_the_model_after_the_round():

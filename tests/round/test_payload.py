@@ -26,8 +26,8 @@ from fl_lightning import Cohort, FederatedModule
 from fl_lightning.cohort.blocks import parameter_blocks
 from fl_lightning.models import FBNCNN, ResNet20
 from fl_lightning.optimizers.server import FedAdam
+from fl_lightning.round.communication import round_communication, total
 from fl_lightning.round.policy import resolve_policy
-from fl_lightning.round.traffic import round_traffic, total
 
 MOMENTUM = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 TRAINABLE, STATISTICS, LAYERS = 269_722, 1_376, 19
@@ -49,7 +49,7 @@ def traffic(model, methods=(), round_number=1, rounds=2, clients=1):
         overrides={},
         lr_factor=1.0,
     )
-    return round_traffic(cohort, methods)
+    return round_communication(cohort, methods)
 
 
 def payload(model, methods=(), round_number=1, clients=1):
@@ -149,7 +149,9 @@ def test_the_logged_payload_is_that_of_all_participants():
     module = FederatedModule(small_cnn(), SGD, local_steps=1, participation=2)
     fit(module, blobs(), 3)
     bytes_per_client = 8 * (sum(p.numel() for p in module.model.parameters()) + 20)
-    assert module.row["comm/upload_bytes"] == module.row["comm/download_bytes"] == 2 * bytes_per_client
+    assert (
+        module.metrics["comm/upload_bytes"] == module.metrics["comm/download_bytes"] == 2 * bytes_per_client
+    )
     assert module.record.upload_bytes == 3 * 2 * bytes_per_client
 
 
@@ -159,7 +161,7 @@ def test_what_the_server_remembers_is_not_sent(optimizer):
     for server in (None, optimizer):
         module = FederatedModule(small_cnn(), SGD, server, local_steps=1)
         fit(module, blobs(), 2)
-        rows.append({name: value for name, value in module.row.items() if name.startswith("comm/")})
+        rows.append({name: value for name, value in module.metrics.items() if name.startswith("comm/")})
     assert rows[0] == rows[1]
 
 
@@ -174,4 +176,4 @@ def test_nothing_is_sent_on_one_machine():
     module = FederatedModule(small_cnn(), MOMENTUM, local_steps=1, centralised=True)
     fit(module, blobs(), 2, [FedTAN(restart_momentum=False), MaintainedMomentum("global")])
     assert (module.record.upload_bytes, module.record.download_bytes) == (0, 0)
-    assert module.row["comm/exchanges"] == 0
+    assert module.metrics["comm/exchanges"] == 0

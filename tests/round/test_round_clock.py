@@ -54,7 +54,7 @@ class Rows(FederatedCallback):
         self.rows = []
 
     def on_train_epoch_end(self, trainer, pl_module):
-        self.rows.append(dict(pl_module.row))
+        self.rows.append(dict(pl_module.metrics))
 
 
 @pytest.mark.parametrize(

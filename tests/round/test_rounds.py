@@ -197,5 +197,5 @@ def test_the_training_loss_is_the_weighted_mean_of_the_clients_mean_losses():
             loss.backward()
             stepper.step()
         total += size / sum(SIZES) * sum(losses) / len(losses)
-    assert module.row["train/loss"] == pytest.approx(total, abs=1e-6)
+    assert module.metrics["train/loss"] == pytest.approx(total, abs=1e-6)
     assert module.record.samples == sum(SIZES)

@@ -79,7 +79,7 @@ def test_a_second_fit_without_a_checkpoint_is_a_run_of_its_own():
     fit(module, blobs(), 6, [FixBN()])
     assert module.planned_rounds == 6
     assert module.record.samples == 3 * samples
-    assert module.row["fixbn/freeze_round"] == 3.0
+    assert module.metrics["fixbn/freeze_round"] == 3.0
 
 
 def evaluate(evaluation, *batches):

@@ -77,7 +77,7 @@ class Witness(FederatedCallback):
         cohort = pl_module._cohort
         self.treatments = cohort.policy
         self.kinds = {**cohort.parameter_kinds, **cohort.buffer_kinds}
-        self.traffic = pl_module.traffic
+        self.communication = pl_module.communication
 
 
 def run(make, optimizer=MOMENTUM, other=False):
@@ -105,7 +105,7 @@ def uploaded(make, optimizer=MOMENTUM):
             found[KINDS[kind]] = found.get(KINDS[kind], 0) + count
     extra = sum(differing(value, other.memory[3][name]) for name, value in usual.memory[3].items())
     found[type(usual.method).__name__] = extra
-    return {kind: count for kind, count in found.items() if count}, usual.traffic
+    return {kind: count for kind, count in found.items() if count}, usual.communication
 
 
 def downloaded(make, optimizer=MOMENTUM):
@@ -119,7 +119,7 @@ def downloaded(make, optimizer=MOMENTUM):
             found[KINDS[kind]] = found.get(KINDS[kind], 0) + count
     extra = sum(differing(value, seen.memory[1][name]) for name, value in seen.memory[2].items())
     found[type(seen.method).__name__] = extra
-    return {kind: count for kind, count in found.items() if count}, seen.traffic
+    return {kind: count for kind, count in found.items() if count}, seen.communication
 
 
 METHODS = {
@@ -204,7 +204,7 @@ def count_exchanges(monkeypatch, **settings):
     module = FederatedModule(small_cnn(), SGD, local_steps=2)
     fit(module, blobs(), 1, [FedTAN(**settings)])
     layers = len(batch_norm_layers(module.model))
-    return (len(forward), sum(forward)), (len(backward), sum(backward)), layers, module.traffic
+    return (len(forward), sum(forward)), (len(backward), sum(backward)), layers, module.communication
 
 
 def test_fedtan_exchanges_in_the_forward_and_the_backward_pass_what_it_says(monkeypatch):

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.run_directory.checkpoints import AtomicCheckpointIO, RoundCheckpoint
-from fl_lightning.run_directory.metrics import JSONLinesLogger, cut_back, read_rows
+from fl_lightning.run_directory.metrics import JSONLinesLogger, cut_back, read_metrics
 
 
 class Rounds(L.LightningModule):
@@ -307,7 +307,7 @@ def test_rows_after_a_resume_equal_those_of_the_uninterrupted_run(tmp_path, last
             logger=JSONLinesLogger(tmp_path),
         )
     rows = tmp_path / "metrics.jsonl"
-    assert [row["round"] for row in read_rows(rows)] == [1, 2, 3]
+    assert [row["round"] for row in read_metrics(rows)] == [1, 2, 3]
     cut_back(rows, round_of(last))
     fit(tmp_path, RoundCheckpoint(), ckpt_path=last, logger=JSONLinesLogger(tmp_path))
     assert rows.read_bytes() == (tmp_path / "whole" / "metrics.jsonl").read_bytes()

@@ -11,7 +11,7 @@ from lightning.pytorch.utilities import rank_zero_only
 
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.files import write_json
-from fl_lightning.run_directory.metrics import JSONLinesLogger, cut_back, read_rows
+from fl_lightning.run_directory.metrics import JSONLinesLogger, cut_back, read_metrics
 
 
 def write(folder, rounds):
@@ -30,14 +30,14 @@ def refuse(number):
 )
 def test_values_read_back_bit_for_bit_with_their_type(tmp_path, value):
     JSONLinesLogger(tmp_path).log_metrics({"round": 3, "x": value})
-    (row,) = read_rows(tmp_path / "metrics.jsonl")
+    (row,) = read_metrics(tmp_path / "metrics.jsonl")
     assert repr(row) == repr({"round": 3, "x": value})
 
 
 @pytest.mark.parametrize("value", [torch.tensor(0.1), np.float32(0.1)])
 def test_single_precision_scalar_reads_back_as_the_double_of_the_same_value(tmp_path, value):
     JSONLinesLogger(tmp_path).log_metrics({"round": 3, "x": value})
-    read = read_rows(tmp_path / "metrics.jsonl")[0]["x"]
+    read = read_metrics(tmp_path / "metrics.jsonl")[0]["x"]
     assert read == float(value) != 0.1
     assert np.float32(read) == np.float32(0.1)
 
@@ -53,7 +53,7 @@ def test_nan_and_infinity_are_valid_json_and_read_back_as_floats(tmp_path):
     strict = json.loads((tmp_path / "metrics.jsonl").read_text(), parse_constant=refuse)
     assert math.isnan(float(strict["nan"]))
     assert float(strict["down"]) == -math.inf
-    (row,) = read_rows(tmp_path / "metrics.jsonl")
+    (row,) = read_metrics(tmp_path / "metrics.jsonl")
     assert math.isnan(row["nan"])
     assert math.isnan(row["list"][1])
     assert (row["up"], row["down"], row["list"][0]) == (math.inf, -math.inf, 1.0)
@@ -112,7 +112,7 @@ def test_half_written_last_line_is_left_out_wherever_it_was_cut(tmp_path, lost):
     content = path.read_bytes()
     path.write_bytes(content[:-lost])
     whole = 3 if lost == 1 else 2 if lost <= len(content.splitlines(keepends=True)[-1]) + 1 else 1
-    assert [row["round"] for row in read_rows(path)] == list(range(whole))
+    assert [row["round"] for row in read_metrics(path)] == list(range(whole))
     cut_back(path, whole - 1)
     assert path.read_bytes() == b"".join(content.splitlines(keepends=True)[:whole])
 
@@ -123,7 +123,7 @@ def test_cut_back_and_the_rounds_computed_again_give_the_uninterrupted_file(tmp_
     with path.open("ab") as file:
         file.write(b'{"round": 5, "train/l')
     cut_back(path, 2)
-    assert [row["round"] for row in read_rows(path)] == [0, 1, 2]
+    assert [row["round"] for row in read_metrics(path)] == [0, 1, 2]
     write(tmp_path, range(3, 6))
     assert path.read_bytes() == whole
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["metrics.jsonl", "whole"]
@@ -148,7 +148,7 @@ def test_cut_back_of_a_missing_file_is_an_error_that_names_it(tmp_path):
 def test_rows_may_start_at_a_later_round(tmp_path):
     path = write(tmp_path, [5, 6, 7])
     cut_back(path, 6)
-    assert [row["round"] for row in read_rows(path)] == [5, 6]
+    assert [row["round"] for row in read_metrics(path)] == [5, 6]
 
 
 def test_damaged_line_in_the_middle_is_named(tmp_path):
@@ -156,14 +156,14 @@ def test_damaged_line_in_the_middle_is_named(tmp_path):
     lines = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(lines[0] + b"oops\n" + lines[2])
     with pytest.raises(ConfigurationError, match=r"metrics\.jsonl line 2 is not a row"):
-        read_rows(path)
+        read_metrics(path)
     with pytest.raises(ConfigurationError, match="line 2"):
         cut_back(path, 1)
 
 
 def test_reading_a_missing_file_is_an_error_that_names_it(tmp_path):
     with pytest.raises(ConfigurationError, match=r"metrics\.jsonl does not exist"):
-        read_rows(tmp_path / "metrics.jsonl")
+        read_metrics(tmp_path / "metrics.jsonl")
 
 
 def test_folder_that_cannot_be_written_is_named(tmp_path):

@@ -17,7 +17,7 @@ class Rounds(L.LightningModule):
         super().__init__()
         self.automatic_optimization = False
         self.weight = torch.nn.Parameter(torch.ones(1))
-        self.row = {}
+        self.metrics = {}
         self.total_rounds = total_rounds
 
     def training_step(self, batch):
@@ -36,9 +36,9 @@ class Rounds(L.LightningModule):
 
     def on_train_epoch_end(self):
         done = self.global_step
-        self.row = {"train/loss": torch.tensor(1.0 / done), "time/samples_per_s": 1234.4}
+        self.metrics = {"train/loss": torch.tensor(1.0 / done), "time/samples_per_s": 1234.4}
         if done % 3 == 0:
-            self.row["val/accuracy"] = done / 10
+            self.metrics["val/accuracy"] = done / 10
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=1.0)

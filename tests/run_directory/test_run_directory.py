@@ -19,7 +19,7 @@ from fl_lightning.run_directory.directory import (
     write_json,
     write_text,
 )
-from fl_lightning.run_directory.environment import environment_record
+from fl_lightning.run_directory.environment import describe_environment
 
 CONFIG = {
     "seed_everything": 0,
@@ -308,15 +308,15 @@ def test_content_is_on_disk_before_its_name_and_the_name_before_the_return(tmp_p
 
 
 def test_environment_record_names_versions_and_commit(tmp_path, monkeypatch):
-    record = environment_record()
+    record = describe_environment()
     assert record["git_commit"] is None
     assert set(record) == {"python", "torch", "lightning", "fl_lightning", "platform", "git_commit"}
     for command in (["init", "-q"], ["commit", "-q", "--allow-empty", "-m", "first"]):
         subprocess.run(["git", "-c", "user.name=x", "-c", "user.email=x@y", *command], check=True)
-    commit = environment_record()["git_commit"]
+    commit = describe_environment()["git_commit"]
     assert len(bytes.fromhex(commit)) == 20
     (tmp_path / "file").touch()
     subprocess.run(["git", "add", "file"], check=True)
-    assert environment_record()["git_commit"] == f"{commit}-dirty"
+    assert describe_environment()["git_commit"] == f"{commit}-dirty"
     monkeypatch.setenv("PATH", "")
-    assert environment_record()["git_commit"] is None
+    assert describe_environment()["git_commit"] is None

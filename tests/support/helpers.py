@@ -171,12 +171,12 @@ class SaveRounds(Checkpoint):
 
 def client_batch(data, client, step):
     """The batch that a client draws at a local step, counted from the start of training."""
-    return data.cohort_batch([client], [step]).rows()[0]
+    return data.cohort_batch([client], [step]).batches()[0]
 
 
 def union_batch(data, step):
     """The batches that all clients draw at a local step, as one batch."""
-    rows = data.cohort_batch(range(data.num_clients), [step] * data.num_clients).rows()
+    rows = data.cohort_batch(range(data.num_clients), [step] * data.num_clients).batches()
     return tuple(torch.cat(parts) for parts in zip(*rows, strict=True))
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from fl_lightning.executors.module_state import Stocktaker, attributes_of, objects_of
+from fl_lightning.executors.module_state import ModuleStateReader, attributes_of, objects_of
 
 
 class Part(nn.Module):
@@ -23,9 +23,9 @@ def module():
     return whole
 
 
-def assert_true_of(inventory, of):
-    assert inventory.attributes == attributes_of(of)
-    assert list(map(id, inventory.objects)) == list(map(id, objects_of(of)))
+def assert_true_of(state, of):
+    assert state.attributes == attributes_of(of)
+    assert list(map(id, state.objects)) == list(map(id, objects_of(of)))
 
 
 CHANGES = {
@@ -48,63 +48,63 @@ CHANGES = {
 
 @pytest.mark.parametrize("what", CHANGES)
 def test_whatever_changes_is_found(what):
-    whole, stocktaker = module(), Stocktaker()
-    before = stocktaker.take(whole)
+    whole, stocktaker = module(), ModuleStateReader()
+    before = stocktaker.read(whole)
     assert_true_of(before, whole)
     CHANGES[what](whole.model[0])
-    after = stocktaker.take(whole)
+    after = stocktaker.read(whole)
     assert after is not before
     assert_true_of(after, whole)
-    assert stocktaker.take(whole) is after
+    assert stocktaker.read(whole) is after
 
 
 def test_another_loss_and_another_module_are_found():
-    whole, stocktaker = module(), Stocktaker()
-    before = stocktaker.take(whole)
+    whole, stocktaker = module(), ModuleStateReader()
+    before = stocktaker.read(whole)
     assert before.has_objects_of(before)
     whole.loss = nn.CrossEntropyLoss()
-    after = stocktaker.take(whole)
+    after = stocktaker.read(whole)
     assert not after.has_objects_of(before)
     other = module()
-    assert_true_of(stocktaker.take(other), other)
+    assert_true_of(stocktaker.read(other), other)
 
 
 def test_a_module_that_nobody_changes_is_looked_at_closely_once(monkeypatch):
-    whole, stocktaker = module(), Stocktaker()
-    before = stocktaker.take(whole)
+    whole, stocktaker = module(), ModuleStateReader()
+    before = stocktaker.read(whole)
     monkeypatch.setattr(
         "fl_lightning.executors.module_state.objects_of", lambda module: pytest.fail("looked again")
     )
     whole.model[0].number = whole.model[0].number
-    assert stocktaker.take(whole) is before
+    assert stocktaker.read(whole) is before
     whole.train()
-    assert stocktaker.take(whole) is before
+    assert stocktaker.read(whole) is before
 
 
 def test_numbers_that_change_are_no_other_objects():
-    whole, stocktaker = module(), Stocktaker()
-    before = stocktaker.take(whole)
+    whole, stocktaker = module(), ModuleStateReader()
+    before = stocktaker.read(whole)
     whole.model[0].number = 2.5
-    after = stocktaker.take(whole)
+    after = stocktaker.read(whole)
     assert after is not before
     assert after.has_objects_of(before)
 
 
 # people still have scripted modules
 @pytest.mark.filterwarnings("ignore:`torch.jit:FutureWarning")
-def test_a_scripted_part_has_an_inventory():
-    whole, stocktaker = module(), Stocktaker()
+def test_a_scripted_part_has_a_state():
+    whole, stocktaker = module(), ModuleStateReader()
     whole.model = torch.jit.script(nn.Sequential(nn.Linear(2, 2)))
-    before = stocktaker.take(whole)
+    before = stocktaker.read(whole)
     assert_true_of(before, whole)
-    assert stocktaker.take(whole).has_objects_of(before)
+    assert stocktaker.read(whole).has_objects_of(before)
 
 
 def test_the_same_parts_under_other_names_are_no_longer_the_same():
-    whole, stocktaker = nn.Module(), Stocktaker()
+    whole, stocktaker = nn.Module(), ModuleStateReader()
     whole.parts = nn.ModuleDict({"first": nn.Linear(2, 2), "second": nn.Linear(2, 2)})
-    before = stocktaker.take(whole)
+    before = stocktaker.read(whole)
     first, second = whole.parts["first"], whole.parts["second"]
     whole.parts.clear()
     whole.parts.update({"second": first, "first": second})
-    assert not stocktaker.take(whole).has_objects_of(before)
+    assert not stocktaker.read(whole).has_objects_of(before)

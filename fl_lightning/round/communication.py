@@ -23,7 +23,7 @@ _KINDS = {
 
 
 @dataclass(frozen=True)
-class Traffic:
+class Communication:
     """What the clients of one round send and receive.
 
     Attributes:
@@ -60,7 +60,7 @@ class Traffic:
         return found
 
 
-def round_traffic(cohort: "Cohort", callbacks: Sequence["FederatedCallback"]) -> Traffic:
+def round_communication(cohort: "Cohort", callbacks: Sequence["FederatedCallback"]) -> Communication:
     """What a round sends under its policy, and what its callbacks declare on top.
 
     What is averaged or pooled goes both ways. What clients keep or the server resets is not sent, nor are counters. Nor is
@@ -87,7 +87,7 @@ def round_traffic(cohort: "Cohort", callbacks: Sequence["FederatedCallback"]) ->
         for client, (up, down) in callback.extra_traffic(cohort).items():
             add(beside.setdefault(method, {}), client, (size * up, size * down))
         exchanges += callback.extra_exchanges(cohort)
-    return Traffic(cohort.client_ids, cohort.local_steps, each, beside, exchanges)
+    return Communication(cohort.client_ids, cohort.local_steps, each, beside, exchanges)
 
 
 def add(totals: dict[Key, UpDown], key: Key, pair: UpDown) -> None:

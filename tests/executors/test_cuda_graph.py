@@ -1,4 +1,4 @@
-"""Recorded steps, on a CPU: what a CUDA graph does (the same operations on the same memory, no Python) is done by a stand-in."""
+"""captured steps, on a CPU: what a CUDA graph does (the same operations on the same memory, no Python) is done by a stand-in."""
 
 from contextlib import contextmanager, nullcontext
 from copy import deepcopy
@@ -13,8 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from datamodules import Digits
 from fl_lightning import ConfigurationError, FederatedCallback, FederatedModule, VectorizedExecutor
-from fl_lightning.executors import cuda_graph as step_graph
-from fl_lightning.executors import module_state as inventory
+from fl_lightning.executors import cuda_graph, module_state
 from fl_lightning.executors.cuda_graph import StepGraphs
 from fl_lightning.models.resnet import CIFARResNet
 
@@ -50,21 +49,21 @@ class Recording(TorchDispatchMode):
 
 
 def record_on_cpu(compute):
-    with Recording() as recording:
+    with Recording() as capture:
         found = compute()
-    return recording.replay, found
+    return capture.replay, found
 
 
-class Recorded(VectorizedExecutor):
-    """Replays recorded steps on any device, and counts the recordings."""
+class captured(VectorizedExecutor):
+    """Replays captured steps on any device, and counts the captures."""
 
     def __init__(self, block_size=None):
         super().__init__(block_size, cuda_graph=True)
-        self.recordings = 0
+        self.captures = 0
         self.graphs = StepGraphs(self._record)
 
     def _record(self, compute):
-        self.recordings += 1
+        self.captures += 1
         return record_on_cpu(compute)
 
     def _compute(self, module, cohort, part, rows):
@@ -83,17 +82,17 @@ def test_replayed_steps_are_those_of_python_bit_for_bit(method, size):
     def run(executor):
         return outcome(small_cnn("bn", dropout=0.5), blobs(), executor, METHODS[method]())
 
-    recorded = Recorded(size)
-    assert same(run(VectorizedExecutor(size)), run(recorded))
+    graphs = captured(size)
+    assert same(run(VectorizedExecutor(size)), run(graphs))
 
 
 def test_a_step_is_recorded_once_for_each_block_and_batch_shape():
-    executor = Recorded()
+    executor = captured()
     outcome(small_cnn("bn"), blobs(), executor, rounds=4)
-    assert executor.recordings == 1
-    executor = Recorded(2)
+    assert executor.captures == 1
+    executor = captured(2)
     outcome(small_cnn("bn"), blobs(), executor, rounds=4)
-    assert executor.recordings == 2  # of two clients, and of one
+    assert executor.captures == 2  # of two clients, and of one
 
 
 class Keeps(torch.nn.Module):
@@ -105,9 +104,9 @@ class Keeps(torch.nn.Module):
 
 
 def test_what_a_model_keeps_of_its_forward_pass_is_no_reason_to_record_again():
-    executor = Recorded()
+    executor = captured()
     outcome(torch.nn.Sequential(Keeps(), *small_cnn("bn")), blobs(), executor, rounds=4)
-    assert executor.recordings == 1
+    assert executor.captures == 1
 
 
 def test_clients_that_finish_early_are_recorded_apart():
@@ -115,7 +114,7 @@ def test_clients_that_finish_early_are_recorded_apart():
         settings = {"participation": 3, "local_steps": None, "local_epochs": 1}
         return outcome(small_cnn("bn"), blobs(4, (16, 32, 24, 16)), executor, **settings)
 
-    assert same(run(VectorizedExecutor()), run(Recorded()))
+    assert same(run(VectorizedExecutor()), run(captured()))
 
 
 class Doubled(torch.nn.CrossEntropyLoss):
@@ -143,12 +142,12 @@ def states(executor):
 
 def test_numbers_and_parts_that_callbacks_change_reach_the_recorded_steps(monkeypatch):
     reference = states(VectorizedExecutor())
-    assert all(map(same, reference, states(Recorded())))
-    monkeypatch.setattr(inventory, "attributes_of", lambda module: [])
-    assert not all(map(same, reference, states(Recorded())))
+    assert all(map(same, reference, states(captured())))
+    monkeypatch.setattr(module_state, "attributes_of", lambda module: [])
+    assert not all(map(same, reference, states(captured())))
     monkeypatch.undo()
-    monkeypatch.setattr(inventory, "objects_of", lambda module: [module])
-    assert not all(map(same, reference, states(Recorded())))
+    monkeypatch.setattr(module_state, "objects_of", lambda module: [module])
+    assert not all(map(same, reference, states(captured())))
 
 
 def test_recording_leaves_running_statistics_and_gradients_as_they_were():
@@ -158,7 +157,7 @@ def test_recording_leaves_running_statistics_and_gradients_as_they_were():
         written[0] += batch
         return written[0].sum()[None]
 
-    graph = step_graph.StepGraph(compute, torch.ones(3), written, record_on_cpu)
+    graph = cuda_graph.StepGraph(compute, torch.ones(3), written, record_on_cpu)
     assert written[0].tolist() == [0, 0, 0]
     assert graph.run(torch.full((3,), 2.0)).tolist() == [6]
     assert graph.run(torch.full((3,), 3.0)).tolist() == [15]
@@ -166,18 +165,18 @@ def test_recording_leaves_running_statistics_and_gradients_as_they_were():
 
 def test_a_graph_is_used_on_a_cuda_device_alone():
     executor = VectorizedExecutor(cuda_graph=True)
-    executor.graphs = StepGraphs(lambda compute: pytest.fail("recorded on a CPU"))
+    executor.graphs = StepGraphs(lambda compute: pytest.fail("captured on a CPU"))
     outcome(small_cnn("bn"), blobs(), executor)
 
 
-class OutOfMemory(Recorded):
-    """A recording of more than two clients ends without memory, after it has computed a few times."""
+class OutOfMemory(captured):
+    """A capture of more than two clients ends without memory, after it has computed a few times."""
 
     def _record(self, compute):
         for _ in range(3):
             losses = compute()
         if len(losses) > 2:
-            raise torch.OutOfMemoryError("no memory for the recording")
+            raise torch.OutOfMemoryError("no memory for the capture")
         return super()._record(compute)
 
 
@@ -185,13 +184,13 @@ def test_a_recording_that_ends_without_memory_leaves_no_trace(monkeypatch):
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     executor = OutOfMemory()
     found = outcome(small_cnn("bn"), blobs(4, (24, 24, 24, 24)), executor)
-    assert executor.recordings == 2
+    assert executor.captures == 2
     assert same(outcome(small_cnn("bn"), blobs(4, (24, 24, 24, 24)), VectorizedExecutor(2)), found)
 
 
 def test_only_so_many_recordings_are_kept(monkeypatch):
-    monkeypatch.setattr(step_graph, "_MOST", 2)
-    executor, kept = Recorded(1), []
+    monkeypatch.setattr(cuda_graph, "_MOST", 2)
+    executor, kept = captured(1), []
 
     class Looks(FederatedCallback):
         def on_local_step_end(self, trainer, pl_module, cohort, step):
@@ -208,7 +207,7 @@ def test_a_copy_of_an_executor_records_for_itself():
     executor.graphs._graphs = [(0, (each for each in ()))]  # as a CUDA graph, nothing that can be copied
     kept = deepcopy(executor).graphs
     assert kept._graphs == []
-    assert kept.record is executor.graphs.record
+    assert kept.capture is executor.graphs.capture
 
 
 class Stream:
@@ -235,7 +234,7 @@ def test_what_a_graph_cannot_hold_is_one_line_and_want_of_memory_stays_what_it_i
         try:
             raise raised
         finally:
-            raise RuntimeError("the recording cannot be ended")  # as CUDA says after any error inside of it
+            raise RuntimeError("the capture cannot be ended")  # as CUDA says after any error inside of it
         yield
 
     for name, stand_in in {
@@ -243,7 +242,7 @@ def test_what_a_graph_cannot_hold_is_one_line_and_want_of_memory_stays_what_it_i
     }.items():  # fmt: skip
         monkeypatch.setattr(torch.cuda, name, stand_in)
     with pytest.raises(expected, match=message) as found:
-        step_graph.record_cuda_graph(lambda: runs.append("run"))
+        cuda_graph.capture_cuda_graph(lambda: runs.append("run"))
     assert "\n" not in str(found.value)
     assert runs == ["run"] * 3 + ["capture"]
     bug = RuntimeError("a bug of one's own")
@@ -252,7 +251,7 @@ def test_what_a_graph_cannot_hold_is_one_line_and_want_of_memory_stays_what_it_i
         raise bug
 
     with pytest.raises(RuntimeError) as found:
-        step_graph.record_cuda_graph(fails)
+        cuda_graph.capture_cuda_graph(fails)
     assert found.value is bug
 
 
@@ -278,13 +277,13 @@ class CountsOneStep(FederatedCallback):
 
 
 class Nothing(VectorizedExecutor):
-    """A recorded step as Python sees it: one replay, and nothing else that grows with the model."""
+    """A captured step as Python sees it: one replay, and nothing else that grows with the model."""
 
     def _compute(self, module, cohort, part, rows):
-        def record(compute):
+        def capture(compute):
             return (lambda: None), torch.zeros(len(rows))
 
-        self.graphs.record = record
+        self.graphs.capture = capture
         return self.graphs.run(module, cohort, rows, part, lambda batch: pytest.fail("computed"))
 
 
@@ -313,7 +312,7 @@ def test_a_cuda_graph_gives_what_the_same_device_gives_without():
         fit(module, blobs(), 3, [seen], accelerator="gpu", devices=1)
         return seen.states
 
-    plain, recorded = run(VectorizedExecutor()), run(VectorizedExecutor(cuda_graph=True))
-    for first, second in zip(plain, recorded, strict=True):
+    plain, captured = run(VectorizedExecutor()), run(VectorizedExecutor(cuda_graph=True))
+    for first, second in zip(plain, captured, strict=True):
         for name, value in first.items():
             torch.testing.assert_close(second[name], value, rtol=1e-10, atol=1e-12)
