@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import lightning as L
 import torch
-from lightning.fabric.utilities import move_data_to_device
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -235,8 +234,7 @@ def held_out_losses(pl_module: "FederatedModule", cohort: "Cohort") -> Tensor:
     with evaluating(pl_module.model):
         for row, batch in enumerate(pl_module.data.cohort_batch(clients, positions).batches()):
             own = {**cohort.params.row(row), **cohort.buffers.row(row)}
-            on_device = move_data_to_device(batch, pl_module.device)
             with pl_module.slots.filled(own):
-                loss = pl_module.client_loss(pl_module.trainer.precision_plugin.convert_input(on_device))
+                loss = pl_module.client_loss(pl_module.on_device(batch))
             losses.append(loss.double().cpu())
     return torch.stack(losses)

@@ -1,5 +1,6 @@
 """FedProx: Li et al., "Federated Optimization in Heterogeneous Networks", arXiv 1812.06127."""
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import lightning as L
@@ -26,6 +27,7 @@ class FedProx(FederatedCallback):
 
     paper = "Li et al., arXiv 1812.06127"
     claims = ("own_twin_without_bn",)
+    takes: Mapping[str, str] = {"the correction of client drift": ""}
 
     def __init__(self, mu: float = 0.01) -> None:
         if not mu >= 0:

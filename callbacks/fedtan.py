@@ -8,7 +8,7 @@ import lightning as L
 import torch
 from torch import Tensor
 
-from fl_lightning import ConfigurationError, FederatedCallback
+from fl_lightning import FederatedCallback
 from fl_lightning.batch_norm.joint import cohort_mean
 from fl_lightning.batch_norm.swapping import SwappedBatchNorm, swap_batch_norm
 from fl_lightning.errors import check_choice
@@ -135,6 +135,8 @@ class FedTAN(FederatedCallback):
         check_choice("FedTAN.affine_init", affine_init, ("ones", "uniform"))
         self.backward, self.var_correction = backward, var_correction
         self.affine_init, self.restart_momentum = affine_init, restart_momentum
+        if restart_momentum:
+            self.takes = {"the client optimizer's state": "set FedTAN.restart_momentum: false"}
         if backward != "aggregated":
             self.paper += "; FedAvg + Algorithm 2, inferred"
         if (backward, var_correction, affine_init) != ("aggregated", "union", "ones"):
@@ -146,11 +148,6 @@ class FedTAN(FederatedCallback):
 
     def configure_batch_norm(self, pl_module: "FederatedModule") -> None:
         """Let BN layers exchange in joint steps."""
-        keepers = [type(cb).__name__ for cb in pl_module.federated_callbacks if cb.keeps_optimizer_state]
-        if keepers and self.restart_momentum:
-            raise ConfigurationError(
-                f"FedTAN.restart_momentum: True restarts the momentum that {keepers[0]} keeps; set restart_momentum: false"
-            )
         self.layers: list[TANBatchNorm] = swap_batch_norm(pl_module.model, TANBatchNorm)
         for index, layer in enumerate(self.layers):
             if self.affine_init == "uniform" and layer.affine:

@@ -1,5 +1,6 @@
 """Maintained momentum: section 7 of Zhong et al., "Making Batch Normalization Great in Federated Deep Learning"."""
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 import lightning as L
@@ -7,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fl_lightning import ConfigurationError, FederatedCallback
+from fl_lightning.cohort.cohort import SERVER
 from fl_lightning.errors import check_choice
 
 if TYPE_CHECKING:
@@ -29,8 +31,8 @@ class MaintainedMomentum(FederatedCallback):
     """
 
     paper = "Zhong et al., arXiv 2303.06530, section 7"
-    keeps_optimizer_state = True
     claims = ("own_twin_without_bn",)
+    takes: Mapping[str, str] = {"the client optimizer's state": ""}
 
     def __init__(self, scope: Literal["local", "global"] = "local") -> None:
         check_choice("MaintainedMomentum.scope", scope, ("local", "global"))
@@ -44,28 +46,23 @@ class MaintainedMomentum(FederatedCallback):
                 f"MaintainedMomentum: client_optimizer {type(cohort.optimizer).__name__} keeps no state between steps; set "
                 "momentum > 0"
             )
-        shared = self.memory.get(-1, {})
+        shared = self.memory.get(SERVER, {})
         remembered = [{**shared, **self.memory.get(client, {})} for client in cohort.client_ids]
-        for key in cohort.optimizer_state_keys:
-            for block, rows in cohort.optimizer_state(key).blocks.items():
-                for row, memory in zip(rows, remembered, strict=True):
-                    if f"{key}/{block}" in memory:
-                        row.copy_(memory[f"{key}/{block}"])
+        for name, (_, rows) in _state(cohort).items():
+            for row, memory in zip(rows, remembered, strict=True):
+                if name in memory:
+                    row.copy_(memory[name])
         steps = [int(memory.get("steps", torch.tensor(0))) for memory in remembered]
         cohort.optimizer_steps = torch.tensor(steps)
 
     def on_before_aggregate(self, trainer: L.Trainer, pl_module: "FederatedModule", cohort: "Cohort") -> None:
         """Remember the state that the clients end with."""
-        blocks = {
-            f"{key}/{block}": rows
-            for key in cohort.optimizer_state_keys
-            for block, rows in cohort.optimizer_state(key).blocks.items()
-        }
-        shared = {name: rows for name, rows in blocks.items() if self._is_shared(cohort, name)}
-        own = {name: rows for name, rows in blocks.items() if name not in shared}
+        state = _state(cohort)
+        shared = {name: rows for name, (block, rows) in state.items() if self._is_shared(cohort, block)}
+        own = {name: rows for name, (_, rows) in state.items() if name not in shared}
         if shared:
             average = {name: cohort.mean(rows) for name, rows in shared.items()}
-            self._remember(-1, {**average, "steps": cohort.optimizer_steps.max()})
+            self._remember(SERVER, {**average, "steps": cohort.optimizer_steps.max()})
         for index, client in enumerate(cohort.client_ids if own else []):
             steps = {} if shared else {"steps": cohort.optimizer_steps[index]}
             self._remember(client, {name: rows[index].clone() for name, rows in own.items()} | steps)
@@ -73,24 +70,30 @@ class MaintainedMomentum(FederatedCallback):
     def extra_payload(self, cohort: "Cohort") -> tuple[int, int]:
         """Global scope sends the state once up and once down."""
         floats = sum(
-            rows.shape[1]
-            for key in cohort.optimizer_state_keys
-            for block, rows in cohort.optimizer_state(key).blocks.items()
-            if self._is_shared(cohort, f"{key}/{block}")
+            rows.shape[1] for block, rows in _state(cohort).values() if self._is_shared(cohort, block)
         )
         return floats, floats
 
     def state_dict(self) -> dict[str, Any]:
-        """The remembered state by client id (-1: the server's average)."""
+        """The remembered state by client id (``SERVER``: the server's average)."""
         return {"memory": self.memory}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take up the remembered state of a checkpoint."""
         self.memory = state_dict["memory"]
 
-    def _is_shared(self, cohort: "Cohort", name: str) -> bool:
-        """Whether a state ``"<key>/<block>"`` is the server's: not that of parameters that clients keep for themselves."""
-        return self.scope == "global" and cohort.treatment(name.partition("/")[2]) != "local"
+    def _is_shared(self, cohort: "Cohort", block: str) -> bool:
+        """Whether a block's state is the server's: not that of parameters that clients keep for themselves."""
+        return self.scope == "global" and cohort.treatment(block) != "local"
 
     def _remember(self, owner: int, state: dict[str, Tensor]) -> None:
         self.memory.setdefault(owner, {}).update(state)
+
+
+def _state(cohort: "Cohort") -> dict[str, tuple[str, Tensor]]:
+    """What the client optimizer remembers, by a name of its own: the parameter block and the rows ``[C, columns]``."""
+    return {
+        f"{key}/{block}": (block, rows)
+        for key in cohort.optimizer_state_keys
+        for block, rows in cohort.optimizer_state(key).blocks.items()
+    }

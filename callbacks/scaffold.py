@@ -1,18 +1,17 @@
 """SCAFFOLD: Karimireddy et al., "SCAFFOLD: Stochastic Controlled Averaging for Federated Learning", arXiv 1910.06378."""
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import lightning as L
 import torch
 from torch import Tensor
 
-from callbacks.fedprox import FedProx
-from fl_lightning import ConfigurationError, FederatedCallback
+from fl_lightning import FederatedCallback
+from fl_lightning.cohort.cohort import SERVER
 
 if TYPE_CHECKING:
     from fl_lightning import Cohort, FederatedModule
-
-_SERVER = -1
 
 
 class SCAFFOLD(FederatedCallback):
@@ -31,25 +30,14 @@ class SCAFFOLD(FederatedCallback):
     There are control variates for what the server averages and trains: not for statistics, nor for parameters that are
     frozen or local (FedBN). They double what is sent of it, both ways. Callbacks before this one in the list have changed
     the gradient g already (ClientGradientClipping), those after it change the corrected one.
-
-    Raises:
-        ConfigurationError: FedProx takes part, too.
     """
 
     paper = "Karimireddy et al., arXiv 1910.06378"
     claims = ("own_twin_without_bn", "fedavg_on_identical_clients", "one_client_is_plain_training")
+    takes: Mapping[str, str] = {"the correction of client drift": ""}
 
     def __init__(self) -> None:
         self.memory: dict[int, dict[str, Tensor]] = {}
-
-    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Refuse FedProx."""
-        super().setup(trainer, pl_module, stage)
-        if any(isinstance(callback, FedProx) for callback in trainer.callbacks):  # type: ignore[attr-defined]  # set in a helper of the trainer
-            raise ConfigurationError(
-                "callbacks FedProx and SCAFFOLD cannot be combined: both correct client drift, and control variates of "
-                "the proximal term would cancel it; use one of them"
-            )
 
     def on_round_start(self, trainer: L.Trainer, pl_module: "FederatedModule", cohort: "Cohort") -> None:
         """Clients receive c and take up their c_i."""
@@ -57,7 +45,7 @@ class SCAFFOLD(FederatedCallback):
         for block in self._blocks(cohort):
             gradients = cohort.grads.blocks[block]
             variates = gradients.new_zeros(1 + len(cohort), gradients.shape[1])
-            for row, owner in zip(variates, (_SERVER, *cohort.client_ids), strict=True):
+            for row, owner in zip(variates, (SERVER, *cohort.client_ids), strict=True):
                 if block in self.memory.get(owner, {}):
                     row.copy_(self.memory[owner][block])
             self._own[block], self._correction[block] = variates[1:], variates[0] - variates[1:]
@@ -79,8 +67,8 @@ class SCAFFOLD(FederatedCallback):
         for block, total in self._sum.items():
             own = total / torch.tensor(cohort.local_steps, device=total.device).unsqueeze(1)
             change = share * cohort.mean(own - self._own[block])
-            server = self.memory.setdefault(_SERVER, {}).get(block, torch.zeros_like(change))
-            self.memory[_SERVER][block] = server.to(change) + change
+            server = self.memory.setdefault(SERVER, {}).get(block, torch.zeros_like(change))
+            self.memory[SERVER][block] = server.to(change) + change
             for client, row in zip(cohort.client_ids, own, strict=True):
                 self.memory.setdefault(client, {})[block] = row.clone()
 
@@ -90,7 +78,7 @@ class SCAFFOLD(FederatedCallback):
         return floats, floats
 
     def state_dict(self) -> dict[str, Any]:
-        """The control variates by client id (-1: the server's c): a row ``[columns]`` for each block."""
+        """The control variates by client id (``SERVER``: the server's c): a row ``[columns]`` for each block."""
         return {"memory": self.memory}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

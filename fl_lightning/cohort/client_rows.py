@@ -70,7 +70,7 @@ class ClientRows:
     def train_blocks(self, blocks: Sequence[str]) -> None:
         """Say which parameter blocks are trained in this round; others get no gradient."""
         self.trained_blocks = list(blocks)
-        self._trained_names = [name for block in blocks for name in self.params.layout[block]]
+        self._trained_names = [name for block in blocks for name in self.params.layout[block].shapes]
         self._row_state.clear()
 
     def trained_names(self) -> list[str]:

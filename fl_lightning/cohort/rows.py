@@ -5,9 +5,7 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
-Layout = Mapping[str, Mapping[str, torch.Size]]
-"""Which tensors, of which shape, stand side by side in which block: ``layout[block][name] = shape of one client``."""
-
+from fl_lightning.cohort.blocks import Layout
 
 _MOST_ORDERS = 16  # for each block of vectors: where clients finish early, fewer and fewer rows are copied
 
@@ -27,19 +25,19 @@ class Rows(Mapping[str, Tensor]):
         self.blocks = blocks
         self._views: dict[str, Tensor] = {}
         self._by_row: dict[int, dict[str, Tensor]] = {}
-        self._vectors = {name for name, shapes in layout.items() if all(len(s) < 2 for s in shapes.values())}
+        self._vectors = {name for name, own in layout.items() if all(len(s) < 2 for s in own.shapes.values())}
         self._orders: dict[tuple[str, int], Tensor] = {}
-        for block, shapes in layout.items():
-            self._views.update(split_columns(blocks[block], shapes))
+        for name, block in layout.items():
+            self._views.update(split_columns(blocks[name], block.shapes))
 
     @classmethod
     def empty(cls, layout: Layout, like: Mapping[str, Tensor], num_rows: int) -> "Rows":
-        """Uninitialised rows with the dtype and device that each block's tensors have in ``like``."""
+        """Uninitialised rows on the device that each block's tensors have in ``like``."""
         blocks = {}
-        for block, shapes in layout.items():
-            first = like[next(iter(shapes))]
-            columns = sum(shape.numel() for shape in shapes.values())
-            blocks[block] = torch.empty(num_rows, columns, dtype=first.dtype, device=first.device)
+        for name, block in layout.items():
+            columns = sum(shape.numel() for shape in block.shapes.values())
+            device = like[next(iter(block.shapes))].device
+            blocks[name] = torch.empty(num_rows, columns, dtype=block.dtype, device=device)
         return cls(layout, blocks)
 
     def zeros_like(self) -> "Rows":
@@ -61,8 +59,8 @@ class Rows(Mapping[str, Tensor]):
             index: Which rows.
         """
         found: dict[str, Tensor] = {}
-        for name, shapes in self.layout.items():
-            rows = self.blocks[name][index]
+        for name, block in self.layout.items():
+            rows, shapes = self.blocks[name][index], block.shapes
             if name not in self._vectors:
                 found |= split_columns(rows.clone() if isinstance(index, slice) else rows, shapes)
                 continue
@@ -85,7 +83,7 @@ class Rows(Mapping[str, Tensor]):
         own = self.blocks[block]
         columns = [
             _as(tensors[name].detach(), shape).to(own.dtype).reshape(len(tensors[name]), -1)
-            for name, shape in self.layout[block].items()
+            for name, shape in self.layout[block].shapes.items()
         ]
         if isinstance(index, slice):
             torch.cat(columns, dim=1, out=own[index])
@@ -101,7 +99,7 @@ class Rows(Mapping[str, Tensor]):
         if (block, num_rows) not in self._orders:
             own = self.blocks[block]
             places = torch.arange(num_rows * own.shape[1], device=own.device).view(num_rows, -1)
-            pieces = split_columns(places, self.layout[block]).values()
+            pieces = split_columns(places, self.layout[block].shapes).values()
             others = [key for key in self._orders if key[0] == block]
             if len(others) == _MOST_ORDERS:
                 del self._orders[others[0]]

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from fl_lightning.batch_norm.joint import one_client_for_all
 from fl_lightning.batch_norm.layers import batch_norm_layers
-from fl_lightning.cohort.blocks import parameter_blocks
 from fl_lightning.cohort.cohort import Cohort
+from fl_lightning.cohort.round_cohort import RoundCohort
 from fl_lightning.cohort.slots import StateSlots
 from fl_lightning.executors.base import Executor
 from fl_lightning.executors.joint import joint_executor
@@ -75,7 +75,7 @@ def first_step(pl_module: "FederatedModule", cohort: Cohort, *, union: bool = Tr
             pl_module.slots = slots
     sizes = torch.tensor(batches.sizes(), dtype=torch.float64)
     averaged = [block for block in cohort.params.layout if cohort.treatment(block) == "averaged"]
-    names = [name for block in averaged for name in cohort.params.layout[block]]
+    names = [name for block in averaged for name in cohort.params.layout[block].shapes]
     shares = (sizes / sizes.sum()).to(clients.grads[names[0]]) if names else sizes
     called = [layer for layer in layers if bool(clients.buffers[f"{layer}.observed"].all())]
     return FirstStep(
@@ -103,17 +103,17 @@ def _copy_common(cohort: Cohort, twin: Cohort) -> None:
         (cohort.params, twin.params, cohort.params),
         (cohort.buffers, twin.buffers, cohort.start_buffers),
     ):
-        names = [name for b in rows.layout if cohort.treatment(b) != "local" for name in rows.layout[b]]
+        names = [
+            name for b in rows.layout if cohort.treatment(b) != "local" for name in rows.layout[b].shapes
+        ]
         for name in names:
             if bool((start[name] == start[name][:1]).all()):
                 own[name].copy_(start[name][:1])
 
 
-def _beside(pl_module: "FederatedModule", cohort: Cohort, client_ids: Sequence[int]) -> Cohort:
+def _beside(pl_module: "FederatedModule", cohort: Cohort, client_ids: Sequence[int]) -> RoundCohort:
     """A cohort of copies of the server in the present round, whose state nobody will miss."""
-    own = Cohort(
-        pl_module.model, len(client_ids), parameter_blocks(pl_module.model, pl_module.parameter_groups)
-    )
+    own = RoundCohort(pl_module.model, len(client_ids), pl_module.parameter_groups)
     own.broadcast(
         round_number=cohort.round,
         client_ids=client_ids,
@@ -121,8 +121,6 @@ def _beside(pl_module: "FederatedModule", cohort: Cohort, client_ids: Sequence[i
         local_steps=[1] * len(client_ids),
         policy=cohort.policy,
         optimizer=pl_module.client_optimizer,
-        overrides={},
-        lr_factor=1.0,
     )
     return own
 

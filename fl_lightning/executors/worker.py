@@ -153,7 +153,7 @@ class _Work:
         if isinstance(load.module, bytes):
             self.module, precision = pickle.loads(load.module)
             self.module.slots = StateSlots(self.module.model)
-            stacked = {name for layout, _ in load.rows for shapes in layout.values() for name in shapes}
+            stacked = {name for layout, _ in load.rows for block in layout.values() for name in block.shapes}
             for own, shared in zip(common_tensors(self.module, stacked), load.common, strict=True):
                 own.data = shared
         else:

@@ -31,6 +31,8 @@ _SERVER_ONLY = (
     "record",
     "slots",
     "_cohort",
+    "_methods",
+    "communication",
     "_hparams",
     "_hparams_initial",
     "_batch_norm_in_training",

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 import lightning as L
 
 from fl_lightning.batch_norm.layers import require_batch_norm
-from fl_lightning.errors import ConfigurationError
 from fl_lightning.round.callback import FederatedCallback
 
 if TYPE_CHECKING:
@@ -26,6 +25,7 @@ class Freezing(FederatedCallback):
     """
 
     kinds: tuple[str, ...] = STATISTICS
+    takes: Mapping[str, str] = {"the round from which BN state is frozen": ""}
 
     @abstractmethod
     def last_batch_round(self, total_rounds: int) -> int | None:
@@ -42,17 +42,9 @@ class Freezing(FederatedCallback):
         """Check that there is something to freeze.
 
         Raises:
-            ConfigurationError: The model has no BN layer, or none of the statistics that are to freeze, or another callback
-                freezes as well.
+            ConfigurationError: The model has no BN layer, or none of the statistics that are to freeze.
         """
         require_batch_norm(pl_module.model, type(self).__name__, statistics="mean" in self.kinds)
-        first, *others = (
-            type(cb).__name__ for cb in pl_module.federated_callbacks if isinstance(cb, Freezing)
-        )
-        if others:
-            raise ConfigurationError(
-                f"callbacks {first} and {others[0]} cannot be combined: both decide when BN state freezes"
-            )
 
     def on_train_start(self, trainer: L.Trainer, pl_module: "FederatedModule") -> None:  # type: ignore[override]  # rounds have one
         """Say so when T* is beyond the last round."""

@@ -4,12 +4,12 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import lightning as L
-from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 
 from fl_lightning.batch_norm.kinds import buffer_kinds, parameter_kinds
-from fl_lightning.cohort.blocks import block_layout, parameter_blocks
+from fl_lightning.cohort.blocks import buffer_layout, parameter_layout
+from fl_lightning.cohort.cohort import SERVER
 from fl_lightning.cohort.rows import split_columns
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.mechanisms.variant_evaluation import VariantEvaluation
@@ -44,7 +44,7 @@ class LocalState(VariantEvaluation):
 
     Attributes:
         kinds: The kinds of state that clients keep (see ``fl_lightning.round.policy``).
-        memory: What each client keeps, by its id: a row ``[columns]`` for each block; -1 is the initial state.
+        memory: What each client keeps, by its id: a row ``[columns]`` for each block; ``SERVER`` is the initial state.
     """
 
     kinds: ClassVar[tuple[str, ...]]
@@ -100,17 +100,13 @@ class LocalState(VariantEvaluation):
     ) -> dict[int, dict[str, Tensor]]:
         """What clients keep, ``[*shape]`` by qualified name, by client id; empty before the first round."""
         model = pl_module.model
-        parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
-        layout = {
-            **block_layout(parameters, parameter_blocks(model, pl_module.parameter_groups)),
-            **block_layout(buffers, buffer_kinds(model)),
-        }
-        rows = {client: self.memory.get(client, self.memory.get(-1, {})) for client in clients}
+        layout = {**parameter_layout(model, pl_module.parameter_groups), **buffer_layout(model)}
+        rows = {client: self.memory.get(client, self.memory.get(SERVER, {})) for client in clients}
         return {
             client: {
                 name: tensor
                 for block, row in kept.items()
-                for name, tensor in split_columns(row, layout[block]).items()
+                for name, tensor in split_columns(row, layout[block].shapes).items()
             }
             for client, kept in rows.items()
         }
@@ -153,9 +149,7 @@ class LocalState(VariantEvaluation):
         own.start()
         with isolate_rng():  # a loader draws a seed for each pass
             for batch in loader:
-                batch = move_data_to_device(batch, pl_module.device)
-                batch = pl_module.trainer.precision_plugin.convert_input(batch)
-                self.evaluate(pl_module, self._tensors[name], batch, own)
+                self.evaluate(pl_module, self._tensors[name], pl_module.on_device(batch), own)
         own.finish()
         pl_module.record.diverged |= own.diverged
         return own.metrics.get("accuracy")

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import lightning as L
 import torch
-from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
@@ -175,5 +174,6 @@ def _pooled(pl_module: "FederatedModule") -> Iterator[Any]:
 
 
 def _batch(pl_module: "FederatedModule", clients: list[int], step: int) -> Any:
-    union = pl_module.data.cohort_batch(clients, [step] * len(clients)).union().batches()[0]
-    return pl_module.trainer.precision_plugin.convert_input(move_data_to_device(union, pl_module.device))
+    return pl_module.on_device(
+        pl_module.data.cohort_batch(clients, [step] * len(clients)).union().batches()[0]
+    )

@@ -63,13 +63,13 @@ class VariantEvaluation(FederatedCallback):
             for metric, value in evaluation.metrics.items()
         }
 
-    def on_validation_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+    def on_validation_epoch_start(self, trainer: L.Trainer, pl_module: "FederatedModule") -> None:  # type: ignore[override]  # rounds have one
         """Start an evaluation of every variant."""
-        self._start(trainer, pl_module)  # type: ignore[arg-type]  # rounds have one
+        self._start(trainer, pl_module)
 
-    def on_test_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+    def on_test_epoch_start(self, trainer: L.Trainer, pl_module: "FederatedModule") -> None:  # type: ignore[override]  # rounds have one
         """Start an evaluation of every variant."""
-        self._start(trainer, pl_module)  # type: ignore[arg-type]  # rounds have one
+        self._start(trainer, pl_module)
 
     def on_validation_batch_end(
         self,
@@ -89,13 +89,13 @@ class VariantEvaluation(FederatedCallback):
         """Evaluate every variant on a batch."""
         self.on_validation_batch_end(*args, **kwargs)
 
-    def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+    def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: "FederatedModule") -> None:  # type: ignore[override]  # rounds have one
         """Log the variants' metrics."""
-        self._finish(pl_module, pl_module.data.fit_split)  # type: ignore[arg-type, union-attr]  # rounds have one
+        self._finish(pl_module, pl_module.data.fit_split)
 
-    def on_test_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+    def on_test_epoch_end(self, trainer: L.Trainer, pl_module: "FederatedModule") -> None:  # type: ignore[override]  # rounds have one
         """Log the variants' metrics."""
-        self._finish(pl_module, "test")  # type: ignore[arg-type]  # rounds have one
+        self._finish(pl_module, "test")
 
     def evaluate(
         self,

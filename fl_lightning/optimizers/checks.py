@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fl_lightning.errors import ConfigurationError
-from fl_lightning.optimizers.client import OptimizerCallable
+from fl_lightning.optimizers import OptimizerCallable
 
 _SERVER_ADVICE = "use SGD(lr=1), which is FedAvg, or SGD, Adam or Adagrad with settings of your own"
 _NO_SERVER_OPTIMIZERS = {

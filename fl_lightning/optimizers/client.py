@@ -5,7 +5,7 @@ Adam, AdamW, RMSprop, Adagrad, ...) this is exactly one optimizer per client; ot
 ``fl_lightning.optimizers.checks``).
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -14,9 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fl_lightning.errors import ConfigurationError
-
-OptimizerCallable = Callable[[Iterable[Any]], Optimizer]
-"""Makes an optimizer from parameters or parameter groups: ``torch.optim.SGD`` with everything but ``params`` bound."""
+from fl_lightning.optimizers import OptimizerCallable
 
 _ZERO_STATES = {
     "momentum_buffer",

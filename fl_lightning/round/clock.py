@@ -1,6 +1,8 @@
 """Where the time of a round goes."""
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 
 class RoundClock:
@@ -10,7 +12,7 @@ class RoundClock:
     into the part that first needs a result. ``--trainer.profiler`` sees more.
 
     Attributes:
-        seconds: Seconds of each part since :meth:`start`.
+        seconds: Seconds of each part since :meth:`start`; ``other`` is what :meth:`stop` has found beside them.
     """
 
     PARTS = ("data", "forward_backward", "optimizer", "callbacks", "aggregation", "other")
@@ -21,14 +23,25 @@ class RoundClock:
     def start(self) -> None:
         """Begin a round."""
         self.seconds = dict.fromkeys(self.PARTS, 0.0)
-        self._last = time.perf_counter()
+        self._started = time.perf_counter()
 
-    def lap(self, part: str) -> None:
-        """Give the time since the previous call to a part."""
-        now = time.perf_counter()
-        self.seconds[part] += now - self._last
-        self._last = now
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """Give the time of the block to a part."""
+        started = time.perf_counter()
+        yield
+        self.seconds[name] += time.perf_counter() - started
 
-    def total(self) -> float:
-        """Seconds of all parts together."""
-        return sum(self.seconds.values())
+    def stop(self) -> float:
+        """End the round: what no part has got is ``other``.
+
+        Returns:
+            Seconds of all parts together.
+        """
+        total = time.perf_counter() - self._started
+        self.seconds["other"] = total - sum(spent for part, spent in self.seconds.items() if part != "other")
+        return total
+
+    def metrics(self) -> dict[str, float]:
+        """Seconds of the parts by the name of their metric, such as ``"time/data_s"``."""
+        return {f"time/{part}_s": spent for part, spent in self.seconds.items()}

@@ -2,11 +2,10 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
-if TYPE_CHECKING:
-    from fl_lightning.cohort.cohort import Cohort
-    from fl_lightning.round.callback import FederatedCallback
+from fl_lightning.cohort.cohort import Cohort
+from fl_lightning.round.declarations import Declarations
 
 Key = TypeVar("Key")
 
@@ -50,6 +49,15 @@ class Communication:
                 add(found, kind, pair)
         return found
 
+    def metrics(self) -> dict[str, float]:
+        """Bytes of all clients together and exchanges, by the name of their metric."""
+        upload, download = total(self.by_kind().values())
+        return {
+            "comm/upload_bytes": float(upload),
+            "comm/download_bytes": float(download),
+            "comm/exchanges": float(self.exchanges),
+        }
+
     def by_client(self) -> dict[int, UpDown]:
         """Bytes of each client, the cohort's first."""
         own = total(self.each.values())
@@ -60,7 +68,7 @@ class Communication:
         return found
 
 
-def round_communication(cohort: "Cohort", callbacks: Sequence["FederatedCallback"]) -> Communication:
+def round_communication(cohort: Cohort, callbacks: Sequence[Declarations]) -> Communication:
     """What a round sends under its policy, and what its callbacks declare on top.
 
     What is averaged or pooled goes both ways. What clients keep or the server resets is not sent, nor are counters. Nor is
@@ -70,13 +78,12 @@ def round_communication(cohort: "Cohort", callbacks: Sequence["FederatedCallback
         cohort: The round's clients, after their local steps.
         callbacks: The run's federated callbacks.
     """
-    kinds = {**cohort.parameter_kinds, **cohort.buffer_kinds}
     each: dict[str, UpDown] = {}
     for rows in (cohort.params, cohort.buffers):
         for name, block in rows.blocks.items():
             if cohort.treatment(name) in ("averaged", "pooled") and block.is_floating_point():
                 sent = block.shape[1] * block.element_size()
-                add(each, _KINDS[kinds[next(iter(rows.layout[name]))]], (sent, sent))
+                add(each, _KINDS[rows.layout[name].kind], (sent, sent))
     size = next(iter(cohort.params.blocks.values())).element_size()
     beside: dict[str, dict[int, UpDown]] = {}
     exchanges = 1

@@ -1,44 +1,47 @@
 """The federated LightningModule: ``training_step`` is one communication round."""
 
-from collections.abc import Callable, Sequence
-from functools import partial
+import logging
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
-import lightning as L
 import torch
-from lightning.fabric.utilities import move_data_to_device
 from torch import Tensor, nn
 
 from fl_lightning.aggregation import Aggregator, WeightedMean
-from fl_lightning.batch_norm.layers import check_variances, set_momentum
+from fl_lightning.batch_norm.layers import batch_norm_layers, set_momentum
 from fl_lightning.batch_norm.swapping import restore_batch_norm
-from fl_lightning.cli.progress import RoundProgress
 from fl_lightning.client_data.cohort_batch import CohortBatch
-from fl_lightning.cohort.blocks import parameter_blocks
 from fl_lightning.cohort.cohort import Cohort
+from fl_lightning.cohort.round_cohort import RoundCohort
+from fl_lightning.cohort.slots import StateSlots
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.executors.base import Executor
+from fl_lightning.executors.choice import Choice, choose_executor
 from fl_lightning.executors.joint import joint_executor
 from fl_lightning.executors.sequential import SequentialExecutor
-from fl_lightning.models.dropout import convert_dropout, dropout_keys
-from fl_lightning.optimizers.checks import check_elementwise, check_overrides, check_server_optimizer
-from fl_lightning.optimizers.client import OptimizerCallable
+from fl_lightning.models.dropout import convert_dropout
+from fl_lightning.optimizers import OptimizerCallable
+from fl_lightning.optimizers.checks import check_elementwise, check_overrides
 from fl_lightning.optimizers.schedules import LRSchedule
 from fl_lightning.randomness import derive_seed, seed_global
-from fl_lightning.round.callback import FederatedCallback
-from fl_lightning.round.communication import Communication, round_communication, total
-from fl_lightning.round.plan import check_participation
-from fl_lightning.round.policy import resolve_policy
-from fl_lightning.round.run_module import RunModule
-from fl_lightning.round.server_update import (
-    diverged_clients,
-    set_local_parameters,
-    set_pseudo_gradient,
-    set_statistics,
+from fl_lightning.round.communication import Communication, round_communication
+from fl_lightning.round.declarations import Declarations
+from fl_lightning.round.plan import (
+    RoundPlan,
+    Weighting,
+    check_local_work,
+    check_participation,
+    cohort_size,
+    proportions,
 )
+from fl_lightning.round.policy import check_together, resolve_policy
+from fl_lightning.round.record import RunRecord
+from fl_lightning.round.server import ServerModule
+from fl_lightning.round.server_update import update_server
+from fl_lightning.round.trainer import ShowsLocalSteps, check_trainer
 
 
-class FederatedModule(RunModule):
+class FederatedModule(ServerModule):
     """Federated learning as a LightningModule: one epoch, one batch, one ``training_step`` is one communication round.
 
     The round is Algorithm 1 of FedAvg (McMahan et al. 2017) with a server optimizer on the pseudo-gradient (FedOpt,
@@ -77,8 +80,10 @@ class FederatedModule(RunModule):
         seed: Seed of participation and dropout.
 
     Attributes:
+        plan: Who takes part in which round, with how many local steps; known from ``setup("fit")`` on.
+        slots: Where a client's state hangs in the model; known from the start of training on.
         executor_choice: The executor that was chosen for this run and why; None where one was given.
-        traffic: What the clients of the newest round have sent and received.
+        communication: What the clients of the newest round have sent and received.
 
     Raises:
         ConfigurationError: A setting is out of range or contradicts another one.
@@ -94,7 +99,7 @@ class FederatedModule(RunModule):
         participation: int | float = 1.0,
         executor: Executor | None = None,
         aggregator: Aggregator | None = None,
-        weighting: Literal["examples", "uniform", "samples"] = "examples",
+        weighting: Weighting = "examples",
         # nn.Module is a callable, named so that the command line knows torch's losses by their bare names
         loss: nn.Module | Callable[[Tensor, Tensor], Tensor] | None = None,
         client_lr_schedule: LRSchedule | Callable[[int, int], float] | None = None,
@@ -106,30 +111,15 @@ class FederatedModule(RunModule):
         tf32: bool = False,
         seed: int = 0,
     ) -> None:
-        super().__init__(model, loss)
-        self.automatic_optimization = False
-        if (local_steps is None) == (local_epochs is None):
-            raise ConfigurationError(
-                f"local_steps: {local_steps} and local_epochs: {local_epochs}: give exactly one of them, such as "
-                "local_steps: 20 (null switches the other off)"
-            )
-        for setting, value in (("local_steps", local_steps), ("local_epochs", local_epochs)):
-            if value is not None and value < 1:
-                raise ConfigurationError(f"{setting}: {value} must be at least 1")
-        if budget_epochs is not None and budget_epochs <= 0:
-            raise ConfigurationError(f"budget_epochs: {budget_epochs} must be positive")
+        super().__init__(model, server_optimizer, loss, tf32)
+        check_local_work(local_steps, local_epochs, budget_epochs)
         if bn_momentum is not None:
             set_momentum(model, bn_momentum)
         check_participation(participation)
         check_elementwise(client_optimizer)
         check_overrides(client_optimizer, parameter_groups or {})
-        if not any(parameter.requires_grad for parameter in model.parameters()):
-            raise ConfigurationError(f"model: {type(model).__name__} has no trainable parameters")
-        if server_optimizer is not None:
-            check_server_optimizer(server_optimizer, [p for p in model.parameters() if p.requires_grad])
-        self.num_dropout_layers = convert_dropout(model)
+        convert_dropout(model)
         self.client_optimizer = client_optimizer
-        self.server_optimizer = server_optimizer or partial(torch.optim.SGD, lr=1.0)
         self.local_steps, self.local_epochs = local_steps, local_epochs
         self.participation = participation
         self.executor = executor or SequentialExecutor()
@@ -141,8 +131,14 @@ class FederatedModule(RunModule):
         self.budget_epochs = budget_epochs
         self.on_divergence = on_divergence
         self.centralised = centralised
-        self.tf32 = tf32
         self.seed = seed
+        self.plan: RoundPlan
+        self.slots: StateSlots
+        self.executor_choice: Choice | None = None
+        self.communication = Communication()
+        self._methods: list[Declarations] = []
+        self._cohort: RoundCohort | None = None
+        self._batch_norm_in_training: list[nn.Module] = []
 
     # One communication round
 
@@ -162,173 +158,184 @@ class FederatedModule(RunModule):
 
     def communication_round(self) -> None:
         """Broadcast, local steps, aggregation, server step."""
-        clock = self.clock
-        clock.start()
         cohort = self.start_round()
-        clock.lap("aggregation")
         self._call("on_round_start", cohort)
-        loss_sum, samples = torch.zeros(len(cohort), device=self.device), [0] * len(cohort)
         for step in range(max(cohort.local_steps)):
-            cohort.begin_step(step)
-            rows = cohort.active_rows()
-            batches = self.client_batches(cohort, rows, step)
-            clock.lap("data")
-            losses = self._executor(step).backward(self, cohort, batches, rows)
-            loss_sum[cohort.index(rows)] += losses.to(loss_sum.dtype)
-            sizes = batches.sizes()
-            self.record.add_samples(sum(sizes))
-            for row, size in zip(rows, sizes, strict=True):
-                samples[row] += size
-            clock.lap("forward_backward")
+            self.compute_gradients(cohort, step)
             self._call("on_after_local_backward", cohort, step)
-            cohort.take_step()
-            clock.lap("optimizer")
+            self.take_step(cohort)
             self._call("on_local_step_end", cohort, step)
             cohort.finish_step(step)
-            self._show_progress(step + 1, max(cohort.local_steps))
-            clock.lap("other")
-        cohort.restore_finished()
-        cohort.losses = loss_sum / torch.tensor(cohort.local_steps, device=self.device)
-        if self.weighting == "samples":
-            cohort.weights = (torch.tensor(samples).double() / sum(samples)).to(self.device)
-        clock.lap("other")
+        self.finish_steps(cohort)
         self._call("on_before_aggregate", cohort)
         self.aggregate(cohort)
         self.server_step()
-        clock.lap("aggregation")
         self._call("on_round_end", cohort)
-        found = cohort.losses.tolist()
-        mean = sum(weight * loss for weight, loss in zip(cohort.weights.tolist(), found, strict=True))
-        self.log_numbers({"train/loss": mean}, prog_bar=True)
-        self.record.add_clients(cohort.client_ids, cohort.local_steps, found)
-        self._log_costs(cohort)
+        self.log_round(cohort)
 
-    def start_round(self) -> Cohort:
+    def start_round(self) -> RoundCohort:
         """Sample the cohort of this round and broadcast the server's state to it."""
-        members = self.plan.cohort(self.round)
-        clients = [0] if self.centralised else members
-        steps = [self.plan.steps(client, self.round) for client in members]
-        policy = resolve_policy(self.federated_callbacks, self.round, self.planned_rounds)
-        for layer in self._batch_norm_in_training:
-            layer.train(policy["mean"] != "frozen")
-        if self._cohort is None or len(self._cohort) != len(clients):
-            self._cohort = Cohort(
-                self.model, len(clients), parameter_blocks(self.model, self.parameter_groups)
+        self.clock.start()
+        with self.clock.part("aggregation"):
+            clients, steps = self.plan.trained(self.round)
+            policy = resolve_policy(self._methods, self.round, self.planned_rounds)
+            for layer in self._batch_norm_in_training:
+                layer.train(policy["mean"] != "frozen")
+            if self._cohort is None or len(self._cohort) != len(clients):
+                self._cohort = RoundCohort(self.model, len(clients), self.parameter_groups)
+            schedule = self.client_lr_schedule
+            self._cohort.broadcast(
+                round_number=self.round,
+                client_ids=clients,
+                weights=self.plan.weights(clients, self.round).to(self.device),
+                local_steps=steps,
+                policy=policy,
+                optimizer=self.client_optimizer,
+                lr_factor=schedule(self.round, self.planned_rounds) if schedule is not None else 1.0,
+                seed=self.seed,
             )
-        sizes = [1.0] if self.centralised else self._weights(clients, steps)
-        schedule = self.client_lr_schedule
-        self._cohort.broadcast(
-            round_number=self.round,
-            client_ids=clients,
-            weights=torch.tensor([size / sum(sizes) for size in sizes], dtype=torch.float64).to(self.device),
-            local_steps=[max(steps)] if self.centralised else steps,
-            policy=policy,
-            optimizer=self.client_optimizer,
-            overrides=self.parameter_groups,
-            lr_factor=schedule(self.round, self.planned_rounds) if schedule is not None else 1.0,
-        )
         return self._cohort
 
-    def client_batches(self, cohort: Cohort, rows: Sequence[int], step: int) -> CohortBatch:
-        """The batches of the active clients at a local step, on this module's device and in its precision."""
-        if self.centralised:
-            members = self.plan.cohort(self.round)
-            clients = [client for client in members if step < self.plan.steps(client, self.round)]
-        else:
-            clients = [cohort.client_ids[row] for row in rows]
-        positions = [self.plan.first_step(client, self.round) + step for client in clients]
-        if self.num_dropout_layers:
-            keys = dropout_keys(self.seed, self.round, cohort.client_ids, step)
-            cohort.set_dropout_keys(keys.to(self.device, non_blocking=True))
-        batches = self.data.cohort_batch(clients, positions)
-        if self.centralised:
-            batches = batches.union()
-        convert = self.trainer.precision_plugin.convert_input
-        return batches.map(lambda batch: convert(move_data_to_device(batch, self.device)))
+    def compute_gradients(self, cohort: RoundCohort, step: int) -> None:
+        """The active clients' forward and backward passes of a local step: fills the gradient rows and the buffers."""
+        indices = cohort.begin_step(step)
+        with self.clock.part("data"):
+            batches = self.client_batches(cohort, indices, step)
+        with self.clock.part("forward_backward"):
+            losses = self._executor(step).backward(self, cohort, batches, indices)
+            cohort.add_losses(indices, losses, batches.sizes())
+        progress: object = self.trainer.progress_bar_callback
+        if isinstance(progress, ShowsLocalSteps):
+            progress.local_step(step + 1, max(cohort.local_steps))
+
+    def client_batches(self, cohort: Cohort, indices: Sequence[int], step: int) -> CohortBatch:
+        """The batches of some rows at local step ``step`` of the round, on this module's device and in its precision."""
+        active = [cohort.client_ids[row] for row in indices]
+        batches = self.data.cohort_batch(*self.plan.sources(active, self.round, step))
+        return (batches.union() if self.centralised else batches).map(self.on_device)
 
     def client_loss(self, batch: Any) -> Tensor:
         """A client's loss on its batch, a scalar: override it where a batch is not ``(inputs, targets)``."""
         inputs, targets = batch
         return self.loss(self.model(inputs), targets)
 
-    def aggregate(self, cohort: Cohort) -> None:
+    def take_step(self, cohort: RoundCohort) -> None:
+        """One step of the client optimizer, of every row."""
+        with self.clock.part("optimizer"):
+            cohort.take_step()
+
+    def finish_steps(self, cohort: RoundCohort) -> None:
+        """End the local steps: every row is what its client sends, with its loss and its aggregation weight."""
+        cohort.finish_steps()
+        if self.weighting == "samples":
+            cohort.weights = proportions(cohort.samples).to(self.device)
+
+    def aggregate(self, cohort: RoundCohort) -> None:
         """Set the server's statistics to the clients' aggregate and its gradients to the pseudo-gradient.
 
         Raises:
             ConfigurationError: A client's update is not finite, or a running variance is negative.
         """
-        set_pseudo_gradient(cohort, self.aggregator)
-        self._check_finite(cohort)
-        check_variances(cohort.buffers, cohort.buffer_kinds, cohort.round, cohort.client_ids)
-        set_local_parameters(cohort, self.aggregator)
-        set_statistics(cohort, self.aggregator)
-        check_variances(cohort.server_buffers, cohort.buffer_kinds, cohort.round)
+        with self.clock.part("aggregation"):
+            self.record.diverged |= update_server(cohort, self.aggregator, self.on_divergence)
 
-    def server_step(self) -> None:
-        """Step the server optimizer on the pseudo-gradient."""
-        optimizer = self.optimizers()
-        assert isinstance(optimizer, L.pytorch.core.optimizer.LightningOptimizer)
-        optimizer.step()
+    def log_round(self, cohort: RoundCohort) -> None:
+        """Log the clients' mean loss and what the round has cost."""
+        losses = cohort.losses.tolist()
+        mean = sum(weight * loss for weight, loss in zip(cohort.weights.tolist(), losses, strict=True))
+        self.log_numbers({"train/loss": mean}, prog_bar=True)
+        self.record.add_clients(cohort.client_ids, cohort.local_steps, losses)
+        self.communication = (
+            Communication() if self.centralised else round_communication(cohort, self._methods)
+        )
+        costs, seconds, samples = self.communication.metrics(), self.clock.stop(), sum(cohort.samples)
+        self.record.finish_round(
+            samples, seconds, int(costs["comm/upload_bytes"]), int(costs["comm/download_bytes"])
+        )
+        times = {"time/round_s": seconds, "time/samples_per_s": samples / seconds}
+        self.log_numbers({**costs, **times, **self.clock.metrics()})
 
     def weight_share(self, cohort: Cohort) -> float:
         """The cohort's part of all clients' aggregation weight: |S|/n where all weigh alike."""
-        if self.centralised:
-            return 1.0
-        clients = range(self.data.num_clients)
-        sizes = self._weights(clients, [self.plan.steps(client, self.round) for client in clients])
-        return sum(sizes[client] for client in cohort.client_ids) / sum(sizes)
-
-    def _log_costs(self, cohort: Cohort) -> None:
-        self.communication = (
-            Communication() if self.centralised else round_communication(cohort, self.federated_callbacks)
-        )
-        upload, download = total(self.communication.by_kind().values())
-        self.clock.lap("other")
-        seconds = self.clock.total()
-        samples = self.record.finish_round(seconds, upload, download)
-        costs = {
-            "comm/upload_bytes": float(upload),
-            "comm/download_bytes": float(download),
-            "comm/exchanges": float(self.communication.exchanges),
-            "time/round_s": seconds,
-            "time/samples_per_s": samples / seconds,
-            **{f"time/{part}_s": spent for part, spent in self.clock.seconds.items()},
-        }
-        self.log_numbers(costs)
-
-    def _weights(self, clients: Sequence[int], steps: Sequence[int]) -> list[float]:
-        """Aggregation weights before they are divided by their sum."""
-        if self.weighting == "uniform":
-            return [1.0] * len(clients)
-        if self.weighting == "examples":
-            return [float(self.data.num_examples(client)) for client in clients]
-        return [
-            self.data.samples_per_step(client) * taken for client, taken in zip(clients, steps, strict=True)
-        ]
+        return self.plan.weight_share(cohort.client_ids, self.round)
 
     def _executor(self, step: int) -> Executor:
-        joint = [type(cb).__name__ for cb in self.federated_callbacks if cb.needs_joint_forward]
+        joint = [type(cb).__name__ for cb in self._methods if cb.needs_joint_forward]
         return joint_executor(joint[0]) if joint and step == 0 else self.executor
 
-    def _show_progress(self, step: int, of: int) -> None:
-        progress = self.trainer.progress_bar_callback
-        if isinstance(progress, RoundProgress):
-            progress.local_step(step, of)
+    def _call(self, hook: str, cohort: RoundCohort, *step: int) -> None:
+        """Call a hook of every method that has it: what it draws depends on neither the executor nor on earlier draws."""
+        with self.clock.part("callbacks"):
+            for name, own in self._overriding(hook):
+                seed_global(derive_seed(self.seed, f"{name}.{hook}", cohort.round, *step), self.device)
+                own(self.trainer, self, cohort, *step)
 
-    def _call(self, hook: str, cohort: Cohort, *args: int) -> None:
-        for callback in self.federated_callbacks:
-            if getattr(type(callback), hook) is not getattr(FederatedCallback, hook):
-                # What a hook draws depends on neither the executor nor on earlier draws.
-                purpose = f"{type(callback).__name__}.{hook}"
-                seed_global(derive_seed(self.seed, purpose, cohort.round, *args), self.device)
-                getattr(callback, hook)(self.trainer, self, cohort, *args)
-        self.clock.lap("callbacks")
+    def _overriding(self, hook: str) -> Iterator[tuple[str, Callable[..., None]]]:
+        """The methods that have a hook, by name, with the hook."""
+        for callback in self._methods:
+            if hook in callback.overridden:
+                yield type(callback).__name__, getattr(callback, hook)
 
-    def _check_finite(self, cohort: Cohort) -> None:
-        clients = diverged_clients(cohort, self.aggregator)
-        self.record.diverged |= bool(clients)
-        if clients and self.on_divergence == "error":
+    # A run of rounds
+
+    @property
+    def federated_callbacks(self) -> list[Declarations]:
+        """The methods that are active in this run."""
+        return [cb for cb in self.trainer.callbacks if isinstance(cb, Declarations)]  # type: ignore[attr-defined]  # set in a helper of the trainer
+
+    def setup(self, stage: str) -> None:
+        """Plan the local work, and let methods change the BN layers."""
+        super().setup(stage)
+        if stage != "fit":
+            return
+        check_trainer(self.trainer)
+        if self.data.num_clients == 0:
             raise ConfigurationError(
-                f"round {cohort.round}: the update of client {clients[0]} is not finite; lower client_optimizer lr (now "
-                f"{cohort.optimizer.param_groups[0]['lr']:g}), or set model.on_divergence: record to go on"
+                f"data: {type(self.data).__name__} has no clients; pass clients=[...], or name a data set such as Digits"
             )
+        size = cohort_size(self.data.num_clients, self.participation)
+        if not self.centralised:
+            self.aggregator.check(size)
+        self.plan = RoundPlan(
+            self.data, self.local_steps, self.local_epochs, size, self.seed, self.weighting, self.centralised
+        )
+        restore_batch_norm(self.model)  # a fit that failed may have left them
+        self._methods = self.federated_callbacks
+        check_together(self._methods)
+        for _, configure in self._overriding("configure_batch_norm"):
+            configure(self)
+
+    def on_fit_start(self) -> None:
+        """Fix the number of rounds at round 1; a resumed run keeps it."""
+        if (
+            not self._resumed and not self.trainer.current_epoch
+        ):  # an earlier fit planned and counted its own run
+            self.total_rounds, self.record = None, RunRecord()
+        resumed, self._resumed = self.total_rounds, False
+        self.total_rounds, stop = self.plan.rounds(self.trainer.max_epochs, self.budget_epochs, resumed)
+        if stop is not None:
+            self.trainer.fit_loop.max_epochs = stop
+        elif (self.trainer.max_epochs or 0) > self.total_rounds:
+            self.print(
+                f"Training goes on to round {self.trainer.max_epochs}. The run was planned for {self.total_rounds} rounds: "
+                "freeze rounds and learning-rate milestones stay as planned."
+            )
+        for round_number in range(1, self.total_rounds + 1):
+            resolve_policy(self._methods, round_number, self.total_rounds)
+        self.slots = StateSlots(self.model)
+        self.data.keep_on(self.device)
+        if self.chooses_executor:
+            self.executor.close()  # of a fit that an error ended
+            self.executor_choice = choose_executor(self, 1 if self.centralised else self.plan.cohort_size)
+            self.executor = self.executor_choice.executor
+            logging.getLogger("fl_lightning").info("executor: %s", self.executor_choice)
+        # A BN layer that the user has put in eval mode stays there.
+        self._batch_norm_in_training = [x for x in batch_norm_layers(self.model).values() if x.training]
+        self._cohort = None
+
+    def on_fit_end(self) -> None:
+        """Give the BN layers back as they came: in training mode, with their own forward pass."""
+        for layer in self._batch_norm_in_training:
+            layer.train()
+        restore_batch_norm(self.model)
+        self.executor.close()

@@ -1,11 +1,19 @@
-"""How many rounds a run has and how many local steps each client takes in each of them."""
+"""The plan of a run: who takes part in which round, with how many local steps and which aggregation weight."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import ceil
+from typing import Literal
+
+import torch
+from torch import Tensor
 
 from fl_lightning.client_data.federated import FederatedDataModule
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.randomness import permutation
+
+Weighting = Literal["examples", "uniform", "samples"]
+"""What a client's aggregation weight is in proportion to: its training data, nothing, or what it processes in the round."""
 
 
 @dataclass
@@ -19,6 +27,8 @@ class RoundPlan:
             different numbers of steps.
         cohort_size: Number of clients in a round.
         seed: The run's seed.
+        weighting: What aggregation weights are in proportion to, see :class:`~fl_lightning.round.module.FederatedModule`.
+        centralised: Whether one client trains on the union of the cohort's batches.
         last_round: The budget's last round, None without a budget.
         last_round_steps: Upper bound on the local steps of each client in that round.
     """
@@ -28,6 +38,8 @@ class RoundPlan:
     local_epochs: int | None
     cohort_size: int
     seed: int
+    weighting: Weighting = "examples"
+    centralised: bool = False
     last_round: int | None = None
     last_round_steps: int | None = None
     _per_round: dict[int, int] = field(default_factory=dict, repr=False)
@@ -53,6 +65,66 @@ class RoundPlan:
     def first_step(self, client_id: int, round_number: int) -> int:
         """Position in the client's data of its first batch in a round: (round - 1) x E, present or absent before."""
         return (round_number - 1) * self.full_steps(client_id)
+
+    def trained(self, round_number: int) -> tuple[list[int], list[int]]:
+        """The clients whose models a round trains, and their local steps: the cohort, or client 0 for all of it."""
+        members = self.cohort(round_number)
+        steps = [self.steps(client, round_number) for client in members]
+        return ([0], [max(steps)]) if self.centralised else (members, steps)
+
+    def sources(self, client_ids: Sequence[int], round_number: int, step: int) -> tuple[list[int], list[int]]:
+        """Where the batches of a local step come from: clients, and the position of the batch in each one's data.
+
+        Args:
+            client_ids: The clients that take the step.
+            round_number: The communication round.
+            step: The local step of the round, from 0.
+        """
+        clients = list(client_ids)
+        if self.centralised:
+            clients = [c for c in self.cohort(round_number) if step < self.steps(c, round_number)]
+        return clients, [self.first_step(client, round_number) + step for client in clients]
+
+    def weights(self, client_ids: Sequence[int], round_number: int) -> Tensor:
+        """Aggregation weights ``[C]`` of the models that a round trains, as far as they are known before its local steps."""
+        return proportions([1.0] if self.centralised else self._sizes(client_ids, round_number))
+
+    def weight_share(self, client_ids: Sequence[int], round_number: int) -> float:
+        """The clients' part of everyone's aggregation weight in a round: |S|/n where all weigh alike."""
+        if self.centralised:
+            return 1.0
+        sizes = self._sizes(range(self.data.num_clients), round_number)
+        return sum(sizes[client] for client in client_ids) / sum(sizes)
+
+    def _sizes(self, client_ids: Sequence[int], round_number: int) -> list[float]:
+        if self.weighting == "uniform":
+            return [1.0] * len(client_ids)
+        if self.weighting == "examples":
+            return [float(self.data.num_examples(client)) for client in client_ids]
+        return [self.data.samples_per_step(c) * self.steps(c, round_number) for c in client_ids]
+
+    def rounds(
+        self, max_epochs: int | None, budget_epochs: float | None, planned: int | None = None
+    ) -> tuple[int, int | None]:
+        """How many rounds a run has.
+
+        Args:
+            max_epochs: The trainer's limit; None or -1 for none.
+            budget_epochs: The run's budget, see :meth:`limit`.
+            planned: What was planned at round 1, for a resumed run, which keeps it.
+
+        Returns:
+            The planned number of rounds, and the round after which a budget ends training before ``max_epochs``.
+
+        Raises:
+            ConfigurationError: Neither says how many.
+        """
+        limit = max_epochs if max_epochs is not None and max_epochs >= 0 else None
+        budget = self.limit(budget_epochs) if budget_epochs is not None else None
+        total = planned or budget or limit
+        if total is None:
+            raise ConfigurationError("trainer.max_epochs: set the number of rounds, or model.budget_epochs")
+        return total, budget if budget is not None and (limit is None or limit > budget) else None
 
     def limit(self, budget_epochs: float) -> int:
         """Set the number of rounds so that all rounds together see ``budget_epochs`` times the training data.
@@ -96,6 +168,29 @@ class RoundPlan:
         self.last_round = round_number
         self.last_round_steps = last_steps or None
         return round_number
+
+
+def proportions(sizes: Sequence[float]) -> Tensor:
+    """Numbers in proportion to ``sizes`` whose sum is 1, float64 ``[C]``."""
+    return torch.tensor([size / sum(sizes) for size in sizes], dtype=torch.float64)
+
+
+def check_local_work(local_steps: int | None, local_epochs: int | None, budget_epochs: float | None) -> None:
+    """Refuse local work that is given twice, or not at all, or is none.
+
+    Raises:
+        ConfigurationError: Names the settings.
+    """
+    if (local_steps is None) == (local_epochs is None):
+        raise ConfigurationError(
+            f"local_steps: {local_steps} and local_epochs: {local_epochs}: give exactly one of them, such as "
+            "local_steps: 20 (null switches the other off)"
+        )
+    for setting, value in (("local_steps", local_steps), ("local_epochs", local_epochs)):
+        if value is not None and value < 1:
+            raise ConfigurationError(f"{setting}: {value} must be at least 1")
+    if budget_epochs is not None and budget_epochs <= 0:
+        raise ConfigurationError(f"budget_epochs: {budget_epochs} must be positive")
 
 
 def check_participation(participation: int | float) -> None:

@@ -2,16 +2,12 @@
 
 from collections.abc import Iterable
 from itertools import groupby
-from typing import TYPE_CHECKING
 
 from torch import nn
 
-from fl_lightning.batch_norm.kinds import buffer_kinds, parameter_kinds
+from fl_lightning.batch_norm.kinds import KINDS, TREATMENTS, buffer_kinds, parameter_kinds
 from fl_lightning.errors import ConfigurationError
-
-if TYPE_CHECKING:
-    from fl_lightning.round.callback import FederatedCallback
-from fl_lightning.batch_norm.kinds import KINDS, TREATMENTS
+from fl_lightning.round.declarations import Declarations
 
 _EXCLUSIVE = ("local", "pooled", "reset")
 """Treatments that a callback carries out itself, so that two cannot share them."""
@@ -19,9 +15,7 @@ _EXCLUSIVE = ("local", "pooled", "reset")
 _DEFAULT = dict.fromkeys(KINDS, "averaged") | {"counter": "max"}
 
 
-def resolve_policy(
-    callbacks: Iterable["FederatedCallback"], round_number: int, total_rounds: int
-) -> dict[str, str]:
+def resolve_policy(callbacks: Iterable[Declarations], round_number: int, total_rounds: int) -> dict[str, str]:
     """What happens to each kind of state in a round, from what the active callbacks declare.
 
     Args:
@@ -36,7 +30,7 @@ def resolve_policy(
         ConfigurationError: Two callbacks declare different treatments of one kind, or an unknown kind or treatment.
     """
     policy = dict(_DEFAULT)
-    declared_by: dict[str, list[FederatedCallback]] = {}
+    declared_by: dict[str, list[Declarations]] = {}
     callbacks = list(callbacks)
     for callback in callbacks:
         name = type(callback).__name__
@@ -68,9 +62,25 @@ def resolve_policy(
     return policy
 
 
-def policy_table(
-    model: nn.Module, callbacks: Iterable["FederatedCallback"], total_rounds: int
-) -> dict[str, str]:
+def check_together(callbacks: Iterable[Declarations]) -> None:
+    """Refuse two methods that take the same thing for themselves (``Declarations.takes``).
+
+    Raises:
+        ConfigurationError: Names the methods, what both take, and what may be set instead.
+    """
+    taken: dict[str, Declarations] = {}
+    for callback in callbacks:
+        for thing, remedy in callback.takes.items():
+            other = taken.setdefault(thing, callback)
+            if other is not callback:
+                instead = remedy or other.takes[thing] or "use one of them"
+                raise ConfigurationError(
+                    f"callbacks {type(other).__name__} and {type(callback).__name__} cannot be combined: both decide over "
+                    f"{thing}; {instead}"
+                )
+
+
+def policy_table(model: nn.Module, callbacks: Iterable[Declarations], total_rounds: int) -> dict[str, str]:
     """The policy over a whole run in words, by kind, for the kinds that the model has.
 
     Args:

@@ -1,8 +1,10 @@
-"""What a run counts: the row of the round under way and totals since round 1."""
+"""What a run logs and counts: the metrics of the round under way and totals since round 1."""
 
-from collections.abc import Sequence
+import time
+from collections.abc import Iterable, Sequence
 from typing import Any
 
+from lightning.pytorch.loggers import Logger
 from torchmetrics import Metric
 
 
@@ -10,7 +12,7 @@ class RunRecord:
     """Metrics and totals of a run; saved with its checkpoints.
 
     Attributes:
-        row: The newest finished row of metrics.
+        metrics: The metrics of the newest finished round, with the round itself.
         samples: Training samples that clients have processed.
         upload_bytes: Bytes that clients have sent.
         download_bytes: Bytes that clients have received.
@@ -27,15 +29,11 @@ class RunRecord:
         self.diverged = False
         self.clients: dict[int, tuple[int, int, float]] = {}
         self._pending: dict[str, float] = {}
-        self._round_samples = 0
+        self._logging_seconds: float | None = None
 
     def add(self, name: str, value: Any) -> None:
-        """Add a metric to the row of the round under way."""
+        """Add a metric of the round under way."""
         self._pending[name] = float(value.compute() if isinstance(value, Metric) else value)
-
-    def add_samples(self, samples: int) -> None:
-        """Count samples of a local step."""
-        self._round_samples += samples
 
     def add_clients(self, client_ids: Sequence[int], steps: Sequence[int], losses: Sequence[float]) -> None:
         """Count a round of each client: its local steps and its mean training loss over them."""
@@ -43,32 +41,38 @@ class RunRecord:
             rounds, total, _ = self.clients.get(client, (0, 0, 0.0))
             self.clients[client] = (rounds + 1, total + taken, loss)
 
-    def finish_round(self, seconds: float, upload_bytes: int, download_bytes: int) -> int:
-        """Add a round's costs to the totals.
-
-        Returns:
-            The samples of the round.
-        """
-        samples, self._round_samples = self._round_samples, 0
+    def finish_round(self, samples: int, seconds: float, upload_bytes: int, download_bytes: int) -> None:
+        """Add a round's costs to the totals."""
         self.samples += samples
         self.seconds += seconds
         self.upload_bytes += upload_bytes
         self.download_bytes += download_bytes
-        return samples
 
     def finish_line(self, round_number: int) -> dict[str, float]:
-        """The finished row of a round; the next row starts empty."""
-        row = {"round": round_number, **self._pending}
+        """The finished line of metrics of a round; the next one starts empty."""
+        line = {"round": round_number, **self._pending}
         self._pending = {}
-        return row
+        return line
+
+    def write(self, line: dict[str, float], loggers: Iterable[Logger]) -> None:
+        """Make a finished line of metrics the newest, and give it to the loggers."""
+        if self._logging_seconds is not None:
+            line["time/logging_s"] = self._logging_seconds  # of the line before: this one is not written yet
+        started = time.perf_counter()
+        self.metrics = line
+        for logger in loggers:
+            logger.log_metrics(line, step=int(line["round"]))
+        self._logging_seconds = time.perf_counter() - started
 
     def state_dict(self) -> dict[str, Any]:
-        """Totals and the newest row, as plain numbers."""
+        """Totals and the newest metrics, as plain numbers."""
         names = ("samples", "upload_bytes", "download_bytes", "seconds", "diverged")
         totals = {name: getattr(self, name) for name in names}
         return {**totals, "row": dict(self.metrics), "clients": dict(self.clients)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take up the totals of a checkpoint."""
+        state = dict(state)
+        self.metrics = state.pop("row")
         for name, value in state.items():
             setattr(self, name, value)

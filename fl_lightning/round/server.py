@@ -1,19 +1,24 @@
-"""The server: its model, its evaluation and the metrics of each round."""
+"""The server: its model and optimizer, its evaluation, the metrics of each round and what a checkpoint keeps of them."""
 
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import lightning as L
 import torch
+from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 
 from fl_lightning.client_data.federated import FederatedDataModule
 from fl_lightning.errors import ConfigurationError
+from fl_lightning.optimizers import OptimizerCallable
+from fl_lightning.optimizers.checks import check_server_optimizer
 from fl_lightning.round.clock import RoundClock
 from fl_lightning.round.evaluation import ServerEvaluation
 from fl_lightning.round.record import RunRecord
+from fl_lightning.round.trainer import allow_tf32
 
 
 class ServerModule(L.LightningModule):
@@ -21,17 +26,43 @@ class ServerModule(L.LightningModule):
 
     Args:
         model: The server's model.
+        server_optimizer: Makes the server optimizer from parameters. Default: ``SGD(lr=1)``.
         loss: Loss of (outputs, targets), averaged over the batch. Default: cross-entropy.
+        tf32: Whether a GPU may compute float32 convolutions and matrix products in TF32.
+
+    Attributes:
+        total_rounds: Number of rounds planned at round 1, None before.
+        record: What the run has logged and counted.
+        clock: Where the time of the round goes.
+
+    Raises:
+        ConfigurationError: The model has no trainable parameters, or the optimizer cannot step them.
     """
 
-    def __init__(self, model: nn.Module, loss: Callable[[Tensor, Tensor], Tensor] | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        server_optimizer: OptimizerCallable | None = None,
+        loss: Callable[[Tensor, Tensor], Tensor] | None = None,
+        tf32: bool = False,
+    ) -> None:
         super().__init__()
+        self.automatic_optimization = False
+        trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        if not trainable:
+            raise ConfigurationError(f"model: {type(model).__name__} has no trainable parameters")
+        if server_optimizer is not None:
+            check_server_optimizer(server_optimizer, trainable)
         self.model = model
+        self.server_optimizer = server_optimizer or partial(torch.optim.SGD, lr=1.0)
+        self.tf32 = tf32
+        self.total_rounds: int | None = None
+        self.clock = RoundClock()
+        self._resumed = False
+        self._tf32_before: tuple[bool, bool] | None = None
         self.loss = loss or nn.functional.cross_entropy
         self.evaluation = ServerEvaluation()
         self.record = RunRecord()
-        self.clock = RoundClock()
-        self._logging_seconds: float | None = None
 
     @property
     def data(self) -> FederatedDataModule:
@@ -51,12 +82,55 @@ class ServerModule(L.LightningModule):
 
     @property
     def metrics(self) -> Mapping[str, float]:
-        """The newest row of metrics, such as ``{"round": 12, "train/loss": 0.7, "val/accuracy": 0.8}``."""
+        """The metrics of the newest round, such as ``{"round": 12, "train/loss": 0.7, "val/accuracy": 0.8}``."""
         return self.record.metrics
 
+    @property
+    def planned_rounds(self) -> int:
+        """Number of rounds that was planned at round 1: what fractions of a run refer to."""
+        assert self.total_rounds is not None
+        return self.total_rounds
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """The server optimizer; it sees trainable parameters only, never statistics."""
+        return self.server_optimizer([p for p in self.model.parameters() if p.requires_grad])
+
+    def setup(self, stage: str) -> None:
+        """Convert the weights to the run's precision."""
+        # Lightning converts after it has loaded a checkpoint: a float64 checkpoint would pass through float32.
+        self.trainer.precision_plugin.convert_module(self)
+        if self._tf32_before is None:
+            self._tf32_before = allow_tf32(self.tf32, self.tf32)
+
+    def teardown(self, stage: str) -> None:
+        """Give back what other code on this device was allowed."""
+        if self._tf32_before is not None:
+            allow_tf32(*self._tf32_before)
+            self._tf32_before = None
+
+    def server_step(self) -> None:
+        """Step the server optimizer on the pseudo-gradient."""
+        optimizer = self.optimizers()
+        assert isinstance(optimizer, L.pytorch.core.optimizer.LightningOptimizer)
+        with self.clock.part("aggregation"):
+            optimizer.step()
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Keep what the run has planned and counted."""
+        checkpoint["fl_lightning"] = {"total_rounds": self.total_rounds, "record": self.record.state_dict()}
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Take up what the run had planned and counted."""
+        state = checkpoint.get("fl_lightning")
+        if state is None:
+            raise ConfigurationError("ckpt_path: the checkpoint was not written by a FederatedModule")
+        self._resumed = self._trainer is not None and self._trainer.state.fn == TrainerFn.FITTING
+        self.total_rounds = state["total_rounds"]
+        self.record.load_state_dict(state["record"])
+
     def on_train_epoch_end(self) -> None:
-        """Write the round's row of metrics, before any checkpoint of the round."""
-        self._write_metrics(self.record.finish_line(self.round))
+        """Write the round's metrics, before any checkpoint of the round."""
+        self.record.write(self.record.finish_line(self.round), self.trainer.loggers)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]  # passed on
         """Exactly the server model's state."""
@@ -69,12 +143,12 @@ class ServerModule(L.LightningModule):
         return self.model.load_state_dict(state_dict, strict=strict, assign=assign)
 
     def log(self, name: str, value: Any, **kwargs: Any) -> None:  # type: ignore[override]  # keywords only
-        """Log a metric of this round: one row per round holds the last value of each name.
+        """Log a metric of this round: its line in the metrics holds the last value of each name.
 
         Args:
             name: Metric name, such as ``"bn/drift"``.
             value: A number, a one-element tensor or a torchmetrics metric.
-            kwargs: As for ``LightningModule.log``; in ``fit`` the loggers get the row, so ``logger`` is False there.
+            kwargs: As for ``LightningModule.log``; in ``fit`` the loggers get the line, so ``logger`` is False there.
         """
         logger = False if self.trainer.state.fn == TrainerFn.FITTING else None
         self.record.add(name, value)
@@ -86,7 +160,7 @@ class ServerModule(L.LightningModule):
         """Log numbers of this round without the bookkeeping of :meth:`log` over steps and devices, which takes longer.
 
         Args:
-            metrics: Numbers by metric name, for the row and ``trainer.callback_metrics``.
+            metrics: Numbers by metric name, for the round's metrics and ``trainer.callback_metrics``.
             prog_bar: Whether progress bars show them.
         """
         for name, value in metrics.items():
@@ -96,6 +170,10 @@ class ServerModule(L.LightningModule):
         )
         if prog_bar:
             self.trainer.progress_bar_metrics.update(metrics)
+
+    def on_device(self, batch: Any) -> Any:
+        """A batch on this module's device and in the run's precision."""
+        return self.trainer.precision_plugin.convert_input(move_data_to_device(batch, self.device))
 
     def forward(self, inputs: Any) -> Any:
         """The server model's outputs."""
@@ -132,9 +210,9 @@ class ServerModule(L.LightningModule):
         """Log the evaluation; before training, as row 0."""
         metrics = self._evaluated(self.data.fit_split)
         if self.trainer.sanity_checking:
-            row = {**self.record.finish_line(0), **metrics}
+            line = {**self.record.finish_line(0), **metrics}
             if self.trainer.num_sanity_val_steps == float("inf") and not self.trainer.global_step:
-                self._write_metrics(row)
+                self.record.write(line, self.trainer.loggers)
         else:
             self.log_dict(metrics, prog_bar=True)
             if self.trainer.state.fn == TrainerFn.FITTING:
@@ -148,12 +226,3 @@ class ServerModule(L.LightningModule):
         metrics = self.evaluation.finish()
         self.record.diverged |= self.evaluation.diverged
         return {f"{prefix}/{name}": value for name, value in metrics.items()}
-
-    def _write_metrics(self, row: dict[str, float]) -> None:
-        if self._logging_seconds is not None:
-            row["time/logging_s"] = self._logging_seconds  # of the row before: this one is not written yet
-        started = time.perf_counter()
-        self.record.metrics = row
-        for logger in self.trainer.loggers:
-            logger.log_metrics(row, step=int(row["round"]))
-        self._logging_seconds = time.perf_counter() - started

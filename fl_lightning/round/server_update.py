@@ -1,14 +1,48 @@
-"""From the clients' rows to the server: the pseudo-gradient and the statistics."""
+"""Aggregation: from the clients' rows to the server's pseudo-gradient and statistics."""
+
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from fl_lightning.aggregation import Aggregator, WeightedMean
-from fl_lightning.cohort.cohort import Cohort
+from fl_lightning.batch_norm.layers import check_variances
+from fl_lightning.cohort.round_cohort import RoundCohort
 from fl_lightning.cohort.rows import split_columns
+from fl_lightning.errors import ConfigurationError
 
 
-def set_pseudo_gradient(cohort: Cohort, aggregator: Aggregator) -> None:
+def update_server(
+    cohort: RoundCohort, aggregator: Aggregator, on_divergence: Literal["error", "record"]
+) -> bool:
+    """Set the server's statistics to the clients' aggregate and its gradients to the pseudo-gradient.
+
+    Args:
+        cohort: The clients after their local steps.
+        aggregator: How they are combined.
+        on_divergence: Whether an update that is not finite is an error.
+
+    Returns:
+        Whether a client's update was not finite.
+
+    Raises:
+        ConfigurationError: A client's update is not finite, or a running variance is negative.
+    """
+    set_pseudo_gradient(cohort, aggregator)
+    diverged = diverged_clients(cohort, aggregator)
+    if diverged and on_divergence == "error":
+        raise ConfigurationError(
+            f"round {cohort.round}: the update of client {diverged[0]} is not finite; lower client_optimizer lr (now "
+            f"{cohort.optimizer.param_groups[0]['lr']:g}), or set model.on_divergence: record to go on"
+        )
+    check_variances(cohort.buffers, cohort.buffer_kinds, cohort.round, cohort.client_ids)
+    set_local_parameters(cohort, aggregator)
+    set_statistics(cohort, aggregator)
+    check_variances(cohort.server_buffers, cohort.buffer_kinds, cohort.round)
+    return bool(diverged)
+
+
+def set_pseudo_gradient(cohort: RoundCohort, aggregator: Aggregator) -> None:
     """Set the server's gradients to server - aggregate(clients) (Reddi et al. 2021, Algorithm 1).
 
     Parameters that the round's policy does not average get no gradient, so the server optimizer passes them over.
@@ -24,11 +58,11 @@ def set_pseudo_gradient(cohort: Cohort, aggregator: Aggregator) -> None:
     for block, mean in zip(blocks, means, strict=True):
         torch.sub(cohort.server_rows.blocks[block][0], mean, out=cohort.pseudo_gradient.blocks[block][0])
         gradients = cohort.pseudo_gradient.row(0)
-        for name in cohort.params.layout[block]:
+        for name in cohort.params.layout[block].shapes:
             cohort.server_parameters[name].grad = gradients[name]
 
 
-def set_local_parameters(cohort: Cohort, aggregator: Aggregator) -> None:
+def set_local_parameters(cohort: RoundCohort, aggregator: Aggregator) -> None:
     """Set the server's copy of parameters that clients keep for themselves to their mean: it is only evaluated.
 
     The server optimizer passes these parameters over, since they have no gradient.
@@ -40,11 +74,11 @@ def set_local_parameters(cohort: Cohort, aggregator: Aggregator) -> None:
     for name, block in cohort.params.blocks.items():
         if cohort.treatment(name) == "local":
             mean = aggregator(block, cohort.weights)
-            for key, value in split_columns(mean, cohort.params.layout[name]).items():
+            for key, value in split_columns(mean, cohort.params.layout[name].shapes).items():
                 cohort.server_parameters[key].detach().copy_(value)
 
 
-def set_statistics(cohort: Cohort, aggregator: Aggregator) -> None:
+def set_statistics(cohort: RoundCohort, aggregator: Aggregator) -> None:
     """Set the server's buffers to the clients' aggregate, past the server optimizer.
 
     Counters, and other buffers that are not floating point, take the largest value over the clients. Buffers that the
@@ -61,11 +95,11 @@ def set_statistics(cohort: Cohort, aggregator: Aggregator) -> None:
         average = treatment != "max" and block.is_floating_point()
         row = aggregator(block, cohort.weights) if average else block.amax(0)
         cohort.buffer_aggregate.blocks[name][0].copy_(row)
-        found, names = cohort.buffer_aggregate.row(0), cohort.buffers.layout[name]
+        found, names = cohort.buffer_aggregate.row(0), cohort.buffers.layout[name].shapes
         torch._foreach_copy_([cohort.server_buffers[key] for key in names], [found[key] for key in names])
 
 
-def diverged_clients(cohort: Cohort, aggregator: Aggregator) -> list[int]:
+def diverged_clients(cohort: RoundCohort, aggregator: Aggregator) -> list[int]:
     """The clients whose parameters or BN statistics are not all finite, once the pseudo-gradient is set.
 
     A model's other buffers are not looked at: an attention mask, say, may well hold infinities.
@@ -76,7 +110,9 @@ def diverged_clients(cohort: Cohort, aggregator: Aggregator) -> list[int]:
     """
     params = cohort.params.blocks
     statistics = [
-        block for name, block in cohort.buffers.blocks.items() if name.split(" ")[0] in ("mean", "var")
+        block
+        for name, block in cohort.buffers.blocks.items()
+        if cohort.buffers.layout[name].kind in ("mean", "var")
     ]
     seen = [_tells_of_all(cohort, name, aggregator) for name in params]
     # a finite sum has finite terms
@@ -86,7 +122,7 @@ def diverged_clients(cohort: Cohort, aggregator: Aggregator) -> list[int]:
     return [client for client, fine in zip(cohort.client_ids, finite.tolist(), strict=True) if not fine]
 
 
-def _tells_of_all(cohort: Cohort, block: str, aggregator: Aggregator) -> Tensor:
+def _tells_of_all(cohort: RoundCohort, block: str, aggregator: Aggregator) -> Tensor:
     """A tensor that is finite only where every client's row of a block is: their mean is, for what is averaged."""
     if type(aggregator) is WeightedMean and cohort.treatment(block) == "averaged":
         return cohort.pseudo_gradient.blocks[block]

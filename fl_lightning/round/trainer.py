@@ -1,9 +1,19 @@
 """What a federated round asks of Lightning's trainer."""
 
+from typing import Protocol, runtime_checkable
+
 import lightning as L
 import torch
 
 from fl_lightning.errors import ConfigurationError
+
+
+@runtime_checkable
+class ShowsLocalSteps(Protocol):
+    """A progress bar that shows the local steps of a round."""
+
+    def local_step(self, step: int, of: int) -> None:
+        """Called after local step ``step`` (from 1) of ``of``."""
 
 
 def check_trainer(trainer: L.Trainer) -> None:

@@ -3,7 +3,6 @@
 import inspect
 from collections.abc import Sequence
 
-import lightning as L
 import torch
 
 from fl_lightning.aggregation import WeightedMean
@@ -11,7 +10,7 @@ from fl_lightning.models.describe import norm_names
 from fl_lightning.round.module import FederatedModule
 
 
-def method_name(module: FederatedModule, callbacks: Sequence[L.Callback]) -> str:
+def method_name(module: FederatedModule, callbacks: Sequence[object]) -> str:
     """The method of a run in the field's words, such as ``"FedAvg + FixBN(freeze_fraction=0.5)"``."""
     optimizer = module.server_optimizer([torch.zeros(1)])
     settings = optimizer.param_groups[0]

@@ -10,6 +10,7 @@ from torch import Tensor
 from fl_lightning.batch_norm.layers import batch_norm_layers
 from fl_lightning.client_data.cohort_batch import CohortBatch
 from fl_lightning.cohort.cohort import Cohort
+from fl_lightning.cohort.round_cohort import RoundCohort
 from fl_lightning.round.callback import FederatedCallback
 from fl_lightning.round.module import FederatedModule
 from fl_lightning.round.plan import RoundPlan
@@ -96,7 +97,7 @@ class ObservedModule(FederatedModule):
 
             layer.register_forward_pre_hook(note)
 
-    def start_round(self) -> Cohort:
+    def start_round(self) -> RoundCohort:
         """Start a round and write down what the server holds."""
         before = self._server_state()
         cohort = super().start_round()
@@ -120,7 +121,7 @@ class ObservedModule(FederatedModule):
                 seen.optimizer_was_reset = not any(bool(block.any()) for block in blocks)
         return super().client_batches(cohort, rows, step)
 
-    def aggregate(self, cohort: Cohort) -> None:
+    def aggregate(self, cohort: RoundCohort) -> None:
         """What the clients send."""
         seen = self.rounds[-1]
         seen.sent = self._rows(cohort)
@@ -140,7 +141,7 @@ class ObservedModule(FederatedModule):
         seen = self.rounds[-1]
         seen.loss = float(self.trainer.callback_metrics["train/loss"])
         for callback in self.federated_callbacks:
-            if not isinstance(callback, Companion):
+            if isinstance(callback, FederatedCallback) and not isinstance(callback, Companion):
                 seen.memory = deepcopy(callback.state_dict())
 
     def print(self, *args: Any, **kwargs: Any) -> None:

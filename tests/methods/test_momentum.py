@@ -10,7 +10,7 @@ from torch import nn
 
 from callbacks import FedBN, FixBN, MaintainedMomentum
 from fl_lightning import ConfigurationError, FederatedModule, SequentialExecutor, VectorizedExecutor
-from fl_lightning.cohort.blocks import parameter_blocks
+from fl_lightning.cohort.blocks import parameter_groups
 from fl_lightning.optimizers.schedules import MultiStep
 from fl_lightning.round.plan import sample_cohort
 
@@ -44,7 +44,7 @@ def model_with_statistics():
 
 def flat(states, model, key, block):
     """One client's optimizer state in plain PyTorch, as the vector of a block."""
-    blocks = parameter_blocks(model, {})
+    blocks = parameter_groups(model, {})
     names = [name for name, _ in model.named_parameters()]
     parts = [states["state"][i][key].flatten() for i, name in enumerate(names) if blocks[name] == block]
     return torch.cat(parts)

@@ -30,7 +30,7 @@ from fl_lightning import (
     SequentialExecutor,
     VectorizedExecutor,
 )
-from fl_lightning.cohort.blocks import parameter_blocks
+from fl_lightning.cohort.blocks import parameter_groups
 from fl_lightning.models import ResNet20
 from fl_lightning.optimizers.schedules import MultiStep
 from fl_lightning.round.plan import sample_cohort
@@ -95,7 +95,7 @@ def scaffold(model, data, rounds, *, steps, cohort=range, rate, weights=(1, 1, 1
 
 def flat(variates, groups=("weights", "batch_norm")):
     """Control variates by name as the rows of the blocks."""
-    blocks = parameter_blocks(small_cnn(), {})
+    blocks = parameter_groups(small_cnn(), {})
     return {
         group: torch.cat([value.flatten() for name, value in variates.items() if blocks[name] == group])
         for group in groups
@@ -139,7 +139,7 @@ class CountsTheLongestClient(SCAFFOLD):
 
 class WholeShare(SCAFFOLD):
     def on_before_aggregate(self, trainer, pl_module, cohort):
-        pl_module.share = lambda cohort: 1.0
+        pl_module.weight_share = lambda cohort: 1.0
         super().on_before_aggregate(trainer, pl_module, cohort)
 
 
@@ -170,7 +170,7 @@ def partly(callback, executor=SequentialExecutor, rounds=5):
 
 
 def partly_by_hand(rounds=5):
-    affine = [name for name, block in parameter_blocks(small_cnn(), {}).items() if block == "batch_norm"]
+    affine = [name for name, block in parameter_groups(small_cnn(), {}).items() if block == "batch_norm"]
 
     def rate(number, name):
         return 0.1 * (1, 1, 0.5, 0.5, 0.25)[number - 1] * (0.3 if name in affine else 1.0)
@@ -360,6 +360,7 @@ def test_parameters_that_are_not_averaged_have_no_control_variate(method):
 
 def test_fedprox_beside_it_is_refused():
     with pytest.raises(
-        ConfigurationError, match="FedProx and SCAFFOLD cannot be combined: both correct client drift"
+        ConfigurationError,
+        match="SCAFFOLD and FedProx cannot be combined: both decide over the correction of client drift",
     ):
         train(small_cnn(), blobs(), 1, [SCAFFOLD(), FedProx()])

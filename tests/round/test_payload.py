@@ -22,8 +22,8 @@ from callbacks import (
     SlidingWindowFixBN,
     StaticBN,
 )
-from fl_lightning import Cohort, FederatedModule
-from fl_lightning.cohort.blocks import parameter_blocks
+from fl_lightning import FederatedModule
+from fl_lightning.cohort.round_cohort import RoundCohort
 from fl_lightning.models import FBNCNN, ResNet20
 from fl_lightning.optimizers.server import FedAdam
 from fl_lightning.round.communication import round_communication, total
@@ -38,7 +38,7 @@ CNN_TRAINABLE, CNN_STATISTICS, CNN_LAYERS = 1_310_922, 768, 4
 
 def traffic(model, methods=(), round_number=1, rounds=2, clients=1):
     """A round's traffic, without training."""
-    cohort = Cohort(model, clients, parameter_blocks(model, {}))
+    cohort = RoundCohort(model, clients)
     cohort.broadcast(
         round_number=round_number,
         client_ids=range(clients),
@@ -46,8 +46,6 @@ def traffic(model, methods=(), round_number=1, rounds=2, clients=1):
         local_steps=[1] * clients,
         policy=resolve_policy(methods, round_number, rounds),
         optimizer=MOMENTUM,
-        overrides={},
-        lr_factor=1.0,
     )
     return round_communication(cohort, methods)
 

@@ -1,0 +1,155 @@
+"""The cohort as the module drives it through a communication round."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fl_lightning.cohort.cohort import Cohort
+from fl_lightning.cohort.rows import Rows, join_columns
+from fl_lightning.models.dropout import Dropout, dropout_keys
+from fl_lightning.optimizers import OptimizerCallable
+from fl_lightning.optimizers.client import ClientOptimizer
+
+
+class RoundCohort(Cohort):
+    """A cohort with what a round does to it, from the broadcast to the server's step.
+
+    Args:
+        model: The server's model.
+        num_clients: Number of clients C.
+        parameter_groups: Client optimizer settings by parameter group.
+
+    Attributes:
+        pseudo_gradient: Storage of the server's gradients, ``[1, *shape]`` by name.
+        buffer_aggregate: Storage of the aggregate of the clients' buffers, likewise.
+        samples: Training samples that each client has processed in this round.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        num_clients: int,
+        parameter_groups: Mapping[str, Mapping[str, float]] | None = None,
+    ) -> None:
+        super().__init__(model, num_clients, parameter_groups)
+        self.pseudo_gradient = Rows.empty(self.params.layout, self.server_parameters, 1)
+        self.buffer_aggregate = Rows.empty(self.buffers.layout, self.server_buffers, 1)
+        self.samples: list[int] = []
+        self._parameter_groups = dict(parameter_groups or {})
+        self._dropout_keys = [f"{n}.key" for n, layer in model.named_modules() if isinstance(layer, Dropout)]
+        self._optimizer_made_of: tuple[Any, ...] | None = None
+        self._finished: dict[int, list[Tensor]] = {}
+
+    def broadcast(
+        self,
+        *,
+        round_number: int,
+        client_ids: Sequence[int],
+        weights: Tensor,
+        local_steps: Sequence[int],
+        policy: Mapping[str, str],
+        optimizer: OptimizerCallable,
+        lr_factor: float = 1.0,
+        seed: int = 0,
+    ) -> None:
+        """Start a round: every row becomes a copy of the server's state, with a fresh client optimizer.
+
+        Args:
+            round_number: The communication round, from 1.
+            client_ids: The clients, in increasing order.
+            weights: Their aggregation weights, shape ``[C]``, sum 1.
+            local_steps: Their numbers of local steps.
+            policy: What happens to each kind of state.
+            optimizer: Makes the client optimizer.
+            lr_factor: Factor on its learning rate.
+            seed: The run's seed, for dropout.
+        """
+        self.round, self.step, self._over = round_number, 0, False
+        self.client_ids, self.weights = list(client_ids), weights
+        self.local_steps, self.policy, self._seed = list(local_steps), dict(policy), seed
+        self.start_buffers = None
+        self._finished.clear()
+        self._indices.clear()
+        self.samples = [0] * len(self)
+        self.losses = torch.zeros(len(self), device=next(iter(self.params.blocks.values())).device)
+        for name, layout in self.params.layout.items():
+            row = join_columns(self.server_parameters, layout.shapes, out=self.server_rows.blocks[name][0])
+            self.params.blocks[name].copy_(row.expand_as(self.params.blocks[name]))
+        for name, layout in self.buffers.layout.items():
+            block = self.buffers.blocks[name]
+            block.copy_(join_columns(self.server_buffers, layout.shapes).expand_as(block))
+        self._prepare_optimizer(optimizer, lr_factor)
+
+    def _prepare_optimizer(self, optimizer: OptimizerCallable, lr_factor: float) -> None:
+        trained = [name for name in self.params.blocks if self.is_trained(name)]
+        made_of = (optimizer, trained)
+        self._lr_factor = lr_factor
+        if made_of == self._optimizer_made_of:
+            self.restart_optimizer()
+            return
+        blocks, gradients = ({n: rows.blocks[n] for n in trained} for rows in (self.params, self.grads))
+        overrides = {n: self._parameter_groups.get(self.params.layout[n].group, {}) for n in trained}
+        self._optimizer = ClientOptimizer(optimizer, blocks, gradients, overrides, lr_factor)
+        self._optimizer_made_of = made_of
+        self.train_blocks(trained)
+
+    def begin_step(self, step: int) -> list[int]:
+        """Begin a local step: rows that do not take it get a zero gradient, dropout layers their keys.
+
+        Args:
+            step: The local step, from 0.
+
+        Returns:
+            Indices of the rows that take it.
+        """
+        if step == 0 and self.start_buffers is not None:
+            self.start_buffers = {name: value.clone() for name, value in self.buffers.items()}
+        self.step = step
+        for row in (row for row, steps in enumerate(self.local_steps) if step == steps):
+            for block in self.grads.blocks.values():
+                block[row].zero_()
+        if self._dropout_keys:
+            keys = dropout_keys(self._seed, self.round, self.client_ids, step)
+            keys = keys.to(self.buffers[self._dropout_keys[0]].device, non_blocking=True)
+            for name in self._dropout_keys:
+                self.buffers[name].copy_(keys)
+        return self.active_rows()
+
+    def add_losses(self, indices: list[int], losses: Tensor, sizes: Sequence[int]) -> None:
+        """Count a local step of some rows.
+
+        Args:
+            indices: The rows.
+            losses: Their losses, shape ``[len(indices)]``.
+            sizes: Samples of their batches.
+        """
+        self.losses[self.index(indices)] += losses.to(self.losses.dtype)
+        for row, size in zip(indices, sizes, strict=True):
+            self.samples[row] += size
+
+    def take_step(self) -> None:
+        """Let the client optimizer take one local step of every row."""
+        self._optimizer.step()
+
+    def finish_step(self, step: int) -> None:
+        """Keep aside the state of clients whose last local step was ``step`` while others go on."""
+        if step + 1 < max(self.local_steps):
+            for row, steps in enumerate(self.local_steps):
+                if step + 1 == steps:
+                    self._finished[row] = [block[row].clone() for block in self._storage()]
+
+    def finish_steps(self) -> None:
+        """End the local steps: clients that finished early take part with exactly their own, and losses are means."""
+        for row, kept in self._finished.items():
+            for block, value in zip(self._storage(), kept, strict=True):
+                block[row].copy_(value)
+        self._over = True
+        self.losses = self.losses / torch.tensor(self.local_steps, device=self.losses.device)
+
+    def _storage(self) -> list[Tensor]:
+        states = [
+            block for key in self._optimizer.state_names() for block in self._optimizer.state(key).values()
+        ]
+        return [*self.params.blocks.values(), *self.buffers.blocks.values(), *states]

@@ -1,0 +1,60 @@
+"""What a method declares of itself: what it does with each kind of state, what it sends, what it takes for itself."""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import ClassVar
+
+from fl_lightning.cohort.cohort import Cohort
+
+
+class Declarations:
+    """What a method says of itself, without a module or a trainer.
+
+    Attributes:
+        paper: Where the method comes from, for tables; empty for a method of one's own.
+        claims: What the method promises beyond the rules for all, for ``verify`` to hold it to.
+        needs_joint_forward: Whether the first local step of a round runs one forward pass over all clients together, so
+            that layers may exchange inside of it (see :func:`~fl_lightning.batch_norm.joint.cohort_mean`), under any executor.
+        takes: What only one method of a run can decide, in words (``"client drift"``, ``"the round of the freeze"``, ``"the
+            client optimizer's state"``), each with what may be set instead of leaving one of two such methods out; empty
+            where nothing may. Two methods that take the same are refused.
+        overridden: Names of the hooks that the class has of its own; no other one is called.
+    """
+
+    paper: str = ""
+    claims: tuple[str, ...] = ()
+    needs_joint_forward: ClassVar[bool] = False
+    takes: Mapping[str, str] = MappingProxyType({})
+    overridden: ClassVar[frozenset[str]] = frozenset()
+
+    def policy(self, round_number: int, total_rounds: int) -> Mapping[str, str]:
+        """What this method does with each kind of state in a round.
+
+        Args:
+            round_number: The communication round, from 1.
+            total_rounds: Number of planned rounds.
+
+        Returns:
+            Treatments by kind (see ``fl_lightning.round.policy``), such as ``{"mean": "frozen", "var": "frozen"}``; kinds
+            that are left out stay averaged.
+        """
+        return {}
+
+    def undecided(self) -> Mapping[str, str]:
+        """Treatments by kind that begin in a round which only training can tell: :meth:`policy` does not know it yet.
+
+        Until then the policy table says so in words, and methods that could not be combined with it are refused.
+        """
+        return {}
+
+    def extra_payload(self, cohort: Cohort) -> tuple[int, int]:
+        """Floats that this method sends on top of the averaged state, per client and round: (upload, download)."""
+        return 0, 0
+
+    def extra_traffic(self, cohort: Cohort) -> Mapping[int, tuple[int, int]]:
+        """Floats that single clients send beside the round, in the cohort or not: (upload, download) by client id."""
+        return {}
+
+    def extra_exchanges(self, cohort: Cohort) -> int:
+        """Synchronous exchanges with the server in this round beside the one of the averaged state."""
+        return 0
