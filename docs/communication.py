@@ -10,7 +10,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from fl_lightning.cli.main import main as run
+from fl_lightning.cli.command_line import main as run
 from fl_lightning.diagnostics.network_link import NetworkLink
 from fl_lightning.pictures.communication import communication_figure
 from fl_lightning.pictures.style import write_figure

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from matplotlib.figure import Figure
 
-from fl_lightning.cli.main import main as command_line
+from fl_lightning.cli.command_line import main as command_line
 from fl_lightning.pictures.series import Series, series
 from fl_lightning.pictures.style import paper_style, write_figure
 from fl_lightning.run_directory.metrics import read_metrics

@@ -49,11 +49,11 @@ def main(args: Sequence[str] | None = None) -> None:
 
         search_freeze(arguments[1:])
     elif arguments[0] == "verify":
-        from fl_lightning.cli.main import verify
+        from fl_lightning.cli.command_line import verify
 
         sys.exit(verify(arguments[1:]))
     else:
-        from fl_lightning.cli.main import main as run
+        from fl_lightning.cli.command_line import main as run
 
         run(arguments)
 

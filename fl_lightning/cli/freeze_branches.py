@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fl_lightning.cli.main import main as run
+from fl_lightning.cli.command_line import main as run
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.run_directory.checkpoint_io import load_run
 from fl_lightning.run_directory.checkpoints import kept_name

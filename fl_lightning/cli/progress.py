@@ -23,7 +23,7 @@ class RoundProgress(ProgressBar):
 
     On a terminal it is one live line, refreshed ten times a second at most. Elsewhere (a pipe, a log file) it
     is a plain line now and then, without control characters. The rounds to come are those of this fit: the
-    trainer's ``max_epochs``, whatever the run was planned for. It reads ``row`` (the metrics of the newest
+    trainer's ``max_epochs``, whatever the run was planned for. It reads ``metrics`` (those of the newest
     complete round) from the module, which reports the local steps of a round to :meth:`local_step`.
 
     Args:
@@ -218,7 +218,7 @@ class RoundProgress(ProgressBar):
 
 
 def _row(pl_module: L.LightningModule) -> Mapping[str, Any]:
-    return getattr(pl_module, "row", None) or {}
+    return getattr(pl_module, "metrics", None) or {}
 
 
 def _count(total: float) -> str:

@@ -12,8 +12,8 @@ from typing import Any
 
 import yaml
 
+from fl_lightning.cli.command_line import main as run
 from fl_lightning.cli.freeze_branches import Branch, fixbn_settings, make_branches, train_branches
-from fl_lightning.cli.main import main as run
 from fl_lightning.console import print_table
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.files import write_json, write_text

@@ -69,7 +69,8 @@ def _of_ones_own(module: ClientTask) -> str | None:
     """The class of something that computes or changes clients' losses and is nobody's whose code is known; None without."""
     if "client_loss" in vars(module):
         return type(module).__name__
-    callbacks = module.trainer.callbacks  # type: ignore[attr-defined]  # set in a helper of the trainer
+    # ``trainer`` raises where there is none
+    callbacks = module.trainer.callbacks if getattr(module, "_trainer", None) is not None else []  # type: ignore[attr-defined]  # set in a helper of the trainer
     for thing in (module, *module.model.modules(), module.loss, *callbacks):
         kind = thing if isinstance(thing, FunctionType) else type(thing)
         if (kind.__module__ or "").partition(".")[0] not in _KNOWN:

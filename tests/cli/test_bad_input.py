@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from command_line import attempts, run, write_config
 
-from fl_lightning.cli.main import main
+from fl_lightning.cli.command_line import main
 
 DATA = "--data.init_args."
 OPTIMIZER = "model.client_optimizer"

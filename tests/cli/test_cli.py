@@ -11,7 +11,7 @@ import torch
 import yaml
 from command_line import attempts, rows, run, write_config
 
-from fl_lightning.cli.main import main
+from fl_lightning.cli.command_line import main
 from fl_lightning.run_directory.checkpoints import AtomicCheckpointIO
 
 ROUNDS, CLIENTS, STEPS, BATCH = 4, 3, 2, 10

@@ -104,7 +104,7 @@ def equal(first, second):
 
 
 def test_clients_with_dict_batches_of_padded_sequences_train():
-    first, last = run(1).row, run(15).row
+    first, last = run(1).metrics, run(15).metrics
     assert last["val/accuracy"] > 0.9
     assert last["val/loss"] < first["val/loss"]
 
@@ -122,8 +122,8 @@ def test_a_resumed_run_is_bit_exact_whatever_the_global_generators_hold(tmp_path
         torch.manual_seed(start)
         resumed = run(6, ckpt_path=tmp_path / f"{start}.ckpt")
         assert distance(whole.state_dict(), resumed.state_dict()) == 0
-        assert {k: v for k, v in whole.row.items() if not k.startswith("time/")} == {
-            k: v for k, v in resumed.row.items() if not k.startswith("time/")
+        assert {k: v for k, v in whole.metrics.items() if not k.startswith("time/")} == {
+            k: v for k, v in resumed.metrics.items() if not k.startswith("time/")
         }
 
 

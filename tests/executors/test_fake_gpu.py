@@ -69,7 +69,7 @@ def test_a_run_that_a_cpu_began_goes_on_on_a_gpu(row, tmp_path):
     fit_on_cpu(begun, digits(), 2, [method_of(row), SaveRounds(tmp_path)], precision="32-true")
     go_on = FederatedModule(model(), **settings, executor=VectorizedExecutor())
     fit(go_on, digits(), 4, [method_of(row)], ckpt_path=tmp_path / "2.ckpt")
-    assert go_on.record.row["round"] == 4
+    assert go_on.record.metrics["round"] == 4
 
 
 SETTINGS = {

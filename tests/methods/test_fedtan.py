@@ -36,7 +36,6 @@ from fl_lightning import (
     VectorizedExecutor,
 )
 from fl_lightning.batch_norm.joint import cohort_mean
-from fl_lightning.executors.base import Executor
 from fl_lightning.models import ResNet8, ResNet20
 
 DECAYED = partial(torch.optim.SGD, lr=0.1, weight_decay=0.05)
@@ -400,19 +399,6 @@ def test_the_baseline_says_that_it_is_inferred(capsys):
     assert "inferred" not in FedTAN().paper
 
 
-class Blocks(Executor):
-    """An executor that forgets that a joint step needs the whole cohort."""
-
-    def __init__(self, inner):
-        self.inner = inner
-
-    def backward(self, *args):
-        return self.inner.backward(*args)
-
-    def joint(self, method):
-        return self.inner
-
-
 @pytest.mark.parametrize(
     ("inner", "message"),
     [
@@ -420,9 +406,11 @@ class Blocks(Executor):
         (VectorizedExecutor(2), "runs 2 of the cohort's 3 clients"),
     ],
 )
-def test_a_forward_pass_over_part_of_the_cohort_is_an_error(inner, message):
+def test_a_forward_pass_over_part_of_the_cohort_is_an_error(inner, message, monkeypatch):
+    # an engine that forgets that a joint step needs the whole cohort
+    monkeypatch.setattr("fl_lightning.round.module.joint_executor", lambda method: inner)
     with pytest.raises(ConfigurationError, match=message):
-        train(small_cnn(), blobs(), 1, [FedTAN()], executor=Blocks(inner))
+        train(small_cnn(), blobs(), 1, [FedTAN()], executor=inner)
     with pytest.raises(ConfigurationError, match="one forward pass over the whole cohort"):
         cohort_mean(torch.ones(2), 1)
 
@@ -430,7 +418,10 @@ def test_a_forward_pass_over_part_of_the_cohort_is_an_error(inner, message):
 @pytest.mark.parametrize(
     ("methods", "named"),
     [
-        ([FedTAN(), MaintainedMomentum()], "restarts the momentum that MaintainedMomentum keeps"),
+        (
+            [FedTAN(), MaintainedMomentum()],
+            "both decide over the client optimizer's state; set FedTAN.restart_momentum: false",
+        ),
         ([FedTAN(), FixBN(freeze_round=1)], "FedTAN and FixBN cannot be combined"),
         ([FBN(), FedTAN()], "FBN and FedTAN cannot be combined"),
         ([FedTAN(), FedBN()], "FedTAN and FedBN cannot be combined"),

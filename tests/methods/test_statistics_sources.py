@@ -9,6 +9,7 @@ from lightning.pytorch.callbacks import Callback
 
 from callbacks import FBN, FedBN, FedDNA, FixBN, MomentMatching, SiloBN, StaticBN, StatisticsSources
 from fl_lightning import ConfigurationError, FederatedModule, SequentialExecutor, VectorizedExecutor
+from fl_lightning.round.record import RunRecord
 
 FAMILY = {
     "moment_matching": lambda: MomentMatching(),
@@ -170,14 +171,11 @@ def test_only_the_chosen_sources_are_evaluated_and_of_silobn_as_many_clients_as_
     assert abs(rows[4]["val/accuracy_silobn"] - own[4]["val/personal_accuracy"]) < 1e-6
 
 
-def test_before_the_first_round_all_sources_but_the_batch_are_the_initial_statistics():
+def test_before_the_first_round_all_sources_but_the_batch_are_the_initial_statistics(monkeypatch):
     rows = []
 
-    class Zero(FederatedModule):
-        def _write_row(self, row):
-            rows.append(row)
-
-    module = Zero(small_cnn(), client_optimizer=SGD, local_steps=1)
+    module = FederatedModule(small_cnn(), client_optimizer=SGD, local_steps=1)
+    monkeypatch.setattr(RunRecord, "write", lambda self, line, loggers: rows.append(line))
     fit(module, federation(), 1, [StatisticsSources()], num_sanity_val_steps=-1, limit_val_batches=1.0)
     losses = {name: value for name, value in rows[0].items() if "loss" in name}
     assert len(losses) == 9

@@ -12,14 +12,14 @@ import torch
 import yaml
 from command_line import attempts, rows, run, write_config
 
-from fl_lightning.cli.main import main
+from fl_lightning.cli.command_line import main
 from fl_lightning.round.module import FederatedModule
 from fl_lightning.run_directory.checkpoints import AtomicCheckpointIO
 from fl_lightning.run_directory.directory import Attempt
 
 # children start from a process that has imported everything, so that many kills are affordable
 PROCESSES = multiprocessing.get_context("forkserver")
-PROCESSES.set_forkserver_preload(["fl_lightning.cli.main", "datamodules", "callbacks"])
+PROCESSES.set_forkserver_preload(["fl_lightning.cli.command_line", "datamodules", "callbacks"])
 
 
 def train(folder, arguments):

@@ -10,7 +10,7 @@ import yaml
 # Lightning 2.6 asks jsonargparse 4.49 in the old way to instantiate; harmless, and not ours to change.
 os.environ.setdefault("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
 
-from fl_lightning.cli.main import FederatedCLI, main
+from fl_lightning.cli.command_line import FederatedCLI, main
 
 TINY = {
     "seed_everything": 0,
