@@ -28,14 +28,24 @@ from callbacks import FBN
 from datamodules import Gaussians
 from fl_lightning import FederatedModule, VectorizedExecutor
 from fl_lightning.models import BNProbe
-from fl_lightning.pictures.style import GREY, paper_style, write_figure
+from fl_lightning.pictures.style import (
+    BLACK,
+    BLUE,
+    GREEN,
+    GREY,
+    ORANGE,
+    PURPLE,
+    VERMILLION,
+    paper_style,
+    write_figure,
+)
 
 ROUNDS = 100
 GAMMAS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 STYLES = {
-    "naive": ("naive: each client its own batch", "#555555", ":", "^"),
-    "FixBN": ("FixBN: averaged running statistics", "#D55E00", "--", "D"),
-    "FBN": ("FBN", "#0072B2", "-", "o"),
+    "naive": ("naive: each client its own batch", GREY, ":", "^"),
+    "FixBN": ("FixBN: averaged running statistics", VERMILLION, "--", "D"),
+    "FBN": ("FBN", BLUE, "-", "o"),
 }
 TITLES = {
     "raw": "before",
@@ -45,7 +55,7 @@ TITLES = {
     "FBN": "FBN",
 }
 NUM_CLASSES = 10
-CLASS_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#000000")
+CLASS_COLOURS = (BLUE, ORANGE, GREEN, PURPLE, BLACK)
 CLASS_MARKERS = ("o", "^")
 ERROR_TICKS = (0.2, 0.5, 1, 2, 5, 10)
 

@@ -16,17 +16,26 @@ from matplotlib.figure import Figure
 
 from fl_lightning.cli.command_line import main as command_line
 from fl_lightning.pictures.series import Series, series
-from fl_lightning.pictures.style import paper_style, write_figure
+from fl_lightning.pictures.style import (
+    BLUE,
+    GREEN,
+    GREY,
+    ORANGE,
+    PURPLE,
+    VERMILLION,
+    paper_style,
+    write_figure,
+)
 from fl_lightning.run_directory.metrics import read_metrics
 
 ROOT = Path(__file__).parents[1]
 CURVES = {
-    "digits_fedavg_bn": ("BN", "#555555", ":", "^"),
-    "digits_fedtan_forward_only": ("FedTAN, forward only", "#CC79A7", "-.", "v"),
-    "quickstart": ("FixBN, T* = 200", "#D55E00", "-", "o"),
-    "digits_fedtan": ("FedTAN", "#E69F00", "-", "P"),
-    "digits_fedavg_gn": ("GN", "#0072B2", "--", "s"),
-    "digits_fbn": ("FBN", "#009E73", "-", "D"),
+    "digits_fedavg_bn": ("BN", GREY, ":", "^"),
+    "digits_fedtan_forward_only": ("FedTAN, forward only", PURPLE, "-.", "v"),
+    "quickstart": ("FixBN, T* = 200", VERMILLION, "-", "o"),
+    "digits_fedtan": ("FedTAN", ORANGE, "-", "P"),
+    "digits_fedavg_gn": ("GN", BLUE, "--", "s"),
+    "digits_fbn": ("FBN", GREEN, "-", "D"),
 }
 FLOOR = 1e-17  # an exact 0 is drawn here
 ROUNDS = 400
@@ -68,8 +77,10 @@ def draw(found: dict[str, tuple[Series, Series]]) -> Figure:
             label=label,
         )
     axes.axhspan(1e-16, 1e-13, color="0.92", zorder=0)
-    axes.text(8, 2e-14, "equal to the union's, up to rounding", color="#555555", va="center", fontsize=8)
-    axes.text(190, 1e-7, "FixBN freezes its statistics", color="#D55E00", ha="right", va="center", fontsize=8)
+    axes.text(8, 2e-14, "equal to the union's, up to rounding", color=GREY, va="center", fontsize=8)
+    axes.text(
+        190, 1e-7, "FixBN freezes its statistics", color=VERMILLION, ha="right", va="center", fontsize=8
+    )
     axes.set(
         yscale="log",
         xlabel="communication round",

@@ -20,17 +20,17 @@ from datamodules import Digits
 from datamodules.partitions import Shards
 from fl_lightning import FederatedModule
 from fl_lightning.models import FBNCNN
-from fl_lightning.pictures.style import paper_style, write_figure
+from fl_lightning.pictures.style import BLUE, VERMILLION, paper_style, write_figure
 
 FILE = Path(__file__).with_suffix(".json")
 ROUNDS = 600
 RATES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.4)
 SEEDS = (0, 1, 2)
 CURVES = {
-    "FBN relu_bn": ("FBN, conv, ReLU, BN (the paper's order)", "#0072B2", "-", "o"),
-    "FBN bn_relu": ("FBN, conv, BN, ReLU (ResNet's order)", "#D55E00", "-", "D"),
-    "BN relu_bn": ("BN centralised, conv, ReLU, BN", "#0072B2", ":", "^"),
-    "BN bn_relu": ("BN centralised, conv, BN, ReLU", "#D55E00", ":", "v"),
+    "FBN relu_bn": ("FBN, conv, ReLU, BN (the paper's order)", BLUE, "-", "o"),
+    "FBN bn_relu": ("FBN, conv, BN, ReLU (ResNet's order)", VERMILLION, "-", "D"),
+    "BN relu_bn": ("BN centralised, conv, ReLU, BN", BLUE, ":", "^"),
+    "BN bn_relu": ("BN centralised, conv, BN, ReLU", VERMILLION, ":", "v"),
 }
 
 

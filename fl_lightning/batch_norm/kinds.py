@@ -67,7 +67,12 @@ KIND_LABELS = {
     "counter": "BN batch counter",
     "buffer": "other buffers",
 }
+"""What a table or figure calls each kind."""
 
 
 STATISTICS = ("mean", "var", "counter")
 """The kinds of state that are a BN layer's running statistics."""
+
+
+JOINT_LABELS = KIND_LABELS | dict.fromkeys(STATISTICS, "BN statistics")
+"""The same where running means and variances are one thing: what is sent, what is frozen."""

@@ -7,7 +7,8 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 
 from fl_lightning.diagnostics.layer_history import LayerHistory, layer_labels
-from fl_lightning.pictures.drift import MAPS, drift_figure, has_drift, layers_figure
+from fl_lightning.pictures.drift import drift_figure, has_drift, layers_figure
+from fl_lightning.pictures.style import LAYERS
 from fl_lightning.run_directory.report import Drawing, Report, Table
 
 if TYPE_CHECKING:
@@ -77,7 +78,7 @@ class BatchNormReport(Report):
             rows = [{**metrics, **row} if row["round"] == number else row for row in rows]
         if has_drift(rows):
             found["bn_drift"] = lambda title: drift_figure(rows, self.frozen_round, title)
-        maps = {quantity: self.history.values(quantity) for quantity in MAPS}
+        maps = {quantity: self.history.values(quantity) for quantity in LAYERS}
         if any(maps.values()):
             found["bn_layers"] = lambda title: layers_figure(maps, self._labels, title)
         return found

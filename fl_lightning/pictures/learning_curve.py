@@ -5,33 +5,14 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from fl_lightning.pictures.series import Series, can_be_drawn, means, series
-from fl_lightning.pictures.style import (
-    BLACK,
-    BLUE,
-    LIGHT_GREY,
-    VERMILLION,
-    count_on,
-    legend_above,
-    new_figure,
-    paper_style,
-)
+from fl_lightning.batch_norm.kinds import JOINT_LABELS, KIND_LABELS
+from fl_lightning.pictures.series import draw_curve, scale_values, series
+from fl_lightning.pictures.style import BLACK, SPLITS, count_on, legend_above, new_figure, paper_style
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-MAX_POINTS = 500
-"""Of more rounds than this the training loss is drawn as means of consecutive rounds."""
-
-_SPLITS = {
-    "val": {"label": "validation", "color": BLUE, "linestyle": "-", "marker": "o"},
-    "test": {"label": "test", "color": VERMILLION, "linestyle": "--", "marker": "s"},
-}
-_TRAINING: dict[str, Any] = {"color": LIGHT_GREY, "linestyle": "-", "linewidth": 1}
-_KINDS = {"weight": "weights", "affine": "BN gamma, beta", "mean": "BN means", "var": "BN variances"}
 _DASHES = ("-.", ":", (0, (6, 2)), (0, (1, 3)))
 
 
@@ -50,7 +31,7 @@ def learning_curve_figure(
             ``{"mean": "averaged; frozen from round 201"}``.
         title: Lines of the title.
     """
-    with_accuracy = any(f"{split}/accuracy" in row for row in rows for split in _SPLITS)
+    with_accuracy = any(f"{split}/accuracy" in row for row in rows for split in SPLITS)
     figure = new_figure(4.4 if with_accuracy else 2.6, title)
     panels: list[Axes] = list(figure.subplots(1 + with_accuracy, 1, sharex=True, squeeze=False)[:, 0])
     last = max((row["round"] for row in rows), default=0)
@@ -59,7 +40,6 @@ def learning_curve_figure(
     }
     for axes in panels:
         axes.grid(color="0.9")
-        axes.set_axisbelow(True)
         _draw_changes(axes, changes, labelled=axes is panels[0])
     if with_accuracy:
         _draw_accuracy(panels[0], rows)
@@ -103,10 +83,8 @@ def policy_changes(policy: Mapping[str, str]) -> dict[int, str]:
             found.setdefault((int(start), treatment), []).append(kind)
     changes: dict[int, list[str]] = {}
     for (start, treatment), kinds in sorted(found.items()):
-        if {"mean", "var"} <= set(kinds):
-            names = [_KINDS[kind] for kind in ("weight", "affine") if kind in kinds] + ["BN statistics"]
-        else:
-            names = [_KINDS.get(kind, kind) for kind in kinds]
+        labels = JOINT_LABELS if {"mean", "var"} <= set(kinds) else KIND_LABELS
+        names = dict.fromkeys(labels[kind] for kind in kinds)
         changes.setdefault(start, []).append(f"{', '.join(names)} {treatment}")
     return {
         start: textwrap.shorten("; ".join(texts), 70, placeholder=" …") + f" from round {start}"
@@ -123,55 +101,24 @@ def _draw_changes(axes: "Axes", changes: Mapping[int, str], *, labelled: bool) -
         colour = "0.8"
     for (text, starts), dashes in zip(marked.items(), _DASHES, strict=False):
         lines = axes.vlines(starts, 0, 1, transform=axes.get_xaxis_transform(), colors=colour, linewidth=1)
-        lines.set(linestyle=dashes, label=text if labelled else "_", zorder=1)
+        lines.set(linestyle=dashes, label=text if labelled else "_")
 
 
 def _draw_accuracy(axes: "Axes", rows: Sequence[Mapping[str, Any]]) -> None:
     highest = 0.0
-    for split, style in _SPLITS.items():
+    for split, (name, look) in SPLITS.items():
         rounds, values = series(rows, f"{split}/accuracy")
         if len(rounds):
-            last = f"{style['label']}: {values[-1]:.4f} after round {rounds[-1]:.0f}"
-            _draw(axes, rounds, values, **style | {"label": last})
-            highest = max(highest, *np.nan_to_num(values, nan=0.0, posinf=0.0, neginf=0.0))
+            label = f"{name}: {values[-1]:.4f} after round {rounds[-1]:.0f}"
+            highest = max(highest, draw_curve(axes, rounds, values, look, label).max(initial=0))
     axes.set(ylabel="accuracy", ylim=(0, min(1.15 * highest, 1.03) or 1.03))
 
 
 def _draw_loss(axes: "Axes", rows: Sequence[Mapping[str, Any]]) -> None:
-    rounds, values = series(rows, "train/loss")
-    width = -(-len(rounds) // MAX_POINTS)
-    drawn = [values]
-    if len(rounds):
-        label = "training (clients, before aggregation)"
-        _draw(axes, *means(rounds, values, width), label=label, **_TRAINING)
-    for split, style in _SPLITS.items():
-        rounds, values = series(rows, f"{split}/loss")
-        if len(rounds):
-            _draw(axes, rounds, values, **style)
-            drawn.append(values)
-    shown = np.concatenate(drawn)
-    shown = shown[can_be_drawn(shown)]
-    label = "loss"
-    if len(shown) and 1e-12 * shown.max() < shown.min() < 0.02 * shown.max():
-        axes.set_yscale("log")
-        label += ", log scale"
-    axes.set_ylabel(label + (f"\n(training: mean of {width} rounds)" if width > 1 else ""))
-
-
-def _draw(axes: "Axes", rounds: Series, values: Series, **style: Any) -> None:
-    """A line with gaps, and crosses at the upper edge, where values cannot be drawn."""
-    good = can_be_drawn(values)
-    every = max(1, len(rounds) // 40)
-    line = np.where(good, values, np.nan)
-    shape = {"linewidth": 1.4, "markersize": 4, "markevery": every, "marker": "." if every == 1 else None}
-    axes.plot(rounds, line, **shape | style)
-    if not good.all():
-        crosses = {"color": style["color"], "linestyle": "none", "marker": "x", "markersize": 5}
-        label = f"{style['label'].partition(':')[0].partition(' (')[0]}: not finite"
-        axes.plot(
-            rounds[~good],
-            np.full((~good).sum(), 0.97),
-            transform=axes.get_xaxis_transform(),
-            label=label,
-            **crosses,
-        )
+    axes.set_ylabel("loss")
+    drawn = [
+        draw_curve(axes, *series(rows, f"{split}/loss"), look, name)
+        for split, (name, look) in SPLITS.items()
+        if any(f"{split}/loss" in row for row in rows)
+    ]
+    scale_values(axes, drawn)

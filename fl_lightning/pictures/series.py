@@ -1,12 +1,18 @@
-"""Numbers of a run over its rounds, as arrays for figures."""
+"""Numbers of a run over its rounds as arrays, and as curves with honest gaps."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
 Series = NDArray[np.float64]
+
+MAX_POINTS = 500
+"""Of more values than this a curve shows means of consecutive ones."""
 
 _LARGEST = 1e30  # what is larger has diverged, and no axis can show it
 
@@ -31,3 +37,64 @@ def means(rounds: Series, values: Series, width: int) -> tuple[Series, Series]:
     sizes = np.diff(starts, append=len(rounds))
     tame = np.where(can_be_drawn(values), values, np.nan)
     return np.add.reduceat(rounds, starts) / sizes, np.add.reduceat(tame, starts) / sizes
+
+
+def draw_curve(
+    axes: "Axes", places: Series, values: Series, look: tuple[str, str, str], label: str
+) -> Series:
+    """Draw a curve with gaps, and crosses at the upper edge, where values are not finite (or above 1e30).
+
+    Args:
+        axes: Where to draw.
+        places: Where the values stand on the x-axis.
+        values: The values.
+        look: Colour, line and marker.
+        label: What the legend says; a part behind a colon is left out beside the crosses.
+
+    Returns:
+        The values of the curve, without its gaps.
+    """
+    colour, line, marker = look
+    width = -(-len(values) // MAX_POINTS)
+    places, values = means(places, values, width)
+    good = can_be_drawn(values)
+    axes.plot(
+        places,
+        np.where(good, values, np.nan),
+        line,
+        color=colour,
+        marker=marker,
+        markevery=-(-len(values) // 20) or 1,
+        label=label + (f" (means of {width})" if width > 1 else ""),
+    )
+    if not good.all():
+        edge = np.full((~good).sum(), 0.97)
+        where = {"transform": axes.get_xaxis_transform(), "label": f"{label.partition(':')[0]}: not finite"}
+        axes.plot(places[~good], edge, "x", color=colour, **where)
+    return values[good]
+
+
+def scale_values(axes: "Axes", drawn: Sequence[Series], reach: float = 0.0) -> None:
+    """A logarithmic y-axis where no value is negative and the others span decades; it ends in a 0 where there is one.
+
+    Args:
+        axes: Whose scale it is.
+        drawn: The values of each curve.
+        reach: What the axis reaches to at least if it is logarithmic.
+    """
+    values = np.concatenate([*drawn, []])
+    positive = values[values > 0]
+    if not len(positive) or values.min() < 0:
+        return
+    highest = max(positive.max(), reach)
+    smallest = max(positive.min(), 1e-12 * highest)
+    if highest > 50 * smallest:
+        if values.min() > 0:
+            axes.set_yscale("log")
+        else:
+            foot = 10 ** np.floor(np.log10(smallest))
+            axes.set_yscale("symlog", linthresh=foot)
+            axes.yaxis.get_major_locator().set_params(numticks=5)
+            axes.set_ylim(bottom=-0.3 * foot)
+        axes.set_ylim(top=2 * highest)
+        axes.set_ylabel(axes.get_ylabel() + "\n(log)")

@@ -1,13 +1,13 @@
-"""The look of the figures and how they become files; matplotlib is imported when the first one is drawn."""
+"""The look of the figures: colours, words, legends, and how they become files; matplotlib is imported when the first is drawn."""
 
 import logging
 import textwrap
-from collections.abc import Iterator, Sequence
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cache
 from io import BytesIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from fl_lightning.files import atomic_write
 
@@ -23,17 +23,82 @@ DOTS_PER_INCH = 150
 
 BLACK, GREY, LIGHT_GREY = "#000000", "#555555", "#999999"
 BLUE, VERMILLION, SKY = "#0072B2", "#D55E00", "#56B4E9"
+GREEN, PURPLE, ORANGE = "#009E73", "#CC79A7", "#E69F00"
 """Colours of Okabe and Ito, which the colour-blind can tell apart."""
+
+LOOKS = (
+    (VERMILLION, "-", "o"),
+    (BLUE, "--", "s"),
+    (GREEN, "-", "D"),
+    (BLACK, "-.", "^"),
+    (PURPLE, "--", "v"),
+    (ORANGE, "-", "P"),
+    (SKY, "-.", "X"),
+    (GREY, ":", "*"),
+)
+"""Colour, line and marker of the first, second, ... of several runs."""
+
+SPLITS = {
+    "train": ("training: clients, before aggregation", (LIGHT_GREY, "-", ".")),
+    "val": ("validation", (BLUE, "-", "o")),
+    "test": ("test", (VERMILLION, "--", "s")),
+}
+"""What a figure calls the data that a metric is of, and how its curve looks."""
+
+COSTS: dict[str, tuple[str, Mapping[float, str]]] = {
+    "comm/total_bytes_per_client": (
+        "sent and received by a client, {unit}",
+        {1e9: "GB", 1e6: "MB", 1e3: "kB", 1.0: "bytes"},
+    ),
+    "comm/total_exchanges": ("exchanges with the server, one after the other", {1.0: ""}),
+    "comm/total_simulated_s": (
+        "simulated time, {unit} (clients: {link})",
+        {86400.0: "days", 3600.0: "h", 60.0: "min", 1.0: "s"},
+    ),
+}
+"""What communication costs, by metric: the words beside its axis, and its units by size."""
+
+DRIFT = {
+    "BN statistics:\nL1 norm": {
+        "bn/local_deviation": "clients' first batches: distance to the server's",
+        "bn/global_change": "the server's running ones: change in a round",
+    },
+    "BN statistics:\nvariance": {
+        "bn/window_variance": "of a client's first batches over rounds, mean of clients",
+    },
+    "training loss": {"train/loss": "of the clients' own models before aggregation, mean"},
+    "gradient deviation,\nrelative": {
+        "bn/gradient_deviation": "all parameters, clients' mean against their union batch",
+        "bn/gradient_deviation_affine": "BN's gamma and beta",
+        "bn/gradient_deviation_weights": "all others",
+    },
+    "BN statistics:\nrelative bias": {
+        "bn/mean_bias": "running means against a pooled pass over all training data",
+        "bn/var_bias": "running variances likewise",
+    },
+    "accuracy\ndifference": {
+        "bn/train_eval_gap": "running statistics minus those of the evaluation batch",
+        "bn/recalibration_gap": "running statistics minus those of the pooled pass",
+    },
+}
+"""What BN does to a run: the words beside each axis, and those of its metrics."""
+
+LAYERS = {
+    "local_deviation_mean": "clients' batch means: distance from the server's running ones, per channel",
+    "local_deviation_var": "clients' batch variances: distance from the server's running ones, per channel",
+    "gradient_deviation": "clients' mean gradient: distance from their union batch's, relative",
+}
+"""The quantities that are shown layer by layer, and what is said of them."""
 
 _STYLE = {
     "agg.path.chunksize": 10_000,  # Agg refuses one path of many thousand points
-    "axes.grid": False,
     "axes.labelsize": 9,
     "axes.spines.right": False,
     "axes.spines.top": False,
     "figure.titlesize": 9,
     "font.size": 9,
     "legend.fontsize": 8,
+    "lines.markersize": 4,
     "xtick.labelsize": 8,
     "ytick.labelsize": 8,
 }
@@ -46,12 +111,9 @@ def paper_style() -> Iterator[None]:
     level = log.level
     log.setLevel(logging.ERROR)  # where it keeps its caches is not the user's concern
     try:
-        import matplotlib as mpl
+        from matplotlib import style
 
-        settings: dict[Any, Any] = {
-            key: mpl.rcParamsDefault[key] for key in mpl.rcParamsDefault if key != "backend"
-        }
-        with mpl.rc_context(settings | _STYLE):
+        with style.context(["default", _STYLE]):
             yield
     finally:
         log.setLevel(level)
@@ -67,12 +129,10 @@ def new_figure(height: float, title: Sequence[str]) -> "Figure":
     from matplotlib.figure import Figure
 
     lines = [
-        line
-        for text in title
-        for line in textwrap.wrap(drawable(text), 92, max_lines=3, placeholder=" …") or [""]
+        line for text in title for line in textwrap.wrap(text, 92, max_lines=3, placeholder=" …") or [""]
     ]
     figure = Figure(figsize=(WIDTH, height + 0.2 + 0.16 * len(lines)), layout="constrained")
-    figure.suptitle("\n".join(lines), x=0.01, ha="left", linespacing=1.3, parse_math=False)
+    figure.suptitle(literal("\n".join(lines)), x=0.01, ha="left", linespacing=1.3)
     return figure
 
 
@@ -91,38 +151,22 @@ def count_on(axis: "Axis") -> None:
     axis.set_major_locator(MaxNLocator(integer=True))
 
 
-def class_labels(names: Sequence[str] | None, count: int, length: int = 18) -> list[str]:
-    """What to write beside each class: its name, ``"class 6"`` where that cannot be drawn.
+def class_labels(names: Sequence[str] | None, count: int) -> list[str]:
+    """What to write beside each class: its name, of which long ones are cut, or its number where it has none.
 
     Args:
         names: The names, None for the bare numbers.
         count: Number of classes.
-        length: Names are cut to so many characters.
     """
     if names is None or len(names) != count:
-        return [str(number) for number in range(count)]
-    texts = [" ".join(name.split()) for name in names]
-    return [
-        (text if len(text) <= length else text[: length - 1] + "…")
-        if text and drawable(text) == text
-        else f"class {number}"
-        for number, text in enumerate(texts)
-    ]
+        names = [""] * count
+    texts = [" ".join(name.split()) or str(number) for number, name in enumerate(names)]
+    return [literal(text if len(text) <= 18 else text[:17] + "…") for text in texts]
 
 
-def drawable(text: str) -> str:
-    """The text with a question mark for each character that the font lacks."""
-    known = _characters()
-    return "".join(character if character in known else "?" for character in text)
-
-
-@cache
-def _characters() -> frozenset[str]:
-    import matplotlib as mpl
-    from matplotlib.ft2font import FT2Font
-
-    font = FT2Font(f"{mpl.get_data_path()}/fonts/ttf/DejaVuSans.ttf")
-    return frozenset(map(chr, font.get_charmap()))
+def literal(text: str) -> str:
+    """A text of the user's that matplotlib draws as it is: no formulas, and nothing that is not Unicode."""
+    return text.encode(errors="replace").decode().replace("$", r"\$")
 
 
 def write_figure(path: Path, figure: "Figure") -> None:
@@ -132,7 +176,8 @@ def write_figure(path: Path, figure: "Figure") -> None:
         ConfigurationError: The file cannot be written.
     """
     content = BytesIO()
-    with paper_style():
+    with paper_style(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing from")  # the box in its place says so
         figure.savefig(content, format="png", dpi=DOTS_PER_INCH, metadata={"Software": None})
     with atomic_write(path) as file:
         file.write(content.getvalue())

@@ -39,7 +39,6 @@ def test_of_several_runs_the_figure_has_a_legend_and_logarithmic_costs():
     for axes in figure.axes:
         assert axes.get_xscale() == "log"
         assert all((line.get_xdata() > 0).all() for line in axes.lines)
-        assert len({(line.get_linestyle(), line.get_marker(), line.get_color()) for line in axes.lines}) == 2
 
 
 def test_test_accuracy_or_loss_stands_in_and_nothing_is_drawn_of_nothing():
