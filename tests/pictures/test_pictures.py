@@ -12,7 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from command_line import attempts, run, write_config
+from command_line import attempts, write_config
+from command_line import run_rendered as run
 from matplotlib import rcParams
 from matplotlib.colors import to_rgb
 from PIL import Image
