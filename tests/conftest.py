@@ -7,13 +7,25 @@ os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
 # also for what tests start; and runs stay in one process unless they ask for more
 os.environ["OMP_NUM_THREADS"] = "1"
 
+from functools import cache
+
 import pytest
 import torch
+from lightning.fabric.utilities import registry
+
+# every Trainer asks all installed packages for callbacks of theirs
+registry.entry_points = cache(registry.entry_points)
 
 
 @pytest.fixture(autouse=True)
 def single_thread():
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def no_waiting_for_the_disk(monkeypatch):
+    """Tests kill processes, never the machine: what was written need not have reached the disk."""
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
 
 
 @pytest.fixture(autouse=True)

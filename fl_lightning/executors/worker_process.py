@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -60,6 +61,8 @@ class WorkerHandle:
     """
 
     def __init__(self, start: str, load: InitMessage | None) -> None:
+        if start == "spawn":
+            resource_tracker.ensure_running()  # its own start, once a process, lets the signals through again
         context: Any = torch.multiprocessing.get_context(start)
         self.reusable = start == "spawn"
         self.staging = Staging()

@@ -6,13 +6,16 @@ import subprocess
 import sys
 from pathlib import Path
 
+import matplotlib as mpl
 import pytest
 import torch
 import yaml
 from command_line import attempts, rows, run, write_config
+from readme_code import METHOD_BLOCKS
 
 from fl_lightning.cli.command_line import main
 from fl_lightning.run_directory.checkpoints import AtomicCheckpointIO
+from fl_lightning.run_directory.directory import Attempt
 
 ROUNDS, CLIENTS, STEPS, BATCH = 4, 3, 2, 10
 WEIGHTS = 25 * 32 + 25 * 32 * 32 + 25 * 32 * 64 + 64 * 10 + 10  # LeNet on one-channel images of 8x8 pixels
@@ -260,24 +263,38 @@ def test_run_needs_no_network(monkeypatch):
     assert run().attempt.result.exists()
 
 
-def test_everything_is_written_below_the_working_directory(tmp_path):
+def test_a_process_of_its_own_knows_methods_by_dotted_path_writes_below_its_folder_and_leaves_no_worker(
+    tmp_path,
+):
     for name in ("home", "temporary", "work"):
         (tmp_path / name).mkdir()
     settings = {"HOME": "home", "XDG_CACHE_HOME": "home", "TMPDIR": "temporary"}
-    write_config(path="work/tiny.yaml")
-    subprocess.run(
-        [sys.executable, "-m", "fl_lightning", "fit", "--config", "tiny.yaml", "--trainer.max_epochs", "1"],
+    methods = [{"class_path": f"methods.{name}"} for name in METHOD_BLOCKS]
+    Path("work/methods.py").write_text("\n\n".join(METHOD_BLOCKS.values()))
+    write_config({"trainer.callbacks": methods, "trainer.max_epochs": 2}, "work/tiny.yaml")
+    command = [sys.executable, "-m", "fl_lightning", "fit", "--config", "tiny.yaml"]
+    executor = ["--model.executor", "ProcessExecutor", "--model.executor.num_workers", "2"]
+    places = {key: str(tmp_path / name) for key, name in settings.items()}
+    done = subprocess.run(
+        [*command, *executor],
         cwd=tmp_path / "work",
-        env=os.environ | {key: str(tmp_path / name) for key, name in settings.items()},
-        check=True,
+        # the list of fonts takes seconds to make
+        env=os.environ | places | {"MPLCONFIGDIR": mpl.get_cachedir()},
         capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
     )
-    folders = [tmp_path / "home", tmp_path / "temporary"]
-    # plotting libraries, imported by torchmetrics, cache the list of fonts
-    files = [path for folder in folders for path in folder.rglob("*") if path.is_file()]
-    elsewhere = [path for path in files if "matplotlib" not in path.parts]
-    assert elsewhere == []
-    assert {path.name for path in (tmp_path / "work").iterdir()} == {"tiny.yaml", "runs"}
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "FedAvg + FedProx() + FedBN()" in done.stdout
+    assert [path for name in ("home", "temporary") for path in (tmp_path / name).iterdir()] == []
+    assert {path.name for path in (tmp_path / "work").iterdir()} - {"__pycache__"} == {
+        "tiny.yaml",
+        "methods.py",
+        "runs",
+    }
+    (attempt,) = (tmp_path / "work").glob("runs/tiny/*")
+    assert [row["round"] for row in rows(Attempt(attempt))] == [0, 1, 2]
 
 
 def test_saved_configuration_of_a_resumed_run_starts_a_new_run():

@@ -8,10 +8,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import lightning as L
+import matplotlib as mpl
 import pytest
 import torch
 import yaml
-from command_line import run, write_config
+from command_line import run_rendered as run
+from command_line import write_config
 from helpers import SGD, blobs, small_cnn
 from wandb_files import read_run
 
@@ -82,7 +84,7 @@ def metrics(history, attempt):
 
 
 def test_without_a_key_and_a_home_the_run_is_offline_and_its_process_connects_nowhere_and_prints_no_warning(
-    session, tmp_path
+    session,
 ):
     # a process of its own: W&B's telemetry is sent at the end of the process
     write_config()
@@ -95,7 +97,7 @@ def test_without_a_key_and_a_home_the_run_is_offline_and_its_process_connects_no
             "WANDB_MODE": "",
             "PYTHONPATH": str(Path(__file__).resolve().parents[2]),
         }
-        own |= {"HOME": str(Path("tiny.yaml").resolve()), "MPLCONFIGDIR": str(tmp_path)}
+        own |= {"HOME": str(Path("tiny.yaml").resolve()), "MPLCONFIGDIR": mpl.get_cachedir()}
         unset = (
             "JSONARGPARSE_DEPRECATION_WARNINGS", "PYTHONWARNINGS", "WANDB_CACHE_DIR", "XDG_CACHE_HOME",
             "WANDB_CONFIG_DIR",

@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 import torch
-from command_line import run as command
+from command_line import run_rendered as command
 from command_line import write_config
 from helpers import SGD, SaveRounds, States, blobs, distance, fit, small_cnn
 from lightning.pytorch.callbacks import Callback

@@ -1,8 +1,8 @@
 """The README's code runs as it stands."""
 
 import re
+import runpy
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 
@@ -17,12 +17,10 @@ from fl_lightning.__main__ import main as program
 ROOT = Path(__file__).parents[2]
 
 
-def test_the_example_of_own_data_runs_as_it_stands(tmp_path):
-    script = tmp_path / "own_data.py"
-    script.write_text(next(block for block in BLOCKS if "class Hospital" in block))
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, cwd=tmp_path, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "tensor(" in done.stdout
+def test_the_example_of_own_data_runs_as_it_stands(capsys):
+    Path("own_data.py").write_text(next(block for block in BLOCKS if "class Hospital" in block))
+    runpy.run_path("own_data.py", run_name="__main__")
+    assert "tensor(" in capsys.readouterr().out
 
 
 COMMANDS = [
@@ -46,6 +44,7 @@ def test_the_readme_has_no_command_that_no_test_and_no_developer_runs():
     assert [command for command in COMMANDS if not command.startswith((OURS, *by_hand, *others))] == []
 
 
+@pytest.mark.slow
 def test_every_command_of_the_readme_runs_in_its_order_for_two_rounds(tmp_path, monkeypatch, capsys):
     write_cifar10_folders()
     Path("methods.py").write_text("\n\n".join(METHOD_BLOCKS.values()))
@@ -78,12 +77,11 @@ def test_the_methods_of_the_readme_keep_what_they_promise(tmp_path, monkeypatch,
         assert ended.value.code == 0, capsys.readouterr().out
 
 
-def test_the_table_of_methods_is_made_from_the_callbacks():
-    table = subprocess.run(
-        [sys.executable, ROOT / "docs" / "methods_table.py"], capture_output=True, text=True, check=False
-    )
+def test_the_table_of_methods_is_made_from_the_callbacks(capsys, monkeypatch):
+    monkeypatch.setattr("logging.Logger.setLevel", lambda *_: None)  # the levels are for a process of its own
+    runpy.run_path(str(ROOT / "docs" / "methods_table.py"), run_name="__main__")
     written = re.search(r"<!-- methods -->\n(.*?)\n<!-- end of methods -->", README, re.DOTALL)[1]
-    assert table.stdout.strip() == written, table.stderr
+    assert capsys.readouterr().out.strip() == written
 
 
 @pytest.mark.parametrize("snippet", re.findall(r"```yaml\n(.*?)```", README, re.DOTALL))

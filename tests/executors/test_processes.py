@@ -1,14 +1,11 @@
 """Clients spread over processes: the sequential executor's numbers, bit for bit."""
 
-import subprocess
-import sys
-import textwrap
+import multiprocessing
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
-from command_line import rows, run, write_config
+from command_line import rows, run
 from helpers import ArrayClient, States, blobs, fit, small_cnn
 from test_contract import EVERY_ROW
 from test_contract import run as run_method
@@ -286,25 +283,10 @@ def test_batches_come_to_the_workers_in_their_memory_format():
     assert staging.put(unequal) == unequal
 
 
-def test_the_command_line_takes_it_by_name_and_leaves_no_process(tmp_path):
-    write_config()
-    reference = run("--name", "one")
-    script = textwrap.dedent("""
-        import sys
-        from fl_lightning.cli import main
-        if __name__ == "__main__":
-            main(sys.argv[1:])
-    """)
-    Path("script.py").write_text(script)
-    arguments = ["fit", "--config", "tiny.yaml", "--name", "two", "--model.executor", "ProcessExecutor"]
-    done = subprocess.run(
-        [sys.executable, "script.py", *arguments, "--model.executor.num_workers", "2"],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    (folder,) = Path("runs/two").iterdir()
-    assert rows(type(reference.attempt)(folder)) == rows(reference.attempt)
-    assert done.stderr == ""
+def test_the_command_line_takes_it_by_name_and_leaves_no_process():
+    before = set(multiprocessing.active_children())
+    one = run("--name", "one").attempt
+    two = run("--name", "two", "--model.executor", "ProcessExecutor", "--model.executor.num_workers", 2)
+    assert isinstance(two.model.executor, ProcessExecutor)
+    assert rows(one) == rows(two.attempt)
+    assert set(multiprocessing.active_children()) <= before

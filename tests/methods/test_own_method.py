@@ -1,13 +1,9 @@
-"""A method of one's own: the README's FedProx and FedBN do what their papers say, and a dotted class path is enough."""
+"""A method of one's own: the README's FedProx and FedBN do what their papers say."""
 
-import subprocess
-import sys
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
-from command_line import write_config
 from helpers import SGD, ArrayClient, ClientStates, States, blobs, distance, fit, small_cnn, train
 from readme_code import METHOD_BLOCKS, README, methods
 
@@ -137,21 +133,3 @@ def test_fedbn_is_not_fedavg():
     fit(FederatedModule(small_cnn(), SGD, local_steps=2), blobs(4), 3, [states])
     module, _ = run()
     assert distance(module.state_dict(), states.states[-1]) > 1e-3
-
-
-def test_a_dotted_class_path_is_enough():
-    Path("methods.py").write_text("\n\n".join(METHOD_BLOCKS.values()))
-    write_config({"trainer.callbacks": [{"class_path": f"methods.{name}"} for name in METHOD_BLOCKS]})
-    command = [
-        sys.executable,
-        "-m",
-        "fl_lightning",
-        "fit",
-        "--config",
-        "tiny.yaml",
-        "--trainer.max_epochs",
-        "1",
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "FedAvg + FedProx() + FedBN()" in done.stdout

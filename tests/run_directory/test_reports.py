@@ -4,7 +4,8 @@ import csv
 import json
 
 import pytest
-from command_line import run, write_config
+from command_line import run_rendered as run
+from command_line import write_config
 
 from fl_lightning import FederatedCallback
 from fl_lightning.dashboard.contents import pictures, tables
