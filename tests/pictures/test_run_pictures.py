@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from command_line import attempts, run, write_config
+from command_line import attempts, write_config
+from command_line import run_rendered as run
 from PIL import Image
 
 from fl_lightning.pictures.style import DOTS_PER_INCH, WIDTH
