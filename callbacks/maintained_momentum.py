@@ -31,6 +31,7 @@ class MaintainedMomentum(FederatedCallback):
     paper = "Zhong et al., arXiv 2303.06530, section 7"
     keeps_optimizer_state = True
     claims = ("own_twin_without_bn",)
+    examples = ({"scope": "local"}, {"scope": "global"})
 
     def __init__(self, scope: Literal["local", "global"] = "local") -> None:
         check_choice("MaintainedMomentum.scope", scope, ("local", "global"))

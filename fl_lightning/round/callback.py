@@ -48,6 +48,8 @@ class FederatedCallback(L.Callback):
     Attributes:
         paper: Where the method comes from, for tables; empty for a method of one's own.
         claims: What the method promises beyond the rules for all, for ``verify`` to hold it to.
+        examples: Constructor settings with which the method is shown, tested and verified: the usual ones
+            first, those that show most of it in a few rounds last.
         needs_joint_forward: Whether the first local step of a round runs one forward pass over all clients together, so
             that layers may exchange inside of it (see :func:`~fl_lightning.batch_norm.joint.cohort_mean`), under any executor.
         keeps_optimizer_state: Whether clients keep their optimizer's state (momentum) from round to round.
@@ -55,6 +57,7 @@ class FederatedCallback(L.Callback):
 
     paper: str = ""
     claims: tuple[str, ...] = ()
+    examples: ClassVar[tuple[Mapping[str, Any], ...]] = ({},)
     needs_joint_forward: ClassVar[bool] = False
     keeps_optimizer_state: ClassVar[bool] = False
 
