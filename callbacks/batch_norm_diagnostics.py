@@ -86,6 +86,7 @@ class BatchNormDiagnostics(BatchNormReport, VariantEvaluation):
 
     paper = "(an observer: measurement only)"
     claims = ("weights_of_fedavg", "one_client_is_plain_training")
+    examples = ({}, {"every_n_rounds": 1, "window": 2})
 
     def __init__(
         self,

@@ -62,6 +62,7 @@ class FBN(FederatedCallback):
 
     paper = "Guerraoui et al., arXiv 2405.14670 (FBN)"
     claims = ("own_twin", "union_statistics")
+    examples = ({}, {"wire": "batch", "ema": "per_round"})
 
     def __init__(
         self, wire: Literal["run", "batch"] = "run", ema: Literal["per_step", "per_round"] = "per_step"

@@ -45,6 +45,7 @@ class FedDNA(FederatedCallback):
 
     paper = "Duan et al., FedDNA, ECML-PKDD 2021 (lite)"
     claims = ("weights_of_fedavg", "fedavg_on_identical_clients", "one_client_is_plain_training")
+    examples = ({}, {"divergence": "reverse_kl", "between": False})
 
     def __init__(self, divergence: Literal["kl", "reverse_kl"] = "kl", between: bool = True) -> None:
         check_choice("FedDNA.divergence", divergence, ("kl", "reverse_kl"))

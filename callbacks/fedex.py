@@ -81,6 +81,7 @@ class FedExFixBN(FoundFreezing):
     """
 
     paper = "Khodak et al., arXiv 2106.04502 (adapted)"
+    examples = ({}, {"schedule": "aggressive", "cutoff": 0.6})
 
     def __init__(
         self,

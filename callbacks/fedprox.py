@@ -28,6 +28,7 @@ class FedProx(FederatedCallback):
     paper = "Li et al., arXiv 1812.06127"
     claims = ("own_twin_without_bn",)
     takes: Mapping[str, str] = {"the correction of client drift": ""}
+    examples = ({}, {"mu": 0.5})
 
     def __init__(self, mu: float = 0.01) -> None:
         if not mu >= 0:

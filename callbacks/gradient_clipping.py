@@ -27,6 +27,7 @@ class ClientGradientClipping(FederatedCallback):
     """
 
     paper = "Pascanu et al., arXiv 1211.5063"
+    examples = ({"max_norm": 1.0},)
 
     def __init__(self, max_norm: float, norm: float = 2.0) -> None:
         for setting, value in (("max_norm", max_norm), ("norm", norm)):

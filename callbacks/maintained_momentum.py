@@ -33,6 +33,7 @@ class MaintainedMomentum(FederatedCallback):
     paper = "Zhong et al., arXiv 2303.06530, section 7"
     claims = ("own_twin_without_bn",)
     takes: Mapping[str, str] = {"the client optimizer's state": ""}
+    examples = ({"scope": "local"}, {"scope": "global"})
 
     def __init__(self, scope: Literal["local", "global"] = "local") -> None:
         check_choice("MaintainedMomentum.scope", scope, ("local", "global"))

@@ -38,6 +38,7 @@ class SlidingWindowFixBN(FoundFreezing):
 
     paper = "Zhong et al., arXiv 2303.06530, appendix B.6"
     claims = ("own_twin_when_frozen",)
+    examples = ({"window": 10, "threshold": 0.01}, {"window": 2, "threshold": 1e9})
 
     def __init__(self, window: int, threshold: float) -> None:
         if window < 2:

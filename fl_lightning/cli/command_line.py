@@ -22,6 +22,7 @@ import fl_lightning.optimizers.server  # imported so that bare class names resol
 from fl_lightning.cli.federated_cli import FederatedCLI
 from fl_lightning.cli.messages import told
 from fl_lightning.cli.parser import ConciseParser
+from fl_lightning.cli.verify import verify as run_verify
 from fl_lightning.client_data.federated import FederatedDataModule
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.round.module import FederatedModule
@@ -89,12 +90,9 @@ def verify(args: Sequence[str]) -> int:
     Returns:
         The exit status: 0 where nothing failed, 1 where something did, 2 where the arguments cannot be used.
     """
-    from fl_lightning.verification.command import verify as run
-
     _quiet_host()
     try:
-        shipped = vars(_import_shipped()["callbacks"])
-        return run(args, {name: shipped[name] for name in shipped["__all__"]})
+        return run_verify(args, _import_shipped()["callbacks"])
     except ConfigurationError as error:
         print(f"error: {told(error)}", file=sys.stderr)
         return 2

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from fl_lightning.cohort.cohort import Cohort
 
@@ -13,6 +13,8 @@ class Declarations:
     Attributes:
         paper: Where the method comes from, for tables; empty for a method of one's own.
         claims: What the method promises beyond the rules for all, for ``verify`` to hold it to.
+        examples: Constructor settings with which the method is shown, tested and verified: the usual ones first, those that
+            show most of it in a few rounds last.
         needs_joint_forward: Whether the first local step of a round runs one forward pass over all clients together, so
             that layers may exchange inside of it (see :func:`~fl_lightning.batch_norm.joint.cohort_mean`), under any executor.
         takes: What only one method of a run can decide, in words (``"client drift"``, ``"the round of the freeze"``, ``"the
@@ -23,6 +25,7 @@ class Declarations:
 
     paper: str = ""
     claims: tuple[str, ...] = ()
+    examples: ClassVar[tuple[Mapping[str, Any], ...]] = ({},)
     needs_joint_forward: ClassVar[bool] = False
     takes: Mapping[str, str] = MappingProxyType({})
     overridden: ClassVar[frozenset[str]] = frozenset()

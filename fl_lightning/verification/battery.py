@@ -1,22 +1,23 @@
-"""All properties and claims, and what they say about one method."""
+"""The battery: all properties and claims, and what they say about one method."""
 
+import sys
 import tempfile
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+import traceback
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from fl_lightning.errors import ConfigurationError, nearest
 from fl_lightning.round.callback import FederatedCallback
 from fl_lightning.run_directory.describe import describe
-from fl_lightning.verification import client_rules, model_rule, run_rules, state_rules
-from fl_lightning.verification.bench import Bench
-from fl_lightning.verification.blame import in_words, origin
+from fl_lightning.verification import client_rules, run_rules, state_rules
+from fl_lightning.verification.certificate import Certificate, describe_state
 from fl_lightning.verification.claims import CLAIMS, Gap, centralised_frozen_bn, fedavg
-from fl_lightning.verification.description import describe_state
-from fl_lightning.verification.verdicts import TOLERANCE, Finding, NotApplicable, Violated
+from fl_lightning.verification.comparison import TOLERANCE, Finding, NotApplicable, Violated
+from fl_lightning.verification.trials import Trials
 
-Check = Callable[[Bench], str]
+Check = Callable[[Trials], str]
 
 OF_ONE_RUN: dict[str, Check] = {
     "trains": state_rules.trains,
@@ -28,7 +29,7 @@ OF_ONE_RUN: dict[str, Check] = {
     "variances": state_rules.variances,
     "payload": client_rules.payload,
     "absent clients": client_rules.absent_clients,
-    "model comes back": model_rule.model_comes_back,
+    "model comes back": state_rules.model_comes_back,
     "runs repeat": run_rules.repeats,
 }
 """Properties of single runs, by the name of their line, and that two equal runs are equal."""
@@ -46,50 +47,25 @@ OF_SEVERAL_RUNS: dict[str, Check] = {
 }
 """Properties that compare runs in different set-ups: they mean something only where equal runs are equal."""
 
-_REFERENCES: dict[str, Callable[[Bench], Gap]] = {
+_REFERENCES: dict[str, Callable[[Trials], Gap]] = {
     **CLAIMS,
     "fedavg": fedavg,
     "centralised_frozen_bn": centralised_frozen_bn,
 }
 
 
-@dataclass
-class Certificate:
-    """What was found about a method.
-
-    Attributes:
-        method: The method, as it could be written.
-        paper: Where it comes from.
-        rules: The rules for all methods, line by line.
-        claims: What its class claims beyond them.
-        equals: How far it is from references that it claims nothing about.
-        state: What it sends, keeps, resets and freezes.
-        seconds: How long it took.
-    """
-
-    method: str
-    paper: str
-    rules: list[Finding] = field(default_factory=list)
-    claims: list[Finding] = field(default_factory=list)
-    equals: dict[str, str] = field(default_factory=dict)
-    state: dict[str, str] = field(default_factory=dict)
-    seconds: float = 0.0
-
-    @property
-    def failed(self) -> list[Finding]:
-        """The lines that failed."""
-        return [finding for finding in (*self.rules, *self.claims) if finding.status == "FAILED"]
-
-
 def certify(
-    make: Callable[[], FederatedCallback], title: str | None = None, references: bool = True
+    make: Callable[[], FederatedCallback],
+    references: bool = True,
+    settings: Mapping[str, Any] | None = None,
 ) -> Certificate:
     """Run the battery.
 
     Args:
         make: Makes the callback with its settings; called once for each run, so that no object is used twice.
-        title: How the certificate calls it; None for its class and the settings that are not defaults.
         references: Whether its distance to references that it claims nothing about is measured, too.
+        settings: Settings of ``FederatedModule`` that replace those of the battery, such as another ``client_optimizer``.
+            Claims name set-ups of their own, which stay as they are.
 
     Returns:
         The certificate.
@@ -105,16 +81,17 @@ def certify(
                 f"{type(method).__name__}.claims: unknown claim {claim!r}{nearest(claim, CLAIMS)}; known are "
                 f"{', '.join(CLAIMS)}"
             )
-    certificate = Certificate(title or describe(method), method.paper)
+    certificate = Certificate(describe(method), method.paper)
     with tempfile.TemporaryDirectory() as folder:
-        bench = Bench(make, Path(folder))
-        first = bench.attempt()
-        variances = _judge(bench, method, "variances", state_rules.variances)
+        trials = Trials(make, Path(folder, "rules"), settings or {})
+        claimed = Trials(make, Path(folder, "claims")) if settings else trials
+        first = trials.attempt()
+        variances = _judge(trials, method, "variances", state_rules.variances)
         if first.error is not None:
             if variances.status != "FAILED":
                 raise ConfigurationError(
                     f"{type(method).__name__} cannot be verified, an ordinary run raises "
-                    f"{in_words(first.error, type(method))}"
+                    f"{_in_words(first.error, type(method))}"
                 ) from first.error
             stopped = f"a running variance is negative, so the run stops in round {len(first.rounds)}"
             certificate.rules = [
@@ -122,42 +99,73 @@ def certify(
                 for line in (*OF_ONE_RUN, *OF_SEVERAL_RUNS)
             ]
             return certificate
-        certificate.rules = [_judge(bench, method, line, check) for line, check in OF_ONE_RUN.items()]
+        certificate.rules = [_judge(trials, method, line, check) for line, check in OF_ONE_RUN.items()]
         repeatable = certificate.rules[-1].status == "PASSED"
 
-        def judge_if_repeatable(line: str, check: Check) -> Finding:
+        def judge_if_repeatable(line: str, check: Check, trials: Trials) -> Finding:
             if repeatable:
-                return _judge(bench, method, line, check)
+                return _judge(trials, method, line, check)
             return Finding(line, "does not apply", "two equal runs differ already")
 
-        certificate.rules += [judge_if_repeatable(line, check) for line, check in OF_SEVERAL_RUNS.items()]
-        certificate.claims = [judge_if_repeatable(name, _as_check(CLAIMS[name])) for name in method.claims]
+        certificate.rules += [
+            judge_if_repeatable(line, check, trials) for line, check in OF_SEVERAL_RUNS.items()
+        ]
+        certificate.claims = [
+            judge_if_repeatable(name, _as_check(CLAIMS[name]), claimed) for name in method.claims
+        ]
         if references:
-            found = [judge_if_repeatable(name, _as_check(one)) for name, one in _REFERENCES.items()]
+            found = [judge_if_repeatable(name, _as_check(one), claimed) for name, one in _REFERENCES.items()]
             certificate.equals = {one.line: one.detail for one in found if one.line not in method.claims}
         certificate.state = describe_state(first)
     certificate.seconds = time.perf_counter() - started
     return certificate
 
 
-def _judge(bench: Bench, method: FederatedCallback, line: str, check: Check) -> Finding:
+def _judge(trials: Trials, method: FederatedCallback, line: str, check: Check) -> Finding:
     try:
-        return Finding(line, "PASSED", check(bench))
+        return Finding(line, "PASSED", check(trials))
     except Violated as violated:
         return Finding(line, "FAILED", str(violated))
     except NotApplicable as reason:
         return Finding(line, "does not apply", str(reason))
     except Exception as error:  # noqa: BLE001  # whatever a method raises is a finding
-        if isinstance(error, ConfigurationError) and origin(error, type(method)):
+        if isinstance(error, ConfigurationError) and _origin(error, type(method)):
             return Finding(line, "does not apply", f"it refuses the set-up: {' '.join(str(error).split())}")
-        return Finding(line, "FAILED", f"raises {in_words(error, type(method))}")
+        return Finding(line, "FAILED", f"raises {_in_words(error, type(method))}")
 
 
-def _as_check(reference: Callable[[Bench], Gap]) -> Check:
-    def check(bench: Bench) -> str:
-        apart, place, weights = reference(bench)
+def _as_check(reference: Callable[[Trials], Gap]) -> Check:
+    def check(trials: Trials) -> str:
+        apart, place, weights = reference(trials)
         if not apart <= TOLERANCE:
             raise Violated(f"differs by {apart:.2g} ({place}), weights by {weights:.2g}")
         return "equal bit for bit" if apart == 0 else f"equal (distance {apart:.1g})"
 
     return check
+
+
+def _origin(error: BaseException, method: type[FederatedCallback]) -> str:
+    """Where in the code of a method's class an exception arose.
+
+    Args:
+        error: The exception.
+        method: The class.
+
+    Returns:
+        A text such as ``"on_round_end, methods.py line 12"``; empty where none of its code was running.
+    """
+    own = {
+        getattr(sys.modules.get(cls.__module__), "__file__", None)
+        for cls in method.__mro__[: method.__mro__.index(FederatedCallback)]
+    }
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename in own]
+    if not frames:
+        return ""
+    return f"{frames[-1].name}, {Path(frames[-1].filename).name} line {frames[-1].lineno}"
+
+
+def _in_words(error: BaseException, method: type[FederatedCallback]) -> str:
+    """An exception in one line: its type, its place in the method's code, its message."""
+    place = _origin(error, method)
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}{f' in {place}' if place else ''}: {text if len(text) < 200 else text[:197] + '...'}"

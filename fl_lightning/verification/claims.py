@@ -9,10 +9,9 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from fl_lightning.verification.bench import Bench, Run
-from fl_lightning.verification.comparison import distance, first_difference
+from fl_lightning.verification.comparison import TOLERANCE, NotApplicable, distance, first_difference
 from fl_lightning.verification.setups import CLIENTS, EVERYONE, ONE_STEP, USUAL
-from fl_lightning.verification.verdicts import TOLERANCE, NotApplicable
+from fl_lightning.verification.trials import Run, Trials
 
 
 class Gap(NamedTuple):
@@ -29,47 +28,47 @@ class Gap(NamedTuple):
     weights: float = 0.0
 
 
-def own_twin(bench: Bench) -> Gap:
+def own_twin(trials: Trials) -> Gap:
     """Equals the same callback on the union: E = 1, equal batches, every round, ``theta_fed = theta_central``."""
-    return _rounds_apart(bench.run(ONE_STEP), bench.run(ONE_STEP, centralised=True))
+    return _rounds_apart(trials.run(ONE_STEP), trials.run(ONE_STEP, centralised=True))
 
 
-def own_twin_when_frozen(bench: Bench) -> Gap:
+def own_twin_when_frozen(trials: Trials) -> Gap:
     """The same from the first round with frozen statistics on, continued on the union from the federated state."""
-    federated = bench.run(ONE_STEP)
+    federated = trials.run(ONE_STEP)
     frozen = [number for number, seen in enumerate(federated.rounds, 1) if seen.policy["mean"] == "frozen"]
     if not frozen:
         raise NotApplicable("statistics are not frozen in this run")
-    twin = bench.run(ONE_STEP, centralised=True, resume=frozen[0] - 1)
+    twin = trials.run(ONE_STEP, centralised=True, resume=frozen[0] - 1)
     return _rounds_apart(federated, twin)
 
 
-def own_twin_without_bn(bench: Bench) -> Gap:
+def own_twin_without_bn(trials: Trials) -> Gap:
     """``own_twin`` on a model with Group Normalization: ``g(union) = mean g_i`` where no layer sees the batch."""
-    return _rounds_apart(bench.run(ONE_STEP, norm="gn"), bench.run(ONE_STEP, norm="gn", centralised=True))
+    return _rounds_apart(trials.run(ONE_STEP, norm="gn"), trials.run(ONE_STEP, norm="gn", centralised=True))
 
 
-def centralised_bn(bench: Bench) -> Gap:
+def centralised_bn(trials: Trials) -> Gap:
     """Equals ordinary BN on the union batch without the callback, weights and statistics: E = 1, equal batches."""
-    return _rounds_apart(bench.run(ONE_STEP), bench.run(ONE_STEP, method="none", centralised=True))
+    return _rounds_apart(trials.run(ONE_STEP), trials.run(ONE_STEP, method="none", centralised=True))
 
 
-def union_statistics(bench: Bench) -> Gap:
+def union_statistics(trials: Trials) -> Gap:
     """Server statistics are those that ``nn.BatchNorm2d`` tracks on the concatenation of what the clients' layer is given.
 
     ``v <- (1 - beta) v + beta N/(N-1) (mean s_i^2 + mean (u_i - u)^2)`` with ``N = sum K_i``; E = 1, batches of equal and of
     unequal size.
     """
-    if bench.make().needs_joint_forward:
+    if trials.make().needs_joint_forward:
         raise NotApplicable("its layers are given all clients at once")
-    equal = _from_tracked(bench.run(ONE_STEP, listens=True))
-    unequal = _from_tracked(bench.run(ONE_STEP, listens=True, batch_sizes=(4, 8, 20, 6, 16)))
+    equal = _from_tracked(trials.run(ONE_STEP, listens=True))
+    unequal = _from_tracked(trials.run(ONE_STEP, listens=True, batch_sizes=(4, 8, 20, 6, 16)))
     return max(equal, unequal)
 
 
-def weights_of_fedavg(bench: Bench) -> Gap:
+def weights_of_fedavg(trials: Trials) -> Gap:
     """Weights, gamma and beta are bitwise those of FedAvg with BN, any E and participation; only statistics differ."""
-    method, fedavg = bench.run(USUAL), bench.run(USUAL, method="none")
+    method, fedavg = trials.run(USUAL), trials.run(USUAL, method="none")
     weights = [name for name, kind in method.module.kinds.items() if kind in ("weight", "affine")]
     for one, two in zip(method.rounds, fedavg.rounds, strict=True):
         place = first_difference(*({name: seen.server[name] for name in weights} for seen in (one, two)))
@@ -80,19 +79,19 @@ def weights_of_fedavg(bench: Bench) -> Gap:
     return Gap(0.0, "")
 
 
-def fedavg_on_identical_clients(bench: Bench) -> Gap:
+def fedavg_on_identical_clients(trials: Trials) -> Gap:
     """Equals FedAvg with BN where every client has the same data and takes part: ``theta_i = theta_j`` makes a mean idle."""
     alike = {"identities": (1,) * len(CLIENTS), "script": EVERYONE}
-    return _rounds_apart(bench.run(USUAL, **alike), bench.run(USUAL, method="none", **alike))
+    return _rounds_apart(trials.run(USUAL, **alike), trials.run(USUAL, method="none", **alike))
 
 
-def one_client_is_plain_training(bench: Bench) -> Gap:
+def one_client_is_plain_training(trials: Trials) -> Gap:
     """With one client, any E and SGD without momentum it equals training without the callback."""
     alone = {"identities": (0,), "script": ((0,),) * len(EVERYONE), "momentum": 0.0}
-    return _rounds_apart(bench.run(USUAL, **alone), bench.run(USUAL, method="none", **alone))
+    return _rounds_apart(trials.run(USUAL, **alone), trials.run(USUAL, method="none", **alone))
 
 
-CLAIMS: dict[str, Callable[[Bench], Gap]] = {
+CLAIMS: dict[str, Callable[[Trials], Gap]] = {
     claim.__name__: claim
     for claim in (
         own_twin,
@@ -107,14 +106,14 @@ CLAIMS: dict[str, Callable[[Bench], Gap]] = {
 }
 
 
-def fedavg(bench: Bench) -> Gap:
+def fedavg(trials: Trials) -> Gap:
     """Distance to FedAvg with BN, which is no callback: E = 1."""
-    return _rounds_apart(bench.run(ONE_STEP), bench.run(ONE_STEP, method="none"))
+    return _rounds_apart(trials.run(ONE_STEP), trials.run(ONE_STEP, method="none"))
 
 
-def centralised_frozen_bn(bench: Bench) -> Gap:
+def centralised_frozen_bn(trials: Trials) -> Gap:
     """Distance to centralised training with BN frozen at its initial statistics: E = 1."""
-    return _rounds_apart(bench.run(ONE_STEP), bench.run(ONE_STEP, method="frozen", centralised=True))
+    return _rounds_apart(trials.run(ONE_STEP), trials.run(ONE_STEP, method="frozen", centralised=True))
 
 
 def _rounds_apart(first: Run, second: Run) -> Gap:

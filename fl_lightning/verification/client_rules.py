@@ -2,21 +2,23 @@
 
 from typing import Any
 
-from fl_lightning.verification.bench import Bench, Run
-from fl_lightning.verification.comparison import first_difference
+from fl_lightning.verification.comparison import NotApplicable, Violated, first_difference
 from fl_lightning.verification.federation import Disturbance
-from fl_lightning.verification.memory import by_client
-from fl_lightning.verification.relabelling import knows_no_client
+from fl_lightning.verification.memory import by_client, knows_no_client
 from fl_lightning.verification.setups import CLIENTS
-from fl_lightning.verification.verdicts import NotApplicable, Violated
+from fl_lightning.verification.trials import Run, Trials
 
 
-def absent_clients(bench: Bench) -> str:
+def absent_clients(trials: Trials) -> str:
     """What the method keeps of a client does not change in a round without it, unless it forgets all clients at once."""
-    rounds = bench.run().rounds
+    rounds = trials.run().rounds
     kept = [by_client(seen.memory) for seen in rounds]
     first = next((index for index, memory in enumerate(kept) if memory), None)
-    if first is None or not _is_of_clients(set(kept[first]), rounds[first].clients) or knows_no_client(bench):
+    if (
+        first is None
+        or not _is_of_clients(set(kept[first]), rounds[first].clients)
+        or knows_no_client(trials)
+    ):
         raise NotApplicable("it keeps nothing by client")
     for number in range(first + 1, len(rounds)):
         before, after, present = kept[number - 1], kept[number], rounds[number].clients
@@ -31,27 +33,27 @@ def absent_clients(bench: Bench) -> str:
     return "what is kept of them stays bit for bit"
 
 
-def exchange(bench: Bench) -> str:
+def exchange(trials: Trials) -> str:
     """Within a round, what a client sends does not depend on another client's data, unless exchanges are declared."""
-    usual = bench.run()
+    usual = trials.run()
     seen = usual.rounds[1]
     assert usual.method is not None
     if seen.exchanges or usual.method.needs_joint_forward:
         raise NotApplicable(f"it declares exchanges inside a round: {seen.exchanges}")
     disturbance = Disturbance(seen.clients[1], 2, ("data",))
-    _unreached(usual, bench.run(disturbance=disturbance), disturbance, 2, "other data")
+    _unreached(usual, trials.run(disturbance=disturbance), disturbance, 2, "other data")
     return "what a client sends depends on the broadcast, its own data and memory"
 
 
-def own_state(bench: Bench) -> str:
+def own_state(trials: Trials) -> str:
     """What clients keep (local, frozen, reset state, optimizer state that is not sent) reaches nobody else."""
-    usual = bench.run()
+    usual = trials.run()
     for number in (2, 3):
         seen = usual.rounds[number - 1]
         what = ("local", "frozen", "reset", *(["optimizer"] if not _upload(seen.payload) else []))
         client = next(one for one in reversed(seen.clients) if set(usual.rounds[number].clients) - {one})
         disturbance = Disturbance(client, number, what)
-        other = bench.run(disturbance=disturbance)
+        other = trials.run(disturbance=disturbance)
         names = [name for name, kind in usual.module.kinds.items() if seen.policy[kind] != "local"]
         wrong = first_difference(
             {name: seen.server[name] for name in names},
@@ -65,9 +67,9 @@ def own_state(bench: Bench) -> str:
     return "a client's own state reaches nobody else"
 
 
-def payload(bench: Bench) -> str:
+def payload(trials: Trials) -> str:
     """``extra_payload`` gives two whole numbers, ``extra_exchanges`` one, none negative; what is local is not sent."""
-    for number, seen in enumerate(bench.run().rounds, 1):
+    for number, seen in enumerate(trials.run().rounds, 1):
         pair = seen.payload
         if not (isinstance(pair, tuple) and len(pair) == 2 and all(map(_is_count, pair))):
             raise Violated(f"extra_payload is {pair!r} in round {number}, not two whole numbers >= 0")
@@ -75,7 +77,7 @@ def payload(bench: Bench) -> str:
             raise Violated(
                 f"extra_exchanges is {seen.exchanges!r} in round {number}, not a whole number >= 0"
             )
-    up, down = bench.run().rounds[-1].payload
+    up, down = trials.run().rounds[-1].payload
     return f"{up} floats up and {down} down on top of the averaged state"
 
 

@@ -21,29 +21,11 @@ if TYPE_CHECKING:
 class Observer(Companion):
     """Has every hook and looks at everything, without doing anything."""
 
-    def on_round_start(self, trainer: L.Trainer, pl_module: "FederatedModule", cohort: "Cohort") -> None:
-        """Look at the round's start."""
+    def look(self, trainer: L.Trainer, pl_module: "FederatedModule", cohort: "Cohort", *step: int) -> None:
+        """The hook of each moment of a round."""
         self._look(cohort)
 
-    def on_after_local_backward(
-        self, trainer: L.Trainer, pl_module: "FederatedModule", cohort: "Cohort", step: int
-    ) -> None:
-        """Look at the gradients."""
-        self._look(cohort)
-
-    def on_local_step_end(
-        self, trainer: L.Trainer, pl_module: "FederatedModule", cohort: "Cohort", step: int
-    ) -> None:
-        """Look at the step."""
-        self._look(cohort)
-
-    def on_before_aggregate(self, trainer: L.Trainer, pl_module: "FederatedModule", cohort: "Cohort") -> None:
-        """Look at what is sent."""
-        self._look(cohort)
-
-    def on_round_end(self, trainer: L.Trainer, pl_module: "FederatedModule", cohort: "Cohort") -> None:
-        """Look at the round's end."""
-        self._look(cohort)
+    on_round_start = on_after_local_backward = on_local_step_end = on_before_aggregate = on_round_end = look
 
     def _look(self, cohort: "Cohort") -> None:
         self.seen = [

@@ -1,12 +1,41 @@
-"""How far two states are apart, and where."""
+"""How far two states are apart, where, and what that says of a property."""
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from math import inf, isnan
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import keystr, tree_flatten_with_path
+
+TOLERANCE = 1e-10
+"""Largest distance at which two float64 computations of one quantity count as equal."""
+
+Status = Literal["PASSED", "FAILED", "does not apply"]
+
+
+class Violated(Exception):
+    """A property does not hold; the message says by how much and where."""
+
+
+class NotApplicable(Exception):
+    """A property says nothing about this method; the message says why."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of a certificate.
+
+    Attributes:
+        line: Name of the property or claim.
+        status: Whether it holds.
+        detail: What was measured, the place of the violation, or why it does not apply.
+    """
+
+    line: str
+    status: Status
+    detail: str
 
 
 def leaves(tree: Any) -> dict[str, Any]:
@@ -27,6 +56,8 @@ def same(first: Any, second: Any) -> bool:
     if isinstance(first, Tensor) and isinstance(second, Tensor):
         alike = first.shape == second.shape and first.dtype == second.dtype
         return alike and bool(((first == second) | (first.isnan() & second.isnan())).all())
+    if isinstance(first, float) and isinstance(second, float) and isnan(first):
+        return isnan(second)
     return type(first) is type(second) and bool(first == second)
 
 

@@ -14,7 +14,7 @@ from fl_lightning.randomness import generator
 
 CLASSES, CHANNELS, IMAGE_SIZE, BATCH = 3, 2, 6, 8
 SIZES = (16, 24, 40, 16, 32)
-"""Training examples of each client, unless a set-up says otherwise: unequal, so that weights and steps differ."""
+"""Training examples of each client: unequal, so that weights and steps differ."""
 
 
 @dataclass(frozen=True)
@@ -83,13 +83,12 @@ def skewed_images(identity: int, size: int) -> tuple[Tensor, Tensor]:
 
 def federation(
     identities: Sequence[int],
-    sizes: Sequence[int] = SIZES,
     batch_sizes: Sequence[int] | None = None,
     disturbance: Disturbance | None = None,
 ) -> FederatedDataModule:
-    """A federation whose client i has the data ``identities[i]``, and so ``sizes`` and ``batch_sizes`` of that place."""
+    """A federation whose client i has the data ``identities[i]``, and so the size and ``batch_sizes`` of that place."""
     clients = [
-        MaterialisedClient(who, sizes[who], batch_sizes[who] if batch_sizes else BATCH) for who in identities
+        MaterialisedClient(who, SIZES[who], batch_sizes[who] if batch_sizes else BATCH) for who in identities
     ]
     if disturbance is not None and "data" in disturbance.what:
         steps = clients[disturbance.client].steps_per_epoch

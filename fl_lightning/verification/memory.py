@@ -1,13 +1,18 @@
-"""What of a method's ``state_dict`` belongs to which client."""
+"""What of a method's ``state_dict`` belongs to which client, and what tells a client's number from any other."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 
-from fl_lightning.verification.setups import CLIENTS
+from fl_lightning.verification.comparison import TOLERANCE, leaves
+from fl_lightning.verification.setups import CLIENTS, SCRIPT
+from fl_lightning.verification.trials import Run, Trials
 
 Entries = dict[int | None, dict[str, Any]]
+
+RELABELLED = (3, 0, 4, 2, 1)
+"""The new number of each client."""
 
 
 def entries(memory: Any) -> Entries:
@@ -25,6 +30,40 @@ def entries(memory: Any) -> Entries:
 def by_client(memory: Any) -> dict[int, dict[str, Any]]:
     """The entries of clients alone."""
     return {owner: kept for owner, kept in entries(memory).items() if owner is not None}
+
+
+def relabelled(trials: Trials) -> Run:
+    """The usual run with every client's data under its new number."""
+    identities = tuple(RELABELLED.index(client) for client in CLIENTS)
+    script = tuple(tuple(sorted(RELABELLED[client] for client in cohort)) for cohort in SCRIPT)
+    return trials.run(identities=identities, script=script)
+
+
+def knows_no_client(trials: Trials) -> bool:
+    """Whether what the method keeps is the same however clients are numbered: then its numbers are layers or rounds, say."""
+    pairs = zip(trials.run().rounds, relabelled(trials).rounds, strict=True)
+    return all(memory_apart(one.memory, two.memory) <= TOLERANCE for one, two in pairs)
+
+
+def memory_apart(first: object, second: object) -> float:
+    """Largest difference of two memories, place by place; infinite where they hold different things."""
+    return entries_apart(leaves(first), leaves(second))
+
+
+def entries_apart(first: dict[str, object], second: dict[str, object]) -> float:
+    """Largest difference of the entries of two memories; infinite where they hold different things."""
+    if first.keys() != second.keys():
+        return float("inf")
+    numbers = (int, float, torch.Tensor)
+    worst = 0.0
+    for place, one in first.items():
+        other = second[place]
+        if isinstance(one, numbers) and isinstance(other, numbers):
+            apart = (torch.as_tensor(one).double() - torch.as_tensor(other).double()).abs()
+            worst = max(worst, float(apart.max()) if apart.numel() else 0.0)
+        elif one != other:
+            return float("inf")
+    return worst
 
 
 def _walk(tree: Any, owner: int | None, place: str) -> Iterator[tuple[int | None, str, Any]]:

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from fl_lightning.batch_norm.layers import batch_norm_layers
-from fl_lightning.client_data.cohort_batch import CohortBatch
 from fl_lightning.cohort.cohort import Cohort
 from fl_lightning.cohort.round_cohort import RoundCohort
 from fl_lightning.round.callback import FederatedCallback
@@ -107,45 +106,39 @@ class ObservedModule(FederatedModule):
         self.rounds.append(Round(list(cohort.client_ids), sizes / sizes.sum(), dict(cohort.policy), before))
         return cohort
 
-    def client_batches(self, cohort: Cohort, rows: Any, step: int) -> CohortBatch:
-        """Before the first local step: what the clients start from."""
-        if step == 0:
-            seen = self.rounds[-1]
+    def _call(self, hook: str, cohort: RoundCohort, *args: int) -> None:
+        """A hook of all callbacks, and what they leave: a callback that computes batches of its own comes by no second time."""
+        super()._call(hook, cohort, *args)
+        seen = self.rounds[-1]
+        if hook == "on_round_start":
             seen.start = self._rows(cohort)
             if cohort.optimizer_state_keys:
-                blocks = [
-                    b
-                    for key in cohort.optimizer_state_keys
-                    for b in cohort.optimizer_state(key).blocks.values()
-                ]
-                seen.optimizer_was_reset = not any(bool(block.any()) for block in blocks)
-        return super().client_batches(cohort, rows, step)
-
-    def aggregate(self, cohort: RoundCohort) -> None:
-        """What the clients send."""
-        seen = self.rounds[-1]
-        seen.sent = self._rows(cohort)
-        callbacks = [cb for cb in self.federated_callbacks if not isinstance(cb, Companion)]
-        for callback in callbacks:
-            seen.payload, seen.exchanges = callback.extra_payload(cohort), callback.extra_exchanges(cohort)
-        super().aggregate(cohort)
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        """One communication round, and what the server ends it with."""
-        super().training_step(batch, batch_idx)
-        self.rounds[-1].server = self._server_state()
+                states = [cohort.optimizer_state(key).blocks for key in cohort.optimizer_state_keys]
+                seen.optimizer_was_reset = not any(
+                    bool(b.any()) for blocks in states for b in blocks.values()
+                )
+        elif hook == "on_before_aggregate":
+            seen.sent = self._rows(cohort)
+            for method in self._under_test():
+                seen.payload, seen.exchanges = method.extra_payload(cohort), method.extra_exchanges(cohort)
+        elif hook == "on_round_end":
+            seen.server = self._server_state()
 
     def on_train_epoch_end(self) -> None:
         """What the method remembers, after its own hook of this name."""
         super().on_train_epoch_end()
         seen = self.rounds[-1]
         seen.loss = float(self.trainer.callback_metrics["train/loss"])
-        for callback in self.federated_callbacks:
-            if isinstance(callback, FederatedCallback) and not isinstance(callback, Companion):
-                seen.memory = deepcopy(callback.state_dict())
+        for method in self._under_test():
+            seen.memory = deepcopy(method.state_dict())
 
     def print(self, *args: Any, **kwargs: Any) -> None:
         """Nothing: the certificate is what is printed."""
+
+    def _under_test(self) -> list[FederatedCallback]:
+        """The method under test, if one takes part."""
+        callbacks = (cb for cb in self.federated_callbacks if isinstance(cb, FederatedCallback))
+        return [callback for callback in callbacks if not isinstance(callback, Companion)]
 
     def _server_state(self) -> State:
         return {name: value.detach().clone() for name, value in self.model.state_dict().items()}

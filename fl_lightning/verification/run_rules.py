@@ -1,28 +1,41 @@
 """Equal runs end equally: resumed, under another executor, watched, with noise, with the clients renumbered."""
 
 import pickle
+from typing import Any
 
 import torch
 
-from fl_lightning.verification.bench import Bench, Run
 from fl_lightning.verification.companions import own_generators
-from fl_lightning.verification.comparison import distance, first_difference
-from fl_lightning.verification.memory import by_client
-from fl_lightning.verification.relabelling import RELABELLED, entries_apart, memory_apart, relabelled
+from fl_lightning.verification.comparison import (
+    TOLERANCE,
+    NotApplicable,
+    Violated,
+    distance,
+    first_difference,
+)
+from fl_lightning.verification.memory import RELABELLED, by_client, entries_apart, memory_apart, relabelled
 from fl_lightning.verification.setups import SCRIPT
-from fl_lightning.verification.verdicts import TOLERANCE, NotApplicable, Violated
+from fl_lightning.verification.trials import Run, Trials
 
 
-def repeats(bench: Bench) -> str:
+def repeats(trials: Trials) -> str:
     """Two runs in one process are equal bit for bit: nothing is left behind in classes or modules."""
-    _equal(bench.run(), bench.run(repetition=1), "a second run")
+    _equal(trials.run(), trials.run(repetition=1), "a second run")
     return "a second run in this process is equal bit for bit"
 
 
-def resumes(bench: Bench) -> str:
-    """A run resumed from any round's checkpoint, under either executor, ends in the same model, optimizer and memory, bit for bit."""
-    for executor, numbers in (("sequential", range(1, len(SCRIPT))), ("vectorised", range(2, 3))):
-        whole = bench.run(executor=executor)
+def resumes(trials: Trials) -> str:
+    """A run resumed from any round's checkpoint, under either executor, ends in the same model, optimizer, memory and metrics.
+
+    Bit for bit; a server optimizer with momentum is resumed, too.
+    """
+    changes: dict[str, Any]
+    for changes, numbers in (
+        ({}, range(1, len(SCRIPT))),
+        ({"executor": "vectorised"}, range(1, len(SCRIPT))),
+        ({"server_momentum": 0.9}, range(2, 3)),
+    ):
+        whole = trials.run(**changes)
         for number in numbers:
             try:
                 torch.load(whole.checkpoint(number), weights_only=True)
@@ -31,23 +44,23 @@ def resumes(bench: Bench) -> str:
                 raise Violated(
                     f"state_dict holds more than tensors and plain numbers: {wanted.strip()}"
                 ) from error
-            _equal(whole, bench.run(executor=executor, resume=number), f"resumed after round {number}: it")
+            _equal(whole, trials.run(**changes, resume=number), f"resumed after round {number}: it")
     return f"bit-exact from each of {len(SCRIPT) - 1} rounds"
 
 
-def executors(bench: Bench) -> str:
+def executors(trials: Trials) -> str:
     """Clients one after the other and all at once give the same rounds."""
-    return _close(bench.run(), bench.run(executor="vectorised"))
+    return _close(trials.run(), trials.run(executor="vectorised"))
 
 
-def blocks(bench: Bench) -> str:
+def blocks(trials: Trials) -> str:
     """Blocks of two clients give the same rounds as all at once."""
-    return _close(bench.run(executor="vectorised"), bench.run(executor="blocks"))
+    return _close(trials.run(executor="vectorised"), trials.run(executor="blocks"))
 
 
-def random_numbers(bench: Bench) -> str:
+def random_numbers(trials: Trials) -> str:
     """Other draws between the hooks, from any generator in reach, change nothing: randomness does not depend on call order."""
-    usual, noisy = bench.run(), bench.run(beside="noise")
+    usual, noisy = trials.run(), trials.run(beside="noise")
     try:
         _equal(usual, noisy, "with other random draws between the hooks it")
     except Violated as violated:
@@ -59,19 +72,19 @@ def random_numbers(bench: Bench) -> str:
     return "draws in between change nothing"
 
 
-def observers(bench: Bench) -> str:
+def observers(trials: Trials) -> str:
     """An observing callback before or after the method in the list changes nothing."""
     for place in ("before", "after"):
-        _equal(bench.run(), bench.run(beside=place), f"with an observer {place} it in the list it")
+        _equal(trials.run(), trials.run(beside=place), f"with an observer {place} it in the list it")
     return "an observer before or after it changes nothing"
 
 
-def relabelling(bench: Bench) -> str:
+def relabelling(trials: Trials) -> str:
     """With the clients numbered differently, and the same data each, the server's rounds and each client's memory are equal."""
-    usual = bench.run()
-    if first_difference(_outcome(usual), _outcome(bench.run(seed=1))) is not None:
+    usual = trials.run()
+    if first_difference(_outcome(usual), _outcome(trials.run(seed=1))) is not None:
         raise NotApplicable("what it does depends on the seed, so its draws may depend on client numbers")
-    other = relabelled(bench)
+    other = relabelled(trials)
     worst = 0.0
     for number, (one, two) in enumerate(zip(usual.rounds, other.rounds, strict=True), 1):
         apart, name = distance(one.server, two.server)
@@ -103,9 +116,15 @@ def _close(first: Run, second: Run) -> str:
 
 
 def _outcome(run: Run) -> dict[str, object]:
-    """What must be equal bit for bit: the server after the last round, its optimizer, and what the method keeps."""
+    """What must be equal bit for bit: the server after the last round, its optimizer, what the method keeps, all metrics."""
     last = run.rounds[-1]
-    return {"model": last.server, "server optimizer": run.optimizer, "state_dict": last.memory}
+    metrics = {name: value for name, value in run.module.metrics.items() if not name.startswith("time/")}
+    return {
+        "model": last.server,
+        "server optimizer": run.optimizer,
+        "state_dict": last.memory,
+        "metrics": metrics,
+    }
 
 
 def _equal(first: Run, second: Run, what: str) -> None:

@@ -58,5 +58,5 @@ USUAL = Setup()
 ONE_STEP = Setup(script=EVERYONE, local_steps=1, weighting="samples")
 """Every client takes one local step a round: where federated and centralised training may be equal."""
 
-SAVED = (USUAL, replace(USUAL, executor="vectorised"), ONE_STEP)
+SAVED = (USUAL, replace(USUAL, executor="vectorised"), replace(USUAL, server_momentum=0.9), ONE_STEP)
 """The runs that write a checkpoint after each round."""

@@ -4,10 +4,10 @@ from functools import partial
 
 import pytest
 import torch
+from contract import EVERY_ROW, method_of
 from fake_gpu import fit
 from helpers import SGD, SaveRounds, blobs, small_cnn
 from helpers import fit as fit_on_cpu
-from test_contract import EVERY_ROW, method_of
 from torch import nn
 
 from callbacks import SCAFFOLD, ClientGradientClipping

@@ -6,9 +6,9 @@ from functools import partial
 import pytest
 import torch
 from command_line import rows, run
+from contract import EVERY_ROW
+from contract import run as run_method
 from helpers import ArrayClient, States, blobs, fit, small_cnn
-from test_contract import EVERY_ROW
-from test_contract import run as run_method
 from torch import nn
 
 from fl_lightning import (

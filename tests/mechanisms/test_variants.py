@@ -5,8 +5,8 @@ from copy import deepcopy
 import lightning as L
 import pytest
 import torch
+from contract import contents
 from helpers import SGD, ArrayClient, SaveRounds, States, blobs, distance, fit, small_cnn
-from test_contract import contents
 from torch.nn.functional import cross_entropy
 
 from callbacks import FBN, FixBN

@@ -4,14 +4,14 @@ from itertools import combinations
 
 import pytest
 import torch
+from contract import MOMENTUM, SHIPPED, contents
 from helpers import SGD, SaveRounds, States, blobs, distance, fit, small_cnn
-from test_contract import MOMENTUM, TABLE, contents
 
 import callbacks
 from fl_lightning import ConfigurationError, FederatedModule, SequentialExecutor, VectorizedExecutor
 
-SETTINGS = {row.callback: row.settings for row in reversed(TABLE) if row.callback in callbacks.__all__}
-"""The first row of each method."""
+SETTINGS = {name: cls.examples[-1] for name, cls in SHIPPED.items()}
+"""What shows most of a method in a few rounds."""
 COMPANIONS = {
     "BatchNormDiagnostics",
     "ClientGradientClipping",

@@ -6,8 +6,8 @@ import pytest
 import torch
 from command_line import run as command
 from command_line import write_config
+from contract import contents
 from helpers import SaveRounds, States, blobs, by_hand, distance, fit, small_cnn, train
-from test_contract import contents
 
 from callbacks import FedBN
 from fl_lightning import ConfigurationError, FederatedModule, SequentialExecutor, VectorizedExecutor

@@ -1,7 +1,7 @@
 """Runs of one method in many set-ups, each computed once."""
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -77,16 +77,19 @@ class Run:
         return self.folder / f"{round_number}.ckpt"
 
 
-class Bench:
+class Trials:
     """Runs a method in the set-ups that its properties ask for.
 
     Args:
         make: Makes the callback: a new object for each run.
-        folder: An empty folder for checkpoints.
+        folder: A folder for checkpoints, made where it is needed.
+        settings: Settings of ``FederatedModule`` that replace those of the set-ups.
     """
 
-    def __init__(self, make: Callable[[], FederatedCallback], folder: Path) -> None:
-        self.make, self.folder = make, folder
+    def __init__(
+        self, make: Callable[[], FederatedCallback], folder: Path, settings: Mapping[str, Any] | None = None
+    ) -> None:
+        self.make, self.folder, self.settings = make, folder, dict(settings or {})
         self._runs: dict[Setup, Run] = {}
 
     def attempt(self, setup: Setup = USUAL, **changes: Any) -> Run:
@@ -112,29 +115,29 @@ class Bench:
         source = None
         if setup.resume:
             source = self.run(setup, resume=0, centralised=False).checkpoint(setup.resume)
-        module = ObservedModule(
-            reference_model(setup.norm),
-            partial(torch.optim.SGD, lr=0.05, momentum=setup.momentum, weight_decay=0.01),
-            partial(
+        settings: dict[str, Any] = {
+            "client_optimizer": partial(torch.optim.SGD, lr=0.05, momentum=setup.momentum, weight_decay=0.01),
+            "server_optimizer": partial(
                 torch.optim.SGD,
                 lr=0.5 if setup.server_momentum else 1.0,
                 momentum=setup.server_momentum,
                 weight_decay=0.02 if setup.server_momentum else 0.0,
             ),
-            local_steps=setup.local_steps,
-            local_epochs=None if setup.local_steps else 1,
-            executor=_EXECUTORS[setup.executor](),
-            weighting=setup.weighting,
-            centralised=setup.centralised,
-            seed=setup.seed,
-        )
+            "local_steps": setup.local_steps,
+            "local_epochs": None if setup.local_steps else 1,
+            "executor": _EXECUTORS[setup.executor](),
+            "weighting": setup.weighting,
+            "centralised": setup.centralised,
+            "seed": setup.seed,
+        }
+        module = ObservedModule(reference_model(setup.norm), **{**settings, **self.settings})
         module.script = setup.script
         if setup.listens:
             module.listen()
         run = Run(module, method, reference_model(setup.norm), self.folder / str(len(self._runs)))
         callbacks = _line_up(setup, method)
         if setup in SAVED:
-            run.folder.mkdir()
+            run.folder.mkdir(parents=True)
             callbacks.append(SaveRounds(run.folder))
         data = federation(setup.identities, batch_sizes=setup.batch_sizes, disturbance=setup.disturbance)
         with isolate_rng(), warnings.catch_warnings():

@@ -1,0 +1,69 @@
+"""Every method with the settings in which it is tested: the shipped ones by their ``examples``, and those of the README."""
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from helpers import SGD, blobs, fit, small_cnn
+from readme_code import methods
+from torch.utils._pytree import tree_flatten_with_path
+
+import callbacks
+from fl_lightning import FederatedCallback, FederatedModule
+
+MOMENTUM = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
+ADAM = partial(torch.optim.Adam, lr=0.01, eps=1e-3)
+
+
+class Row(NamedTuple):
+    """A method (``README's X`` for the class in the README's text), its settings, and those of the module that it needs."""
+
+    callback: str
+    settings: dict[str, Any]
+    module: dict[str, Any]
+
+
+SHIPPED = {
+    name: getattr(callbacks, name)
+    for name in callbacks.__all__
+    if issubclass(getattr(callbacks, name), FederatedCallback)
+}
+# with all clients in every round the state of SiloBN's server is that of FedAvg
+_NEEDS = {"MaintainedMomentum": {"client_optimizer": MOMENTUM}, "SiloBN": {"participation": 2}}
+TABLE = [
+    *(Row(name, example, _NEEDS.get(name, {})) for name, cls in SHIPPED.items() for example in cls.examples),
+    *(
+        Row("MaintainedMomentum", example, {"client_optimizer": ADAM})
+        for example in SHIPPED["MaintainedMomentum"].examples
+    ),
+    Row("FedTAN", {}, {"client_optimizer": MOMENTUM}),
+    Row("SCAFFOLD", {}, {"client_optimizer": ADAM, "participation": 3}),
+    Row("README's FedProx", {"mu": 0.5}, {}),
+    Row("README's FedBN", {}, {}),
+]
+EVERY_ROW = pytest.mark.parametrize("row", TABLE, ids=lambda row: f"{row.callback}-{row.settings}")
+
+
+def method_of(row):
+    """A row's callback."""
+    name = row.callback.removeprefix("README's ")
+    home = callbacks if name == row.callback else methods()
+    return getattr(home, name)(**row.settings)
+
+
+def run(row, rounds=4, extra=(), ckpt_path=None, **settings):
+    """A module after training with the method of a row."""
+    settings = {"client_optimizer": SGD, "local_steps": 2, **row.module, **settings}
+    module = FederatedModule(small_cnn(), **settings)
+    fit(module, blobs(4, (24, 40, 32)), rounds, [method_of(row), *extra], ckpt_path)
+    return module
+
+
+def contents(path):
+    """A checkpoint's tensors and numbers by their place in it, without times and Lightning's own bookkeeping."""
+    checkpoint = torch.load(path, weights_only=True)
+    kept = {key: checkpoint[key] for key in ("state_dict", "optimizer_states", "callbacks", "fl_lightning")}
+    leaves, _ = tree_flatten_with_path(kept)
+    texts = {"".join(map(str, place)): leaf for place, leaf in leaves}
+    return {place: leaf for place, leaf in texts.items() if "seconds" not in place and "time/" not in place}
