@@ -17,7 +17,7 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.profilers import PassThroughProfiler
 
 from fl_lightning.cli.interruption import FinishRound
-from fl_lightning.cli.parser import check_settings, given_settings
+from fl_lightning.cli.parser import check_settings
 from fl_lightning.cli.progress import RoundProgress
 from fl_lightning.dashboard.logger import RoundWandbLogger
 from fl_lightning.dashboard.naming import wandb_logger
@@ -42,7 +42,6 @@ class FederatedCLI(LightningCLI):
     attempt: Attempt | None = None
     interruption: FinishRound
     is_new_attempt = False
-    given: Namespace
     resumed_round = 0
     checkpoint: dict[str, Any] | None = None
     wandb: RoundWandbLogger | None = None
@@ -81,19 +80,19 @@ class FederatedCLI(LightningCLI):
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         """Read the settings, and refuse those that another setting or the data set decides."""
         super().parse_arguments(parser, args)
-        self.given = given_settings(parser, args)
-        check_settings(self.config[self.config.subcommand], self.given)
+        check_settings(self.config[self.config.subcommand], parser.given)
 
     def _decide(self, name: str) -> Callable[[Any], Any]:
         """What a setting of the model that is linked to the data set becomes: a link alone would ignore what is given."""
 
         def of_data(value: Any) -> Any:
             setting = f"model.model.init_args.{name}"
-            given = self.given.get(setting)
+            # links do not touch the parsed settings: here is what the user gave, or the model's default
+            parsed = self.config[self.config.subcommand].get(setting)
+            given = parsed if f"model.model.{name}" in self.parser.given else None
             if value is None:
                 # only a model with this setting has a default; one whose default is None does without
-                default = self.config[self.config.subcommand].get(setting)
-                if given is None and default is not None:
+                if given is None and parsed is not None:
                     raise ConfigurationError(
                         f"{setting}: the data set does not say its {name}; set {setting}, or {name} in the data module"
                     )

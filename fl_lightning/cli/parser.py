@@ -1,26 +1,33 @@
 """A LightningCLI parser whose errors are one line: the setting, the value and what would work."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
-from jsonargparse import ArgumentParser, Namespace
-from jsonargparse._link_arguments import skip_apply_links
+from jsonargparse import Namespace
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.cli import LightningArgumentParser
 
-from fl_lightning.cli.messages import _settings, behind, explain
+from fl_lightning.cli.given import given_settings, plain_name
+from fl_lightning.cli.messages import explain
 from fl_lightning.errors import ConfigurationError
 
 
 class ConciseParser(LightningArgumentParser):
-    """Prints the one line of an error that matters, without pages of usage; takes no abbreviated settings."""
+    """Prints the one line of an error that matters, without pages of usage; takes no abbreviated settings.
+
+    Attributes:
+        owner: The class whose settings it reads, empty where they are of several.
+        given: What the user gave (:func:`fl_lightning.cli.given.given_settings`).
+    """
 
     owner = ""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         # An abbreviation would make a misspelt setting (--model.local_step) pass as another one.
         super().__init__(*args, **{"allow_abbrev": False, **kwargs})
+        self.given: dict[str, Any] = {}
+        self._commands: Any = None
 
     def add_class_arguments(
         self, class_type: type, nested_key: str | None = None, *args: Any, **kwargs: Any
@@ -30,6 +37,36 @@ class ConciseParser(LightningArgumentParser):
             self.owner = class_type.__name__
         names: list[str] = super().add_class_arguments(class_type, nested_key, *args, **kwargs)
         return names
+
+    def add_subcommands(self, *args: Any, **kwargs: Any) -> Any:
+        """Add the place of the subcommands, and remember it."""
+        self._commands = super().add_subcommands(*args, **kwargs)
+        return self._commands
+
+    def settings(self) -> list[str]:
+        """The names of the settings that the parser and its subcommands take, without ``init_args``."""
+        parsers = self._commands.choices.values() if self._commands else [self]
+        return list(
+            dict.fromkeys(plain_name(name) for parser in parsers for name, _ in parser.get_defaults().items())
+        )
+
+    def parse_args(self, args: Sequence[str] | None = None, *others: Any, **kwargs: Any) -> Namespace:  # type: ignore[override]
+        """Read the settings, once it is known that each file and each section has some."""
+        arguments = sys.argv[1:] if args is None else args
+        try:
+            given = given_settings(arguments)
+        except ConfigurationError as error:
+            self.error(str(error))
+        commands = self._commands.choices if self._commands else {}
+        command = next((argument for argument in arguments if argument in commands), "")
+        # a file for all commands has a section for each
+        self.given = {name.removeprefix(f"{command}."): value for name, value in given.items()}
+        known = self.settings()
+        for name, value in self.given.items():
+            inner = [setting for setting in known if setting.startswith(f"{name}.")]
+            if inner and name not in known and value is not None:
+                self.error(f"{name}: {value} holds no settings such as {inner[0]}")
+        return super().parse_args(args, *others, **kwargs)
 
     def instantiate(self, *args: Any, **kwargs: Any) -> Any:
         """Make the objects, and refuse callbacks that cannot be saved side by side."""
@@ -43,25 +80,16 @@ class ConciseParser(LightningArgumentParser):
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Print a short form of a parser's message to stderr and exit with status 2."""
-        # what a class of this project or of the user says about itself is better than what became of it on the way
-        own = next((" ".join(str(e).split()) for e in behind(ex) if isinstance(e, ConfigurationError)), None)
-        print(f"error: {own or explain(message, ex, _settings(self), self.owner)}", file=sys.stderr)
+        print(f"error: {explain(message, self.settings(), self.owner, self.given)}", file=sys.stderr)
         sys.exit(2)
 
 
-def given_settings(parser: ArgumentParser, arguments: Any) -> Namespace:
-    """What the command line and its files say themselves: no defaults, and no links between settings."""
-    with skip_apply_links():
-        given = parser.parse_args(arguments, defaults=False)
-    return given[given.subcommand] if given.get("subcommand") else given
-
-
-def check_settings(config: Namespace, given: Namespace) -> None:
+def check_settings(config: Namespace, given: Mapping[str, Any]) -> None:
     """Refuse values that nothing behind the parser answers with one line, before anything is made of them.
 
     Args:
         config: The parsed settings of a subcommand.
-        given: Those that the user gave (:func:`given_settings`).
+        given: What the user gave (:func:`fl_lightning.cli.given.given_settings`).
 
     Raises:
         ConfigurationError: A value is out of range, or another setting decides.
@@ -72,12 +100,12 @@ def check_settings(config: Namespace, given: Namespace) -> None:
         raise ConfigurationError(
             f"seed_everything: {str(seed).lower()} must be a whole number from 0 to {2**32 - 1}"
         )
-    data_seed = given.get("data.init_args.seed")
-    if data_seed is not None and data_seed != seed:
-        raise ConfigurationError(
-            f"data.init_args.seed: {data_seed} contradicts seed_everything: {seed}, which decides; leave it out and set "
-            "seed_everything"
-        )
+    for setting in ("data.init_args.seed", "model.seed"):
+        own = given.get(plain_name(setting))
+        if own is not None and own != seed:
+            raise ConfigurationError(
+                f"{setting}: {own} contradicts seed_everything: {seed}, which decides; leave it out and set seed_everything"
+            )
     if config.trainer.logger is True:
         raise ConfigurationError(
             "trainer.logger: true names no logger; use a class such as lightning.pytorch.loggers.WandbLogger, or false "

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import lightning as L
@@ -37,12 +37,9 @@ class RoundProgress(ProgressBar):
         self.every_n_seconds = every_n_seconds
         self._enabled = True
         self._live: Progress | None = None
-        self._next_time = 0.0
-        self._started_at = 0.0
+        self._next_time = self._started_at = 0.0
         self._first_round = 0
-        self._batches = 0
-        self._evaluation = ""
-        self._score: tuple[str, Any] | None = None
+        self._score = ""
 
     @property
     def is_enabled(self) -> bool:
@@ -60,16 +57,14 @@ class RoundProgress(ProgressBar):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Open the line; a resumed run starts at its round."""
-        self._score = None
-        self._started_at = time.monotonic()
-        self._first_round = trainer.current_epoch
-        self._open(self._round_name(self._total_rounds()))
+        self._score, self._first_round, self._started_at = "", trainer.current_epoch, time.monotonic()
+        self._open()
         self._next_time = self._started_at + (0.0 if self._live else self.every_n_seconds)
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Show the round before this one: its row came after this callback's ``on_train_epoch_end``."""
-        self._note_score(_row(pl_module))
-        if self._is_due() and (self._live or trainer.current_epoch > self._first_round):
+        """Show the round before this one: its metrics came after this callback's ``on_train_epoch_end``."""
+        self._note_score()
+        if (self._live or trainer.current_epoch > self._first_round) and self._is_due():
             self._show()
 
     def local_step(self, step: int, of: int) -> None:
@@ -84,34 +79,23 @@ class RoundProgress(ProgressBar):
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Show the last round and leave its line."""
-        self._note_score(_row(pl_module))
+        self._note_score()
         if self._enabled:
             self._show()
         self._close()
 
-    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Count the batches of an evaluation; outside a fit it has a line of its own."""
-        self._start_evaluation(trainer, "validate")
-
-    def on_test_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Open the line of a test."""
-        self._start_evaluation(trainer, "test")
-
-    def on_predict_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Open the line of a prediction."""
-        self._start_evaluation(trainer, "predict")
-
     def on_validation_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any) -> None:
         """Show the position inside an evaluation of the server."""
-        self._advance_evaluation(trainer, trainer.num_val_batches)
+        if not trainer.sanity_checking:
+            self._show_evaluation("validate", trainer.num_val_batches, *args)
 
     def on_test_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any) -> None:
         """Show the position inside a test."""
-        self._advance_evaluation(trainer, trainer.num_test_batches)
+        self._show_evaluation("test", trainer.num_test_batches, *args)
 
     def on_predict_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any) -> None:
         """Show the position inside a prediction."""
-        self._advance_evaluation(trainer, trainer.num_predict_batches)
+        self._show_evaluation("predict", trainer.num_predict_batches, *args)
 
     def on_exception(
         self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException
@@ -123,17 +107,14 @@ class RoundProgress(ProgressBar):
         """Give the terminal back."""
         self._close()
 
-    def _open(self, longest_name: str) -> None:
+    def _open(self) -> None:
         self._close()
         console = Console()
         if self._enabled and console.is_interactive:
             text = TextColumn("{task.fields[text]}", table_column=Column(no_wrap=True, overflow="ellipsis"))
-            name = TextColumn(
-                "{task.description}", table_column=Column(no_wrap=True, min_width=len(longest_name))
-            )
-            self._live = Progress(
-                name, BarColumn(bar_width=None), text, console=console, auto_refresh=False, expand=True
-            )
+            columns = ("{task.description}", BarColumn(bar_width=None), text)
+            # no thread that refreshes: worker processes are forked, and it might hold a lock just then
+            self._live = Progress(*columns, console=console, auto_refresh=False, expand=True)
             self._live.add_task("", text="")
             self._live.start()
 
@@ -149,42 +130,44 @@ class RoundProgress(ProgressBar):
         self._next_time = now + (_REFRESH_SECONDS if self._live else self.every_n_seconds)
         return True
 
-    def _update(self, description: str, completed: float, total: float, text: str = "") -> None:
-        assert self._live is not None
-        shown_total = total if math.isfinite(total) else None
-        task = self._live.task_ids[0]
-        self._live.update(
-            task, description=description, completed=completed, total=shown_total, text=text, refresh=True
-        )
-
     def _show(self, steps: str = "", fraction: float = 0.0) -> None:
-        done, total = self.trainer.current_epoch, self._total_rounds()
-        name = self._round_name(done)
+        metrics = getattr(self.trainer.lightning_module, "metrics", {})
+        done, total = self.trainer.current_epoch, self.trainer.max_epochs
+        known = total is not None and total >= 0
+        name = f"round {done:{len(str(total))}}/{total}" if known else f"round {done}/?"
         texts = [
-            *self._metrics(_row(self.trainer.lightning_module)),
-            self._clock(done + fraction, total),
+            f"loss {float(metrics['train/loss']):.4g}" if "train/loss" in metrics else "",
+            self._score,
+            f"{float(metrics['time/samples_per_s']):,.0f} samples/s"
+            if "time/samples_per_s" in metrics
+            else "",
+            self._clock(done + fraction, total if known else math.inf),
             steps,
         ]
         text = "  ".join(filter(None, texts))
         if self._live:
-            self._update(name, done + fraction, total, text)
+            self._update(name, done + fraction, total if known else None, text)
         else:
             print(f"{name}  {text}", flush=True)
 
-    def _round_name(self, done: float) -> str:
-        return f"round {done}/{_count(self._total_rounds())}"
+    def _show_evaluation(
+        self, name: str, batches: Sequence[float], outputs: Any, batch: Any, index: int, *_: Any
+    ) -> None:
+        total = sum(batches)
+        position = f"{index + 1}/{total if math.isfinite(total) else '?'}"
+        if self.trainer.state.fn == TrainerFn.FITTING:
+            if self._live and self._is_due():
+                self._show(f"evaluating {position}", 1.0)
+            return
+        if index == 0:
+            self._open()
+        if self._live and (self._is_due() or index + 1 == total):
+            self._update(f"{name} {position}", index + 1, total if math.isfinite(total) else None)
 
-    def _total_rounds(self) -> float:
-        total = self.trainer.max_epochs
-        return math.inf if total is None or total == -1 else total
-
-    def _metrics(self, row: Mapping[str, Any]) -> list[str]:
-        shown = [f"loss {float(row['train/loss']):.4g}"] if "train/loss" in row else []
-        if self._score:
-            shown.append(f"{self._score[0]} {float(self._score[1]):.4g}")
-        if "time/samples_per_s" in row:
-            shown.append(f"{float(row['time/samples_per_s']):,.0f} samples/s")
-        return shown
+    def _update(self, name: str, completed: float, total: float | None, text: str = "") -> None:
+        assert self._live is not None
+        task = self._live.task_ids[0]
+        self._live.update(task, description=name, completed=completed, total=total, text=text, refresh=True)
 
     def _clock(self, done: float, total: float) -> str:
         elapsed = time.monotonic() - self._started_at
@@ -193,36 +176,11 @@ class RoundProgress(ProgressBar):
         here = done - self._first_round
         return f"ETA {_minutes(elapsed / here * (total - done))}" if here > 0 and math.isfinite(total) else ""
 
-    def _note_score(self, row: Mapping[str, Any]) -> None:
+    def _note_score(self) -> None:
         # most rounds are not evaluated: the last score stays on show
-        self._score = next(((key, row[key]) for key in _SCORES if key in row), self._score)
-
-    def _start_evaluation(self, trainer: L.Trainer, name: str) -> None:
-        self._batches = 0
-        self._evaluation = name
-        if trainer.state.fn != TrainerFn.FITTING:
-            self._next_time = 0.0
-            self._open(name)
-
-    def _advance_evaluation(self, trainer: L.Trainer, batches: Sequence[float]) -> None:
-        self._batches += 1
-        if self._live is None or trainer.sanity_checking:
-            return
-        total = sum(batches)
-        position = f"{self._batches}/{_count(total)}"
-        if trainer.state.fn != TrainerFn.FITTING:
-            if self._is_due() or self._batches == total:
-                self._update(f"{self._evaluation} {position}", self._batches, total)
-        elif self._is_due():
-            self._show(f"evaluating {position}", 1.0)
-
-
-def _row(pl_module: L.LightningModule) -> Mapping[str, Any]:
-    return getattr(pl_module, "metrics", None) or {}
-
-
-def _count(total: float) -> str:
-    return str(total) if math.isfinite(total) else "?"
+        metrics = getattr(self.trainer.lightning_module, "metrics", {})
+        found = (f"{key} {float(metrics[key]):.4g}" for key in _SCORES if key in metrics)
+        self._score = next(found, self._score)
 
 
 def _minutes(seconds: float) -> str:

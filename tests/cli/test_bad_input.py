@@ -1,9 +1,9 @@
-import json
-import sys
+"""Mistakes in the settings: each is one line that names it, and leaves nothing behind."""
+
 from pathlib import Path
 
 import pytest
-from command_line import attempts, run, write_config
+from command_line import attempts, message_of, run, write_config
 
 from fl_lightning.cli.command_line import main
 
@@ -187,20 +187,15 @@ TABLE = {
         {"model.model.init_args": {"in_channels": 3}},
         ["model.model.init_args.in_channels: 3", "its in_channels is 1"],
     ),
+    "seed of the model in YAML": (
+        {"model.seed": 5},
+        ["model.seed: 5", "seed_everything: 0, which decides"],
+    ),
+    "section without settings": ({"wandb": 3}, ["wandb: 3 holds no settings such as wandb."]),
+    "class of another kind": ("--model.model Digits", ["model.model: the class 'Digits' is of another kind"]),
+    "word for a learning rate": (optimizer("SGD", lr="x"), ["SGD.lr: x is not valid", "a number"]),
     "unknown parameter group": ({"model.parameter_groups": {"bn": {"lr": 0.1}}}, ["'bn'", "batch_norm"]),
 }
-
-
-def message_of(capsys, call):
-    """What a failing command says: one line, no traceback, a status that is not zero."""
-    with pytest.raises(SystemExit) as stop:
-        call()
-    assert stop.value.code == 2
-    message = capsys.readouterr().err
-    assert "Traceback" not in message
-    assert message.startswith("error: ")
-    assert message.count("\n") == 1
-    return message
 
 
 @pytest.mark.parametrize(("given", "words"), TABLE.values(), ids=TABLE)
@@ -226,101 +221,3 @@ def test_configuration_file_that_is_missing_or_no_settings_is_named(capsys):
         message = message_of(capsys, lambda: main(["fit", "--config", "odd.yaml"]))
         assert "config odd.yaml" in message
         assert words in message
-
-
-def test_early_stopping_on_a_misspelt_metric_lists_what_is_logged_and_keeps_the_finished_round(capsys):
-    write_config({**callback("EarlyStopping", monitor="val/losss"), "trainer.check_val_every_n_epoch": 1})
-    message = message_of(capsys, run)
-    for words in (
-        "EarlyStopping.monitor: 'val/losss'",
-        "val/accuracy",
-        "train/loss",
-        "did you mean val/loss",
-    ):
-        assert words in message
-    (folder,) = Path("runs/tiny").iterdir()
-    assert [json.loads(line)["round"] for line in (folder / "metrics.jsonl").read_text().splitlines()] == [
-        0,
-        1,
-    ]
-    assert not (folder / "result.json").exists()
-
-
-def test_settings_that_agree_with_what_decides_them_are_taken():
-    write_config({"data.init_args.seed": 3, "model.model.init_args": {"num_classes": 10, "in_channels": 1}})
-    plain, given = (
-        run("--seed_everything", 3, config=write_config(path="plain.yaml")),
-        run("--seed_everything", 3),
-    )
-    assert plain.attempt.path.name.partition("-s")[0] == given.attempt.path.name.partition("-s")[0]
-    assert given.datamodule.seed == given.model.seed == 3
-
-
-def test_a_model_setting_that_the_data_do_not_decide_is_the_users(capsys, tmp_path, monkeypatch):
-    Path("silent.py").write_text(
-        "from datamodules import Digits\nclass Silent(Digits):\n    num_classes = None\n"
-    )
-    monkeypatch.syspath_prepend(tmp_path)
-    message = message_of(capsys, lambda: run("--data.class_path", "silent.Silent"))
-    assert "set model.model.init_args.num_classes, or num_classes in the data module" in message
-    settings = ("--data.class_path", "silent.Silent", "--model.model.init_args.num_classes", 12)
-    assert run(*settings).model.model.state_dict().popitem()[1].shape == (12,)
-
-
-@pytest.mark.parametrize("name", ["CrossEntropyLoss", "torch.nn.CrossEntropyLoss"])
-def test_losses_of_torch_are_known_by_their_names(name):
-    loss = run("--model.loss", name, "--model.loss.label_smoothing", 0.1).model.loss
-    assert (type(loss).__name__, loss.label_smoothing) == ("CrossEntropyLoss", 0.1)
-
-
-def test_a_loss_may_be_a_function():
-    assert run("--model.loss", "torch.nn.functional.cross_entropy").model.loss.__name__ == "cross_entropy"
-
-
-@pytest.mark.parametrize("command", ["validate", "test", "predict"])
-def test_evaluation_without_a_checkpoint_asks_for_one(capsys, command):
-    assert "--ckpt_path last" in message_of(capsys, lambda: run(command=command))
-
-
-def test_truncated_checkpoint_is_named_and_the_run_stays_as_it_is(capsys):
-    attempt = run("--trainer.max_epochs", 1).attempt
-    checkpoint = attempt.checkpoints / "last.ckpt"
-    checkpoint.write_bytes(checkpoint.read_bytes()[:5000])
-    before = {path: path.read_bytes() for path in attempt.path.rglob("*") if path.is_file()}
-    capsys.readouterr()
-    for command in ("fit", "test"):
-        message = message_of(capsys, lambda command=command: run("--ckpt_path", "last", command=command))
-        assert f"{checkpoint} is truncated or unreadable (5,000 bytes)" in message
-    assert {path: path.read_bytes() for path in attempt.path.rglob("*") if path.is_file()} == before
-    assert attempts() == [attempt.path.name]
-
-
-def test_run_that_diverges_in_the_middle_keeps_its_rows_and_has_no_result(capsys, tmp_path, monkeypatch):
-    Path("late.py").write_text(
-        "from fl_lightning import FederatedCallback\n"
-        "class Explode(FederatedCallback):\n"
-        "    def on_before_aggregate(self, trainer, pl_module, cohort):\n"
-        "        if cohort.round == 3:\n"
-        "            next(iter(cohort.params.values()))[1] = float('nan')\n"
-    )
-    monkeypatch.syspath_prepend(tmp_path)
-    write_config(callback("late.Explode"))
-    message = message_of(capsys, run)
-    assert "round 3: the update of client 1 is not finite" in message
-    (folder,) = Path("runs/tiny").iterdir()
-    assert [json.loads(line)["round"] for line in (folder / "metrics.jsonl").read_text().splitlines()] == [
-        0,
-        1,
-        2,
-    ]
-    assert not (folder / "result.json").exists()
-
-
-def test_foreign_package_of_the_same_name_is_named_and_refused(capsys, tmp_path, monkeypatch):
-    (tmp_path / "callbacks").mkdir()
-    (tmp_path / "callbacks" / "__init__.py").touch()
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "callbacks")
-    message = message_of(capsys, run)
-    assert message.startswith(f"error: the package 'callbacks' found at {tmp_path / 'callbacks'}")
-    assert attempts() == []

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from unittest.mock import patch
 
+import pytest
 import yaml
 
 # Lightning 2.6 asks jsonargparse 4.49 in the old way to instantiate; harmless, and not ours to change.
@@ -83,3 +84,15 @@ def rows(attempt):
 def attempts(root="runs"):
     """Names of all run directories below ``runs``."""
     return sorted(path.name for path in Path(root).glob("*/*"))
+
+
+def message_of(capsys, call):
+    """What a failing command says: one line, no traceback, a status that is not zero."""
+    with pytest.raises(SystemExit) as stop:
+        call()
+    assert stop.value.code == 2
+    message = capsys.readouterr().err
+    assert "Traceback" not in message
+    assert message.startswith("error: ")
+    assert message.count("\n") == 1
+    return message

@@ -1,0 +1,144 @@
+"""Mistakes that show when the run is under way, and settings that another one decides."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from command_line import attempts, main, message_of, run, write_config
+
+
+def test_early_stopping_on_a_misspelt_metric_lists_what_is_logged_and_keeps_the_finished_round(capsys):
+    write_config(
+        {
+            "trainer.callbacks": [{"class_path": "EarlyStopping", "init_args": {"monitor": "val/losss"}}],
+            "trainer.check_val_every_n_epoch": 1,
+        }
+    )
+    message = message_of(capsys, run)
+    for words in (
+        "EarlyStopping.monitor: 'val/losss'",
+        "val/accuracy",
+        "train/loss",
+        "did you mean val/loss",
+    ):
+        assert words in message
+    (folder,) = Path("runs/tiny").iterdir()
+    assert [json.loads(line)["round"] for line in (folder / "metrics.jsonl").read_text().splitlines()] == [
+        0,
+        1,
+    ]
+    assert not (folder / "result.json").exists()
+
+
+def test_settings_that_agree_with_what_decides_them_are_taken():
+    write_config({"data.init_args.seed": 3, "model.model.init_args": {"num_classes": 10, "in_channels": 1}})
+    plain, given = (
+        run("--seed_everything", 3, config=write_config(path="plain.yaml")),
+        run("--seed_everything", 3),
+    )
+    assert plain.attempt.path.name.partition("-s")[0] == given.attempt.path.name.partition("-s")[0]
+    assert given.datamodule.seed == given.model.seed == 3
+
+
+def test_a_model_setting_that_the_data_do_not_decide_is_the_users(capsys, tmp_path, monkeypatch):
+    Path("silent.py").write_text(
+        "from datamodules import Digits\nclass Silent(Digits):\n    num_classes = None\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    message = message_of(capsys, lambda: run("--data.class_path", "silent.Silent"))
+    assert "set model.model.init_args.num_classes, or num_classes in the data module" in message
+    settings = ("--data.class_path", "silent.Silent", "--model.model.init_args.num_classes", 12)
+    assert run(*settings).model.model.state_dict().popitem()[1].shape == (12,)
+
+
+def test_what_the_data_decide_is_refused_wherever_it_is_given(capsys):
+    Path("model.yaml").write_text("class_path: LeNet\ninit_args: {num_classes: 5}\n")
+    write_config({"model.model": "model.yaml"})
+    words = "model.model.init_args.num_classes: 5 contradicts the data set"
+    assert words in message_of(capsys, run)
+    settings = yaml.safe_load(Path(write_config({"model.model.init_args": {"num_classes": 5}})).read_text())
+    Path("all.yaml").write_text(yaml.safe_dump({"fit": settings}))
+    assert words in message_of(capsys, lambda: main(["--config", "all.yaml", "fit"]))
+    assert attempts() == []
+
+
+def test_a_setting_of_a_model_that_another_one_replaced_contradicts_nothing(tmp_path, monkeypatch):
+    write_config({"model.model.init_args": {"num_classes": 5}})
+    Path("net.py").write_text(
+        "import torch\nclass Net(torch.nn.Sequential):\n    def __init__(self, width: int = 4):\n"
+        "        super().__init__(torch.nn.Flatten(), torch.nn.Linear(64, width), torch.nn.BatchNorm1d(width),\n"
+        "                         torch.nn.Linear(width, 10))\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    cli = run("--model.model", "net.Net", "--trainer.fast_dev_run", "true")
+    assert type(cli.model.model).__name__ == "Net"
+
+
+@pytest.mark.parametrize("name", ["CrossEntropyLoss", "torch.nn.CrossEntropyLoss"])
+def test_losses_of_torch_are_known_by_their_names(name):
+    loss = run("--model.loss", name, "--model.loss.label_smoothing", 0.1).model.loss
+    assert (type(loss).__name__, loss.label_smoothing) == ("CrossEntropyLoss", 0.1)
+
+
+def test_a_loss_may_be_a_function():
+    assert run("--model.loss", "torch.nn.functional.cross_entropy").model.loss.__name__ == "cross_entropy"
+
+
+@pytest.mark.parametrize("command", ["validate", "test", "predict"])
+def test_evaluation_without_a_checkpoint_asks_for_one(capsys, command):
+    assert "--ckpt_path last" in message_of(capsys, lambda: run(command=command))
+
+
+def test_truncated_checkpoint_is_named_and_the_run_stays_as_it_is(capsys):
+    attempt = run("--trainer.max_epochs", 1).attempt
+    checkpoint = attempt.checkpoints / "last.ckpt"
+    checkpoint.write_bytes(checkpoint.read_bytes()[:5000])
+    before = {path: path.read_bytes() for path in attempt.path.rglob("*") if path.is_file()}
+    capsys.readouterr()
+    for command in ("fit", "test"):
+        message = message_of(capsys, lambda command=command: run("--ckpt_path", "last", command=command))
+        assert f"{checkpoint} is truncated or unreadable (5,000 bytes)" in message
+    assert {path: path.read_bytes() for path in attempt.path.rglob("*") if path.is_file()} == before
+    assert attempts() == [attempt.path.name]
+
+
+def test_run_that_diverges_in_the_middle_keeps_its_rows_and_has_no_result(capsys, tmp_path, monkeypatch):
+    Path("late.py").write_text(
+        "from fl_lightning import FederatedCallback\n"
+        "class Explode(FederatedCallback):\n"
+        "    def on_before_aggregate(self, trainer, pl_module, cohort):\n"
+        "        if cohort.round == 3:\n"
+        "            next(iter(cohort.params.values()))[1] = float('nan')\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    write_config({"trainer.callbacks": [{"class_path": "late.Explode"}]})
+    message = message_of(capsys, run)
+    assert "round 3: the update of client 1 is not finite" in message
+    (folder,) = Path("runs/tiny").iterdir()
+    assert [json.loads(line)["round"] for line in (folder / "metrics.jsonl").read_text().splitlines()] == [
+        0,
+        1,
+        2,
+    ]
+    assert not (folder / "result.json").exists()
+
+
+def test_foreign_package_of_the_same_name_is_named_and_refused(tmp_path):
+    (tmp_path / "callbacks").mkdir()
+    (tmp_path / "callbacks" / "__init__.py").touch()
+    write_config()
+    answer = subprocess.run(
+        [sys.executable, "-m", "fl_lightning", "fit", "--config", "tiny.yaml"],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": ""},
+        check=False,
+    )
+    assert answer.returncode == 2
+    assert answer.stderr.startswith(f"error: the package 'callbacks' found at {tmp_path / 'callbacks'}")
+    assert "Traceback" not in answer.stderr
+    assert attempts() == []
