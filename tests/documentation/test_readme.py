@@ -80,7 +80,10 @@ def test_the_methods_of_the_readme_keep_what_they_promise(tmp_path, monkeypatch,
 
 def test_the_table_of_methods_is_made_from_the_callbacks():
     table = subprocess.run(
-        [sys.executable, ROOT / "docs" / "methods_table.py"], capture_output=True, text=True, check=False
+        [sys.executable, ROOT / "docs" / "scripts" / "methods_table.py"],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     written = re.search(r"<!-- methods -->\n(.*?)\n<!-- end of methods -->", README, re.DOTALL)[1]
     assert table.stdout.strip() == written, table.stderr

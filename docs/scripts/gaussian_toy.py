@@ -1,4 +1,4 @@
-"""The toy of the FBN paper (arXiv 2405.14670, Figs. 1 and 2): ``python docs/gaussian_toy.py`` runs, prints and draws it.
+"""The toy of the FBN paper (arXiv 2405.14670, Figs. 1 and 2): ``python docs/scripts/gaussian_toy.py`` runs, prints and draws it.
 
 Ten clients, one Gaussian in the plane each; every round draws 30 new points per client. Runs of a hundred rounds give the
 running statistics of FBN and of FedAvg with BN; each round's points are then normalised in four ways:
@@ -18,6 +18,7 @@ from pathlib import Path
 import lightning as L
 import torch
 import torch.nn.functional as F
+from looks import BLACK, BLUE, FIGURES_FOLDER, GREEN, GREY, ORANGE, PURPLE, VERMILLION
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Circle
@@ -28,14 +29,14 @@ from callbacks import FBN
 from datamodules import Gaussians
 from fl_lightning import FederatedModule, VectorizedExecutor
 from fl_lightning.models import BNProbe
-from fl_lightning.pictures.style import GREY, paper_style, write_figure
+from fl_lightning.pictures.style import paper_style, write_figure
 
 ROUNDS = 100
 GAMMAS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 STYLES = {
-    "naive": ("naive: each client its own batch", "#555555", ":", "^"),
-    "FixBN": ("FixBN: averaged running statistics", "#D55E00", "--", "D"),
-    "FBN": ("FBN", "#0072B2", "-", "o"),
+    "naive": ("naive: each client its own batch", GREY, ":", "^"),
+    "FixBN": ("FixBN: averaged running statistics", VERMILLION, "--", "D"),
+    "FBN": ("FBN", BLUE, "-", "o"),
 }
 TITLES = {
     "raw": "before",
@@ -45,7 +46,7 @@ TITLES = {
     "FBN": "FBN",
 }
 NUM_CLASSES = 10
-CLASS_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#000000")
+CLASS_COLOURS = (BLUE, ORANGE, GREEN, PURPLE, BLACK)
 CLASS_MARKERS = ("o", "^")
 ERROR_TICKS = (0.2, 0.5, 1, 2, 5, 10)
 
@@ -236,11 +237,11 @@ def main() -> None:
             start, accuracy = float(by_round["FBN"][:20].sum() / ROUNDS), separability(data, fbn, fedavg)
             central = statistics(data, centralised=True)
             gap = max(float((a - b).abs().max()) for a, b in zip(sum(fbn, ()), sum(central, ()), strict=True))
-            draw_points(Path(__file__).with_name("gaussian_toy_points.png"), data, fbn, fedavg)
+            draw_points(FIGURES_FOLDER / "gaussian_toy_points.png", data, fbn, fedavg)
     print(f"at gamma 0 the statistics of FBN and of centralised BN differ by at most {gap:.0e} in any round")
     print(f"at gamma 0 rounds 1 to 20 make {start:.3f} of the error of FBN, whose variance starts at 1")
     print("linear classifier at gamma 0: " + ", ".join(f"{name} {accuracy[name]:.3f}" for name in TITLES))
-    draw_errors(Path(__file__).with_name("gaussian_toy_errors.png"), found)
+    draw_errors(FIGURES_FOLDER / "gaussian_toy_errors.png", found)
 
 
 if __name__ == "__main__":

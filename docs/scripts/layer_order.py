@@ -1,4 +1,4 @@
-"""How FBN depends on the order of ReLU and BN: ``python docs/layer_order.py`` trains, ``... draw`` only draws.
+"""How FBN depends on the order of ReLU and BN: ``python docs/scripts/layer_order.py`` trains, ``... draw`` only draws.
 
 Ten clients with one class of Digits each, one local step a round, FBNCNN of width 16 without dropout, plain SGD. Ordinary BN
 is centralised, on the union of the clients' batches; FBN is too, because its federation is exactly its centralised twin.
@@ -9,10 +9,10 @@ import logging
 import sys
 import warnings
 from functools import partial
-from pathlib import Path
 
 import lightning as L
 import torch
+from looks import BLUE, FIGURES_FOLDER, NUMBERS_FOLDER, VERMILLION
 from matplotlib.figure import Figure
 
 from callbacks import FBN
@@ -22,15 +22,15 @@ from fl_lightning import FederatedModule
 from fl_lightning.models import FBNCNN
 from fl_lightning.pictures.style import paper_style, write_figure
 
-FILE = Path(__file__).with_suffix(".json")
+FILE = NUMBERS_FOLDER / "layer_order.json"
 ROUNDS = 600
 RATES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.4)
 SEEDS = (0, 1, 2)
 CURVES = {
-    "FBN relu_bn": ("FBN, conv, ReLU, BN (the paper's order)", "#0072B2", "-", "o"),
-    "FBN bn_relu": ("FBN, conv, BN, ReLU (ResNet's order)", "#D55E00", "-", "D"),
-    "BN relu_bn": ("BN centralised, conv, ReLU, BN", "#0072B2", ":", "^"),
-    "BN bn_relu": ("BN centralised, conv, BN, ReLU", "#D55E00", ":", "v"),
+    "FBN relu_bn": ("FBN, conv, ReLU, BN (the paper's order)", BLUE, "-", "o"),
+    "FBN bn_relu": ("FBN, conv, BN, ReLU (ResNet's order)", VERMILLION, "-", "D"),
+    "BN relu_bn": ("BN centralised, conv, ReLU, BN", BLUE, ":", "^"),
+    "BN bn_relu": ("BN centralised, conv, BN, ReLU", VERMILLION, ":", "v"),
 }
 
 
@@ -77,7 +77,7 @@ def train() -> None:
 
 
 def draw() -> None:
-    """Draw the file to ``docs/layer_order.png``: median of the seeds, band from the lowest to the highest."""
+    """Draw the file to ``docs/figures/layer_order.png``: median of the seeds, band from the lowest to the highest."""
     found = json.loads(FILE.read_text())
     with paper_style():
         figure = Figure(figsize=(7, 3.2), layout="constrained")
@@ -99,12 +99,12 @@ def draw() -> None:
         axes.grid(alpha=0.3)
         axes.legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
         axes.set_title(f"Digits, one class per client, {ROUNDS} rounds of one step", loc="left", fontsize=10)
-    write_figure(FILE.with_suffix(".png"), figure)
+    write_figure(FIGURES_FOLDER / "layer_order.png", figure)
 
 
 if __name__ == "__main__":
     if sys.argv[1:] not in ([], ["draw"]):
-        sys.exit(f"docs/layer_order.py: nothing or draw is needed, found {' '.join(sys.argv[1:])}")
+        sys.exit(f"docs/scripts/layer_order.py: nothing or draw is needed, found {' '.join(sys.argv[1:])}")
     if not sys.argv[1:]:
         train()
     draw()

@@ -1,8 +1,8 @@
-"""How far the clients' gradient is from that of the union batch, over training: ``python docs/gradient_deviation.py``.
+"""How far the clients' gradient is from that of the union batch, over training: ``python docs/scripts/gradient_deviation.py``.
 
 Ten clients with one digit each, one local step a round, the shipped configurations in float64 with
 ``BatchNormDiagnostics`` in every tenth round: five minutes on one core. It prints a table and draws
-``docs/gradient_deviation.png``. What the FedTAN and FixBN papers say of Batch Normalization under label skew is the
+``docs/figures/gradient_deviation.png``. What the FedTAN and FixBN papers say of Batch Normalization under label skew is the
 distance between the upper curves and the lower ones.
 """
 
@@ -12,6 +12,7 @@ import warnings
 from pathlib import Path
 
 import torch
+from looks import BLUE, FIGURES_FOLDER, GREEN, GREY, ORANGE, PURPLE, VERMILLION
 from matplotlib.figure import Figure
 
 from fl_lightning.cli.main import main as command_line
@@ -19,14 +20,14 @@ from fl_lightning.pictures.series import Series, series
 from fl_lightning.pictures.style import paper_style, write_figure
 from fl_lightning.run_directory.metrics import read_metrics
 
-ROOT = Path(__file__).parents[1]
+CONFIGS = Path(__file__).parents[2] / "configs"
 CURVES = {
-    "digits_fedavg_bn": ("BN", "#555555", ":", "^"),
-    "digits_fedtan_forward_only": ("FedTAN, forward only", "#CC79A7", "-.", "v"),
-    "quickstart": ("FixBN, T* = 200", "#D55E00", "-", "o"),
-    "digits_fedtan": ("FedTAN", "#E69F00", "-", "P"),
-    "digits_fedavg_gn": ("GN", "#0072B2", "--", "s"),
-    "digits_fbn": ("FBN", "#009E73", "-", "D"),
+    "digits_fedavg_bn": ("BN", GREY, ":", "^"),
+    "digits_fedtan_forward_only": ("FedTAN, forward only", PURPLE, "-.", "v"),
+    "quickstart": ("FixBN, T* = 200", VERMILLION, "-", "o"),
+    "digits_fedtan": ("FedTAN", ORANGE, "-", "P"),
+    "digits_fedavg_gn": ("GN", BLUE, "--", "s"),
+    "digits_fbn": ("FBN", GREEN, "-", "D"),
 }
 FLOOR = 1e-17  # an exact 0 is drawn here
 ROUNDS = 400
@@ -37,7 +38,7 @@ def deviations(config: str) -> tuple[Series, Series]:
     cli = command_line(
         [
             "fit",
-            f"--config={ROOT / 'configs' / config}.yaml",
+            f"--config={CONFIGS / config}.yaml",
             f"--name=gradient_deviation_{config}",
             f"--trainer.max_epochs={ROUNDS}",
             f"--trainer.check_val_every_n_epoch={ROUNDS}",
@@ -68,8 +69,10 @@ def draw(found: dict[str, tuple[Series, Series]]) -> Figure:
             label=label,
         )
     axes.axhspan(1e-16, 1e-13, color="0.92", zorder=0)
-    axes.text(8, 2e-14, "equal to the union's, up to rounding", color="#555555", va="center", fontsize=8)
-    axes.text(190, 1e-7, "FixBN freezes its statistics", color="#D55E00", ha="right", va="center", fontsize=8)
+    axes.text(8, 2e-14, "equal to the union's, up to rounding", color=GREY, va="center", fontsize=8)
+    axes.text(
+        190, 1e-7, "FixBN freezes its statistics", color=VERMILLION, ha="right", va="center", fontsize=8
+    )
     axes.set(
         yscale="log",
         xlabel="communication round",
@@ -96,7 +99,7 @@ def main() -> None:
         print(f"{label:22}  {by_round[1]:8.2g}  {by_round[200]:9.2g}  {by_round[400]:9.2g}")
     with paper_style():
         figure = draw(found)
-    write_figure(Path(__file__).with_suffix(".png"), figure)
+    write_figure(FIGURES_FOLDER / "gradient_deviation.png", figure)
 
 
 if __name__ == "__main__":

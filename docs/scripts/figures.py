@@ -1,15 +1,15 @@
-"""Draw the figures of README and results from runs below ``runs/``: ``python docs/figures.py NAME``, see ``FIGURES``.
+"""Draw the figures of README and results from runs below ``runs/``: ``python docs/scripts/figures.py NAME``, see ``FIGURES``.
 
 Each curve is the mean over the seeds of a configuration, its band reaches from the lowest to the highest seed.
 """
 
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
+from looks import BLUE, FIGURES_FOLDER, GREY, PURPLE, VERMILLION
 from matplotlib.figure import Figure
-from results_table import finished
+from runs import finished
 
 from fl_lightning.pictures.style import paper_style, write_figure
 from fl_lightning.run_directory.metrics import read_metrics
@@ -19,29 +19,29 @@ FIGURES = {
         "title": "Digits, 10 clients with one class each, E = 1, LeNet",
         "freeze": 200,
         "curves": {
-            "quickstart": ("FixBN", "#D55E00", "-", "o"),
-            "digits_fedavg_gn": ("FedAvg, GN", "#0072B2", "--", "s"),
-            "digits_fedavg_bn": ("FedAvg, BN", "#555555", ":", "^"),
+            "quickstart": ("FixBN", VERMILLION, "-", "o"),
+            "digits_fedavg_gn": ("FedAvg, GN", BLUE, "--", "s"),
+            "digits_fedavg_bn": ("FedAvg, BN", GREY, ":", "^"),
         },
     },
     "cifar10_small": {
         "title": "CIFAR-10 at 16x16 pixels, 5 clients with two classes each, E = 1, ResNet-8",
         "freeze": 1500,
         "curves": {
-            "cifar10_small_fixbn_momentum_local": ("FixBN, momentum kept (local)", "#CC79A7", "-", "D"),
-            "cifar10_small_fixbn": ("FixBN", "#D55E00", "-", "o"),
-            "cifar10_small_gn": ("FedAvg, GN", "#0072B2", "--", "s"),
-            "cifar10_small_bn": ("FedAvg, BN", "#555555", ":", "^"),
+            "cifar10_small_fixbn_momentum_local": ("FixBN, momentum kept (local)", PURPLE, "-", "D"),
+            "cifar10_small_fixbn": ("FixBN", VERMILLION, "-", "o"),
+            "cifar10_small_gn": ("FedAvg, GN", BLUE, "--", "s"),
+            "cifar10_small_bn": ("FedAvg, BN", GREY, ":", "^"),
         },
     },
     "cifar10_small_fbn": {
         "title": "CIFAR-10 at 16x16 pixels, 10 clients with one class each, E = 1, FBN's CNN",
         "freeze": 500,
         "curves": {
-            "cifar10_small_fbn_central_bn": ("BN, centralised", "#555555", "-.", "v"),
-            "cifar10_small_fbn": ("FBN", "#0072B2", "-", "s"),
-            "cifar10_small_fbn_fixbn": ("FixBN", "#D55E00", "-", "o"),
-            "cifar10_small_fbn_naive": ("FedAvg, BN", "#555555", ":", "^"),
+            "cifar10_small_fbn_central_bn": ("BN, centralised", GREY, "-.", "v"),
+            "cifar10_small_fbn": ("FBN", BLUE, "-", "s"),
+            "cifar10_small_fbn_fixbn": ("FixBN", VERMILLION, "-", "o"),
+            "cifar10_small_fbn_naive": ("FedAvg, BN", GREY, ":", "^"),
         },
     },
 }
@@ -70,7 +70,7 @@ def curves(name: str, seeds: Sequence[int] = (0, 1, 2)) -> tuple[np.ndarray, np.
 
 
 def main(key: str) -> None:
-    """Draw a figure to ``docs/<key>.png``."""
+    """Draw a figure to ``docs/figures/<key>.png``."""
     settings = FIGURES[key]
     with paper_style():
         figure = Figure(figsize=(7, 3.4), layout="constrained")
@@ -90,20 +90,20 @@ def main(key: str) -> None:
                 markersize=4,
                 label=f"{label}: {mean[-1]:.3f}",
             )
-        axes.axvline(settings["freeze"], color="#D55E00", linewidth=1, alpha=0.5)
-        axes.annotate(" T*: statistics freeze", (settings["freeze"], 0.03), color="#D55E00")
+        axes.axvline(settings["freeze"], color=VERMILLION, linewidth=1, alpha=0.5)
+        axes.annotate(" T*: statistics freeze", (settings["freeze"], 0.03), color=VERMILLION)
         axes.set(xlabel="communication round", ylabel="validation accuracy", xlim=(0, last), ylim=(0, None))
         axes.grid(alpha=0.3)
         axes.legend(
             loc="upper left", bbox_to_anchor=(1, 1), frameon=False, title="mean of 3 seeds, last round"
         )
         axes.set_title(settings["title"], loc="left", fontsize=10)
-    write_figure(Path(__file__).parent / f"{key}.png", figure)
+    write_figure(FIGURES_FOLDER / f"{key}.png", figure)
 
 
 if __name__ == "__main__":
     if sys.argv[1:] not in ([key] for key in FIGURES):
         sys.exit(
-            f"docs/figures.py: one of {', '.join(FIGURES)} is needed, found {' '.join(sys.argv[1:]) or 'nothing'}"
+            f"docs/scripts/figures.py: one of {', '.join(FIGURES)} is needed, found {' '.join(sys.argv[1:]) or 'nothing'}"
         )
     main(sys.argv[1])

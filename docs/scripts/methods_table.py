@@ -1,4 +1,4 @@
-"""Print the table of methods of the README, made from the callbacks themselves: ``python docs/methods_table.py``.
+"""Print the table of methods in docs/methods.md, made from the callbacks themselves: ``python docs/scripts/methods_table.py``.
 
 What is averaged, kept, frozen and pooled is each callback's own policy over a run of 100 rounds; bytes and exchanges are
 those that a round of ResNet-20 logs.
