@@ -142,9 +142,13 @@ def table() -> str:
     return "\n".join([*lines, "", LEGEND])
 
 
-if __name__ == "__main__":
+def quiet_table() -> str:
+    """The table, without what methods and Lightning print while they run."""
     for name in ("lightning.pytorch.utilities.rank_zero", "lightning.pytorch"):
         logging.getLogger(name).setLevel(logging.ERROR)
-    with redirect_stdout(sys.stderr):  # what methods print at their start
-        text = table()
-    print(text)
+    with redirect_stdout(sys.stderr):
+        return table()
+
+
+if __name__ == "__main__":
+    print(quiet_table())

@@ -49,7 +49,7 @@ class FederatedCallback(L.Callback):
         paper: Where the method comes from, for tables; empty for a method of one's own.
         claims: What the method promises beyond the rules for all, for ``verify`` to hold it to.
         needs_joint_forward: Whether the first local step of a round runs one forward pass over all clients together, so
-            that layers may exchange inside of it (see :func:`~fl_lightning.batch_norm.joint.cohort_mean`), under any executor.
+            that layers may exchange inside of it (see ``fl_lightning.batch_norm.joint.cohort_mean``), under any executor.
         keeps_optimizer_state: Whether clients keep their optimizer's state (momentum) from round to round.
     """
 

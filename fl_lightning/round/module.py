@@ -56,7 +56,7 @@ class FederatedModule(RunModule):
         participation: Clients in a round: a fraction in (0, 1] (float) or a number (int).
         executor: Who computes the clients' gradients. None chooses when training starts, see
             :func:`~fl_lightning.executors.choice.choose_executor`.
-        aggregator: How the server combines the clients. Default: :class:`~fl_lightning.aggregation.WeightedMean`.
+        aggregator: How the server combines the clients. Default: :class:`~fl_lightning.aggregation.base.WeightedMean`.
         weighting: Aggregation weights: ``"examples"`` (p_i = n_i / sum of n_j over the cohort), ``"uniform"``, or
             ``"samples"`` (in proportion to the samples that a client processes in the round: with one local step its
             batch size, so that the mean gradient is that of the union batch; before the local steps they are those to
@@ -271,7 +271,7 @@ class FederatedModule(RunModule):
         optimizer.step()
 
     def weight_share(self, cohort: Cohort) -> float:
-        """The cohort's part of all clients' aggregation weight: |S|/n where all weigh alike."""
+        """The cohort's part of all clients' aggregation weight: ``|S| / n`` where all weigh alike."""
         if self.centralised:
             return 1.0
         clients = range(self.data.num_clients)
