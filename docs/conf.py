@@ -85,6 +85,7 @@ def read(app: Sphinx, docname: str, source: list[str]) -> None:
             f"- {{py:obj}}`~{getattr(fl_lightning, name).__module__}.{name}`" for name in fl_lightning.__all__
         )
         made = sorted(path.stem for path in place.glob("*.md") if path.stem != "index")
+        made.sort(key=lambda name: not name.startswith("fl_lightning"))
         text = text.replace("EXPORTS", "\n".join(names)).replace("PACKAGES", "\n".join(made))
     if docname in outside:
         place = (ROOT / outside[docname]).parent
