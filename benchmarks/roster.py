@@ -17,6 +17,7 @@ BOUNDS = ("compute", "convolutions")
 """No contenders: what none of them can undercut in float32 on a CPU."""
 
 NAMES = ("naive", *EXECUTORS, "processes_bf16", "cuda_graph", *BOUNDS, *PEERS)
+"""Everybody who can be measured."""
 
 ON_CUDA = ("naive", "sequential", "vectorized", "cuda_graph")
 """Those who can run on a GPU; ``cuda_graph`` is the vectorized executor with recorded steps."""

@@ -53,7 +53,7 @@ class JointStep:
 
 
 class TANBatchNorm(SwappedBatchNorm):
-    """Normalises with the statistics of the union of all clients' batches while :attr:`joint` is set.
+    """Normalises with the statistics of the union of all clients' batches while ``joint`` is set.
 
     Attributes:
         joint: The present joint step; None for a local step, which is ordinary BN.

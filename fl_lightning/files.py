@@ -72,13 +72,13 @@ def remove_empty(folders: Iterable[Path]) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a text file atomically (see :func:`atomic_write`)."""
+    """Write a text file atomically (see :func:`~fl_lightning.files.atomic_write`)."""
     with atomic_write(path) as file:
         file.write(text.encode())
 
 
 def write_json(path: Path, obj: Any) -> None:
-    """Write an object as indented JSON, atomically (see :func:`atomic_write`); NaN and infinities as strings."""
+    """Write an object as indented JSON, atomically (see :func:`~fl_lightning.files.atomic_write`); NaN and infinities as strings."""
     write_text(path, json.dumps(plain(obj), indent=2, allow_nan=False) + "\n")
 
 

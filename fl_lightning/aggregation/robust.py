@@ -42,7 +42,7 @@ class PreAggregator(ABC):
 
 
 class NNM(PreAggregator):
-    """Nearest-neighbour mixing: :func:`~fl_lightning.aggregation.nearest_neighbor_mixing`."""
+    """Nearest-neighbour mixing: :func:`~fl_lightning.aggregation.distances.nearest_neighbor_mixing`."""
 
     def __call__(self, blocks: Sequence[Tensor], f: int) -> list[Tensor]:
         """Mix each client with its n - f nearest; distances are over all blocks together."""
@@ -114,7 +114,7 @@ class RobustAggregator(Aggregator):
 
 
 class Median(RobustAggregator):
-    """Coordinate-wise median: :func:`~fl_lightning.aggregation.median`. It needs no f; ``pre`` may.
+    """Coordinate-wise median: :func:`~fl_lightning.aggregation.coordinates.median`. It needs no f; ``pre`` may.
 
     See :class:`RobustAggregator` for its settings.
     """
@@ -125,7 +125,7 @@ class Median(RobustAggregator):
 
 
 class GeometricMedian(RobustAggregator):
-    """Geometric median: :func:`~fl_lightning.aggregation.geometric_median`. It needs no f; ``pre`` may.
+    """Geometric median: :func:`~fl_lightning.aggregation.weiszfeld.geometric_median`. It needs no f; ``pre`` may.
 
     See :class:`RobustAggregator` for its settings.
     """
@@ -137,7 +137,7 @@ class GeometricMedian(RobustAggregator):
 
 
 class TrimmedMean(RobustAggregator):
-    """Coordinate-wise trimmed mean: :func:`~fl_lightning.aggregation.trimmed_mean`.
+    """Coordinate-wise trimmed mean: :func:`~fl_lightning.aggregation.coordinates.trimmed_mean`.
 
     See :class:`RobustAggregator` for its settings.
     """
@@ -153,7 +153,7 @@ class TrimmedMean(RobustAggregator):
 
 
 class Krum(RobustAggregator):
-    """Krum: :func:`~fl_lightning.aggregation.krum`, one client's whole vector.
+    """Krum: :func:`~fl_lightning.aggregation.distances.krum`, one client's whole vector.
 
     Args:
         f: Byzantine clients in a round to withstand, 0 or more and less than half of them.
@@ -187,7 +187,7 @@ class Krum(RobustAggregator):
 
 
 class MultiKrum(Krum):
-    """Multi-Krum: :func:`~fl_lightning.aggregation.multi_krum`, the mean of the n - f best clients by Krum's score.
+    """Multi-Krum: :func:`~fl_lightning.aggregation.distances.multi_krum`, the mean of the n - f best clients by Krum's score.
 
     See :class:`Krum` for its settings.
     """

@@ -70,7 +70,7 @@ def check_variances(
 
     Args:
         buffers: Buffers by name: of the clients ``[C, *shape]``, or of the server ``[*shape]``.
-        kinds: Their kinds, from :func:`buffer_kinds`.
+        kinds: Their kinds, from :func:`~fl_lightning.batch_norm.kinds.buffer_kinds`.
         round_number: The communication round, for the message.
         client_ids: The client of each row; empty for the server's own buffers.
 

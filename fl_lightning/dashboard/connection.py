@@ -20,7 +20,7 @@ def resolve_mode(mode: Literal["auto", "online", "offline", "disabled"]) -> Mode
     """What ``"auto"`` means here: nothing is asked from the user or sent over the network to find out.
 
     Args:
-        mode: As for :class:`WandbSettings`.
+        mode: As for :class:`~fl_lightning.dashboard.settings.WandbSettings`.
 
     Raises:
         ConfigurationError: W&B refuses what the environment or its settings file says.

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class BatchNormReport(Report):
-    """The bookkeeping of a callback that measures BN: it says :meth:`report`, and the run shows it.
+    """The bookkeeping of a callback that measures BN: it hands its numbers to :meth:`log_measure`, and the run shows them.
 
     Attributes:
         history: The numbers of each layer.

@@ -73,7 +73,7 @@ class ProcessExecutor(Executor):
     def backward(
         self, module: ClientTask, cohort: ClientRows, batch: CohortBatch, rows: Sequence[int]
     ) -> Tensor:
-        """Fill ``cohort.grads`` and update ``cohort.buffers`` for ``rows``; see :meth:`Executor.backward`."""
+        """Fill ``cohort.grads`` and update ``cohort.buffers`` for ``rows``; see :meth:`~fl_lightning.executors.base.Executor.backward`."""
         state = self._state_reader.read(module)
         if self._pool is None or not self._pool.belongs_to(cohort, state):
             self.close()

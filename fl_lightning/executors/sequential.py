@@ -32,7 +32,7 @@ class SequentialExecutor(Executor):
     def backward(
         self, module: ClientTask, cohort: ClientRows, batch: CohortBatch, rows: Sequence[int]
     ) -> Tensor:
-        """Fill ``cohort.grads`` and update ``cohort.buffers`` for ``rows``; see :meth:`Executor.backward`."""
+        """Fill ``cohort.grads`` and update ``cohort.buffers`` for ``rows``; see :meth:`~fl_lightning.executors.base.Executor.backward`."""
         with self._fast(module.model):
             return self._each(module, cohort, batch, rows)
 

@@ -53,7 +53,7 @@ class VectorizedExecutor(Executor):
     def backward(
         self, module: ClientTask, cohort: ClientRows, batch: CohortBatch, rows: Sequence[int]
     ) -> Tensor:
-        """Fill ``cohort.grads`` and update ``cohort.buffers`` for ``rows``; see :meth:`Executor.backward`."""
+        """Fill ``cohort.grads`` and update ``cohort.buffers`` for ``rows``; see :meth:`~fl_lightning.executors.base.Executor.backward`."""
         losses: list[Tensor] = []
         rows, done = list(rows), 0
         while done < len(rows):

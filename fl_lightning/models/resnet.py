@@ -24,7 +24,7 @@ class CIFARResNet(nn.Module):
     With ``norm="fixup"`` it is the FixUp ResNet of Zhang, Dauphin, Ma, ICLR 2019: blocks without norm layers, a scalar
     bias after the first convolution and one before the linear layer, FixUp's initialisation (the first convolution
     keeps torch's), 268,393 trainable floats at depth 20. The authors train the scalars at a tenth of the learning rate:
-    ``parameter_groups: {scalars: {lr_scale: 0.1}}`` of :class:`~fl_lightning.FederatedModule`.
+    ``parameter_groups: {scalars: {lr_scale: 0.1}}`` of :class:`~fl_lightning.round.module.FederatedModule`.
 
     Args:
         depth: Number of weighted layers, 6n+2.

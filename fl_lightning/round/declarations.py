@@ -16,7 +16,7 @@ class Declarations:
         examples: Constructor settings with which the method is shown, tested and verified: the usual ones first, those that
             show most of it in a few rounds last.
         needs_joint_forward: Whether the first local step of a round runs one forward pass over all clients together, so
-            that layers may exchange inside of it (see :func:`~fl_lightning.batch_norm.joint.cohort_mean`), under any executor.
+            that layers may exchange inside of it (see ``fl_lightning.batch_norm.joint.cohort_mean``), under any executor.
         takes: What only one method of a run can decide, in words (``"client drift"``, ``"the round of the freeze"``, ``"the
             client optimizer's state"``), each with what may be set instead of leaving one of two such methods out; empty
             where nothing may. Two methods that take the same are refused.

@@ -59,7 +59,7 @@ class FederatedModule(ServerModule):
         participation: Clients in a round: a fraction in (0, 1] (float) or a number (int).
         executor: Who computes the clients' gradients. None chooses when training starts, see
             :func:`~fl_lightning.executors.choice.choose_executor`.
-        aggregator: How the server combines the clients. Default: :class:`~fl_lightning.aggregation.WeightedMean`.
+        aggregator: How the server combines the clients. Default: :class:`~fl_lightning.aggregation.base.WeightedMean`.
         weighting: Aggregation weights: ``"examples"`` (p_i = n_i / sum of n_j over the cohort), ``"uniform"``, or
             ``"samples"`` (in proportion to the samples that a client processes in the round: with one local step its
             batch size, so that the mean gradient is that of the union batch; before the local steps they are those to
@@ -256,7 +256,7 @@ class FederatedModule(ServerModule):
         self.log_numbers({**costs, **times, **self.clock.metrics()})
 
     def weight_share(self, cohort: Cohort) -> float:
-        """The cohort's part of all clients' aggregation weight: |S|/n where all weigh alike."""
+        """The cohort's part of all clients' aggregation weight: ``|S| / n`` where all weigh alike."""
         return self.plan.weight_share(cohort.client_ids, self.round)
 
     def _executor(self, step: int) -> Executor:

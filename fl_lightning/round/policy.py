@@ -24,7 +24,7 @@ def resolve_policy(callbacks: Iterable[Declarations], round_number: int, total_r
         total_rounds: Number of planned rounds.
 
     Returns:
-        The treatment of each kind of :data:`KINDS`.
+        The treatment of each kind of :data:`~fl_lightning.batch_norm.kinds.KINDS`.
 
     Raises:
         ConfigurationError: Two callbacks declare different treatments of one kind, or an unknown kind or treatment.

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-DOCS = Path(__file__).parents[2] / "docs"
+SCRIPTS = Path(__file__).parents[2] / "docs" / "scripts"
 CURVES = (
     "cifar10_small_fixbn_momentum_local",
     "cifar10_small_fixbn",
@@ -20,9 +20,10 @@ CURVES = (
 @pytest.fixture(autouse=True)
 def scripts():
     """Copies, so that a figure is drawn beside them and not into the documentation."""
-    Path("docs").mkdir()
-    for name in ("results_table.py", "figures.py"):
-        shutil.copy(DOCS / name, "docs")
+    Path("docs", "scripts").mkdir(parents=True)
+    Path("docs", "figures").mkdir()
+    for name in ("results_table.py", "figures.py", "runs.py", "looks.py"):
+        shutil.copy(SCRIPTS / name, "docs/scripts")
 
 
 def write_run(name, folder, accuracy=0.5, rounds=2, split="val"):
@@ -39,11 +40,12 @@ def write_run(name, folder, accuracy=0.5, rounds=2, split="val"):
 @pytest.fixture
 def start(monkeypatch):
     """Run a script as a command would, but in this process, which has imported torch already."""
-    monkeypatch.syspath_prepend("docs")
+    monkeypatch.syspath_prepend("docs/scripts")
 
     def run(script, *args):
-        monkeypatch.setattr(sys, "argv", [f"docs/{script}.py", *args])
-        monkeypatch.delitem(sys.modules, "results_table", raising=False)
+        monkeypatch.setattr(sys, "argv", [f"docs/scripts/{script}.py", *args])
+        for module in ("runs", "looks"):
+            monkeypatch.delitem(sys.modules, module, raising=False)
         runpy.run_path(sys.argv[0], run_name="__main__")
 
     return run
@@ -116,7 +118,7 @@ def test_figure_is_drawn_of_runs_of_one_configuration_each_and_of_no_others(star
         for seed in (0, 1, 2):
             write_run(name, f"0123abcd-s{seed}")
     start("figures", "cifar10_small")
-    assert Path("docs/cifar10_small.png").stat().st_size > 10_000
+    assert Path("docs/figures/cifar10_small.png").stat().st_size > 10_000
     stray = write_run(CURVES[1], "4567abcd-s0.2", 0.9)
     assert f"runs/{CURVES[1]}: finished runs of one configuration" in refused("figures", "cifar10_small")
     shutil.rmtree(stray)

@@ -1,9 +1,8 @@
 """The Gaussian toy of the FBN paper, arXiv 2405.14670, Figs. 1 and 2: what each kind of BN makes of the points."""
 
-import runpy
 from functools import cache
-from pathlib import Path
 
+import gaussian_toy as toy
 import lightning as L
 import pytest
 import torch
@@ -14,7 +13,6 @@ from datamodules import Gaussians
 from fl_lightning import SequentialExecutor, VectorizedExecutor
 from fl_lightning.models import BNProbe
 
-TOY = runpy.run_path(str(Path(__file__).parents[2] / "docs" / "gaussian_toy.py"), run_name="toy")
 FEDAVG, CENTRAL, TRUE_VARIANCE = "FedAvg", "central", 51
 TABLE = {
     0.0: {"FBN": 0.22, "FixBN": 8.6, "naive": 1.70},
@@ -49,7 +47,7 @@ def run(method, gamma):
     methods = {"FBN": [FBN()], "FixBN": [FixBN(freeze_round=50)], "mutant": [WithoutCorrection()]}
     evaluated = Evaluated()
     data, callbacks = Gaussians(gamma=gamma), [*methods.get(method, []), evaluated]
-    return TOY["statistics"](data, callbacks, centralised=method == CENTRAL), evaluated.accuracy
+    return toy.statistics(data, callbacks, centralised=method == CENTRAL), evaluated.accuracy
 
 
 def statistics(method, gamma=0.0):
@@ -62,7 +60,7 @@ def variance(method):
 
 @cache
 def errors(gamma):
-    found = TOY["errors"](Gaussians(gamma=gamma), statistics("FBN", gamma), statistics(FEDAVG, gamma))
+    found = toy.errors(Gaussians(gamma=gamma), statistics("FBN", gamma), statistics(FEDAVG, gamma))
     return {name: float(by_round.mean()) for name, by_round in found.items()}
 
 
@@ -116,7 +114,7 @@ def test_heterogeneity_harms_fixbn_and_naive_normalisation_but_not_fbn():
 
 
 def test_a_linear_classifier_tells_the_classes_apart_unless_each_client_normalises_its_own():
-    accuracy = TOY["separability"](Gaussians(), statistics("FBN"), statistics(FEDAVG))
+    accuracy = toy.separability(Gaussians(), statistics("FBN"), statistics(FEDAVG))
     for method in ("raw", "central", "FBN", "FixBN"):
         assert accuracy[method] > 0.98
     assert accuracy["naive"] < 0.2

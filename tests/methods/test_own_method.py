@@ -1,11 +1,11 @@
-"""A method of one's own: the README's FedProx and FedBN do what their papers say."""
+"""A method of one's own: the pages' FedProx and FedBN do what their papers say."""
 
 from functools import partial
 
 import pytest
 import torch
 from helpers import SGD, ArrayClient, ClientStates, States, blobs, distance, fit, small_cnn, train
-from readme_code import METHOD_BLOCKS, README, methods
+from readme_code import METHOD_BLOCKS, methods
 
 from fl_lightning import FederatedCallback, FederatedDataModule, FederatedModule
 
@@ -24,13 +24,6 @@ def run(data=None, rounds=3, model=None, **settings):
 @pytest.mark.parametrize("name", ["FedProx", "FedBN"])
 def test_a_method_takes_at_most_fifteen_lines(name):
     assert len([line for line in METHOD_BLOCKS[name].splitlines() if line.strip()]) <= 15
-
-
-def test_the_round_in_the_readme_is_that_of_the_docstring():
-    docstring = "\n".join(line.removeprefix("    ") for line in FederatedCallback.__doc__.splitlines())
-    round_of_docstring = docstring[docstring.index("    setup ") : docstring.index("Every tensor")]
-    lines = [line.removeprefix("    ").rstrip() for line in round_of_docstring.strip("\n").splitlines()]
-    assert "\n".join(lines).strip() in README
 
 
 def test_fedprox_pulls_clients_to_the_server():

@@ -1,23 +1,24 @@
-"""The README's own methods, as its reader has them."""
+"""The methods of the README and of the page on one's own methods, as their reader has them."""
 
 import re
-from pathlib import Path
 from types import SimpleNamespace
 
-README = (Path(__file__).parents[2] / "README.md").read_text()
-BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+from pages import blocks
+
 METHOD_BLOCKS = {
-    re.search(r"class (\w+)\(FederatedCallback\)", block)[1]: block
-    for block in BLOCKS
-    if "(FederatedCallback)" in block
+    found[1]: block
+    for name in ("README.md", "docs/own-method.md")
+    for block in blocks(name, "python")
+    if (found := re.match(r"from fl_lightning import FederatedCallback\n+class (\w+)\(", block))
 }
+"""The two that start from nothing but ``FederatedCallback``."""
 
 
 def methods():
-    """The classes by name, made anew from the README's text."""
+    """The classes by name, made anew from the pages' text."""
     namespace = {}
     for block in METHOD_BLOCKS.values():
-        exec(block, namespace)  # noqa: S102  # our own README
+        exec(block, namespace)  # noqa: S102  # our own pages
     for name in METHOD_BLOCKS:
         # as if made in a function: the command line knows methods by bare names, and FedBN is the shipped one
         namespace[name].__qualname__ = f"methods.<locals>.{name}"

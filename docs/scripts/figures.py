@@ -1,15 +1,15 @@
-"""Draw the figures of README and results from runs below ``runs/``: ``python docs/figures.py NAME``, see ``FIGURES``.
+"""Draw the figures of README and results from runs below ``runs/``: ``python docs/scripts/figures.py NAME``, see ``FIGURES``.
 
 Each curve is the mean over the seeds of a configuration, its band reaches from the lowest to the highest seed.
 """
 
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
+from folders import FIGURES_FOLDER
 from matplotlib.figure import Figure
-from results_table import finished
+from runs import finished
 
 from fl_lightning.pictures.style import BLUE, GREY, PURPLE, VERMILLION, paper_style, write_figure
 from fl_lightning.run_directory.metrics import read_metrics
@@ -70,7 +70,7 @@ def curves(name: str, seeds: Sequence[int] = (0, 1, 2)) -> tuple[np.ndarray, np.
 
 
 def main(key: str) -> None:
-    """Draw a figure to ``docs/<key>.png``."""
+    """Draw a figure to ``docs/figures/<key>.png``."""
     settings = FIGURES[key]
     with paper_style():
         figure = Figure(figsize=(7, 3.4), layout="constrained")
@@ -98,12 +98,12 @@ def main(key: str) -> None:
             loc="upper left", bbox_to_anchor=(1, 1), frameon=False, title="mean of 3 seeds, last round"
         )
         axes.set_title(settings["title"], loc="left", fontsize=10)
-    write_figure(Path(__file__).parent / f"{key}.png", figure)
+    write_figure(FIGURES_FOLDER / f"{key}.png", figure)
 
 
 if __name__ == "__main__":
     if sys.argv[1:] not in ([key] for key in FIGURES):
         sys.exit(
-            f"docs/figures.py: one of {', '.join(FIGURES)} is needed, found {' '.join(sys.argv[1:]) or 'nothing'}"
+            f"docs/scripts/figures.py: one of {', '.join(FIGURES)} is needed, found {' '.join(sys.argv[1:]) or 'nothing'}"
         )
     main(sys.argv[1])

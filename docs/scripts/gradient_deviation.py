@@ -1,8 +1,8 @@
-"""How far the clients' gradient is from that of the union batch, over training: ``python docs/gradient_deviation.py``.
+"""How far the clients' gradient is from that of the union batch, over training: ``python docs/scripts/gradient_deviation.py``.
 
 Ten clients with one digit each, one local step a round, the shipped configurations in float64 with
 ``BatchNormDiagnostics`` in every tenth round: five minutes on one core. It prints a table and draws
-``docs/gradient_deviation.png``. What the FedTAN and FixBN papers say of Batch Normalization under label skew is the
+``docs/figures/gradient_deviation.png``. What the FedTAN and FixBN papers say of Batch Normalization under label skew is the
 distance between the upper curves and the lower ones.
 """
 
@@ -12,6 +12,7 @@ import warnings
 from pathlib import Path
 
 import torch
+from folders import FIGURES_FOLDER
 from matplotlib.figure import Figure
 
 from fl_lightning.cli.command_line import main as command_line
@@ -28,7 +29,7 @@ from fl_lightning.pictures.style import (
 )
 from fl_lightning.run_directory.metrics import read_metrics
 
-ROOT = Path(__file__).parents[1]
+CONFIGS = Path(__file__).parents[2] / "configs"
 CURVES = {
     "digits_fedavg_bn": ("BN", GREY, ":", "^"),
     "digits_fedtan_forward_only": ("FedTAN, forward only", PURPLE, "-.", "v"),
@@ -46,7 +47,7 @@ def deviations(config: str) -> tuple[Series, Series]:
     cli = command_line(
         [
             "fit",
-            f"--config={ROOT / 'configs' / config}.yaml",
+            f"--config={CONFIGS / config}.yaml",
             f"--name=gradient_deviation_{config}",
             f"--trainer.max_epochs={ROUNDS}",
             f"--trainer.check_val_every_n_epoch={ROUNDS}",
@@ -107,7 +108,7 @@ def main() -> None:
         print(f"{label:22}  {by_round[1]:8.2g}  {by_round[200]:9.2g}  {by_round[400]:9.2g}")
     with paper_style():
         figure = draw(found)
-    write_figure(Path(__file__).with_suffix(".png"), figure)
+    write_figure(FIGURES_FOLDER / "gradient_deviation.png", figure)
 
 
 if __name__ == "__main__":

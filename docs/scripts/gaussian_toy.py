@@ -1,4 +1,4 @@
-"""The toy of the FBN paper (arXiv 2405.14670, Figs. 1 and 2): ``python docs/gaussian_toy.py`` runs, prints and draws it.
+"""The toy of the FBN paper (arXiv 2405.14670, Figs. 1 and 2): ``python docs/scripts/gaussian_toy.py`` runs, prints and draws it.
 
 Ten clients, one Gaussian in the plane each; every round draws 30 new points per client. Runs of a hundred rounds give the
 running statistics of FBN and of FedAvg with BN; each round's points are then normalised in four ways:
@@ -18,6 +18,7 @@ from pathlib import Path
 import lightning as L
 import torch
 import torch.nn.functional as F
+from folders import FIGURES_FOLDER
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Circle
@@ -246,11 +247,11 @@ def main() -> None:
             start, accuracy = float(by_round["FBN"][:20].sum() / ROUNDS), separability(data, fbn, fedavg)
             central = statistics(data, centralised=True)
             gap = max(float((a - b).abs().max()) for a, b in zip(sum(fbn, ()), sum(central, ()), strict=True))
-            draw_points(Path(__file__).with_name("gaussian_toy_points.png"), data, fbn, fedavg)
+            draw_points(FIGURES_FOLDER / "gaussian_toy_points.png", data, fbn, fedavg)
     print(f"at gamma 0 the statistics of FBN and of centralised BN differ by at most {gap:.0e} in any round")
     print(f"at gamma 0 rounds 1 to 20 make {start:.3f} of the error of FBN, whose variance starts at 1")
     print("linear classifier at gamma 0: " + ", ".join(f"{name} {accuracy[name]:.3f}" for name in TITLES))
-    draw_errors(Path(__file__).with_name("gaussian_toy_errors.png"), found)
+    draw_errors(FIGURES_FOLDER / "gaussian_toy_errors.png", found)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What methods pay for their accuracy: ``python docs/communication.py`` trains, ``... draw`` only draws.
+"""What methods pay for their accuracy: ``python docs/scripts/communication.py`` trains, ``... draw`` only draws.
 
 Ten clients with one class of Digits each, one local step in each of 400 rounds, LeNet, seed 0: shipped configurations with
 the ledger. FBN's learning rate is the best of 0.02, 0.05, 0.1, 0.2 and 0.4 (which diverges) on validation data; all others
@@ -10,14 +10,16 @@ import sys
 import tempfile
 from pathlib import Path
 
+from folders import FIGURES_FOLDER, NUMBERS_FOLDER
+
 from fl_lightning.cli.command_line import main as run
 from fl_lightning.diagnostics.network_link import NetworkLink
 from fl_lightning.pictures.communication import communication_figure
 from fl_lightning.pictures.style import write_figure
 from fl_lightning.run_directory.metrics import read_metrics
 
-FILE = Path(__file__).with_suffix(".json")
-CONFIGS = Path(__file__).parents[1] / "configs"
+FILE = NUMBERS_FOLDER / "communication.json"
+CONFIGS = Path(__file__).parents[2] / "configs"
 METHODS: dict[str, list[str]] = {
     "FedTAN": ["digits_fedtan.yaml"],
     "FedAvg, GN": ["digits_fedavg_gn.yaml"],
@@ -62,15 +64,15 @@ def train() -> None:
 
 
 def draw() -> None:
-    """Draw the file to ``docs/communication.png``."""
+    """Draw the file to ``docs/figures/communication.png``."""
     title = ["Digits, 10 clients with one class each, E = 1, 400 rounds, LeNet"]
     figure = communication_figure(json.loads(FILE.read_text()), str(NetworkLink()), title)
-    write_figure(FILE.with_suffix(".png"), figure)
+    write_figure(FIGURES_FOLDER / "communication.png", figure)
 
 
 if __name__ == "__main__":
     if sys.argv[1:] not in ([], ["draw"]):
-        sys.exit(f"docs/communication.py: nothing or draw is needed, found {' '.join(sys.argv[1:])}")
+        sys.exit(f"docs/scripts/communication.py: nothing or draw is needed, found {' '.join(sys.argv[1:])}")
     if not sys.argv[1:]:
         train()
     draw()

@@ -1,4 +1,4 @@
-"""How FBN depends on the order of ReLU and BN: ``python docs/layer_order.py`` trains, ``... draw`` only draws.
+"""How FBN depends on the order of ReLU and BN: ``python docs/scripts/layer_order.py`` trains, ``... draw`` only draws.
 
 Ten clients with one class of Digits each, one local step a round, FBNCNN of width 16 without dropout, plain SGD. Ordinary BN
 is centralised, on the union of the clients' batches; FBN is too, because its federation is exactly its centralised twin.
@@ -9,10 +9,10 @@ import logging
 import sys
 import warnings
 from functools import partial
-from pathlib import Path
 
 import lightning as L
 import torch
+from folders import FIGURES_FOLDER, NUMBERS_FOLDER
 from matplotlib.figure import Figure
 
 from callbacks import FBN
@@ -22,7 +22,7 @@ from fl_lightning import FederatedModule
 from fl_lightning.models import FBNCNN
 from fl_lightning.pictures.style import BLUE, VERMILLION, paper_style, write_figure
 
-FILE = Path(__file__).with_suffix(".json")
+FILE = NUMBERS_FOLDER / "layer_order.json"
 ROUNDS = 600
 RATES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.4)
 SEEDS = (0, 1, 2)
@@ -77,7 +77,7 @@ def train() -> None:
 
 
 def draw() -> None:
-    """Draw the file to ``docs/layer_order.png``: median of the seeds, band from the lowest to the highest."""
+    """Draw the file to ``docs/figures/layer_order.png``: median of the seeds, band from the lowest to the highest."""
     found = json.loads(FILE.read_text())
     with paper_style():
         figure = Figure(figsize=(7, 3.2), layout="constrained")
@@ -99,12 +99,12 @@ def draw() -> None:
         axes.grid(alpha=0.3)
         axes.legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
         axes.set_title(f"Digits, one class per client, {ROUNDS} rounds of one step", loc="left", fontsize=10)
-    write_figure(FILE.with_suffix(".png"), figure)
+    write_figure(FIGURES_FOLDER / "layer_order.png", figure)
 
 
 if __name__ == "__main__":
     if sys.argv[1:] not in ([], ["draw"]):
-        sys.exit(f"docs/layer_order.py: nothing or draw is needed, found {' '.join(sys.argv[1:])}")
+        sys.exit(f"docs/scripts/layer_order.py: nothing or draw is needed, found {' '.join(sys.argv[1:])}")
     if not sys.argv[1:]:
         train()
     draw()

@@ -1,4 +1,4 @@
-"""Print the table of methods of the README, made from the callbacks themselves: ``python docs/methods_table.py``.
+"""Print the table of methods in docs/methods.md, made from the callbacks themselves: ``python docs/scripts/methods_table.py``.
 
 What is averaged, kept, frozen and pooled is each callback's own policy over a run of 100 rounds; bytes and exchanges are
 those that a round of ResNet-20 logs.
@@ -142,9 +142,13 @@ def table() -> str:
     return "\n".join([*lines, "", LEGEND])
 
 
-if __name__ == "__main__":
+def quiet_table() -> str:
+    """The table, without what methods and Lightning print while they run."""
     for name in ("lightning.pytorch.utilities.rank_zero", "lightning.pytorch"):
         logging.getLogger(name).setLevel(logging.ERROR)
-    with redirect_stdout(sys.stderr):  # what methods print at their start
-        text = table()
-    print(text)
+    with redirect_stdout(sys.stderr):
+        return table()
+
+
+if __name__ == "__main__":
+    print(quiet_table())

@@ -1,0 +1,131 @@
+"""Sphinx: the pages and the API reference, ``python -m sphinx -W -n -b html docs build/docs``."""
+
+import re
+import sys
+from os.path import relpath
+from pathlib import Path
+from typing import Any
+
+from sphinx.application import Sphinx
+
+ROOT = Path(__file__).parents[1]
+sys.path[:0] = [str(ROOT)]
+
+import fl_lightning  # of this tree, installed or not
+
+project = "fl_lightning"
+author = "The fl_lightning authors"
+version = release = fl_lightning.__version__
+html_theme = "furo"
+html_title = f"fl_lightning {release}"
+html_show_copyright = False
+exclude_patterns = ["scripts"]
+
+extensions = ["sphinx.ext.autodoc", "sphinx.ext.napoleon", "myst_parser"]
+myst_heading_anchors = 4
+autodoc_default_options = {"members": True, "show-inheritance": True}
+autodoc_member_order = "bysource"
+autodoc_class_signature = "separated"
+autodoc_inherit_docstrings = False  # those of Lightning and torch refer to their own pages
+autodoc_preserve_defaults = True
+napoleon_numpy_docstring = False
+napoleon_use_ivar = True
+
+nitpicky = True
+nitpick_ignore_regex = [
+    # documented by their own projects, whose inventories would have to be downloaded
+    (
+        r"py:.*",
+        r"(torch|torchvision|torchmetrics|lightning|jsonargparse|matplotlib|numpy|PIL|wandb|rich)\..*",
+    ),
+    (
+        r"py:class",
+        r"Figure|Axes|Axis|Connection",
+    ),  # of matplotlib and multiprocessing, imported for type checkers alone
+    (r"py:class", r"dict\[\w+"),  # an annotation in quotes, which Sphinx cuts at its comma
+    (r"py:class", r".*\.Key"),  # a type variable
+    (
+        r"py:.*",
+        r"(abc|argparse|collections|contextlib|enum|logging|multiprocessing|os|pathlib|random|signal|types)\..*",
+    ),
+]
+
+OUTSIDE = {"README.md": "index", "benchmarks/README.md": "outside/benchmarks"}
+OUTSIDE |= {f"{name}.md": f"outside/{name.lower()}" for name in ("CONTRIBUTING", "CHANGELOG")}
+"""Pages that lie outside of this folder, and where the HTML has them."""
+
+
+def pages(app: Sphinx) -> None:
+    """Write a page for each package, and one for each page outside, which :func:`read` fills; git ignores them."""
+    docs = Path(app.srcdir)
+    tops = sorted(path.parent for path in (ROOT / "fl_lightning").glob("*/__init__.py"))
+    for folder in (*tops, ROOT / "callbacks", ROOT / "datamodules", ROOT / "benchmarks"):
+        package = ".".join(folder.relative_to(ROOT).parts)
+        modules = sorted(path.stem for path in folder.glob("*.py") if not path.stem.startswith("__"))
+        text = f"# {package}\n\n" + _automodule(package, "no-members")
+        text += "".join(f"## {name}\n\n" + _automodule(f"{package}.{name}") for name in modules)
+        _write(docs / "reference" / f"{package}.md", text)
+    singles = sorted(path.stem for path in (ROOT / "fl_lightning").glob("[a-z]*.py"))
+    _write(
+        docs / "reference" / "ground.md",
+        "# Modules of fl_lightning\n\n"
+        + "".join(f"## {name}\n\n" + _automodule(f"fl_lightning.{name}") for name in singles),
+    )
+    for name in OUTSIDE.values():
+        if name != "index":
+            _write(docs / f"{name}.md", "# outside\n")
+
+
+def read(app: Sphinx, docname: str, source: list[str]) -> None:
+    """Fill in what lies outside of this folder, and let links between both lead to the HTML's pages."""
+    outside = {page: path for path, page in OUTSIDE.items()}
+    text, place = source[0], (Path(app.srcdir) / docname).parent
+    if docname == "reference/index":
+        names = (
+            f"- {{py:obj}}`~{getattr(fl_lightning, name).__module__}.{name}`" for name in fl_lightning.__all__
+        )
+        made = sorted(path.stem for path in place.glob("*.md") if path.stem != "index")
+        made.sort(key=lambda name: not name.startswith("fl_lightning"))
+        text = text.replace("EXPORTS", "\n".join(names)).replace("PACKAGES", "\n".join(made))
+    if docname in outside:
+        place = (ROOT / outside[docname]).parent
+        text = (ROOT / outside[docname]).read_text() + (text if docname == "index" else "")
+
+    def moved(match: re.Match[str]) -> str:
+        target = (place / match[2]).resolve()
+        inside = OUTSIDE.get(str(target.relative_to(ROOT)))
+        target = Path(app.srcdir) / f"{inside}.md" if inside else target
+        return f"{match[1]}{relpath(target, (Path(app.srcdir) / docname).parent)}{match[3]}"
+
+    source[0] = re.sub(r"(\]\()(?!\w+:)([\w./-]+)((?:#[\w-]+)?\))", moved, text)
+
+
+def untyped(app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
+    """Give back what napoleon has taken for a type, the words before a colon: types stand in the code alone."""
+    for kind, text in (("type", ""), ("rtype", ":returns: ")):
+        taken = [line for line in lines if line.startswith(f":{kind}: ")]
+        if taken:
+            words = taken[0].removeprefix(f":{kind}: ")
+            first = next(
+                number for number, line in enumerate(lines) if line.startswith(text) and line not in taken
+            )
+            lines[first] = f"{text}{words}: {lines[first].removeprefix(text)}"
+            lines[:] = [line for line in lines if line not in taken]
+
+
+def setup(app: Sphinx) -> None:
+    """Connect the three."""
+    app.connect("builder-inited", pages)
+    app.connect("source-read", read)
+    app.connect("autodoc-process-docstring", untyped, priority=600)  # after napoleon
+
+
+def _automodule(name: str, *options: str) -> str:
+    lines = [f".. automodule:: {name}", *(f"   :{option}:" for option in options)]
+    return "```{eval-rst}\n" + "\n".join(lines) + "\n```\n\n"
+
+
+def _write(path: Path, text: str) -> None:
+    path.parent.mkdir(exist_ok=True)
+    if not path.exists() or path.read_text() != text:
+        path.write_text(text)

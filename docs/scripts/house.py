@@ -1,0 +1,132 @@
+"""Count the house: ``python docs/scripts/house.py`` prints the figures of ``docs/architecture.md``.
+
+Imports are read from the files, those inside of functions included; imports for type checkers alone do not count.
+"""
+
+import ast
+import statistics
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = ("fl_lightning", "callbacks", "datamodules")
+
+
+def files(package: str) -> list[Path]:
+    """The Python files of a package."""
+    return sorted((ROOT / package).rglob("*.py"))
+
+
+def module_name(path: Path) -> str:
+    """The dotted name of a file."""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imports() -> dict[str, set[str]]:
+    """Which modules of this project each one imports."""
+    modules = {module_name(path): path for package in PACKAGES for path in files(package)}
+    return {
+        name: {found for target in _imported(path) if (found := _nearest(target, modules)) and found != name}
+        for name, path in modules.items()
+    }
+
+
+def _imported(path: Path) -> Iterator[str]:
+    """Dotted names of what a file imports, a name that is imported from a module included."""
+    tree = ast.parse(path.read_text())
+    for_types = {
+        child
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+        for statement in node.body
+        for child in ast.walk(statement)
+    }
+    for node in ast.walk(tree):
+        if node in for_types:
+            continue
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def _nearest(target: str, modules: dict[str, Path]) -> str | None:
+    """The module that a dotted name lies in."""
+    while target and target not in modules:
+        target = target.rpartition(".")[0]
+    return target or None
+
+
+def circles(arrows: dict[str, set[str]]) -> list[list[str]]:
+    """Groups of nodes that can be reached from each other."""
+    reached = {node: _reached(node, arrows) for node in arrows}
+    groups = {tuple(sorted(other for other in reached[node] if node in reached[other])) for node in arrows}
+    return [list(group) for group in sorted(groups) if group]
+
+
+def _reached(start: str, arrows: dict[str, set[str]]) -> set[str]:
+    found: set[str] = set()
+    waiting = [start]
+    while waiting:
+        for node in arrows[waiting.pop()] - found:
+            found.add(node)
+            waiting.append(node)
+    return found
+
+
+def room(module: str) -> str:
+    """The package or module at the top of ``fl_lightning`` that a module belongs to; ``callbacks``, ``datamodules``."""
+    parts = module.split(".")
+    return ".".join(parts[:2]) if parts[0] == "fl_lightning" and len(parts) > 1 else parts[0]
+
+
+def rooms(arrows: dict[str, set[str]]) -> dict[str, set[str]]:
+    """The imports between rooms; the public names of ``fl_lightning`` itself, imported on first use, are none."""
+    found: dict[str, set[str]] = {room(module): set() for module in arrows}
+    for module, targets in arrows.items():
+        found[room(module)] |= {room(target) for target in targets} - {room(module), "fl_lightning"}
+    return found
+
+
+def backward(arrows: dict[str, set[str]]) -> list[str]:
+    """Imports of callbacks or data modules by ``fl_lightning`` outside of its command line."""
+    return [
+        f"{module} -> {target}"
+        for module, targets in arrows.items()
+        if module.startswith("fl_lightning.")
+        and not module.startswith(("fl_lightning.cli", "fl_lightning.__main__"))
+        for target in sorted(targets)
+        if not target.startswith("fl_lightning")
+    ]
+
+
+def figures() -> dict[str, str]:
+    """The figures by what they count."""
+    arrows = imports()
+    lengths = {path: len(path.read_text().splitlines()) for path in files("fl_lightning")}
+    longest = max(lengths, key=lengths.__getitem__)
+    top = {path.relative_to(ROOT / "fl_lightning").parts[0] for path in lengths} - {"__init__.py"}
+    return {
+        "modules and packages at the top of fl_lightning": str(len(top)),
+        "files of fl_lightning": str(len(lengths)),
+        "lines of fl_lightning": f"{sum(lengths.values()):,}",
+        "longest file": f"{lengths[longest]} ({longest.relative_to(ROOT)})",
+        "median file": f"{statistics.median(lengths.values()):g}",
+        "import circles of files": str(len(circles(arrows))),
+        "import circles of packages": str(len(circles(rooms(arrows)))),
+        "arrows from fl_lightning to callbacks or datamodules outside of cli": str(len(backward(arrows))),
+    }
+
+
+def main() -> None:
+    """Print the figures as a table, then what is counted in the last three, one to a line."""
+    arrows = imports()
+    print("| | |\n|---|---|")
+    print(*(f"| {what} | {number} |" for what, number in figures().items()), sep="\n")
+    for group in (*circles(arrows), *circles(rooms(arrows)), *([one] for one in backward(arrows))):
+        print("\n" + ", ".join(group))
+
+
+if __name__ == "__main__":
+    main()

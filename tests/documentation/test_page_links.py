@@ -1,0 +1,74 @@
+"""What the pages refer to exists, and what they have from the code is the code's."""
+
+import re
+import subprocess
+import sys
+
+import generated
+import pytest
+from pages import PAGES, ROOT, WRITTEN
+
+import callbacks
+
+
+def anchors(text):
+    """Of the headings of a page, as GitHub and the HTML pages make them."""
+    plain = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+    titles = re.findall(r"^#+ (.*)$", plain, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+def links(path):
+    """The targets inside the repository that a page links to."""
+    plain = re.sub(r"```.*?```|`[^`\n]*`", "", path.read_text(), flags=re.DOTALL)
+    return [link for link in re.findall(r"\]\(([^)\s]+)\)", plain) if "://" not in link]
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_every_link_leads_somewhere(name):
+    path = WRITTEN[name]
+    for link in links(path):
+        file, _, anchor = link.partition("#")
+        target = path if not file else (path.parent / file).resolve()
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target.read_text()), link
+
+
+def test_the_readme_leads_to_every_page():
+    linked = {link.partition("#")[0] for link in links(PAGES["README.md"])}
+    assert sorted(set(PAGES) - linked - {"README.md", "docs/index.md"}) == []
+
+
+def test_every_file_of_this_project_that_a_page_names_exists():
+    named = {
+        path
+        for page in WRITTEN.values()
+        for path in re.findall(
+            r"`((?:configs|docs|tests|fl_lightning|callbacks|datamodules)/[\w/]+\.\w+)`", page.read_text()
+        )
+    } | {path for page in PAGES.values() for path in re.findall(r"configs/\w+\.yaml", page.read_text())}
+    assert len(named) > 10
+    assert sorted(path for path in named if not (ROOT / path).is_file() and path != "configs/mine.yaml") == []
+
+
+@pytest.mark.parametrize("name", ["round", "rules"])
+def test_what_a_page_has_from_the_code_is_the_codes(name):
+    file, make = generated.GENERATED[name]
+    assert generated.between(name, PAGES[f"docs/{file}"].read_text()) == make()
+
+
+def test_the_table_of_methods_is_made_from_the_callbacks():
+    table = subprocess.run(
+        [sys.executable, ROOT / "docs" / "scripts" / "methods_table.py"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    page = PAGES["docs/methods.md"].read_text()
+    assert table.stdout.strip() == generated.between("methods", page), table.stderr
+
+
+@pytest.mark.parametrize("name", ["README.md", "docs/methods.md"])
+def test_every_shipped_callback_is_listed(name):
+    page = PAGES[name].read_text()
+    assert [callback for callback in callbacks.__all__ if f"| `{callback}` |" not in page] == []

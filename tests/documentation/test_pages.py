@@ -1,0 +1,142 @@
+"""The code of the README and of the pages runs as it stands."""
+
+import re
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+from command_line import main
+from helpers import SGD, blobs, fit, small_cnn, write_cifar10_folders
+from pages import OURS, PAGES, ROOT, blocks, commands, looped_configurations, methods_of
+from readme_code import METHOD_BLOCKS
+
+from fl_lightning import FederatedCallback, FederatedModule
+from fl_lightning.__main__ import main as program
+from fl_lightning.verification import certify
+
+BY_HAND = (
+    "python3 -m venv",
+    ".venv/bin/pip",
+    ".venv/bin/python -m pytest",
+    ".venv/bin/python -m sphinx",
+    ".venv/bin/python -m benchmarks",
+    ".venv/bin/python docs/scripts/",
+    ".venv/bin/ruff",
+    ".venv/bin/mypy",
+    ".venv/bin/wandb sync",
+    ".venv/bin/wandb leet",
+    "OMP_NUM_THREADS=1 .venv/bin/python -m pytest",
+)
+"""What other tests, developers or readers run."""
+
+ELSEWHERE = ("verify",)
+"""Run by tests/verification/test_verify.py."""
+
+LEFT = {
+    "README.md": "quickstart_lr0.05/*/result.json",
+    "docs/diagnostics.md": "quickstart/*/bn_drift.png",
+    "docs/first-run.md": "cifar10_small_fixbn/*/learning_curve.png",
+    "docs/methods.md": "quickstart/search-*/search.json",
+    "docs/own-method.md": "quickstart/*/updates.csv",
+    "docs/results.md": "digits_fedavg_bn/*/result.json",
+    "docs/run-directory.md": "quickstart/*/predictions.csv",
+    "docs/speed.md": "quickstart/*/fit-profile.txt",
+}
+"""A file below ``runs`` that a page's commands leave."""
+
+
+def ours(name):
+    """The arguments of this project's commands on a page."""
+    found = [shlex.split(line.removeprefix(OURS)) for line in commands(name) if line.startswith(OURS)]
+    return [arguments for arguments in found if arguments[0] not in ELSEWHERE]
+
+
+@pytest.fixture
+def write_methods(tmp_path, monkeypatch):
+    """Write a page's ``methods.py`` to where runs start."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "methods", raising=False)
+
+    def write(name):
+        Path("methods.py").write_text(methods_of(name))
+
+    return write
+
+
+def test_no_page_has_a_command_that_no_test_and_no_reader_runs():
+    lines = [line for name in PAGES for line in commands(name)]
+    assert [line for line in lines if not line.startswith((OURS, *BY_HAND))] == []
+    scripts = [shlex.split(line)[1] for line in lines if line.startswith(".venv/bin/python docs/scripts/")]
+    assert [script for script in scripts if not (ROOT / script).is_file()] == []
+
+
+def test_the_pages_show_every_subcommand():
+    shown = {line.removeprefix(OURS).split()[0] for name in PAGES for line in commands(name) if OURS in line}
+    assert shown == {"fit", "validate", "test", "predict", "search-freeze", "verify"}
+
+
+@pytest.mark.parametrize("name", [name for name in PAGES if ours(name)])
+def test_every_command_of_a_page_runs_in_its_order_for_two_rounds(name, write_methods, capsys):
+    write_cifar10_folders()
+    write_methods(name)
+    for arguments in ours(name):
+        shorter = ["--trainer.max_epochs", "2"] if arguments[0] in ("fit", "search-freeze") else []
+        if "--trainer.check_val_every_n_epoch" in arguments:
+            shorter += ["--trainer.check_val_every_n_epoch", "2"]
+        program([*arguments, *shorter, "--trainer.enable_progress_bar", "false"])
+        assert "error" not in capsys.readouterr().err
+    assert list(Path("runs").glob(LEFT[name]))
+
+
+@pytest.mark.parametrize(
+    "name", [*METHOD_BLOCKS, "OwnStatistics", "FrozenAffine", "AsEvaluated", "Measured", "Updates"]
+)
+def test_the_methods_of_the_pages_keep_what_they_promise(name):
+    namespace = {"__name__": "methods"}
+    exec(methods_of("docs/own-method.md"), namespace)  # noqa: S102  # our own page
+    assert certify(namespace[name], references=False).failed == []
+
+
+def test_every_python_block_is_tried():
+    used = {"README.md": 1, "docs/own-method.md": 6, "docs/own-data.md": 1}
+    assert {name: len(found) for name in PAGES if (found := blocks(name, "python"))} == used
+
+
+def test_the_example_of_own_data_runs_as_it_stands(capsys):
+    (script,) = blocks("docs/own-data.md", "python")
+    exec(script, {"__name__": "__main__"})  # noqa: S102  # our own page
+    assert "tensor(" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("snippet", [text for name in PAGES for text in blocks(name, "yaml")])
+def test_every_piece_of_yaml_changes_the_quickstart(snippet):
+    write_cifar10_folders()
+    Path("mine.yaml").write_text(snippet)
+    quickstart = ["fit", "--config", "configs/quickstart.yaml", "--name", "changed"]
+    cli = main([*quickstart, "--config", "mine.yaml", "--trainer.max_epochs", "2"])
+    assert cli.trainer.global_step == 2
+
+
+def test_every_configuration_that_a_loop_names_exists():
+    named = {path for name in PAGES for path in looped_configurations(name)}
+    assert len(named) > 10
+    assert [path for path in named if not (ROOT / path).is_file()] == []
+
+
+def test_a_cohort_has_what_the_pages_say():
+    found = []
+
+    class Looks(FederatedCallback):
+        def on_before_aggregate(self, trainer, pl_module, cohort):
+            found.append({*dir(cohort), *vars(cohort)})
+
+    fit(FederatedModule(small_cnn(), SGD, local_steps=1), blobs(), 1, [Looks()])
+    page = PAGES["docs/own-method.md"].read_text()
+    table = page[page.index("| of the `cohort` |") :].split("\n\n")[0]
+    named = {
+        *re.findall(r"\bcohort\.(\w+)", page),
+        *(match for row in table.splitlines()[2:] for match in re.findall(r"`(\w+)", row.split("|")[1])),
+    }
+    assert len(named) > 15
+    assert named - found[0] == set()

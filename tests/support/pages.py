@@ -1,0 +1,52 @@
+"""The README and the pages below ``docs/``, as their reader has them."""
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+README = ROOT / "README.md"
+PAGES = {str(path.relative_to(ROOT)): path for path in (README, *sorted((ROOT / "docs").glob("*.md")))}
+"""The pages with code to run, by their path from the root."""
+
+BENCHMARKS = ROOT / "benchmarks" / "README.md"
+WRITTEN = {str(path.relative_to(ROOT)): path for path in (*sorted(ROOT.glob("*.md")), BENCHMARKS)} | PAGES
+"""Everything that is written in Markdown for a reader."""
+
+OURS = ".venv/bin/python -m fl_lightning "
+
+
+def blocks(name, language):
+    """The code blocks of a page in a language."""
+    return re.findall(rf"```{language}\n(.*?)```", PAGES[name].read_text(), re.DOTALL)
+
+
+def methods_of(name):
+    """What a reader of a page and of the README has in ``methods.py``: the Python blocks without their own runs."""
+    names = dict.fromkeys(["README.md", name])
+    return "\n\n".join(
+        block for each in names for block in blocks(each, "python") if "trainer.fit" not in block
+    )
+
+
+def commands(name):
+    """The shell commands of a page, each once; of a loop the first pass."""
+    found = []
+    for block in blocks(name, "bash"):
+        values = {}
+        for line in map(str.strip, block.splitlines()):
+            if loop := re.fullmatch(r"for (\w+) in (\S+).*; do", line):
+                values[loop[1]] = loop[2]
+            elif line != "done":
+                found += re.sub(r"\$(\w+)", lambda match: values[match[1]], line).split(" && ")  # noqa: B023
+    return list(dict.fromkeys(found))
+
+
+def looped_configurations(name):
+    """Every configuration that a page's loops name."""
+    loops = re.findall(r"for (\w+) in ([\w ]+); do\n(.*?)\ndone", "\n".join(blocks(name, "bash")), re.DOTALL)
+    return [
+        path.replace(f"${variable}", value)
+        for variable, values, body in loops
+        for value in values.split()
+        for path in re.findall(r"configs/[\w$]+\.yaml", body)
+    ]
