@@ -22,7 +22,7 @@ def scripts():
     """Copies, so that a figure is drawn beside them and not into the documentation."""
     Path("docs", "scripts").mkdir(parents=True)
     Path("docs", "figures").mkdir()
-    for name in ("results_table.py", "figures.py", "runs.py", "looks.py"):
+    for name in ("results_table.py", "figures.py", "runs.py", "folders.py"):
         shutil.copy(SCRIPTS / name, "docs/scripts")
 
 
@@ -44,7 +44,7 @@ def start(monkeypatch):
 
     def run(script, *args):
         monkeypatch.setattr(sys, "argv", [f"docs/scripts/{script}.py", *args])
-        for module in ("runs", "looks"):
+        for module in ("runs", "folders"):
             monkeypatch.delitem(sys.modules, module, raising=False)
         runpy.run_path(sys.argv[0], run_name="__main__")
 
