@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fl_lightning.batch_norm.swapping import SwappedBatchNorm, swap_batch_norm
+    from fl_lightning.cli.progress import RoundProgress
     from fl_lightning.client_data.federated import ClientDataModule, FederatedDataModule
     from fl_lightning.cohort.cohort import Cohort
+    from fl_lightning.diagnostics.network_link import NetworkLink
     from fl_lightning.errors import ConfigurationError
     from fl_lightning.executors.processes import ProcessExecutor
     from fl_lightning.executors.sequential import SequentialExecutor
@@ -18,23 +20,35 @@ if TYPE_CHECKING:
     from fl_lightning.mechanisms.local_state import LocalState
     from fl_lightning.mechanisms.statistics_pass import collect, measured_statistics
     from fl_lightning.mechanisms.variant_evaluation import VariantEvaluation
+    from fl_lightning.models.dropout import Dropout
+    from fl_lightning.optimizers.schedules import InverseSteps, MultiStep
+    from fl_lightning.optimizers.server import FedAdam, FedYogi
     from fl_lightning.round.callback import FederatedCallback
     from fl_lightning.round.module import FederatedModule
+    from fl_lightning.run_directory.checkpoints import RoundCheckpoint
     from fl_lightning.run_directory.report import Report, Table
 
 __version__ = "0.1.0"
 
-_HOME = {
+HOMES = {
     "ClientDataModule": "client_data.federated",
     "Cohort": "cohort.cohort",
     "ConfigurationError": "errors",
+    "Dropout": "models.dropout",
+    "FedAdam": "optimizers.server",
+    "FedYogi": "optimizers.server",
     "FederatedCallback": "round.callback",
     "FederatedDataModule": "client_data.federated",
     "FederatedModule": "round.module",
     "Freezing": "mechanisms.freezing",
+    "InverseSteps": "optimizers.schedules",
     "LocalState": "mechanisms.local_state",
+    "MultiStep": "optimizers.schedules",
+    "NetworkLink": "diagnostics.network_link",
     "ProcessExecutor": "executors.processes",
     "Report": "run_directory.report",
+    "RoundCheckpoint": "run_directory.checkpoints",
+    "RoundProgress": "cli.progress",
     "SequentialExecutor": "executors.sequential",
     "SwappedBatchNorm": "batch_norm.swapping",
     "Table": "run_directory.report",
@@ -44,18 +58,27 @@ _HOME = {
     "measured_statistics": "mechanisms.statistics_pass",
     "swap_batch_norm": "batch_norm.swapping",
 }
+"""Where each public name is defined. A class is named by ``fl_lightning`` alone in configurations, so none changes with a move."""
 
 __all__ = [
     "ClientDataModule",
     "Cohort",
     "ConfigurationError",
+    "Dropout",
+    "FedAdam",
+    "FedYogi",
     "FederatedCallback",
     "FederatedDataModule",
     "FederatedModule",
     "Freezing",
+    "InverseSteps",
     "LocalState",
+    "MultiStep",
+    "NetworkLink",
     "ProcessExecutor",
     "Report",
+    "RoundCheckpoint",
+    "RoundProgress",
     "SequentialExecutor",
     "SwappedBatchNorm",
     "Table",
@@ -68,9 +91,9 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME:
+    if name not in HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+    return getattr(import_module(f"{__name__}.{HOMES[name]}"), name)
 
 
 def __dir__() -> list[str]:

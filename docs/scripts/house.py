@@ -1,12 +1,15 @@
 """Count the house: ``python docs/scripts/house.py`` prints the figures of ``docs/architecture.md``.
 
-Imports are read from the files, those inside of functions included; imports for type checkers alone do not count.
+Imports are read from the files: those inside of functions and those for type checkers alone count like any other. A name
+that is imported from ``fl_lightning`` itself counts as one from the module where it is defined.
 """
 
 import ast
 import statistics
 from collections.abc import Iterator
 from pathlib import Path
+
+import fl_lightning
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("fl_lightning", "callbacks", "datamodules")
@@ -34,19 +37,12 @@ def imports() -> dict[str, set[str]]:
 
 def _imported(path: Path) -> Iterator[str]:
     """Dotted names of what a file imports, a name that is imported from a module included."""
-    tree = ast.parse(path.read_text())
-    for_types = {
-        child
-        for node in ast.walk(tree)
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
-        for statement in node.body
-        for child in ast.walk(statement)
-    }
-    for node in ast.walk(tree):
-        if node in for_types:
-            continue
+    for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module == "fl_lightning":
+            homes = (fl_lightning.HOMES.get(alias.name, alias.name) for alias in node.names)
+            yield from (f"fl_lightning.{home}" for home in homes)
         elif isinstance(node, ast.ImportFrom) and node.module:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 

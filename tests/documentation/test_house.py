@@ -1,0 +1,37 @@
+"""The house: no import goes round in a circle or back up, and no room grows without anybody deciding so."""
+
+import house
+
+
+def test_no_files_and_no_packages_import_each_other_in_a_circle():
+    arrows = house.imports()
+    assert house.circles(arrows) == []
+    assert house.circles(house.rooms(arrows)) == []
+
+
+def test_the_core_knows_neither_methods_nor_data_sets():
+    assert house.backward(house.imports()) == []
+
+
+def test_an_import_for_types_alone_would_close_a_circle(tmp_path, monkeypatch):
+    package = tmp_path / "fl_lightning"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "one.py").write_text("def f():\n    from fl_lightning import two\n")
+    (package / "two.py").write_text(
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from fl_lightning.one import f\n"
+    )
+    monkeypatch.setattr(house, "ROOT", tmp_path)
+    assert house.circles(house.imports()) == [["fl_lightning.one", "fl_lightning.two"]]
+    (package / "two.py").write_text("from callbacks import FBN\n")
+    (tmp_path / "callbacks").mkdir()
+    (tmp_path / "callbacks" / "__init__.py").write_text("FBN = 1\n")
+    assert house.circles(house.imports()) == []
+    assert house.backward(house.imports()) == ["fl_lightning.two -> callbacks"]
+
+
+def test_the_rooms_at_the_top_can_be_counted_at_a_glance():
+    figures = house.figures()
+    assert int(figures["modules and packages at the top of fl_lightning"]) <= 24
+    assert float(figures["median file"]) <= 120
+    assert int(figures["longest file"].split()[0]) <= 300
