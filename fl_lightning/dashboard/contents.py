@@ -8,7 +8,7 @@ from typing import Any
 
 from fl_lightning.batch_norm.kinds import KIND_LABELS
 from fl_lightning.round.module import FederatedModule
-from fl_lightning.round.policy import policy_table
+from fl_lightning.round.policy import policy_table, stages_in_words
 from fl_lightning.run_directory.checkpoints import RoundCheckpoint
 from fl_lightning.run_directory.describe import method_name
 from fl_lightning.run_directory.directory import Attempt
@@ -28,7 +28,7 @@ def tables(module: FederatedModule) -> dict[str, Any]:
     import wandb
 
     policy = policy_table(module.model, module.federated_callbacks, module.planned_rounds)
-    rows = [[KIND_LABELS[kind], treatment] for kind, treatment in policy.items()]
+    rows = [[KIND_LABELS[kind], stages_in_words(stages)] for kind, stages in policy.items()]
     columns, clients = clients_table(module)
     reports = reports_of(module.federated_callbacks)
     return {

@@ -1,6 +1,5 @@
 """The learning curve of a run as a figure."""
 
-import re
 import textwrap
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -13,12 +12,15 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+Policy = Mapping[str, Sequence[Sequence[Any]]]
+"""Stages of each kind of state: the round from which on (or the method that finds it), and what happens."""
+
 _DASHES = ("-.", ":", (0, (6, 2)), (0, (1, 3)))
 
 
 @paper_style()
 def learning_curve_figure(
-    rows: Sequence[Mapping[str, Any]], policy: Mapping[str, str], title: Sequence[str]
+    rows: Sequence[Mapping[str, Any]], policy: Policy, title: Sequence[str]
 ) -> "Figure":
     """Accuracy, where the model has one, and loss over communication rounds.
 
@@ -27,8 +29,8 @@ def learning_curve_figure(
 
     Args:
         rows: Rows of ``metrics.jsonl``; row 0 is the initial model.
-        policy: What happens to each kind of state, as in ``policy.json``, such as
-            ``{"mean": "averaged; frozen from round 201"}``.
+        policy: What happens to each kind of state from which round on, as in ``policy.json``, such as
+            ``{"mean": [[1, "averaged"], [201, "frozen"]]}``.
         title: Lines of the title.
     """
     with_accuracy = any(f"{split}/accuracy" in row for row in rows for split in SPLITS)
@@ -52,35 +54,37 @@ def learning_curve_figure(
     return figure
 
 
-def with_found_round(policy: Mapping[str, str], rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+def with_found_round(policy: Policy, rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Sequence[Any]]]:
     """The policy with T* where training has found it, which the policy of the start could only promise.
 
     Args:
         policy: What happens to each kind of state, as in ``policy.json``.
         rows: Rows of ``metrics.jsonl``.
 
-    >>> with_found_round(
-    ...     {"mean": "averaged; frozen from the round that SlidingWindowFixBN finds"}, [{"fixbn/freeze_round": 2.0}]
-    ... )
-    {'mean': 'averaged; frozen from round 3'}
+    >>> with_found_round({"mean": [[1, "averaged"], ["SlidingWindowFixBN", "frozen"]]}, [{"fixbn/freeze_round": 2.0}])
+    {'mean': [(1, 'averaged'), (3, 'frozen')]}
     """
-    found = [row["fixbn/freeze_round"] for row in rows if "fixbn/freeze_round" in row]
-    if not found:
-        return dict(policy)
-    known = f"from round {found[-1] + 1:.0f}"
-    return {kind: re.sub(r"from the round that \w+ finds", known, text) for kind, text in policy.items()}
+    found = [int(row["fixbn/freeze_round"]) + 1 for row in rows if "fixbn/freeze_round" in row]
+    return {
+        kind: [
+            (found[-1] if isinstance(start, str) else start, treatment)
+            for start, treatment in stages
+            if found or not isinstance(start, str)
+        ]
+        for kind, stages in policy.items()
+    }
 
 
-def policy_changes(policy: Mapping[str, str]) -> dict[int, str]:
-    """The rounds in which the policy changes, and what happens then, from the words of ``policy.json``.
+def policy_changes(policy: Policy) -> dict[int, str]:
+    """The rounds in which the policy changes, and what happens then in words.
 
-    >>> policy_changes({"mean": "averaged; frozen from round 3", "var": "averaged; frozen from round 3"})
+    >>> policy_changes({"mean": [[1, "averaged"], [3, "frozen"]], "var": [[1, "averaged"], [3, "frozen"]]})
     {3: 'BN statistics frozen from round 3'}
     """
     found: dict[tuple[int, str], list[str]] = {}
-    for kind, text in policy.items():
-        for treatment, start in re.findall(r"(\w+) from round (\d+)", text):
-            found.setdefault((int(start), treatment), []).append(kind)
+    for kind, stages in policy.items():
+        for start, treatment in stages[1:]:
+            found.setdefault((start, treatment), []).append(kind)
     changes: dict[int, list[str]] = {}
     for (start, treatment), kinds in sorted(found.items()):
         labels = JOINT_LABELS if {"mean", "var"} <= set(kinds) else KIND_LABELS

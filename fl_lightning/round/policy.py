@@ -9,6 +9,9 @@ from fl_lightning.batch_norm.kinds import KINDS, TREATMENTS, buffer_kinds, param
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.round.declarations import Declarations
 
+Stage = tuple[int | str, str]
+"""From which round on (or, where only training tells, by which method's finding) a kind of state is treated how."""
+
 _EXCLUSIVE = ("local", "pooled", "reset")
 """Treatments that a callback carries out itself, so that two cannot share them."""
 
@@ -80,8 +83,10 @@ def check_together(callbacks: Iterable[Declarations]) -> None:
                 )
 
 
-def policy_table(model: nn.Module, callbacks: Iterable[Declarations], total_rounds: int) -> dict[str, str]:
-    """The policy over a whole run in words, by kind, for the kinds that the model has.
+def policy_table(
+    model: nn.Module, callbacks: Iterable[Declarations], total_rounds: int
+) -> dict[str, list[Stage]]:
+    """The policy over a whole run, by kind, for the kinds that the model has.
 
     Args:
         model: The model.
@@ -89,22 +94,33 @@ def policy_table(model: nn.Module, callbacks: Iterable[Declarations], total_roun
         total_rounds: Number of planned rounds.
 
     Returns:
-        For each kind a text such as ``"averaged"`` or ``"averaged; frozen from round 51"``, or ``"averaged; frozen from
-        the round that SlidingWindowFixBN finds"`` where the round is not known.
+        For each kind its stages, such as ``[(1, "averaged"), (51, "frozen")]``, or ``[(1, "averaged"),
+        ("SlidingWindowFixBN", "frozen")]`` where the method finds the round in training.
     """
     callbacks = list(callbacks)
     present = {*parameter_kinds(model).values(), *buffer_kinds(model).values()}
     policies = [resolve_policy(callbacks, r, total_rounds) for r in range(1, max(total_rounds, 1) + 1)]
-    table = {}
+    table: dict[str, list[Stage]] = {}
     for kind in (kind for kind in KINDS if kind in present):
-        stages, start = [], 1
+        table[kind], start = [], 1
         for treatment, rounds in groupby(policies, key=lambda policy: policy[kind]):
-            stages.append(treatment if start == 1 else f"{treatment} from round {start}")
+            table[kind].append((start, treatment))
             start += len(list(rounds))
-        stages += [
-            f"{callback.undecided()[kind]} from the round that {type(callback).__name__} finds"
+        table[kind] += [
+            (type(callback).__name__, callback.undecided()[kind])
             for callback in callbacks
             if kind in callback.undecided()
         ]
-        table[kind] = "; ".join(stages)
     return table
+
+
+def stages_in_words(stages: Iterable[Stage]) -> str:
+    """A kind's stages in words, such as ``"averaged; frozen from round 51"``."""
+    return "; ".join(
+        treatment
+        if start == 1
+        else f"{treatment} from round {start}"
+        if isinstance(start, int)
+        else f"{treatment} from the round that {start} finds"
+        for start, treatment in stages
+    )

@@ -7,7 +7,7 @@ import lightning as L
 from fl_lightning.batch_norm.kinds import KIND_LABELS
 from fl_lightning.console import print_table
 from fl_lightning.round.module import FederatedModule
-from fl_lightning.round.policy import policy_table
+from fl_lightning.round.policy import Stage, policy_table, stages_in_words
 from fl_lightning.run_directory.describe import run_title
 from fl_lightning.run_directory.directory import Attempt, write_json, write_text
 from fl_lightning.run_directory.drawings import draw_partition, draw_reports, draw_results
@@ -50,9 +50,11 @@ class RunFiles(L.Callback):
             draw_partition(self.attempt, pl_module.data.class_names, run_title(pl_module))
 
 
-def print_policy(table: Mapping[str, str]) -> None:
+def print_policy(table: Mapping[str, list[Stage]]) -> None:
     """Print what happens to each kind of state in a round."""
-    print_table("State of the model", {KIND_LABELS[kind]: treatment for kind, treatment in table.items()})
+    print_table(
+        "State of the model", {KIND_LABELS[kind]: stages_in_words(stages) for kind, stages in table.items()}
+    )
 
 
 def draw_pictures(attempt: Attempt | None, module: FederatedModule) -> None:

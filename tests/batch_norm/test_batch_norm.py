@@ -126,14 +126,14 @@ def test_counters_stay_integers_and_are_the_largest_of_the_clients(executor):
 
 
 def test_the_policy_table_tells_when_fixbn_freezes():
-    frozen, both = "averaged; frozen from round 3", FixBN(freeze_round=2, freeze="both")
-    counter = "max; frozen from round 3"
-    table = {"weight": "averaged", "affine": "averaged", "mean": frozen, "var": frozen, "counter": counter}
+    averaged, frozen = [(1, "averaged")], [(1, "averaged"), (3, "frozen")]
+    both, counter = FixBN(freeze_round=2, freeze="both"), [(1, "max"), (3, "frozen")]
+    table = {"weight": averaged, "affine": averaged, "mean": frozen, "var": frozen, "counter": counter}
     assert policy_table(small_cnn(), [FixBN(freeze_round=2)], 5) == table
     assert policy_table(small_cnn(), [both], 5) == {**table, "affine": frozen}
-    assert policy_table(small_cnn(), [FixBN(0)], 5)["mean"] == "frozen"
-    assert policy_table(small_cnn(), [FixBN(5)], 5)["mean"] == "averaged"
-    assert policy_table(small_cnn("gn"), [], 5) == {"weight": "averaged"}
+    assert policy_table(small_cnn(), [FixBN(0)], 5)["mean"] == [(1, "frozen")]
+    assert policy_table(small_cnn(), [FixBN(5)], 5)["mean"] == averaged
+    assert policy_table(small_cnn("gn"), [], 5) == {"weight": averaged}
 
 
 def test_callbacks_that_contradict_each_other_are_refused_by_name():

@@ -199,7 +199,7 @@ def test_when_freezing_wins_the_rest_of_the_run_is_frozen_and_t_star_is_logged()
     method, states = search(4, method)
     assert method.freeze_round == 1
     assert all(torch.equal(states[r][name], states[1][name]) for r in (2, 3, 4) for name in STATISTICS)
-    assert policy_table(small_cnn(), [method], 4)["mean"] == "averaged; frozen from round 2"
+    assert policy_table(small_cnn(), [method], 4)["mean"] == [(1, "averaged"), (2, "frozen")]
 
 
 def test_when_the_batch_wins_training_goes_on_with_batch_statistics_for_good():
@@ -209,7 +209,7 @@ def test_when_the_batch_wins_training_goes_on_with_batch_statistics_for_good():
     method, states = search(4, method, [watch])
     assert (method.freeze_round, method.batch_round) == (None, 1)
     assert not any(torch.equal(states[4][name], states[3][name]) for name in STATISTICS)
-    assert policy_table(small_cnn(), [method], 4)["mean"] == "averaged"
+    assert policy_table(small_cnn(), [method], 4)["mean"] == [(1, "averaged")]
 
 
 @pytest.mark.parametrize("start", [1, 3, 5])

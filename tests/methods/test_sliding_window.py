@@ -11,7 +11,7 @@ from torch import nn
 from callbacks import FBN, FixBN, SlidingWindowFixBN, sliding_window
 from fl_lightning import ConfigurationError, FederatedCallback, FederatedModule
 from fl_lightning.pictures.learning_curve import learning_curve_figure
-from fl_lightning.round.policy import policy_table
+from fl_lightning.round.policy import policy_table, stages_in_words
 
 ROUNDS, WINDOW = 12, 3
 DECAYING = partial(torch.optim.SGD, lr=0.02)
@@ -167,11 +167,12 @@ def test_a_wrong_formula_is_far_from_what_is_computed_by_hand(name, wrong, monke
 
 def test_the_policy_table_says_in_words_that_t_star_is_not_known_yet():
     method = SlidingWindowFixBN(10, 0.1)
-    promise = "averaged; frozen from the round that SlidingWindowFixBN finds"
+    promise = [(1, "averaged"), ("SlidingWindowFixBN", "frozen")]
     table = policy_table(small_cnn(), [method], 5)
-    assert (table["mean"], table["var"], table["affine"]) == (promise, promise, "averaged")
+    assert (table["mean"], table["var"], table["affine"]) == (promise, promise, [(1, "averaged")])
+    assert stages_in_words(promise) == "averaged; frozen from the round that SlidingWindowFixBN finds"
     method.freeze_round = 3
-    assert policy_table(small_cnn(), [method], 5)["mean"] == "averaged; frozen from round 4"
+    assert policy_table(small_cnn(), [method], 5)["mean"] == [(1, "averaged"), (4, "frozen")]
 
 
 def test_the_command_line_says_when_it_freezes_and_draws_the_line_there(capsys):
@@ -182,7 +183,7 @@ def test_the_command_line_says_when_it_freezes_and_draws_the_line_there(capsys):
     printed = capsys.readouterr().out
     assert "BN running mean      averaged; frozen from the round that SlidingWindowFixBN finds" in printed
     assert printed.count("SlidingWindowFixBN: T* = 3; BN is frozen from round 4 on.") == 1
-    policy = {"mean": "averaged; frozen from the round that SlidingWindowFixBN finds"}
+    policy = {"mean": [[1, "averaged"], ["SlidingWindowFixBN", "frozen"]]}
     for found, lines in ((rows(cli.attempt), [4.0]), ([{"round": 0}, {"round": 5}], [])):
         axes = learning_curve_figure(found, policy, ["a title"]).axes[0]
         assert [segment[0][0] for c in axes.collections for segment in c.get_segments()] == lines

@@ -69,17 +69,17 @@ def test_evaluation_on_test_data_is_labelled_so():
 @pytest.mark.parametrize(
     ("policy", "expected"),
     [
-        ({"weight": "averaged", "counter": "max"}, {}),
-        ({"affine": "averaged; frozen from round 7"}, {7: "BN gamma, beta frozen from round 7"}),
+        ({"weight": [[1, "averaged"]], "counter": [[1, "max"]]}, {}),
+        ({"affine": [[1, "averaged"], [7, "frozen"]]}, {7: "BN gamma, beta frozen from round 7"}),
         (
             {
-                "mean": "averaged; frozen from round 3; local from round 9",
-                "var": "averaged; frozen from round 3",
+                "mean": [[1, "averaged"], [3, "frozen"], [9, "local"]],
+                "var": [[1, "averaged"], [3, "frozen"]],
             },
             {3: "BN statistics frozen from round 3", 9: "BN running mean local from round 9"},
         ),
         (
-            {"weight": "averaged; local from round 2", "var": "averaged; frozen from round 2"},
+            {"weight": [[1, "averaged"], [2, "local"]], "var": [[1, "averaged"], [2, "frozen"]]},
             {2: "BN running variance frozen; weights local from round 2"},
         ),
     ],
@@ -89,15 +89,15 @@ def test_policy_changes_in_words(policy, expected):
 
 
 def test_change_after_the_last_row_is_not_drawn_yet():
-    policy = {"mean": "averaged; frozen from round 4; averaged from round 5"}
+    policy = {"mean": [[1, "averaged"], [4, "frozen"], [5, "averaged"]]}
     (loss,) = learning_curve_figure(rows_of(5, train_loss=lambda r: 1.0), policy, TITLE).axes
     assert list(changes(loss).values()) == [[4]]
 
 
 def test_many_changes_share_a_label():
-    stages = "".join(f"; {'frozen' if r % 2 else 'averaged'} from round {r}" for r in range(2, 40))
+    stages = [[r, "frozen" if r % 2 == 0 else "averaged"] for r in range(1, 40)]
     rows = rows_of(40, train_loss=lambda r: 1.0)
-    (loss,) = learning_curve_figure(rows, {"mean": "averaged" + stages}, TITLE).axes
+    (loss,) = learning_curve_figure(rows, {"mean": stages}, TITLE).axes
     assert changes(loss) == {"the policy changes in 38 rounds": list(range(2, 40))}
 
 
@@ -158,7 +158,7 @@ def test_loss_over_decades_is_on_a_log_scale_that_is_named(last, log):
     ],
 )
 def test_curve_of_any_rows_is_drawn_without_a_warning(rows):
-    png(learning_curve_figure(rows, {"mean": "averaged; frozen from round 201"}, TITLE))
+    png(learning_curve_figure(rows, {"mean": [[1, "averaged"], [201, "frozen"]]}, TITLE))
 
 
 # Clients and classes

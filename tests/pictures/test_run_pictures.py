@@ -137,7 +137,7 @@ def test_pictures_of_a_run_say_what_it_is_and_show_its_numbers(drawn):
 
 def test_curve_of_a_run_marks_the_round_in_which_statistics_freeze(drawn):
     policy = read(run().attempt.policy)
-    assert policy["mean"] == "averaged; frozen from round 3"
+    assert policy["mean"] == [[1, "averaged"], [3, "frozen"]]
     for axes in drawn["learning_curve.png"].axes:
         (mark,) = axes.collections
         assert [segment[0][0] for segment in mark.get_segments()] == [3]
