@@ -140,13 +140,19 @@ class RoundCohort(Cohort):
                 if step + 1 == steps:
                     self._finished[row] = [block[row].clone() for block in self._storage()]
 
-    def finish_steps(self) -> None:
-        """End the local steps: clients that finished early take part with exactly their own, and losses are means."""
+    def finish_steps(self, *, weigh_samples: bool = False) -> None:
+        """End the local steps: clients that finished early take part with exactly their own, and losses are means.
+
+        Args:
+            weigh_samples: Whether the aggregation weights become those of the samples that each client has processed.
+        """
         for row, kept in self._finished.items():
             for block, value in zip(self._storage(), kept, strict=True):
                 block[row].copy_(value)
         self._over = True
         self.losses = self.losses / torch.tensor(self.local_steps, device=self.losses.device)
+        if weigh_samples:
+            self.weights = (torch.tensor(self.samples).double() / sum(self.samples)).to(self.losses.device)
 
     def _storage(self) -> list[Tensor]:
         states = [

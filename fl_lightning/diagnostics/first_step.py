@@ -126,9 +126,9 @@ def _beside(pl_module: "FederatedModule", cohort: Cohort, client_ids: Sequence[i
 
 
 def _executor(pl_module: "FederatedModule") -> Executor:
-    joint = [type(cb).__name__ for cb in pl_module.federated_callbacks if cb.needs_joint_forward]
-    if joint:
-        return joint_executor(joint[0])
+    joint = pl_module.federated_callbacks.joint
+    if joint is not None:
+        return joint_executor(joint)
     # any other computes the same, maybe with models of its own elsewhere, that nobody observes
     own = pl_module.executor
     return own if isinstance(own, VectorizedExecutor) else SequentialExecutor()

@@ -1,7 +1,7 @@
 """The federated LightningModule: ``training_step`` is one communication round."""
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -14,7 +14,6 @@ from fl_lightning.client_data.cohort_batch import CohortBatch
 from fl_lightning.cohort.cohort import Cohort
 from fl_lightning.cohort.round_cohort import RoundCohort
 from fl_lightning.cohort.slots import StateSlots
-from fl_lightning.errors import ConfigurationError
 from fl_lightning.executors.base import Executor
 from fl_lightning.executors.choice import Choice, choose_executor
 from fl_lightning.executors.joint import joint_executor
@@ -25,20 +24,18 @@ from fl_lightning.optimizers.checks import check_elementwise, check_overrides
 from fl_lightning.optimizers.schedules import LRSchedule
 from fl_lightning.randomness import derive_seed, seed_global
 from fl_lightning.round.communication import Communication, round_communication
-from fl_lightning.round.declarations import Declarations
+from fl_lightning.round.methods import Methods
 from fl_lightning.round.plan import (
     RoundPlan,
     Weighting,
     check_local_work,
     check_participation,
     cohort_size,
-    proportions,
 )
 from fl_lightning.round.policy import check_together, resolve_policy
-from fl_lightning.round.record import RunRecord
 from fl_lightning.round.server import ServerModule
 from fl_lightning.round.server_update import update_server
-from fl_lightning.round.trainer import ShowsLocalSteps, check_trainer
+from fl_lightning.round.trainer import ShowsLocalSteps, check_clients, check_trainer
 
 
 class FederatedModule(ServerModule):
@@ -136,7 +133,7 @@ class FederatedModule(ServerModule):
         self.slots: StateSlots
         self.executor_choice: Choice | None = None
         self.communication = Communication()
-        self._methods: list[Declarations] = []
+        self._methods = Methods()
         self._cohort: RoundCohort | None = None
         self._batch_norm_in_training: list[nn.Module] = []
 
@@ -145,12 +142,8 @@ class FederatedModule(ServerModule):
     def training_step(self, batch: Any, batch_idx: int) -> None:
         """One communication round, in the precision of the weights: only clients' losses are computed in mixed precision."""
         try:
-            with self.executor.during_round():
-                if torch.is_autocast_enabled(self.device.type):
-                    with torch.autocast(self.device.type, enabled=False):
-                        self.communication_round()
-                else:
-                    self.communication_round()
+            with self.executor.during_round(), torch.autocast(self.device.type, enabled=False):
+                self.communication_round()
         except BaseException:
             restore_batch_norm(self.model)
             self.executor.close()
@@ -163,10 +156,11 @@ class FederatedModule(ServerModule):
         for step in range(max(cohort.local_steps)):
             self.compute_gradients(cohort, step)
             self._call("on_after_local_backward", cohort, step)
-            self.take_step(cohort)
+            with self.clock.part("optimizer"):
+                cohort.take_step()
             self._call("on_local_step_end", cohort, step)
             cohort.finish_step(step)
-        self.finish_steps(cohort)
+        cohort.finish_steps(weigh_samples=self.weighting == "samples")
         self._call("on_before_aggregate", cohort)
         self.aggregate(cohort)
         self.server_step()
@@ -219,17 +213,6 @@ class FederatedModule(ServerModule):
         inputs, targets = batch
         return self.loss(self.model(inputs), targets)
 
-    def take_step(self, cohort: RoundCohort) -> None:
-        """One step of the client optimizer, of every row."""
-        with self.clock.part("optimizer"):
-            cohort.take_step()
-
-    def finish_steps(self, cohort: RoundCohort) -> None:
-        """End the local steps: every row is what its client sends, with its loss and its aggregation weight."""
-        cohort.finish_steps()
-        if self.weighting == "samples":
-            cohort.weights = proportions(cohort.samples).to(self.device)
-
     def aggregate(self, cohort: RoundCohort) -> None:
         """Set the server's statistics to the clients' aggregate and its gradients to the pseudo-gradient.
 
@@ -249,9 +232,7 @@ class FederatedModule(ServerModule):
             Communication() if self.centralised else round_communication(cohort, self._methods)
         )
         costs, seconds, samples = self.communication.metrics(), self.clock.stop(), sum(cohort.samples)
-        self.record.finish_round(
-            samples, seconds, int(costs["comm/upload_bytes"]), int(costs["comm/download_bytes"])
-        )
+        self.record.finish_round(samples, seconds, costs)
         times = {"time/round_s": seconds, "time/samples_per_s": samples / seconds}
         self.log_numbers({**costs, **times, **self.clock.metrics()})
 
@@ -260,28 +241,22 @@ class FederatedModule(ServerModule):
         return self.plan.weight_share(cohort.client_ids, self.round)
 
     def _executor(self, step: int) -> Executor:
-        joint = [type(cb).__name__ for cb in self._methods if cb.needs_joint_forward]
-        return joint_executor(joint[0]) if joint and step == 0 else self.executor
+        joint = self._methods.joint if step == 0 else None
+        return joint_executor(joint) if joint is not None else self.executor
 
     def _call(self, hook: str, cohort: RoundCohort, *step: int) -> None:
         """Call a hook of every method that has it: what it draws depends on neither the executor nor on earlier draws."""
         with self.clock.part("callbacks"):
-            for name, own in self._overriding(hook):
+            for name, own in self._methods.hooks(hook):
                 seed_global(derive_seed(self.seed, f"{name}.{hook}", cohort.round, *step), self.device)
                 own(self.trainer, self, cohort, *step)
-
-    def _overriding(self, hook: str) -> Iterator[tuple[str, Callable[..., None]]]:
-        """The methods that have a hook, by name, with the hook."""
-        for callback in self._methods:
-            if hook in callback.overridden:
-                yield type(callback).__name__, getattr(callback, hook)
 
     # A run of rounds
 
     @property
-    def federated_callbacks(self) -> list[Declarations]:
+    def federated_callbacks(self) -> Methods:
         """The methods that are active in this run."""
-        return [cb for cb in self.trainer.callbacks if isinstance(cb, Declarations)]  # type: ignore[attr-defined]  # set in a helper of the trainer
+        return Methods.of(self.trainer)
 
     def setup(self, stage: str) -> None:
         """Plan the local work, and let methods change the BN layers."""
@@ -289,10 +264,7 @@ class FederatedModule(ServerModule):
         if stage != "fit":
             return
         check_trainer(self.trainer)
-        if self.data.num_clients == 0:
-            raise ConfigurationError(
-                f"data: {type(self.data).__name__} has no clients; pass clients=[...], or name a data set such as Digits"
-            )
+        check_clients(self.data)
         size = cohort_size(self.data.num_clients, self.participation)
         if not self.centralised:
             self.aggregator.check(size)
@@ -302,26 +274,14 @@ class FederatedModule(ServerModule):
         restore_batch_norm(self.model)  # a fit that failed may have left them
         self._methods = self.federated_callbacks
         check_together(self._methods)
-        for _, configure in self._overriding("configure_batch_norm"):
+        for _, configure in self._methods.hooks("configure_batch_norm"):
             configure(self)
 
     def on_fit_start(self) -> None:
         """Fix the number of rounds at round 1; a resumed run keeps it."""
-        if (
-            not self._resumed and not self.trainer.current_epoch
-        ):  # an earlier fit planned and counted its own run
-            self.total_rounds, self.record = None, RunRecord()
-        resumed, self._resumed = self.total_rounds, False
-        self.total_rounds, stop = self.plan.rounds(self.trainer.max_epochs, self.budget_epochs, resumed)
-        if stop is not None:
-            self.trainer.fit_loop.max_epochs = stop
-        elif (self.trainer.max_epochs or 0) > self.total_rounds:
-            self.print(
-                f"Training goes on to round {self.trainer.max_epochs}. The run was planned for {self.total_rounds} rounds: "
-                "freeze rounds and learning-rate milestones stay as planned."
-            )
-        for round_number in range(1, self.total_rounds + 1):
-            resolve_policy(self._methods, round_number, self.total_rounds)
+        rounds = self.fix_rounds(self.plan, self.budget_epochs)
+        for round_number in range(1, rounds + 1):
+            resolve_policy(self._methods, round_number, rounds)
         self.slots = StateSlots(self.model)
         self.data.keep_on(self.device)
         if self.chooses_executor:

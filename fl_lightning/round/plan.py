@@ -87,7 +87,8 @@ class RoundPlan:
 
     def weights(self, client_ids: Sequence[int], round_number: int) -> Tensor:
         """Aggregation weights ``[C]`` of the models that a round trains, as far as they are known before its local steps."""
-        return proportions([1.0] if self.centralised else self._sizes(client_ids, round_number))
+        sizes = [1.0] if self.centralised else self._sizes(client_ids, round_number)
+        return torch.tensor([size / sum(sizes) for size in sizes], dtype=torch.float64)
 
     def weight_share(self, client_ids: Sequence[int], round_number: int) -> float:
         """The clients' part of everyone's aggregation weight in a round: |S|/n where all weigh alike."""
@@ -168,11 +169,6 @@ class RoundPlan:
         self.last_round = round_number
         self.last_round_steps = last_steps or None
         return round_number
-
-
-def proportions(sizes: Sequence[float]) -> Tensor:
-    """Numbers in proportion to ``sizes`` whose sum is 1, float64 ``[C]``."""
-    return torch.tensor([size / sum(sizes) for size in sizes], dtype=torch.float64)
 
 
 def check_local_work(local_steps: int | None, local_epochs: int | None, budget_epochs: float | None) -> None:

@@ -1,7 +1,7 @@
 """What a run logs and counts: the metrics of the round under way and totals since round 1."""
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from lightning.pytorch.loggers import Logger
@@ -41,12 +41,12 @@ class RunRecord:
             rounds, total, _ = self.clients.get(client, (0, 0, 0.0))
             self.clients[client] = (rounds + 1, total + taken, loss)
 
-    def finish_round(self, samples: int, seconds: float, upload_bytes: int, download_bytes: int) -> None:
-        """Add a round's costs to the totals."""
+    def finish_round(self, samples: int, seconds: float, costs: Mapping[str, float]) -> None:
+        """Add a round to the totals: its samples, its time, and its bytes by the names of their metrics."""
         self.samples += samples
         self.seconds += seconds
-        self.upload_bytes += upload_bytes
-        self.download_bytes += download_bytes
+        self.upload_bytes += int(costs["comm/upload_bytes"])
+        self.download_bytes += int(costs["comm/download_bytes"])
 
     def finish_line(self, round_number: int) -> dict[str, float]:
         """The finished line of metrics of a round; the next one starts empty."""

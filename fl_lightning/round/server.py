@@ -17,6 +17,7 @@ from fl_lightning.optimizers import OptimizerCallable
 from fl_lightning.optimizers.checks import check_server_optimizer
 from fl_lightning.round.clock import RoundClock
 from fl_lightning.round.evaluation import ServerEvaluation
+from fl_lightning.round.plan import RoundPlan
 from fl_lightning.round.record import RunRecord
 from fl_lightning.round.trainer import allow_tf32
 
@@ -89,6 +90,33 @@ class ServerModule(L.LightningModule):
     def planned_rounds(self) -> int:
         """Number of rounds that was planned at round 1: what fractions of a run refer to."""
         assert self.total_rounds is not None
+        return self.total_rounds
+
+    def fix_rounds(self, plan: RoundPlan, budget_epochs: float | None) -> int:
+        """Fix the number of rounds when training starts; a resumed run keeps what was planned at round 1.
+
+        Args:
+            plan: The plan of the run.
+            budget_epochs: The run's budget, see :meth:`~fl_lightning.round.plan.RoundPlan.limit`.
+
+        Returns:
+            The planned number of rounds.
+        """
+        if not self._resumed and not self.trainer.current_epoch:
+            self.total_rounds, self.record = (
+                None,
+                RunRecord(),
+            )  # an earlier fit planned and counted its own run
+        self._resumed = False
+        limit = self.trainer.max_epochs or 0
+        self.total_rounds, stop = plan.rounds(self.trainer.max_epochs, budget_epochs, self.total_rounds)
+        if stop is not None:
+            self.trainer.fit_loop.max_epochs = stop
+        elif limit > self.total_rounds:
+            self.print(
+                f"Training goes on to round {limit}. The run was planned for {self.total_rounds} rounds: freeze rounds and "
+                "learning-rate milestones stay as planned."
+            )
         return self.total_rounds
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
