@@ -137,8 +137,6 @@ class FederatedModule(ServerModule):
         self._cohort: RoundCohort | None = None
         self._batch_norm_in_training: list[nn.Module] = []
 
-    # One communication round
-
     def training_step(self, batch: Any, batch_idx: int) -> None:
         """One communication round, in the precision of the weights: only clients' losses are computed in mixed precision."""
         try:
@@ -250,8 +248,6 @@ class FederatedModule(ServerModule):
             for name, own in self._methods.hooks(hook):
                 seed_global(derive_seed(self.seed, f"{name}.{hook}", cohort.round, *step), self.device)
                 own(self.trainer, self, cohort, *step)
-
-    # A run of rounds
 
     @property
     def federated_callbacks(self) -> Methods:
