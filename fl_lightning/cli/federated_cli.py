@@ -19,8 +19,7 @@ from lightning.pytorch.profilers import PassThroughProfiler
 from fl_lightning.cli.interruption import FinishRound
 from fl_lightning.cli.parser import check_settings
 from fl_lightning.cli.progress import RoundProgress
-from fl_lightning.dashboard.logger import RoundWandbLogger
-from fl_lightning.dashboard.naming import wandb_logger
+from fl_lightning.dashboard.logger import RoundWandbLogger, wandb_logger
 from fl_lightning.dashboard.settings import WandbSettings
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.files import atomic_write

@@ -81,8 +81,8 @@ def final_numbers(result: Mapping[str, Any]) -> dict[str, float | bool]:
     }
 
 
-def checkpoint_artifact(module: FederatedModule, name: str) -> tuple[Any, list[str]] | None:
-    """The checkpoints of a run as one artifact and its aliases, None where there are none."""
+def log_checkpoints(run: Any, module: FederatedModule) -> None:
+    """Log the checkpoints of a run, where there are any, as one artifact."""
     import wandb
 
     folders = [
@@ -92,13 +92,13 @@ def checkpoint_artifact(module: FederatedModule, name: str) -> tuple[Any, list[s
     ]
     paths = [path for folder in folders for path in sorted(folder.glob("*.ckpt"))]
     if not paths:
-        return None
-    artifact = wandb.Artifact(name, type="model", metadata={"round": module.trainer.global_step})
+        return
+    artifact = wandb.Artifact(f"model-{run.id}", type="model", metadata={"round": module.trainer.global_step})
     for path in paths:
         # the file itself is uploaded, also by a later wandb sync: no copies in W&B's folders
         artifact.add_file(str(path.resolve()), policy="immutable", skip_cache=True)
     best = ["best"] if any(path.name == "best.ckpt" for path in paths) else []
-    return artifact, ["latest", *best]
+    run.log_artifact(artifact, aliases=["latest", *best])
 
 
 def facts(module: FederatedModule) -> dict[str, Any]:

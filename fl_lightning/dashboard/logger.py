@@ -5,30 +5,26 @@ import shutil
 import sys
 import uuid
 from argparse import Namespace
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import lightning as L
+import yaml
 from lightning.fabric.loggers.logger import _DummyExperiment, rank_zero_experiment
-from lightning.pytorch.loggers import WandbLogger
+from lightning.pytorch.loggers import Logger, WandbLogger
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_only
 from torch import nn
 
-from fl_lightning.dashboard.connection import Mode, first_line, open_run
-from fl_lightning.dashboard.contents import (
-    checkpoint_artifact,
-    facts,
-    final_numbers,
-    pictures,
-    staged_in,
-    summary_of,
-    tables,
-)
+from fl_lightning.client_data.federated import FederatedDataModule
+from fl_lightning.dashboard import contents
+from fl_lightning.dashboard.settings import Mode, WandbSettings, in_a_line, names_of_run, open_run
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.round.module import FederatedModule
 from fl_lightning.run_directory.directory import Attempt, write_text
+from fl_lightning.run_directory.environment import describe_environment
 from fl_lightning.run_directory.metrics import read_metrics
 
 
@@ -67,7 +63,6 @@ class RoundWandbLogger(WandbLogger):
         self.log_checkpoints = log_checkpoints
         self.beside = beside
         self._module: FederatedModule | None = None
-        self._ids: set[str] = set()
         self._newest = self._seen = -1
         self._defined: set[str] = set()
         self._result: dict[str, float | bool] = {}
@@ -82,8 +77,28 @@ class RoundWandbLogger(WandbLogger):
         return _DummyExperiment() if self._experiment is None else self._experiment
 
     def _open(self) -> None:
-        if self._experiment is None:
-            self._experiment = self.beside.experiment if self.beside is not None else self._start()
+        if self._experiment is not None:
+            return
+        if self.beside is not None:
+            self._experiment = self.beside.experiment
+            return
+        known = self.attempt.wandb_id if self.attempt is not None and self.mode != "disabled" else None
+        earlier = known.read_text().strip() if known is not None and known.is_file() else None
+        asked = self._wandb_init["id"] or os.environ.get("WANDB_RUN_ID")
+        self._wandb_init["id"] = earlier or asked or uuid.uuid4().hex[:8]
+        run, self.mode = open_run(self.mode, self._wandb_init)
+        self._experiment = run
+        if self.mode == "disabled":
+            return
+        self._newest = run.starting_step - 1
+        if earlier not in (None, run.id):
+            print(
+                f"W&B: the sweep gives this run the id {run.id}; all its rounds are logged there, and {earlier} is no "
+                "longer continued",
+                file=sys.stderr,
+            )
+        if known is not None:
+            write_text(known, run.id + "\n")
 
     @rank_zero_only
     def log_hyperparams(self, params: Mapping[str, Any] | Namespace) -> None:
@@ -126,12 +141,12 @@ class RoundWandbLogger(WandbLogger):
         """Add the tables to the row of the last round of a fit; of a run with a folder :meth:`close` does."""
         module = self._module
         if self.attempt is None and module is not None and _is_fitting(module):
-            self._log_media(lambda: tables(module))
+            self._attempt_to(self._log_media)
 
     @rank_zero_only
     def log_result(self, result: Mapping[str, Any]) -> None:
         """Take the numbers of a finished run's result into its summary."""
-        self._result = final_numbers(result)
+        self._result = contents.final_numbers(result)
 
     @rank_zero_only
     def close(self, failed: bool = False) -> None:
@@ -157,15 +172,16 @@ class RoundWandbLogger(WandbLogger):
     def _finish(self, failed: bool) -> None:
         self._open()
         self._catch_up(None)
-        attempt, module = self.attempt, self._module
-        if attempt is not None:
-            self._log_media(lambda: {**(tables(module) if module is not None else {}), **pictures(attempt)})
+        module = self._module
+        if self.attempt is not None:
+            self._attempt_to(self._log_media)
         if self.log_checkpoints and module is not None:
-            self._attempt_to(lambda: self._log_checkpoints(module))
+            self._attempt_to(lambda: contents.log_checkpoints(self.experiment, module))
         self._attempt_to(lambda: self.experiment.summary.update(self._result))
         if self.beside is None:
             self._attempt_to(lambda: self.experiment.finish(exit_code=int(failed)))
-            self._remove_superseded()
+            if self.attempt is not None and self.mode != "disabled":
+                self._attempt_to(self._remove_superseded)
 
     @property
     def place(self) -> str | None:
@@ -180,43 +196,15 @@ class RoundWandbLogger(WandbLogger):
         return f"W&B: offline; to upload the run: wandb sync {shown}"
 
     def _remove_superseded(self) -> None:
-        """Remove the files of the earlier parts of a resumed run once its new ones are complete on the disk."""
-        if self._failed or self.attempt is None or self.mode == "disabled":
-            return
+        """Remove the offline files of the earlier parts of a resumed run, once its new ones are complete on the disk."""
         import wandb
 
         folder = Path(self.experiment.dir).parent
-        others = [
-            path
-            for run_id in self._ids
-            for path in folder.parent.glob(f"offline-run-*-{run_id}")
-            if path != folder
-        ]
-        if others:
-            # finish() returns before W&B's process has written everything; the end of the process is the end of that
-            self._attempt_to(wandb.teardown)
-        for path in others if not self._failed else []:
+        earlier = [path for path in folder.parent.glob("offline-run-*") if path != folder]
+        if earlier:
+            wandb.teardown()  # its process may still be writing when finish() returns
+        for path in earlier:
             shutil.rmtree(path, ignore_errors=True)
-
-    def _start(self) -> Any:
-        known = self.attempt.wandb_id if self.attempt is not None and self.mode != "disabled" else None
-        earlier = known.read_text().strip() if known is not None and known.is_file() else None
-        self._wandb_init["id"] = (
-            earlier or self._wandb_init["id"] or os.environ.get("WANDB_RUN_ID") or uuid.uuid4().hex[:8]
-        )
-        run, self.mode = open_run(self.mode, self._wandb_init)
-        if self.mode != "disabled":
-            self._newest = run.starting_step - 1
-            self._ids |= {run.id, earlier or run.id}
-            if earlier not in (None, run.id):
-                print(
-                    f"W&B: the sweep gives this run the id {run.id}; all its rounds are logged there, and {earlier} is no "
-                    "longer continued",
-                    file=sys.stderr,
-                )
-            if known is not None:
-                write_text(known, run.id + "\n")
-        return run
 
     def _catch_up(self, round_number: int | None) -> None:
         """Log the rows of ``metrics.jsonl`` that the run has not got, up to the one before a round."""
@@ -241,31 +229,24 @@ class RoundWandbLogger(WandbLogger):
 
     def _define(self, names: set[str]) -> None:
         if not self._defined:
-            known = self._config | (facts(self._module) if self._module is not None else {})
+            known = self._config | (contents.facts(self._module) if self._module is not None else {})
             self.experiment.config.update(known, allow_val_change=True)
         for name in sorted(names, key=lambda name: (name != "round", name)):
             axis = None if name == "round" else "round"
-            self.experiment.define_metric(name, step_metric=axis, summary=summary_of(name))
+            self.experiment.define_metric(name, step_metric=axis, summary=contents.summary_of(name))
         self._defined |= names
 
-    def _log_media(self, media: Callable[[], Mapping[str, Any]]) -> None:
+    def _log_media(self) -> None:
+        """Add tables and pictures to the row of the last round."""
         if self._newest < 0:
             return
-
-        def log() -> None:
-            with staged_in(Path(self.experiment.dir).parent):
-                if self.beside is None:
-                    self.experiment.log(dict(media()), step=self._newest)
-                else:
-                    self.experiment.log({**media(), "round": self._newest})
-
-        self._attempt_to(log)
-
-    def _log_checkpoints(self, module: FederatedModule) -> None:
-        found = checkpoint_artifact(module, f"model-{self.experiment.id}")
-        if found is not None:
-            artifact, aliases = found
-            self.experiment.log_artifact(artifact, aliases=aliases)
+        with contents.staged_in(Path(self.experiment.dir).parent):
+            media = contents.tables(self._module) if self._module is not None else {}
+            media |= contents.pictures(self.attempt) if self.attempt is not None else {}
+            if self.beside is None:
+                self.experiment.log(media, step=self._newest)
+            else:
+                self.experiment.log({**media, "round": self._newest})
 
     def _attempt_to(self, action: Callable[[], Any]) -> None:
         """Do something with the run; after a failure nothing more is tried before the end of the run."""
@@ -276,8 +257,44 @@ class RoundWandbLogger(WandbLogger):
         except Exception as error:  # noqa: BLE001  # such as a service that was killed: it must not end the training
             self._failed = True
             kept = f"; all metrics are in {self.attempt.metrics}" if self.attempt is not None else ""
-            print(f"W&B failed, the run goes on without it{kept}: {first_line(error)}", file=sys.stderr)
+            print(f"W&B failed, the run goes on without it{kept}: {in_a_line(error)}", file=sys.stderr)
 
 
 def _is_fitting(module: FederatedModule) -> bool:
     return module.trainer.state.fn == TrainerFn.FITTING
+
+
+def wandb_logger(
+    settings: WandbSettings,
+    loggers: Sequence[Logger],
+    attempt: Attempt,
+    config: str,
+    module: FederatedModule,
+    data: FederatedDataModule,
+    callbacks: Sequence[L.Callback],
+) -> RoundWandbLogger | None:
+    """The logger of a run: there is one W&B run per configuration and seed, in one group for all seeds.
+
+    Args:
+        settings: Whether and where the run is logged.
+        loggers: The user's own: where a ``WandbLogger`` is among them, its run is used and no other is started.
+        attempt: The run's folder.
+        config: The resolved configuration as YAML.
+        module: The module.
+        data: Its data.
+        callbacks: The trainer's callbacks.
+
+    Returns:
+        None where W&B is disabled.
+    """
+    own = next((logger for logger in loggers if isinstance(logger, WandbLogger)), None)
+    mode = "online" if own is not None else settings.resolve_mode()
+    if mode == "disabled":
+        return None
+    resolved = yaml.safe_load(config)
+    config_hash = attempt.path.name.partition("-")[0]
+    added = {"config_hash": config_hash, "git_commit": describe_environment()["git_commit"]}
+    names = names_of_run(settings, f"{resolved['name']}-{config_hash}", module, data, callbacks)
+    return RoundWandbLogger(
+        attempt, mode, settings.log_checkpoints, beside=own, config=resolved | added, **names
+    )

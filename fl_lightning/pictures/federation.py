@@ -45,7 +45,8 @@ def partition_figure(
         axis.set_ticks(range(number)) if number <= _MAX_NAMED else count_on(axis)
     if class_names is not None and classes <= _MAX_NAMED:
         names = class_labels(class_names, classes)
-        cells.set_xticks(range(classes), names, rotation=40, ha="right", rotation_mode="anchor")
+        slant = {"rotation": 40, "ha": "right", "rotation_mode": "anchor"}
+        cells.set_xticks(range(classes), names, **slant if max(map(len, names)) > 3 else {})
     if clients <= _MAX_NAMED:
         sizes.bar_label(bars, padding=2, size=7)
         sizes.margins(x=0.5)

@@ -68,9 +68,9 @@ def draw_curve(
         label=label + (f" (means of {width})" if width > 1 else ""),
     )
     if not good.all():
-        edge = np.full((~good).sum(), 0.97)
-        where = {"transform": axes.get_xaxis_transform(), "label": f"{label.partition(':')[0]}: not finite"}
-        axes.plot(places[~good], edge, "x", color=colour, **where)
+        edge, upwards = np.full((~good).sum(), 0.97), axes.get_xaxis_transform()
+        text = f"{label.partition(':')[0]}: not finite"
+        axes.plot(places[~good], edge, "x", color=colour, transform=upwards, label=text)
     return values[good]
 
 
@@ -94,7 +94,7 @@ def scale_values(axes: "Axes", drawn: Sequence[Series], reach: float = 0.0) -> N
         else:
             foot = 10 ** np.floor(np.log10(smallest))
             axes.set_yscale("symlog", linthresh=foot)
-            axes.yaxis.get_major_locator().set_params(numticks=5)
+            axes.locator_params(axis="y", numticks=5)
             axes.set_ylim(bottom=-0.3 * foot)
         axes.set_ylim(top=2 * highest)
         axes.set_ylabel(axes.get_ylabel() + "\n(log)")

@@ -1,10 +1,12 @@
-"""What an offline run of W&B holds, read back from its record log."""
+"""Where the offline runs of W&B are, and what they hold, read back from their record logs."""
 
 import json
 import struct
 import time
 from pathlib import Path
 from types import SimpleNamespace
+
+from fl_lightning.run_directory.metrics import read_metrics
 
 _BLOCK = 32 * 1024
 _FULL, _FIRST, _MIDDLE, _LAST = 1, 2, 3, 4
@@ -69,3 +71,21 @@ def _read(folder):
 def _items(items):
     """Values by name; nested names are joined by dots."""
     return {item.key or ".".join(item.nested_key): json.loads(item.value_json) for item in items}
+
+
+def offline_runs(attempt):
+    """The folders of a run's offline parts."""
+    return sorted(attempt.path.glob("wandb/offline-run-*"))
+
+
+def run_id(folder):
+    """The id of the run that a folder of W&B's holds."""
+    return folder.name.rpartition("-")[2]
+
+
+def metrics(history, attempt):
+    """Rows of a history and of metrics.jsonl, both with the names that metrics.jsonl has."""
+    written = read_metrics(attempt.metrics)
+    return [
+        {name: row.get(name) for name in known} for row, known in zip(history, written, strict=True)
+    ], written

@@ -1,0 +1,196 @@
+"""A run at W&B that is resumed, breaks off, fails at W&B or has a logger of the user's own; and the logger in Python."""
+
+import json
+import math
+from pathlib import Path
+from types import SimpleNamespace
+
+import lightning as L
+import pytest
+from command_line import run_rendered as run
+from command_line import write_config
+from helpers import SGD, blobs, small_cnn
+from wandb_files import metrics, offline_runs, read_run, run_id
+
+from fl_lightning import FederatedCallback, FederatedModule
+from fl_lightning.dashboard.contents import clients_table
+from fl_lightning.dashboard.logger import RoundWandbLogger
+from fl_lightning.errors import ConfigurationError
+
+
+def test_resumed_run_keeps_its_id_and_leaves_one_offline_run_with_all_rounds(offline):
+    attempt = run("--trainer.max_epochs", 2).attempt
+    (first,) = offline_runs(attempt)
+    run("--ckpt_path", "last", "--trainer.max_epochs", 4)
+    (second,) = offline_runs(attempt)
+    assert first != second
+    before, after = run_id(first), read_run(second)
+    assert after.run.run_id == before == attempt.wandb_id.read_text().strip()
+    logged, written = metrics(after.history, attempt)
+    assert logged == written
+    assert [row["round"] for row in written] == [0, 1, 2, 3, 4]
+    (path,) = second.glob("files/media/table/clients_*.table.json")
+    assert [row[2:4] for row in json.loads(path.read_text())["data"]] == [[8, 4]] * 3
+
+
+def test_run_that_goes_on_in_a_new_attempt_is_a_new_run_with_all_rounds(offline):
+    first = run("--trainer.max_epochs", 2).attempt
+    last = first.checkpoints / "last.ckpt"
+    second = run("--ckpt_path", last, "--trainer.max_epochs", 3, "--model.local_steps", 1).attempt
+    assert second.path != first.path
+    assert first.wandb_id.read_text() != second.wandb_id.read_text()
+    (folder,) = offline_runs(second)
+    logged, written = metrics(read_run(folder).history, second)
+    assert logged == written
+    assert len(offline_runs(first)) == 1
+
+
+class Stopped(FederatedCallback):
+    """Breaks off a round."""
+
+    def on_before_aggregate(self, trainer, pl_module, cohort):
+        if cohort.round == 3:
+            raise RuntimeError("stopped")
+
+
+def test_run_that_breaks_off_is_marked_and_holds_its_rounds(offline):
+    stop = {"class_path": f"{__name__}.Stopped"}
+    write_config({"trainer.callbacks": [stop]})
+    with pytest.raises(RuntimeError, match="stopped"):
+        run()
+    (folder,) = Path("runs").glob("*/*/wandb/offline-run-*")
+    logged = read_run(folder)
+    assert logged.exit_code == 1
+    assert [row["round"] for row in logged.history] == [0, 1, 2]
+    assert list(folder.parents[1].glob("learning_curve.png"))
+    assert list(folder.glob("files/media/images/learning_curve_*.png"))
+
+
+def test_own_wandb_logger_gets_the_same_contents_and_no_second_run_is_started(offline, monkeypatch):
+    import wandb
+
+    wandb.teardown()  # it read the environment when it was first used
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    own = {
+        "class_path": "lightning.pytorch.loggers.WandbLogger",
+        "init_args": {"project": "mine", "save_dir": "own"},
+    }
+    Path("own").mkdir()
+    write_config({"trainer.logger": own})
+    attempt = run().attempt
+    wandb.finish()
+    wandb.teardown()
+    assert not (attempt.path / "wandb").exists()
+    (folder,) = Path("own").glob("wandb/offline-run-*")
+    logged = read_run(folder)
+    assert logged.run.project == "mine"
+    assert logged.config["planned_rounds"] == 4
+    assert logged.metrics["val/accuracy"].step_metric == "round"
+    assert logged.summary["val/accuracy"].keys() == {"max", "last"}
+    assert "final/test/accuracy" in logged.summary
+    assert {path.name.partition("_4")[0] for path in folder.glob("files/media/*/*")} >= {
+        "policy",
+        "clients",
+    } or list(folder.glob("files/media/table/clients_*"))
+
+
+def test_run_goes_on_where_wandb_fails_and_its_end_brings_everything_back(offline, monkeypatch, capsys):
+    from wandb import Run
+
+    log, failures = Run.log, []
+
+    def fail_once_in_round_2(self, row, step):
+        if step == 2 and not failures:
+            failures.append(step)
+            raise ConnectionResetError("Connection lost")
+        log(self, row, step=step)
+
+    monkeypatch.setattr(Run, "log", fail_once_in_round_2)
+    attempt = run("--trainer.max_epochs", 4).attempt
+    shown = capsys.readouterr()
+    failure, place = [line for line in (shown.err + shown.out).splitlines() if "W&B" in line]
+    assert (
+        failure
+        == f"W&B failed, the run goes on without it; all metrics are in {attempt.metrics}: Connection lost"
+    )
+    (folder,) = offline_runs(attempt)
+    assert str(folder) in place
+    found = read_run(folder)
+    logged, written = metrics(found.history, attempt)
+    assert logged == written
+    assert len(written) == 5
+    assert "final/test/accuracy" in found.summary
+    assert found.config["planned_rounds"] == 4
+
+
+def test_rows_that_the_server_has_are_not_sent_again(tmp_path, monkeypatch):
+    sent = []
+    resumed = SimpleNamespace(
+        id="abc", starting_step=3, dir=str(tmp_path), config={},
+        define_metric=lambda *_, **__: None, log=lambda row, step: sent.append((step, row["round"])),
+    )  # fmt: skip
+    monkeypatch.setattr("fl_lightning.dashboard.logger.open_run", lambda mode, init: (resumed, "online"))
+    logger = RoundWandbLogger()
+    for number in (2, 3, 4):
+        logger.log_metrics({"round": number, "train/loss": 1.0}, step=number)
+    assert sent == [(3, 3), (4, 4)]
+
+
+def fit(logger, module, rounds, **settings):
+    trainer = L.Trainer(
+        logger=logger, max_epochs=rounds, accelerator="cpu", enable_progress_bar=False, enable_model_summary=False,
+        enable_checkpointing=False, num_sanity_val_steps=-1, log_every_n_steps=1, **settings,
+    )  # fmt: skip
+    trainer.fit(module, datamodule=blobs())
+
+
+def test_logger_works_in_a_plain_trainer_and_divergence_is_no_obstacle(offline, tmp_path):
+    logger = RoundWandbLogger(mode="offline", project="plain", save_dir=str(tmp_path))
+    module = FederatedModule(small_cnn().double(), SGD, local_steps=2, on_divergence="record")
+    fit(logger, module, 2)
+    logger.log_metrics({"round": 3, "train/loss": math.nan, "val/loss": math.inf})
+    logger.log_metrics({"test/loss": 1.0})
+    logger.close()
+    (folder,) = tmp_path.glob("wandb/offline-run-*")
+    logged = read_run(folder)
+    assert [row["round"] for row in logged.history] == [0, 1, 2, 3]
+    assert math.isnan(logged.history[-1]["train/loss"])
+    assert logged.config["method"] == "FedAvg"
+
+
+class Losses(FederatedCallback):
+    """Keeps the clients' losses of each round, as they are before the aggregation."""
+
+    def __init__(self):
+        self.seen = []
+
+    def on_before_aggregate(self, trainer, pl_module, cohort):
+        self.seen.append((list(cohort.client_ids), cohort.losses.tolist(), float(cohort.mean(cohort.losses))))
+
+
+def test_losses_of_the_cohort_average_to_the_training_loss_and_clients_are_counted():
+    seen = Losses()
+    module = FederatedModule(small_cnn().double(), SGD, local_epochs=1, participation=2)
+    fit(False, module, 3, callbacks=[seen])
+    assert module.metrics["train/loss"] == pytest.approx(seen.seen[-1][2], rel=1e-6)
+    logged = {row[0]: row for row in clients_table(module)[1]}
+    for client, row in logged.items():
+        rounds = [losses[ids.index(client)] for ids, losses, _ in seen.seen if client in ids]
+        assert row[3] == len(rounds)
+        assert row[2] == 5 * len(rounds)
+        assert row[4] == (rounds[-1] if rounds else None)
+
+
+def test_second_fit_with_one_logger_is_refused_and_a_validation_starts_no_run(offline, tmp_path):
+    logger = RoundWandbLogger(mode="offline", save_dir=str(tmp_path))
+    module = FederatedModule(small_cnn().double(), SGD, local_steps=1)
+    trainer = L.Trainer(
+        logger=logger, accelerator="cpu", enable_progress_bar=False, enable_model_summary=False
+    )
+    trainer.validate(module, datamodule=blobs(), verbose=False)
+    logger.close()
+    assert not list(tmp_path.glob("wandb/*"))
+    fit(logger, module, 1)
+    with pytest.raises(ConfigurationError, match="make a new one"):
+        fit(logger, FederatedModule(small_cnn().double(), SGD, local_steps=1), 1)
+    logger.close()
