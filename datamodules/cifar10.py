@@ -13,7 +13,6 @@ from datamodules.class_folders import ClassFolders
 from datamodules.image_cache import locked, square
 from datamodules.images import ImageData
 from datamodules.in_memory import InMemoryDataModule
-from datamodules.partitions import Partition
 from fl_lightning.errors import ConfigurationError
 
 
@@ -30,15 +29,10 @@ class CIFAR10(InMemoryDataModule):
         download: Fetch the data set with torchvision (170 MB) into ``data_dir`` where neither is there.
         image_size: Height and width in pixels to which the images are resized, for reduced runs; 32 leaves them.
         num_clients: Number of clients, 5 in the FixBN paper.
-        batch_size: Samples in a client's batch.
-        partition: How the training data are spread over the clients; None is ``IID()``.
-        val_fraction: Share of the training data, in [0, 1), for the server's validation set.
-        eval_batch_size: Samples in a batch of the server's evaluation.
         crop_padding: Black border in pixels for random crops, 0 for no crops; FixBN pads by 2, FedTAN by 4.
         horizontal_flip: Whether training images are flipped with probability 1/2.
-        seed: Seed of everything random about the data.
-        max_examples: Use only that many training images, every class in proportion; None for all.
         cache_dir: Folder of the decoded images; None is ``data/cache`` below the working directory.
+        **settings: The others of :class:`InMemoryDataModule`.
 
     Raises:
         ConfigurationError: The data are not there or damaged, or a setting is out of its range.
@@ -57,26 +51,13 @@ class CIFAR10(InMemoryDataModule):
         download: bool = False,
         image_size: int = 32,
         num_clients: int = 5,
-        batch_size: int = 20,
-        partition: Partition | None = None,
-        val_fraction: float = 0.0,
-        eval_batch_size: int = 500,
         crop_padding: int = 2,
         horizontal_flip: bool = True,
-        seed: int = 0,
-        max_examples: int | None = None,
         cache_dir: str | None = None,
+        **settings: Any,
     ) -> None:
         super().__init__(
-            num_clients=num_clients,
-            batch_size=batch_size,
-            partition=partition,
-            val_fraction=val_fraction,
-            eval_batch_size=eval_batch_size,
-            crop_padding=crop_padding,
-            horizontal_flip=horizontal_flip,
-            seed=seed,
-            max_examples=max_examples,
+            num_clients=num_clients, crop_padding=crop_padding, horizontal_flip=horizontal_flip, **settings
         )
         if image_size < 1:
             raise ConfigurationError(f"image_size must be at least 1 pixel, found {image_size}")

@@ -4,7 +4,6 @@ import torch
 
 from datamodules.images import ImageData, balanced_subset
 from datamodules.in_memory import InMemoryDataModule
-from datamodules.partitions import Partition
 from fl_lightning.randomness import generator
 
 
@@ -14,16 +13,7 @@ class Digits(InMemoryDataModule):
     A fifth of them, every class in proportion and the same for every seed, is the test set: 1,438 training
     and 359 test images.
 
-    Args:
-        num_clients: Number of clients.
-        batch_size: Samples in a client's batch.
-        partition: How the training data are spread over the clients; None is ``IID()``.
-        val_fraction: Share of the training data, in [0, 1), for the server's validation set.
-        eval_batch_size: Samples in a batch of the server's evaluation.
-        crop_padding: Black border in pixels for random crops, 0 for no crops.
-        horizontal_flip: Whether training images are flipped with probability 1/2.
-        seed: Seed of everything random about the data, the test split excepted.
-        max_examples: Use only that many training images, every class in proportion; None for all.
+    The settings are those of :class:`InMemoryDataModule`.
     """
 
     num_classes = 10
@@ -31,30 +21,6 @@ class Digits(InMemoryDataModule):
     in_channels = 1
     image_size = 8
     scale = 16.0
-
-    def __init__(
-        self,
-        num_clients: int = 10,
-        batch_size: int = 20,
-        partition: Partition | None = None,
-        val_fraction: float = 0.0,
-        eval_batch_size: int = 500,
-        crop_padding: int = 0,
-        horizontal_flip: bool = False,
-        seed: int = 0,
-        max_examples: int | None = None,
-    ) -> None:
-        super().__init__(
-            num_clients=num_clients,
-            batch_size=batch_size,
-            partition=partition,
-            val_fraction=val_fraction,
-            eval_batch_size=eval_batch_size,
-            crop_padding=crop_padding,
-            horizontal_flip=horizontal_flip,
-            seed=seed,
-            max_examples=max_examples,
-        )
 
     def load(self) -> ImageData:
         """Read the images from scikit-learn and split off the test set."""

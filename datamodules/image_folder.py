@@ -1,11 +1,11 @@
 """Any image classification data set in class folders."""
 
 from pathlib import Path
+from typing import Any
 
 from datamodules.class_folders import ClassFolders
 from datamodules.images import ImageData
 from datamodules.in_memory import InMemoryDataModule
-from datamodules.partitions import Partition
 from fl_lightning.errors import ConfigurationError
 
 
@@ -21,16 +21,8 @@ class ImageFolder(InMemoryDataModule):
     Args:
         data_dir: The folder that holds ``train`` and ``test``.
         image_size: Height and width of the images in pixels.
-        num_clients: Number of clients.
-        batch_size: Samples in a client's batch.
-        partition: How the training data are spread over the clients; None is ``IID()``.
-        val_fraction: Share of the training data, in [0, 1), for the server's validation set.
-        eval_batch_size: Samples in a batch of the server's evaluation.
-        crop_padding: Black border in pixels for random crops, 0 for no crops.
-        horizontal_flip: Whether training images are flipped with probability 1/2.
-        seed: Seed of everything random about the data.
-        max_examples: Use only that many training images, every class in proportion; None for all.
         cache_dir: Folder of the decoded images; None is ``data/cache`` below the working directory.
+        **settings: Those of :class:`InMemoryDataModule`.
 
     Raises:
         ConfigurationError: The folder is missing or laid out otherwise, a setting is out of its range, or (in
@@ -45,28 +37,10 @@ class ImageFolder(InMemoryDataModule):
         self,
         data_dir: str,
         image_size: int,
-        num_clients: int = 10,
-        batch_size: int = 20,
-        partition: Partition | None = None,
-        val_fraction: float = 0.0,
-        eval_batch_size: int = 500,
-        crop_padding: int = 0,
-        horizontal_flip: bool = False,
-        seed: int = 0,
-        max_examples: int | None = None,
         cache_dir: str | None = None,
+        **settings: Any,
     ) -> None:
-        super().__init__(
-            num_clients=num_clients,
-            batch_size=batch_size,
-            partition=partition,
-            val_fraction=val_fraction,
-            eval_batch_size=eval_batch_size,
-            crop_padding=crop_padding,
-            horizontal_flip=horizontal_flip,
-            seed=seed,
-            max_examples=max_examples,
-        )
+        super().__init__(**settings)
         if image_size < 1:
             raise ConfigurationError(f"image_size must be at least 1 pixel, found {image_size}")
         self.data_dir = Path(data_dir).expanduser()

@@ -5,8 +5,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from helpers import SGD, SaveRounds, States, blobs, client_batch, fit, small_cnn, uneven_clients
-from test_gradient_deviation import Rows
+from helpers import SGD, Rows, SaveRounds, States, blobs, client_batch, fit, small_cnn, uneven_clients
 from torch import nn
 
 from callbacks import FBN, BatchNormDiagnostics, FedTAN, FixBN, StaticBN

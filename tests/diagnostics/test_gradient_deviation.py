@@ -5,8 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from helpers import SGD, ArrayClient, blobs, client_batch, fit, small_cnn, uneven_clients, union_batch
-from lightning.pytorch.callbacks import Callback
+from helpers import SGD, ArrayClient, Rows, blobs, client_batch, fit, small_cnn, uneven_clients, union_batch
 from torch.nn.functional import cross_entropy
 
 from callbacks import FBN, SCAFFOLD, BatchNormDiagnostics, ClientGradientClipping, FedBN, FedTAN, FixBN
@@ -30,20 +29,6 @@ TWINS = {
     "FedTAN": (lambda: [FedTAN()], "bn"),
 }
 METRIC = "bn/gradient_deviation"
-
-
-class Rows(Callback):
-    """The row of metrics of each round."""
-
-    def __init__(self):
-        self.rows = {}
-
-    def on_train_epoch_start(self, trainer, pl_module):
-        if pl_module.metrics.get("round", 0) == trainer.current_epoch > 0:
-            self.rows[trainer.current_epoch] = dict(pl_module.metrics)
-
-    def on_train_end(self, trainer, pl_module):
-        self.rows[pl_module.metrics["round"]] = dict(pl_module.metrics)
 
 
 def run(callbacks=(), norm="bn", data=None, rounds=3, first=True, dropout=0.0, trainer=None, **settings):

@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 from helpers import SGD, States, blobs, fit, small_cnn
-from test_executors import METHODS, outcome
+from outcomes import METHODS, outcome
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 

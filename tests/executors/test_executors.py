@@ -7,10 +7,10 @@ from functools import partial
 import pytest
 import torch
 from helpers import SGD, blobs, distance, fit, small_cnn, train
+from outcomes import METHODS, MOMENTUM, outcome
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
-from callbacks import FixBN, MaintainedMomentum
+from callbacks import FixBN
 from fl_lightning import (
     ConfigurationError,
     FederatedCallback,
@@ -22,26 +22,7 @@ from fl_lightning import (
 from fl_lightning.errors import CannotVectorize
 from fl_lightning.models import FBNCNN
 
-MOMENTUM = partial(torch.optim.SGD, lr=0.05, momentum=0.9, weight_decay=0.01)
-METHODS = {
-    "fedavg": list,
-    "fixbn": lambda: [FixBN(freeze_round=1)],
-    "local momentum": lambda: [MaintainedMomentum("local")],
-    "global momentum": lambda: [MaintainedMomentum("global")],
-    "fixbn and local momentum": lambda: [FixBN(freeze_round=1), MaintainedMomentum("local")],
-    "frozen affine and global momentum": lambda: [FixBN(1, freeze="both"), MaintainedMomentum("global")],
-}
 BLOCKS = [1, 2, 3, 4, None]
-
-
-def outcome(model, data, executor, callbacks=(), rounds=3, **settings):
-    """Everything that training leaves behind: server state, callback state and the losses, as tensors by name."""
-    settings = {"client_optimizer": MOMENTUM, "local_steps": 2, **settings}
-    module = FederatedModule(deepcopy(model), executor=executor, **settings)
-    fit(module, data, rounds, callbacks)
-    kept = [leaf for callback in callbacks for leaf in tree_leaves(callback.state_dict())]
-    memory = {f"callback {i}": leaf for i, leaf in enumerate(kept)}
-    return {**module.state_dict(), **memory, "loss": torch.tensor(module.metrics["train/loss"])}
 
 
 @pytest.mark.parametrize("method", METHODS)

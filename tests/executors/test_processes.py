@@ -9,6 +9,7 @@ from command_line import rows, run
 from contract import EVERY_ROW
 from contract import run as run_method
 from helpers import ArrayClient, States, blobs, fit, small_cnn
+from outcomes import MOMENTUM, STARTS, assert_same, same, states
 from torch import nn
 
 from fl_lightning import (
@@ -21,26 +22,6 @@ from fl_lightning import (
 from fl_lightning.executors import processes
 from fl_lightning.executors.processes import split_evenly
 from fl_lightning.executors.staging import Staging
-
-STARTS = pytest.mark.parametrize("start", ["fork", "spawn"])
-MOMENTUM = partial(torch.optim.SGD, lr=0.05, momentum=0.9, weight_decay=0.01)
-
-
-def same(first, second):
-    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
-
-
-def states(executor, data=None, model=None, rounds=3, module=FederatedModule, **settings):
-    """The server's state after each round."""
-    seen = States()
-    settings = {"client_optimizer": MOMENTUM, "local_steps": 2, **settings}
-    fit(module(model or small_cnn(), executor=executor, **settings), data or blobs(), rounds, [seen])
-    return seen.states
-
-
-def assert_same(first, second):
-    assert len(first) == len(second) > 0
-    assert all(same(a, b) for a, b in zip(first, second, strict=True))
 
 
 @EVERY_ROW

@@ -16,7 +16,7 @@ import pytest
 import torch
 from command_line import run, write_config
 from helpers import ArrayClient, States, blobs, fit, small_cnn
-from test_processes import MOMENTUM, STARTS, assert_same, same, states
+from outcomes import MOMENTUM, STARTS, assert_same, same, states
 from torch import nn
 
 from fl_lightning import (

@@ -16,7 +16,6 @@ from helpers import (
     small_cnn,
     train,
 )
-from test_payload import STATISTICS, TRAINABLE, payload
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
@@ -31,7 +30,6 @@ from fl_lightning import (
     VectorizedExecutor,
 )
 from fl_lightning.cohort.blocks import parameter_groups
-from fl_lightning.models import ResNet20
 from fl_lightning.optimizers.schedules import MultiStep
 from fl_lightning.round.plan import sample_cohort
 
@@ -335,20 +333,6 @@ def test_it_reaches_the_optimum_of_all_clients_where_fedavg_with_local_steps_doe
 
     assert gradient(SCAFFOLD()) < 1e-3
     assert gradient() > 0.1
-
-
-@pytest.mark.parametrize(
-    ("callbacks", "floats"),
-    [
-        ([SCAFFOLD()], 2 * TRAINABLE + STATISTICS),
-        ([SCAFFOLD(), FixBN(freeze_round=0)], 2 * TRAINABLE),
-        ([SCAFFOLD(), FixBN(freeze_round=0, freeze="both")], 2 * (TRAINABLE - STATISTICS)),
-        ([SCAFFOLD(), FedBN()], 2 * (TRAINABLE - STATISTICS)),
-    ],
-    ids=["alone", "frozen statistics", "frozen BN", "local BN"],
-)
-def test_it_doubles_what_is_sent_of_averaged_parameters(callbacks, floats):
-    assert payload(ResNet20(), callbacks) == (4 * floats, 4 * floats)
 
 
 @pytest.mark.parametrize("method", [FedBN(), FixBN(freeze_round=0, freeze="affine")], ids=["local", "frozen"])

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from helpers import SGD, blobs, by_hand, distance, small_cnn
-from test_executors import outcome
+from outcomes import outcome
 from torch import nn
 
 from fl_lightning import (

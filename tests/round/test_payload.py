@@ -85,6 +85,9 @@ TABLE = [
     ([MaintainedMomentum("global")], 1, 2 * TRAINABLE + STATISTICS, 1, 2.163),
     ([MaintainedMomentum("global"), FixBN(freeze_round=0)], 1, 2 * TRAINABLE, 1, 2.158),
     ([SCAFFOLD()], 1, 2 * TRAINABLE + STATISTICS, 1, 2.163),
+    ([SCAFFOLD(), FixBN(freeze_round=0)], 1, 2 * TRAINABLE, 1, 2.158),
+    ([SCAFFOLD(), FixBN(freeze_round=0, freeze="both")], 1, 2 * (TRAINABLE - STATISTICS), 1, 2.147),
+    ([SCAFFOLD(), FedBN()], 1, 2 * (TRAINABLE - STATISTICS), 1, 2.147),
     ([FedProx(0.1)], 1, BASE, 1, 1.084),
     ([CommunicationLedger()], 1, BASE, 1, 1.084),
 ]

@@ -136,6 +136,20 @@ class States(Callback):
         self.states.append(deepcopy(pl_module.state_dict()))
 
 
+class Rows(Callback):
+    """The row of metrics of each round."""
+
+    def __init__(self):
+        self.rows = {}
+
+    def on_train_epoch_start(self, trainer, pl_module):
+        if pl_module.metrics.get("round", 0) == trainer.current_epoch > 0:
+            self.rows[trainer.current_epoch] = dict(pl_module.metrics)
+
+    def on_train_end(self, trainer, pl_module):
+        self.rows[pl_module.metrics["round"]] = dict(pl_module.metrics)
+
+
 class ClientStates(FederatedCallback):
     """Keeps what every client starts and ends its local steps with: ``start[r][client][name]``."""
 
