@@ -172,8 +172,4 @@ def _line_up(setup: Setup, method: FederatedCallback | None) -> list[L.Callback]
     if method is None or not setup.beside:
         return callbacks
     companion = partial(Noise, method) if setup.beside == "noise" else Observer
-    if setup.beside != "after":
-        callbacks.insert(0, companion())
-    if setup.beside != "before":
-        callbacks.append(companion())
-    return callbacks
+    return [companion(), *callbacks, companion()]
