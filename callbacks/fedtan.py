@@ -122,7 +122,7 @@ class FedTAN(FederatedCallback):
     paper = "Wang et al., arXiv 2301.02982"
     needs_joint_forward = True
     claims: tuple[str, ...] = ("own_twin", "centralised_bn", "one_client_is_plain_training")
-    examples = ({}, {"backward": "own"}, {"affine_init": "uniform"})
+    examples = ({}, {"affine_init": "uniform"}, {"backward": "own"})
 
     def __init__(
         self,

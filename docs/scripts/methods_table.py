@@ -21,13 +21,6 @@ from fl_lightning.models import ResNet20
 from fl_lightning.round.policy import resolve_policy
 
 ROUNDS = 100
-SETTINGS: dict[str, list[dict[str, object]]] = {
-    "MaintainedMomentum": [{"scope": "local"}, {"scope": "global"}],
-    "SlidingWindowFixBN": [{"window": 10, "threshold": 0.01}],
-    "FedTAN": [{}, {"backward": "own"}],
-    "ClientGradientClipping": [{"max_norm": 1.0}],
-}
-"""What each row of a method sets, where the defaults alone are not its only row."""
 STATE = {"weight": "W", "affine": "A", "mean": "S", "var": "S"}
 COLUMNS = {"averaged": ("averaged", "max"), "local": ("local",), "frozen": ("frozen",), "pooled": ("pooled",)}
 LEGEND = (
@@ -130,7 +123,8 @@ def table() -> str:
     header = ["callback", "paper", *COLUMNS, "MB up", "MB down", "exchanges", "in `trainer.callbacks`"]
     lines = [f"| {' | '.join(header)} |", "|---" * len(header) + "|"]
     for name, kind in methods().items():
-        for settings in SETTINGS.get(name, [{}]):
+        shown = set()
+        for settings in kind.examples:
             cells = [stages(kind(**settings), column) for column in COLUMNS.values()]
             callback = kind(**settings)
             if callback.undecided():
@@ -138,7 +132,10 @@ def table() -> str:
             columns = zip(*costs(callback), strict=True)
             cells += [" then ".join(dict.fromkeys(map(str, column))) for column in columns]
             paper = kind(**settings).paper or "McMahan et al., arXiv 1602.05629 (FedAvg)"
-            lines.append(f"| `{name}` | {paper} | {' | '.join(cells)} | `{yaml(name, settings)}` |")
+            row = f"| `{name}` | {paper} | {' | '.join(cells)} |"
+            if row not in shown:  # settings that change no column need no row
+                lines.append(f"{row} `{yaml(name, settings)}` |")
+            shown.add(row)
     return "\n".join([*lines, "", LEGEND])
 
 

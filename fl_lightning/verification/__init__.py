@@ -1,5 +1,6 @@
 """What every method promises and what some claim, checked on a tiny federation in float64."""
 
-from fl_lightning.verification.battery import Certificate, certify
+from fl_lightning.verification.battery import certify
+from fl_lightning.verification.certificate import Certificate
 
 __all__ = ["Certificate", "certify"]

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 class Observer(Companion):
     """Has every hook and looks at everything, without doing anything."""
 
-    def look(self, trainer: L.Trainer, pl_module: "FederatedModule", cohort: "Cohort", *step: int) -> None:
+    def look(self, trainer: L.Trainer, pl_module: "FederatedModule", cohort: "Cohort", step: int = 0) -> None:
         """The hook of each moment of a round."""
         self._look(cohort)
 

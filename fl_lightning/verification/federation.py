@@ -13,7 +13,7 @@ from fl_lightning.client_data.federated import ClientDataModule, FederatedDataMo
 from fl_lightning.randomness import generator
 
 CLASSES, CHANNELS, IMAGE_SIZE, BATCH = 3, 2, 6, 8
-SIZES = (16, 24, 40, 16, 32)
+SIZES = (8, 16, 24, 8, 16)
 """Training examples of each client: unequal, so that weights and steps differ."""
 
 

@@ -57,8 +57,13 @@ class Round:
         return {name: value[index] for name, value in rows.items()}
 
 
+@dataclass
 class ScriptedPlan(RoundPlan):
-    """Local work whose cohorts are written down."""
+    """Local work whose cohorts are written down.
+
+    Args:
+        script: The cohort of each round.
+    """
 
     script: tuple[tuple[int, ...], ...] = ()
 
@@ -82,9 +87,9 @@ class ObservedModule(FederatedModule):
         """Plan the cohorts of the script."""
         super().setup(stage)
         self.rounds: list[Round] = []
-        plan = ScriptedPlan(self.data, self.local_steps, self.local_epochs, len(self.script[0]), self.seed)
-        plan.script = self.script
-        self.plan = plan
+        self.plan = ScriptedPlan(
+            **{**vars(self.plan), "cohort_size": len(self.script[0])}, script=self.script
+        )
 
     def listen(self) -> None:
         """Keep what BN layers are given, where clients run one after the other."""

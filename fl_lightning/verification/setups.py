@@ -28,7 +28,7 @@ class Setup:
         centralised: Train on the union of the batches.
         norm: The model's norm layers.
         seed: Seed of the run.
-        beside: Callbacks of the verification's own: an observer before or after the method, or noise on both sides.
+        beside: Callbacks of the verification's own on both sides of the method: observers, or noise.
         disturbance: What is changed about a client.
         listens: Keep what BN layers are given.
         resume: Continue from the checkpoint that the federated run of this set-up, one of :data:`SAVED`, wrote after this round.
@@ -47,7 +47,7 @@ class Setup:
     centralised: bool = False
     norm: Literal["bn", "gn"] = "bn"
     seed: int = 0
-    beside: Literal["", "before", "after", "noise"] = ""
+    beside: Literal["", "observers", "noise"] = ""
     disturbance: Disturbance | None = None
     listens: bool = False
     resume: int = 0

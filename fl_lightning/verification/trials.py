@@ -77,6 +77,10 @@ class Run:
         return self.folder / f"{round_number}.ckpt"
 
 
+_WITHOUT_METHOD: dict[Setup, Run] = {}
+"""Runs of FedAvg and of frozen BN: what every method is compared with."""
+
+
 class Trials:
     """Runs a method in the set-ups that its properties ask for.
 
@@ -95,9 +99,10 @@ class Trials:
     def attempt(self, setup: Setup = USUAL, **changes: Any) -> Run:
         """The run of a set-up with changes, whether or not it came to its end."""
         setup = replace(setup, **changes)
-        if setup not in self._runs:
-            self._runs[setup] = self._start(setup)
-        return self._runs[setup]
+        known = self._runs if setup.method == "method" or self.settings else _WITHOUT_METHOD
+        if setup not in known:
+            known[setup] = self._start(setup)
+        return known[setup]
 
     def run(self, setup: Setup = USUAL, **changes: Any) -> Run:
         """The run of a set-up with changes.
@@ -167,8 +172,4 @@ def _line_up(setup: Setup, method: FederatedCallback | None) -> list[L.Callback]
     if method is None or not setup.beside:
         return callbacks
     companion = partial(Noise, method) if setup.beside == "noise" else Observer
-    if setup.beside != "after":
-        callbacks.insert(0, companion())
-    if setup.beside != "before":
-        callbacks.append(companion())
-    return callbacks
+    return [companion(), *callbacks, companion()]

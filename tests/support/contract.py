@@ -30,14 +30,17 @@ SHIPPED = {
     if issubclass(getattr(callbacks, name), FederatedCallback)
 }
 # with all clients in every round the state of SiloBN's server is that of FedAvg
-_NEEDS = {"MaintainedMomentum": {"client_optimizer": MOMENTUM}, "SiloBN": {"participation": 2}}
+_NEEDS = {
+    "FedTAN": {"client_optimizer": MOMENTUM},
+    "MaintainedMomentum": {"client_optimizer": MOMENTUM},
+    "SiloBN": {"participation": 2},
+}
 TABLE = [
     *(Row(name, example, _NEEDS.get(name, {})) for name, cls in SHIPPED.items() for example in cls.examples),
     *(
         Row("MaintainedMomentum", example, {"client_optimizer": ADAM})
         for example in SHIPPED["MaintainedMomentum"].examples
     ),
-    Row("FedTAN", {}, {"client_optimizer": MOMENTUM}),
     Row("SCAFFOLD", {}, {"client_optimizer": ADAM, "participation": 3}),
     Row("README's FedProx", {"mu": 0.5}, {}),
     Row("README's FedBN", {}, {}),
