@@ -27,8 +27,9 @@ from fl_lightning.dashboard.contents import (
     tables,
 )
 from fl_lightning.errors import ConfigurationError
+from fl_lightning.files import write_text
 from fl_lightning.round.module import FederatedModule
-from fl_lightning.run_directory.directory import Attempt, write_text
+from fl_lightning.run_directory.directory import Attempt
 from fl_lightning.run_directory.metrics import read_metrics
 
 
