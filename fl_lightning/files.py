@@ -73,8 +73,13 @@ def remove_empty(folders: Iterable[Path]) -> None:
 
 def write_text(path: Path, text: str) -> None:
     """Write a text file atomically (see :func:`~fl_lightning.files.atomic_write`)."""
+    write_bytes(path, text.encode())
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """Write a file atomically (see :func:`~fl_lightning.files.atomic_write`)."""
     with atomic_write(path) as file:
-        file.write(text.encode())
+        file.write(content)
 
 
 def write_json(path: Path, obj: Any) -> None:

@@ -17,20 +17,24 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.profilers import PassThroughProfiler
 
 from fl_lightning.cli.interruption import FinishRound
-from fl_lightning.cli.parser import check_settings
+from fl_lightning.cli.parser import ConciseParser, check_settings
 from fl_lightning.cli.progress import RoundProgress
 from fl_lightning.dashboard.logger import RoundWandbLogger, wandb_logger
 from fl_lightning.dashboard.settings import WandbSettings
 from fl_lightning.errors import ConfigurationError
-from fl_lightning.files import atomic_write
 from fl_lightning.round.module import FederatedModule
-from fl_lightning.run_directory.checkpoint_io import check_model, check_optimizer, load_run
-from fl_lightning.run_directory.checkpoints import AtomicCheckpointIO, RoundCheckpoint
-from fl_lightning.run_directory.continuation import OwnServerSettings, copy_checkpoints, is_behind
-from fl_lightning.run_directory.directory import Attempt, attempt_of, directory_of, write_json, write_text
-from fl_lightning.run_directory.files import RunFiles, draw_pictures
-from fl_lightning.run_directory.metrics import JSONLinesLogger, lines_until, read_metrics
-from fl_lightning.run_directory.result import collect_result, print_result, write_predictions
+from fl_lightning.run_directory.checkpoint_io import (
+    AtomicCheckpointIO,
+    check_model,
+    check_optimizer,
+    load_run,
+)
+from fl_lightning.run_directory.checkpoints import RoundCheckpoint
+from fl_lightning.run_directory.continuation import OwnServerSettings, Start, find_start
+from fl_lightning.run_directory.directory import Attempt, attempt_of, directory_of
+from fl_lightning.run_directory.files import RunFiles, draw_pictures, finish_run
+from fl_lightning.run_directory.metrics import JSONLinesLogger
+from fl_lightning.run_directory.result import write_predictions
 
 _MODEL_LINKS = ("num_classes", "in_channels", "image_size")
 
@@ -38,10 +42,8 @@ _MODEL_LINKS = ("num_classes", "in_channels", "image_size")
 class FederatedCLI(LightningCLI):
     """Adds to LightningCLI the run directory, checkpoints of whole rounds and the result table."""
 
-    attempt: Attempt | None = None
     interruption: FinishRound
-    is_new_attempt = False
-    resumed_round = 0
+    start = Start()
     checkpoint: dict[str, Any] | None = None
     wandb: RoundWandbLogger | None = None
 
@@ -49,6 +51,11 @@ class FederatedCLI(LightningCLI):
         self._asked = next(iter(kwargs.get("args") or ()), None)
         with ExitStack() as self.held:  # a folder is free for the next run as soon as this one ends
             super().__init__(*args, **kwargs)
+
+    @property
+    def attempt(self) -> Attempt | None:
+        """The run's folder, None where nothing is written (``fast_dev_run``)."""
+        return self.start.attempt
 
     def subcommands(self) -> dict[str, set[str]]:  # type: ignore[override]  # needs the arguments
         """Those of LightningCLI; only the one that is asked for where it exists, since each parser takes its time."""
@@ -79,16 +86,18 @@ class FederatedCLI(LightningCLI):
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         """Read the settings, and refuse those that another setting or the data set decides."""
         super().parse_arguments(parser, args)
-        check_settings(self.config[self.config.subcommand], parser.given)
+        assert isinstance(parser, ConciseParser)
+        self.given = parser.given
+        check_settings(self.config[self.config.subcommand], self.given)
 
     def _decide(self, name: str) -> Callable[[Any], Any]:
         """What a setting of the model that is linked to the data set becomes: a link alone would ignore what is given."""
 
         def of_data(value: Any) -> Any:
             setting = f"model.model.init_args.{name}"
-            # links do not touch the parsed settings: here is what the user gave, or the model's default
+            # before the link is applied it is what the user gave, or the model's default
             parsed = self.config[self.config.subcommand].get(setting)
-            given = parsed if f"model.model.{name}" in self.parser.given else None
+            given = parsed if f"model.model.{name}" in self.given else None
             if value is None:
                 # only a model with this setting has a default; one whose default is None does without
                 if given is None and parsed is not None:
@@ -132,29 +141,29 @@ class FederatedCLI(LightningCLI):
                 f"trainer.check_val_every_n_epoch: {settings.check_val_every_n_epoch} must be at least 1 round"
             )
         callbacks = _as_list(settings.callbacks)
-        metrics_are_known = True
         if self.checkpoint is not None:
-            self._check_checkpoint()
+            self._check_checkpoint(self.checkpoint)
         if self.subcommand == "fit" and not settings.fast_dev_run:
-            metrics_are_known = self._find_attempt(callbacks)
+            self.start = self._find_start(settings.max_epochs)
+            if self.start.own_settings:
+                callbacks.append(OwnServerSettings())
         try:
-            trainer = self._make_trainer(settings, callbacks, metrics_are_known, **kwargs)
+            trainer = self._make_trainer(settings, callbacks, **kwargs)
         except BaseException:
-            self._discard_untrained()
+            self.start.discard_untrained()
             raise
         self.checkpoint = None  # the trainer reads it again; two of them need not fit into memory
         return trainer
 
-    def _make_trainer(
-        self, settings: Namespace, callbacks: list[Any], metrics_are_known: bool, **kwargs: Any
-    ) -> Trainer:
-        if settings.enable_progress_bar is not False and not any(
-            isinstance(callback, ProgressBar) for callback in callbacks
-        ):
-            callbacks.append(RoundProgress())
+    def _make_trainer(self, settings: Namespace, callbacks: list[Any], **kwargs: Any) -> Trainer:
+        own_bar = any(isinstance(callback, ProgressBar) for callback in callbacks)
+        if self.subcommand != "fit" and not own_bar and settings.enable_progress_bar is None:
+            kwargs["enable_progress_bar"] = sys.stdout.isatty()  # no bar in a log file
         if self.subcommand == "fit":
+            if settings.enable_progress_bar is not False and not own_bar:
+                callbacks.append(RoundProgress())
             # first, so that it prints before a progress bar takes the terminal
-            callbacks.insert(0, RunFiles(self.attempt, self.config_yaml, metrics_are_known))
+            callbacks.insert(0, RunFiles(self.attempt, self.config_yaml))
             callbacks.append(self.interruption)
         loggers = _as_list(settings.logger)
         if self.attempt is not None:
@@ -197,20 +206,20 @@ class FederatedCLI(LightningCLI):
         """Train; a run that fails before the end of its first round leaves no folder behind."""
         try:
             self.trainer.fit(**kwargs)
-            untrained = self.resumed_round and self.trainer.global_step == self.resumed_round
-            if untrained and self.is_new_attempt and not self.interruption.signal:
+            untrained = self.start.round and self.trainer.global_step == self.start.round
+            if untrained and self.start.is_new and not self.interruption.signal:
                 raise ConfigurationError(
-                    f"ckpt_path: the checkpoint is of round {self.resumed_round}, and the run of {self.trainer.max_epochs} rounds "
+                    f"ckpt_path: the checkpoint is of round {self.start.round}, and the run of {self.trainer.max_epochs} rounds "
                     "(model.budget_epochs): nothing is left to train; use a larger budget, or python -m fl_lightning test"
                 )
         except BaseException as error:
             # not on a signal: who stops a run does not wait for pictures
-            if isinstance(error, Exception) and self._has_trained():
+            if isinstance(error, Exception) and self.start.has_trained():
                 assert isinstance(self.model, FederatedModule)
                 draw_pictures(self.attempt, self.model)
             if self.wandb is not None:
                 self.wandb.close(failed=True)
-            self._discard_untrained()
+            self.start.discard_untrained()
             raise
 
     def _leave_wandb(self, *error: Any) -> None:
@@ -221,95 +230,26 @@ class FederatedCLI(LightningCLI):
         if self.wandb.place is not None and self.attempt.path.exists():
             print(self.wandb.place, flush=True)
 
-    def _discard_untrained(self) -> None:
-        if self.attempt is not None and self.is_new_attempt and not self._has_trained():
-            self.attempt.discard()
-
-    def _has_trained(self) -> bool:
-        """Whether this command has finished a round of a run with a folder."""
-        metrics = self.attempt.metrics if self.attempt is not None else None
-        return (
-            metrics is not None
-            and metrics.exists()
-            and any(row["round"] > self.resumed_round for row in read_metrics(metrics))
-        )
-
-    def _check_checkpoint(self) -> None:
+    def _check_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Refuse a checkpoint of another model, or for ``fit`` of another server optimizer."""
-        assert self.checkpoint is not None
         assert isinstance(self.model, FederatedModule)
         ckpt_path = self._get(self.config_init, "ckpt_path")
-        check_model(ckpt_path, self.checkpoint["state_dict"], self.model.model)
+        check_model(ckpt_path, checkpoint["state_dict"], self.model.model)
         optimizer = self.model.configure_optimizers() if self.subcommand == "fit" else None
-        if isinstance(optimizer, torch.optim.Optimizer) and self.checkpoint.get("optimizer_states"):
-            check_optimizer(ckpt_path, self.checkpoint["optimizer_states"][0], optimizer)
+        if isinstance(optimizer, torch.optim.Optimizer) and checkpoint.get("optimizer_states"):
+            check_optimizer(ckpt_path, checkpoint["optimizer_states"][0], optimizer)
 
-    def _find_attempt(self, callbacks: list[Any]) -> bool:
-        """Take the folder of the run: that of the checkpoint only where the run goes on at its end.
-
-        A run of other settings or another seed, and one that goes back behind its last checkpoint, gets a new
-        attempt, so that what another run has computed is never cut or mixed with what it did not compute.
-
-        Args:
-            callbacks: The trainer's callbacks; may get one more.
-
-        Returns:
-            Whether the folder holds the metrics of all rounds before the resumed one.
-
-        Raises:
-            ConfigurationError: A new attempt would have nothing to train.
-        """
+    def _find_start(self, max_rounds: int | None) -> Start:
         if self.checkpoint is None:
-            self._take(self.directory.new_attempt())
-            return True
-        ckpt_path = self._get(self.config_init, "ckpt_path")
-        self.resumed_round = self.checkpoint["global_step"]
-        source = attempt_of(Path(ckpt_path))
-        if source is not None and self.directory.owns(source):
-            if not is_behind(source, self.resumed_round):
-                self.held.enter_context(source.lock())
-                self.attempt = source
-                return True
-            reason = "the checkpoint is older than its last.ckpt"
+            start = Start(self.directory.new_attempt())
         else:
-            reason = "it has other settings or another seed"
-            callbacks.append(OwnServerSettings())
-        limit = self._get(self.config_init, "trainer.max_epochs")
-        if limit is not None and 0 <= limit <= self.resumed_round:
-            raise ConfigurationError(
-                f"trainer.max_epochs: {limit}, but {ckpt_path} is of round {self.resumed_round}: nothing is left to train; use "
-                f"at least {self.resumed_round + 1}, or python -m fl_lightning test --ckpt_path {ckpt_path}"
+            path, keeper = (self._get(self.config_init, name) for name in ("ckpt_path", "checkpoint"))
+            start = find_start(
+                self.directory, Path(path), self.checkpoint, max_rounds, self.config_yaml, keeper
             )
-        # read before there is a folder: lines that are missing leave nothing behind
-        lines = lines_until(source.metrics, self.resumed_round) if source is not None else []
-        self._take(self.directory.new_attempt())
-        assert self.attempt is not None
-        if source is None:
-            print(
-                f"new attempt {self.attempt.path} starts at round {self.resumed_round + 1}, and so does its "
-                f"metrics.jsonl: {ckpt_path} lies in no run directory",
-                flush=True,
-            )
-            return False
-        try:
-            with atomic_write(self.attempt.metrics) as file:
-                file.writelines(lines)
-            write_text(self.attempt.config, self.config_yaml)
-            keeper = self._get(self.config_init, "checkpoint")
-            copy_checkpoints(source, self.attempt, Path(ckpt_path), self.checkpoint, keeper)
-        except BaseException:
-            self.attempt.discard()
-            raise
-        print(
-            f"new attempt {self.attempt.path} goes on from round {self.resumed_round} of {source.path}, "
-            f"which stays as it is: {reason}",
-            flush=True,
-        )
-        return True
-
-    def _take(self, attempt: Attempt) -> None:
-        self.attempt, self.is_new_attempt = attempt, True
-        self.held.enter_context(attempt.lock())
+        assert start.attempt is not None
+        self.held.enter_context(start.attempt.lock())
+        return start
 
     def predict(self, **kwargs: Any) -> None:
         """Write the predictions on the test data to ``predictions.csv`` in the run's folder."""
@@ -330,21 +270,9 @@ class FederatedCLI(LightningCLI):
             )
             draw_pictures(self.attempt, self.model)
             sys.exit(128 + self.interruption.signal)
-        metrics = {name: value for name, value in self.model.metrics.items() if name.startswith("val/")}
-        if not metrics and self.datamodule.fit_split == "val" and self.datamodule.val_dataloader():
-            # with limit_val_batches 0 or limit_test_batches 0 there is nothing to evaluate, and no result
-            for found in self.trainer.validate(self.model, datamodule=self.datamodule, verbose=False):
-                metrics |= found
-        if self.datamodule.test_dataloader():
-            for found in self.trainer.test(self.model, datamodule=self.datamodule, verbose=False):
-                metrics |= found
-        result = collect_result(self.trainer, self.model, self.attempt, metrics)
-        if self.attempt is not None:
-            write_json(self.attempt.result, result)
-        print_result(result)
+        result = finish_run(self.trainer, self.model, self.datamodule, self.attempt)
         if self.wandb is not None:
             self.wandb.log_result(result)
-        draw_pictures(self.attempt, self.model)
 
 
 def _as_list(setting: Any) -> list[Any]:

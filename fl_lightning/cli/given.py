@@ -11,10 +11,7 @@ from fl_lightning.errors import ConfigurationError
 
 
 def given_settings(arguments: Sequence[str]) -> dict[str, Any]:
-    """The settings that the files and the arguments name, by dotted name; later ones win.
-
-    ``init_args`` and ``class_path`` are left out of the names, as they may be on the command line: the class of
-    ``model.model`` is ``model.model``, its setting ``norm`` is ``model.model.norm``.
+    """The settings that the files and the arguments name, by plain name (:func:`plain_name`); later ones win.
 
     Args:
         arguments: The command line without the program's name.
@@ -24,24 +21,32 @@ def given_settings(arguments: Sequence[str]) -> dict[str, Any]:
     """
     given: dict[str, Any] = {}
     for argument, following in zip_longest(arguments, arguments[1:], fillvalue=""):
-        option, equals, text = argument.partition("=")
-        text = text if equals else following
-        if option in ("-c", "--config"):
-            settings = read_config(text) if Path(text).is_file() else _value(text)
-            given |= dict(_walk(settings, "", Path(text).parent))
-        elif option.startswith("--"):
-            given |= dict(_walk(_value(text), option.removeprefix("--"), Path()))
+        option, equals, value = argument.partition("=")
+        if option == "-c" or option.startswith("--"):
+            name = "" if option in ("-c", "--config") else option.removeprefix("--")
+            given |= dict(_walk(_value(value if equals else following), name, Path()))
     return given
 
 
-def read_config(path: str) -> dict[str, Any]:
-    """The settings of a YAML file.
+def plain_name(setting: str) -> str:
+    """A dotted name without ``init_args`` and ``class_path``, which the command line lets out as well."""
+    return ".".join(part for part in setting.split(".") if part not in ("init_args", "class_path"))
 
-    Raises:
-        ConfigurationError: It is not YAML, or it holds no settings.
-    """
+
+def _walk(tree: Any, name: str, folder: Path) -> Iterator[tuple[str, Any]]:
+    may_be_file = isinstance(tree, str) and (not name or tree.endswith((".yaml", ".yml")))
+    if may_be_file and (folder / tree).is_file():
+        folder, tree = (folder / tree).parent, _read(folder / tree)
+    if not isinstance(tree, dict):
+        yield plain_name(name), tree
+        return
+    for key, value in tree.items():
+        yield from _walk(value, f"{name}.{key}".lstrip("."), folder)
+
+
+def _read(path: Path) -> dict[str, Any]:
     try:
-        settings = yaml.safe_load(Path(path).read_text())
+        settings = yaml.safe_load(path.read_text())
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigurationError(f"config {path} is not YAML: {error}") from error
     if not isinstance(settings, dict):
@@ -54,18 +59,3 @@ def _value(text: str) -> Any:
         return yaml.safe_load(text)
     except yaml.YAMLError:
         return text
-
-
-def plain_name(setting: str) -> str:
-    """The name of a setting without ``init_args`` and ``class_path``."""
-    return ".".join(part for part in setting.split(".") if part not in ("init_args", "class_path"))
-
-
-def _walk(tree: Any, name: str, folder: Path) -> Iterator[tuple[str, Any]]:
-    if isinstance(tree, str) and tree.endswith((".yaml", ".yml", ".json")) and (folder / tree).is_file():
-        tree = read_config(str(folder / tree))
-    if not isinstance(tree, dict):
-        yield plain_name(name), tree
-        return
-    for key, value in tree.items():
-        yield from _walk(value, f"{name}.{key}".lstrip("."), folder)

@@ -56,7 +56,7 @@ def explain(
     if unknown := found["unknown setting"]:
         option = str(unknown[unknown.lastgroup or 0])
         among = f" among {', '.join(settings) or 'none'}" if owner else ""
-        return f"{setting}there is no setting {option!r}{among}{near_setting(option, settings)}"
+        return f"{setting}there is no setting {option!r}{among}{_near_setting(option, settings)}"
     if said := found["what a class says"]:
         return setting + said[1]
     if broken := found["broken class"]:
@@ -94,17 +94,17 @@ def told(error: BaseException | None) -> str | None:
             logged = re.findall(r"`([^`]+)`", str(error))[2:]
             among = ", ".join(logged) or "nothing yet"
             return f"EarlyStopping.monitor: {missing[1]!r} is not logged; logged are {among}{nearest(missing[1], logged)}"
+        twice = re.search(r"more than one stateful callback of type `(\w+)`", str(error))
+        if twice:
+            remedy = (
+                "every run has one: set checkpoint.* instead" if twice[1] == "RoundCheckpoint" else "keep one"
+            )
+            return f"trainer.callbacks: {twice[1]} is given twice; {remedy}"
         error = error.__cause__ or error.__context__
     return None
 
 
-def near_setting(name: str, known: Sequence[str]) -> str:
-    """A clause such as ``"; did you mean seed_everything?"``, empty where no setting comes near.
-
-    Args:
-        name: The setting that was found.
-        known: The settings that exist.
-    """
+def _near_setting(name: str, known: Sequence[str]) -> str:
     longer = [candidate for candidate in known if candidate.startswith(name)][:3]
     sections = (candidate.partition(".")[0] for candidate in known)
     return f"; did you mean {' or '.join(longer)}?" if longer else nearest(name, [*known, *sections])

@@ -5,7 +5,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from jsonargparse import Namespace
-from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.cli import LightningArgumentParser
 
 from fl_lightning.cli.given import given_settings, plain_name
@@ -56,7 +55,7 @@ class ConciseParser(LightningArgumentParser):
         try:
             given = given_settings(arguments)
         except ConfigurationError as error:
-            self.error(str(error))
+            _refuse(" ".join(str(error).split()))
         commands = self._commands.choices if self._commands else {}
         command = next((argument for argument in arguments if argument in commands), "")
         # a file for all commands has a section for each
@@ -65,23 +64,17 @@ class ConciseParser(LightningArgumentParser):
         for name, value in self.given.items():
             inner = [setting for setting in known if setting.startswith(f"{name}.")]
             if inner and name not in known and value is not None:
-                self.error(f"{name}: {value} holds no settings such as {inner[0]}")
+                _refuse(f"{name}: {value} holds no settings such as {inner[0]}")
         return super().parse_args(args, *others, **kwargs)
-
-    def instantiate(self, *args: Any, **kwargs: Any) -> Any:
-        """Make the objects, and refuse callbacks that cannot be saved side by side."""
-        made = super().instantiate(*args, **kwargs)
-        # jsonargparse makes the objects of a subcommand with the parser of all of them
-        section = made.get(made.get("subcommand") or "") or made
-        callbacks = section.get("trainer.callbacks")
-        if isinstance(callbacks, list):
-            check_callbacks(callbacks, section.get("checkpoint"))
-        return made
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Print a short form of a parser's message to stderr and exit with status 2."""
-        print(f"error: {explain(message, self.settings(), self.owner, self.given)}", file=sys.stderr)
-        sys.exit(2)
+        _refuse(explain(message, self.settings(), self.owner, self.given))
+
+
+def _refuse(line: str) -> NoReturn:
+    print(f"error: {line}", file=sys.stderr)
+    sys.exit(2)
 
 
 def check_settings(config: Namespace, given: Mapping[str, Any]) -> None:
@@ -117,27 +110,3 @@ def check_settings(config: Namespace, given: Mapping[str, Any]) -> None:
             f"data: {data.class_path} has no clients; name a data set such as Digits, or a subclass of your own that "
             "makes its clients"
         )
-
-
-def check_callbacks(callbacks: Sequence[Any], checkpoint: Any = None) -> None:
-    """Refuse two callbacks whose states would be saved under one name.
-
-    Args:
-        callbacks: Those of the setting ``trainer.callbacks``.
-        checkpoint: The one that the setting ``checkpoint`` makes in every run.
-
-    Raises:
-        ConfigurationError: A callback with a state is given twice.
-    """
-    always = checkpoint.state_key if isinstance(checkpoint, Callback) else None
-    seen = {always}
-    for callback in callbacks:
-        stateful = type(callback).state_dict is not Callback.state_dict or (
-            type(callback).on_save_checkpoint is not Callback.on_save_checkpoint
-        )
-        if stateful and callback.state_key in seen:
-            remedy = (
-                "every run has one: set checkpoint.* instead" if callback.state_key == always else "keep one"
-            )
-            raise ConfigurationError(f"trainer.callbacks: {type(callback).__name__} is given twice; {remedy}")
-        seen.add(callback.state_key)

@@ -2,12 +2,10 @@
 
 import math
 import time
-from collections.abc import Sequence
 from typing import Any
 
 import lightning as L
 from lightning.pytorch.callbacks import ProgressBar
-from lightning.pytorch.trainer.states import TrainerFn
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Column
@@ -19,7 +17,7 @@ _SCORES = ("val/accuracy", "val/mean_iou", "test/accuracy", "test/mean_iou")
 
 
 class RoundProgress(ProgressBar):
-    """Shows the progress of a run by communication rounds.
+    """Shows the progress of a fit by communication rounds.
 
     On a terminal it is one live line, refreshed ten times a second at most. Elsewhere (a pipe, a log file) it
     is a plain line now and then, without control characters. The rounds to come are those of this fit: the
@@ -58,13 +56,20 @@ class RoundProgress(ProgressBar):
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Open the line; a resumed run starts at its round."""
         self._score, self._first_round, self._started_at = "", trainer.current_epoch, time.monotonic()
-        self._open()
+        console = Console()
+        if self._enabled and console.is_interactive:
+            text = TextColumn("{task.fields[text]}", table_column=Column(no_wrap=True, overflow="ellipsis"))
+            columns = ("{task.description}", BarColumn(bar_width=None), text)
+            # no thread that refreshes: worker processes are forked, and it might hold a lock just then
+            self._live = Progress(*columns, console=console, auto_refresh=False, expand=True)
+            self._live.add_task("", text="")
+            self._live.start()
         self._next_time = self._started_at + (0.0 if self._live else self.every_n_seconds)
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Show the round before this one: its metrics came after this callback's ``on_train_epoch_end``."""
         self._note_score()
-        if (self._live or trainer.current_epoch > self._first_round) and self._is_due():
+        if self._live or trainer.current_epoch > self._first_round:
             self._show()
 
     def local_step(self, step: int, of: int) -> None:
@@ -74,28 +79,27 @@ class RoundProgress(ProgressBar):
             step: Local steps done in this round, from 1.
             of: Local steps of the round.
         """
-        if self._live and self._is_due():
+        if self._live:
             self._show(f"step {step}/{of}", step / max(of, 1))
+
+    def on_validation_batch_end(
+        self,
+        trainer: L.Trainer,
+        pl_module: L.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        """Show the position inside an evaluation of the server."""
+        if self._live:
+            self._show(f"evaluating {batch_idx + 1}/{sum(trainer.num_val_batches)}", 1.0)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Show the last round and leave its line."""
         self._note_score()
-        if self._enabled:
-            self._show()
+        self._show(at_once=True)
         self._close()
-
-    def on_validation_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any) -> None:
-        """Show the position inside an evaluation of the server."""
-        if not trainer.sanity_checking:
-            self._show_evaluation("validate", trainer.num_val_batches, *args)
-
-    def on_test_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any) -> None:
-        """Show the position inside a test."""
-        self._show_evaluation("test", trainer.num_test_batches, *args)
-
-    def on_predict_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any) -> None:
-        """Show the position inside a prediction."""
-        self._show_evaluation("predict", trainer.num_predict_batches, *args)
 
     def on_exception(
         self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException
@@ -103,74 +107,40 @@ class RoundProgress(ProgressBar):
         """Give the terminal back."""
         self._close()
 
-    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Give the terminal back."""
-        self._close()
-
-    def _open(self) -> None:
-        self._close()
-        console = Console()
-        if self._enabled and console.is_interactive:
-            text = TextColumn("{task.fields[text]}", table_column=Column(no_wrap=True, overflow="ellipsis"))
-            columns = ("{task.description}", BarColumn(bar_width=None), text)
-            # no thread that refreshes: worker processes are forked, and it might hold a lock just then
-            self._live = Progress(*columns, console=console, auto_refresh=False, expand=True)
-            self._live.add_task("", text="")
-            self._live.start()
-
     def _close(self) -> None:
         if self._live:
             self._live.stop()
             self._live = None
 
-    def _is_due(self) -> bool:
+    def _show(self, steps: str = "", fraction: float = 0.0, at_once: bool = False) -> None:
         now = time.monotonic()
-        if not self._enabled or now < self._next_time:
-            return False
+        if not self._enabled or (now < self._next_time and not at_once):
+            return
         self._next_time = now + (_REFRESH_SECONDS if self._live else self.every_n_seconds)
-        return True
-
-    def _show(self, steps: str = "", fraction: float = 0.0) -> None:
         metrics = getattr(self.trainer.lightning_module, "metrics", {})
-        done, total = self.trainer.current_epoch, self.trainer.max_epochs
-        known = total is not None and total >= 0
-        name = f"round {done:{len(str(total))}}/{total}" if known else f"round {done}/?"
+        done, rounds = self.trainer.current_epoch, self.trainer.max_epochs
+        total = None if rounds is None or rounds < 0 else rounds
+        name = f"round {done}/?" if total is None else f"round {done:{len(str(total))}}/{total}"
         texts = [
             f"loss {float(metrics['train/loss']):.4g}" if "train/loss" in metrics else "",
             self._score,
             f"{float(metrics['time/samples_per_s']):,.0f} samples/s"
             if "time/samples_per_s" in metrics
             else "",
-            self._clock(done + fraction, total if known else math.inf),
+            self._clock(now - self._started_at, done + fraction, math.inf if total is None else total),
             steps,
         ]
         text = "  ".join(filter(None, texts))
         if self._live:
-            self._update(name, done + fraction, total if known else None, text)
+            task = self._live.task_ids[0]
+            completed = done + fraction
+            self._live.update(
+                task, description=name, completed=completed, total=total, text=text, refresh=True
+            )
         else:
             print(f"{name}  {text}", flush=True)
 
-    def _show_evaluation(
-        self, name: str, batches: Sequence[float], outputs: Any, batch: Any, index: int, *_: Any
-    ) -> None:
-        total = sum(batches)
-        position = f"{index + 1}/{total if math.isfinite(total) else '?'}"
-        if self.trainer.state.fn == TrainerFn.FITTING:
-            if self._live and self._is_due():
-                self._show(f"evaluating {position}", 1.0)
-            return
-        if index == 0:
-            self._open()
-        if self._live and (self._is_due() or index + 1 == total):
-            self._update(f"{name} {position}", index + 1, total if math.isfinite(total) else None)
-
-    def _update(self, name: str, completed: float, total: float | None, text: str = "") -> None:
-        assert self._live is not None
-        task = self._live.task_ids[0]
-        self._live.update(task, description=name, completed=completed, total=total, text=text, refresh=True)
-
-    def _clock(self, done: float, total: float) -> str:
-        elapsed = time.monotonic() - self._started_at
+    def _clock(self, elapsed: float, done: float, total: float) -> str:
         if done >= total:
             return f"in {_minutes(elapsed)}"
         here = done - self._first_round

@@ -8,14 +8,15 @@ from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout
 from copy import deepcopy
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import yaml
 
 from fl_lightning.cli.command_line import main as run
 from fl_lightning.cli.freeze_branches import Branch, fixbn_settings, make_branches, train_branches
+from fl_lightning.cli.messages import explain
 from fl_lightning.console import print_table
-from fl_lightning.errors import ConfigurationError
+from fl_lightning.errors import ConfigurationError, nearest
 from fl_lightning.files import write_json, write_text
 from fl_lightning.milestones import in_run, round_at
 from fl_lightning.run_directory.directory import config_hash
@@ -31,27 +32,38 @@ goes on where it was stopped and trains nothing that is finished; another grid a
 _EPILOG = "All other options are those of fit, such as --seed_everything 1 or --trainer.max_epochs 200."
 
 
+class _Parser(ArgumentParser):
+    """Words its errors as ``fit`` does."""
+
+    def error(self, message: str) -> NoReturn:
+        """Print one line to stderr and exit with status 2."""
+        print(f"error: {explain(message, ['config', 'freeze_rounds'])}", file=sys.stderr)
+        sys.exit(2)
+
+
 def main(args: Sequence[str]) -> None:
     """Run the command.
 
     Args:
         args: Arguments after ``search-freeze``.
     """
-    parser = ArgumentParser(
+    parser = _Parser(
         prog=_PROGRAM,
+        usage="%(prog)s --config FILE --freeze_rounds T,T,... [options of fit]",
         description=_DESCRIPTION,
         epilog=_EPILOG,
         formatter_class=RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--config", action="append", required=True, help="a YAML with FixBN; may be repeated")
+    parser.add_argument("--config", action="append", help="a YAML with FixBN; may be repeated")
     parser.add_argument(
-        "--freeze_rounds",
-        required=True,
-        metavar="T,T,...",
-        help="rounds (100,200,300) or fractions (0.25,0.5)",
+        "--freeze_rounds", metavar="T,T,...", help="rounds (100,200,300) or fractions (0.25,0.5)"
     )
     own, fit_options = parser.parse_known_args(args)
+    for name in ("config", "freeze_rounds"):
+        if getattr(own, name) is None:
+            near = next((option for option in fit_options if nearest(option, [f"--{name}"])), None)
+            parser.error(f"unrecognized arguments: {near}" if near else f"search-freeze needs --{name}")
     try:
         search(own.config, own.freeze_rounds, fit_options)
     except ConfigurationError as error:

@@ -12,9 +12,7 @@ from lightning.pytorch.callbacks import Checkpoint
 
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.files import unwritable
-from fl_lightning.run_directory.checkpoint_io import AtomicCheckpointIO, local_path
-
-__all__ = ["AtomicCheckpointIO", "RoundCheckpoint"]
+from fl_lightning.run_directory.checkpoint_io import local_path
 
 
 class RoundCheckpoint(Checkpoint):

@@ -18,20 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from fl_lightning.errors import ConfigurationError
-from fl_lightning.files import missing_folders, remove_empty, write_json, write_text
-from fl_lightning.run_directory.environment import describe_environment
-
-__all__ = [
-    "OUTSIDE_THE_HASH",
-    "Attempt",
-    "RunDirectory",
-    "attempt_of",
-    "config_hash",
-    "describe_environment",
-    "directory_of",
-    "write_json",
-    "write_text",
-]
+from fl_lightning.files import missing_folders, remove_empty
 
 _NUMBER = r"(?:\.([1-9][0-9]*))?"
 
@@ -96,6 +83,16 @@ def _class_name(entry: Any) -> str:
     )
 
 
+class _File:
+    """The path of a file or folder of an attempt, by its name."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __get__(self, attempt: "Attempt", owner: type) -> Path:
+        return attempt.path / self.name
+
+
 @dataclass(frozen=True)
 class Attempt:
     """One attempt's folder and the names of what it holds.
@@ -108,55 +105,16 @@ class Attempt:
     path: Path
     made: tuple[Path, ...] = field(default=(), compare=False)
 
-    @property
-    def config(self) -> Path:
-        """The resolved configuration."""
-        return self.path / "config.yaml"
-
-    @property
-    def metrics(self) -> Path:
-        """One line per logged round: the source of truth."""
-        return self.path / "metrics.jsonl"
-
-    @property
-    def result(self) -> Path:
-        """What the finished run found."""
-        return self.path / "result.json"
-
-    @property
-    def partition(self) -> Path:
-        """How the data were spread over the clients."""
-        return self.path / "partition.json"
-
-    @property
-    def policy(self) -> Path:
-        """What happens to each kind of state in a round."""
-        return self.path / "policy.json"
-
-    @property
-    def partition_picture(self) -> Path:
-        """The samples of each class at each client."""
-        return self.path / "partition.png"
-
-    @property
-    def learning_curve(self) -> Path:
-        """Accuracy and loss over communication rounds."""
-        return self.path / "learning_curve.png"
-
-    @property
-    def class_accuracy(self) -> Path:
-        """Accuracy of the final server model by class."""
-        return self.path / "class_accuracy.png"
-
-    @property
-    def wandb_id(self) -> Path:
-        """The id of the run at W&B, which a resumed run keeps."""
-        return self.path / "wandb_id"
-
-    @property
-    def checkpoints(self) -> Path:
-        """The folder of ``last.ckpt`` and ``best.ckpt``."""
-        return self.path / "checkpoints"
+    config = _File("config.yaml")  # the resolved configuration
+    metrics = _File("metrics.jsonl")  # one line per logged round: the source of truth
+    result = _File("result.json")  # what the finished run found
+    partition = _File("partition.json")  # how the data were spread over the clients
+    policy = _File("policy.json")  # what happens to each kind of state in a round
+    partition_picture = _File("partition.png")  # the samples of each class at each client
+    learning_curve = _File("learning_curve.png")  # accuracy and loss over communication rounds
+    class_accuracy = _File("class_accuracy.png")  # of the final server model
+    wandb_id = _File("wandb_id")  # the id of the run at W&B, which a resumed run keeps
+    checkpoints = _File("checkpoints")  # the folder of last.ckpt and best.ckpt
 
     @contextmanager
     def lock(self) -> Iterator[None]:
@@ -252,15 +210,26 @@ class RunDirectory:
         newest = self.newest_attempt() or Attempt(self.root / self.stem)
         path = newest.checkpoints / f"{ckpt_path}.ckpt"
         if not path.is_file():
-            older = [a.checkpoints / path.name for _, a in sorted(self._attempts().items(), reverse=True)]
-            found = next(
-                (str(candidate) for candidate in older if candidate.is_file()), "the path of a checkpoint"
-            )
             raise ConfigurationError(
                 f"ckpt_path {ckpt_path!r} found no {path.name} in {path.parent}; "
-                f"give {found}, or start without ckpt_path"
+                f"give {self._other_checkpoint(path.name)}, or start without ckpt_path"
             )
         return path
+
+    def _other_checkpoint(self, name: str) -> str:
+        """A checkpoint that the newest attempt does not have: of an older one, else of another run of this name."""
+        own = [attempt.checkpoints / name for _, attempt in sorted(self._attempts().items(), reverse=True)]
+        found = next((path for path in own if path.is_file()), None)
+        if found is not None:
+            return str(found)
+        seed = self.stem.rpartition("-")[2]
+        others = sorted(
+            self.root.glob(f"*/checkpoints/{name}"),
+            key=lambda path: (path.parts[-3].partition(".")[0].endswith(f"-{seed}"), path.stat().st_mtime),
+        )
+        if others:
+            return f"{others[-1]}, which has other settings or was written by an older version"
+        return "the path of a checkpoint"
 
     def _attempts(self) -> dict[int, Attempt]:
         pattern = re.compile(re.escape(self.stem) + _NUMBER)

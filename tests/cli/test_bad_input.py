@@ -216,7 +216,12 @@ def test_mistake_is_one_line_that_names_it_and_leaves_nothing(given, words, caps
 
 def test_configuration_file_that_is_missing_or_no_settings_is_named(capsys):
     assert "nowhere.yaml" in message_of(capsys, lambda: main(["fit", "--config", "nowhere.yaml"]))
-    for text, words in (("a: [1\nb: }", "is not YAML"), ("- a\n- b\n", "holds no settings")):
+    for text, words in (
+        ("a: [1\nb: }", "is not YAML"),
+        ("a:\n  - b: [1\n", "is not YAML"),
+        ("- a\n- b\n", "holds no settings"),
+        ("", "holds no settings"),
+    ):
         Path("odd.yaml").write_text(text)
         message = message_of(capsys, lambda: main(["fit", "--config", "odd.yaml"]))
         assert "config odd.yaml" in message

@@ -14,7 +14,7 @@ from command_line import attempts, rows, run, write_config
 from readme_code import METHOD_BLOCKS
 
 from fl_lightning.cli.command_line import main
-from fl_lightning.run_directory.checkpoints import AtomicCheckpointIO
+from fl_lightning.run_directory.checkpoint_io import AtomicCheckpointIO
 from fl_lightning.run_directory.directory import Attempt
 
 ROUNDS, CLIENTS, STEPS, BATCH = 4, 3, 2, 10

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from command_line import attempts, rows, run, write_config
+from command_line import attempts, message_of, rows, run, write_config
 
 from fl_lightning.__main__ import main
 from fl_lightning.cli import freeze_branches
@@ -151,6 +151,19 @@ def test_what_cannot_be_searched_is_one_line(changes, args, named, capsys):
     assert (stop.value.code, error.count("\n"), Path("runs").exists()) == (2, 0, False)
     assert error.startswith("error: ")
     assert all(name in error for name in named)
+
+
+@pytest.mark.parametrize(
+    ("args", "line"),
+    [
+        (["--config", "tiny.yaml"], "search-freeze needs --freeze_rounds"),
+        (["--freeze_rounds", "1"], "search-freeze needs --config"),
+        (["--config", "tiny.yaml", "--freeze_round", "1"], "there is no setting 'freeze_round'; did you mean freeze_rounds?"),
+        (["--config", "tiny.yaml", "--freeze_rounds"], "argument --freeze_rounds: expected one argument"),
+    ],
+)  # fmt: skip
+def test_its_own_mistakes_are_worded_as_those_of_fit(args, line, capsys):
+    assert message_of(capsys, lambda: main(["search-freeze", *args])) == f"error: {line}\n"
 
 
 def test_fractions_are_of_all_rounds():

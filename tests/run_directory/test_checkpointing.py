@@ -13,7 +13,8 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.utils.data import DataLoader
 
 from fl_lightning.errors import ConfigurationError
-from fl_lightning.run_directory.checkpoints import AtomicCheckpointIO, RoundCheckpoint
+from fl_lightning.run_directory.checkpoint_io import AtomicCheckpointIO
+from fl_lightning.run_directory.checkpoints import RoundCheckpoint
 from fl_lightning.run_directory.metrics import JSONLinesLogger, cut_back, read_metrics
 
 

@@ -4,6 +4,7 @@ import time
 import lightning as L
 import pytest
 import torch
+from command_line import run
 from torch.utils.data import DataLoader
 
 from fl_lightning.cli.progress import RoundProgress
@@ -115,16 +116,36 @@ def test_disabled_progress_is_silent_in_every_stage(tmp_path, capsys, monkeypatc
     assert capsys.readouterr().out == ""
 
 
-@pytest.mark.parametrize("stage", ["validate", "test", "predict"])
-def test_terminal_shows_the_batches_of_an_evaluation_and_gets_its_cursor_back(
-    tmp_path, capsys, monkeypatch, stage
-):
+def test_terminal_shows_local_steps_and_evaluations_and_gets_its_cursor_back(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "120")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setattr("fl_lightning.cli.progress._REFRESH_SECONDS", 0.0)
+    start(tmp_path, RoundProgress())
+    shown = capsys.readouterr().out
+    for text in ("step 2/3", "evaluating 2/2", "loss 0.25", "val/accuracy 0.3", "round 5/5"):
+        assert text in shown
+    assert shown.rfind("\x1b[?25h") > shown.rfind("\x1b[?25l") >= 0
+
+
+def test_terminal_is_given_back_when_a_round_fails(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    start(tmp_path, RoundProgress(), stage)
+    module = Rounds()
+    module.optimizers = None  # called in the round
+    with pytest.raises(TypeError, match="not callable"):
+        start(tmp_path, RoundProgress(), module=module)
     shown = capsys.readouterr().out
-    assert f"{stage} 2/2" in shown
     assert shown.rfind("\x1b[?25h") > shown.rfind("\x1b[?25l") >= 0
+
+
+def test_commands_that_evaluate_show_lightnings_bar_on_a_terminal_and_none_elsewhere(capsys, monkeypatch):
+    run("--trainer.max_epochs", 1)
+    capsys.readouterr()
+    for terminal, shown in ((False, False), (True, True)):
+        monkeypatch.setattr(sys.stdout, "isatty", lambda terminal=terminal: terminal)
+        run("--trainer.max_epochs", 1, "--ckpt_path", "last", command="test")
+        assert ("Testing" in capsys.readouterr().out) is shown
 
 
 def test_terminal_shows_the_last_round_and_ten_refreshes_a_second_at_most(tmp_path, capsys, monkeypatch):

@@ -14,7 +14,7 @@ from command_line import attempts, rows, run, write_config
 
 from fl_lightning.cli.command_line import main
 from fl_lightning.round.module import FederatedModule
-from fl_lightning.run_directory.checkpoints import AtomicCheckpointIO
+from fl_lightning.run_directory.checkpoint_io import AtomicCheckpointIO
 from fl_lightning.run_directory.directory import Attempt
 
 # children start from a process that has imported everything, so that many kills are affordable
@@ -305,6 +305,20 @@ def test_second_resume_of_an_attempt_at_the_same_time_is_refused(capsys):
     assert f"another process is training in {source.path.resolve()}" in message
     run(*resume, 4)
     assert [row["round"] for row in rows(source)] == [0, 1, 2, 3, 4]
+
+
+def test_last_says_where_the_run_of_another_version_lies_and_that_file_goes_on(capsys):
+    source = run("--trainer.max_epochs", 2).attempt
+    older = source.path.rename(
+        source.path.with_name("01234567-s0")
+    )  # as if its configuration had another hash
+    path = older / "checkpoints" / "last.ckpt"
+    assert f"give {path}, which has other settings or was written by an older version" in refused(
+        capsys, "--ckpt_path", "last", "--trainer.max_epochs", 3
+    )
+    new = run("--ckpt_path", path, "--trainer.max_epochs", 3).attempt
+    assert new.path == source.path
+    assert [row["round"] for row in rows(new)] == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("command", ["fit", "test"])

@@ -9,15 +9,13 @@ from pathlib import Path
 import pytest
 
 from fl_lightning.errors import ConfigurationError
-from fl_lightning.files import atomic_write
+from fl_lightning.files import atomic_write, write_json, write_text
 from fl_lightning.run_directory.directory import (
     OUTSIDE_THE_HASH,
     Attempt,
     RunDirectory,
     attempt_of,
     config_hash,
-    write_json,
-    write_text,
 )
 from fl_lightning.run_directory.environment import describe_environment
 
@@ -242,6 +240,20 @@ def test_last_without_a_checkpoint_names_the_directory_and_an_older_attempt_that
     run.new_attempt()
     with pytest.raises(ConfigurationError, match=rf"0123abcd-s0\.2/checkpoints; give {older}"):
         run.resolve_checkpoint("last")
+
+
+def test_last_names_a_checkpoint_of_the_same_run_name_under_another_hash_the_same_seed_first(run):
+    other = add_checkpoint(RunDirectory(run.root, "89abcdef-s0").new_attempt())
+    add_checkpoint(RunDirectory(run.root, "89abcdef-s5").new_attempt())
+    where = (
+        rf"0123abcd-s0/checkpoints; give {other}, which has other settings or was written by an older version"
+    )
+    with pytest.raises(ConfigurationError, match=where):
+        run.resolve_checkpoint("last")
+    with pytest.raises(
+        ConfigurationError, match=r"'best' found no best\.ckpt .* give the path of a checkpoint"
+    ):
+        run.resolve_checkpoint("best")
 
 
 def test_explicit_checkpoint_must_exist(run, tmp_path):

@@ -1,0 +1,63 @@
+"""The parser on its own, and what it knows of what the user gave."""
+
+from pathlib import Path
+
+import pytest
+from command_line import message_of
+
+import callbacks  # noqa: F401  # makes their bare names known
+from fl_lightning import FederatedCallback
+from fl_lightning.cli.given import given_settings
+from fl_lightning.cli.parser import ConciseParser
+
+
+def alone():
+    parser = ConciseParser(prog="verify")
+    parser.add_subclass_arguments(FederatedCallback, "callback")
+    parser.add_argument("--rounds", type=int, default=1)
+    return parser
+
+
+def test_parser_without_subcommands_reads_the_settings_of_a_class():
+    read = alone().parse_args(["--callback", "FixBN", "--callback.freeze_round", "3"])
+    made = alone().instantiate(read)
+    assert (type(made.callback).__name__, made.callback.freeze_round) == ("FixBN", 3)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        ("--callback FixBNN", "callback: there is no class 'FixBNN'; did you mean FixBN or "),
+        ("--callback FixBN --callback.freeze_rond 3", "FixBN: there is no setting 'freeze_rond' among freeze_round, "),
+        ("--round 3", "there is no setting 'round'; did you mean rounds?"),
+        ("--rounds x", "rounds: x is not valid; it takes a whole number"),
+    ],
+)  # fmt: skip
+def test_parser_without_subcommands_words_its_errors_as_fit_does(arguments, line, capsys):
+    assert message_of(capsys, lambda: alone().parse_args(arguments.split())).startswith(f"error: {line}")
+
+
+def test_given_settings_have_plain_names_and_the_last_one_wins():
+    Path("net.yaml").write_text("class_path: LeNet\ninit_args: {norm: gn}\n")
+    Path("run.yaml").write_text("seed_everything: 1\nmodel: {model: net.yaml, local_steps: 2}\n")
+    Path("out.json").write_text("[1]")
+    arguments = [
+        "fit",
+        "--json",
+        "out.json",
+        "-c",
+        "run.yaml",
+        "--model.model.init_args.norm=bn",
+        "--print_config",
+        "--seed",
+        "-1",
+    ]
+    assert given_settings(arguments) == {
+        "json": "out.json",
+        "seed_everything": 1,
+        "model.model": "LeNet",
+        "model.model.norm": "bn",
+        "model.local_steps": 2,
+        "print_config": "--seed",
+        "seed": -1,
+    }
