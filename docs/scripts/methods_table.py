@@ -1,13 +1,14 @@
 """Print the table of methods in docs/methods.md, made from the callbacks themselves: ``python docs/scripts/methods_table.py``.
 
 What is averaged, kept, frozen and pooled is each callback's own policy over a run of 100 rounds; bytes and exchanges are
-those that a round of ResNet-20 logs.
+those that a round of ResNet-20 logs. A method has a row for each of its examples in which these differ.
 """
 
 import logging
 import sys
 import tempfile
 import warnings
+from collections.abc import Mapping
 from contextlib import redirect_stdout
 from functools import partial
 
@@ -21,13 +22,6 @@ from fl_lightning.models import ResNet20
 from fl_lightning.round.policy import resolve_policy
 
 ROUNDS = 100
-SETTINGS: dict[str, list[dict[str, object]]] = {
-    "MaintainedMomentum": [{"scope": "local"}, {"scope": "global"}],
-    "SlidingWindowFixBN": [{"window": 10, "threshold": 0.01}],
-    "FedTAN": [{}, {"backward": "own"}],
-    "ClientGradientClipping": [{"max_norm": 1.0}],
-}
-"""What each row of a method sets, where the defaults alone are not its only row."""
 STATE = {"weight": "W", "affine": "A", "mean": "S", "var": "S"}
 COLUMNS = {"averaged": ("averaged", "max"), "local": ("local",), "frozen": ("frozen",), "pooled": ("pooled",)}
 LEGEND = (
@@ -117,7 +111,7 @@ def costs(callback: FederatedCallback) -> list[tuple[str, str, int]]:
     ]
 
 
-def yaml(name: str, settings: dict[str, object]) -> str:
+def yaml(name: str, settings: Mapping[str, object]) -> str:
     """A method's line in a configuration."""
     if name == "none":
         return "callbacks: null"
@@ -130,24 +124,33 @@ def table() -> str:
     header = ["callback", "paper", *COLUMNS, "MB up", "MB down", "exchanges", "in `trainer.callbacks`"]
     lines = [f"| {' | '.join(header)} |", "|---" * len(header) + "|"]
     for name, kind in methods().items():
-        for settings in SETTINGS.get(name, [{}]):
+        seen = set()
+        for settings in kind.examples:
             cells = [stages(kind(**settings), column) for column in COLUMNS.values()]
             callback = kind(**settings)
             if callback.undecided():
                 callback.freeze_round = 1  # found, so that the second round shows what freezing saves
             columns = zip(*costs(callback), strict=True)
             cells += [" then ".join(dict.fromkeys(map(str, column))) for column in columns]
-            paper = kind(**settings).paper or "McMahan et al., arXiv 1602.05629 (FedAvg)"
-            lines.append(f"| `{name}` | {paper} | {' | '.join(cells)} | `{yaml(name, settings)}` |")
+            if (treated := " | ".join(cells)) not in seen:
+                seen.add(treated)
+                paper = kind(**settings).paper or "McMahan et al., arXiv 1602.05629 (FedAvg)"
+                lines.append(f"| `{name}` | {paper} | {treated} | `{yaml(name, settings)}` |")
     return "\n".join([*lines, "", LEGEND])
 
 
 def quiet_table() -> str:
     """The table, without what methods and Lightning print while they run."""
-    for name in ("lightning.pytorch.utilities.rank_zero", "lightning.pytorch"):
-        logging.getLogger(name).setLevel(logging.ERROR)
-    with redirect_stdout(sys.stderr):
-        return table()
+    loggers = [logging.getLogger(f"lightning.pytorch{name}") for name in ("", ".utilities.rank_zero")]
+    levels = [logger.level for logger in loggers]
+    try:
+        for logger in loggers:
+            logger.setLevel(logging.ERROR)
+        with redirect_stdout(sys.stderr):
+            return table()
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
 
 
 if __name__ == "__main__":
