@@ -82,7 +82,10 @@ class ObservedModule(FederatedModule):
         """Plan the cohorts of the script."""
         super().setup(stage)
         self.rounds: list[Round] = []
-        plan = ScriptedPlan(self.data, self.local_steps, self.local_epochs, len(self.script[0]), self.seed)
+        size = len(self.script[0])
+        plan = ScriptedPlan(
+            self.data, self.local_steps, self.local_epochs, size, self.seed, self.weighting, self.centralised
+        )
         plan.script = self.script
         self.plan = plan
 
