@@ -58,6 +58,8 @@ OUTSIDE |= {f"{name}.md": f"outside/{name.lower()}" for name in ("CONTRIBUTING",
 def pages(app: Sphinx) -> None:
     """Write a page for each package, and one for each page outside, which :func:`read` fills; git ignores them."""
     docs = Path(app.srcdir)
+    for old in (path for path in (docs / "reference").glob("*.md") if path.stem != "index"):
+        old.unlink()
     tops = sorted(path.parent for path in (ROOT / "fl_lightning").glob("*/__init__.py"))
     for folder in (*tops, ROOT / "callbacks", ROOT / "datamodules", ROOT / "benchmarks"):
         package = ".".join(folder.relative_to(ROOT).parts)
@@ -127,5 +129,4 @@ def _automodule(name: str, *options: str) -> str:
 
 def _write(path: Path, text: str) -> None:
     path.parent.mkdir(exist_ok=True)
-    if not path.exists() or path.read_text() != text:
-        path.write_text(text)
+    path.write_text(text)

@@ -1,13 +1,14 @@
 """Print the table of methods in docs/methods.md, made from the callbacks themselves: ``python docs/scripts/methods_table.py``.
 
 What is averaged, kept, frozen and pooled is each callback's own policy over a run of 100 rounds; bytes and exchanges are
-those that a round of ResNet-20 logs.
+those that a round of ResNet-20 logs. A method has a row for each of its examples in which these differ.
 """
 
 import logging
 import sys
 import tempfile
 import warnings
+from collections.abc import Mapping
 from contextlib import redirect_stdout
 from functools import partial
 
@@ -110,7 +111,7 @@ def costs(callback: FederatedCallback) -> list[tuple[str, str, int]]:
     ]
 
 
-def yaml(name: str, settings: dict[str, object]) -> str:
+def yaml(name: str, settings: Mapping[str, object]) -> str:
     """A method's line in a configuration."""
     if name == "none":
         return "callbacks: null"
@@ -141,10 +142,16 @@ def table() -> str:
 
 def quiet_table() -> str:
     """The table, without what methods and Lightning print while they run."""
-    for name in ("lightning.pytorch.utilities.rank_zero", "lightning.pytorch"):
-        logging.getLogger(name).setLevel(logging.ERROR)
-    with redirect_stdout(sys.stderr):
-        return table()
+    loggers = [logging.getLogger(f"lightning.pytorch{name}") for name in ("", ".utilities.rank_zero")]
+    levels = [logger.level for logger in loggers]
+    try:
+        for logger in loggers:
+            logger.setLevel(logging.ERROR)
+        with redirect_stdout(sys.stderr):
+            return table()
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
 
 
 if __name__ == "__main__":

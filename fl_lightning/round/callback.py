@@ -17,7 +17,7 @@ class UnknownHookError(ConfigurationError, TypeError):
 
 
 class FederatedCallback(Declarations, L.Callback):
-    """A method: it says what is averaged, kept or frozen (:meth:`policy`) and changes a round through its hooks.
+    """A method: it says what is averaged, kept or frozen (``policy``) and changes a round through its hooks.
 
     Unlike Lightning's callbacks these are essential: a run without its callback is another algorithm. One round is ::
 

@@ -91,7 +91,7 @@ class RoundPlan:
         return torch.tensor([size / sum(sizes) for size in sizes], dtype=torch.float64)
 
     def weight_share(self, client_ids: Sequence[int], round_number: int) -> float:
-        """The clients' part of everyone's aggregation weight in a round: |S|/n where all weigh alike."""
+        """The clients' part of everyone's aggregation weight in a round: ``|S| / n`` where all weigh alike."""
         if self.centralised:
             return 1.0
         sizes = self._sizes(range(self.data.num_clients), round_number)

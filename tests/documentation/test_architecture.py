@@ -47,10 +47,9 @@ def test_the_walker_sees_circles_and_what_they_are_not():
     assert house.circles({"a": {"b"}, "b": set()}) == []
 
 
-def test_the_walker_knows_imports_of_names_and_leaves_out_those_for_types():
+def test_the_walker_knows_imports_of_names():
     arrows = house.imports()
     assert "fl_lightning.errors" in arrows["fl_lightning.round.policy"]
-    assert "fl_lightning.round.callback" not in arrows["fl_lightning.round.policy"]
     assert house.backward(arrows | {"fl_lightning.round.plan": {"callbacks.fbn"}}) == [
         "fl_lightning.round.plan -> callbacks.fbn"
     ]

@@ -1,8 +1,6 @@
 """What the pages refer to exists, and what they have from the code is the code's."""
 
 import re
-import subprocess
-import sys
 
 import generated
 import pytest
@@ -51,21 +49,10 @@ def test_every_file_of_this_project_that_a_page_names_exists():
     assert sorted(path for path in named if not (ROOT / path).is_file() and path != "configs/mine.yaml") == []
 
 
-@pytest.mark.parametrize("name", ["round", "rules"])
+@pytest.mark.parametrize("name", generated.GENERATED)
 def test_what_a_page_has_from_the_code_is_the_codes(name):
     file, make = generated.GENERATED[name]
     assert generated.between(name, PAGES[f"docs/{file}"].read_text()) == make()
-
-
-def test_the_table_of_methods_is_made_from_the_callbacks():
-    table = subprocess.run(
-        [sys.executable, ROOT / "docs" / "scripts" / "methods_table.py"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    page = PAGES["docs/methods.md"].read_text()
-    assert table.stdout.strip() == generated.between("methods", page), table.stderr
 
 
 @pytest.mark.parametrize("name", ["README.md", "docs/methods.md"])

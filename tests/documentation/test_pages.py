@@ -45,6 +45,8 @@ LEFT = {
 }
 """A file below ``runs`` that a page's commands leave."""
 
+SLOW = {"docs/results.md": pytest.mark.slow}
+
 
 def ours(name):
     """The arguments of this project's commands on a page."""
@@ -76,7 +78,10 @@ def test_the_pages_show_every_subcommand():
     assert shown == {"fit", "validate", "test", "predict", "search-freeze", "verify"}
 
 
-@pytest.mark.parametrize("name", [name for name in PAGES if ours(name)])
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=SLOW.get(name, ())) for name in PAGES if ours(name)],
+)
 def test_every_command_of_a_page_runs_in_its_order_for_two_rounds(name, write_methods, capsys):
     write_cifar10_folders()
     write_methods(name)
