@@ -127,7 +127,7 @@ def seed_global_generators(seed: int) -> None:
     """Seed torch's (of the CPU and of CUDA), numpy's and Python's global generators from one integer."""
     # torch.manual_seed is slow without a GPU: it keeps a traceback for each kind of device that might come later
     torch.default_generator.manual_seed(seed)
-    if torch.cuda.is_initialized():
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch gives it no types
         torch.cuda.manual_seed_all(seed)
     np.random.seed(seed % 2**32)
     random.seed(seed)
