@@ -211,10 +211,9 @@ class RoundWandbLogger(WandbLogger):
         """Log the rows of ``metrics.jsonl`` that the run has not got, up to the one before a round."""
         if self.attempt is None or self.beside is not None or round_number == self._newest + 1:
             return
-        if self.attempt.metrics.exists():
-            for row in read_metrics(self.attempt.metrics):
-                if round_number is None or row["round"] < round_number:
-                    self._log_row(row)
+        for row in read_metrics(self.attempt.metrics) if self.attempt.metrics.exists() else []:
+            if round_number is None or row["round"] < round_number:
+                self._log_row(row)
 
     def _log_row(self, row: Mapping[str, Any]) -> None:
         number = int(row["round"])
