@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+from fl_lightning.batch_norm.kinds import JOINT_LABELS
 from fl_lightning.cohort.cohort import Cohort
 from fl_lightning.round.declarations import Declarations
 
@@ -11,14 +12,6 @@ Key = TypeVar("Key")
 
 UpDown = tuple[int, int]
 """Bytes (or floats) that a client sends and receives: (upload, download)."""
-
-_KINDS = {
-    "weight": "weights",
-    "affine": "BN gamma, beta",
-    "mean": "BN statistics",
-    "var": "BN statistics",
-    "buffer": "other buffers",
-}
 
 
 @dataclass(frozen=True)
@@ -83,7 +76,7 @@ def round_communication(cohort: Cohort, callbacks: Sequence[Declarations]) -> Co
         for name, block in rows.blocks.items():
             if cohort.treatment(name) in ("averaged", "pooled") and block.is_floating_point():
                 sent = block.shape[1] * block.element_size()
-                add(each, _KINDS[rows.layout[name].kind], (sent, sent))
+                add(each, JOINT_LABELS[rows.layout[name].kind], (sent, sent))
     size = next(iter(cohort.params.blocks.values())).element_size()
     beside: dict[str, dict[int, UpDown]] = {}
     exchanges = 1
