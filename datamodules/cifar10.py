@@ -32,7 +32,7 @@ class CIFAR10(InMemoryDataModule):
         crop_padding: Black border in pixels for random crops, 0 for no crops; FixBN pads by 2, FedTAN by 4.
         horizontal_flip: Whether training images are flipped with probability 1/2.
         cache_dir: Folder of the decoded images; None is ``data/cache`` below the working directory.
-        **settings: The others of :class:`InMemoryDataModule`.
+        **settings: The others of :class:`~datamodules.in_memory.InMemoryDataModule`.
 
     Raises:
         ConfigurationError: The data are not there or damaged, or a setting is out of its range.

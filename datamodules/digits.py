@@ -13,7 +13,7 @@ class Digits(InMemoryDataModule):
     A fifth of them, every class in proportion and the same for every seed, is the test set: 1,438 training
     and 359 test images.
 
-    The settings are those of :class:`InMemoryDataModule`.
+    The settings are those of :class:`~datamodules.in_memory.InMemoryDataModule`.
     """
 
     num_classes = 10

@@ -22,7 +22,7 @@ class ImageFolder(InMemoryDataModule):
         data_dir: The folder that holds ``train`` and ``test``.
         image_size: Height and width of the images in pixels.
         cache_dir: Folder of the decoded images; None is ``data/cache`` below the working directory.
-        **settings: Those of :class:`InMemoryDataModule`.
+        **settings: Those of :class:`~datamodules.in_memory.InMemoryDataModule`.
 
     Raises:
         ConfigurationError: The folder is missing or laid out otherwise, a setting is out of its range, or (in
