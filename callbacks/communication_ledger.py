@@ -73,7 +73,6 @@ class CommunicationLedger(Report, FederatedCallback):
             takes_part = client in steps
             exchanges = traffic.exchanges if takes_part else 1
             own = self._link.seconds(up, down, exchanges, steps.get(client, 0))
-            own *= self._link.slowness(pl_module.seed, client)
             before = self.clients.get(client, (0, 0, 0, 0, 0.0))
             now = (int(takes_part), up, down, exchanges, own)
             self.clients[client] = tuple(map(sum, zip(before, now, strict=True)))  # type: ignore[assignment]  # five

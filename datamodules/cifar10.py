@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 
 from datamodules.class_folders import ClassFolders
-from datamodules.image_cache import locked, square
+from datamodules.image_cache import building, square
 from datamodules.images import ImageData
 from datamodules.in_memory import InMemoryDataModule
 from fl_lightning.errors import ConfigurationError
@@ -115,7 +115,7 @@ class CIFAR10(InMemoryDataModule):
 
         try:
             # of two runs that start together one downloads
-            with locked(self._pickles) if download else nullcontext():
+            with building(self._pickles) if download else nullcontext():
                 train = Files(str(self.data_dir), train=True, download=download)
             return train, Files(str(self.data_dir), train=False)
         except URLError as error:

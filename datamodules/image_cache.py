@@ -1,13 +1,12 @@
 """A folder tree of images, decoded once into a file that later runs read instead."""
 
 import fcntl
-import hashlib
 import os
 import pickle
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TextIO
+from zlib import crc32
 
 import numpy as np
 import torch
@@ -58,9 +57,9 @@ def square(image: Image.Image, size: int) -> Image.Image:
 def cached_images(paths: Sequence[Path], root: Path, size: int, cache: Path) -> Tensor:
     """Decode images, or read them from the cache where it belongs to just these files and is intact.
 
-    The cache belongs to the files if their paths below ``root``, sizes and modification times are the same;
-    it is intact if its content has the SHA-256 that was written with it. In any other case it is built anew.
-    Processes that start together wait for the first to build it.
+    It belongs to them if their paths below ``root``, sizes and modification times are the same; it is intact if its pixels
+    have the CRC-32 that was written with them. In any other case it is built anew. Processes that start together wait for the
+    first to build it.
 
     Args:
         paths: The image files, all below ``root``.
@@ -74,38 +73,26 @@ def cached_images(paths: Sequence[Path], root: Path, size: int, cache: Path) -> 
     Raises:
         ConfigurationError: An image cannot be read or the cache cannot be written.
     """
-    fingerprint = _fingerprint(paths, root, size)
-    with locked(cache):
-        images = _read(cache, fingerprint)
+    status = [(path.relative_to(root), path.stat()) for path in paths]
+    files = [(str(path), found.st_size, found.st_mtime_ns) for path, found in status]
+    with building(cache):
+        images = _read(cache, files)
         if images is None:
             rank_zero_info(f"Decoding {len(paths)} images of {root} into {cache}")
             images = torch.empty(len(paths), 3, size, size, dtype=torch.uint8)
             pixels = images.numpy()
             for index, path in enumerate(paths):
                 pixels[index] = np.asarray(decode(path, size)).transpose(2, 0, 1)
-            content = {"fingerprint": fingerprint, "sha256": _digest(images), "images": images}
             with atomic_write(cache) as file:
-                torch.save(content, file)
+                torch.save({"files": files, "crc32": crc32(pixels.data), "images": images}, file)
     return images
 
 
-def _fingerprint(paths: Sequence[Path], root: Path, size: int) -> str:
-    digest = hashlib.sha256(f"{size}".encode())
-    for path in paths:
-        status = path.stat()
-        digest.update(f"\0{path.relative_to(root)}\0{status.st_size}\0{status.st_mtime_ns}".encode())
-    return digest.hexdigest()
-
-
-def _digest(images: Tensor) -> str:
-    return hashlib.sha256(images.numpy().data).hexdigest()
-
-
-def _read(cache: Path, fingerprint: str) -> Tensor | None:
+def _read(cache: Path, files: list[tuple[str, int, int]]) -> Tensor | None:
     try:
         content = torch.load(cache, weights_only=True)
         images: Tensor = content["images"]
-        current = content["fingerprint"] == fingerprint and content["sha256"] == _digest(images)
+        current = content["files"] == files and content["crc32"] == crc32(images.numpy().data)
     except (
         OSError,
         EOFError,
@@ -121,38 +108,23 @@ def _read(cache: Path, fingerprint: str) -> Tensor | None:
 
 
 @contextmanager
-def locked(cache: Path) -> Iterator[None]:
-    """Let one process at a time build a file, through a lock file beside it.
-
-    Where that fails, the lock file goes again, and so do the folders that were made for it.
+def building(target: Path) -> Iterator[None]:
+    """Let one process at a time build a file: a lock on its folder, which goes again where it is new and the building fails.
 
     Raises:
-        ConfigurationError: The folder cannot be written.
+        ConfigurationError: The folder cannot be made.
     """
-    lock = cache.with_name(f".{cache.name}.lock")
+    made = missing_folders(target.parent)
     try:
-        made = missing_folders(lock.parent)
-        file = _locked_file(lock)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        folder = os.open(target.parent, os.O_RDONLY)
     except OSError as error:
-        raise unwritable(cache, error) from error
-    with file:
-        try:
-            yield
-        except BaseException:
-            lock.unlink(missing_ok=True)
-            remove_empty(made)
-            raise
-        finally:
-            fcntl.flock(
-                file, fcntl.LOCK_UN
-            )  # closing is not enough: a forked process may hold the file as well
-
-
-def _locked_file(lock: Path) -> TextIO:
-    while True:
-        lock.parent.mkdir(parents=True, exist_ok=True)
-        file = lock.open("w")
-        fcntl.flock(file, fcntl.LOCK_EX)
-        if os.fstat(file.fileno()).st_nlink:
-            return file
-        file.close()  # the process that had it failed and removed it
+        raise unwritable(target, error) from error
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)
+        yield
+    except BaseException:
+        remove_empty(made)
+        raise
+    finally:
+        os.close(folder)

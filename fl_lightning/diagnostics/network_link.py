@@ -2,12 +2,8 @@
 
 import math
 from dataclasses import dataclass, fields
-from functools import cache
-
-import torch
 
 from fl_lightning.errors import ConfigurationError
-from fl_lightning.randomness import generator
 
 
 @dataclass(frozen=True)
@@ -22,8 +18,6 @@ class NetworkLink:
         download_mbps: Download bandwidth, likewise.
         latency_ms: Round-trip time in milliseconds, as ``ping`` shows it: what an exchange of nothing takes.
         seconds_per_local_step: Time of a local step; 0 leaves computing out.
-        spread: How unequal clients are: a client's times are all multiplied by ``exp(spread z)``, z standard normal and a
-            function of seed and client. 0: all alike; 1: one client in six takes more than 2.7 times as long as the median.
 
     Raises:
         ConfigurationError: A number is out of range.
@@ -33,7 +27,6 @@ class NetworkLink:
     download_mbps: float = 6.0
     latency_ms: float = 50.0
     seconds_per_local_step: float = 0.0
-    spread: float = 0.0
 
     def __post_init__(self) -> None:
         for setting in fields(self):
@@ -45,7 +38,7 @@ class NetworkLink:
                 )
 
     def seconds(self, upload: int, download: int, exchanges: int, local_steps: int = 0) -> float:
-        """How long a client of median speed is busy.
+        """How long a client is busy.
 
         Args:
             upload: Bytes that it sends.
@@ -56,10 +49,6 @@ class NetworkLink:
         transfer = 8e-6 * (upload / self.upload_mbps + download / self.download_mbps)
         return exchanges * self.latency_ms / 1000 + transfer + local_steps * self.seconds_per_local_step
 
-    def slowness(self, seed: int, client: int) -> float:
-        """The factor on all of a client's times."""
-        return math.exp(self.spread * _normal(seed, client)) if self.spread else 1.0
-
     def __str__(self) -> str:
         """The link in words, such as ``"2 Mbit/s up, 6 down, 50 ms round trip"``."""
         words = [
@@ -69,11 +58,4 @@ class NetworkLink:
         ]
         if self.seconds_per_local_step:
             words.append(f"{self.seconds_per_local_step:g} s a local step")
-        if self.spread:
-            words.append(f"spread {self.spread:g}")
         return ", ".join(words)
-
-
-@cache
-def _normal(seed: int, client: int) -> float:
-    return torch.randn((), generator=generator(seed, "link", client), dtype=torch.float64).item()

@@ -11,11 +11,6 @@ from fl_lightning.errors import ConfigurationError
 from fl_lightning.optimizers import OptimizerCallable
 
 _SERVER_ADVICE = "use SGD(lr=1), which is FedAvg, or SGD, Adam or Adagrad with settings of your own"
-_NO_SERVER_OPTIMIZERS = {
-    "LBFGS": "needs a closure that computes the loss again, which a server without data cannot",
-    "Muon": "orthogonalises matrices, which takes no other parameters, such as biases and those of BN",
-    "Adafactor": "rescales the pseudo-gradient by the size of the weights, which is none of FedOpt's server steps",
-}
 
 
 def optimizer_name(factory: OptimizerCallable) -> str:
@@ -66,9 +61,9 @@ def check_server_optimizer(factory: OptimizerCallable, parameters: Iterable[Tens
     """Refuse optimizers that cannot step a server's parameters on a pseudo-gradient, by a trial step on copies.
 
     Raises:
-        ConfigurationError: The optimizer cannot be made, cannot step, or is of a kind that has no meaning here.
+        ConfigurationError: The optimizer cannot be made or cannot step.
     """
-    # the model's own shapes: Muon takes matrices only, and a factory may sort the parameters it is given
+    # the model's own shapes: a factory may sort the parameters it is given
     leaves = [torch.zeros_like(parameter, requires_grad=True) for parameter in parameters]
     for leaf in leaves:
         leaf.grad = torch.zeros_like(leaf)
@@ -76,13 +71,10 @@ def check_server_optimizer(factory: OptimizerCallable, parameters: Iterable[Tens
         optimizer = factory(leaves)
     except (ValueError, TypeError, RuntimeError) as error:
         raise ConfigurationError(f"server_optimizer: {error}; {_SERVER_ADVICE}") from error
-    name = type(optimizer).__name__
-    if any(base.__name__ in _NO_SERVER_OPTIMIZERS for base in type(optimizer).__mro__):
-        reason = _NO_SERVER_OPTIMIZERS.get(name, "is of a kind that cannot step a pseudo-gradient")
-        raise ConfigurationError(f"server_optimizer: {name} {reason}; {_SERVER_ADVICE}")
     try:
         optimizer.step()
     except (ValueError, TypeError, RuntimeError) as error:
+        name = type(optimizer).__name__
         raise ConfigurationError(
             f"server_optimizer: {name} cannot step the server ({error}); {_SERVER_ADVICE}"
         ) from error

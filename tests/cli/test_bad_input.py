@@ -140,7 +140,6 @@ TABLE = {
     "server optimizer that needs a closure": (server("LBFGS"), ["server_optimizer: LBFGS", "closure"]),
     "server optimizer of sparse gradients": (server("SparseAdam"), ["server_optimizer: SparseAdam", "dense"]),
     "server optimizer of matrices": (server("Muon"), ["server_optimizer: Muon", "2D"]),
-    "server optimizer of relative steps": (server("Adafactor"), ["server_optimizer: Adafactor", "Adam"]),
     "any logger": ("--trainer.logger true", ["trainer.logger: true", "loggers.WandbLogger", "or false"]),
     "overfitting batches": ("--trainer.overfit_batches 1", ["trainer.overfit_batches: 1", "max_epochs"]),
     "no batches": ("--trainer.limit_train_batches 0", ["trainer.limit_train_batches: 0", "max_epochs"]),

@@ -282,7 +282,6 @@ def test_a_process_of_its_own_knows_methods_by_dotted_path_writes_below_its_fold
         env=os.environ | places | {"MPLCONFIGDIR": mpl.get_cachedir()},
         capture_output=True,
         text=True,
-        timeout=120,
         check=False,
     )
     assert (done.returncode, done.stderr) == (0, "")

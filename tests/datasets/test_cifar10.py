@@ -4,6 +4,7 @@ import hashlib
 import pickle
 import shutil
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from urllib.error import URLError
 
@@ -117,6 +118,21 @@ def test_download_goes_to_the_data_folder_when_asked(pickles, tmp_path, monkeypa
     datamodule.prepare_data()
     assert [root for _, root in fetched] == [tmp_path / "new"]
     assert len(datamodule.load().train_labels) == 100
+
+
+def test_of_two_runs_that_start_together_one_downloads(pickles, tmp_path, monkeypatch):
+    fetched = []
+
+    def fetch(url, root, **_kwargs):
+        fetched.append(url)
+        time.sleep(0.1)
+        (pickles / "cifar-10-batches-py").rename(tmp_path / "new" / "cifar-10-batches-py")
+
+    monkeypatch.setattr("torchvision.datasets.cifar.download_and_extract_archive", fetch)
+    with ThreadPoolExecutor(2) as pool:
+        runs = [CIFAR10(str(tmp_path / "new"), download=True) for _ in range(2)]
+        list(pool.map(CIFAR10.prepare_data, runs))
+    assert len(fetched) == 1
 
 
 def test_download_without_a_network_says_what_to_do(tmp_path, monkeypatch):

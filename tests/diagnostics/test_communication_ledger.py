@@ -76,14 +76,11 @@ def test_fedtan_waits_three_times_for_every_layer():
 
 
 def test_a_round_waits_for_its_slowest_client():
-    link = NetworkLink(1, 4, 100, seconds_per_local_step=0.5, spread=1.0)
+    link = NetworkLink(1, 4, 100, seconds_per_local_step=0.5)
     ledger, rows, module = run(link=link, rounds=4, local_steps=None, local_epochs=1, participation=2)
     sent = 8 * (TRAINABLE + STATISTICS)
     steps = [3, 5, 4, 3]  # 24, 40 and 32 examples in batches of 8
-    times = [
-        (0.1 + 8 * sent / 1e6 + 8 * sent / 4e6 + 0.5 * count) * link.slowness(0, client)
-        for client, count in enumerate(steps)
-    ]
+    times = [0.1 + 8 * sent / 1e6 + 8 * sent / 4e6 + 0.5 * count for count in steps]
     cohorts = [module.plan.cohort(number) for number in (1, 2, 3, 4)]
     by_hand = [max(times[client] for client in cohort) for cohort in cohorts]
     assert [row["comm/simulated_s"] for row in rows] == pytest.approx(by_hand, rel=1e-12)
@@ -154,7 +151,7 @@ def test_the_books_are_the_same_last_in_the_list(name):
 @EVERY_METHOD
 def test_a_resumed_run_has_the_same_rows_and_books(name, tmp_path):
     settings = {"participation": 2, "client_optimizer": MOMENTUM, "trainer": EVALUATED}
-    settings |= {"rounds": 4, "link": NetworkLink(spread=0.7)}
+    settings |= {"rounds": 4, "link": NetworkLink(latency_ms=7)}
     whole, rows, _ = run(METHODS[name](), extra=[SaveRounds(tmp_path)], **settings)
     for start in (1, 3):
         resumed, later, _ = run(METHODS[name](), ckpt_path=tmp_path / f"{start}.ckpt", **settings)
@@ -236,7 +233,7 @@ def test_a_run_ends_with_its_books_as_picture_tables_and_result(in_folder, capsy
     [
         ({"upload_mbps": 0}, "NetworkLink.upload_mbps: 0"),
         ({"latency": 3}, "latency"),
-        ({"spread": "wide"}, "spread"),
+        ({"latency_ms": "long"}, "latency_ms"),
     ],
 )
 def test_a_link_that_cannot_be_is_one_line(in_folder, capsys, link, words):

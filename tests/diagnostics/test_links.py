@@ -1,7 +1,6 @@
 """A link turns bytes and exchanges into time."""
 
 import math
-import statistics
 
 import pytest
 
@@ -34,27 +33,6 @@ def test_fedtan_of_resnet20_waits_far_longer_than_its_bytes_say():
     assert fast.seconds(fedtan, fedtan, 58) > 10 * fast.seconds(fedavg, fedavg, 1)
 
 
-def test_clients_are_alike_without_spread():
-    assert {NetworkLink().slowness(0, client) for client in range(50)} == {1.0}
-
-
-def test_slowness_is_a_function_of_seed_and_client_with_median_one_and_the_given_spread():
-    link = NetworkLink(spread=0.5)
-    factors = [link.slowness(3, client) for client in range(2000)]
-    assert factors == [NetworkLink(spread=0.5).slowness(3, client) for client in range(2000)]
-    assert factors != [link.slowness(4, client) for client in range(2000)]
-    logarithms = [math.log(factor) for factor in factors]
-    assert statistics.mean(logarithms) == pytest.approx(0, abs=0.05)
-    assert statistics.stdev(logarithms) == pytest.approx(0.5, rel=0.1)
-
-
-def test_twice_the_spread_is_the_square_of_the_factor():
-    for client in range(5):
-        assert NetworkLink(spread=1.0).slowness(0, client) == pytest.approx(
-            NetworkLink(spread=0.5).slowness(0, client) ** 2
-        )
-
-
 @pytest.mark.parametrize(
     ("setting", "value"),
     [
@@ -64,7 +42,6 @@ def test_twice_the_spread_is_the_square_of_the_factor():
         ("latency_ms", -1),
         ("latency_ms", math.nan),
         ("seconds_per_local_step", -0.1),
-        ("spread", -0.5),
     ],
 )
 def test_a_number_out_of_range_is_refused_by_name(setting, value):
@@ -80,9 +57,7 @@ def test_an_ideal_network_costs_no_latency():
 
 def test_a_link_says_what_it_is():
     assert str(NetworkLink()) == "2 Mbit/s up, 6 down, 50 ms round trip"
-    assert str(NetworkLink(spread=0.5, seconds_per_local_step=0.01)).endswith(
-        "0.01 s a local step, spread 0.5"
-    )
+    assert str(NetworkLink(seconds_per_local_step=0.01)).endswith("round trip, 0.01 s a local step")
 
 
 @pytest.mark.parametrize(

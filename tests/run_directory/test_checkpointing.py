@@ -1,8 +1,8 @@
+import multiprocessing
 import os
 import resource
 import signal
-import subprocess
-import sys
+import warnings
 from pathlib import Path
 
 import lightning as L
@@ -327,14 +327,17 @@ def test_save_needs_no_system_temporary_folder_and_replaces_leftovers_of_a_kille
 def test_process_killed_while_saving_leaves_the_old_checkpoint_and_nothing_that_lasts(tmp_path):
     path = tmp_path / "last.ckpt"
     AtomicCheckpointIO().save_checkpoint({"round": 1}, path)
-    script = (
-        "import os, signal, sys; from fl_lightning.run_directory.checkpoint_io import AtomicCheckpointIO\n"
-        "os.replace = lambda *paths: os.kill(os.getpid(), signal.SIGKILL)\n"
-        "AtomicCheckpointIO().save_checkpoint({'round': 2}, sys.argv[1])\n"
-    )
-    repository = Path(__file__).parents[2]
-    killed = subprocess.run([sys.executable, "-c", script, str(path)], check=False, cwd=repository)
-    assert killed.returncode == -signal.SIGKILL
+
+    def killed_while_saving():
+        os.replace = lambda *paths: os.kill(os.getpid(), signal.SIGKILL)
+        AtomicCheckpointIO().save_checkpoint({"round": 2}, path)
+
+    process = multiprocessing.get_context("fork").Process(target=killed_while_saving)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 on forks beside threads
+        process.start()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
     assert AtomicCheckpointIO().load_checkpoint(path) == {"round": 1}
     assert len(list(tmp_path.iterdir())) == 2
     AtomicCheckpointIO().save_checkpoint({"round": 3}, path)
