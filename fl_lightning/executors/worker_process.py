@@ -83,8 +83,15 @@ class WorkerHandle:
         """Send a request."""
         try:
             self.connection.send(request)
-        except OSError as error:
+        except ConnectionError as error:
             raise self._gone(0) from error
+        except (
+            OSError
+        ) as error:  # the worker lives: its sockets have paths below the folder for temporary files
+            raise ConfigurationError(
+                f"executor ProcessExecutor: a worker process cannot be sent its work ({error}); set TMPDIR to a folder with a "
+                "short path, or use SequentialExecutor"
+            ) from error
 
     def answer(self, round_number: int) -> None:
         """Wait until the newest request is done.
@@ -110,10 +117,7 @@ class WorkerHandle:
         """Make it free for another cohort, or end it."""
         if not self.reusable:
             self.close()
-            # no join: a copy of a process has nothing left by which its end could be waited for with a limit
-            deadline = time.monotonic() + 5
-            while self.process.is_alive() and time.monotonic() < deadline:
-                time.sleep(0.001)
+            self._wait(5)
             if self.process.is_alive():
                 self.process.kill()
             return
@@ -136,8 +140,14 @@ class WorkerHandle:
         self.process.join(5)
         self.close()
 
+    def _wait(self, seconds: float) -> None:
+        """Wait for its end; a join could not do it with a limit, since a forked copy keeps no pipe that tells of its end."""
+        deadline = time.monotonic() + seconds
+        while self.process.is_alive() and time.monotonic() < deadline:
+            time.sleep(0.001)
+
     def _gone(self, round_number: int) -> ConfigurationError:
-        self.process.join(1)
+        self._wait(1)
         code = self.process.exitcode
         when = f"round {round_number}" if round_number else "its start"
         memory = ": killed, perhaps for want of memory" if code == -9 else ""

@@ -4,6 +4,7 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import matplotlib as mpl
@@ -266,27 +267,30 @@ def test_run_needs_no_network(monkeypatch):
 def test_a_process_of_its_own_knows_methods_by_dotted_path_writes_below_its_folder_and_leaves_no_worker(
     tmp_path,
 ):
-    for name in ("home", "temporary", "work"):
+    for name in ("home", "work"):
         (tmp_path / name).mkdir()
-    settings = {"HOME": "home", "XDG_CACHE_HOME": "home", "TMPDIR": "temporary"}
+    temporary = Path(tempfile.mkdtemp())  # tmp_path is too long for the sockets of worker processes
+    places = {"HOME": tmp_path / "home", "XDG_CACHE_HOME": tmp_path / "home", "TMPDIR": temporary}
     methods = [{"class_path": f"methods.{name}"} for name in METHOD_BLOCKS]
     Path("work/methods.py").write_text("\n\n".join(METHOD_BLOCKS.values()))
     write_config({"trainer.callbacks": methods, "trainer.max_epochs": 2}, "work/tiny.yaml")
     command = [sys.executable, "-m", "fl_lightning", "fit", "--config", "tiny.yaml"]
     executor = ["--model.executor", "ProcessExecutor", "--model.executor.num_workers", "2"]
-    places = {key: str(tmp_path / name) for key, name in settings.items()}
     done = subprocess.run(
         [*command, *executor],
         cwd=tmp_path / "work",
         # the list of fonts takes seconds to make
-        env=os.environ | places | {"MPLCONFIGDIR": mpl.get_cachedir()},
+        env=os.environ
+        | {k: str(place) for k, place in places.items()}
+        | {"MPLCONFIGDIR": mpl.get_cachedir()},
         capture_output=True,
         text=True,
         check=False,
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert "FedAvg + FedProx() + FedBN()" in done.stdout
-    assert [path for name in ("home", "temporary") for path in (tmp_path / name).iterdir()] == []
+    assert [path for place in places.values() for path in place.iterdir()] == []
+    temporary.rmdir()
     assert {path.name for path in (tmp_path / "work").iterdir()} - {"__pycache__"} == {
         "tiny.yaml",
         "methods.py",

@@ -9,6 +9,7 @@ import sys
 import time
 import warnings
 from copy import deepcopy
+from multiprocessing import resource_sharer
 from pathlib import Path
 from typing import ClassVar
 
@@ -112,6 +113,16 @@ def test_a_worker_that_is_killed_ends_the_run_in_one_line_and_the_next_run_works
     ):
         fit(module, blobs(), 3, [Kills()])
     assert_same(states(SequentialExecutor()), states(executor))
+
+
+def test_a_folder_for_temporary_files_whose_path_is_too_long_for_a_socket_is_named(tmp_path, monkeypatch):
+    folder = tmp_path / ("long" * 25)
+    folder.mkdir()
+    monkeypatch.setitem(multiprocessing.current_process()._config, "tempdir", str(folder))
+    monkeypatch.setattr(resource_sharer, "_resource_sharer", resource_sharer._ResourceSharer())
+    module = FederatedModule(small_cnn(), MOMENTUM, local_steps=2, executor=ProcessExecutor(2, start="fork"))
+    with pytest.raises(ConfigurationError, match=r"cannot be sent its work .*path too long.*TMPDIR"):
+        fit(module, blobs(), 1)
 
 
 def test_what_cannot_be_pickled_is_named_and_needs_no_pickling_where_processes_fork():
@@ -224,6 +235,7 @@ def test_a_run_that_is_killed_leaves_no_worker_behind(start):
     script = f"""
 import os, sys, torch
 sys.path[:0] = [{str(Path(__file__).parents[1] / "support")!r}]
+from multiprocessing import process
 from functools import partial
 from helpers import blobs, fit, small_cnn
 from fl_lightning import FederatedCallback, FederatedModule, ProcessExecutor
