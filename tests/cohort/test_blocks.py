@@ -1,0 +1,59 @@
+"""Blocks of a cohort: what stands side by side, and that a group's settings reach all of it."""
+
+from functools import partial
+
+import torch
+from helpers import small_cnn
+from torch import nn
+
+from fl_lightning.cohort.blocks import buffer_layout, parameter_layout
+from fl_lightning.cohort.round_cohort import RoundCohort
+
+POLICY = {"weight": "averaged", "affine": "frozen", "mean": "averaged", "var": "averaged", "counter": "max"}
+
+
+class TwoTypes(nn.Module):
+    """Biases in single and in double precision."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(2, 3), nn.Linear(3, 2, dtype=torch.float64)
+
+
+def test_a_block_knows_its_kind_its_group_its_type_and_its_shapes():
+    layout = parameter_layout(TwoTypes(), {"bias": {"lr_scale": 0.5}})
+    assert list(layout) == ["weights", "bias", "weights torch.float64", "bias torch.float64"]
+    second = layout["bias torch.float64"]
+    assert (second.kind, second.group, second.dtype) == ("weight", "bias", torch.float64)
+    assert second.shapes == {"second.bias": torch.Size([2])}
+    kinds = {name: block.kind for name, block in buffer_layout(small_cnn()).items()}
+    assert kinds == {"mean": "mean", "var": "var", "counter": "counter"}
+
+
+def test_settings_of_a_group_hold_for_its_parameters_of_every_type():
+    cohort = RoundCohort(TwoTypes(), 2, {"bias": {"lr_scale": 0.5}})
+    cohort.broadcast(
+        round_number=1,
+        client_ids=[0, 1],
+        weights=torch.full((2,), 0.5),
+        local_steps=[1, 1],
+        policy=POLICY,
+        optimizer=partial(torch.optim.SGD, lr=0.2),
+    )
+    rates = {
+        block: group["lr"]
+        for block, group in zip(cohort.params.blocks, cohort.optimizer.param_groups, strict=True)
+    }
+    assert rates == {"weights": 0.2, "bias": 0.1, "weights torch.float64": 0.2, "bias torch.float64": 0.1}
+
+
+def test_the_policy_treats_a_block_by_its_kind():
+    cohort = RoundCohort(small_cnn(), 1)
+    cohort.policy = POLICY
+    assert {name: cohort.treatment(name) for name in (*cohort.params.blocks, *cohort.buffers.blocks)} == {
+        "weights": "averaged",
+        "batch_norm": "frozen",
+        "mean": "averaged",
+        "var": "averaged",
+        "counter": "max",
+    }
