@@ -75,11 +75,11 @@ def test_policy_in_force_is_printed_and_kept(finished):
     table = printed.partition("Result")[0]
     assert "BN running variance  averaged; frozen from round 3" in table
     assert read(folder / "policy.json") == {
-        "weight": "averaged",
-        "affine": "averaged",
-        "mean": "averaged; frozen from round 3",
-        "var": "averaged; frozen from round 3",
-        "counter": "max; frozen from round 3",
+        "weight": [[1, "averaged"]],
+        "affine": [[1, "averaged"]],
+        "mean": [[1, "averaged"], [3, "frozen"]],
+        "var": [[1, "averaged"], [3, "frozen"]],
+        "counter": [[1, "max"], [3, "frozen"]],
     }
 
 
