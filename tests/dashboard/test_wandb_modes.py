@@ -18,6 +18,7 @@ from fl_lightning.dashboard.settings import WandbSettings
 KEY = "0123456789abcdef" * 3
 
 
+@pytest.mark.slow
 def test_without_a_key_and_a_home_the_run_is_offline_and_its_process_connects_nowhere_and_prints_no_warning(
     session,
 ):

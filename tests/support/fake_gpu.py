@@ -151,6 +151,9 @@ def fake_gpu():
     """A :class:`FakeGPU` that torch and Lightning take for a device."""
     with ExitStack() as stack:
         patch = stack.enter_context(pytest.MonkeyPatch.context())
+        patch.setattr(
+            torch.cuda, "is_available", lambda: False
+        )  # every fake tensor asks, and looks for the driver
         patch.setattr(torch.cuda, "mem_get_info", lambda device=None: (FREE, FREE))
         patch.setattr(torch.cuda, "default_generators", [_Generator()])
         patch.setattr(torch.autograd, "grad", _no_gradients)  # its engine looks for the device itself
