@@ -1,8 +1,6 @@
 """Mistakes that show when the run is under way, and settings that another one decides."""
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -127,18 +125,11 @@ def test_run_that_diverges_in_the_middle_keeps_its_rows_and_has_no_result(capsys
     assert not (folder / "result.json").exists()
 
 
-def test_foreign_package_of_the_same_name_is_named_and_refused(tmp_path):
+def test_foreign_package_of_the_same_name_is_named_and_refused(capsys, tmp_path, monkeypatch):
     (tmp_path / "callbacks").mkdir()
     (tmp_path / "callbacks" / "__init__.py").touch()
-    write_config()
-    answer = subprocess.run(
-        [sys.executable, "-m", "fl_lightning", "fit", "--config", "tiny.yaml"],
-        capture_output=True,
-        text=True,
-        env=os.environ | {"PYTHONPATH": ""},
-        check=False,
-    )
-    assert answer.returncode == 2
-    assert answer.stderr.startswith(f"error: the package 'callbacks' found at {tmp_path / 'callbacks'}")
-    assert "Traceback" not in answer.stderr
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "callbacks")
+    message = message_of(capsys, run)
+    assert message.startswith(f"error: the package 'callbacks' found at {tmp_path / 'callbacks'}")
     assert attempts() == []

@@ -230,7 +230,7 @@ def test_a_forked_worker_keeps_no_file_of_the_run_open():
     assert Listens.held == []
 
 
-@STARTS
+@pytest.mark.parametrize("start", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
 def test_a_run_that_is_killed_leaves_no_worker_behind(start):
     script = f"""
 import os, sys, torch

@@ -188,6 +188,7 @@ def test_scale_changes_one_thing_at_a_time():
     assert scale._FEDERATIONS["local_steps"][2500].num_clients == 10
 
 
+@pytest.mark.slow
 def test_charts_are_drawn_from_written_results():
     few = ["--repeats", "1", "--models", "tiny", "--contenders", "sequential"]
     main(
