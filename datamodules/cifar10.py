@@ -51,6 +51,7 @@ class CIFAR10(InMemoryDataModule):
         download: bool = False,
         image_size: int = 32,
         num_clients: int = 5,
+        *,
         crop_padding: int = 2,
         horizontal_flip: bool = True,
         cache_dir: str | None = None,

@@ -4,7 +4,7 @@ import fcntl
 import os
 import pickle
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from zlib import crc32
 
@@ -75,8 +75,11 @@ def cached_images(paths: Sequence[Path], root: Path, size: int, cache: Path) -> 
     """
     status = [(path.relative_to(root), path.stat()) for path in paths]
     files = [(str(path), found.st_size, found.st_mtime_ns) for path, found in status]
+    images = _read(cache, files)
+    if images is not None:
+        return images
     with building(cache):
-        images = _read(cache, files)
+        images = _read(cache, files)  # of a process that was first
         if images is None:
             rank_zero_info(f"Decoding {len(paths)} images of {root} into {cache}")
             images = torch.empty(len(paths), 3, size, size, dtype=torch.uint8)
@@ -121,7 +124,8 @@ def building(target: Path) -> Iterator[None]:
     except OSError as error:
         raise unwritable(target, error) from error
     try:
-        fcntl.flock(folder, fcntl.LOCK_EX)
+        with suppress(OSError):  # some network file systems cannot lock a folder
+            fcntl.flock(folder, fcntl.LOCK_EX)
         yield
     except BaseException:
         remove_empty(made)

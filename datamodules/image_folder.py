@@ -37,6 +37,7 @@ class ImageFolder(InMemoryDataModule):
         self,
         data_dir: str,
         image_size: int,
+        *,
         cache_dir: str | None = None,
         **settings: Any,
     ) -> None:

@@ -35,8 +35,8 @@ def plain_name(setting: str) -> str:
 
 def _walk(tree: Any, name: str, folder: Path) -> Iterator[tuple[str, Any]]:
     may_be_file = isinstance(tree, str) and (not name or tree.endswith((".yaml", ".yml")))
-    if may_be_file and (folder / tree).is_file():
-        folder, tree = (folder / tree).parent, _read(folder / tree)
+    if may_be_file and (path := folder / Path(tree).expanduser()).is_file():
+        folder, tree = path.parent, _read(path)
     if not isinstance(tree, dict):
         yield plain_name(name), tree
         return
@@ -47,7 +47,7 @@ def _walk(tree: Any, name: str, folder: Path) -> Iterator[tuple[str, Any]]:
 def _read(path: Path) -> dict[str, Any]:
     try:
         settings = yaml.safe_load(path.read_text())
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError) as error:
         raise ConfigurationError(f"config {path} is not YAML: {error}") from error
     if not isinstance(settings, dict):
         raise ConfigurationError(f"config {path} holds no settings such as 'model: ...': {settings}")
@@ -57,5 +57,5 @@ def _read(path: Path) -> dict[str, Any]:
 def _value(text: str) -> Any:
     try:
         return yaml.safe_load(text)
-    except yaml.YAMLError:
+    except (yaml.YAMLError, ValueError):  # a date that no calendar has
         return text

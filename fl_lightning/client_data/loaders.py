@@ -124,11 +124,11 @@ class LoaderBatches:
 
 
 def seed_global_generators(seed: int) -> None:
-    """Seed torch's (of the CPU and of CUDA), numpy's and Python's global generators from one integer."""
-    # torch.manual_seed is slow without a GPU: it keeps a traceback for each kind of device that might come later
-    torch.default_generator.manual_seed(seed)
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch gives it no types
-        torch.cuda.manual_seed_all(seed)
+    """Seed torch's (of all devices), numpy's and Python's global generators from one integer."""
+    if torch.accelerator.is_available():
+        torch.manual_seed(seed)
+    else:  # the same, which keeps a traceback for each kind of device that might come later: slow
+        torch.default_generator.manual_seed(seed)
     np.random.seed(seed % 2**32)
     random.seed(seed)
 

@@ -37,7 +37,6 @@ class RoundCohort(Cohort):
         self.pseudo_gradient = Rows.empty(self.params.layout, self.server_parameters, 1)
         self.buffer_aggregate = Rows.empty(self.buffers.layout, self.server_buffers, 1)
         self.samples: list[int] = []
-        self._parameter_groups = dict(parameter_groups or {})
         self._dropout_keys = [f"{n}.key" for n, layer in model.named_modules() if isinstance(layer, Dropout)]
         self._optimizer_made_of: tuple[Any, ...] | None = None
         self._finished: dict[int, list[Tensor]] = {}
@@ -51,6 +50,7 @@ class RoundCohort(Cohort):
         local_steps: Sequence[int],
         policy: Mapping[str, str],
         optimizer: OptimizerCallable,
+        overrides: Mapping[str, Mapping[str, float]] | None = None,
         lr_factor: float = 1.0,
         seed: int = 0,
     ) -> None:
@@ -63,6 +63,7 @@ class RoundCohort(Cohort):
             local_steps: Their numbers of local steps.
             policy: What happens to each kind of state.
             optimizer: Makes the client optimizer.
+            overrides: What differs in it by parameter group.
             lr_factor: Factor on its learning rate.
             seed: The run's seed, for dropout.
         """
@@ -80,17 +81,19 @@ class RoundCohort(Cohort):
         for name, layout in self.buffers.layout.items():
             block = self.buffers.blocks[name]
             block.copy_(join_columns(self.server_buffers, layout.shapes).expand_as(block))
-        self._prepare_optimizer(optimizer, lr_factor)
+        self._prepare_optimizer(optimizer, overrides or {}, lr_factor)
 
-    def _prepare_optimizer(self, optimizer: OptimizerCallable, lr_factor: float) -> None:
+    def _prepare_optimizer(
+        self, optimizer: OptimizerCallable, groups: Mapping[str, Mapping[str, float]], lr_factor: float
+    ) -> None:
         trained = [name for name in self.params.blocks if self.is_trained(name)]
-        made_of = (optimizer, trained)
+        overrides = {n: dict(groups.get(self.params.layout[n].group, {})) for n in trained}
+        made_of = (optimizer, overrides)
         self._lr_factor = lr_factor
         if made_of == self._optimizer_made_of:
             self.restart_optimizer()
             return
         blocks, gradients = ({n: rows.blocks[n] for n in trained} for rows in (self.params, self.grads))
-        overrides = {n: self._parameter_groups.get(self.params.layout[n].group, {}) for n in trained}
         self._optimizer = ClientOptimizer(optimizer, blocks, gradients, overrides, lr_factor)
         self._optimizer_made_of = made_of
         self.train_blocks(trained)

@@ -20,7 +20,6 @@ class Declarations:
         takes: What only one method of a run can decide, in words (``"client drift"``, ``"the round of the freeze"``, ``"the
             client optimizer's state"``), each with what may be set instead of leaving one of two such methods out; empty
             where nothing may. Two methods that take the same are refused.
-        overridden: Names of the hooks that the class has of its own; no other one is called.
     """
 
     paper: str = ""
@@ -28,7 +27,6 @@ class Declarations:
     examples: ClassVar[tuple[Mapping[str, Any], ...]] = ({},)
     needs_joint_forward: ClassVar[bool] = False
     takes: Mapping[str, str] = MappingProxyType({})
-    overridden: ClassVar[frozenset[str]] = frozenset()
 
     def policy(self, round_number: int, total_rounds: int) -> Mapping[str, str]:
         """What this method does with each kind of state in a round.
@@ -61,3 +59,7 @@ class Declarations:
     def extra_exchanges(self, cohort: Cohort) -> int:
         """Synchronous exchanges with the server in this round beside the one of the averaged state."""
         return 0
+
+    def overrides(self, hook: str) -> bool:
+        """Whether the method has a hook of its own; no other one is called."""
+        return False

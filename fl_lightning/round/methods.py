@@ -18,7 +18,7 @@ class Methods(list[Declarations]):
     def hooks(self, name: str) -> Iterator[tuple[str, Callable[..., None]]]:
         """The methods that have a hook of this name, each by its class's name, with the hook."""
         for method in self:
-            if name in method.overridden:
+            if method.overrides(name):
                 yield type(method).__name__, getattr(method, name)
 
     @property

@@ -169,6 +169,7 @@ class FederatedModule(ServerModule):
         """Sample the cohort of this round and broadcast the server's state to it."""
         self.clock.start()
         with self.clock.part("aggregation"):
+            self._methods = self.federated_callbacks
             clients, steps = self.plan.trained(self.round)
             policy = resolve_policy(self._methods, self.round, self.planned_rounds)
             for layer in self._batch_norm_in_training:
@@ -183,6 +184,7 @@ class FederatedModule(ServerModule):
                 local_steps=steps,
                 policy=policy,
                 optimizer=self.client_optimizer,
+                overrides=self.parameter_groups,
                 lr_factor=schedule(self.round, self.planned_rounds) if schedule is not None else 1.0,
                 seed=self.seed,
             )
@@ -218,7 +220,7 @@ class FederatedModule(ServerModule):
             ConfigurationError: A client's update is not finite, or a running variance is negative.
         """
         with self.clock.part("aggregation"):
-            self.record.diverged |= update_server(cohort, self.aggregator, self.on_divergence)
+            update_server(cohort, self.aggregator, self.record, self.on_divergence)
 
     def log_round(self, cohort: RoundCohort) -> None:
         """Log the clients' mean loss and what the round has cost."""

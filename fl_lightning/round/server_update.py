@@ -10,26 +10,26 @@ from fl_lightning.batch_norm.layers import check_variances
 from fl_lightning.cohort.round_cohort import RoundCohort
 from fl_lightning.cohort.rows import split_columns
 from fl_lightning.errors import ConfigurationError
+from fl_lightning.round.record import RunRecord
 
 
 def update_server(
-    cohort: RoundCohort, aggregator: Aggregator, on_divergence: Literal["error", "record"]
-) -> bool:
+    cohort: RoundCohort, aggregator: Aggregator, record: RunRecord, on_divergence: Literal["error", "record"]
+) -> None:
     """Set the server's statistics to the clients' aggregate and its gradients to the pseudo-gradient.
 
     Args:
         cohort: The clients after their local steps.
         aggregator: How they are combined.
-        on_divergence: Whether an update that is not finite is an error.
-
-    Returns:
-        Whether a client's update was not finite.
+        record: Where it is noted that an update was not finite.
+        on_divergence: Whether that is an error.
 
     Raises:
         ConfigurationError: A client's update is not finite, or a running variance is negative.
     """
     set_pseudo_gradient(cohort, aggregator)
     diverged = diverged_clients(cohort, aggregator)
+    record.diverged |= bool(diverged)
     if diverged and on_divergence == "error":
         raise ConfigurationError(
             f"round {cohort.round}: the update of client {diverged[0]} is not finite; lower client_optimizer lr (now "
@@ -39,7 +39,6 @@ def update_server(
     set_local_parameters(cohort, aggregator)
     set_statistics(cohort, aggregator)
     check_variances(cohort.server_buffers, cohort.buffer_kinds, cohort.round)
-    return bool(diverged)
 
 
 def set_pseudo_gradient(cohort: RoundCohort, aggregator: Aggregator) -> None:

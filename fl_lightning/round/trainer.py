@@ -14,7 +14,7 @@ class ShowsLocalSteps(Protocol):
     """A progress bar that shows the local steps of a round."""
 
     def local_step(self, step: int, of: int) -> None:
-        """Called after local step ``step`` (from 1) of ``of``."""
+        """Called when local step ``step`` (from 1) of ``of`` has its gradients."""
 
 
 def check_trainer(trainer: L.Trainer) -> None:

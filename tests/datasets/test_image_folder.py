@@ -282,3 +282,11 @@ def test_real_photographs_are_decoded_as_they_are(tmp_path):
     with Image.open(tmp_path / "cifar" / "train" / "cat" / "0003.jpg") as image:
         expected = torch.from_numpy(np.array(image)).permute(2, 0, 1)
     assert torch.equal(data.train_images[datamodule.class_names.index("cat") * 25 + 3], expected)
+
+
+def test_a_folder_that_cannot_be_locked_is_read_all_the_same(tree, monkeypatch):
+    def refuse(*_):
+        raise OSError(9, "Bad file descriptor")  # what some network file systems say of a folder
+
+    monkeypatch.setattr(cache_module.fcntl, "flock", refuse)
+    assert load(tree).train_labels.tolist() == [0] * 6 + [1] * 6
