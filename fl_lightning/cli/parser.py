@@ -49,7 +49,7 @@ class ConciseParser(LightningArgumentParser):
             dict.fromkeys(plain_name(name) for parser in parsers for name, _ in parser.get_defaults().items())
         )
 
-    def parse_args(self, args: Sequence[str] | None = None, *others: Any, **kwargs: Any) -> Namespace:  # type: ignore[override]
+    def parse_args(self, args: Sequence[str] | None = None, *others: Any, **kwargs: Any) -> Namespace:  # type: ignore[override]  # the arguments alone are ours
         """Read the settings, once it is known that each file and each section has some."""
         arguments = sys.argv[1:] if args is None else args
         try:
