@@ -1,10 +1,33 @@
-"""What an aggregator is, and the weighted mean."""
+"""What an aggregator is, the weighted mean, and how many Byzantine clients a rule may be told to withstand."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+
+from fl_lightning.errors import ConfigurationError
+
+
+def check_byzantine(setting: str, f: int, num_clients: int | None = None) -> None:
+    """Refuse a number of Byzantine clients that is none, or no minority of the clients.
+
+    Args:
+        setting: Name of the setting, such as ``"TrimmedMean.f"``.
+        f: The number found.
+        num_clients: Clients in a round; None where it is not known yet.
+
+    Raises:
+        ConfigurationError: f is not a whole number of at least 0, or at least half of the clients.
+    """
+    if isinstance(f, bool) or not isinstance(f, int) or f < 0:
+        raise ConfigurationError(f"{setting}: {f!r} must be a whole number of at least 0")
+    if num_clients is not None and 2 * f >= num_clients:
+        most = max((num_clients - 1) // 2, 0)
+        raise ConfigurationError(
+            f"{setting}: {f} must be less than half of a round's {num_clients} clients; use at most {most}, or at least "
+            f"{2 * f + 1} clients in a round"
+        )
 
 
 def weighted_mean(rows: Tensor, weights: Tensor) -> Tensor:
@@ -63,5 +86,4 @@ class WeightedMean(Aggregator):
 
     def blocks(self, blocks: Sequence[Tensor], weights: Tensor) -> list[Tensor]:
         """Aggregate each block by itself: the mean is linear, so no copy of all columns is needed."""
-        shares = weights.to(blocks[0].dtype) if blocks else weights
-        return [self(block, shares) for block in blocks]
+        return [self(block, weights) for block in blocks]

@@ -3,15 +3,14 @@
 They need the n x n distances only, which one matrix product gives, and then mix rows with shares that follow from them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fl_lightning.aggregation.bounds import check_minority
-from fl_lightning.aggregation.columns import chunks
-from fl_lightning.aggregation.coordinates import median
+from fl_lightning.aggregation.base import check_byzantine
+from fl_lightning.aggregation.coordinates import chunks, median
 from fl_lightning.errors import ConfigurationError, check_choice
 
 KrumScore = Literal["byzfl", "blanchard"]
@@ -59,19 +58,20 @@ def measure(blocks: Sequence[Tensor]) -> Distances:
 
 
 @torch.no_grad()
-def mix(blocks: Sequence[Tensor], distances: Distances, shares: Tensor) -> list[Tensor]:
+def mix(blocks: Sequence[Tensor], shares_of: Callable[[Distances], Tensor]) -> list[Tensor]:
     """Rows mixed with other rows: ``shares @ block`` for each block, exact where the mixed rows are equal.
 
     A result that mixes a rejected row is NaN; other results do not feel rejected rows.
 
     Args:
         blocks: Column blocks ``[n, d_k]`` of the clients' rows.
-        distances: Their :func:`measure`.
-        shares: Non-negative shares, float64 ``[m, n]``; each row sums to 1.
+        shares_of: Gives non-negative shares, float64 ``[m, n]``, for what :func:`measure` found; each row sums to 1.
 
     Returns:
         The mixed rows of each block, ``[m, d_k]``.
     """
+    distances = measure(blocks)
+    shares = shares_of(distances)
     rejected = distances.rejected[:, None]
     spoilt = ((shares > 0) & distances.rejected).any(1, keepdim=True)
     results = []
@@ -132,9 +132,8 @@ def nearest_neighbor_mixing(rows: Tensor, f: int) -> Tensor:
     Raises:
         ConfigurationError: f is out of range.
     """
-    check_minority("nearest_neighbor_mixing f", f, len(rows))
-    distances = measure([rows])
-    return mix([rows], distances, neighbour_shares(distances, f))[0]
+    check_byzantine("nearest_neighbor_mixing f", f, len(rows))
+    return mix([rows], lambda distances: neighbour_shares(distances, f))[0]
 
 
 @torch.no_grad()
@@ -156,7 +155,7 @@ def krum(rows: Tensor, f: int, *, score: KrumScore = "byzfl") -> Tensor:
     Raises:
         ConfigurationError: f is out of range, or the score unknown.
     """
-    check_minority("krum f", f, len(rows))
+    check_byzantine("krum f", f, len(rows))
     return rows.index_select(0, krum_order(measure([rows]), f, score)[:1])[0]
 
 
@@ -174,9 +173,8 @@ def multi_krum(rows: Tensor, f: int, *, score: KrumScore = "byzfl") -> Tensor:
     Raises:
         ConfigurationError: f is out of range, or the score unknown.
     """
-    check_minority("multi_krum f", f, len(rows))
-    distances = measure([rows])
-    return mix([rows], distances, multi_krum_shares(distances, f, score))[0][0]
+    check_byzantine("multi_krum f", f, len(rows))
+    return mix([rows], lambda distances: multi_krum_shares(distances, f, score))[0][0]
 
 
 def multi_krum_shares(distances: Distances, f: int, score: KrumScore = "byzfl") -> Tensor:

@@ -5,8 +5,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from fl_lightning.aggregation.base import Aggregator
-from fl_lightning.aggregation.bounds import check_count, check_minority
+from fl_lightning.aggregation.base import Aggregator, check_byzantine
 from fl_lightning.aggregation.coordinates import median, trimmed_mean
 from fl_lightning.aggregation.distances import (
     KrumScore,
@@ -33,7 +32,7 @@ class PreAggregator(ABC):
 
     def __init__(self, f: int | None = None) -> None:
         if f is not None:
-            check_count(f"{type(self).__name__}.f", f)
+            check_byzantine(f"{type(self).__name__}.f", f)
         self.f = f
 
     @abstractmethod
@@ -46,8 +45,7 @@ class NNM(PreAggregator):
 
     def __call__(self, blocks: Sequence[Tensor], f: int) -> list[Tensor]:
         """Mix each client with its n - f nearest; distances are over all blocks together."""
-        distances = measure(blocks)
-        return mix(blocks, distances, neighbour_shares(distances, f))
+        return mix(blocks, lambda distances: neighbour_shares(distances, f))
 
 
 class RobustAggregator(Aggregator):
@@ -67,13 +65,15 @@ class RobustAggregator(Aggregator):
     def __init__(self, f: int | None = None, pre: PreAggregator | None = None) -> None:
         name = type(self).__name__
         if f is not None:
-            check_count(f"{name}.f", f)
-        if pre is not None and pre.f is None and f is None:
+            check_byzantine(f"{name}.f", f)
+        f_of_pre = f if pre is None or pre.f is None else pre.f
+        if pre is not None and f_of_pre is None:
             before = type(pre).__name__
             raise ConfigurationError(
                 f"{before}.f: null, and {name}.f is null as well; give one of them, such as {before}(f=1)"
             )
         self.f, self.pre = f, pre
+        self._f_of_pre = f_of_pre or 0
 
     @abstractmethod
     def aggregate(self, blocks: Sequence[Tensor]) -> list[Tensor]:
@@ -91,7 +91,7 @@ class RobustAggregator(Aggregator):
             return [block[0].clone() for block in blocks]
         self.check(len(blocks[0]))
         if self.pre is not None:
-            blocks = self.pre(blocks, self._of_pre)
+            blocks = self.pre(blocks, self._f_of_pre)
         return self.aggregate(blocks)
 
     def check(self, num_clients: int) -> None:
@@ -101,16 +101,9 @@ class RobustAggregator(Aggregator):
             ConfigurationError: Half of them or more may be Byzantine.
         """
         if self.f is not None:
-            check_minority(f"{type(self).__name__}.f", self.f, num_clients)
+            check_byzantine(f"{type(self).__name__}.f", self.f, num_clients)
         if self.pre is not None:
-            check_minority(f"{type(self.pre).__name__}.f", self._of_pre, num_clients)
-
-    @property
-    def _of_pre(self) -> int:
-        assert self.pre is not None
-        f = self.f if self.pre.f is None else self.pre.f
-        assert f is not None
-        return f
+            check_byzantine(f"{type(self.pre).__name__}.f", self._f_of_pre, num_clients)
 
 
 class Median(RobustAggregator):
@@ -132,8 +125,7 @@ class GeometricMedian(RobustAggregator):
 
     def aggregate(self, blocks: Sequence[Tensor]) -> list[Tensor]:
         """The point closest to all clients."""
-        distances = measure(blocks)
-        return [rows[0] for rows in mix(blocks, distances, median_shares(distances))]
+        return [rows[0] for rows in mix(blocks, median_shares)]
 
 
 class TrimmedMean(RobustAggregator):
@@ -194,5 +186,5 @@ class MultiKrum(Krum):
 
     def aggregate(self, blocks: Sequence[Tensor]) -> list[Tensor]:
         """The mean of the clients whose neighbours are closest."""
-        distances = measure(blocks)
-        return [rows[0] for rows in mix(blocks, distances, multi_krum_shares(distances, self.f, self.score))]
+        mixed = mix(blocks, lambda distances: multi_krum_shares(distances, self.f, self.score))
+        return [rows[0] for rows in mixed]

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from fl_lightning.aggregation.distances import Distances, measure, mix
+from fl_lightning.aggregation.distances import Distances, mix
 
 TOLERANCE = 1e-12
 """The iteration ends where the point moves by less than this, in units of its median distance to the rows."""
@@ -26,8 +26,7 @@ def geometric_median(rows: Tensor) -> Tensor:
     Returns:
         The geometric median, shape ``[d]``.
     """
-    distances = measure([rows])
-    return mix([rows], distances, median_shares(distances))[0][0]
+    return mix([rows], median_shares)[0][0]
 
 
 @torch.no_grad()
