@@ -1,12 +1,11 @@
-"""Batches of a cohort, and random access to those of any client's loader."""
+"""The batches of a cohort's local step."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-from fl_lightning.client_data.loaders import first_shape
 from fl_lightning.errors import CannotVectorize
 
 
@@ -31,9 +30,9 @@ class CohortBatch:
     def sizes(self) -> list[int]:
         """Number of samples in each client's batch."""
         if self._batches is None:
-            clients, samples = first_shape(self._stack)[:2]
+            clients, samples = _first_shape(self._stack)[:2]
             return [samples] * clients
-        return [first_shape(batch)[0] for batch in self._batches]
+        return [_first_shape(batch)[0] for batch in self._batches]
 
     def batches(self) -> Sequence[Any]:
         """One batch per client."""
@@ -63,3 +62,8 @@ class CohortBatch:
         if self._batches is None:
             return CohortBatch(stack=tree_map(lambda leaf: leaf.flatten(0, 1)[None], self._stack))
         return CohortBatch(batches=[tree_map(lambda *leaves: torch.cat(leaves), *self._batches)])
+
+
+def _first_shape(batch: Any) -> torch.Size:
+    """Shape of the first tensor of a batch."""
+    return next(leaf.shape for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor))

@@ -72,7 +72,7 @@ class FederatedDataModule(L.LightningDataModule):
     ) -> None:
         super().__init__()
         self._clients = list(clients)
-        self._batches: dict[int, ClientDataModule | LoaderBatches] = {}
+        self._batches: dict[int, LoaderBatches] = {}
         self._prepared: set[str] = set()
         self._own_prepared: set[tuple[int, str]] = set()
         self.server = server
@@ -95,9 +95,11 @@ class FederatedDataModule(L.LightningDataModule):
 
     def setup(self, stage: str) -> None:
         """Set up the server for a stage (``"fit"``, ``"validate"``, ...) and, for ``"fit"``, the clients, once each."""
-        if self.server is not None and stage not in self._prepared:
+        if stage in self._prepared:
+            return
+        if self.server is not None:
             self.server.setup(stage)
-        if stage == "fit" and stage not in self._prepared:
+        if stage == "fit":
             for client in self._clients:
                 client.setup(stage)
         self._prepared.add(stage)
@@ -173,20 +175,16 @@ class FederatedDataModule(L.LightningDataModule):
         if not is_overridden(f"{split}_dataloader", client):
             return None
         stage = "validate" if split == "val" else "test"
-        ready = {(client_id, "validate")} if "fit" in self._prepared else set()
-        if (client_id, stage) not in self._own_prepared | ready:
+        set_up_for_fit = split == "val" and "fit" in self._prepared
+        if not set_up_for_fit and (client_id, stage) not in self._own_prepared:
             client.setup(stage)
             self._own_prepared.add((client_id, stage))
         return getattr(client, f"{split}_dataloader")()
 
     def _source(self, client_id: int) -> ClientDataModule | LoaderBatches:
-        source = self._batches.get(client_id)
-        if source is None:
-            client = self.clients[client_id]
-            source = (
-                client
-                if isinstance(client, ClientDataModule)
-                else LoaderBatches(client, client_id, self.seed)
-            )
-            self._batches[client_id] = source
-        return source
+        client = self.clients[client_id]
+        if isinstance(client, ClientDataModule):
+            return client
+        if client_id not in self._batches:
+            self._batches[client_id] = LoaderBatches(client, client_id, self.seed)
+        return self._batches[client_id]

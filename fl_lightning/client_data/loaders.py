@@ -9,7 +9,6 @@ import lightning as L
 import numpy as np
 import torch
 from lightning.pytorch.utilities.seed import isolate_rng
-from torch.utils._pytree import tree_flatten
 from torch.utils.data import DataLoader, IterableDataset
 
 from fl_lightning.errors import ConfigurationError
@@ -131,14 +130,3 @@ def seed_global_generators(seed: int) -> None:
         torch.default_generator.manual_seed(seed)
     np.random.seed(seed % 2**32)
     random.seed(seed)
-
-
-def first_shape(batch: Any) -> tuple[int, ...]:
-    """Shape of the first tensor of a batch, for messages and sample counts."""
-    first = batch
-    while isinstance(first, list | tuple) and first:
-        first = first[0]
-    if isinstance(first, torch.Tensor):
-        return tuple(first.shape)
-    leaves = [leaf for leaf in tree_flatten(batch)[0] if isinstance(leaf, torch.Tensor)]
-    return tuple(leaves[0].shape) if leaves else ()

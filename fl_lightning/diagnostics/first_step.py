@@ -15,9 +15,8 @@ from fl_lightning.cohort.cohort import Cohort
 from fl_lightning.cohort.round_cohort import RoundCohort
 from fl_lightning.cohort.slots import StateSlots
 from fl_lightning.executors.base import Executor
-from fl_lightning.executors.joint import joint_executor
 from fl_lightning.executors.sequential import SequentialExecutor
-from fl_lightning.executors.vectorized import VectorizedExecutor
+from fl_lightning.executors.vectorized import VectorizedExecutor, joint_executor
 from fl_lightning.models.dropout import Dropout
 
 if TYPE_CHECKING:

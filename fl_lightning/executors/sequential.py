@@ -33,8 +33,9 @@ class SequentialExecutor(Executor):
         self, module: ClientTask, cohort: ClientRows, batch: CohortBatch, rows: Sequence[int]
     ) -> Tensor:
         """Fill ``cohort.grads`` and update ``cohort.buffers`` for ``rows``; see :meth:`~fl_lightning.executors.base.Executor.backward`."""
+        batches = zip(rows, batch.batches(), strict=True)
         with self._fast(module.model):
-            return self._each(module, cohort, batch, rows)
+            return torch.stack([self._one(module, cohort, row, own) for row, own in batches])
 
     @contextmanager
     def _fast(self, model: nn.Module) -> Iterator[None]:
@@ -50,12 +51,6 @@ class SequentialExecutor(Executor):
             yield
         finally:
             model._compiled_call_impl = before
-
-    def _each(
-        self, module: ClientTask, cohort: ClientRows, batch: CohortBatch, rows: Sequence[int]
-    ) -> Tensor:
-        batches = zip(rows, batch.batches(), strict=True)
-        return torch.stack([self._one(module, cohort, row, client_batch) for row, client_batch in batches])
 
     def _one(self, module: ClientTask, cohort: ClientRows, row: int, batch: Any) -> Tensor:
         """One client's loss. Nothing of it is left when the next client's begins: memory does not fall into pieces."""

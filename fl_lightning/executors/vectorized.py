@@ -1,4 +1,4 @@
-"""Executors: who computes the clients' losses and gradients. They fill the same rows; callbacks cannot tell which ran."""
+"""All clients of a block at once."""
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,6 +17,8 @@ from fl_lightning.errors import CannotVectorize, ConfigurationError
 from fl_lightning.executors.base import ClientTask, Executor, client_loss
 from fl_lightning.executors.cuda_graph import StepGraphs
 from fl_lightning.executors.sequential import SequentialExecutor
+
+_log = logging.getLogger("fl_lightning")
 
 
 class VectorizedExecutor(Executor):
@@ -70,7 +72,9 @@ class VectorizedExecutor(Executor):
             except CannotVectorize as reason:
                 if not self.where_possible:
                     raise
-                self._say(str(reason))
+                if str(reason) not in self._said:
+                    self._said.add(str(reason))
+                    _log.warning("one client after the other: %s", reason)
                 size = len(rows) - done
                 rest = CohortBatch(batches=batch.batches()[done:])
                 losses.append(SequentialExecutor().backward(module, cohort, rest, rows[done:]))
@@ -91,17 +95,14 @@ class VectorizedExecutor(Executor):
                 f"drop_last=True or {self.instead}"
             ) from None
 
-    def _say(self, reason: str) -> None:
-        if reason not in self._said:
-            self._said.add(reason)
-            logging.getLogger("fl_lightning").warning("one client after the other: %s", reason)
-
     def _compute(self, module: ClientTask, cohort: ClientRows, part: Any, rows: list[int]) -> Tensor:
-        if not self.cuda_graph or module.device.type != "cuda" or _has_changing_momentum(module.model):
-            return self._block(module, cohort, part, rows)
-        return self.graphs.run(
-            module, cohort, rows, part, lambda batch: self._block(module, cohort, batch, rows)
-        )
+        captured = self.cuda_graph and module.device.type == "cuda"
+        # momentum=None is another number in each step, from a counter that is read on the CPU
+        if captured and all(layer.momentum is not None for layer in batch_norm_layers(module.model).values()):
+            return self.graphs.run(
+                module, cohort, rows, part, lambda batch: self._block(module, cohort, batch, rows)
+            )
+        return self._block(module, cohort, part, rows)
 
     def _block(self, module: ClientTask, cohort: ClientRows, batch: Any, rows: list[int]) -> Tensor:
         slots, trained, index = module.slots, cohort.trained_names(), cohort.index(rows)
@@ -126,9 +127,16 @@ class VectorizedExecutor(Executor):
         return losses.detach()
 
 
-def _has_changing_momentum(model: nn.Module) -> bool:
-    """Whether a BN layer has ``momentum=None``: another one in each step, from a counter that is read on the CPU."""
-    return any(layer.momentum is None for layer in batch_norm_layers(model).values())
+def joint_executor(method: str) -> VectorizedExecutor:
+    """The executor of a step for which a method needs one forward pass over all clients together.
+
+    Args:
+        method: Name of the method, for messages.
+    """
+    executor = VectorizedExecutor()
+    executor.user = f"the joint forward pass of {method} in the first local step"
+    executor.instead = "the same batch_size"
+    return executor
 
 
 @contextmanager

@@ -16,8 +16,8 @@ from fl_lightning.cohort.round_cohort import RoundCohort
 from fl_lightning.cohort.slots import StateSlots
 from fl_lightning.executors.base import Executor
 from fl_lightning.executors.choice import Choice, choose_executor
-from fl_lightning.executors.joint import joint_executor
 from fl_lightning.executors.sequential import SequentialExecutor
+from fl_lightning.executors.vectorized import joint_executor
 from fl_lightning.models.dropout import convert_dropout
 from fl_lightning.optimizers import OptimizerCallable
 from fl_lightning.optimizers.checks import check_elementwise, check_overrides
