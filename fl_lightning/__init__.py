@@ -7,26 +7,32 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fl_lightning.batch_norm.swapping import SwappedBatchNorm, swap_batch_norm
-    from fl_lightning.cli.progress import RoundProgress
-    from fl_lightning.client_data.federated import ClientDataModule, FederatedDataModule
-    from fl_lightning.cohort.cohort import Cohort
-    from fl_lightning.diagnostics.network_link import NetworkLink
-    from fl_lightning.errors import ConfigurationError
-    from fl_lightning.executors.processes import ProcessExecutor
-    from fl_lightning.executors.sequential import SequentialExecutor
-    from fl_lightning.executors.vectorized import VectorizedExecutor
-    from fl_lightning.mechanisms.freezing import Freezing
-    from fl_lightning.mechanisms.local_state import LocalState
-    from fl_lightning.mechanisms.statistics_pass import collect, measured_statistics
-    from fl_lightning.mechanisms.variant_evaluation import VariantEvaluation
-    from fl_lightning.models.dropout import Dropout
-    from fl_lightning.optimizers.schedules import InverseSteps, MultiStep
-    from fl_lightning.optimizers.server import FedAdam, FedYogi
-    from fl_lightning.round.callback import FederatedCallback
-    from fl_lightning.round.module import FederatedModule
-    from fl_lightning.run_directory.checkpoints import RoundCheckpoint
-    from fl_lightning.run_directory.report import Report, Table
+    from fl_lightning.batch_norm.swapping import SwappedBatchNorm as SwappedBatchNorm
+    from fl_lightning.batch_norm.swapping import swap_batch_norm as swap_batch_norm
+    from fl_lightning.cli.progress import RoundProgress as RoundProgress
+    from fl_lightning.client_data.federated import ClientDataModule as ClientDataModule
+    from fl_lightning.client_data.federated import FederatedDataModule as FederatedDataModule
+    from fl_lightning.cohort.cohort import Cohort as Cohort
+    from fl_lightning.diagnostics.network_link import NetworkLink as NetworkLink
+    from fl_lightning.errors import ConfigurationError as ConfigurationError
+    from fl_lightning.executors.processes import ProcessExecutor as ProcessExecutor
+    from fl_lightning.executors.sequential import SequentialExecutor as SequentialExecutor
+    from fl_lightning.executors.vectorized import VectorizedExecutor as VectorizedExecutor
+    from fl_lightning.mechanisms.freezing import Freezing as Freezing
+    from fl_lightning.mechanisms.local_state import LocalState as LocalState
+    from fl_lightning.mechanisms.statistics_pass import collect as collect
+    from fl_lightning.mechanisms.statistics_pass import measured_statistics as measured_statistics
+    from fl_lightning.mechanisms.variant_evaluation import VariantEvaluation as VariantEvaluation
+    from fl_lightning.models.dropout import Dropout as Dropout
+    from fl_lightning.optimizers.schedules import InverseSteps as InverseSteps
+    from fl_lightning.optimizers.schedules import MultiStep as MultiStep
+    from fl_lightning.optimizers.server import FedAdam as FedAdam
+    from fl_lightning.optimizers.server import FedYogi as FedYogi
+    from fl_lightning.round.callback import FederatedCallback as FederatedCallback
+    from fl_lightning.round.module import FederatedModule as FederatedModule
+    from fl_lightning.run_directory.checkpoints import RoundCheckpoint as RoundCheckpoint
+    from fl_lightning.run_directory.report import Report as Report
+    from fl_lightning.run_directory.report import Table as Table
 
 __version__ = "0.1.0"
 
@@ -60,34 +66,7 @@ HOMES = {
 }
 """Where each public name is defined. A class is named by ``fl_lightning`` alone in configurations, so none changes with a move."""
 
-__all__ = [
-    "ClientDataModule",
-    "Cohort",
-    "ConfigurationError",
-    "Dropout",
-    "FedAdam",
-    "FedYogi",
-    "FederatedCallback",
-    "FederatedDataModule",
-    "FederatedModule",
-    "Freezing",
-    "InverseSteps",
-    "LocalState",
-    "MultiStep",
-    "NetworkLink",
-    "ProcessExecutor",
-    "Report",
-    "RoundCheckpoint",
-    "RoundProgress",
-    "SequentialExecutor",
-    "SwappedBatchNorm",
-    "Table",
-    "VariantEvaluation",
-    "VectorizedExecutor",
-    "collect",
-    "measured_statistics",
-    "swap_batch_norm",
-]
+__all__ = list(HOMES)
 
 
 def __getattr__(name: str) -> Any:
