@@ -75,10 +75,8 @@ def pictures(attempt: Attempt) -> dict[str, Any]:
 
 def final_numbers(result: Mapping[str, Any]) -> dict[str, float | bool]:
     """The numbers of ``result.json`` by names such as ``final/test/accuracy``, and ``diverged``."""
-    numbers = {name: value for name, value in result.items() if type(value) in (int, float)}
-    return {f"final/{name}": value for name, value in numbers.items()} | {
-        "diverged": bool(result["diverged"])
-    }
+    numbers = {f"final/{name}": value for name, value in result.items() if type(value) in (int, float)}
+    return numbers | {"diverged": bool(result["diverged"])}
 
 
 def log_checkpoints(run: Any, module: FederatedModule) -> None:
