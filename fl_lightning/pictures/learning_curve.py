@@ -15,14 +15,12 @@ if TYPE_CHECKING:
 Policy = Mapping[str, Sequence[Sequence[Any]]]
 """Stages of each kind of state: the round from which on (or the method that finds it), and what happens."""
 
-_DASHES = ("-.", ":", (0, (6, 2)), (0, (1, 3)))
-
 
 @paper_style()
 def learning_curve_figure(rows: Rows, policy: Policy, title: Sequence[str]) -> "Figure":
     """Accuracy, where the model has one, and loss over communication rounds.
 
-    A vertical line marks each round in which the policy changes. Where a value is not finite (or above 1e30) the
+    A vertical line marks each round in which the policy changes; the legend says how. Where a value is not finite (or above 1e30) the
     line has a gap and a cross stands at the upper edge.
 
     Args:
@@ -37,10 +35,13 @@ def learning_curve_figure(rows: Rows, policy: Policy, title: Sequence[str]) -> "
     panels = figure.subplots(len(metrics), 1, sharex=True, squeeze=False)[:, 0]
     last = max((row["round"] for row in rows), default=0)
     changes = {start: text for start, text in policy_changes(policy, rows).items() if start <= last}
+    label = textwrap.shorten("; ".join(changes.values()), 90, placeholder=" …")
     for axes, metric in zip(panels, metrics, strict=True):
         axes.grid(color="0.9")
         axes.set_ylabel(metric)
-        _draw_changes(axes, changes, labelled=axes is panels[0])
+        if changes:
+            lines = axes.vlines(list(changes), 0, 1, transform=axes.get_xaxis_transform(), colors=BLACK)
+            lines.set(linewidth=1, linestyle="-.", label=label if axes is panels[0] else "_")
         drawn = _draw_metric(axes, rows, metric)
         if metric == "accuracy":
             highest = max(values.max(initial=0) for values in drawn)
@@ -77,22 +78,7 @@ def policy_changes(policy: Policy, rows: Rows = ()) -> dict[int, str]:
         labels = JOINT_LABELS if {"mean", "var"} <= set(kinds) else KIND_LABELS
         names = dict.fromkeys(labels[kind] for kind in kinds)
         changes.setdefault(start, []).append(f"{', '.join(names)} {treatment}")
-    return {
-        start: textwrap.shorten("; ".join(texts), 70, placeholder=" …") + f" from round {start}"
-        for start, texts in changes.items()
-    }
-
-
-def _draw_changes(axes: "Axes", changes: Mapping[int, str], *, labelled: bool) -> None:
-    """Lines over the whole height: each with a label of its own, or many with one together."""
-    marked = {text: [start] for start, text in changes.items()}
-    colour = BLACK
-    if len(changes) > len(_DASHES):
-        marked = {f"the policy changes in {len(changes):,} rounds": list(changes)}
-        colour = "0.8"
-    for (text, starts), dashes in zip(marked.items(), _DASHES, strict=False):
-        lines = axes.vlines(starts, 0, 1, transform=axes.get_xaxis_transform(), colors=colour, linewidth=1)
-        lines.set(linestyle=dashes, label=text if labelled else "_")
+    return {start: f"{'; '.join(texts)} from round {start}" for start, texts in changes.items()}
 
 
 def _draw_metric(axes: "Axes", rows: Rows, metric: str) -> list[Series]:
