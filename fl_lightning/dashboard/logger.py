@@ -116,8 +116,9 @@ class RoundWandbLogger(WandbLogger):
 
     @rank_zero_only
     def log_result(self, result: Mapping[str, Any]) -> None:
-        """Take the numbers of a finished run's result into its summary."""
-        self._result = contents.final_numbers(result)
+        """Take the numbers of ``result.json`` into the summary by names such as ``final/test/accuracy``, and ``diverged``."""
+        numbers = {f"final/{name}": value for name, value in result.items() if type(value) in (int, float)}
+        self._result = numbers | {"diverged": bool(result["diverged"])}
 
     @rank_zero_only
     def close(self, failed: bool = False) -> None:
