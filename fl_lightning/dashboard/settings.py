@@ -84,13 +84,6 @@ def names_of_run(
     The environment variables ``WANDB_NAME``, ``WANDB_RUN_GROUP``, ``WANDB_JOB_TYPE`` and ``WANDB_PROJECT`` come before what
     is made up here.
 
-    Args:
-        settings: The project, the entity and further tags.
-        group: The group of the run.
-        module: The module.
-        data: Its data.
-        callbacks: The trainer's callbacks.
-
     Returns:
         Arguments of ``wandb.init``.
     """
