@@ -1,7 +1,7 @@
 """What a run shows at Weights & Biases beside its metrics: tables, pictures, the result and the checkpoints."""
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -71,14 +71,6 @@ def pictures(attempt: Attempt) -> dict[str, Any]:
     import wandb
 
     return {path.stem: wandb.Image(str(path)) for path in sorted(attempt.path.glob("*.png"))}
-
-
-def final_numbers(result: Mapping[str, Any]) -> dict[str, float | bool]:
-    """The numbers of ``result.json`` by names such as ``final/test/accuracy``, and ``diverged``."""
-    numbers = {name: value for name, value in result.items() if type(value) in (int, float)}
-    return {f"final/{name}": value for name, value in numbers.items()} | {
-        "diverged": bool(result["diverged"])
-    }
 
 
 def log_checkpoints(run: Any, module: FederatedModule) -> None:

@@ -84,13 +84,6 @@ def names_of_run(
     The environment variables ``WANDB_NAME``, ``WANDB_RUN_GROUP``, ``WANDB_JOB_TYPE`` and ``WANDB_PROJECT`` come before what
     is made up here.
 
-    Args:
-        settings: The project, the entity and further tags.
-        group: The group of the run.
-        module: The module.
-        data: Its data.
-        callbacks: The trainer's callbacks.
-
     Returns:
         Arguments of ``wandb.init``.
     """
@@ -115,7 +108,7 @@ def open_run(mode: Mode, init: dict[str, Any]) -> tuple[Any, Mode]:
     """Start a run, or continue one: online, where that fails offline, and where that fails too one that ignores all.
 
     Args:
-        mode: How to start it.
+        mode: ``"online"`` or ``"offline"``.
         init: Arguments of ``wandb.init``; ``id`` must be set.
 
     Returns:
@@ -123,7 +116,7 @@ def open_run(mode: Mode, init: dict[str, Any]) -> tuple[Any, Mode]:
     """
     import wandb
 
-    ways: list[Mode] = ["online", "offline"] if mode == "online" else ["offline"] if mode == "offline" else []
+    ways: tuple[Mode, ...] = ("online", "offline") if mode == "online" else ("offline",)
     wrong = ""
     for way in ways:
         try:
@@ -147,10 +140,7 @@ def open_run(mode: Mode, init: dict[str, Any]) -> tuple[Any, Mode]:
             if wrong:
                 print(f"W&B does not work online, the run goes on offline: {wrong}", file=sys.stderr)
             return run, way
-    if wrong:
-        print(f"W&B does not work, the run goes on without it: {wrong}", file=sys.stderr)
-    else:
-        _quiet_session(mode="offline")
+    print(f"W&B does not work, the run goes on without it: {wrong}", file=sys.stderr)
     return wandb.init(mode="disabled", reinit="create_new"), "disabled"
 
 

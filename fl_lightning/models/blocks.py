@@ -13,17 +13,16 @@ class ResidualBlock(nn.Module):
         in_channels: Channels of the input.
         out_channels: Channels of the output, at least ``in_channels``; the shortcut's further channels are zero.
         stride: Stride of the shortcut's subsampling.
+
+    Attributes:
+        changes_shape: Whether the shortcut is not the identity.
     """
 
     def __init__(self, in_channels: int, out_channels: int, stride: int) -> None:
         super().__init__()
         self.stride = stride
         self.new_channels = out_channels - in_channels
-
-    @property
-    def changes_shape(self) -> bool:
-        """Whether the shortcut is not the identity."""
-        return self.stride > 1 or self.new_channels > 0
+        self.changes_shape = stride > 1 or self.new_channels > 0
 
     def shortcut(self, x: Tensor) -> Tensor:
         """The identity, subsampled and padded with zero channels where the shape changes."""

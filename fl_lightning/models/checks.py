@@ -33,8 +33,7 @@ def require_images(images: Tensor, in_channels: int, image_size: int | None = No
             f"the model has in_channels={in_channels} but the images have {channels}; set in_channels to {channels}"
         )
     if image_size is not None and (height, width) != (image_size, image_size):
+        remedy = f"set image_size to {height}" if height == width else "crop them to a square"
         raise ConfigurationError(
-            f"the model has image_size={image_size} but the images are {height}x{width}; set image_size to {height}"
-            if height == width
-            else f"the model has image_size={image_size} but the images are {height}x{width}; crop them to a square"
+            f"the model has image_size={image_size} but the images are {height}x{width}; {remedy}"
         )

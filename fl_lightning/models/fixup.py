@@ -6,8 +6,6 @@ from torch import Tensor, nn
 
 from fl_lightning.models.blocks import ResidualBlock
 
-CONVOLUTIONS_PER_BRANCH = 2
-
 
 class ScalarBias(nn.Module):
     """Adds one trained number, which starts at 0; its parameter is in the group ``scalars``."""
@@ -53,10 +51,10 @@ def initialise_fixup(network: nn.Module, classifier: nn.Linear) -> None:
     """FixUp's three rules: zero classifier, zero last convolution of each branch, the others scaled down with depth.
 
     He's initialisation (normal, variance 2 / fan-out) is multiplied by ``L^(-1 / (2m - 2))`` for L blocks with m
-    convolutions in a branch. All logits of the untrained network are 0.
+    convolutions in a branch, here m = 2. All logits of the untrained network are 0.
     """
     blocks = [module for module in network.modules() if isinstance(module, FixupBlock)]
-    shrink = len(blocks) ** (-1 / (2 * CONVOLUTIONS_PER_BRANCH - 2))
+    shrink = len(blocks) ** -0.5
     for block in blocks:
         nn.init.kaiming_normal_(block.conv1.weight, mode="fan_out", nonlinearity="relu").mul_(shrink)
         nn.init.zeros_(block.conv2.weight)

@@ -35,16 +35,13 @@ def make_norm(norm: str, channels: int, groups: int = 2) -> nn.Module:
     """
     if norm == "bn":
         return nn.BatchNorm2d(channels)
-    if norm in ("gn", "gn_ws"):
-        if groups < 1 or channels % groups:
+    counts = {"gn": groups, "gn_ws": groups, "ln": 1, "in": channels}
+    if norm in counts:
+        if counts[norm] < 1 or channels % counts[norm]:
             raise ConfigurationError(
                 f"groups={groups} does not divide a layer of {channels} channels; use a divisor of {channels}"
             )
-        return nn.GroupNorm(groups, channels)
-    if norm == "ln":
-        return nn.GroupNorm(1, channels)
-    if norm == "in":
-        return nn.GroupNorm(channels, channels)
+        return nn.GroupNorm(counts[norm], channels)
     if norm in NORMS:
         return nn.Identity()
     if norm == "fixup":

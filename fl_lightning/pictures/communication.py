@@ -2,18 +2,15 @@
 
 from collections.abc import Mapping, Sequence
 from itertools import cycle
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from fl_lightning.pictures.series import Series, draw_curve
+from fl_lightning.pictures.series import Rows, Series, draw_curve
 from fl_lightning.pictures.style import COSTS, LOOKS, SPLITS, legend_above, literal, new_figure, paper_style
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-Rows = Sequence[Mapping[str, Any]]
-"""Rows of ``metrics.jsonl``."""
 
 _QUALITY = ("val/accuracy", "test/accuracy", "val/loss", "test/loss")
 
@@ -40,7 +37,7 @@ def communication_figure(runs: Mapping[str, Rows], link: str, title: Sequence[st
     split, _, metric = quality.partition("/")
     panels = figure.subplots(len(COSTS), sharey=True)
     for axes, (cost, (label, units)) in zip(panels, COSTS.items(), strict=True):
-        curves = {name: _curve(rows, cost, quality, free=not several) for name, rows in runs.items()}
+        curves = {name: _curve(rows, cost, quality, log=several) for name, rows in runs.items()}
         dearest = max((costs[-1] for costs, _ in curves.values() if len(costs)), default=0.0)
         scale = next((size for size in units if dearest >= 2 * size), 1.0)
         for (name, (costs, values)), look in zip(curves.items(), cycle(LOOKS), strict=False):
@@ -62,12 +59,12 @@ def _quality(rows: Rows) -> str | None:
     return next((name for name in _QUALITY if any(name in row for row in rows)), None)
 
 
-def _curve(rows: Rows, cost: str, quality: str, *, free: bool) -> tuple[Series, Series]:
-    """Costs and values of the evaluated rounds; the initial model, in row 0, has cost nothing and is left out unless ``free``."""
+def _curve(rows: Rows, cost: str, quality: str, *, log: bool) -> tuple[Series, Series]:
+    """Costs and values of the evaluated rounds; the initial model, in row 0, has cost nothing, which no ``log`` axis can show."""
     found = [
         (float(row.get(cost, 0.0)), float(row[quality]))
         for row in rows
-        if quality in row and (row.get(cost, 0.0) > 0 or (free and (cost in row or row["round"] == 0)))
+        if quality in row and (cost in row or row["round"] == 0)
     ]
-    costs, values = np.array(found, dtype=np.float64).reshape(-1, 2).T
+    costs, values = np.array([pair for pair in found if pair[0] > 0 or not log]).reshape(-1, 2).T
     return costs, values

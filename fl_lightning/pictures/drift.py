@@ -1,12 +1,11 @@
 """What Batch Normalization does to a run, as figures: statistics and gradients over the rounds, whole and by layer."""
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 
-from fl_lightning.pictures.series import can_be_drawn, draw_curve, scale_values, series
+from fl_lightning.pictures.series import Rows, Series, draw_curve, scale_values, series, with_gaps
 from fl_lightning.pictures.style import (
     BLACK,
     BLUE,
@@ -14,7 +13,6 @@ from fl_lightning.pictures.style import (
     LAYERS,
     LIGHT_GREY,
     VERMILLION,
-    count_on,
     legend_above,
     literal,
     new_figure,
@@ -33,15 +31,13 @@ _REACH = {"bn/gradient_deviation": 1.0, "gradient_deviation": 1.0}  # so that ro
 _MAX_LAYERS = 45  # of more a heat map names every second, third, ...
 
 
-def has_drift(rows: Sequence[Mapping[str, Any]]) -> bool:
+def has_drift(rows: Rows) -> bool:
     """Whether there is anything measured for :func:`drift_figure`."""
     return any(key.startswith("bn/") for row in rows for key in row)
 
 
 @paper_style()
-def drift_figure(
-    rows: Sequence[Mapping[str, Any]], frozen_round: int | None, title: Sequence[str]
-) -> "Figure":
+def drift_figure(rows: Rows, frozen_round: int | None, title: Sequence[str]) -> "Figure":
     """Change of statistics, their variance, loss, gradient deviation, bias and gap, each over communication rounds.
 
     After Figure 3 of Zhong et al., arXiv 2303.06530. What was not measured has no panel.
@@ -69,7 +65,7 @@ def drift_figure(
         legend_above(axes)
     last = max(float(row["round"]) for row in rows)
     stack[-1].set(xlim=(0, max(last, 1)), xlabel="communication round")
-    count_on(stack[-1].xaxis)
+    stack[-1].locator_params(axis="x", integer=True)
     figure.align_ylabels()
     return figure
 
@@ -89,21 +85,21 @@ def layers_figure(values: ByLayer, labels: Mapping[str, str], title: Sequence[st
     stack = figure.subplots(len(maps), squeeze=False, height_ratios=heights)[:, 0]
     last = max(rounds[-1] for rounds, *_ in maps.values())
     for axes, (quantity, (rounds, names, cells)) in zip(stack, maps.items(), strict=True):
-        _draw_map(figure, axes, rounds, cells, _REACH.get(quantity, 0.0))
+        _draw_map(axes, rounds, cells, _REACH.get(quantity, 0.0))
         every = -(-len(names) // _MAX_LAYERS)
         axes.set_yticks(range(0, len(names), every), [literal(name) for name in names[::every]], fontsize=7)
         axes.tick_params(axis="y", length=0)
         axes.invert_yaxis()
         axes.set_title(LAYERS[quantity], loc="left", fontsize=8.5)
         axes.set_xlim(right=max(last + 0.5, 1.5))
-        count_on(axes.xaxis)
+        axes.locator_params(axis="x", integer=True, min_n_ticks=1)
     stack[-1].set_xlabel("communication round")
     return figure
 
 
 def _grid(
     by_round: Mapping[int, Mapping[str, float]], labels: Mapping[str, str]
-) -> tuple[list[int], list[str], NDArray[np.float64]]:
+) -> tuple[list[int], list[str], Series]:
     """Rounds, the labels of the layers that were measured, and their values ``[layers, rounds]``."""
     rounds = sorted(by_round)
     names = [name for name in labels if any(name in by_round[number] for number in rounds)]
@@ -111,33 +107,20 @@ def _grid(
     return rounds, [labels[name] for name in names], np.array(cells)
 
 
-def _draw_map(
-    figure: "Figure", axes: "Axes", rounds: Sequence[int], cells: NDArray[np.float64], reach: float
-) -> None:
-    """Colours on a logarithmic scale where they span decades, on which an exact 0 is grey; white is not measured or not finite."""
-    from matplotlib import colormaps
+def _draw_map(axes: "Axes", rounds: Sequence[int], cells: Series, reach: float) -> None:
+    """Colours on a logarithmic scale where they span decades, on which an exact 0 is white, as what is not finite."""
     from matplotlib.colors import LogNorm, Normalize
     from matplotlib.ticker import NullFormatter
 
-    good = can_be_drawn(cells)
-    positive = cells[good & (cells > 0)]
+    shown = with_gaps(cells)
+    positive = shown[shown > 0]
     highest = max(positive.max(initial=0), reach) or 1.0
     log = len(positive) > 0 and highest > 20 * positive.min()
     norm = LogNorm(positive.min(), highest) if log else Normalize(0, highest)
-    zeros = log and bool((cells == 0).any())
-    # zeros have no logarithm: below every colour
-    shown = np.where(cells == 0, np.nextafter(0, 1), cells) if log else cells
     # a cell reaches half-way to its neighbours in time
     middles = (np.array(rounds[1:]) + np.array(rounds[:-1])) / 2
     edges = np.concatenate([[rounds[0] - 0.5], middles, [rounds[-1] + 0.5]])
-    image = axes.pcolormesh(
-        edges,
-        np.arange(len(cells) + 1) - 0.5,
-        np.where(good, shown, np.nan),
-        cmap=colormaps["viridis"].with_extremes(bad="white", under="0.75"),
-        norm=norm,
-    )
-    label = "log scale" + (", grey: 0" if zeros else "") if log else ""
-    extend = "min" if zeros else "neither"
-    bar = figure.colorbar(image, ax=axes, pad=0.01, aspect=12, label=label, extend=extend)
+    image = axes.pcolormesh(edges, np.arange(len(cells) + 1) - 0.5, shown, norm=norm)
+    label = "log scale" + (", white: 0 or none" if (shown == 0).any() else "") if log else ""
+    bar = axes.figure.colorbar(image, ax=axes, pad=0.01, aspect=12, label=label)
     bar.minorformatter = NullFormatter()  # its labels would overlap

@@ -5,13 +5,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from fl_lightning.pictures.style import BLACK, GREY, SKY, class_labels, count_on, new_figure, paper_style
+from fl_lightning.pictures.style import BLACK, GREY, SKY, class_labels, new_figure, paper_style
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _MAX_NAMED = 25  # more clients or classes than this go by the numbers of an axis
-_MAX_CLASSES = 200  # of more classes the bars become thinner, and go by the numbers of an axis
+_MAX_BARS = 200  # of more classes the bars become thinner, and go by the numbers of an axis
 
 
 @paper_style()
@@ -40,9 +40,9 @@ def partition_figure(
             cells.text(label, client, str(count), size=7, ha="center", va="center", color=colour)
     else:
         text = "samples of a class (colours: square root)"
-        figure.colorbar(image, ax=(cells, sizes), location="bottom", shrink=0.5, aspect=40, label=text)
-    for axis, number in ((cells.yaxis, clients), (cells.xaxis, classes)):
-        axis.set_ticks(range(number)) if number <= _MAX_NAMED else count_on(axis)
+        bar = figure.colorbar(image, ax=(cells, sizes), location="bottom", shrink=0.5, aspect=40, label=text)
+        bar.ax.locator_params(nbins=4)
+    cells.locator_params(integer=True, nbins=_MAX_NAMED, min_n_ticks=1)
     if class_names is not None and classes <= _MAX_NAMED:
         names = class_labels(class_names, classes)
         slant = {"rotation": 40, "ha": "right", "rotation_mode": "anchor"}
@@ -58,28 +58,20 @@ def partition_figure(
 
 @paper_style()
 def client_sizes_figure(sizes: Sequence[int], title: Sequence[str]) -> "Figure":
-    """Number of training samples of each client, for data without classes.
-
-    Args:
-        sizes: Samples of each client, as in ``partition.json``.
-        title: Lines of the title.
-    """
+    """Number of training samples of each client, as in ``partition.json``, for data without classes."""
     figure = new_figure(2.4, title)
     axes = figure.subplots()
     bars = axes.bar(range(len(sizes)), sizes, color=GREY)
     if len(sizes) <= _MAX_NAMED:
         axes.bar_label(bars, padding=2, size=7)
     axes.set(xlabel="client", ylabel="training samples", xlim=(-0.6, len(sizes) - 0.4))
-    count_on(axes.xaxis)
+    axes.locator_params(axis="x", integer=True, min_n_ticks=1)
     return figure
 
 
 @paper_style()
 def class_accuracy_figure(
-    accuracy: Sequence[float | None],
-    class_names: Sequence[str] | None,
-    split: str,
-    title: Sequence[str],
+    accuracy: Sequence[float | None], class_names: Sequence[str] | None, split: str, title: Sequence[str]
 ) -> "Figure":
     """Accuracy of the server's model by class, in the order of the labels, and the mean of the classes.
 
@@ -91,13 +83,14 @@ def class_accuracy_figure(
     """
     values = np.array(accuracy, dtype=np.float64)  # None becomes NaN
     count, known = len(values), values[~np.isnan(values)]
-    mean = [f"mean of the classes {known.mean():.4f} (dashed line)"] if len(known) else []
-    figure = new_figure(max(0.14 * min(count, _MAX_CLASSES), 0.4) + 0.5, [*title, *mean])
+    means = [known.mean()] if len(known) else []
+    lines = [f"mean of the classes {mean:.4f} (dashed line)" for mean in means]
+    figure = new_figure(0.14 * min(count, _MAX_BARS) + 0.7, [*title, *lines])
     axes = figure.subplots()
     axes.barh(range(count), np.nan_to_num(values), color=SKY)
-    if len(known):
-        axes.axvline(known.mean(), color=BLACK, linestyle="--")
-    if count <= _MAX_CLASSES:
+    for mean in means:
+        axes.axvline(mean, color=BLACK, linestyle="--")
+    if count <= _MAX_BARS:
         texts = ["no samples" if np.isnan(value) else f"{value:.3f}" for value in values]
         names = class_labels(class_names, count)
         labels = [f"{name}   {text}" for name, text in zip(names, texts, strict=True)]

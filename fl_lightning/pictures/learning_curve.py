@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from fl_lightning.batch_norm.kinds import JOINT_LABELS, KIND_LABELS
-from fl_lightning.pictures.series import draw_curve, scale_values, series
-from fl_lightning.pictures.style import BLACK, SPLITS, count_on, legend_above, new_figure, paper_style
+from fl_lightning.pictures.series import Rows, Series, draw_curve, scale_values, series
+from fl_lightning.pictures.style import BLACK, SPLITS, legend_above, new_figure, paper_style
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -15,16 +15,12 @@ if TYPE_CHECKING:
 Policy = Mapping[str, Sequence[Sequence[Any]]]
 """Stages of each kind of state: the round from which on (or the method that finds it), and what happens."""
 
-_DASHES = ("-.", ":", (0, (6, 2)), (0, (1, 3)))
-
 
 @paper_style()
-def learning_curve_figure(
-    rows: Sequence[Mapping[str, Any]], policy: Policy, title: Sequence[str]
-) -> "Figure":
+def learning_curve_figure(rows: Rows, policy: Policy, title: Sequence[str]) -> "Figure":
     """Accuracy, where the model has one, and loss over communication rounds.
 
-    A vertical line marks each round in which the policy changes. Where a value is not finite (or above 1e30) the
+    A vertical line marks each round in which the policy changes; the legend says how. Where a value is not finite (or above 1e30) the
     line has a gap and a cross stands at the upper edge.
 
     Args:
@@ -34,95 +30,63 @@ def learning_curve_figure(
         title: Lines of the title.
     """
     with_accuracy = any(f"{split}/accuracy" in row for row in rows for split in SPLITS)
+    metrics = ["accuracy", "loss"] if with_accuracy else ["loss"]
     figure = new_figure(4.4 if with_accuracy else 2.6, title)
-    panels: list[Axes] = list(figure.subplots(1 + with_accuracy, 1, sharex=True, squeeze=False)[:, 0])
+    panels = figure.subplots(len(metrics), 1, sharex=True, squeeze=False)[:, 0]
     last = max((row["round"] for row in rows), default=0)
-    changes = {
-        start: text for start, text in policy_changes(with_found_round(policy, rows)).items() if start <= last
-    }
-    for axes in panels:
+    changes = {start: text for start, text in policy_changes(policy, rows).items() if start <= last}
+    label = textwrap.shorten("; ".join(changes.values()), 90, placeholder=" …")
+    for axes, metric in zip(panels, metrics, strict=True):
         axes.grid(color="0.9")
-        _draw_changes(axes, changes, labelled=axes is panels[0])
-    if with_accuracy:
-        _draw_accuracy(panels[0], rows)
-    _draw_loss(panels[-1], rows)
-    panels[-1].set_xlabel("communication round")
-    panels[-1].set_xlim(-0.01 * max(last, 1), 1.01 * max(last, 1))
-    count_on(panels[-1].xaxis)
-    for axes in panels:
+        axes.set_ylabel(metric)
+        if changes:
+            lines = axes.vlines(list(changes), 0, 1, transform=axes.get_xaxis_transform(), colors=BLACK)
+            lines.set(linewidth=1, linestyle="-.", label=label if axes is panels[0] else "_")
+        drawn = _draw_metric(axes, rows, metric)
+        if metric == "accuracy":
+            highest = max(values.max(initial=0) for values in drawn)
+            axes.set_ylim(0, min(1.15 * highest, 1.03) or 1.03)
+        else:
+            scale_values(axes, drawn)
         legend_above(axes)
+    panels[-1].set(xlabel="communication round", xlim=(-0.01 * max(last, 1), 1.01 * max(last, 1)))
+    panels[-1].locator_params(axis="x", integer=True)
     return figure
 
 
-def with_found_round(policy: Policy, rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Sequence[Any]]]:
-    """The policy with T* where training has found it, which the policy of the start could only promise.
+def policy_changes(policy: Policy, rows: Rows = ()) -> dict[int, str]:
+    """The rounds in which the policy changes, and what happens then in words.
 
     Args:
         policy: What happens to each kind of state, as in ``policy.json``.
-        rows: Rows of ``metrics.jsonl``.
-
-    >>> with_found_round({"mean": [[1, "averaged"], ["SlidingWindowFixBN", "frozen"]]}, [{"fixbn/freeze_round": 2.0}])
-    {'mean': [(1, 'averaged'), (3, 'frozen')]}
-    """
-    found = [int(row["fixbn/freeze_round"]) + 1 for row in rows if "fixbn/freeze_round" in row]
-    return {
-        kind: [
-            (found[-1] if isinstance(start, str) else start, treatment)
-            for start, treatment in stages
-            if found or not isinstance(start, str)
-        ]
-        for kind, stages in policy.items()
-    }
-
-
-def policy_changes(policy: Policy) -> dict[int, str]:
-    """The rounds in which the policy changes, and what happens then in words.
+        rows: Rows of ``metrics.jsonl``, with T* where training has found it, which the policy of the start could only
+            promise.
 
     >>> policy_changes({"mean": [[1, "averaged"], [3, "frozen"]], "var": [[1, "averaged"], [3, "frozen"]]})
     {3: 'BN statistics frozen from round 3'}
+    >>> policy_changes({"mean": [[1, "averaged"], ["SlidingWindowFixBN", "frozen"]]}, [{"fixbn/freeze_round": 2.0}])
+    {3: 'BN running mean frozen from round 3'}
     """
-    found: dict[tuple[int, str], list[str]] = {}
+    found = [int(row["fixbn/freeze_round"]) + 1 for row in rows if "fixbn/freeze_round" in row]
+    changed: dict[tuple[int, str], list[str]] = {}
     for kind, stages in policy.items():
-        for start, treatment in stages[1:]:
-            found.setdefault((start, treatment), []).append(kind)
+        for planned, treatment in stages[1:]:
+            for start in found[-1:] if isinstance(planned, str) else [planned]:
+                changed.setdefault((start, treatment), []).append(kind)
     changes: dict[int, list[str]] = {}
-    for (start, treatment), kinds in sorted(found.items()):
+    for (start, treatment), kinds in sorted(changed.items()):
         labels = JOINT_LABELS if {"mean", "var"} <= set(kinds) else KIND_LABELS
         names = dict.fromkeys(labels[kind] for kind in kinds)
         changes.setdefault(start, []).append(f"{', '.join(names)} {treatment}")
-    return {
-        start: textwrap.shorten("; ".join(texts), 70, placeholder=" …") + f" from round {start}"
-        for start, texts in changes.items()
-    }
+    return {start: f"{'; '.join(texts)} from round {start}" for start, texts in changes.items()}
 
 
-def _draw_changes(axes: "Axes", changes: Mapping[int, str], *, labelled: bool) -> None:
-    """Lines over the whole height: each with a label of its own, or many with one together."""
-    marked = {text: [start] for start, text in changes.items()}
-    colour = BLACK
-    if len(changes) > len(_DASHES):
-        marked = {f"the policy changes in {len(changes):,} rounds": list(changes)}
-        colour = "0.8"
-    for (text, starts), dashes in zip(marked.items(), _DASHES, strict=False):
-        lines = axes.vlines(starts, 0, 1, transform=axes.get_xaxis_transform(), colors=colour, linewidth=1)
-        lines.set(linestyle=dashes, label=text if labelled else "_")
-
-
-def _draw_accuracy(axes: "Axes", rows: Sequence[Mapping[str, Any]]) -> None:
-    highest = 0.0
+def _draw_metric(axes: "Axes", rows: Rows, metric: str) -> list[Series]:
+    """Curves of a metric on all data that have it, with the last accuracy in words; returns what is drawn."""
+    drawn = []
     for split, (name, look) in SPLITS.items():
-        rounds, values = series(rows, f"{split}/accuracy")
+        rounds, values = series(rows, f"{split}/{metric}")
         if len(rounds):
-            label = f"{name}: {values[-1]:.4f} after round {rounds[-1]:.0f}"
-            highest = max(highest, draw_curve(axes, rounds, values, look, label).max(initial=0))
-    axes.set(ylabel="accuracy", ylim=(0, min(1.15 * highest, 1.03) or 1.03))
-
-
-def _draw_loss(axes: "Axes", rows: Sequence[Mapping[str, Any]]) -> None:
-    axes.set_ylabel("loss")
-    drawn = [
-        draw_curve(axes, *series(rows, f"{split}/loss"), look, name)
-        for split, (name, look) in SPLITS.items()
-        if any(f"{split}/loss" in row for row in rows)
-    ]
-    scale_values(axes, drawn)
+            newest = f": {values[-1]:.4f} after round {rounds[-1]:.0f}" if metric == "accuracy" else ""
+            drawn.append(draw_curve(axes, rounds, values, look, name + newest))
+    return drawn

@@ -9,6 +9,9 @@ from numpy.typing import NDArray
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+Rows = Sequence[Mapping[str, Any]]
+"""Rows of ``metrics.jsonl``."""
+
 Series = NDArray[np.float64]
 
 MAX_POINTS = 500
@@ -17,26 +20,16 @@ MAX_POINTS = 500
 _LARGEST = 1e30  # what is larger has diverged, and no axis can show it
 
 
-def series(rows: Sequence[Mapping[str, Any]], name: str) -> tuple[Series, Series]:
+def series(rows: Rows, name: str) -> tuple[Series, Series]:
     """The rounds that have a metric, and its values."""
     found = [(float(row["round"]), float(row[name])) for row in rows if name in row]
     rounds, values = np.array(found, dtype=np.float64).reshape(-1, 2).T
     return rounds, values
 
 
-def can_be_drawn(values: Series) -> NDArray[np.bool_]:
-    """Which values an axis can show."""
-    return np.isfinite(values) & (np.abs(values) <= _LARGEST)
-
-
-def means(rounds: Series, values: Series, width: int) -> tuple[Series, Series]:
-    """Means of each ``width`` consecutive values and of their rounds; not finite where one of the values is not."""
-    if width <= 1:
-        return rounds, values
-    starts = np.arange(0, len(rounds), width)
-    sizes = np.diff(starts, append=len(rounds))
-    tame = np.where(can_be_drawn(values), values, np.nan)
-    return np.add.reduceat(rounds, starts) / sizes, np.add.reduceat(tame, starts) / sizes
+def with_gaps(values: Series) -> Series:
+    """The values, with NaN for all that no axis can show."""
+    return np.where(np.abs(values) <= _LARGEST, values, np.nan)
 
 
 def draw_curve(
@@ -55,23 +48,21 @@ def draw_curve(
         The values of the curve, without its gaps.
     """
     colour, line, marker = look
+    values = with_gaps(values)
     width = -(-len(values) // MAX_POINTS)
-    places, values = means(places, values, width)
-    good = can_be_drawn(values)
-    axes.plot(
-        places,
-        np.where(good, values, np.nan),
-        line,
-        color=colour,
-        marker=marker,
-        markevery=-(-len(values) // 20) or 1,
-        label=label + (f" (means of {width})" if width > 1 else ""),
-    )
-    if not good.all():
-        edge, upwards = np.full((~good).sum(), 0.97), axes.get_xaxis_transform()
+    if width > 1:
+        label += f" (means of {width})"
+        starts = np.arange(0, len(values), width)
+        sizes = np.diff(starts, append=len(values))
+        places, values = np.add.reduceat(places, starts) / sizes, np.add.reduceat(values, starts) / sizes
+    every = -(-len(values) // 20) or 1
+    axes.plot(places, values, line, color=colour, marker=marker, markevery=every, label=label)
+    gaps = np.isnan(values)
+    if gaps.any():
+        edge, upwards = np.full(gaps.sum(), 0.97), axes.get_xaxis_transform()
         text = f"{label.partition(':')[0]}: not finite"
-        axes.plot(places[~good], edge, "x", color=colour, transform=upwards, label=text)
-    return values[good]
+        axes.plot(places[gaps], edge, "x", color=colour, transform=upwards, label=text)
+    return values[~gaps]
 
 
 def scale_values(axes: "Axes", drawn: Sequence[Series], reach: float = 0.0) -> None:
@@ -88,13 +79,14 @@ def scale_values(axes: "Axes", drawn: Sequence[Series], reach: float = 0.0) -> N
         return
     highest = max(positive.max(), reach)
     smallest = max(positive.min(), 1e-12 * highest)
-    if highest > 50 * smallest:
-        if values.min() > 0:
-            axes.set_yscale("log")
-        else:
-            foot = 10 ** np.floor(np.log10(smallest))
-            axes.set_yscale("symlog", linthresh=foot)
-            axes.locator_params(axis="y", numticks=5)
-            axes.set_ylim(bottom=-0.3 * foot)
-        axes.set_ylim(top=2 * highest)
-        axes.set_ylabel(axes.get_ylabel() + "\n(log)")
+    if highest <= 50 * smallest:
+        return
+    if values.min() > 0:
+        axes.set_yscale("log")
+    else:
+        foot = 10 ** np.floor(np.log10(smallest))
+        axes.set_yscale("symlog", linthresh=foot)
+        axes.locator_params(axis="y", numticks=5)
+        axes.set_ylim(bottom=-0.3 * foot)
+    axes.set_ylim(top=2 * highest)
+    axes.set_ylabel(axes.get_ylabel() + "\n(log)")

@@ -9,11 +9,10 @@ from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fl_lightning.files import atomic_write
+from fl_lightning.files import write_bytes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.axis import Axis
     from matplotlib.figure import Figure
 
 WIDTH = 7.0
@@ -92,7 +91,6 @@ LAYERS = {
 
 _STYLE = {
     "agg.path.chunksize": 10_000,  # Agg refuses one path of many thousand points
-    "axes.labelsize": 9,
     "axes.spines.right": False,
     "axes.spines.top": False,
     "figure.titlesize": 9,
@@ -144,13 +142,6 @@ def legend_above(axes: "Axes") -> None:
         axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=columns, frameon=False, borderaxespad=0.2)
 
 
-def count_on(axis: "Axis") -> None:
-    """Put an axis' ticks at whole numbers."""
-    from matplotlib.ticker import MaxNLocator
-
-    axis.set_major_locator(MaxNLocator(integer=True))
-
-
 def class_labels(names: Sequence[str] | None, count: int) -> list[str]:
     """What to write beside each class: its name, of which long ones are cut, or its number where it has none.
 
@@ -179,5 +170,4 @@ def write_figure(path: Path, figure: "Figure") -> None:
     with paper_style(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph .* missing from")  # the box in its place says so
         figure.savefig(content, format="png", dpi=DOTS_PER_INCH, metadata={"Software": None})
-    with atomic_write(path) as file:
-        file.write(content.getvalue())
+    write_bytes(path, content.getvalue())

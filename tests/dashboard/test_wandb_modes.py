@@ -154,9 +154,7 @@ def test_online_without_a_usable_key_is_offline_with_one_line(
     assert len(offline_runs(attempt)) == 1
 
 
-def test_names_of_the_environment_come_first_and_a_sweep_that_changes_the_id_is_told(
-    offline, monkeypatch, capsys
-):
+def test_names_of_the_environment_come_first_and_a_sweep_gives_a_resumed_run_its_id(offline, monkeypatch):
     import wandb
 
     named = {"NAME": "n", "RUN_GROUP": "g", "JOB_TYPE": "j", "TAGS": "t,u", "RUN_ID": "a1", "PROJECT": ""}
@@ -172,12 +170,8 @@ def test_names_of_the_environment_come_first_and_a_sweep_that_changes_the_id_is_
     wandb.teardown()
     monkeypatch.setenv("WANDB_RUN_ID", "a2")
     monkeypatch.setenv("WANDB_SWEEP_ID", "s")
-    capsys.readouterr()
     run("--trainer.max_epochs", 2, "--ckpt_path", "last")
     wandb.teardown()
-    (line,) = capsys.readouterr().err.splitlines()
-    assert "a1" in line
-    assert "a2" in line
     (folder,) = offline_runs(attempt)
     assert run_id(folder) == "a2"
     assert [row["round"] for row in read_run(folder).history] == [0, 1, 2]

@@ -1,4 +1,4 @@
-"""A run at W&B that is resumed, breaks off, fails at W&B or has a logger of the user's own; and the logger in Python."""
+"""A run at W&B that is resumed, breaks off, fails at W&B or has a logger of the user's own."""
 
 import json
 import math
@@ -14,8 +14,6 @@ from wandb_files import metrics, offline_runs, read_run, run_id
 
 from fl_lightning import FederatedCallback, FederatedModule
 from fl_lightning.dashboard.contents import clients_table
-from fl_lightning.dashboard.logger import RoundWandbLogger
-from fl_lightning.errors import ConfigurationError
 
 
 def test_resumed_run_keeps_its_id_and_leaves_one_offline_run_with_all_rounds(offline):
@@ -123,39 +121,26 @@ def test_run_goes_on_where_wandb_fails_and_its_end_brings_everything_back(offlin
     assert found.config["planned_rounds"] == 4
 
 
-def test_rows_that_the_server_has_are_not_sent_again(tmp_path, monkeypatch):
+def test_rows_that_the_server_has_are_not_sent_again(monkeypatch):
     sent = []
     resumed = SimpleNamespace(
-        id="abc", starting_step=3, dir=str(tmp_path), config={},
-        define_metric=lambda *_, **__: None, log=lambda row, step: sent.append((step, row["round"])),
+        id="abc", starting_step=3, dir="files/there", url="https://there", config={}, summary={},
+        define_metric=lambda *_, **__: None, log=lambda row, step: sent.append((step, row.get("round"))),
+        finish=lambda exit_code: None,
     )  # fmt: skip
     monkeypatch.setattr("fl_lightning.dashboard.logger.open_run", lambda mode, init: (resumed, "online"))
-    logger = RoundWandbLogger()
-    for number in (2, 3, 4):
-        logger.log_metrics({"round": number, "train/loss": 1.0}, step=number)
-    assert sent == [(3, 3), (4, 4)]
+    run("--wandb.mode", "online")
+    assert sent == [(3, 3), (4, 4), (4, None)]
 
 
-def fit(logger, module, rounds, **settings):
-    trainer = L.Trainer(
-        logger=logger, max_epochs=rounds, accelerator="cpu", enable_progress_bar=False, enable_model_summary=False,
-        enable_checkpointing=False, num_sanity_val_steps=-1, log_every_n_steps=1, **settings,
-    )  # fmt: skip
-    trainer.fit(module, datamodule=blobs())
-
-
-def test_logger_works_in_a_plain_trainer_and_divergence_is_no_obstacle(offline, tmp_path):
-    logger = RoundWandbLogger(mode="offline", project="plain", save_dir=str(tmp_path))
-    module = FederatedModule(small_cnn().double(), SGD, local_steps=2, on_divergence="record")
-    fit(logger, module, 2)
-    logger.log_metrics({"round": 3, "train/loss": math.nan, "val/loss": math.inf})
-    logger.log_metrics({"test/loss": 1.0})
-    logger.close()
-    (folder,) = tmp_path.glob("wandb/offline-run-*")
+def test_divergence_is_no_obstacle(offline):
+    large = ("--model.client_optimizer.init_args.lr", 1e30)
+    attempt = run("--trainer.max_epochs", 2, "--model.on_divergence", "record", *large).attempt
+    (folder,) = offline_runs(attempt)
     logged = read_run(folder)
-    assert [row["round"] for row in logged.history] == [0, 1, 2, 3]
+    assert [row["round"] for row in logged.history] == [0, 1, 2]
     assert math.isnan(logged.history[-1]["train/loss"])
-    assert logged.config["method"] == "FedAvg"
+    assert logged.summary["diverged"] is True
 
 
 class Losses(FederatedCallback):
@@ -171,7 +156,11 @@ class Losses(FederatedCallback):
 def test_losses_of_the_cohort_average_to_the_training_loss_and_clients_are_counted():
     seen = Losses()
     module = FederatedModule(small_cnn().double(), SGD, local_epochs=1, participation=2)
-    fit(False, module, 3, callbacks=[seen])
+    trainer = L.Trainer(
+        logger=False, max_epochs=3, accelerator="cpu", enable_progress_bar=False, enable_model_summary=False,
+        enable_checkpointing=False, callbacks=[seen],
+    )  # fmt: skip
+    trainer.fit(module, datamodule=blobs())
     assert module.metrics["train/loss"] == pytest.approx(seen.seen[-1][2], rel=1e-6)
     logged = {row[0]: row for row in clients_table(module)[1]}
     for client, row in logged.items():
@@ -179,18 +168,3 @@ def test_losses_of_the_cohort_average_to_the_training_loss_and_clients_are_count
         assert row[3] == len(rounds)
         assert row[2] == 5 * len(rounds)
         assert row[4] == (rounds[-1] if rounds else None)
-
-
-def test_second_fit_with_one_logger_is_refused_and_a_validation_starts_no_run(offline, tmp_path):
-    logger = RoundWandbLogger(mode="offline", save_dir=str(tmp_path))
-    module = FederatedModule(small_cnn().double(), SGD, local_steps=1)
-    trainer = L.Trainer(
-        logger=logger, accelerator="cpu", enable_progress_bar=False, enable_model_summary=False
-    )
-    trainer.validate(module, datamodule=blobs(), verbose=False)
-    logger.close()
-    assert not list(tmp_path.glob("wandb/*"))
-    fit(logger, module, 1)
-    with pytest.raises(ConfigurationError, match="make a new one"):
-        fit(logger, FederatedModule(small_cnn().double(), SGD, local_steps=1), 1)
-    logger.close()
