@@ -24,8 +24,8 @@ from fl_lightning.dashboard.settings import Mode, WandbSettings, in_a_line, name
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.files import write_text
 from fl_lightning.round.module import FederatedModule
+from fl_lightning.run_directory.describe import describe_environment
 from fl_lightning.run_directory.directory import Attempt
-from fl_lightning.run_directory.environment import describe_environment
 from fl_lightning.run_directory.metrics import read_metrics
 
 

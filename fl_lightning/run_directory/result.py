@@ -9,11 +9,11 @@ from torch import Tensor
 
 from fl_lightning.console import format_bytes, print_table
 from fl_lightning.errors import ConfigurationError
-from fl_lightning.files import write_text
+from fl_lightning.files import write_json, write_text
 from fl_lightning.round.module import FederatedModule
-from fl_lightning.run_directory.describe import describe, method_name
+from fl_lightning.run_directory.describe import describe, describe_environment, method_name
 from fl_lightning.run_directory.directory import Attempt
-from fl_lightning.run_directory.environment import describe_environment
+from fl_lightning.run_directory.drawings import draw_pictures
 from fl_lightning.run_directory.report import reports_of
 
 

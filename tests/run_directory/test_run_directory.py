@@ -10,6 +10,7 @@ import pytest
 
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.files import atomic_write, write_json, write_text
+from fl_lightning.run_directory.describe import describe_environment
 from fl_lightning.run_directory.directory import (
     OUTSIDE_THE_HASH,
     Attempt,
