@@ -23,12 +23,7 @@ from fl_lightning.dashboard.logger import RoundWandbLogger, wandb_logger
 from fl_lightning.dashboard.settings import WandbSettings
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.round.module import FederatedModule
-from fl_lightning.run_directory.checkpoint_io import (
-    AtomicCheckpointIO,
-    check_model,
-    check_optimizer,
-    load_run,
-)
+from fl_lightning.run_directory.checkpoint_io import AtomicCheckpointIO, check_run, load_run
 from fl_lightning.run_directory.checkpoints import RoundCheckpoint
 from fl_lightning.run_directory.continuation import OwnServerSettings, Start, find_start
 from fl_lightning.run_directory.directory import Attempt, attempt_of, directory_of
@@ -142,7 +137,9 @@ class FederatedCLI(LightningCLI):
             )
         callbacks = _as_list(settings.callbacks)
         if self.checkpoint is not None:
-            self._check_checkpoint(self.checkpoint)
+            assert isinstance(self.model, FederatedModule)
+            optimizer = self.model.configure_optimizers() if self.subcommand == "fit" else None
+            check_run(self._get(self.config_init, "ckpt_path"), self.checkpoint, self.model.model, optimizer)
         if self.subcommand == "fit" and not settings.fast_dev_run:
             self.start = self._find_start(settings.max_epochs)
             if self.start.own_settings:
@@ -229,15 +226,6 @@ class FederatedCLI(LightningCLI):
         self.wandb.close(failed=error[0] is not None)
         if self.wandb.place is not None and self.attempt.path.exists():
             print(self.wandb.place, flush=True)
-
-    def _check_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Refuse a checkpoint of another model, or for ``fit`` of another server optimizer."""
-        assert isinstance(self.model, FederatedModule)
-        ckpt_path = self._get(self.config_init, "ckpt_path")
-        check_model(ckpt_path, checkpoint["state_dict"], self.model.model)
-        optimizer = self.model.configure_optimizers() if self.subcommand == "fit" else None
-        if isinstance(optimizer, torch.optim.Optimizer) and checkpoint.get("optimizer_states"):
-            check_optimizer(ckpt_path, checkpoint["optimizer_states"][0], optimizer)
 
     def _find_start(self, max_rounds: int | None) -> Start:
         if self.checkpoint is None:
