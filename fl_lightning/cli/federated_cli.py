@@ -27,9 +27,10 @@ from fl_lightning.run_directory.checkpoint_io import AtomicCheckpointIO, check_r
 from fl_lightning.run_directory.checkpoints import RoundCheckpoint
 from fl_lightning.run_directory.continuation import OwnServerSettings, Start, find_start
 from fl_lightning.run_directory.directory import Attempt, attempt_of, directory_of
-from fl_lightning.run_directory.files import RunFiles, draw_pictures, finish_run
+from fl_lightning.run_directory.drawings import draw_pictures
+from fl_lightning.run_directory.files import RunFiles
 from fl_lightning.run_directory.metrics import JSONLinesLogger
-from fl_lightning.run_directory.result import write_predictions
+from fl_lightning.run_directory.result import finish_run, write_predictions
 
 _MODEL_LINKS = ("num_classes", "in_channels", "image_size")
 
@@ -258,7 +259,7 @@ class FederatedCLI(LightningCLI):
             )
             draw_pictures(self.attempt, self.model)
             sys.exit(128 + self.interruption.signal)
-        result = finish_run(self.trainer, self.model, self.datamodule, self.attempt)
+        result = finish_run(self.model, self.attempt)
         if self.wandb is not None:
             self.wandb.log_result(result)
 
