@@ -94,18 +94,16 @@ class FederatedCLI(LightningCLI):
             # before the link is applied it is what the user gave, or the model's default
             parsed = self.config[self.config.subcommand].get(setting)
             given = parsed if f"model.model.{name}" in self.given else None
-            if value is None:
-                # only a model with this setting has a default; one whose default is None does without
-                if given is None and parsed is not None:
-                    raise ConfigurationError(
-                        f"{setting}: the data set does not say its {name}; set {setting}, or {name} in the data module"
-                    )
-                return given
-            if given is not None and given != value:
+            # only a model with this setting has a default; one whose default is None does without
+            if value is None and given is None and parsed is not None:
+                raise ConfigurationError(
+                    f"{setting}: the data set does not say its {name}; set {setting}, or {name} in the data module"
+                )
+            if value is not None and given not in (None, value):
                 raise ConfigurationError(
                     f"{setting}: {given} contradicts the data set, which decides: its {name} is {value}; leave it out"
                 )
-            return value
+            return given if value is None else value
 
         return of_data
 
