@@ -180,15 +180,13 @@ class FederatedCLI(LightningCLI):
             trainer = super().instantiate_trainer(
                 callbacks=callbacks, logger=loggers or False, plugins=plugins, **kwargs
             )
-            if trainer.world_size > 1:
-                raise ConfigurationError(
-                    f"trainer.devices: {settings.devices} is not possible yet; use devices: 1"
-                )
         except (ValueError, TypeError, MisconfigurationException) as error:
-            if isinstance(error, ConfigurationError):
-                raise
             place = f"accelerator: {settings.accelerator}, devices: {settings.devices}"
             raise ConfigurationError(f"trainer ({place}): {error}") from error
+        if trainer.world_size > 1:
+            raise ConfigurationError(
+                f"trainer.devices: {settings.devices} is not possible yet; use devices: 1"
+            )
         profiler: Any = trainer.profiler  # type: ignore[attr-defined]  # set in a helper of the trainer
         if (
             self.attempt is not None

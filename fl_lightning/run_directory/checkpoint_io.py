@@ -70,10 +70,8 @@ class AtomicCheckpointIO(CheckpointIO):
         if not target.is_file():
             raise ConfigurationError(f"checkpoint {target} does not exist; use another one{_another(target)}")
         try:
-            with zipfile.ZipFile(
-                target
-            ) as archive:  # torch.load takes flipped bits for weights, the CRC does not
-                damaged = archive.testzip()
+            with zipfile.ZipFile(target) as archive:
+                damaged = archive.testzip()  # torch.load takes flipped bits for weights, the CRC does not
         except (OSError, zipfile.BadZipFile):
             damaged = "the archive"
         if damaged is not None:
