@@ -143,13 +143,8 @@ class FederatedCLI(LightningCLI):
             self.start = self._find_start(settings.max_epochs)
             if self.start.own_settings:
                 callbacks.append(OwnServerSettings())
-        try:
-            trainer = self._make_trainer(settings, callbacks, **kwargs)
-        except BaseException:
-            self.start.discard_untrained()
-            raise
         self.checkpoint = None  # the trainer reads it again; two of them need not fit into memory
-        return trainer
+        return self._make_trainer(settings, callbacks, **kwargs)
 
     def _make_trainer(self, settings: Namespace, callbacks: list[Any], **kwargs: Any) -> Trainer:
         own_bar = any(isinstance(callback, ProgressBar) for callback in callbacks)
@@ -169,7 +164,6 @@ class FederatedCLI(LightningCLI):
             self.wandb = wandb_logger(wandb_settings, loggers, *run)
             if self.wandb is not None:
                 loggers.append(self.wandb)
-                self.held.push(self._leave_wandb)
             kwargs["default_root_dir"] = str(self.attempt.path)
             for callback in callbacks:
                 if isinstance(callback, ModelCheckpoint) and callback.dirpath is None:
@@ -197,7 +191,7 @@ class FederatedCLI(LightningCLI):
         return trainer
 
     def fit(self, **kwargs: Any) -> None:
-        """Train; a run that fails before the end of its first round leaves no folder behind."""
+        """Train, and draw what a run that fails has found until then."""
         try:
             self.trainer.fit(**kwargs)
             untrained = self.start.round and self.trainer.global_step == self.start.round
@@ -206,23 +200,11 @@ class FederatedCLI(LightningCLI):
                     f"ckpt_path: the checkpoint is of round {self.start.round}, and the run of {self.trainer.max_epochs} rounds "
                     "(model.budget_epochs): nothing is left to train; use a larger budget, or python -m fl_lightning test"
                 )
-        except BaseException as error:
-            # not on a signal: who stops a run does not wait for pictures
-            if isinstance(error, Exception) and self.start.has_trained():
+        except Exception:  # not on a signal: who stops a run does not wait for pictures
+            if self.start.has_trained():
                 assert isinstance(self.model, FederatedModule)
                 draw_pictures(self.attempt, self.model)
-            if self.wandb is not None:
-                self.wandb.close(failed=True)
-            self.start.discard_untrained()
             raise
-
-    def _leave_wandb(self, *error: Any) -> None:
-        """End the run at W&B, however this command ends, and say where it is."""
-        assert self.wandb is not None
-        assert self.attempt is not None
-        self.wandb.close(failed=error[0] is not None)
-        if self.wandb.place is not None and self.attempt.path.exists():
-            print(self.wandb.place, flush=True)
 
     def _find_start(self, max_rounds: int | None) -> Start:
         if self.checkpoint is None:
@@ -234,7 +216,19 @@ class FederatedCLI(LightningCLI):
             )
         assert start.attempt is not None
         self.held.enter_context(start.attempt.lock())
+        self.held.push(self._leave)
         return start
+
+    def _leave(self, *error: Any) -> None:
+        """End the run at W&B, however this command ends; one that fails before the end of its first round leaves no folder."""
+        assert self.attempt is not None
+        failed = error[0] is not None
+        if self.wandb is not None:
+            self.wandb.close(failed)
+        if failed:
+            self.start.discard_untrained()
+        if self.wandb is not None and self.wandb.place is not None and self.attempt.path.exists():
+            print(self.wandb.place, flush=True)
 
     def predict(self, **kwargs: Any) -> None:
         """Write the predictions on the test data to ``predictions.csv`` in the run's folder."""
