@@ -76,11 +76,8 @@ def _inside_the_hash(node: Any, prefix: str) -> Any:
 
 
 def _class_name(entry: Any) -> str:
-    return (
-        str(entry["class_path"]).rpartition(".")[2]
-        if isinstance(entry, Mapping) and "class_path" in entry
-        else ""
-    )
+    path = entry.get("class_path", "") if isinstance(entry, Mapping) else ""
+    return str(path).rpartition(".")[2]
 
 
 class _File:
