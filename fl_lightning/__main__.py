@@ -49,7 +49,7 @@ def main(args: Sequence[str] | None = None) -> None:
 
         search_freeze(arguments[1:])
     elif arguments[0] == "verify":
-        from fl_lightning.cli.command_line import verify
+        from fl_lightning.cli.verify import main as verify
 
         sys.exit(verify(arguments[1:]))
     else:

@@ -22,7 +22,6 @@ import fl_lightning.optimizers.server  # imported so that bare class names resol
 from fl_lightning.cli.federated_cli import FederatedCLI
 from fl_lightning.cli.messages import told
 from fl_lightning.cli.parser import ConciseParser
-from fl_lightning.cli.verify import verify as run_verify
 from fl_lightning.client_data.federated import FederatedDataModule
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.round.module import FederatedModule
@@ -52,10 +51,10 @@ def main(
     Returns:
         The finished command line, with its trainer, model and data.
     """
-    _quiet_host()
+    quiet_host()
     arguments = list(sys.argv[1:] if args is None else args)
     try:
-        _import_shipped()
+        import_shipped()
         return FederatedCLI(
             model_class,
             FederatedDataModule,
@@ -81,23 +80,6 @@ def main(
         sys.exit(2)
 
 
-def verify(args: Sequence[str]) -> int:
-    """Run ``verify``: check what a method promises and print a certificate.
-
-    Args:
-        args: Arguments after ``verify``.
-
-    Returns:
-        The exit status: 0 where nothing failed, 1 where something did, 2 where the arguments cannot be used.
-    """
-    _quiet_host()
-    try:
-        return run_verify(args, _import_shipped()["callbacks"])
-    except ConfigurationError as error:
-        print(f"error: {told(error)}", file=sys.stderr)
-        return 2
-
-
 def _with_shipped_configs(arguments: list[str]) -> list[str]:
     """Let ``--config configs/X.yaml`` find the shipped file from any working directory."""
 
@@ -110,7 +92,7 @@ def _with_shipped_configs(arguments: list[str]) -> list[str]:
     return [located(argument) for argument in arguments]
 
 
-def _import_shipped() -> dict[str, ModuleType]:
+def import_shipped() -> dict[str, ModuleType]:
     """Import the shipped callbacks and data sets, and refuse foreign packages of the same names.
 
     Returns:
@@ -130,7 +112,7 @@ def _import_shipped() -> dict[str, ModuleType]:
     return packages
 
 
-def _quiet_host() -> None:
+def quiet_host() -> None:
     """Silence what Lightning says about hardware and loaders that cannot matter here."""
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.WARNING)

@@ -23,18 +23,14 @@ from fl_lightning.dashboard.logger import RoundWandbLogger, wandb_logger
 from fl_lightning.dashboard.settings import WandbSettings
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.round.module import FederatedModule
-from fl_lightning.run_directory.checkpoint_io import (
-    AtomicCheckpointIO,
-    check_model,
-    check_optimizer,
-    load_run,
-)
+from fl_lightning.run_directory.checkpoint_io import AtomicCheckpointIO, check_run, load_run
 from fl_lightning.run_directory.checkpoints import RoundCheckpoint
 from fl_lightning.run_directory.continuation import OwnServerSettings, Start, find_start
 from fl_lightning.run_directory.directory import Attempt, attempt_of, directory_of
-from fl_lightning.run_directory.files import RunFiles, draw_pictures, finish_run
+from fl_lightning.run_directory.drawings import draw_pictures
+from fl_lightning.run_directory.files import RunFiles
 from fl_lightning.run_directory.metrics import JSONLinesLogger
-from fl_lightning.run_directory.result import write_predictions
+from fl_lightning.run_directory.result import finish_run, write_predictions
 
 _MODEL_LINKS = ("num_classes", "in_channels", "image_size")
 
@@ -98,18 +94,16 @@ class FederatedCLI(LightningCLI):
             # before the link is applied it is what the user gave, or the model's default
             parsed = self.config[self.config.subcommand].get(setting)
             given = parsed if f"model.model.{name}" in self.given else None
-            if value is None:
-                # only a model with this setting has a default; one whose default is None does without
-                if given is None and parsed is not None:
-                    raise ConfigurationError(
-                        f"{setting}: the data set does not say its {name}; set {setting}, or {name} in the data module"
-                    )
-                return given
-            if given is not None and given != value:
+            # only a model with this setting has a default; one whose default is None does without
+            if value is None and given is None and parsed is not None:
+                raise ConfigurationError(
+                    f"{setting}: the data set does not say its {name}; set {setting}, or {name} in the data module"
+                )
+            if value is not None and given not in (None, value):
                 raise ConfigurationError(
                     f"{setting}: {given} contradicts the data set, which decides: its {name} is {value}; leave it out"
                 )
-            return value
+            return given if value is None else value
 
         return of_data
 
@@ -142,18 +136,15 @@ class FederatedCLI(LightningCLI):
             )
         callbacks = _as_list(settings.callbacks)
         if self.checkpoint is not None:
-            self._check_checkpoint(self.checkpoint)
+            assert isinstance(self.model, FederatedModule)
+            optimizer = self.model.configure_optimizers() if self.subcommand == "fit" else None
+            check_run(self._get(self.config_init, "ckpt_path"), self.checkpoint, self.model.model, optimizer)
         if self.subcommand == "fit" and not settings.fast_dev_run:
             self.start = self._find_start(settings.max_epochs)
             if self.start.own_settings:
                 callbacks.append(OwnServerSettings())
-        try:
-            trainer = self._make_trainer(settings, callbacks, **kwargs)
-        except BaseException:
-            self.start.discard_untrained()
-            raise
         self.checkpoint = None  # the trainer reads it again; two of them need not fit into memory
-        return trainer
+        return self._make_trainer(settings, callbacks, **kwargs)
 
     def _make_trainer(self, settings: Namespace, callbacks: list[Any], **kwargs: Any) -> Trainer:
         own_bar = any(isinstance(callback, ProgressBar) for callback in callbacks)
@@ -173,7 +164,6 @@ class FederatedCLI(LightningCLI):
             self.wandb = wandb_logger(wandb_settings, loggers, *run)
             if self.wandb is not None:
                 loggers.append(self.wandb)
-                self.held.push(self._leave_wandb)
             kwargs["default_root_dir"] = str(self.attempt.path)
             for callback in callbacks:
                 if isinstance(callback, ModelCheckpoint) and callback.dirpath is None:
@@ -184,15 +174,13 @@ class FederatedCLI(LightningCLI):
             trainer = super().instantiate_trainer(
                 callbacks=callbacks, logger=loggers or False, plugins=plugins, **kwargs
             )
-            if trainer.world_size > 1:
-                raise ConfigurationError(
-                    f"trainer.devices: {settings.devices} is not possible yet; use devices: 1"
-                )
         except (ValueError, TypeError, MisconfigurationException) as error:
-            if isinstance(error, ConfigurationError):
-                raise
             place = f"accelerator: {settings.accelerator}, devices: {settings.devices}"
             raise ConfigurationError(f"trainer ({place}): {error}") from error
+        if trainer.world_size > 1:
+            raise ConfigurationError(
+                f"trainer.devices: {settings.devices} is not possible yet; use devices: 1"
+            )
         profiler: Any = trainer.profiler  # type: ignore[attr-defined]  # set in a helper of the trainer
         if (
             self.attempt is not None
@@ -203,7 +191,7 @@ class FederatedCLI(LightningCLI):
         return trainer
 
     def fit(self, **kwargs: Any) -> None:
-        """Train; a run that fails before the end of its first round leaves no folder behind."""
+        """Train, and draw what a run that fails has found until then."""
         try:
             self.trainer.fit(**kwargs)
             untrained = self.start.round and self.trainer.global_step == self.start.round
@@ -212,32 +200,11 @@ class FederatedCLI(LightningCLI):
                     f"ckpt_path: the checkpoint is of round {self.start.round}, and the run of {self.trainer.max_epochs} rounds "
                     "(model.budget_epochs): nothing is left to train; use a larger budget, or python -m fl_lightning test"
                 )
-        except BaseException as error:
-            # not on a signal: who stops a run does not wait for pictures
-            if isinstance(error, Exception) and self.start.has_trained():
+        except Exception:  # not on a signal: who stops a run does not wait for pictures
+            if self.start.has_trained():
                 assert isinstance(self.model, FederatedModule)
                 draw_pictures(self.attempt, self.model)
-            if self.wandb is not None:
-                self.wandb.close(failed=True)
-            self.start.discard_untrained()
             raise
-
-    def _leave_wandb(self, *error: Any) -> None:
-        """End the run at W&B, however this command ends, and say where it is."""
-        assert self.wandb is not None
-        assert self.attempt is not None
-        self.wandb.close(failed=error[0] is not None)
-        if self.wandb.place is not None and self.attempt.path.exists():
-            print(self.wandb.place, flush=True)
-
-    def _check_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Refuse a checkpoint of another model, or for ``fit`` of another server optimizer."""
-        assert isinstance(self.model, FederatedModule)
-        ckpt_path = self._get(self.config_init, "ckpt_path")
-        check_model(ckpt_path, checkpoint["state_dict"], self.model.model)
-        optimizer = self.model.configure_optimizers() if self.subcommand == "fit" else None
-        if isinstance(optimizer, torch.optim.Optimizer) and checkpoint.get("optimizer_states"):
-            check_optimizer(ckpt_path, checkpoint["optimizer_states"][0], optimizer)
 
     def _find_start(self, max_rounds: int | None) -> Start:
         if self.checkpoint is None:
@@ -249,7 +216,19 @@ class FederatedCLI(LightningCLI):
             )
         assert start.attempt is not None
         self.held.enter_context(start.attempt.lock())
+        self.held.push(self._leave)
         return start
+
+    def _leave(self, *error: Any) -> None:
+        """End the run at W&B, however this command ends; one that fails before the end of its first round leaves no folder."""
+        assert self.attempt is not None
+        failed = error[0] is not None
+        if self.wandb is not None:
+            self.wandb.close(failed)
+        if failed:
+            self.start.discard_untrained()
+        if self.wandb is not None and self.wandb.place is not None and self.attempt.path.exists():
+            print(self.wandb.place, flush=True)
 
     def predict(self, **kwargs: Any) -> None:
         """Write the predictions on the test data to ``predictions.csv`` in the run's folder."""
@@ -270,7 +249,7 @@ class FederatedCLI(LightningCLI):
             )
             draw_pictures(self.attempt, self.model)
             sys.exit(128 + self.interruption.signal)
-        result = finish_run(self.trainer, self.model, self.datamodule, self.attempt)
+        result = finish_run(self.model, self.attempt)
         if self.wandb is not None:
             self.wandb.log_result(result)
 

@@ -1,7 +1,7 @@
 """One line that shows where a run is: rounds, local steps, loss, accuracy, speed and the time left."""
 
-import math
 import time
+from datetime import timedelta
 from typing import Any
 
 import lightning as L
@@ -33,31 +33,26 @@ class RoundProgress(ProgressBar):
         if not every_n_seconds >= 0:
             raise ConfigurationError(f"every_n_seconds must be >= 0, found {every_n_seconds}")
         self.every_n_seconds = every_n_seconds
-        self._enabled = True
+        self.is_enabled = True  # ``LightningModule.print`` asks
         self._live: Progress | None = None
         self._next_time = self._started_at = 0.0
         self._first_round = 0
         self._score = ""
 
-    @property
-    def is_enabled(self) -> bool:
-        """Whether progress is shown; ``LightningModule.print`` asks."""
-        return self._enabled
-
     def enable(self) -> None:
         """Show the progress (the default on the first process)."""
-        self._enabled = True
+        self.is_enabled = True
 
     def disable(self) -> None:
         """Show nothing."""
         self._close()
-        self._enabled = False
+        self.is_enabled = False
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Open the line; a resumed run starts at its round."""
         self._score, self._first_round, self._started_at = "", trainer.current_epoch, time.monotonic()
         console = Console()
-        if self._enabled and console.is_interactive:
+        if self.is_enabled and console.is_interactive:
             text = TextColumn("{task.fields[text]}", table_column=Column(no_wrap=True, overflow="ellipsis"))
             columns = ("{task.description}", BarColumn(bar_width=None), text)
             # no thread that refreshes: worker processes are forked, and it might hold a lock just then
@@ -114,46 +109,38 @@ class RoundProgress(ProgressBar):
 
     def _show(self, steps: str = "", fraction: float = 0.0, at_once: bool = False) -> None:
         now = time.monotonic()
-        if not self._enabled or (now < self._next_time and not at_once):
+        if not self.is_enabled or (now < self._next_time and not at_once):
             return
         self._next_time = now + (_REFRESH_SECONDS if self._live else self.every_n_seconds)
         metrics = getattr(self.trainer.lightning_module, "metrics", {})
-        done, rounds = self.trainer.current_epoch, self.trainer.max_epochs
-        total = None if rounds is None or rounds < 0 else rounds
-        name = f"round {done}/?" if total is None else f"round {done:{len(str(total))}}/{total}"
+        done, total = self.trainer.current_epoch, self.trainer.max_epochs or 0
+        name = f"round {done:{len(str(total))}}/{total}"
         texts = [
             f"loss {float(metrics['train/loss']):.4g}" if "train/loss" in metrics else "",
             self._score,
             f"{float(metrics['time/samples_per_s']):,.0f} samples/s"
             if "time/samples_per_s" in metrics
             else "",
-            self._clock(now - self._started_at, done + fraction, math.inf if total is None else total),
+            self._clock(now - self._started_at, done + fraction, total),
             steps,
         ]
         text = "  ".join(filter(None, texts))
         if self._live:
-            task = self._live.task_ids[0]
-            completed = done + fraction
+            task, completed = self._live.task_ids[0], done + fraction
             self._live.update(
                 task, description=name, completed=completed, total=total, text=text, refresh=True
             )
         else:
             print(f"{name}  {text}", flush=True)
 
-    def _clock(self, elapsed: float, done: float, total: float) -> str:
+    def _clock(self, elapsed: float, done: float, total: int) -> str:
         if done >= total:
-            return f"in {_minutes(elapsed)}"
+            return f"in {timedelta(seconds=round(elapsed))}"
         here = done - self._first_round
-        return f"ETA {_minutes(elapsed / here * (total - done))}" if here > 0 and math.isfinite(total) else ""
+        return f"ETA {timedelta(seconds=round(elapsed / here * (total - done)))}" if here > 0 else ""
 
     def _note_score(self) -> None:
         # most rounds are not evaluated: the last score stays on show
         metrics = getattr(self.trainer.lightning_module, "metrics", {})
         found = (f"{key} {float(metrics[key]):.4g}" for key in _SCORES if key in metrics)
         self._score = next(found, self._score)
-
-
-def _minutes(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

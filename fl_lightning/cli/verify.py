@@ -1,27 +1,35 @@
 """``python -m fl_lightning verify``: its settings, read like those of ``fit``."""
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
-from types import ModuleType
 
+from fl_lightning.cli.command_line import import_shipped, quiet_host
+from fl_lightning.cli.messages import told
 from fl_lightning.cli.parser import ConciseParser
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.round.callback import FederatedCallback
 
 
-def verify(arguments: Sequence[str], shipped: ModuleType) -> int:
-    """Verify the method that the arguments name, or all that are shipped.
+def main(args: Sequence[str]) -> int:
+    """Check what a method promises, or what all shipped ones do, and print a certificate.
 
     Args:
-        arguments: Arguments after ``verify``.
-        shipped: The package of the shipped callbacks.
+        args: Arguments after ``verify``.
 
     Returns:
-        The exit status: 0 where nothing failed, 1 otherwise.
-
-    Raises:
-        ConfigurationError: The arguments name no callback that could be made and run.
+        The exit status: 0 where nothing failed, 1 where something did, 2 where the arguments cannot be used.
     """
+    quiet_host()
+    try:
+        return _verify(args)
+    except ConfigurationError as error:
+        print(f"error: {told(error)}", file=sys.stderr)
+        return 2
+
+
+def _verify(args: Sequence[str]) -> int:
+    shipped = import_shipped()["callbacks"]
     parser = ConciseParser(
         prog="python -m fl_lightning verify",
         description="Check what a method promises on a tiny federation in float64, and print a certificate.",
@@ -35,7 +43,7 @@ def verify(arguments: Sequence[str], shipped: ModuleType) -> int:
     parser.add_argument(
         "--json", type=str | None, default=None, help="a file that the certificate is written to, too"
     )
-    given = parser.parse_args(list(arguments))
+    given = parser.parse_args(list(args))
     if given.all == (given.callback is not None):
         raise ConfigurationError(
             "verify: give one of --callback and --all, such as --callback FixBN, --callback methods.Mine or --all"

@@ -22,8 +22,8 @@ from fl_lightning.dashboard import contents
 from fl_lightning.dashboard.settings import Mode, WandbSettings, in_a_line, names_of_run, open_run
 from fl_lightning.files import write_text
 from fl_lightning.round.module import FederatedModule
+from fl_lightning.run_directory.describe import describe_environment
 from fl_lightning.run_directory.directory import Attempt
-from fl_lightning.run_directory.environment import describe_environment
 from fl_lightning.run_directory.metrics import read_metrics
 
 

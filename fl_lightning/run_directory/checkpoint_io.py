@@ -70,10 +70,8 @@ class AtomicCheckpointIO(CheckpointIO):
         if not target.is_file():
             raise ConfigurationError(f"checkpoint {target} does not exist; use another one{_another(target)}")
         try:
-            with zipfile.ZipFile(
-                target
-            ) as archive:  # torch.load takes flipped bits for weights, the CRC does not
-                damaged = archive.testzip()
+            with zipfile.ZipFile(target) as archive:
+                damaged = archive.testzip()  # torch.load takes flipped bits for weights, the CRC does not
         except (OSError, zipfile.BadZipFile):
             damaged = "the archive"
         if damaged is not None:
@@ -120,18 +118,25 @@ def load_run(path: str | os.PathLike[str], weights_only: bool | None = None) -> 
     return checkpoint
 
 
-def check_model(path: str | os.PathLike[str], saved: Mapping[str, Any], model: nn.Module) -> None:
-    """Check that a checkpoint's model is the configured one.
+def check_run(
+    path: str | os.PathLike[str],
+    checkpoint: Mapping[str, Any],
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+) -> None:
+    """Check that a run can go on as configured: with the model and the server optimizer of its checkpoint.
 
     Args:
         path: The checkpoint file, for the message.
-        saved: The ``state_dict`` of the checkpoint.
+        checkpoint: What it holds.
         model: The configured model.
+        optimizer: The configured server optimizer, None where it is not needed.
 
     Raises:
-        ConfigurationError: A name or a shape differs; the first one is told.
+        ConfigurationError: A name or a shape in the model differs, of which the first one is told; the optimizer is
+            of another kind or steps other parameters.
     """
-    own = model.state_dict()
+    own, saved = model.state_dict(), checkpoint["state_dict"]
     places = [name for name in (*own, *saved) if name not in own or name not in saved]
     places += [name for name in own if name in saved and own[name].shape != saved[name].shape]
     if places:
@@ -142,25 +147,12 @@ def check_model(path: str | os.PathLike[str], saved: Mapping[str, Any], model: n
             f"checkpoint and {told[1]} in the model ({len(places)} such differences); "
             "use the model settings that it was trained with, or another checkpoint"
         )
-
-
-def check_optimizer(path: str | os.PathLike[str], saved: Mapping[str, Any], optimizer: Optimizer) -> None:
-    """Check that a checkpoint's server optimizer can go on as the configured one.
-
-    Args:
-        path: The checkpoint file, for the message.
-        saved: The optimizer's state in the checkpoint.
-        optimizer: The configured server optimizer.
-
-    Raises:
-        ConfigurationError: It is of another kind or steps other parameters.
-    """
-    groups = zip(saved["param_groups"], optimizer.param_groups, strict=False)
+    if not isinstance(optimizer, Optimizer) or not checkpoint.get("optimizer_states"):
+        return
+    groups = checkpoint["optimizer_states"][0]["param_groups"], optimizer.param_groups
     # a setting that only the configured one knows may be new in a later release of torch
-    foreign = {setting for old, new in groups for setting in old if setting not in new}
-    sizes = [
-        [len(group["params"]) for group in part] for part in (saved["param_groups"], optimizer.param_groups)
-    ]
+    foreign = {setting for old, new in zip(*groups, strict=False) for setting in old if setting not in new}
+    sizes = [[len(group["params"]) for group in part] for part in groups]
     if foreign or sizes[0] != sizes[1]:
         raise ConfigurationError(
             f"checkpoint {path} was not written with model.server_optimizer {type(optimizer).__name__}"

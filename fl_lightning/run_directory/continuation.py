@@ -66,73 +66,47 @@ def find_start(
         keeper: The run's own checkpoints; none is copied where they lie in another folder.
 
     Raises:
-        ConfigurationError: A new attempt would have nothing to train, or metrics of the rounds before are missing.
+        ConfigurationError: A new attempt would have nothing to train, metrics of the rounds before are missing, or a
+            file cannot be written.
     """
     resumed, source = int(checkpoint["global_step"]), attempt_of(ckpt_path)
+    # read before there is a folder: lines that are missing leave nothing behind
+    lines = lines_until(source.metrics, resumed) if source is not None else []
     owned = source is not None and directory.owns(source)
     if source is not None and owned and not _is_behind(source, resumed):
-        lines_until(source.metrics, resumed)  # refuses a file without the metrics of a round
         return Start(source, resumed, is_new=False)
     if max_rounds is not None and 0 <= max_rounds <= resumed:
         raise ConfigurationError(
             f"trainer.max_epochs: {max_rounds}, but {ckpt_path} is of round {resumed}: nothing is left to train; "
             f"use at least {resumed + 1}, or python -m fl_lightning test --ckpt_path {ckpt_path}"
         )
+    new = directory.new_attempt()
     if source is None:
-        new = directory.new_attempt()
         print(
             f"new attempt {new.path} starts at round {resumed + 1}, and so does its metrics.jsonl: {ckpt_path} lies in no "
             "run directory",
             flush=True,
         )
         return Start(new, resumed, own_settings=True)
-    best_round = checkpoint.get("callbacks", {}).get(keeper.state_key, {}).get("best_round")
-    new = fork(source, resumed, directory, config, ckpt_path if keeper.dirpath is None else None, best_round)
+    try:
+        write_bytes(new.metrics, b"".join(lines))
+        write_text(new.config, config)
+        if keeper.dirpath is None:
+            best, state = source.checkpoints / "best.ckpt", checkpoint.get("callbacks", {})
+            best_round = state.get(keeper.state_key, {}).get("best_round")
+            # the source may have found a better one since
+            if best_round is not None and best.is_file() and _round_of(best) == best_round:
+                write_bytes(new.checkpoints / best.name, best.read_bytes())
+            write_bytes(new.checkpoints / "last.ckpt", ckpt_path.read_bytes())
+    except BaseException:
+        new.discard()
+        raise
     print(
         f"new attempt {new.path} goes on from round {resumed} of {source.path}, which stays as it is: "
         f"{'the checkpoint is older than its last.ckpt' if owned else 'it has other settings or another seed'}",
         flush=True,
     )
     return Start(new, resumed, own_settings=not owned)
-
-
-def fork(
-    source: Attempt,
-    round_number: int,
-    directory: RunDirectory,
-    config: str,
-    last: Path | None,
-    best_round: int | None = None,
-) -> Attempt:
-    """Make a new attempt with what another one had computed until a round.
-
-    Args:
-        source: The attempt, which is left as it is.
-        round_number: The round.
-        directory: Where the new attempt belongs.
-        config: The new attempt's resolved configuration as YAML.
-        last: The checkpoint of the round, None where no checkpoint shall be copied.
-        best_round: The round of ``best.ckpt`` at that time, None where there was none.
-
-    Raises:
-        ConfigurationError: The metrics of a round are missing, or a file cannot be written.
-    """
-    # read before there is a folder: lines that are missing leave nothing behind
-    lines = lines_until(source.metrics, round_number)
-    new, best = directory.new_attempt(), source.checkpoints / "best.ckpt"
-    try:
-        write_bytes(new.metrics, b"".join(lines))
-        write_text(new.config, config)
-        if last is not None and best_round is not None and best.is_file():
-            content = best.read_bytes()
-            if _round_of(best) == best_round:  # the source may have found a better one since
-                write_bytes(new.checkpoints / best.name, content)
-        if last is not None:
-            write_bytes(new.checkpoints / "last.ckpt", last.read_bytes())
-    except BaseException:
-        new.discard()
-        raise
-    return new
 
 
 def _is_behind(source: Attempt, round_number: int) -> bool:
@@ -145,7 +119,7 @@ def _is_behind(source: Attempt, round_number: int) -> bool:
 
 
 def _round_of(checkpoint: Path) -> int:
-    return int(load_run(checkpoint, None)["global_step"])
+    return int(load_run(checkpoint)["global_step"])
 
 
 class OwnServerSettings(Callback):

@@ -1,10 +1,14 @@
-"""A run in a few words, for titles and tables."""
+"""A run in a few words, for titles and tables, and the environment that it was made in."""
 
 import inspect
+import platform
+import subprocess
 from collections.abc import Sequence
 
+import lightning as L
 import torch
 
+from fl_lightning import __version__
 from fl_lightning.aggregation import WeightedMean
 from fl_lightning.models.describe import norm_names
 from fl_lightning.round.module import FederatedModule
@@ -43,3 +47,24 @@ def run_title(module: FederatedModule) -> list[str]:
     model = type(module.model).__name__ + (f" ({', '.join(norms)})" if norms else "")
     data = f"{type(module.data).__name__}: {module.data.describe_partition()}"
     return [method_name(module, module.federated_callbacks), f"{model}; {data}; seed {module.seed}"]
+
+
+def describe_environment() -> dict[str, str | None]:
+    """Versions, platform and git commit (None outside a checkout; ``-dirty``: with uncommitted changes)."""
+    return {
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "lightning": L.__version__,
+        "fl_lightning": __version__,
+        "platform": platform.platform(),
+        "git_commit": _git_commit(),
+    }
+
+
+def _git_commit() -> str | None:
+    command = ["git", "--no-optional-locks", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return answer.stdout.strip()

@@ -13,12 +13,12 @@ import re
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from fl_lightning.errors import ConfigurationError
-from fl_lightning.files import missing_folders, remove_empty
+from fl_lightning.files import remove_empty
 
 _NUMBER = r"(?:\.([1-9][0-9]*))?"
 
@@ -76,11 +76,8 @@ def _inside_the_hash(node: Any, prefix: str) -> Any:
 
 
 def _class_name(entry: Any) -> str:
-    return (
-        str(entry["class_path"]).rpartition(".")[2]
-        if isinstance(entry, Mapping) and "class_path" in entry
-        else ""
-    )
+    path = entry.get("class_path", "") if isinstance(entry, Mapping) else ""
+    return str(path).rpartition(".")[2]
 
 
 class _File:
@@ -99,11 +96,9 @@ class Attempt:
 
     Attributes:
         path: The folder, such as ``runs/quickstart/1f0c9a7e-s0.2``.
-        made: The folders around it, from the inside out, that did not exist before.
     """
 
     path: Path
-    made: tuple[Path, ...] = field(default=(), compare=False)
 
     config = _File("config.yaml")  # the resolved configuration
     metrics = _File("metrics.jsonl")  # one line per logged round: the source of truth
@@ -138,9 +133,9 @@ class Attempt:
             os.close(folder)
 
     def discard(self) -> None:
-        """Remove the folder with all it holds, and the folders around it that it made and that are empty then."""
+        """Remove the folder with all it holds, and ``runs/<name>`` and ``runs`` where they are empty then."""
         shutil.rmtree(self.path)
-        remove_empty(self.made)
+        remove_empty(self.path.parents[:2])
 
 
 @dataclass(frozen=True)
@@ -148,15 +143,12 @@ class RunDirectory:
     """All attempts at one configuration and seed.
 
     Args:
-        root: ``runs/<name>``; ``~`` is the user's home.
+        root: ``runs/<name>``.
         stem: ``<config hash>-s<seed>``: the first attempt's folder; later ones add ``.2``, ``.3``, ...
     """
 
     root: Path
     stem: str
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "root", self.root.expanduser())
 
     def new_attempt(self) -> Attempt:
         """Create the folder of the next attempt; two processes that start together get two folders.
@@ -165,7 +157,6 @@ class RunDirectory:
             ConfigurationError: The folder cannot be created.
         """
         try:
-            made = tuple(missing_folders(self.root))
             self.root.mkdir(parents=True, exist_ok=True)
             number = max(self._attempts(), default=0)
             while True:
@@ -175,7 +166,7 @@ class RunDirectory:
                     path.mkdir(parents=True)  # a failed first attempt may just have removed the root
                 except FileExistsError:
                     continue
-                return Attempt(path, made)
+                return Attempt(path)
         except OSError as error:
             raise ConfigurationError(
                 f"run directory {self.root / self.stem} cannot be created: {error.strerror}; "
@@ -217,19 +208,19 @@ class RunDirectory:
         return path
 
     def _other_checkpoint(self, name: str) -> str:
-        """A checkpoint that the newest attempt does not have: of an older one, else of another run of this name."""
-        own = [attempt.checkpoints / name for _, attempt in sorted(self._attempts().items(), reverse=True)]
-        found = next((path for path in own if path.is_file()), None)
-        if found is not None:
-            return str(found)
+        """The newest checkpoint of the runs of this name: of this configuration, else of this seed, else of any."""
         seed = self.stem.rpartition("-")[2]
-        others = sorted(
-            self.root.glob(f"*/checkpoints/{name}"),
-            key=lambda path: (path.parts[-3].partition(".")[0].endswith(f"-{seed}"), path.stat().st_mtime),
-        )
-        if others:
-            return f"{others[-1]}, which has other settings or was written by an older version"
-        return "the path of a checkpoint"
+
+        def nearness(path: Path) -> tuple[bool, bool, float]:
+            owned = self.owns(Attempt(path.parents[1]))
+            return owned, path.parts[-3].partition(".")[0].endswith(f"-{seed}"), path.stat().st_mtime
+
+        near = max(self.root.glob(f"*/checkpoints/{name}"), key=nearness, default=None)
+        if near is None:
+            return "the path of a checkpoint"
+        if self.owns(Attempt(near.parents[1])):
+            return str(near)
+        return f"{near}, which has other settings or was written by an older version"
 
     def _attempts(self) -> dict[int, Attempt]:
         pattern = re.compile(re.escape(self.stem) + _NUMBER)
@@ -242,10 +233,11 @@ def directory_of(config: Mapping[str, Any]) -> RunDirectory:
     """The directory of all attempts at a resolved configuration.
 
     Args:
-        config: The resolved configuration, every default filled in, its name too.
+        config: The resolved configuration, every default filled in, its name too; ``~`` is the user's home.
     """
     hashed = config_hash({key: config[key] for key in ("model", "data", "trainer")})
-    return RunDirectory(Path(config["run_root"]) / config["name"], f"{hashed}-s{config['seed_everything']}")
+    root = Path(config["run_root"]).expanduser() / config["name"]
+    return RunDirectory(root, f"{hashed}-s{config['seed_everything']}")
 
 
 def attempt_of(checkpoint: Path) -> Attempt | None:

@@ -28,34 +28,16 @@ class JSONLinesLogger(Logger):
         save_dir: The run's folder.
     """
 
+    name = version = ""  # the folder is the run: nothing is nested in it by name
+
     def __init__(self, save_dir: str | os.PathLike[str]) -> None:
         super().__init__()
         self.path = Path(save_dir) / "metrics.jsonl"
 
     @property
-    def name(self) -> str:
-        """Empty: the folder is the run, nothing is nested in it by name."""
-        return ""
-
-    @property
-    def version(self) -> str:
-        """Empty, like the name."""
-        return ""
-
-    @property
     def save_dir(self) -> str:
         """The run's folder."""
         return str(self.path.parent)
-
-    @property
-    def root_dir(self) -> str:
-        """The run's folder."""
-        return self.save_dir
-
-    @property
-    def log_dir(self) -> str:
-        """The run's folder."""
-        return self.save_dir
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
@@ -145,12 +127,12 @@ def lines_until(path: str | os.PathLike[str], round: int) -> list[bytes]:
 
 def _parse(path: Path) -> list[tuple[dict[str, Any], bytes]]:
     try:
-        *lines, last = path.read_bytes().split(b"\n")
+        lines = path.read_bytes().split(b"\n")
     except FileNotFoundError as error:
         raise ConfigurationError(
             f"metrics file {path} does not exist; give a run directory that has one"
         ) from error
-    rows = [(_row(line), line) for line in lines] + [(_row(last), last)]
+    rows = [(_row(line), line) for line in lines]
     for number, (row, _) in enumerate(rows[:-1], start=1):
         if row is None:
             raise ConfigurationError(

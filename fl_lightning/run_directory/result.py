@@ -1,33 +1,53 @@
-"""What a run leaves behind: the files of its directory and the table that ``fit`` ends with."""
+"""How a run ends: its last evaluation, ``result.json`` and the table of it; predictions of a trained model."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import lightning as L
 from torch import Tensor
 
 from fl_lightning.console import format_bytes, print_table
 from fl_lightning.errors import ConfigurationError
-from fl_lightning.files import write_text
+from fl_lightning.files import write_json, write_text
 from fl_lightning.round.module import FederatedModule
-from fl_lightning.run_directory.describe import describe, method_name
+from fl_lightning.run_directory.describe import describe, describe_environment, method_name
 from fl_lightning.run_directory.directory import Attempt
-from fl_lightning.run_directory.environment import describe_environment
+from fl_lightning.run_directory.drawings import draw_pictures
 from fl_lightning.run_directory.report import reports_of
 
 
-def collect_result(
-    trainer: L.Trainer, module: FederatedModule, attempt: Attempt | None, metrics: Mapping[str, float]
-) -> dict[str, Any]:
-    """What ``result.json`` holds.
+def finish_run(module: FederatedModule, attempt: Attempt | None) -> dict[str, Any]:
+    """Evaluate the final server model; print its result, write and draw it into the run's folder.
 
     Args:
-        trainer: The trainer after ``fit``.
         module: The trained module.
         attempt: The run's folder, None where nothing is written (``fast_dev_run``).
-        metrics: Evaluation metrics of the final server model and its variants, by name; the server's come first.
+
+    Returns:
+        What ``result.json`` holds.
     """
+    trainer, data = module.trainer, module.data
+    metrics = {name: value for name, value in module.metrics.items() if name.startswith("val/")}
+    evaluations = []
+    if not metrics and data.fit_split == "val" and data.val_dataloader():
+        # with limit_val_batches 0 or limit_test_batches 0 there is nothing to evaluate, and no result
+        evaluations += trainer.validate(module, datamodule=data, verbose=False)
+    if data.test_dataloader():
+        evaluations += trainer.test(module, datamodule=data, verbose=False)
+    for found in evaluations:
+        metrics |= found
+    result = _collect(module, attempt, metrics)
+    if attempt is not None:
+        write_json(attempt.result, result)
+    _print(result)
+    draw_pictures(attempt, module)
+    return result
+
+
+def _collect(
+    module: FederatedModule, attempt: Attempt | None, metrics: Mapping[str, float]
+) -> dict[str, Any]:
+    """What ``result.json`` holds; of the metrics those of the server come before those of its variants."""
     record = module.record
     order = sorted(
         metrics,
@@ -38,7 +58,7 @@ def collect_result(
         "method": method_name(module, module.federated_callbacks),
         "model": type(module.model).__name__,
         "partition": module.data.describe_partition(),
-        "rounds": trainer.global_step,
+        "rounds": module.trainer.global_step,
         "planned_rounds": module.planned_rounds,
         "samples": record.samples,
         **{name: metrics[name] for name in order},
@@ -56,8 +76,7 @@ def collect_result(
     }
 
 
-def print_result(result: Mapping[str, Any]) -> None:
-    """Print a result as a table."""
+def _print(result: Mapping[str, Any]) -> None:
     rows = {
         "method": result["method"],
         "model": result["model"],

@@ -73,7 +73,7 @@ def test_stopped_run_has_its_curve_and_the_resumed_run_draws_them_all(tmp_path, 
 def test_run_taken_further_drops_the_class_accuracy_of_the_shorter_one(monkeypatch):
     attempt = run("--trainer.max_epochs", 2).attempt
     assert attempt.class_accuracy.exists()
-    monkeypatch.setattr("fl_lightning.run_directory.files.draw_results", lambda *_: None)
+    monkeypatch.setattr("fl_lightning.run_directory.result.draw_pictures", lambda *_: None)
     run("--ckpt_path", "last", "--trainer.max_epochs", 3)
     assert not attempt.class_accuracy.exists()
 
@@ -103,13 +103,13 @@ def test_picture_that_cannot_be_drawn_costs_nothing_but_itself(monkeypatch, caps
 
 
 def test_result_is_written_before_its_pictures(monkeypatch, capsys):
-    def look(attempt, title):
+    def look(attempt, module):
         assert attempt.result.exists()
         assert "Result" in capsys.readouterr().out
         seen.append(attempt)
 
     seen = []
-    monkeypatch.setattr("fl_lightning.run_directory.files.draw_results", look)
+    monkeypatch.setattr("fl_lightning.run_directory.result.draw_pictures", look)
     assert [run("--trainer.max_epochs", 1).attempt] == seen
 
 

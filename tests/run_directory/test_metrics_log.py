@@ -177,7 +177,7 @@ def test_trainer_works_with_it_as_its_only_logger(tmp_path):
     trainer = L.Trainer(
         logger=logger, accelerator="cpu", enable_progress_bar=False, enable_checkpointing=False
     )
-    assert trainer.log_dir == logger.log_dir == str(tmp_path / "run")
+    assert trainer.log_dir == logger.save_dir == str(tmp_path / "run")
 
 
 def test_no_json_file_holds_what_json_lacks(tmp_path):

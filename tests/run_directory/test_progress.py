@@ -77,7 +77,7 @@ def test_pipe_gets_plain_lines_that_pair_each_round_with_its_own_row(tmp_path, c
         ["round 4/5", "loss 0.25", "val/accuracy 0.3", "1,234 samples/s"],
         ["round 5/5", "loss 0.2", "val/accuracy 0.3", "1,234 samples/s"],
     ]
-    assert [line.split("  ")[-1] for line in lines] == ["ETA 0:00"] * 4 + ["in 0:00"]
+    assert [line.split("  ")[-1] for line in lines] == ["ETA 0:00:00"] * 4 + ["in 0:00:00"]
 
 
 def test_pipe_gets_the_last_round_alone_from_a_short_run(tmp_path, capsys):
@@ -102,8 +102,8 @@ def test_time_left_counts_only_the_rounds_of_this_fit(tmp_path, capsys, monkeypa
     trainer.fit_loop.max_epochs = 110
     trainer.fit(module)
     lines = capsys.readouterr().out.splitlines()
-    assert (lines[0][:13], lines[0][-8:]) == ("round 101/110", "ETA 9:00")
-    assert (lines[-1][:13], lines[-1][-8:]) == ("round 110/110", "in 10:00")
+    assert (lines[0][:13], lines[0][-11:]) == ("round 101/110", "ETA 0:09:00")
+    assert (lines[-1][:13], lines[-1][-10:]) == ("round 110/110", "in 0:10:00")
 
 
 @pytest.mark.parametrize("stage", ["fit", "validate", "test", "predict"])
