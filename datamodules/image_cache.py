@@ -2,7 +2,6 @@
 
 import fcntl
 import os
-import pickle
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -21,13 +20,24 @@ SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".t
 
 
 def list_images(folder: Path) -> list[Path]:
-    """All image files below a folder, in alphabetical order; hidden files are not images."""
-    return sorted(
-        Path(parent, name)
-        for parent, _, names in os.walk(folder, followlinks=True)
-        for name in names
-        if name.lower().endswith(SUFFIXES) and not name.startswith(".")
-    )
+    """All image files below a folder, in alphabetical order; hidden files are not images, links are followed.
+
+    Raises:
+        ConfigurationError: A link leads back to a folder that it lies in.
+    """
+    images = []
+    for parent, _, names in os.walk(folder, followlinks=True):
+        here = Path(parent)
+        if here.is_symlink() and here.parent.resolve().is_relative_to(here.resolve()):
+            raise ConfigurationError(
+                f"data_dir holds {here}, a link to the folder {here.resolve()} that it lies in; remove it"
+            )
+        images += [here / name for name in names if _is_image(name)]
+    return sorted(images)
+
+
+def _is_image(name: str) -> bool:
+    return name.lower().endswith(SUFFIXES) and not name.startswith(".")
 
 
 def decode(path: Path, size: int) -> Image.Image:
@@ -73,6 +83,10 @@ def cached_images(paths: Sequence[Path], root: Path, size: int, cache: Path) -> 
     Raises:
         ConfigurationError: An image cannot be read or the cache cannot be written.
     """
+    if broken := next((path for path in paths if not path.is_file()), None):
+        raise ConfigurationError(
+            f"data_dir holds {broken}, which is no file that can be read (a link to nothing, a pipe); remove it"
+        )
     status = [(path.relative_to(root), path.stat()) for path in paths]
     files = [(str(path), found.st_size, found.st_mtime_ns) for path, found in status]
     images = _read(cache, files)
@@ -96,17 +110,8 @@ def _read(cache: Path, files: list[tuple[str, int, int]]) -> Tensor | None:
         content = torch.load(cache, weights_only=True)
         images: Tensor = content["images"]
         current = content["files"] == files and content["crc32"] == crc32(images.numpy().data)
-    except (
-        OSError,
-        EOFError,
-        RuntimeError,
-        ValueError,
-        KeyError,
-        TypeError,
-        AttributeError,
-        pickle.UnpicklingError,
-    ):
-        return None  # missing, cut short or no cache at all
+    except Exception:  # noqa: BLE001  # missing, damaged anywhere, no cache at all: torch.load has no list of what it raises
+        return None
     return images if current else None
 
 

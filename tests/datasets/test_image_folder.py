@@ -164,6 +164,23 @@ def test_a_damaged_cache_is_rebuilt_not_trusted(tree, decoded, damage):
     assert len(decoded) == 18
 
 
+def test_a_cache_with_any_damage_is_rebuilt(tree):
+    before = load(tree)
+    path = cache_file()
+    whole = path.read_bytes()
+    draw = np.random.default_rng(0)
+    for _ in range(150):
+        content = bytearray(whole)
+        for place in draw.integers(len(whole), size=4):
+            content[place] = draw.integers(256)
+        # what names the parts of the archive is short: it would seldom be hit
+        content[len(whole) - int(draw.integers(1, 400))] = draw.integers(256)
+        path.write_bytes(content)
+        after = load(tree)
+        assert torch.equal(after.train_images, before.train_images)
+        assert torch.equal(after.test_images, before.test_images)
+
+
 def test_each_size_has_a_cache_of_its_own(tree, decoded):
     load(tree)
     ImageFolder(str(tree), 4).load()
@@ -209,6 +226,27 @@ def test_a_truncated_image_is_named(tree):
 def _remove(folder):
     for file in folder.rglob("*.png"):
         file.unlink()
+
+
+@pytest.mark.parametrize(
+    ("spoil", "place", "what"),
+    [
+        (lambda path: path.symlink_to("gone.png"), "train/ant/odd.png", "which is no file that can be read"),
+        (os.mkfifo, "train/ant/odd.png", "which is no file that can be read"),
+        (lambda path: path.symlink_to(".."), "train/ant/back", "a link to the folder .* that it lies in"),
+        (lambda path: path.symlink_to("."), "train/ant/back", "a link to the folder .* that it lies in"),
+    ],
+)
+def test_what_is_no_image_is_named(tree, spoil, place, what):
+    spoil(tree / place)
+    with pytest.raises(ConfigurationError, match=f"data_dir holds .*{place}, {what}.*; remove it"):
+        load(tree)
+
+
+def test_a_link_to_images_elsewhere_is_followed(tree, tmp_path):
+    save(tmp_path / "elsewhere" / "6.png", np.zeros((8, 8, 3)))
+    (tree / "train" / "ant" / "more").symlink_to(tmp_path / "elsewhere")
+    assert load(tree).train_labels.bincount().tolist() == [7, 6]
 
 
 @pytest.mark.parametrize(
