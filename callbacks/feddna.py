@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fl_lightning import FederatedCallback
-from fl_lightning.aggregation import weighted_mean
+from fl_lightning.aggregation import require_weighted_mean, weighted_mean
 from fl_lightning.batch_norm.layers import require_batch_norm
 from fl_lightning.batch_norm.moments import total_variance
 from fl_lightning.errors import check_choice
@@ -40,7 +40,7 @@ class FedDNA(FederatedCallback):
             ``"kl"`` the method is FedAvg). The importances are those of N(q) in either case.
 
     Raises:
-        ConfigurationError: Unknown divergence, or a model without running statistics.
+        ConfigurationError: Unknown divergence, a model without running statistics, or another aggregator than the weighted mean.
     """
 
     paper = "Duan et al., FedDNA, ECML-PKDD 2021 (lite)"
@@ -56,8 +56,9 @@ class FedDNA(FederatedCallback):
         return {"mean": "pooled", "var": "pooled"}
 
     def configure_batch_norm(self, pl_module: "FederatedModule") -> None:
-        """Check that there are statistics to aggregate."""
+        """Check that there are statistics to aggregate, with weights."""
         require_batch_norm(pl_module.model, "FedDNA")
+        require_weighted_mean(pl_module.aggregator, "FedDNA", "sums statistics with importances")
 
     def on_train_start(self, trainer: L.Trainer, pl_module: "FederatedModule") -> None:  # type: ignore[override]  # rounds have one
         """Say what this version is."""

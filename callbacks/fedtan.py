@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fl_lightning import FederatedCallback
+from fl_lightning.aggregation import require_weighted_mean
 from fl_lightning.batch_norm.joint import cohort_mean
 from fl_lightning.batch_norm.swapping import SwappedBatchNorm, swap_batch_norm
 from fl_lightning.errors import check_choice
@@ -116,7 +117,8 @@ class FedTAN(FederatedCallback):
         restart_momentum: Whether clients restart their optimizer after the first step, as the authors' code.
 
     Raises:
-        ConfigurationError: Unknown setting, a model without BN, or a callback that keeps momentum which this one restarts.
+        ConfigurationError: Unknown setting, a model without BN, a callback that keeps momentum which this one restarts, or
+            another aggregator than the weighted mean.
     """
 
     paper = "Wang et al., arXiv 2301.02982"
@@ -149,6 +151,9 @@ class FedTAN(FederatedCallback):
 
     def configure_batch_norm(self, pl_module: "FederatedModule") -> None:
         """Let BN layers exchange in joint steps."""
+        require_weighted_mean(
+            pl_module.aggregator, "FedTAN", "takes means of all clients inside of a local step"
+        )
         self.layers: list[TANBatchNorm] = swap_batch_norm(pl_module.model, TANBatchNorm)
         for index, layer in enumerate(self.layers):
             if self.affine_init == "uniform" and layer.affine:

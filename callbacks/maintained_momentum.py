@@ -22,9 +22,9 @@ class MaintainedMomentum(FederatedCallback):
 
     Args:
         scope: ``"local"``: each client keeps its own state; absent clients keep theirs untouched. ``"global"``: clients
-            send their state after the local steps, the server averages it with the aggregation weights, and every
-            client of the next round starts from the average (so state is sent both ways). Momentum of parameters that
-            another method keeps local (FedBN's gamma and beta) stays at the client in either scope.
+            send their state after the local steps, the module's aggregator combines it (its mean, with the aggregation
+            weights), and every client of the next round starts from that (so state is sent both ways). Momentum of
+            parameters that another method keeps local (FedBN's gamma and beta) stays at the client in either scope.
 
     Raises:
         ConfigurationError: Unknown scope, or a client optimizer without state (SGD without momentum).
@@ -62,8 +62,10 @@ class MaintainedMomentum(FederatedCallback):
         shared = {name: rows for name, (block, rows) in state.items() if self._is_shared(cohort, block)}
         own = {name: rows for name, (_, rows) in state.items() if name not in shared}
         if shared:
-            average = {name: cohort.mean(rows) for name, rows in shared.items()}
-            self._remember(SERVER, {**average, "steps": cohort.optimizer_steps.max()})
+            found = pl_module.aggregator.blocks(list(shared.values()), cohort.weights)
+            self._remember(
+                SERVER, {**dict(zip(shared, found, strict=True)), "steps": cohort.optimizer_steps.max()}
+            )
         for index, client in enumerate(cohort.client_ids if own else []):
             steps = {} if shared else {"steps": cohort.optimizer_steps[index]}
             self._remember(client, {name: rows[index].clone() for name, rows in own.items()} | steps)
@@ -76,7 +78,7 @@ class MaintainedMomentum(FederatedCallback):
         return floats, floats
 
     def state_dict(self) -> dict[str, Any]:
-        """The remembered state by client id (``SERVER``: the server's average)."""
+        """The remembered state by client id (``SERVER``: what the server has combined)."""
         return {"memory": self.memory}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -19,7 +19,7 @@ class MomentMatching(FederatedCallback):
 
     ``mu = sum p_i mu_i`` and ``sigma^2 = sum p_i sigma_i^2 + sum p_i (mu_i - mu)^2``; FedAvg leaves the last sum out. Two
     clients with means 0 and 10 and variance 1 have variance 26 together, where FedAvg says 1. Parameters train as in
-    FedAvg: only evaluation sees the difference.
+    FedAvg: only evaluation sees the difference. The module's aggregator takes the place of the three sums.
 
     Caution: clients send moving averages, ``mu_i = (1 - b) mu + b (their own)`` with b = 1 - (1 - beta)^E, so their means
     lie b times as far apart as those of their batches. The last sum is b^2 of what it should be where the moving average
@@ -43,4 +43,4 @@ class MomentMatching(FederatedCallback):
     def on_round_end(self, trainer: L.Trainer, pl_module: "FederatedModule", cohort: "Cohort") -> None:
         """The server's statistics."""
         means, variances = client_statistics(cohort)
-        set_server_statistics(cohort, *total_variance(means, variances, cohort.weights))
+        set_server_statistics(cohort, *total_variance(means, variances, cohort.weights, pl_module.aggregator))

@@ -24,8 +24,9 @@ class SCAFFOLD(FederatedCallback):
     parameters in it. Weight decay is the optimizer's: it enters neither c_i nor c. All control variates start from 0, and
     absent clients keep theirs. The server learning rate is that of the server optimizer.
 
-    ``mean`` has the aggregation weights and ``|S|/n`` is the cohort's share of all clients' weight, so that c stays the
-    weighted mean of all c_i; with ``weighting: uniform``, or clients of one size, both are the paper's.
+    ``mean`` is the module's aggregator: with the default it has the aggregation weights. ``|S|/n`` is the cohort's share of
+    all clients' weight, so that c stays the weighted mean of all c_i; with ``weighting: uniform``, or clients of one size,
+    both are the paper's. A robust aggregator keeps a Byzantine client's c_i out of c as it keeps its update out.
 
     There are control variates for what the server averages and trains: not for statistics, nor for parameters that are
     frozen or local (FedBN). They double what is sent of it, both ways. Callbacks before this one in the list have changed
@@ -64,12 +65,14 @@ class SCAFFOLD(FederatedCallback):
     def on_before_aggregate(self, trainer: L.Trainer, pl_module: "FederatedModule", cohort: "Cohort") -> None:
         """``c_i <- mean of g`` and ``c <- c + |S|/n mean(delta c_i)``."""
         share = pl_module.weight_share(cohort)
-        for block, total in self._sum.items():
-            own = total / torch.tensor(cohort.local_steps, device=total.device).unsqueeze(1)
-            change = share * cohort.mean(own - self._own[block])
-            server = self.memory.setdefault(SERVER, {}).get(block, torch.zeros_like(change))
-            self.memory[SERVER][block] = server.to(change) + change
-            for client, row in zip(cohort.client_ids, own, strict=True):
+        steps = torch.tensor(cohort.local_steps, device=pl_module.device).unsqueeze(1)
+        own = {block: total / steps for block, total in self._sum.items()}
+        changes = [rows - self._own[block] for block, rows in own.items()]
+        means = pl_module.aggregator.blocks(changes, cohort.weights)
+        for (block, rows), mean in zip(own.items(), means, strict=True):
+            server = self.memory.setdefault(SERVER, {}).get(block, torch.zeros_like(mean))
+            self.memory[SERVER][block] = server.to(mean) + share * mean
+            for client, row in zip(cohort.client_ids, rows, strict=True):
                 self.memory.setdefault(client, {})[block] = row.clone()
 
     def extra_payload(self, cohort: "Cohort") -> tuple[int, int]:

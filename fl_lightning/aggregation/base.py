@@ -87,3 +87,20 @@ class WeightedMean(Aggregator):
     def blocks(self, blocks: Sequence[Tensor], weights: Tensor) -> list[Tensor]:
         """Aggregate each block by itself: the mean is linear, so no copy of all columns is needed."""
         return [self(block, weights) for block in blocks]
+
+
+def require_weighted_mean(aggregator: Aggregator, method: str, doing: str) -> None:
+    """Refuse a rule that a method's own sums over the clients would go round.
+
+    Args:
+        aggregator: The run's aggregator.
+        method: The method, for the message.
+        doing: What it does with every client, for the message.
+
+    Raises:
+        ConfigurationError: The aggregator is not the weighted mean.
+    """
+    if not isinstance(aggregator, WeightedMean):
+        raise ConfigurationError(
+            f"model.aggregator: {type(aggregator).__name__} cannot protect {method}, which {doing}; use WeightedMean"
+        )
