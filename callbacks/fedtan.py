@@ -164,12 +164,12 @@ class FedTAN(FederatedCallback):
         """Say so when this is not the method itself."""
         if self.backward != "aggregated":
             pl_module.print(
-                f"FedTAN(backward={self.backward}): 'FedAvg + Algorithm 2', inferred, since the paper's text of it was not "
-                "available."
+                f"FedTAN(backward={self.backward}): 'FedAvg + Algorithm 2', inferred without its text."
             )
 
     def on_round_start(self, trainer: L.Trainer, pl_module: "FederatedModule", cohort: "Cohort") -> None:
         """The first local step is joint."""
+        self._before = _calls(cohort)
         for layer in self.layers:
             layer.joint = JointStep(len(cohort), self.backward, self.var_correction)
 
@@ -177,24 +177,25 @@ class FedTAN(FederatedCallback):
         self, trainer: L.Trainer, pl_module: "FederatedModule", cohort: "Cohort", step: int
     ) -> None:
         """All further ones are ordinary, with a client optimizer of their own."""
-        if step > 0:
-            return
-        for layer in self.layers:
-            layer.joint = None
-        if self.restart_momentum:
-            cohort.restart_optimizer()
+        if step == 0:
+            self._called = _calls(cohort) - self._before
+            for layer in self.layers:
+                layer.joint = None
+            if self.restart_momentum:
+                cohort.restart_optimizer()
 
     def extra_payload(self, cohort: "Cohort") -> tuple[int, int]:
-        """A mean and a variance of each channel, and what is returned of their gradients."""
-        statistics = sum(
-            cohort.buffers[name][0].numel()
-            for name, kind in cohort.buffer_kinds.items()
-            if kind in ("mean", "var")
-        )
-        floats = statistics * (2 if self.backward == "aggregated" else 1)
+        """A mean and a variance of each channel at each call of a layer, and what is returned of their gradients."""
+        channels = torch.tensor([layer.num_features for layer in self.layers])
+        floats = int(self._called.cpu() @ channels) * (4 if self.backward == "aggregated" else 2)
         return floats, floats
 
     def extra_exchanges(self, cohort: "Cohort") -> int:
-        """One of means and one of variances per layer, and with gradients one more."""
-        layers = list(cohort.buffer_kinds.values()).count("mean")
-        return layers * (3 if self.backward == "aggregated" else 2)
+        """One of means and one of variances at each call of a layer, and with gradients one more."""
+        return int(self._called.sum()) * (3 if self.backward == "aggregated" else 2)
+
+
+def _calls(cohort: "Cohort") -> Tensor:
+    """How often each BN layer has taken statistics in: the counters of the first client, which are everyone's in a joint step."""
+    kinds = cohort.buffer_kinds
+    return torch.stack([cohort.buffers[name][0] for name in kinds if kinds[name] == "counter"])

@@ -25,7 +25,7 @@ from helpers import (
 from torch import nn
 
 import callbacks.fedtan
-from callbacks import FBN, FedBN, FedTAN, FixBN, MaintainedMomentum
+from callbacks import FBN, BatchNormDiagnostics, FedBN, FedTAN, FixBN, MaintainedMomentum
 from callbacks.fedtan import JointStep, TANBatchNorm
 from fl_lightning import (
     ConfigurationError,
@@ -356,6 +356,41 @@ def test_exchanges_and_bytes_of_resnet20_are_those_of_the_table(methods, exchang
     assert module.metrics["comm/exchanges"] == exchanges
     assert upload == download
     assert upload / 2 / 2 / 1e6 == pytest.approx(megabytes, abs=5e-4)  # two clients, and float64 here
+
+
+class TwiceAndNever(nn.Module):
+    """One BN layer runs twice in a forward pass, another one is in eval mode."""
+
+    def __init__(self):
+        super().__init__()
+        self.twice, self.never = nn.BatchNorm2d(2), nn.BatchNorm2d(2).eval()
+        self.head = nn.Linear(72, 3)
+
+    def forward(self, inputs):
+        return self.head(self.never(self.twice(self.twice(inputs))).flatten(1))
+
+
+@pytest.mark.filterwarnings("ignore:Found 1 module.s. in eval mode")  # the layer that never exchanges
+@pytest.mark.parametrize("observers", [[], [BatchNormDiagnostics()]])
+@pytest.mark.parametrize(("backward", "messages"), [("aggregated", 3), ("own", 2)])
+def test_books_count_the_calls_of_a_layer_that_exchanges(backward, messages, observers):
+    made = []
+
+    class Counted(callbacks.fedtan.JointStep):
+        def mean(self, own):
+            made.append(own.numel())
+            return super().mean(own)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(callbacks.fedtan, "JointStep", Counted)
+        module = FederatedModule(TwiceAndNever(), SGD, local_steps=3)
+        fit(module, blobs(), 1, [FedTAN(backward)])
+    assert len(made) == 4  # mean and variance of two calls
+    module = FederatedModule(TwiceAndNever(), SGD, local_steps=3)
+    fit(module, blobs(), 1, [*observers, FedTAN(backward)])
+    sent = {"aggregated": 2, "own": 1}[backward] * sum(made)
+    assert module.metrics["comm/exchanges"] == 1 + 2 * messages
+    assert module.communication.each["FedTAN"] == (8 * sent, 8 * sent)
 
 
 def test_gamma_drawn_at_the_start_is_a_function_of_the_seed_and_a_resumed_run_keeps_its_own(tmp_path):
