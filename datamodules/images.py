@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from fl_lightning.errors import ConfigurationError
+
 Batch = tuple[Tensor, Tensor]
 
 
@@ -24,6 +26,9 @@ class ImageData:
         test_images: uint8, shape ``[M, C, H, W]``.
         test_labels: int64, shape ``[M]``.
         train_groups: For data that come in groups, the group of each training image, int64, shape ``[N]``.
+
+    Raises:
+        ConfigurationError: Images or labels have another type or shape, or their numbers differ.
     """
 
     train_images: Tensor
@@ -31,6 +36,22 @@ class ImageData:
     test_images: Tensor
     test_labels: Tensor
     train_groups: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        for split in ("train", "test"):
+            images, labels = getattr(self, f"{split}_images"), getattr(self, f"{split}_labels")
+            for name, tensor, dtype, dims, shape in (
+                ("images", images, torch.uint8, 4, "[N, channels, height, width]"),
+                ("labels", labels, torch.int64, 1, "[N]"),
+            ):
+                if tensor.dtype != dtype or tensor.dim() != dims:
+                    raise ConfigurationError(
+                        f"ImageData.{split}_{name}: {tensor.dtype} {list(tensor.shape)}; load() must give {dtype} {shape}"
+                    )
+            if len(images) != len(labels):
+                raise ConfigurationError(
+                    f"ImageData.{split}_labels: {len(labels)} labels of {len(images)} images; load() must give one each"
+                )
 
 
 class Normalization:

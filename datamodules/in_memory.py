@@ -190,6 +190,8 @@ class InMemoryDataModule(FederatedDataModule):
 
     def _distribute(self, data: ImageData) -> None:
         labels = data.train_labels
+        self._check_labels("train_labels", labels)
+        self._check_labels("test_labels", data.test_labels)
         used = torch.arange(len(labels))
         if self.max_examples is not None:
             subset = generator(self.seed, "training subset")
@@ -224,7 +226,21 @@ class InMemoryDataModule(FederatedDataModule):
     def _normalization(self, train_images: Tensor) -> Normalization:
         if self.mean is not None and self.std is not None:
             return Normalization(self.mean, self.std, self.scale)
+        for channel, pixels in enumerate(train_images.unbind(1)):
+            if pixels.min() == pixels.max():
+                raise ConfigurationError(
+                    f"data: channel {channel} of {type(self).__name__} is {int(pixels.min())} in all training images, and cannot "
+                    "be scaled to standard deviation 1; leave the channel out, or set mean and std of the class"
+                )
         return Normalization(*channel_statistics(train_images, self.scale), self.scale)
+
+    def _check_labels(self, name: str, labels: Tensor) -> None:
+        lowest, highest = (int(labels.min()), int(labels.max())) if len(labels) else (0, 0)
+        if lowest < 0 or (self.num_classes is not None and highest >= self.num_classes):
+            raise ConfigurationError(
+                f"data: {name} of {type(self).__name__} are {lowest} to {highest}, but its classes are "
+                f"0 to {self.num_classes - 1 if self.num_classes else '...'}; number the classes from 0, and set num_classes"
+            )
 
     def _check_client_sizes(self) -> None:
         smallest = min(client.num_examples for client in self._shares)

@@ -24,12 +24,12 @@ def save(path, pixels):
 
 @pytest.fixture
 def tree(tmp_path):
-    """Two classes, created out of order; image i of class c is a plain colour (10 * i, 100 * c, 7)."""
+    """Two classes, created out of order; image i of class c is a plain colour (10 * i, 100 * c, 7 + i)."""
     root = tmp_path / "tree"
     for split, count in (("train", 6), ("test", 3)):
         for label, name in ((1, "zebra"), (0, "ant")):
             for index in range(count):
-                colour = np.full((8, 8, 3), (10 * index, 100 * label, 7))
+                colour = np.full((8, 8, 3), (10 * index, 100 * label, 7 + index))
                 save(root / split / name / f"{index}.png", colour)
     return root
 
@@ -71,9 +71,8 @@ def test_images_and_labels_belong_together(tree):
         (data.test_images, data.test_labels, 3),
     ):
         assert images.dtype == torch.uint8
-        colours = torch.stack(
-            [10 * (torch.arange(len(labels)) % count), 100 * labels, torch.full_like(labels, 7)], 1
-        )
+        index = torch.arange(len(labels)) % count
+        colours = torch.stack([10 * index, 100 * labels, 7 + index], 1)
         assert torch.equal(images.long(), colours[:, :, None, None].expand(-1, -1, 8, 8))
 
 
