@@ -9,7 +9,7 @@ import lightning as L
 import numpy as np
 import torch
 from lightning.pytorch.utilities.seed import isolate_rng
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
 
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.randomness import derive_seed
@@ -29,7 +29,8 @@ class LoaderBatches:
         seed: The run's seed.
 
     Attributes:
-        num_examples: Number of training examples.
+        num_examples: Number of training examples: those that the loader's sampler draws from, which may be a part of the data
+            set that several clients share.
         steps_per_epoch: Number of batches in one pass over them.
         samples_per_step: Samples in a batch, on average over a pass.
 
@@ -53,20 +54,16 @@ class LoaderBatches:
                 "use a smaller batch_size or drop_last=False"
             )
         dataset: Any = getattr(self.loader, "dataset", None)
-        self.num_examples = len(dataset) if hasattr(dataset, "__len__") else self.steps_per_epoch
-        complete = getattr(self.loader, "drop_last", False) and self.loader.batch_size is not None
-        self.samples_per_step: float = (
-            float(self.loader.batch_size or 0) if complete else self.num_examples / self.steps_per_epoch
-        )
-        self._at_random = (
-            type(self.loader) is DataLoader
-            and not isinstance(dataset, IterableDataset)
-            and self.loader.num_workers == 0
-        )
+        map_style = type(self.loader) is DataLoader and not isinstance(dataset, IterableDataset)
+        self._at_random = map_style and self.loader.num_workers == 0
         self._epoch = -1
         self._order: list[Any] = []
         self._iterator: Iterator[Any] | None = None
         self._next_step = -1
+        self.num_examples = len(dataset) if hasattr(dataset, "__len__") else self.steps_per_epoch
+        self.samples_per_step: float = self.num_examples / self.steps_per_epoch
+        if map_style:
+            self._count()
 
     def train_batch(self, step: int) -> Any:
         """The batch of local step ``step`` (from 0, counted over the whole training)."""
@@ -82,6 +79,22 @@ class LoaderBatches:
                 self._fetch(epoch, skipped)
         self._next_step = step + 1
         return self._fetch(epoch, index)
+
+    def _count(self) -> None:
+        """Count what the sampler draws from."""
+        sampler = self.loader.batch_sampler or self.loader.sampler
+        if type(sampler) is BatchSampler:
+            self.num_examples = len(sampler.sampler)  # type: ignore[arg-type]  # those of a loader with a length have one
+            steps = sampler.drop_last and sampler.batch_size
+            self.samples_per_step = steps or self.num_examples / self.steps_per_epoch
+        elif self.loader.batch_sampler is not None:  # one of the user's own: its first epoch tells
+            with self._seeded("client loader", 0):
+                batches = [list(batch) for batch in sampler]
+            self.num_examples = len({index for batch in batches for index in batch})
+            self.samples_per_step = sum(map(len, batches)) / len(batches)
+        elif isinstance(sampler, Sampler):  # sample by sample
+            self.num_examples = len(sampler)  # type: ignore[arg-type]  # likewise
+            self.samples_per_step = self.num_examples / self.steps_per_epoch
 
     def _start(self, epoch: int) -> None:
         samplers: list[Any] = [

@@ -4,7 +4,7 @@ import lightning as L
 import pytest
 import torch
 from helpers import SGD, ArrayClient, SaveRounds, distance, fit, small_cnn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, SubsetRandomSampler, TensorDataset
 
 from fl_lightning import FederatedDataModule, FederatedModule
 from fl_lightning.client_data.loaders import LoaderBatches
@@ -92,3 +92,43 @@ def test_the_last_short_batch_counts_on_average():
     data = FederatedDataModule([ArrayClient(torch.zeros(10, 1), torch.zeros(10), 4)])
     data.clients[0].train_dataloader = lambda: DataLoader(data.clients[0].dataset, 4)
     assert data.samples_per_step(0) == pytest.approx(10 / 3)
+
+
+class Shared(L.LightningDataModule):
+    """A part of a data set that several clients share."""
+
+    dataset = TensorDataset(torch.zeros(60, 2, 6, 6, dtype=torch.float64), torch.arange(60) % 3)
+
+    def __init__(self, part, sampling):
+        super().__init__()
+        self.part, self.sampling = list(part), sampling
+
+    def train_dataloader(self):
+        sampler = SubsetRandomSampler(self.part)
+        if self.sampling == "batch_sampler":
+            batches = [self.part[start : start + 4] for start in range(0, len(self.part), 4)]
+            return DataLoader(self.dataset, batch_sampler=batches)
+        if self.sampling == "sample by sample":
+            return DataLoader(self.dataset, batch_size=None, sampler=sampler)
+        return DataLoader(self.dataset, 4, sampler=sampler, drop_last=self.sampling == "drop_last")
+
+
+@pytest.mark.parametrize("sampling", ["sampler", "drop_last", "batch_sampler", "sample by sample"])
+def test_clients_that_share_a_data_set_count_their_own_part(sampling):
+    parts = [range(4), range(4, 16), range(16, 60)]
+    data = FederatedDataModule([Shared(part, sampling) for part in parts])
+    data.setup("fit")
+    assert data.partition_record()["sizes"] == [4, 12, 44]
+    assert [data.samples_per_step(client) for client in range(3)] == [1 if "by" in sampling else 4] * 3
+    plan = RoundPlan(data, None, 1, 3, seed=0)
+    assert plan.weights([0, 1, 2], 1).tolist() == [4 / 60, 12 / 60, 44 / 60]
+    assert plan.limit(2.0) == 2
+
+
+def test_indices_that_a_batch_sampler_gives_twice_are_one_example():
+    class Twice(Shared):
+        def train_dataloader(self):
+            return DataLoader(self.dataset, batch_sampler=[[0, 1, 2], [2, 3, 4, 5, 0]])
+
+    source = LoaderBatches(Twice([], ""), 0, seed=0)
+    assert (source.num_examples, source.samples_per_step) == (6, 4)
