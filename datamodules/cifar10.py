@@ -75,7 +75,12 @@ class CIFAR10(InMemoryDataModule):
             )
 
     def prepare_data(self) -> None:
-        """Download the data set where that is asked for and needed; build the cache of decoded images."""
+        """Download the data set where that is asked for and needed; build the cache of decoded images.
+
+        Nothing once they are in memory.
+        """
+        if self.clients:
+            return
         if self.folders is not None:
             self.folders.read(self.image_size, self.cache_dir)
         elif self.download:

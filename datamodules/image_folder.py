@@ -52,8 +52,9 @@ class ImageFolder(InMemoryDataModule):
         self.num_classes = len(self.class_names)
 
     def prepare_data(self) -> None:
-        """Build the cache of decoded images where it is missing or out of date."""
-        self.load()
+        """Build the cache of decoded images where it is missing or out of date; nothing once they are in memory."""
+        if not self.clients:
+            self.load()
 
     def load(self) -> ImageData:
         """Read the images, from the cache where it is up to date.

@@ -123,7 +123,7 @@ def quiet_host() -> None:
         ".*does not have many workers.*",  # in-memory data need none
         ".*isinstance\\(treespec, LeafSpec\\).*",  # Lightning 2.6 on torch 2.12 and later, harmless
         "Implicitly cleaning up <TemporaryDirectory",  # W&B's, for the pictures of a run
-        ".*You defined a `validation_step` but have no `val_dataloader`.*",  # a federation without evaluation data
+        ".*Total length of `list` across ranks is zero.*",  # a federation without evaluation data
     ):
         warnings.filterwarnings("ignore", message)
 

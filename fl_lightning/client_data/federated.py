@@ -110,11 +110,14 @@ class FederatedDataModule(L.LightningDataModule):
 
     def val_dataloader(self) -> Any:
         """The server's validation data; nothing where there is none."""
-        return self.server.val_dataloader() if self.server is not None else []
+        return self._of_server("val_dataloader")
 
     def test_dataloader(self) -> Any:
         """The server's test data; nothing where there is none."""
-        return self.server.test_dataloader() if self.server is not None else []
+        return self._of_server("test_dataloader")
+
+    def _of_server(self, loader: str) -> Any:
+        return getattr(self.server, loader)() if self.server and is_overridden(loader, self.server) else []
 
     def predict_dataloader(self) -> Any:
         """The server's test data: predictions are made on it."""

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 from command_line import attempts, main, message_of, run, write_config
+from helpers import write_cifar10_folders
 
 
 def test_early_stopping_on_a_misspelt_metric_lists_what_is_logged_and_keeps_the_finished_round(capsys):
@@ -133,3 +134,65 @@ def test_foreign_package_of_the_same_name_is_named_and_refused(capsys, tmp_path,
     message = message_of(capsys, run)
     assert message.startswith(f"error: the package 'callbacks' found at {tmp_path / 'callbacks'}")
     assert attempts() == []
+
+
+HOSPITALS = """
+import lightning as L
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from fl_lightning import FederatedDataModule
+
+
+class Hospital(L.LightningDataModule):
+    def train_dataloader(self):
+        return DataLoader(TensorDataset(torch.randn(20, 1, 8, 8), torch.arange(20) % 10), 10)
+
+
+class WithValidation(Hospital):
+    val_dataloader = Hospital.train_dataloader
+
+
+class Hospitals(FederatedDataModule):
+    num_classes, in_channels, image_size = 10, 1, 8
+
+    def __init__(self, server: bool, seed: int = 0) -> None:
+        super().__init__([Hospital(), Hospital()], WithValidation() if server else Hospital(), seed)
+"""
+
+
+@pytest.mark.parametrize("validates", [True, False])
+def test_own_data_without_test_data_end_in_a_result(validates, tmp_path, monkeypatch):
+    Path("hospitals.py").write_text(HOSPITALS)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "hospitals", raising=False)
+    data = {"class_path": "hospitals.Hospitals", "init_args": {"server": validates}}
+    write_config({"data": data, "trainer.max_epochs": 2, "trainer.callbacks": None})
+    cli = run()
+    result = json.loads(cli.attempt.result.read_text())
+    assert [name for name in result if "/" in name] == (["val/loss", "val/accuracy"] if validates else [])
+    assert cli.attempt.learning_curve.exists()
+
+
+def test_images_that_vanish_while_training_are_in_memory():
+    write_cifar10_folders()
+    write_config(
+        {
+            "data": {
+                "class_path": "CIFAR10",
+                "init_args": {"image_size": 8, "num_clients": 2, "batch_size": 4},
+            },
+            "trainer.max_epochs": 2,
+            "trainer.callbacks": [{"class_path": "tests_vanish.Vanish"}],
+        }
+    )
+    Path("tests_vanish.py").write_text(
+        "import shutil\nimport lightning as L\n"
+        "class Vanish(L.Callback):\n"
+        "    def on_train_start(self, trainer, pl_module):\n"
+        "        shutil.rmtree('data/cifar10')\n"
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(Path.cwd())
+        cli = run()
+    assert "test/accuracy" in json.loads(cli.attempt.result.read_text())
