@@ -44,10 +44,12 @@ class FBN(FederatedCallback):
     send what they measured, and the server adds the variance between the clients, so that (m, v) are what PyTorch's BN
     would track on the union batch: unbiased, with N/(N-1) of all N values per channel. With E = 1 this is Algorithm 2 of
     the paper. Several local steps are our extension (footnote 4 only hints at them): a client pools its E batches
-    exactly, and one moving average with 1 - (1 - beta)^E follows. Unequal batches weigh by their number of values.
+    exactly, and one moving average with 1 - (1 - beta)^E follows, where E is the largest number of local steps in the round:
+    a client with fewer steps forgets as much, having seen less. Unequal batches weigh by their number of values.
 
     Training equals that of one client with the union batch, not that of ordinary BN, which normalises with the present
-    batch. beta is each BN layer's ``momentum`` (PyTorch's convention). The module's aggregator takes the place of the
+    batch. That asks for gradients that weigh as the values do: equal clients, or ``weighting: samples`` where batches differ
+    (``uniform`` where only the clients' sizes do). beta is each BN layer's ``momentum`` (PyTorch's convention). The module's aggregator takes the place of the
     server's means.
 
     Args:
