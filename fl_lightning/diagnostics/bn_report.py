@@ -100,7 +100,10 @@ class BatchNormReport(Report):
         for name, value in metrics.items():
             pl_module.log(name, value)
         if metrics:
-            now = _newest_round(pl_module)
+            # the round under way, or outside of one the last that was finished, 0 before the first
+            trainer, now = pl_module.trainer, int(pl_module.metrics.get("round", 0))
+            if trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking:
+                now = pl_module.round
             before, values = self.newest.get(measure, (now, {}))
             self.newest[measure] = now, {**(values if before == now else {}), **metrics}
 
@@ -161,14 +164,6 @@ class BatchNormReport(Report):
         self.history.rows = state_dict["history"]
         self.newest, self.frozen_round = state_dict["newest"], state_dict["frozen_round"]
         self.channels = dict(state_dict["channels"])
-
-
-def _newest_round(pl_module: "FederatedModule") -> int:
-    """The round under way, or outside of one the last that was finished, 0 before the first."""
-    trainer = pl_module.trainer
-    if trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking:
-        return pl_module.round
-    return int(pl_module.metrics.get("round", 0))
 
 
 def layer_labels(model: nn.Module) -> dict[str, str]:

@@ -1,7 +1,7 @@
 """A pass over the clients' training data that measures BN statistics under the server's weights."""
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Literal
 
 import lightning as L
@@ -123,28 +123,17 @@ def _observe(pl_module: "FederatedModule", batches: Iterable[Any], observer: Obs
         isolate_rng(),  # what a model draws for itself here, others shall not miss
         evaluating(model),
         batch_statistics(model),
-        _hooked(model, observer),
         precision.val_step_context(),
+        ExitStack() as hooks,
     ):
+        for name, layer in batch_norm_layers(model).items():
+
+            def look(layer: nn.Module, inputs: tuple[Tensor, ...], _outputs: Any, name: str = name) -> None:
+                observer(name, inputs[0].transpose(0, 1).flatten(1).to(layer.get_buffer("running_mean")))
+
+            hooks.enter_context(layer.register_forward_hook(look))
         for batch in batches:
             client_loss(pl_module, batch)
-
-
-@contextmanager
-def _hooked(model: nn.Module, observer: Observer) -> Iterator[None]:
-    handles = [
-        layer.register_forward_hook(
-            lambda layer, args, _outputs, name=name: observer(
-                name, args[0].transpose(0, 1).flatten(1).to(layer.running_mean)
-            )
-        )
-        for name, layer in batch_norm_layers(model).items()
-    ]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _one_by_one(pl_module: "FederatedModule", clients: Iterable[int]) -> Iterator[Any]:

@@ -7,6 +7,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 from fl_lightning.errors import ConfigurationError, nearest
@@ -147,6 +148,5 @@ def _origin(error: BaseException, method: type[FederatedCallback]) -> str:
 
 def _in_words(error: BaseException, method: type[FederatedCallback]) -> str:
     """An exception in one line: its type, its place in the method's code, its message."""
-    place = _origin(error, method)
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}{f' in {place}' if place else ''}: {text if len(text) < 200 else text[:197] + '...'}"
+    place, text = _origin(error, method), shorten(str(error), 200, placeholder=" ...")
+    return f"{type(error).__name__}{f' in {place}' if place else ''}: {text}"

@@ -60,8 +60,8 @@ def describe_state(run: Run) -> dict[str, str]:
     rows["beside that"] = _stages([_extra(seen) for seen in rounds])
     memory = entries(rounds[-1].memory)
     clients = [kept for owner, kept in memory.items() if owner is not None]
-    rows["keeps by client"] = _names(clients[0]) if clients else "nothing"
-    rows["keeps besides"] = _names(memory.get(None, {})) or "nothing"
+    rows["keeps by client"] = _names(clients[0] if clients else {})
+    rows["keeps besides"] = _names(memory.get(None, {}))
     reset = all(seen.optimizer_was_reset for seen in rounds[1:])
     rows["client optimizer"] = "state reset each round" if reset else "state kept between rounds"
     return rows
@@ -121,7 +121,7 @@ def _names(kept: dict[str, Any]) -> str:
     )
     names = ["/".join(re.findall(r"[^\[\]']+", place)) for place in kept]
     shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
-    return f"{shown} ({floats} floats)" if names else ""
+    return f"{shown} ({floats} floats)" if names else "nothing"
 
 
 def _verdict(certificate: Certificate) -> str:

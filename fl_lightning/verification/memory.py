@@ -66,7 +66,7 @@ def _named(seen: Round, numbers: Sequence[int]) -> dict[str, Any]:
 
 def _walk(tree: Any, owner: int | None, place: str) -> Iterator[tuple[int | None, str, Any]]:
     if isinstance(tree, Mapping):
-        numbered = owner is None and bool(tree) and all(_number(key) is not None for key in tree)
+        numbered = owner is None and all(_number(key) is not None for key in tree)
         for key, value in tree.items():
             number = _number(key)
             if numbered and number is not None and number >= 0:
