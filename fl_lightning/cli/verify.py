@@ -2,12 +2,15 @@
 
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 from fl_lightning.cli.command_line import import_shipped, quiet_host
 from fl_lightning.cli.messages import told
 from fl_lightning.cli.parser import ConciseParser
 from fl_lightning.errors import ConfigurationError
+from fl_lightning.files import write_json
 from fl_lightning.round.callback import FederatedCallback
 
 
@@ -48,11 +51,31 @@ def _verify(args: Sequence[str]) -> int:
         raise ConfigurationError(
             "verify: give one of --callback and --all, such as --callback FixBN, --callback methods.Mine or --all"
         )
-    # imported now: the battery's own callbacks are no methods that the parser should know
-    from fl_lightning.verification.command import verify_all, verify_one
-
     file = Path(given.json) if given.json is not None else None
-    if given.callback is not None:
-        return verify_one(lambda: parser.instantiate(given).callback, file)
+    if file is not None and not file.resolve().parent.is_dir():
+        raise ConfigurationError(f"json: {file} is in a folder that does not exist")
+    # imported now: the battery's own callbacks are no methods that the parser should know
+    from fl_lightning.verification.battery import certify
+    from fl_lightning.verification.certificate import Certificate, print_certificate, print_summary
+    from fl_lightning.verification.comparison import Finding
+
+    if not given.all:
+        certificate = certify(lambda: parser.instantiate(given).callback)
+        print_certificate(certificate)
+        if file is not None:
+            write_json(file, asdict(certificate))
+        return int(bool(certificate.failed))
     exported = [getattr(shipped, name) for name in shipped.__all__]
-    return verify_all([cls for cls in exported if issubclass(cls, FederatedCallback)], file)
+    methods = [one for one in exported if issubclass(one, FederatedCallback)]
+    certificates = []
+    for cls, settings in [(one, settings) for one in methods for settings in one.examples]:
+        try:
+            # a table of all has no room for distances to references
+            certificates.append(certify(partial(cls, **settings), references=file is not None))
+        except ConfigurationError as error:  # the others still have their certificates
+            failure = Finding("runs", "FAILED", str(error))
+            certificates.append(Certificate(f"{cls.__name__}({settings})", cls.paper, [failure]))
+    print_summary(certificates)
+    if file is not None:
+        write_json(file, [asdict(one) for one in certificates])
+    return int(any(one.failed for one in certificates))

@@ -5,14 +5,48 @@ from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
-from fl_lightning.diagnostics.layer_history import LayerHistory, layer_labels
+from fl_lightning.batch_norm.swapping import SwappedBatchNorm
 from fl_lightning.pictures.drift import drift_figure, has_drift, layers_figure
 from fl_lightning.pictures.style import LAYERS
 from fl_lightning.run_directory.report import Drawing, Report, Table
 
 if TYPE_CHECKING:
     from fl_lightning.round.module import FederatedModule
+
+
+MAX_ROUNDS = 100
+"""At most so many rounds of a planned run are kept for each quantity, spread evenly over it."""
+
+
+class LayerHistory:
+    """Numbers by round, layer and quantity, thinned to :data:`MAX_ROUNDS` rounds.
+
+    Attributes:
+        rows: (round, layer, quantity, value), plain, for a ``state_dict``.
+    """
+
+    def __init__(self) -> None:
+        self.rows: list[tuple[int, str, str, float]] = []
+
+    def add(self, quantity: str, round_number: int, planned_rounds: int, values: Mapping[str, float]) -> None:
+        """Keep the values of a round, by layer, unless those of a round near to it are kept already."""
+        newest = next((row[0] for row in reversed(self.rows) if row[2] == quantity), None)
+        if newest is None or _place(newest, planned_rounds) < _place(round_number, planned_rounds):
+            self.rows += [(round_number, layer, quantity, value) for layer, value in values.items()]
+
+    def values(self, quantity: str) -> dict[int, dict[str, float]]:
+        """The values of a quantity by round and layer."""
+        found: dict[int, dict[str, float]] = {}
+        for round_number, layer, name, value in self.rows:
+            if name == quantity:
+                found.setdefault(round_number, {})[layer] = value
+        return found
+
+
+def _place(round_number: int, planned_rounds: int) -> int:
+    return (round_number - 1) * MAX_ROUNDS // max(planned_rounds, MAX_ROUNDS)
 
 
 class BatchNormReport(Report):
@@ -66,7 +100,10 @@ class BatchNormReport(Report):
         for name, value in metrics.items():
             pl_module.log(name, value)
         if metrics:
-            now = _newest_round(pl_module)
+            # the round under way, or outside of one the last that was finished, 0 before the first
+            trainer, now = pl_module.trainer, int(pl_module.metrics.get("round", 0))
+            if trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking:
+                now = pl_module.round
             before, values = self.newest.get(measure, (now, {}))
             self.newest[measure] = now, {**(values if before == now else {}), **metrics}
 
@@ -85,7 +122,10 @@ class BatchNormReport(Report):
 
     def tables(self) -> Mapping[str, Table]:
         """``bn_layers``: every number of every layer."""
-        return {"bn_layers": self.history.table(self._labels)} if self.history.rows else {}
+        numbers = {layer: number for number, layer in enumerate(self._labels, 1)}
+        rows = [(r, numbers[layer], layer, name, value) for r, layer, name, value in self.history.rows]
+        columns = ("round", "number of layer", "layer", "quantity", "value")
+        return {"bn_layers": Table(columns, rows)} if rows else {}
 
     def histograms(self) -> Mapping[str, Sequence[float]]:
         """The statistics' deviations of the newest measured round, one value per channel."""
@@ -126,9 +166,15 @@ class BatchNormReport(Report):
         self.channels = dict(state_dict["channels"])
 
 
-def _newest_round(pl_module: "FederatedModule") -> int:
-    """The round under way, or outside of one the last that was finished, 0 before the first."""
-    trainer = pl_module.trainer
-    if trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking:
-        return pl_module.round
-    return int(pl_module.metrics.get("round", 0))
+def layer_labels(model: nn.Module) -> dict[str, str]:
+    """What to call the layers that have parameters or BN statistics of their own, by qualified name, first to last.
+
+    Returns:
+        Labels such as ``"stage1.0.norm1 (BatchNorm2d)"``.
+    """
+    labels = {}
+    for name, layer in model.named_modules():
+        if isinstance(layer, _BatchNorm) or any(p.requires_grad for p in layer.parameters(recurse=False)):
+            kind = layer.original if isinstance(layer, SwappedBatchNorm) else type(layer)
+            labels[name] = f"{name} ({kind.__name__})" if name else kind.__name__
+    return labels

@@ -1,7 +1,7 @@
 """The first local step of a round, computed once more beside it: for the clients, and for the union of their batches."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +10,8 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
 
 from fl_lightning.batch_norm.joint import one_client_for_all
-from fl_lightning.batch_norm.layers import batch_norm_layers
+from fl_lightning.batch_norm.layers import batch_norm_layers, has_statistics
+from fl_lightning.batch_norm.modes import evaluating
 from fl_lightning.cohort.cohort import Cohort
 from fl_lightning.cohort.round_cohort import RoundCohort
 from fl_lightning.cohort.slots import StateSlots
@@ -21,7 +22,6 @@ from fl_lightning.models.dropout import Dropout
 
 if TYPE_CHECKING:
     from fl_lightning.round.module import FederatedModule
-from fl_lightning.batch_norm.layers import has_statistics
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,10 @@ def first_step(pl_module: "FederatedModule", cohort: Cohort, *, union: bool = Tr
         union: Whether the union is computed too; without it there is no ``union_gradient``.
     """
     slots, rows = pl_module.slots, list(range(len(cohort)))
-    with isolate_rng(), _without_dropout(pl_module.model), _observed(pl_module.model) as layers:
+    with isolate_rng(), ExitStack() as without_dropout, _observed(pl_module.model) as layers:
+        for layer in pl_module.model.modules():
+            if isinstance(layer, Dropout):
+                without_dropout.enter_context(evaluating(layer))
         pl_module.slots = StateSlots(pl_module.model)
         try:
             clients = _beside(pl_module, cohort, cohort.client_ids)
@@ -136,18 +139,6 @@ def _executor(pl_module: "FederatedModule") -> Executor:
 def _join(cohort: Cohort, layers: Sequence[str], buffer: str) -> Tensor:
     found = [cohort.buffers[f"{layer}.{buffer}"] for layer in layers]
     return torch.cat(found, 1) if found else torch.empty(len(cohort), 0)
-
-
-@contextmanager
-def _without_dropout(model: nn.Module) -> Iterator[None]:
-    active = [layer for layer in model.modules() if isinstance(layer, Dropout) and layer.training]
-    try:
-        for layer in active:
-            layer.training = False
-        yield
-    finally:
-        for layer in active:
-            layer.training = True
 
 
 @contextmanager

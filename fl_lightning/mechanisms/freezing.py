@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING, Any
 
 import lightning as L
 
+from fl_lightning.batch_norm.kinds import STATISTICS
 from fl_lightning.batch_norm.layers import require_batch_norm
 from fl_lightning.round.callback import FederatedCallback
 
 if TYPE_CHECKING:
     from fl_lightning.cohort.cohort import Cohort
     from fl_lightning.round.module import FederatedModule
-from fl_lightning.batch_norm.kinds import STATISTICS
 
 
 class Freezing(FederatedCallback):

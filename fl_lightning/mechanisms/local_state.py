@@ -122,34 +122,27 @@ class LocalState(VariantEvaluation):
         self, pl_module: "FederatedModule", split: str, evaluations: Mapping[str, ServerEvaluation]
     ) -> Mapping[str, float]:
         """``personal_accuracy`` and ``own_accuracy``, for class labels."""
-        personal = [e.metrics.get("accuracy") for e in evaluations.values()]
         histograms = pl_module.data.class_histograms() or [[]] * pl_module.data.num_clients
-        own = [
-            self._own_accuracy(pl_module, split, name, e, histograms[int(name)])
-            for name, e in evaluations.items()
-        ]
-        found = {
-            "personal_accuracy": [value for value in personal if value is not None],
-            "own_accuracy": [value for value in own if value is not None],
-        }
-        return {name: sum(values) / len(values) for name, values in found.items() if values}
+        personal, own = [], []
+        for name, evaluation in evaluations.items():
+            personal.append(evaluation.metrics.get("accuracy"))
+            loader = pl_module.data.own_dataloader(int(name), split)
+            if loader is None:
+                own.append(weighed_accuracy(evaluation.class_accuracy, histograms[int(name)]))
+            else:
+                own.append(self._accuracy_on(loader, pl_module, name))
+        means = {}
+        for metric, found in (("personal_accuracy", personal), ("own_accuracy", own)):
+            if known := [accuracy for accuracy in found if accuracy is not None]:
+                means[metric] = sum(known) / len(known)
+        return means
 
-    def _own_accuracy(
-        self,
-        pl_module: "FederatedModule",
-        split: str,
-        name: str,
-        evaluation: ServerEvaluation,
-        histogram: Sequence[int],
-    ) -> float | None:
-        loader = pl_module.data.own_dataloader(int(name), split)
-        if loader is None:
-            return weighed_accuracy(evaluation.class_accuracy, histogram)
+    def _accuracy_on(self, loader: Any, pl_module: "FederatedModule", variant: str) -> float | None:
         own = ServerEvaluation().to(pl_module.device)
         own.start()
         with isolate_rng():  # a loader draws a seed for each pass
             for batch in loader:
-                self.evaluate(pl_module, self._tensors[name], pl_module.on_device(batch), own)
+                self.evaluate(pl_module, self._tensors[variant], pl_module.on_device(batch), own)
         own.finish()
         pl_module.record.diverged |= own.diverged
         return own.metrics.get("accuracy")

@@ -15,28 +15,18 @@ if TYPE_CHECKING:
 
 def client_statistics(cohort: "Cohort") -> Tensor:
     """The clients' running means and variances, ``[2, C, channels]``."""
-    return join_statistics(cohort.buffers, cohort.buffer_kinds)
+    return _join(cohort.buffers, cohort.buffer_kinds)
 
 
 def server_statistics(cohort: "Cohort") -> Tensor:
     """The server's running means and variances, ``[2, channels]``."""
-    return join_statistics(cohort.server_buffers, cohort.buffer_kinds)
+    return _join(cohort.server_buffers, cohort.buffer_kinds)
 
 
 def set_server_statistics(cohort: "Cohort", mean: Tensor, variance: Tensor) -> None:
     """Set the server's running means and variances, each ``[channels]``."""
     for name, value in split_statistics(cohort.server_buffers, cohort.buffer_kinds, mean, variance).items():
         cohort.server_buffers[name].copy_(value)
-
-
-def join_statistics(buffers: Mapping[str, Tensor], kinds: Mapping[str, str]) -> Tensor:
-    """Means and variances by name, ``[*lead, channels]`` of a layer, side by side: ``[2, *lead, channels]``.
-
-    Args:
-        buffers: Buffers by name.
-        kinds: Their kinds, from ``fl_lightning.batch_norm.kinds.buffer_kinds``.
-    """
-    return torch.stack([torch.cat([buffers[name] for name in names], -1) for names in _names(kinds)])
 
 
 def split_statistics(
@@ -55,6 +45,10 @@ def split_statistics(
         sizes = [len(buffers[name]) for name in names]
         pieces.update(zip(names, torch.split(joined, sizes), strict=True))
     return pieces
+
+
+def _join(buffers: Mapping[str, Tensor], kinds: Mapping[str, str]) -> Tensor:
+    return torch.stack([torch.cat([buffers[name] for name in names], -1) for names in _names(kinds)])
 
 
 def _names(kinds: Mapping[str, str]) -> list[list[str]]:

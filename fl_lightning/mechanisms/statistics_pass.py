@@ -1,7 +1,7 @@
 """A pass over the clients' training data that measures BN statistics under the server's weights."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Literal
 
 import lightning as L
@@ -11,13 +11,12 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
 
 from fl_lightning.batch_norm.layers import batch_norm_layers
-from fl_lightning.batch_norm.modes import batch_statistics
+from fl_lightning.batch_norm.modes import batch_statistics, evaluating
 from fl_lightning.batch_norm.moments import merge_, total_variance
 from fl_lightning.executors.base import client_loss
 
 if TYPE_CHECKING:
     from fl_lightning.round.module import FederatedModule
-from fl_lightning.batch_norm.modes import evaluating
 
 Mode = Literal["pooled", "per_client", "per_client_total_variance", "pooled_total_variance"]
 """What :func:`collect` averages.
@@ -58,16 +57,14 @@ def collect(pl_module: "FederatedModule", mode: Mode) -> Statistics:
     Returns:
         Mean and variance of each BN layer's inputs.
     """
-    if mode == "per_client_total_variance":
-        return _union(pl_module)
-    batches = _one_by_one(pl_module) if mode == "per_client" else _pooled(pl_module)
+    everyone = range(pl_module.data.num_clients)
+    if mode == "per_client":
+        return _average(pl_module, _one_by_one(pl_module, everyone))
+    if mode == "pooled":
+        return _average(pl_module, _pooled(pl_module))
     if mode == "pooled_total_variance":
-        merged = _Moments()
-        _observe(pl_module, batches, merged.add)
-        return {layer: (mean, m2 / count) for layer, (count, mean, m2) in merged.of.items()}
-    average = _Average()
-    _observe(pl_module, batches, average.add)
-    return average.statistics
+        return _total(pl_module, [_pooled(pl_module)])
+    return _total(pl_module, [_one_by_one(pl_module, [client]) for client in everyone])
 
 
 def measured_statistics(trainer: L.Trainer, pl_module: "FederatedModule", mode: Mode) -> dict[str, Tensor]:
@@ -84,84 +81,65 @@ def measured_statistics(trainer: L.Trainer, pl_module: "FederatedModule", mode: 
     return means | {f"{layer}.running_var": variance for layer, (_, variance) in statistics.items()}
 
 
-class _Average:
+def _average(pl_module: "FederatedModule", batches: Iterable[Any]) -> Statistics:
     """Cumulative averages of batch means and unbiased batch variances."""
+    statistics: Statistics = {}
+    counts: dict[str, int] = {}
 
-    def __init__(self) -> None:
-        self.statistics: Statistics = {}
-        self._counts: dict[str, int] = {}
-
-    def add(self, layer: str, values: Tensor) -> None:
-        """Add a batch."""
+    def add(layer: str, values: Tensor) -> None:
         mean, variance = values.mean(1), values.var(1)
-        old = self.statistics.get(layer, (mean, variance))
-        count = self._counts[layer] = self._counts.get(layer, 0) + 1
-        self.statistics[layer] = old[0] + (mean - old[0]) / count, old[1] + (variance - old[1]) / count
+        old = statistics.get(layer, (mean, variance))
+        count = counts[layer] = counts.get(layer, 0) + 1
+        statistics[layer] = old[0] + (mean - old[0]) / count, old[1] + (variance - old[1]) / count
+
+    _observe(pl_module, batches, add)
+    return statistics
 
 
-class _Moments:
-    """Count, mean and sum of squared deviations of all values of each layer."""
+def _total(pl_module: "FederatedModule", parts: Iterable[Iterable[Any]]) -> Statistics:
+    """Mean and variance of all values, from count, mean and sum of squared deviations of each part of the batches."""
+    moments = []
+    for batches in parts:
+        found: dict[str, tuple[Tensor, Tensor, Tensor]] = {}
 
-    def __init__(self) -> None:
-        self.of: dict[str, tuple[Tensor, Tensor, Tensor]] = {}
+        def add(layer: str, values: Tensor, found: dict[str, tuple[Tensor, Tensor, Tensor]] = found) -> None:
+            zero = torch.zeros_like(values[:, 0])
+            merge_(*found.setdefault(layer, (zero[0].long(), zero, zero.clone())), values)
 
-    def add(self, layer: str, values: Tensor) -> None:
-        """Add a batch."""
-        zero = torch.zeros_like(values[:, 0])
-        merge_(*self.of.setdefault(layer, (zero[0].long(), zero, zero.clone())), values)
-
-
-def _union(pl_module: "FederatedModule") -> Statistics:
-    """Mean and variance over the union of the clients' values, from count, mean and squared deviations of each."""
-    clients = []
-    for client in range(pl_module.data.num_clients):
-        moments = _Moments()
-        _observe(pl_module, _one_by_one(pl_module, client), moments.add)
-        clients.append(moments.of)
+        _observe(pl_module, batches, add)
+        moments.append(found)
     statistics = {}
-    for layer in clients[0]:
+    for layer in moments[0]:
         count, mean, m2 = (
-            torch.stack(parts) for parts in zip(*(seen[layer] for seen in clients), strict=True)
+            torch.stack(pieces) for pieces in zip(*(seen[layer] for seen in moments), strict=True)
         )
         statistics[layer] = total_variance(mean, m2 / count.view(-1, 1), count.double() / count.sum())
     return statistics
 
 
-def _observe(pl_module: "FederatedModule", batches: Iterator[Any], observer: Observer) -> None:
+def _observe(pl_module: "FederatedModule", batches: Iterable[Any], observer: Observer) -> None:
     model, precision = pl_module.model, pl_module.trainer.precision_plugin
     with (
         isolate_rng(),  # what a model draws for itself here, others shall not miss
         evaluating(model),
         batch_statistics(model),
-        _hooked(model, observer),
         precision.val_step_context(),
+        ExitStack() as hooks,
     ):
+        for name, layer in batch_norm_layers(model).items():
+
+            def look(layer: nn.Module, inputs: tuple[Tensor, ...], _outputs: Any, name: str = name) -> None:
+                observer(name, inputs[0].transpose(0, 1).flatten(1).to(layer.get_buffer("running_mean")))
+
+            hooks.enter_context(layer.register_forward_hook(look))
         for batch in batches:
             client_loss(pl_module, batch)
 
 
-@contextmanager
-def _hooked(model: nn.Module, observer: Observer) -> Iterator[None]:
-    handles = [
-        layer.register_forward_hook(
-            lambda layer, args, _outputs, name=name: observer(
-                name, args[0].transpose(0, 1).flatten(1).to(layer.running_mean)
-            )
-        )
-        for name, layer in batch_norm_layers(model).items()
-    ]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def _one_by_one(pl_module: "FederatedModule", *clients: int) -> Iterator[Any]:
-    """The batches of one epoch of the given clients, or of all, one client after the other."""
-    data = pl_module.data
-    for client in clients or range(data.num_clients):
-        for step in range(data.steps_per_epoch(client)):
+def _one_by_one(pl_module: "FederatedModule", clients: Iterable[int]) -> Iterator[Any]:
+    """The batches of one epoch of the clients, one client after the other."""
+    for client in clients:
+        for step in range(pl_module.data.steps_per_epoch(client)):
             yield _batch(pl_module, [client], step)
 
 

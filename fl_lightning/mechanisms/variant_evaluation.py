@@ -10,13 +10,13 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 
 from fl_lightning.batch_norm.layers import explain_batch_of_one
+from fl_lightning.batch_norm.modes import batch_statistics
 from fl_lightning.cohort.slots import StateSlots
 from fl_lightning.round.callback import FederatedCallback
 from fl_lightning.round.evaluation import ServerEvaluation
 
 if TYPE_CHECKING:
     from fl_lightning.round.module import FederatedModule
-from fl_lightning.batch_norm.modes import batch_statistics
 
 BATCH_STATISTICS: Mapping[str, Tensor] = MappingProxyType({})
 """The variant whose BN layers normalise with the evaluation batch; no running statistic is read or changed."""
@@ -65,11 +65,19 @@ class VariantEvaluation(FederatedCallback):
 
     def on_validation_epoch_start(self, trainer: L.Trainer, pl_module: "FederatedModule") -> None:  # type: ignore[override]  # rounds have one
         """Start an evaluation of every variant."""
-        self._start(trainer, pl_module)
-
-    def on_test_epoch_start(self, trainer: L.Trainer, pl_module: "FederatedModule") -> None:  # type: ignore[override]  # rounds have one
-        """Start an evaluation of every variant."""
-        self._start(trainer, pl_module)
+        model = pl_module.model
+        own = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        self._slots = StateSlots(model)
+        # a checkpoint's tensors come to the CPU
+        self._tensors = {
+            name: tensors
+            if tensors is BATCH_STATISTICS
+            else {key: value.to(own[key]) for key, value in tensors.items()}
+            for name, tensors in self.variants(trainer, pl_module).items()
+        }
+        self._evaluations = {name: ServerEvaluation().to(pl_module.device) for name in self._tensors}
+        for evaluation in self._evaluations.values():
+            evaluation.start()
 
     def on_validation_batch_end(
         self,
@@ -85,17 +93,19 @@ class VariantEvaluation(FederatedCallback):
             for name, tensors in self._tensors.items():
                 self.evaluate(pl_module, tensors, batch, self._evaluations[name])
 
-    def on_test_batch_end(self, *args: Any, **kwargs: Any) -> None:
-        """Evaluate every variant on a batch."""
-        self.on_validation_batch_end(*args, **kwargs)
-
     def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: "FederatedModule") -> None:  # type: ignore[override]  # rounds have one
         """Log the variants' metrics."""
-        self._finish(pl_module, pl_module.data.fit_split)
+        split = "test" if trainer.testing else pl_module.data.fit_split
+        for evaluation in self._evaluations.values():
+            evaluation.finish()
+            pl_module.record.diverged |= evaluation.diverged
+        for name, value in self.variant_metrics(pl_module, split, self._evaluations).items():
+            pl_module.log(f"{split}/{name}", value)
+        del self._tensors, self._evaluations, self._slots
 
-    def on_test_epoch_end(self, trainer: L.Trainer, pl_module: "FederatedModule") -> None:  # type: ignore[override]  # rounds have one
-        """Log the variants' metrics."""
-        self._finish(pl_module, "test")
+    on_test_epoch_start = on_validation_epoch_start  # type: ignore[assignment]  # rounds have one
+    on_test_batch_end = on_validation_batch_end  # type: ignore[assignment]
+    on_test_epoch_end = on_validation_epoch_end  # type: ignore[assignment]
 
     def evaluate(
         self,
@@ -118,26 +128,3 @@ class VariantEvaluation(FederatedCallback):
                         raise
                     again = partial(pl_module.evaluate_batch, batch, evaluation)
                     raise explain_batch_of_one(model, again) from error
-
-    def _start(self, trainer: L.Trainer, pl_module: "FederatedModule") -> None:
-        model = pl_module.model
-        own = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-        self._slots = StateSlots(model)
-        # a checkpoint's tensors come to the CPU
-        self._tensors = {
-            name: tensors
-            if tensors is BATCH_STATISTICS
-            else {key: value.to(own[key]) for key, value in tensors.items()}
-            for name, tensors in self.variants(trainer, pl_module).items()
-        }
-        self._evaluations = {name: ServerEvaluation().to(pl_module.device) for name in self._tensors}
-        for evaluation in self._evaluations.values():
-            evaluation.start()
-
-    def _finish(self, pl_module: "FederatedModule", split: str) -> None:
-        for evaluation in self._evaluations.values():
-            evaluation.finish()
-            pl_module.record.diverged |= evaluation.diverged
-        for name, value in self.variant_metrics(pl_module, split, self._evaluations).items():
-            pl_module.log(f"{split}/{name}", value)
-        del self._tensors, self._evaluations, self._slots

@@ -5,7 +5,9 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 from fl_lightning.errors import ConfigurationError, nearest
@@ -13,7 +15,7 @@ from fl_lightning.round.callback import FederatedCallback
 from fl_lightning.run_directory.describe import describe
 from fl_lightning.verification import client_rules, run_rules, state_rules
 from fl_lightning.verification.certificate import Certificate, describe_state
-from fl_lightning.verification.claims import CLAIMS, Gap, centralised_frozen_bn, fedavg
+from fl_lightning.verification.claims import CLAIMS, REFERENCES, Gap
 from fl_lightning.verification.comparison import TOLERANCE, Finding, NotApplicable, Violated
 from fl_lightning.verification.trials import Trials
 
@@ -47,12 +49,6 @@ OF_SEVERAL_RUNS: dict[str, Check] = {
 }
 """Properties that compare runs in different set-ups: they mean something only where equal runs are equal."""
 
-_REFERENCES: dict[str, Callable[[Trials], Gap]] = {
-    **CLAIMS,
-    "fedavg": fedavg,
-    "centralised_frozen_bn": centralised_frozen_bn,
-}
-
 
 def certify(
     make: Callable[[], FederatedCallback],
@@ -85,38 +81,35 @@ def certify(
     with tempfile.TemporaryDirectory() as folder:
         trials = Trials(make, Path(folder, "rules"), settings or {})
         claimed = Trials(make, Path(folder, "claims")) if settings else trials
-        first = trials.attempt()
-        variances = _judge(trials, method, "variances", state_rules.variances)
+        first, hindered = trials.attempt(), ""
+
+        def judge(line: str, check: Check, trials: Trials = trials) -> Finding:
+            if hindered:
+                return Finding(line, "does not apply", hindered)
+            return _judge(trials, method, line, check)
+
+        variances = judge("variances", state_rules.variances)
         if first.error is not None:
             if variances.status != "FAILED":
                 raise ConfigurationError(
                     f"{type(method).__name__} cannot be verified, an ordinary run raises "
                     f"{_in_words(first.error, type(method))}"
                 ) from first.error
-            stopped = f"a running variance is negative, so the run stops in round {len(first.rounds)}"
-            certificate.rules = [
-                variances if line == variances.line else Finding(line, "does not apply", stopped)
-                for line in (*OF_ONE_RUN, *OF_SEVERAL_RUNS)
-            ]
-            return certificate
-        certificate.rules = [_judge(trials, method, line, check) for line, check in OF_ONE_RUN.items()]
-        repeatable = certificate.rules[-1].status == "PASSED"
-
-        def judge_if_repeatable(line: str, check: Check, trials: Trials) -> Finding:
-            if repeatable:
-                return _judge(trials, method, line, check)
-            return Finding(line, "does not apply", "two equal runs differ already")
-
-        certificate.rules += [
-            judge_if_repeatable(line, check, trials) for line, check in OF_SEVERAL_RUNS.items()
-        ]
-        certificate.claims = [
-            judge_if_repeatable(name, _as_check(CLAIMS[name]), claimed) for name in method.claims
-        ]
-        if references:
-            found = [judge_if_repeatable(name, _as_check(one), claimed) for name, one in _REFERENCES.items()]
-            certificate.equals = {one.line: one.detail for one in found if one.line not in method.claims}
-        certificate.state = describe_state(first)
+            hindered = f"a running variance is negative, so the run stops in round {len(first.rounds)}"
+        for line, check in OF_ONE_RUN.items():
+            certificate.rules.append(variances if line == variances.line else judge(line, check))
+        if not hindered and certificate.rules[-1].status != "PASSED":
+            hindered = "two equal runs differ already"
+        certificate.rules += [judge(line, check) for line, check in OF_SEVERAL_RUNS.items()]
+        found = {
+            name: judge(name, partial(_equals, reference), claimed)
+            for name, reference in REFERENCES.items()
+            if references or name in method.claims
+        }
+        certificate.claims = [found[name] for name in method.claims]
+        certificate.equals = {n: finding.detail for n, finding in found.items() if n not in method.claims}
+        if first.error is None:
+            certificate.state = describe_state(first)
     certificate.seconds = time.perf_counter() - started
     return certificate
 
@@ -134,26 +127,15 @@ def _judge(trials: Trials, method: FederatedCallback, line: str, check: Check) -
         return Finding(line, "FAILED", f"raises {_in_words(error, type(method))}")
 
 
-def _as_check(reference: Callable[[Trials], Gap]) -> Check:
-    def check(trials: Trials) -> str:
-        apart, place, weights = reference(trials)
-        if not apart <= TOLERANCE:
-            raise Violated(f"differs by {apart:.2g} ({place}), weights by {weights:.2g}")
-        return "equal bit for bit" if apart == 0 else f"equal (distance {apart:.1g})"
-
-    return check
+def _equals(reference: Callable[[Trials], Gap], trials: Trials) -> str:
+    apart, place, weights = reference(trials)
+    if not apart <= TOLERANCE:
+        raise Violated(f"differs by {apart:.2g} ({place}), weights by {weights:.2g}")
+    return "equal bit for bit" if apart == 0 else f"equal (distance {apart:.1g})"
 
 
 def _origin(error: BaseException, method: type[FederatedCallback]) -> str:
-    """Where in the code of a method's class an exception arose.
-
-    Args:
-        error: The exception.
-        method: The class.
-
-    Returns:
-        A text such as ``"on_round_end, methods.py line 12"``; empty where none of its code was running.
-    """
+    """Where in a class's code an exception arose: ``"on_round_end, methods.py line 12"``; empty where none was running."""
     own = {
         getattr(sys.modules.get(cls.__module__), "__file__", None)
         for cls in method.__mro__[: method.__mro__.index(FederatedCallback)]
@@ -166,6 +148,5 @@ def _origin(error: BaseException, method: type[FederatedCallback]) -> str:
 
 def _in_words(error: BaseException, method: type[FederatedCallback]) -> str:
     """An exception in one line: its type, its place in the method's code, its message."""
-    place = _origin(error, method)
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}{f' in {place}' if place else ''}: {text if len(text) < 200 else text[:197] + '...'}"
+    place, text = _origin(error, method), shorten(str(error), 200, placeholder=" ...")
+    return f"{type(error).__name__}{f' in {place}' if place else ''}: {text}"

@@ -1,19 +1,19 @@
 """A certificate: what was found about a method, what it sends, keeps, resets and freezes, and both as tables."""
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
 from typing import Any
 
 import torch
 
 from fl_lightning.batch_norm.kinds import KIND_LABELS, KINDS
 from fl_lightning.console import print_table
+from fl_lightning.round.policy import stages_in_words
 from fl_lightning.verification.comparison import Finding
 from fl_lightning.verification.memory import entries
-from fl_lightning.verification.observation import Round
-from fl_lightning.verification.trials import Run
+from fl_lightning.verification.observation import Round, Run
 
 
 @dataclass
@@ -54,31 +54,34 @@ def describe_state(run: Run) -> dict[str, str]:
     rows = {
         KIND_LABELS[kind]: _stages([seen.policy[kind] for seen in rounds])
         for kind in KINDS
-        if kind in run.module.kinds.values()
+        if kind in run.kinds.values()
     }
     rows["a client sends"] = _stages([_sent(run, seen) for seen in rounds])
     rows["beside that"] = _stages([_extra(seen) for seen in rounds])
     memory = entries(rounds[-1].memory)
     clients = [kept for owner, kept in memory.items() if owner is not None]
-    rows["keeps by client"] = _names(clients[0]) if clients else "nothing"
-    rows["keeps besides"] = _names(memory.get(None, {})) or "nothing"
-    kept = [seen for seen in rounds[1:] if seen.optimizer_was_reset is False]
-    rows["client optimizer"] = "state kept between rounds" if kept else "state reset each round"
+    rows["keeps by client"] = _names(clients[0] if clients else {})
+    rows["keeps besides"] = _names(memory.get(None, {}))
+    reset = all(seen.optimizer_was_reset for seen in rounds[1:])
+    rows["client optimizer"] = "state reset each round" if reset else "state kept between rounds"
     return rows
 
 
 def print_certificate(certificate: Certificate) -> None:
     """Print a certificate as tables."""
-    paper = f" ({certificate.paper})" if certificate.paper else ""
-    lines = {finding.line: f"{finding.status:<16}{finding.detail}" for finding in certificate.rules}
-    print_table(f"{certificate.method}{paper}", lines)
-    if certificate.claims:
-        print_table("\nClaims", {one.line: f"{one.status:<16}{one.detail}" for one in certificate.claims})
-    if certificate.equals:
-        print_table("\nNot claimed", certificate.equals)
-    if certificate.state:
-        print_table("\nState, on a model with two BN layers", certificate.state)
-    print_table("\nVerdict", {"": _verdict(certificate)})
+    rules, claims = (
+        {finding.line: f"{finding.status:<16}{finding.detail}" for finding in findings}
+        for findings in (certificate.rules, certificate.claims)
+    )
+    print_table(certificate.method + (f" ({certificate.paper})" if certificate.paper else ""), rules)
+    for title, rows in (
+        ("Claims", claims),
+        ("Not claimed", certificate.equals),
+        ("State, on a model with two BN layers", certificate.state),
+        ("Verdict", {"": _verdict(certificate)}),
+    ):
+        if rows:
+            print_table(f"\n{title}", rows)
 
 
 def print_summary(certificates: Sequence[Certificate]) -> None:
@@ -93,7 +96,7 @@ def print_summary(certificates: Sequence[Certificate]) -> None:
 
 def _sent(run: Run, seen: Round) -> str:
     floats: dict[str, int] = {}
-    for name, kind in run.module.kinds.items():
+    for name, kind in run.kinds.items():
         value = seen.broadcast[name]
         if seen.policy[kind] in ("averaged", "pooled") and value.is_floating_point():
             floats[kind] = floats.get(kind, 0) + value.numel()
@@ -108,11 +111,8 @@ def _extra(seen: Round) -> str:
 
 
 def _stages(texts: list[str]) -> str:
-    parts, start = [], 1
-    for text, group in groupby(texts):
-        parts.append(text if start == 1 else f"{text} from round {start}")
-        start += len(list(group))
-    return "; ".join(parts)
+    pairs = zip(["", *texts], texts, strict=False)
+    return stages_in_words((number, text) for number, (before, text) in enumerate(pairs, 1) if text != before)
 
 
 def _names(kept: dict[str, Any]) -> str:
@@ -121,15 +121,11 @@ def _names(kept: dict[str, Any]) -> str:
     )
     names = ["/".join(re.findall(r"[^\[\]']+", place)) for place in kept]
     shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
-    return f"{shown} ({floats} floats)" if names else ""
+    return f"{shown} ({floats} floats)" if names else "nothing"
 
 
 def _verdict(certificate: Certificate) -> str:
-    lines = [*certificate.rules, *certificate.claims]
-    count = {
-        status: sum(line.status == status for line in lines)
-        for status in ("PASSED", "FAILED", "does not apply")
-    }
+    count = Counter(finding.status for finding in (*certificate.rules, *certificate.claims))
     return (
         f"{count['PASSED']} passed, {count['FAILED']} failed, {count['does not apply']} do not apply "
         f"({certificate.seconds:.1f} s)"

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from fl_lightning.verification.comparison import TOLERANCE, NotApplicable, distance, first_difference
-from fl_lightning.verification.setups import CLIENTS, EVERYONE, ONE_STEP, USUAL
-from fl_lightning.verification.trials import Run, Trials
+from fl_lightning.verification.observation import Run
+from fl_lightning.verification.trials import CLIENTS, EVERYONE, ONE_STEP, Setup, Trials
 
 
 class Gap(NamedTuple):
@@ -68,10 +68,10 @@ def union_statistics(trials: Trials) -> Gap:
 
 def weights_of_fedavg(trials: Trials) -> Gap:
     """Weights, gamma and beta are bitwise those of FedAvg with BN, any E and participation; only statistics differ."""
-    method, fedavg = trials.run(USUAL), trials.run(USUAL, method="none")
-    weights = [name for name, kind in method.module.kinds.items() if kind in ("weight", "affine")]
-    for one, two in zip(method.rounds, fedavg.rounds, strict=True):
-        place = first_difference(*({name: seen.server[name] for name in weights} for seen in (one, two)))
+    run = trials.run()
+    weights = [name for name, kind in run.kinds.items() if kind in ("weight", "affine")]
+    for one, two in zip(run.rounds, trials.run(method="none").rounds, strict=True):
+        place = first_difference(one.server, two.server, weights)
         if place is not None:
             apart, where = distance(one.server, two.server, weights)
             # bitwise is what is claimed: a difference below the tolerance counts as well
@@ -81,14 +81,14 @@ def weights_of_fedavg(trials: Trials) -> Gap:
 
 def fedavg_on_identical_clients(trials: Trials) -> Gap:
     """Equals FedAvg with BN where every client has the same data and takes part: ``theta_i = theta_j`` makes a mean idle."""
-    alike = {"identities": (1,) * len(CLIENTS), "script": EVERYONE}
-    return _rounds_apart(trials.run(USUAL, **alike), trials.run(USUAL, method="none", **alike))
+    alike = Setup(identities=(1,) * len(CLIENTS), script=EVERYONE)
+    return _rounds_apart(trials.run(alike), trials.run(alike, method="none"))
 
 
 def one_client_is_plain_training(trials: Trials) -> Gap:
     """With one client, any E and SGD without momentum it equals training without the callback."""
-    alone = {"identities": (0,), "script": ((0,),) * len(EVERYONE), "momentum": 0.0}
-    return _rounds_apart(trials.run(USUAL, **alone), trials.run(USUAL, method="none", **alone))
+    alone = Setup(identities=(0,), script=((0,),) * len(EVERYONE), momentum=0.0)
+    return _rounds_apart(trials.run(alone), trials.run(alone, method="none"))
 
 
 CLAIMS: dict[str, Callable[[Trials], Gap]] = {
@@ -116,13 +116,16 @@ def centralised_frozen_bn(trials: Trials) -> Gap:
     return _rounds_apart(trials.run(ONE_STEP), trials.run(ONE_STEP, method="frozen", centralised=True))
 
 
+REFERENCES = CLAIMS | {"fedavg": fedavg, "centralised_frozen_bn": centralised_frozen_bn}
+"""What the distance to is measured for every method, whether it claims it or not."""
+
+
 def _rounds_apart(first: Run, second: Run) -> Gap:
     """The largest distance of the server's floats over the rounds that both runs have, which end together."""
     common = min(len(first.rounds), len(second.rounds))
     pairs = zip(first.rounds[-common:], second.rounds[-common:], strict=True)
-    kinds = first.module.kinds
-    floats = [name for name, kind in kinds.items() if kind != "counter"]
-    weights = [name for name, kind in kinds.items() if kind in ("weight", "affine")]
+    floats = [name for name, kind in first.kinds.items() if kind != "counter"]
+    weights = [name for name, kind in first.kinds.items() if kind in ("weight", "affine")]
     return max(
         Gap(*distance(one.server, two.server, floats), distance(one.server, two.server, weights)[0])
         for one, two in pairs
@@ -132,7 +135,7 @@ def _rounds_apart(first: Run, second: Run) -> Gap:
 def _from_tracked(run: Run) -> Gap:
     worst = Gap(0.0, "")
     for name in run.rounds[0].inputs:
-        layer = run.module.model.get_submodule(name)
+        layer = run.model.get_submodule(name)
         assert isinstance(layer, nn.BatchNorm2d)
         tracked = nn.BatchNorm2d(layer.num_features, layer.eps, layer.momentum).double()
         for seen in run.rounds:
@@ -141,5 +144,5 @@ def _from_tracked(run: Run) -> Gap:
             state = {
                 f"{name}.{key}": value for key, value in tracked.state_dict().items() if "running" in key
             }
-            worst = max(worst, Gap(*distance(state, seen.server)))
+            worst = max(worst, Gap(*distance(state, seen.server, state)))
     return worst

@@ -1,12 +1,10 @@
 """Clients see each other through the server alone, and what a method keeps of them is theirs."""
 
-from typing import Any
-
 from fl_lightning.verification.comparison import NotApplicable, Violated, first_difference
 from fl_lightning.verification.federation import Disturbance
 from fl_lightning.verification.memory import by_client, knows_no_client
-from fl_lightning.verification.setups import CLIENTS
-from fl_lightning.verification.trials import Run, Trials
+from fl_lightning.verification.observation import Run
+from fl_lightning.verification.trials import CLIENTS, Trials
 
 
 def absent_clients(trials: Trials) -> str:
@@ -37,8 +35,7 @@ def exchange(trials: Trials) -> str:
     """Within a round, what a client sends does not depend on another client's data, unless exchanges are declared."""
     usual = trials.run()
     seen = usual.rounds[1]
-    assert usual.method is not None
-    if seen.exchanges or usual.method.needs_joint_forward:
+    if seen.exchanges or trials.make().needs_joint_forward:
         raise NotApplicable(f"it declares exchanges inside a round: {seen.exchanges}")
     disturbance = Disturbance(seen.clients[1], 2, ("data",))
     _unreached(usual, trials.run(disturbance=disturbance), disturbance, 2, "other data")
@@ -50,15 +47,12 @@ def own_state(trials: Trials) -> str:
     usual = trials.run()
     for number in (2, 3):
         seen = usual.rounds[number - 1]
-        what = ("local", "frozen", "reset", *(["optimizer"] if not _upload(seen.payload) else []))
+        what = ("local", "frozen", "reset", *([] if seen.payload[0] else ["optimizer"]))
         client = next(one for one in reversed(seen.clients) if set(usual.rounds[number].clients) - {one})
         disturbance = Disturbance(client, number, what)
         other = trials.run(disturbance=disturbance)
-        names = [name for name, kind in usual.module.kinds.items() if seen.policy[kind] != "local"]
-        wrong = first_difference(
-            {name: seen.server[name] for name in names},
-            {name: other.rounds[number - 1].server[name] for name in names},
-        )
+        names = [name for name, kind in usual.kinds.items() if seen.policy[kind] != "local"]
+        wrong = first_difference(seen.server, other.rounds[number - 1].server, names)
         if wrong:
             raise Violated(
                 f"state that client {client} keeps for itself in round {number} reaches the server: {wrong}"
@@ -70,14 +64,14 @@ def own_state(trials: Trials) -> str:
 def payload(trials: Trials) -> str:
     """``extra_payload`` gives two whole numbers, ``extra_exchanges`` one, none negative; what is local is not sent."""
     for number, seen in enumerate(trials.run().rounds, 1):
-        pair = seen.payload
-        if not (isinstance(pair, tuple) and len(pair) == 2 and all(map(_is_count, pair))):
-            raise Violated(f"extra_payload is {pair!r} in round {number}, not two whole numbers >= 0")
-        if not _is_count(seen.exchanges):
-            raise Violated(
-                f"extra_exchanges is {seen.exchanges!r} in round {number}, not a whole number >= 0"
-            )
-    up, down = trials.run().rounds[-1].payload
+        up, down = seen.payload
+        for what, count in (
+            ("extra_payload", up),
+            ("extra_payload", down),
+            ("extra_exchanges", seen.exchanges),
+        ):
+            if type(count) is not int or count < 0:
+                raise Violated(f"{what} gives {count!r} in round {number}, not a whole number >= 0")
     return f"{up} floats up and {down} down on top of the averaged state"
 
 
@@ -86,8 +80,7 @@ def _unreached(usual: Run, other: Run, disturbance: Disturbance, number: int, wh
     one, two = usual.rounds[number - 1], other.rounds[number - 1]
     for client in (client for client in one.clients if client != disturbance.client):
         for doing in ("start", "sent"):
-            rows = [seen.row(getattr(seen, doing), client) for seen in (one, two)]
-            wrong = first_difference(*rows)
+            wrong = first_difference(*(seen.row(getattr(seen, doing), client) for seen in (one, two)))
             if wrong:
                 verb = "starts from" if doing == "start" else "sends"
                 raise Violated(
@@ -99,11 +92,3 @@ def _unreached(usual: Run, other: Run, disturbance: Disturbance, number: int, wh
 def _is_of_clients(keys: set[int], cohort: list[int]) -> bool:
     """Whether numbers are clients': of the cohort, of everyone, or (by mistake) its row numbers; not rounds, say."""
     return keys <= set(cohort) or keys >= set(CLIENTS) or keys == set(range(len(cohort)))
-
-
-def _upload(payload: Any) -> bool:
-    return bool(payload[0]) if isinstance(payload, tuple) else False
-
-
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0

@@ -43,8 +43,10 @@ def leaves(tree: Any) -> dict[str, Any]:
     return {keystr(place): leaf for place, leaf in tree_flatten_with_path(tree)[0]}
 
 
-def first_difference(first: Any, second: Any) -> str | None:
-    """The first place where two trees are not equal bit for bit; None where they are."""
+def first_difference(first: Any, second: Any, names: Iterable[str] | None = None) -> str | None:
+    """The first place where two trees (or their entries ``names``) are not equal bit for bit; None where they are."""
+    if names is not None:
+        first, second = ({name: state[name] for name in names} for state in (first, second))
     one, other = leaves(first), leaves(second)
     if one.keys() != other.keys():
         return f"{min(one.keys() ^ other.keys())} is in one of them only"
@@ -62,24 +64,23 @@ def same(first: Any, second: Any) -> bool:
 
 
 def distance(
-    first: Mapping[str, Tensor], second: Mapping[str, Tensor], names: Iterable[str] | None = None
+    first: Mapping[str, Any], second: Mapping[str, Any], names: Iterable[str] | None = None
 ) -> tuple[float, str]:
-    """The largest absolute difference of two states in the tensors ``names`` (all of them), and the tensor that has it."""
-    apart = {
-        name: float((first[name].double() - second[name].double()).abs().max())
-        for name in (first if names is None else names)
-    }
-    apart = {name: inf if isnan(value) else value for name, value in apart.items()}
+    """The largest difference of two mappings in the entries ``names`` (all of them), and the entry that has it.
+
+    It is infinite where only one of them has an entry, where entries that are no numbers differ, and for NaN beside a number.
+    """
+    chosen = {**first, **second} if names is None else names
+    apart = {name: _apart(first.get(name), second.get(name)) for name in chosen}
     name = max(apart, key=apart.__getitem__, default="")
     return apart.get(name, 0.0), name
 
 
-def weighted_mean(rows: Tensor, shares: Tensor) -> Tensor:
-    """Weighted mean of rows ``[C, *shape]`` with ``shares [C]``."""
-    mean: Tensor = torch.tensordot(shares.to(rows.dtype), rows, 1)
-    return mean
-
-
-def pick(state: Mapping[str, Tensor], names: Iterable[str]) -> dict[str, Tensor]:
-    """Some tensors of a state."""
-    return {name: state[name] for name in names}
+def _apart(one: Any, other: Any) -> float:
+    numbers = (int, float, Tensor)
+    if not (isinstance(one, numbers) and isinstance(other, numbers)):
+        return 0.0 if one == other else inf
+    first, second = torch.as_tensor(one).double(), torch.as_tensor(other).double()
+    alike = (first == second) | (first.isnan() & second.isnan())
+    apart = (first - second).abs().nan_to_num(nan=inf, posinf=inf).masked_fill(alike, 0.0)
+    return float(apart.max()) if apart.numel() else 0.0

@@ -60,16 +60,6 @@ class MaterialisedClient(ClientDataModule):
         return DataLoader(TensorDataset(self.inputs, self.targets), self.batch_size, drop_last=True)
 
 
-class EvaluationData(L.LightningDataModule):
-    """What the server evaluates on."""
-
-    def val_dataloader(self) -> DataLoader[tuple[Tensor, ...]]:
-        """Sixteen images."""
-        return DataLoader(TensorDataset(*skewed_images(99, 16)), 16)
-
-    test_dataloader = val_dataloader
-
-
 def skewed_images(identity: int, size: int) -> tuple[Tensor, Tensor]:
     """Images ``[size, 2, 6, 6]`` in float64 and their classes: mostly one class, with a mean and scale of their own."""
     draw = generator(identity, "verification data")
@@ -95,7 +85,10 @@ def federation(
         clients[disturbance.client].disturbed_steps = range(
             (disturbance.round - 1) * steps, disturbance.round * steps
         )
-    return FederatedDataModule(clients, EvaluationData())
+    evaluation = TensorDataset(*skewed_images(99, 16))
+    return FederatedDataModule(
+        clients, L.LightningDataModule.from_datasets(val_dataset=evaluation, batch_size=16)
+    )
 
 
 def reference_model(norm: str = "bn") -> nn.Sequential:

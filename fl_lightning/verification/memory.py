@@ -1,13 +1,13 @@
 """What of a method's ``state_dict`` belongs to which client, and what tells a client's number from any other."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from fl_lightning.verification.comparison import TOLERANCE, leaves
-from fl_lightning.verification.setups import CLIENTS, SCRIPT
-from fl_lightning.verification.trials import Run, Trials
+from fl_lightning.verification.comparison import TOLERANCE, distance, leaves
+from fl_lightning.verification.observation import Round, Run
+from fl_lightning.verification.trials import CLIENTS, SCRIPT, Trials
 
 Entries = dict[int | None, dict[str, Any]]
 
@@ -42,33 +42,31 @@ def relabelled(trials: Trials) -> Run:
 def knows_no_client(trials: Trials) -> bool:
     """Whether what the method keeps is the same however clients are numbered: then its numbers are layers or rounds, say."""
     pairs = zip(trials.run().rounds, relabelled(trials).rounds, strict=True)
-    return all(memory_apart(one.memory, two.memory) <= TOLERANCE for one, two in pairs)
+    return all(memory_apart(one, two)[0] <= TOLERANCE for one, two in pairs)
 
 
-def memory_apart(first: object, second: object) -> float:
-    """Largest difference of two memories, place by place; infinite where they hold different things."""
-    return entries_apart(leaves(first), leaves(second))
+def memory_apart(one: Round, two: Round) -> tuple[float, str]:
+    """The largest difference of what the method keeps after two rounds, and its place."""
+    return distance(leaves(one.memory), leaves(two.memory))
 
 
-def entries_apart(first: dict[str, object], second: dict[str, object]) -> float:
-    """Largest difference of the entries of two memories; infinite where they hold different things."""
-    if first.keys() != second.keys():
-        return float("inf")
-    numbers = (int, float, torch.Tensor)
-    worst = 0.0
-    for place, one in first.items():
-        other = second[place]
-        if isinstance(one, numbers) and isinstance(other, numbers):
-            apart = (torch.as_tensor(one).double() - torch.as_tensor(other).double()).abs()
-            worst = max(worst, float(apart.max()) if apart.numel() else 0.0)
-        elif one != other:
-            return float("inf")
-    return worst
+def renamed_memory_apart(one: Round, two: Round) -> tuple[float, str]:
+    """The same where the clients of the second have their new numbers: client by client, unless the numbers are no clients'."""
+    alike = memory_apart(one, two)
+    return alike if alike[0] <= TOLERANCE else distance(_named(one, RELABELLED), _named(two, CLIENTS))
+
+
+def _named(seen: Round, numbers: Sequence[int]) -> dict[str, Any]:
+    return {
+        f"{place} of client {numbers[client]}": leaf
+        for client, kept in by_client(seen.memory).items()
+        for place, leaf in kept.items()
+    }
 
 
 def _walk(tree: Any, owner: int | None, place: str) -> Iterator[tuple[int | None, str, Any]]:
     if isinstance(tree, Mapping):
-        numbered = owner is None and bool(tree) and all(_number(key) is not None for key in tree)
+        numbered = owner is None and all(_number(key) is not None for key in tree)
         for key, value in tree.items():
             number = _number(key)
             if numbered and number is not None and number >= 0:

@@ -2,6 +2,7 @@
 
 from copy import deepcopy
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,7 +35,7 @@ class Round:
         exchanges: What ``extra_exchanges`` returned.
         loss: Mean training loss.
         inputs: What each BN layer was given in training, call by call, where the module listens.
-        optimizer_was_reset: Whether every client optimizer started from zeros; None where it keeps no state.
+        optimizer_was_reset: Whether every client optimizer started from zeros.
     """
 
     clients: list[int]
@@ -49,7 +50,7 @@ class Round:
     exchanges: Any = 0
     loss: float = 0.0
     inputs: dict[str, list[Tensor]] = field(default_factory=dict)
-    optimizer_was_reset: bool | None = None
+    optimizer_was_reset: bool = True
 
     def row(self, rows: State, client: int) -> State:
         """One client's row of ``start`` or ``sent``."""
@@ -72,21 +73,27 @@ class ScriptedPlan(RoundPlan):
         return list(self.script[round_number - 1])
 
 
-class ObservedModule(FederatedModule):
-    """A federated module that writes down its rounds.
+class Run(FederatedModule):
+    """A run that writes down its rounds.
 
     Attributes:
         script: The cohort of each round.
+        method: The callback that takes part, if any.
+        folder: Where its checkpoints are, ``<round>.ckpt``.
+        error: What stopped it, if anything.
         rounds: What was seen.
         kinds: Kind of each persistent tensor of the model.
     """
 
     script: tuple[tuple[int, ...], ...] = ()
+    method: FederatedCallback | None
+    folder: Path
+    error: Exception | None = None
 
     def setup(self, stage: str) -> None:
         """Plan the cohorts of the script."""
-        super().setup(stage)
         self.rounds: list[Round] = []
+        super().setup(stage)
         self.plan = ScriptedPlan(
             **{**vars(self.plan), "cohort_size": len(self.script[0])}, script=self.script
         )
@@ -117,15 +124,13 @@ class ObservedModule(FederatedModule):
         seen = self.rounds[-1]
         if hook == "on_round_start":
             seen.start = self._rows(cohort)
-            if cohort.optimizer_state_keys:
-                states = [cohort.optimizer_state(key).blocks for key in cohort.optimizer_state_keys]
-                seen.optimizer_was_reset = not any(
-                    bool(b.any()) for blocks in states for b in blocks.values()
-                )
+            states = [cohort.optimizer_state(key).blocks for key in cohort.optimizer_state_keys]
+            seen.optimizer_was_reset = not any(block.any() for one in states for block in one.values())
         elif hook == "on_before_aggregate":
             seen.sent = self._rows(cohort)
-            for method in self._under_test():
-                seen.payload, seen.exchanges = method.extra_payload(cohort), method.extra_exchanges(cohort)
+            if self.method is not None:
+                seen.payload = self.method.extra_payload(cohort)
+                seen.exchanges = self.method.extra_exchanges(cohort)
         elif hook == "on_round_end":
             seen.server = self._server_state()
 
@@ -134,16 +139,11 @@ class ObservedModule(FederatedModule):
         super().on_train_epoch_end()
         seen = self.rounds[-1]
         seen.loss = float(self.trainer.callback_metrics["train/loss"])
-        for method in self._under_test():
-            seen.memory = deepcopy(method.state_dict())
+        if self.method is not None:
+            seen.memory = deepcopy(self.method.state_dict())
 
     def print(self, *args: Any, **kwargs: Any) -> None:
         """Nothing: the certificate is what is printed."""
-
-    def _under_test(self) -> list[FederatedCallback]:
-        """The method under test, if one takes part."""
-        callbacks = (cb for cb in self.federated_callbacks if isinstance(cb, FederatedCallback))
-        return [callback for callback in callbacks if not isinstance(callback, Companion)]
 
     def _server_state(self) -> State:
         return {name: value.detach().clone() for name, value in self.model.state_dict().items()}
@@ -151,7 +151,3 @@ class ObservedModule(FederatedModule):
     def _rows(self, cohort: Cohort) -> State:
         rows = {**cohort.params, **cohort.buffers}
         return {name: rows[name].detach().clone() for name in self.kinds}
-
-
-class Companion(FederatedCallback):
-    """A callback of the verification's own that runs beside the method."""

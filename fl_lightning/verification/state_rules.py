@@ -1,24 +1,23 @@
 """The method does to the server's state what its policy says, and leaves the model as it was given."""
 
 from collections.abc import Iterator
+from typing import Any
 
+import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
-from fl_lightning.batch_norm.layers import batch_norm_layers
 from fl_lightning.verification.comparison import (
     TOLERANCE,
     NotApplicable,
     Violated,
     distance,
     first_difference,
-    pick,
     same,
-    weighted_mean,
 )
-from fl_lightning.verification.observation import Round, State
-from fl_lightning.verification.trials import Run, Trials
-
-_FLOATS = ("weight", "affine", "mean", "var", "buffer")
+from fl_lightning.verification.federation import reference_model
+from fl_lightning.verification.observation import Round, Run, State
+from fl_lightning.verification.trials import Trials
 
 
 def trains(trials: Trials) -> str:
@@ -29,7 +28,7 @@ def trains(trials: Trials) -> str:
         for name, value in seen.server.items():
             if not bool(value.isfinite().all()) or seen.loss != seen.loss:
                 raise Violated(f"{name} or the loss is not finite after round {number}")
-    weights = [name for name, kind in run.module.kinds.items() if kind == "weight"]
+    weights = [name for name, kind in run.kinds.items() if kind == "weight"]
     moved, _ = distance(run.rounds[-1].server, run.rounds[0].broadcast, weights)
     if moved <= TOLERANCE:
         raise Violated("no weight of the server changes in four rounds")
@@ -38,7 +37,7 @@ def trains(trials: Trials) -> str:
 
 def averaged_state(trials: Trials) -> str:
     """The server's averaged state is sum p_i x_i of the rows that clients send, p_i = n_i / n, with ``SGD(lr=1)``."""
-    return _means(trials.run(), _FLOATS)
+    return _means(trials.run(), "averaged")
 
 
 def server_optimizer(trials: Trials) -> str:
@@ -46,16 +45,16 @@ def server_optimizer(trials: Trials) -> str:
 
     Clients do the same in round 1 under any server optimizer, so statistics after it are equal bit for bit.
     """
-    usual, other = trials.run(), trials.run(server_momentum=0.9)
-    one, two = usual.rounds[0], other.rounds[0]
+    usual = trials.run()
+    one, two = usual.rounds[0], trials.run(server_momentum=0.9).rounds[0]
     names = [
         name
-        for name, kind in usual.module.kinds.items()
+        for name, kind in usual.kinds.items()
         if kind in ("mean", "var", "counter") and one.policy[kind] != "reset"
     ]
     if not names:
         raise NotApplicable("statistics are not aggregated")
-    if first_difference(pick(one.server, names), pick(two.server, names)) is not None:
+    if first_difference(one.server, two.server, names) is not None:
         apart, name = distance(one.server, two.server, names)
         raise Violated(f"{name} depends on the server optimizer, by {apart:.2g} in round 1")
     return "statistics do not depend on it"
@@ -63,21 +62,16 @@ def server_optimizer(trials: Trials) -> str:
 
 def counters(trials: Trials) -> str:
     """The server's counters are the largest of the clients' and stay int64."""
-    checked = 0
-    run = trials.run()
-    for treatment in ("max", "averaged", "local"):
-        for number, seen, names in _with_treatment(run, treatment):
-            for name in (name for name in names if run.module.kinds[name] == "counter"):
-                largest = seen.sent[name].amax(0)
-                if seen.server[name].dtype != largest.dtype:
-                    raise Violated(
-                        f"{name} is {seen.server[name].dtype} after round {number}, not {largest.dtype}"
-                    )
-                if seen.server[name] != largest:
-                    raise Violated(
-                        f"{name} is {seen.server[name]:g} after round {number}; the clients' largest is {largest}"
-                    )
-                checked += 1
+    run, checked = trials.run(), False
+    for number, seen, names in _with_treatment(run, "max", "averaged", "local"):
+        for name in (name for name in names if run.kinds[name] == "counter"):
+            held, largest = seen.server[name], seen.sent[name].amax(0)
+            if not same(held, largest):
+                raise Violated(
+                    f"{name} is {held:g} ({held.dtype}) after round {number}; the clients' largest is {largest} "
+                    f"({largest.dtype})"
+                )
+            checked = True
     if not checked:
         raise NotApplicable("no counter is aggregated")
     return "largest of the clients', int64"
@@ -110,14 +104,15 @@ def local_state(trials: Trials) -> str:
             initial.setdefault(name, seen.broadcast[name])
         for client in seen.clients:
             held = {**initial, **last.get(client, {})}
-            wrong = first_difference(pick(held, names), pick(seen.row(seen.start, client), names))
+            wrong = first_difference(held, seen.row(seen.start, client), names)
             if wrong:
                 whose = "what it ended its last round with" if client in last else "the initial state"
                 raise Violated(f"client {client} does not start round {number} from {whose}: {wrong}")
-            last[client] = {**held, **pick(seen.row(seen.sent, client), names)}
+            sent = seen.row(seen.sent, client)
+            last[client] = held | {name: sent[name] for name in names}
     if not last:
         raise NotApplicable("nothing is local")
-    _means(run, _FLOATS, "local")
+    _means(run, "local")
     return "each client keeps its own, bit for bit; the server's copy is the mean over the cohort"
 
 
@@ -144,7 +139,7 @@ def variances(trials: Trials) -> str:
             ("a client that sends", seen.sent),
             ("the server", seen.server),
         ):
-            for name in (name for name in state if run.module.kinds[name] == "var"):
+            for name in (name for name in state if run.kinds[name] == "var"):
                 smallest = float(state[name].min())
                 lowest = min(lowest, smallest)
                 if not smallest >= 0:
@@ -154,36 +149,20 @@ def variances(trials: Trials) -> str:
 
 def model_comes_back(trials: Trials) -> str:
     """After a run the model has the modules, shapes, types, flags and hooks that it came with."""
-    run = trials.run()
-    before, after = dict(run.before.named_modules()), dict(run.module.model.named_modules())
-    if before.keys() != after.keys():
-        raise Violated(f"modules {sorted(before.keys() ^ after.keys())} came or went")
-    for name, module in after.items():
-        if type(module) is not type(before[name]):
-            raise Violated(
-                f"module {name!r} is a {type(module).__name__}, not a {type(before[name]).__name__}"
-            )
-        if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks:
-            raise Violated(f"module {name!r} keeps a hook")
-    for name, layer in batch_norm_layers(run.module.model).items():
-        for setting in ("training", "momentum", "eps", "track_running_stats"):
-            if getattr(layer, setting) != getattr(before[name], setting):
-                raise Violated(f"{setting} of BN layer {name!r} is {getattr(layer, setting)}, not as it came")
-    if (kept := _form(run.module.model)) != (came := _form(run.before)):
-        places = sorted(name for name in kept.keys() | came.keys() if kept.get(name) != came.get(name))
-        raise Violated(f"{places[0]}: {kept.get(places[0], 'gone')}, not {came.get(places[0], 'there')}")
+    kept, came = _form(trials.run().model), _form(reference_model())
+    for place in {**came, **kept}:
+        if kept.get(place) != came.get(place):
+            raise Violated(f"{place}: {kept.get(place, 'gone')}, not {came.get(place, 'there')}")
     return "same keys, shapes, types, modules"
 
 
-def _means(run: Run, kinds: tuple[str, ...], treatment: str = "averaged") -> str:
-    """Compare the server's state of some kinds with the weighted mean of the clients' rows."""
+def _means(run: Run, treatment: str) -> str:
+    """Compare the server's floats that have a treatment with the weighted mean of the clients' rows."""
     worst, checked = 0.0, False
     for number, seen, names in _with_treatment(run, treatment):
-        for name in (name for name in names if run.module.kinds[name] in kinds):
-            if not seen.server[name].is_floating_point():
-                continue
-            mean = weighted_mean(seen.sent[name], seen.shares)
-            apart, _ = distance({name: mean}, seen.server)
+        for name in (name for name in names if seen.server[name].is_floating_point()):
+            mean = torch.tensordot(seen.shares.to(seen.sent[name].dtype), seen.sent[name], 1)
+            apart, _ = distance({name: mean}, seen.server, [name])
             if not apart <= TOLERANCE:
                 raise Violated(
                     f"{name} is {apart:.2g} from the weighted mean of the clients' in round {number}"
@@ -194,18 +173,23 @@ def _means(run: Run, kinds: tuple[str, ...], treatment: str = "averaged") -> str
     return f"weighted mean of what clients send (distance {worst:.1g})"
 
 
-def _with_treatment(run: Run, treatment: str) -> Iterator[tuple[int, Round, list[str]]]:
-    """Rounds, by number, with the tensors that have a treatment in them."""
+def _with_treatment(run: Run, *treatments: str) -> Iterator[tuple[int, Round, list[str]]]:
+    """Rounds, by number, with the tensors that have one of some treatments in them."""
     for number, seen in enumerate(run.rounds, 1):
-        names = [name for name, kind in run.module.kinds.items() if seen.policy[kind] == treatment]
+        names = [name for name, kind in run.kinds.items() if seen.policy[kind] in treatments]
         if names:
             yield number, seen, names
 
 
-def _form(model: nn.Module) -> dict[str, str]:
-    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    form = {f"{name} in state_dict": "yes" for name in model.state_dict()}
-    return form | {
-        name: f"{tuple(value.shape)} {value.dtype}{' trainable' if value.requires_grad else ''}"
-        for name, value in tensors.items()
-    }
+def _form(model: nn.Module) -> dict[str, Any]:
+    """What a model is like apart from the numbers in it, by place."""
+    form: dict[str, Any] = {f"{name} in state_dict": "yes" for name in model.state_dict()}
+    for name, module in model.named_modules():
+        hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks)
+        form |= {f"module {name!r}": type(module), f"hooks of module {name!r}": sum(map(len, hooks))}
+        if isinstance(module, _BatchNorm):
+            for setting in ("training", "momentum", "eps", "track_running_stats"):
+                form[f"{setting} of BN layer {name!r}"] = getattr(module, setting)
+    for name, value in (*model.named_parameters(), *model.named_buffers()):
+        form[name] = f"{tuple(value.shape)} {value.dtype}{' trainable' if value.requires_grad else ''}"
+    return form

@@ -2,25 +2,23 @@
 
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import lightning as L
 import torch
 from lightning.pytorch.utilities.seed import isolate_rng
-from torch import nn
 
 from fl_lightning.client_data.loaders import seed_global_generators
 from fl_lightning.executors.base import Executor
 from fl_lightning.executors.sequential import SequentialExecutor
 from fl_lightning.executors.vectorized import VectorizedExecutor
 from fl_lightning.round.callback import FederatedCallback
-from fl_lightning.verification.companions import Disturb, Noise, Observer, SaveRounds
-from fl_lightning.verification.federation import federation, reference_model
-from fl_lightning.verification.observation import ObservedModule, Round
-from fl_lightning.verification.setups import SAVED, USUAL, Setup
+from fl_lightning.verification.companions import Disturb, Observer, SaveRounds, own_generators
+from fl_lightning.verification.federation import SIZES, Disturbance, federation, reference_model
+from fl_lightning.verification.observation import Run
 
 _EXECUTORS: dict[str, Callable[[], Executor]] = {
     "sequential": SequentialExecutor,
@@ -47,35 +45,61 @@ class FrozenStatistics(FederatedCallback):
         return dict.fromkeys(("mean", "var", "counter"), "frozen")
 
 
-@dataclass
-class Run:
-    """What came of a run.
+CLIENTS = tuple(range(len(SIZES)))
+EVERYONE = (CLIENTS,) * 4
+SCRIPT = ((0, 2, 3), (1, 3, 4), (0, 2, 4), (1, 2, 3))
+"""Cohorts of the rounds: clients come back after an absence, some in another row; client r is absent in round r."""
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A run: unless changed, four rounds of one local epoch with three of five clients of unequal size.
 
     Attributes:
-        module: The module, after the run.
-        method: The callback that took part, if any.
-        before: The model as it was given.
-        folder: Where its checkpoints are.
-        optimizer: State of the server optimizer at the end.
-        error: What stopped it, if anything.
+        method: Who takes part: the method under test, nobody (FedAvg), or BN statistics frozen from the start.
+        executor: Which executor.
+        script: The cohort of each round.
+        identities: Which data client i has.
+        local_steps: Local steps E; None for a local epoch.
+        batch_sizes: Batch size of each client; None for equal ones.
+        weighting: As in ``FederatedModule``.
+        momentum: Momentum of the client optimizer.
+        server_momentum: Momentum of the server optimizer, which then halves its steps and decays weights, too.
+        centralised: Train on the union of the batches.
+        norm: The model's norm layers.
+        seed: Seed of the run.
+        beside: Callbacks of the verification's own on both sides of the method: observers, or noise.
+        disturbance: What is changed about a client.
+        listens: Keep what BN layers are given.
+        resume: Continue from the checkpoint that the federated run of this set-up, one of :data:`SAVED`, wrote after this round.
+        repetition: Tells equal runs apart.
     """
 
-    module: ObservedModule
-    method: FederatedCallback | None
-    before: nn.Module
-    folder: Path
-    optimizer: dict[str, Any] = field(default_factory=dict)
-    error: Exception | None = None
+    method: Literal["method", "none", "frozen"] = "method"
+    executor: Literal["sequential", "vectorised", "blocks"] = "sequential"
+    script: tuple[tuple[int, ...], ...] = SCRIPT
+    identities: tuple[int, ...] = CLIENTS
+    local_steps: int | None = None
+    batch_sizes: tuple[int, ...] | None = None
+    weighting: Literal["examples", "uniform", "samples"] = "examples"
+    momentum: float = 0.9
+    server_momentum: float = 0.0
+    centralised: bool = False
+    norm: Literal["bn", "gn"] = "bn"
+    seed: int = 0
+    beside: Literal["", "observers", "noise"] = ""
+    disturbance: Disturbance | None = None
+    listens: bool = False
+    resume: int = 0
+    repetition: int = 0
 
-    @property
-    def rounds(self) -> list[Round]:
-        """What was seen of its rounds."""
-        return self.module.rounds
 
-    def checkpoint(self, round_number: int) -> Path:
-        """The checkpoint after a round."""
-        return self.folder / f"{round_number}.ckpt"
+USUAL = Setup()
+ONE_STEP = Setup(script=EVERYONE, local_steps=1, weighting="samples")
+"""Every client takes one local step a round: where federated and centralised training may be equal."""
 
+SAVED = (USUAL, replace(USUAL, executor="vectorised"), replace(USUAL, server_momentum=0.9), ONE_STEP)
+"""The runs that write a checkpoint after each round."""
 
 _WITHOUT_METHOD: dict[Setup, Run] = {}
 """Runs of FedAvg and of frozen BN: what every method is compared with."""
@@ -119,7 +143,7 @@ class Trials:
         method = {"method": self.make, "none": lambda: None, "frozen": FrozenStatistics}[setup.method]()
         source = None
         if setup.resume:
-            source = self.run(setup, resume=0, centralised=False).checkpoint(setup.resume)
+            source = self.run(setup, resume=0, centralised=False).folder / f"{setup.resume}.ckpt"
         settings: dict[str, Any] = {
             "client_optimizer": partial(torch.optim.SGD, lr=0.05, momentum=setup.momentum, weight_decay=0.01),
             "server_optimizer": partial(
@@ -135,20 +159,23 @@ class Trials:
             "centralised": setup.centralised,
             "seed": setup.seed,
         }
-        module = ObservedModule(reference_model(setup.norm), **{**settings, **self.settings})
-        module.script = setup.script
+        run = Run(reference_model(setup.norm), **{**settings, **self.settings})
+        run.script, run.method, run.folder = setup.script, method, self.folder / str(len(self._runs))
         if setup.listens:
-            module.listen()
-        run = Run(module, method, reference_model(setup.norm), self.folder / str(len(self._runs)))
-        callbacks = _line_up(setup, method)
+            run.listen()
+        callbacks: list[L.Callback] = [] if method is None else [method]
+        if setup.disturbance is not None and setup.disturbance.what != ("data",):
+            callbacks.insert(0, Disturb(setup.disturbance))
+        if setup.beside:
+            noise = own_generators(method).values() if setup.beside == "noise" else None
+            callbacks = [Observer(noise), *callbacks, Observer(noise)]
         if setup in SAVED:
             run.folder.mkdir(parents=True)
             callbacks.append(SaveRounds(run.folder))
         data = federation(setup.identities, batch_sizes=setup.batch_sizes, disturbance=setup.disturbance)
         with isolate_rng(), warnings.catch_warnings():
-            warnings.simplefilter(
-                "ignore"
-            )  # Lightning's advice on the tiny data, none of the method's business
+            # Lightning's advice on the tiny data, none of the method's business
+            warnings.simplefilter("ignore")
             seed_global_generators(0)
             try:
                 trainer = L.Trainer(
@@ -157,19 +184,7 @@ class Trials:
                     enable_checkpointing=setup in SAVED,
                     **_TRAINER,
                 )
-                trainer.fit(module, datamodule=data, ckpt_path=source)
-                run.optimizer = trainer.optimizers[0].state_dict()
+                trainer.fit(run, datamodule=data, ckpt_path=source)
             except Exception as error:  # noqa: BLE001  # whatever a method raises is a finding
                 run.error = error
         return run
-
-
-def _line_up(setup: Setup, method: FederatedCallback | None) -> list[L.Callback]:
-    """The callbacks of a run in their order."""
-    callbacks: list[L.Callback] = [] if method is None else [method]
-    if setup.disturbance is not None and setup.disturbance.what != ("data",):
-        callbacks.insert(0, Disturb(setup.disturbance))
-    if method is None or not setup.beside:
-        return callbacks
-    companion = partial(Noise, method) if setup.beside == "noise" else Observer
-    return [companion(), *callbacks, companion()]

@@ -16,7 +16,7 @@ from fl_lightning import (
     SequentialExecutor,
     VectorizedExecutor,
 )
-from fl_lightning.diagnostics.layer_history import MAX_ROUNDS, LayerHistory
+from fl_lightning.diagnostics.bn_report import MAX_ROUNDS, LayerHistory
 from fl_lightning.diagnostics.measurements import mean_variance, statistics_bias
 from fl_lightning.mechanisms.statistics_pass import collect
 

@@ -16,7 +16,7 @@ from torch import nn
 from callbacks import BatchNormDiagnostics
 from callbacks.fbn import SharedBatchNorm
 from fl_lightning.batch_norm.swapping import swap_batch_norm
-from fl_lightning.diagnostics.layer_history import layer_labels
+from fl_lightning.diagnostics.bn_report import layer_labels
 from fl_lightning.pictures.drift import drift_figure, layers_figure
 from fl_lightning.pictures.style import LAYERS, write_figure
 

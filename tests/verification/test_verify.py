@@ -124,6 +124,7 @@ def test_a_failure_is_printed_with_its_place_and_makes_the_status_1(own_code, ca
         (["--all", "--callback", "FBN"], "verify: give one of --callback and --all"),
         ([], "verify: give one of --callback and --all"),
         (["--callback", "methods.Raises"], "Raises cannot be verified, an ordinary run raises ZeroDivisionError in on_round_end, methods.py line 6: "),
+        (["--callback", "methods.Refuses"], "Refuses cannot be verified, an ordinary run raises ConfigurationError in configure_batch_norm, methods.py line 9: "),
     ],
 )  # fmt: skip
 def test_a_mistake_is_told_in_one_line_and_makes_the_status_2(arguments, told, own_code, capsys):
@@ -134,6 +135,9 @@ def test_a_mistake_is_told_in_one_line_and_makes_the_status_2(arguments, told, o
         "class Raises(FederatedCallback):\n"
         "    def on_round_end(self, trainer, pl_module, cohort):\n"
         "        1 / 0\n"
+        "class Refuses(FederatedCallback):\n"
+        "    def configure_batch_norm(self, pl_module):\n"
+        "        raise __import__('fl_lightning').ConfigurationError('no such layer')\n"
     )
     assert verify(*arguments) == 2
     captured = capsys.readouterr()
