@@ -9,6 +9,7 @@ from fl_lightning.batch_norm.kinds import buffer_kinds, parameter_kinds
 from fl_lightning.cohort.blocks import buffer_layout, parameter_layout
 from fl_lightning.cohort.client_rows import ClientRows
 from fl_lightning.cohort.rows import Rows
+from fl_lightning.errors import ConfigurationError
 from fl_lightning.optimizers.client import ClientOptimizer
 
 SERVER = -1
@@ -113,18 +114,24 @@ class Cohort(ClientRows):
         Raises:
             ConfigurationError: The client optimizer keeps no such state.
         """
-        blocks = self._optimizer.state(key)
+        states = self._optimizer.states()
+        if key not in states:
+            raise ConfigurationError(
+                f"client_optimizer {type(self.optimizer).__name__} keeps no state {key!r} (it keeps: "
+                f"{', '.join(states) or 'nothing; set momentum > 0'})"
+            )
+        blocks = states[key]
         return Rows({name: self.params.layout[name] for name in blocks}, blocks)
 
     @property
     def optimizer_state_keys(self) -> list[str]:
         """The keys that :meth:`optimizer_state` knows."""
-        return self._optimizer.state_names()
+        return list(self._optimizer.states())
 
     @property
     def optimizer_steps(self) -> Tensor:
         """How many steps each client's optimizer state has seen, int64 ``[C]``: settable at the start of a round."""
-        return self._optimizer.steps_taken(torch.tensor(self.local_steps))
+        return self._optimizer.initial_steps + torch.tensor(self.local_steps)
 
     @optimizer_steps.setter
     def optimizer_steps(self, steps: Tensor) -> None:

@@ -158,7 +158,5 @@ class RoundCohort(Cohort):
             self.weights = (torch.tensor(self.samples).double() / sum(self.samples)).to(self.losses.device)
 
     def _storage(self) -> list[Tensor]:
-        states = [
-            block for key in self._optimizer.state_names() for block in self._optimizer.state(key).values()
-        ]
+        states = [block for blocks in self._optimizer.states().values() for block in blocks.values()]
         return [*self.params.blocks.values(), *self.buffers.blocks.values(), *states]
