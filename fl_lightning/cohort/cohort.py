@@ -1,7 +1,5 @@
 """The cohort as a method sees it: the state of a round's clients, stacked along dimension 0."""
 
-from collections.abc import Mapping
-
 import torch
 from torch import Tensor, nn
 
@@ -10,6 +8,7 @@ from fl_lightning.cohort.blocks import buffer_layout, parameter_layout
 from fl_lightning.cohort.client_rows import ClientRows
 from fl_lightning.cohort.rows import Rows
 from fl_lightning.errors import ConfigurationError
+from fl_lightning.optimizers import GroupSettings
 from fl_lightning.optimizers.client import ClientOptimizer
 
 SERVER = -1
@@ -54,14 +53,9 @@ class Cohort(ClientRows):
     losses: Tensor
     _optimizer: ClientOptimizer
 
-    def __init__(
-        self,
-        model: nn.Module,
-        num_clients: int,
-        parameter_groups: Mapping[str, Mapping[str, float]] | None = None,
-    ) -> None:
+    def __init__(self, model: nn.Module, num_clients: int, parameter_groups: GroupSettings) -> None:
         parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
-        params = Rows.empty(parameter_layout(model, parameter_groups or {}), parameters, num_clients)
+        params = Rows.empty(parameter_layout(model, parameter_groups), parameters, num_clients)
         super().__init__(params, params.zeros_like(), Rows.empty(buffer_layout(model), buffers, num_clients))
         self.parameter_kinds, self.buffer_kinds = parameter_kinds(model), buffer_kinds(model)
         self.server_rows = Rows.empty(params.layout, parameters, 1)

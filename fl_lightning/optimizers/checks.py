@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fl_lightning.errors import ConfigurationError
-from fl_lightning.optimizers import OptimizerCallable
+from fl_lightning.optimizers import GroupSettings, OptimizerCallable
 
 
 def check_elementwise(factory: OptimizerCallable) -> None:
@@ -68,7 +68,7 @@ def check_server_optimizer(factory: OptimizerCallable, parameters: Iterable[Tens
         ) from error
 
 
-def check_overrides(factory: OptimizerCallable, overrides: Mapping[str, Mapping[str, float]]) -> None:
+def check_overrides(factory: OptimizerCallable, overrides: GroupSettings) -> None:
     """Refuse settings in ``parameter_groups`` that the optimizer does not have, or whose values it does not take.
 
     Raises:

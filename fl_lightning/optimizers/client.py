@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fl_lightning.errors import ConfigurationError
-from fl_lightning.optimizers import OptimizerCallable
+from fl_lightning.optimizers import GroupSettings, OptimizerCallable
 
 _ZERO_STATES = {
     "momentum_buffer",
@@ -34,7 +34,7 @@ class ClientOptimizer:
         factory: Makes the optimizer from parameter groups.
         blocks: Parameter blocks ``[C, columns]``, by name.
         gradients: Gradient blocks of the same names and shapes.
-        overrides: For a block name the settings that differ from the optimizer's own; ``lr_scale`` multiplies ``lr``.
+        overrides: For a block name the settings that differ from the optimizer's own.
         lr_factor: Factor on every learning rate in this round.
 
     Attributes:
@@ -47,7 +47,7 @@ class ClientOptimizer:
         factory: OptimizerCallable,
         blocks: Mapping[str, Tensor],
         gradients: Mapping[str, Tensor],
-        overrides: Mapping[str, Mapping[str, float]],
+        overrides: GroupSettings,
         lr_factor: float = 1.0,
     ) -> None:
         self._factory, self._overrides = factory, overrides
