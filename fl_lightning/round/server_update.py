@@ -27,8 +27,8 @@ def update_server(
     Raises:
         ConfigurationError: A client's update is not finite, or a running variance is negative.
     """
-    set_pseudo_gradient(cohort, aggregator)
-    diverged = diverged_clients(cohort, aggregator)
+    _set_pseudo_gradient(cohort, aggregator)
+    diverged = _diverged_clients(cohort, aggregator)
     record.diverged |= bool(diverged)
     if diverged and on_divergence == "error":
         raise ConfigurationError(
@@ -36,19 +36,15 @@ def update_server(
             f"{cohort.optimizer.param_groups[0]['lr']:g}), or set model.on_divergence: record to go on"
         )
     check_variances(cohort.buffers, cohort.buffer_kinds, cohort.round, cohort.client_ids)
-    set_local_parameters(cohort, aggregator)
-    set_statistics(cohort, aggregator)
+    _set_local_parameters(cohort, aggregator)
+    _set_statistics(cohort, aggregator)
     check_variances(cohort.server_buffers, cohort.buffer_kinds, cohort.round)
 
 
-def set_pseudo_gradient(cohort: RoundCohort, aggregator: Aggregator) -> None:
+def _set_pseudo_gradient(cohort: RoundCohort, aggregator: Aggregator) -> None:
     """Set the server's gradients to server - aggregate(clients) (Reddi et al. 2021, Algorithm 1).
 
     Parameters that the round's policy does not average get no gradient, so the server optimizer passes them over.
-
-    Args:
-        cohort: The clients after their local steps.
-        aggregator: How their parameters are combined.
     """
     blocks = {n: block for n, block in cohort.params.blocks.items() if cohort.treatment(n) == "averaged"}
     means = aggregator.blocks(list(blocks.values()), cohort.weights)
@@ -61,15 +57,8 @@ def set_pseudo_gradient(cohort: RoundCohort, aggregator: Aggregator) -> None:
             cohort.server_parameters[name].grad = gradients[name]
 
 
-def set_local_parameters(cohort: RoundCohort, aggregator: Aggregator) -> None:
-    """Set the server's copy of parameters that clients keep for themselves to their mean: it is only evaluated.
-
-    The server optimizer passes these parameters over, since they have no gradient.
-
-    Args:
-        cohort: The clients after their local steps.
-        aggregator: How the parameters are combined.
-    """
+def _set_local_parameters(cohort: RoundCohort, aggregator: Aggregator) -> None:
+    """Set the server's copy of parameters that clients keep for themselves to their mean: it is only evaluated."""
     for name, block in cohort.params.blocks.items():
         if cohort.treatment(name) == "local":
             mean = aggregator(block, cohort.weights)
@@ -77,15 +66,11 @@ def set_local_parameters(cohort: RoundCohort, aggregator: Aggregator) -> None:
                 cohort.server_parameters[key].detach().copy_(value)
 
 
-def set_statistics(cohort: RoundCohort, aggregator: Aggregator) -> None:
+def _set_statistics(cohort: RoundCohort, aggregator: Aggregator) -> None:
     """Set the server's buffers to the clients' aggregate, past the server optimizer.
 
     Counters, and other buffers that are not floating point, take the largest value over the clients. Buffers that the
     round's policy freezes, pools or resets stay untouched.
-
-    Args:
-        cohort: The clients after their local steps.
-        aggregator: How floating-point buffers are combined.
     """
     for name, block in cohort.buffers.blocks.items():
         treatment = cohort.treatment(name)
@@ -98,14 +83,10 @@ def set_statistics(cohort: RoundCohort, aggregator: Aggregator) -> None:
         torch._foreach_copy_([cohort.server_buffers[key] for key in names], [found[key] for key in names])
 
 
-def diverged_clients(cohort: RoundCohort, aggregator: Aggregator) -> list[int]:
+def _diverged_clients(cohort: RoundCohort, aggregator: Aggregator) -> list[int]:
     """The clients whose parameters or BN statistics are not all finite, once the pseudo-gradient is set.
 
     A model's other buffers are not looked at: an attention mask, say, may well hold infinities.
-
-    Args:
-        cohort: The clients after their local steps.
-        aggregator: How their parameters were combined.
     """
     params = cohort.params.blocks
     statistics = [
