@@ -1,6 +1,7 @@
 """Batch Normalization layers of a model, found by module type and never by name."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import torch
@@ -100,23 +101,15 @@ def explain_batch_of_one(model: nn.Module, forward: Any) -> ConfigurationError:
         forward: A function without arguments that runs the failing forward pass again.
     """
     seen: list[str] = []
-    handles = [
-        layer.register_forward_pre_hook(
-            lambda _module, args, name=name: seen.append(f"{name!r} {tuple(args[0].shape)}")
-        )
-        for name, layer in batch_norm_layers(model).items()
-    ]
-    try:
-        with torch.no_grad():
-            forward()
-    except ValueError:
-        where = f"BN layer {seen[-1]}" if seen else "a BN layer"
-    else:
-        where = "a BN layer"
-    finally:
-        for handle in handles:
-            handle.remove()
-    return ConfigurationError(f"{where} {ONE_VALUE}")
+    with ExitStack() as hooks, torch.no_grad(), suppress(ValueError):
+        for name, layer in batch_norm_layers(model).items():
+
+            def note(_module: nn.Module, args: tuple[Tensor, ...], name: str = name) -> None:
+                seen.append(f"BN layer {name!r} {tuple(args[0].shape)}")
+
+            hooks.enter_context(layer.register_forward_pre_hook(note))
+        forward()
+    return ConfigurationError(f"{seen[-1] if seen else 'a BN layer'} {ONE_VALUE}")
 
 
 def has_statistics(model: nn.Module) -> bool:

@@ -156,13 +156,13 @@ class ClientOptimizer:
             for block in self._blocks.values():
                 self.torch.state[block]["step"].fill_(float(steps[0]))
             return
-        rows = {name: list(block.unbind(0)) for name, block in self._blocks.items()}
-        rates = [group["lr"] for group in self.torch.param_groups]
-        self.torch, self._from_zeros = self._make(rows), False
-        for group, rate in zip(self.torch.param_groups, rates, strict=True):
-            group["lr"] = rate
-        for name, leaves in rows.items():
-            for index, leaf in enumerate(leaves):
+        groups = [
+            {**group, "params": list(block.unbind(0))}
+            for group, block in zip(self.torch.param_groups, self._blocks.values(), strict=True)
+        ]
+        self.torch, self._from_zeros = self._factory(groups), False
+        for name, group in zip(self._blocks, groups, strict=True):
+            for index, leaf in enumerate(group["params"]):
                 leaf.grad = self._gradients[name][index]
                 self.torch.state[leaf] = {key: blocks[name][index] for key, blocks in states.items()}
                 self.torch.state[leaf]["step"] = torch.tensor(float(steps[index]))

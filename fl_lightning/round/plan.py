@@ -2,7 +2,7 @@
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import ceil
 from typing import Literal
 
@@ -43,7 +43,6 @@ class RoundPlan:
     centralised: bool = False
     last_round: int | None = None
     last_round_steps: int | None = None
-    _per_round: dict[int, int] = field(default_factory=dict, repr=False)
 
     def cohort(self, round_number: int) -> list[int]:
         """The clients of a round."""
@@ -54,9 +53,7 @@ class RoundPlan:
         if self.local_steps is not None:
             return self.local_steps
         assert self.local_epochs is not None
-        if client_id not in self._per_round:
-            self._per_round[client_id] = self.local_epochs * self.data.steps_per_epoch(client_id)
-        return self._per_round[client_id]
+        return self.local_epochs * self.data.steps_per_epoch(client_id)
 
     def steps(self, client_id: int, round_number: int) -> int:
         """Local steps of a client in a round."""

@@ -3,9 +3,8 @@
 from typing import Literal
 
 import torch
-from torch import Tensor
 
-from fl_lightning.aggregation import Aggregator, WeightedMean
+from fl_lightning.aggregation import Aggregator
 from fl_lightning.batch_norm.layers import check_variances
 from fl_lightning.cohort.round_cohort import RoundCohort
 from fl_lightning.cohort.rows import split_columns
@@ -28,7 +27,7 @@ def update_server(
         ConfigurationError: A client's update is not finite, or a running variance is negative.
     """
     _set_pseudo_gradient(cohort, aggregator)
-    diverged = _diverged_clients(cohort, aggregator)
+    diverged = _diverged_clients(cohort)
     record.diverged |= bool(diverged)
     if diverged and on_divergence == "error":
         raise ConfigurationError(
@@ -83,27 +82,16 @@ def _set_statistics(cohort: RoundCohort, aggregator: Aggregator) -> None:
         torch._foreach_copy_([cohort.server_buffers[key] for key in names], [found[key] for key in names])
 
 
-def _diverged_clients(cohort: RoundCohort, aggregator: Aggregator) -> list[int]:
-    """The clients whose parameters or BN statistics are not all finite, once the pseudo-gradient is set.
+def _diverged_clients(cohort: RoundCohort) -> list[int]:
+    """The clients whose parameters or BN statistics are not all finite.
 
     A model's other buffers are not looked at: an attention mask, say, may well hold infinities.
     """
-    params = cohort.params.blocks
-    statistics = [
-        block
-        for name, block in cohort.buffers.blocks.items()
-        if cohort.buffers.layout[name].kind in ("mean", "var")
-    ]
-    seen = [_tells_of_all(cohort, name, aggregator) for name in params]
+    kinds = {name: block.kind for name, block in cohort.buffers.layout.items()}
+    statistics = [block for name, block in cohort.buffers.blocks.items() if kinds[name] in ("mean", "var")]
+    blocks = [*cohort.params.blocks.values(), *statistics]
     # a finite sum has finite terms
-    if bool(torch.stack([tensor.sum() for tensor in (*seen, *statistics)]).sum().isfinite()):
+    if bool(torch.stack([block.sum() for block in blocks]).sum().isfinite()):
         return []
-    finite = torch.stack([block.isfinite().all(1) for block in (*params.values(), *statistics)]).all(0)
+    finite = torch.stack([block.isfinite().all(1) for block in blocks]).all(0)
     return [client for client, fine in zip(cohort.client_ids, finite.tolist(), strict=True) if not fine]
-
-
-def _tells_of_all(cohort: RoundCohort, block: str, aggregator: Aggregator) -> Tensor:
-    """A tensor that is finite only where every client's row of a block is: their mean is, for what is averaged."""
-    if type(aggregator) is WeightedMean and cohort.treatment(block) == "averaged":
-        return cohort.pseudo_gradient.blocks[block]
-    return cohort.params.blocks[block]
