@@ -73,8 +73,7 @@ class Cohort(ClientRows):
 
     def treatment(self, block: str) -> str:
         """What the policy of this round does with a block of parameters or buffers, by its name."""
-        layout = self.params.layout if block in self.params.layout else self.buffers.layout
-        kind = layout[block].kind
+        kind = {**self.params.layout, **self.buffers.layout}[block].kind
         return "reset" if kind == "scratch" else self.policy[kind]
 
     def is_trained(self, block: str) -> bool:

@@ -7,6 +7,7 @@ Adam, AdamW, RMSprop, Adagrad, ...) this is exactly one optimizer per client; ot
 
 from collections.abc import Mapping
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -77,12 +78,14 @@ class ClientOptimizer:
     def _start(self, lr_factor: float) -> None:
         self._states: dict[str, dict[str, Tensor]] = {}
         self.initial_steps = torch.tensor(0)
-        self.torch = self._make({name: [block] for name, block in self._blocks.items()})
-        self._fresh = [{k: v for k, v in g.items() if k != "params"} for g in self.torch.param_groups]
+        self.torch: Optimizer = self._make({name: [block] for name, block in self._blocks.items()})
+        self._fresh: list[dict[str, Any]] = [
+            {k: v for k, v in group.items() if k != "params"} for group in self.torch.param_groups
+        ]
         self._scale_rates(lr_factor)
         for name, block in self._blocks.items():
             block.grad = self._gradients[name]
-        self._from_zeros = self._starts_from_zeros()
+        self._from_zeros: bool = self._starts_from_zeros()
         if self._from_zeros:
             self.states()  # so that no bit depends on whether a round is the first of its process
 

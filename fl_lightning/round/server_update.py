@@ -1,11 +1,12 @@
 """Aggregation: from the clients' rows to the server's pseudo-gradient and statistics."""
 
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import torch
+from torch import Tensor
 
 from fl_lightning.aggregation import Aggregator
-from fl_lightning.batch_norm.layers import check_variances
 from fl_lightning.cohort.round_cohort import RoundCohort
 from fl_lightning.cohort.rows import split_columns
 from fl_lightning.errors import ConfigurationError
@@ -34,10 +35,10 @@ def update_server(
             f"round {cohort.round}: the update of client {diverged[0]} is not finite; lower client_optimizer lr (now "
             f"{cohort.optimizer.param_groups[0]['lr']:g}), or set model.on_divergence: record to go on"
         )
-    check_variances(cohort.buffers, cohort.buffer_kinds, cohort.round, cohort.client_ids)
+    _check_variances(cohort, cohort.buffers, [f"client {client}" for client in cohort.client_ids])
     _set_local_parameters(cohort, aggregator)
     _set_statistics(cohort, aggregator)
-    check_variances(cohort.server_buffers, cohort.buffer_kinds, cohort.round)
+    _check_variances(cohort, cohort.server_buffers, ["the server"])
 
 
 def _set_pseudo_gradient(cohort: RoundCohort, aggregator: Aggregator) -> None:
@@ -95,3 +96,24 @@ def _diverged_clients(cohort: RoundCohort) -> list[int]:
         return []
     finite = torch.stack([block.isfinite().all(1) for block in blocks]).all(0)
     return [client for client, fine in zip(cohort.client_ids, finite.tolist(), strict=True) if not fine]
+
+
+def _check_variances(cohort: RoundCohort, buffers: Mapping[str, Tensor], owners: Sequence[str]) -> None:
+    """Refuse negative running variances, which would turn into NaN under the square root.
+
+    Args:
+        cohort: The clients after their local steps.
+        buffers: Their buffers ``[C, *shape]`` by name, or the server's ``[*shape]``.
+        owners: Whose they are, in words: each client, or the server.
+    """
+    names = [name for name, kind in cohort.buffer_kinds.items() if kind == "var"]
+    if not names or bool(torch.cat([buffers[name].reshape(-1) for name in names]).amin() >= 0):
+        return
+    for name in names:
+        negative = (buffers[name] < 0).reshape(len(owners), -1).any(1).tolist()
+        if any(negative):
+            raise ConfigurationError(
+                f"round {cohort.round}: {owners[negative.index(True)]} holds a negative running variance in BN layer "
+                f"{name.rpartition('.')[0]!r}; statistics must be aggregated by a rule that keeps variances >= 0, such as "
+                "WeightedMean"
+            )
