@@ -85,17 +85,14 @@ class ClientOptimizer:
         self._scale_rates(lr_factor)
         for name, block in self._blocks.items():
             block.grad = self._gradients[name]
-        self._from_zeros: bool = self._starts_from_zeros()
+        # whether all that it remembers is zero in a new one, and nothing is kept outside of its state
+        self._from_zeros = (
+            type(self.torch).__module__.startswith("torch.optim.")
+            and not any(group.get("dampening") for group in self.torch.param_groups)
+            and all(set(keys) <= _ZERO_STATES for keys in self._keys.values())
+        )
         if self._from_zeros:
             self.states()  # so that no bit depends on whether a round is the first of its process
-
-    def _starts_from_zeros(self) -> bool:
-        """Whether all that the optimizer remembers is zero in a new one, and nothing is kept outside of its state."""
-        if not type(self.torch).__module__.startswith("torch.optim.") or any(
-            group.get("dampening") for group in self.torch.param_groups
-        ):
-            return False
-        return all(set(keys) <= _ZERO_STATES for keys in self._keys.values())
 
     @cached_property
     def _keys(self) -> dict[str, list[str]]:
