@@ -86,7 +86,7 @@ class ClientOptimizer:
         for name, block in self._blocks.items():
             block.grad = self._gradients[name]
         # whether all that it remembers is zero in a new one, and nothing is kept outside of its state
-        self._from_zeros = (
+        self._from_zeros: bool = (
             type(self.torch).__module__.startswith("torch.optim.")
             and not any(group.get("dampening") for group in self.torch.param_groups)
             and all(set(keys) <= _ZERO_STATES for keys in self._keys.values())
