@@ -1,6 +1,6 @@
 """Batch Normalization layers of a model, found by module type and never by name."""
 
-from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import torch
@@ -63,35 +63,6 @@ def set_momentum(model: nn.Module, momentum: float) -> None:
         layer.momentum = momentum
 
 
-def check_variances(
-    buffers: Mapping[str, Tensor], kinds: Mapping[str, str], round_number: int, client_ids: Sequence[int] = ()
-) -> None:
-    """Refuse negative running variances, which would turn into NaN under the square root.
-
-    Args:
-        buffers: Buffers by name: of the clients ``[C, *shape]``, or of the server ``[*shape]``.
-        kinds: Their kinds, from :func:`~fl_lightning.batch_norm.kinds.buffer_kinds`.
-        round_number: The communication round, for the message.
-        client_ids: The client of each row; empty for the server's own buffers.
-
-    Raises:
-        ConfigurationError: A running variance is negative; names layer, client and round.
-    """
-    names = [name for name, kind in kinds.items() if kind == "var"]
-    if not names or bool(torch.cat([buffers[name].reshape(-1) for name in names]).amin() >= 0):
-        return
-    for name in names:
-        negative = buffers[name] < 0
-        if negative.any():
-            row = int(negative.flatten(1).any(1).nonzero()[0]) if client_ids else 0
-            owner = f"client {client_ids[row]}" if client_ids else "the server"
-            raise ConfigurationError(
-                f"round {round_number}: {owner} holds a negative running variance in BN layer "
-                f"{name.rpartition('.')[0]!r}; statistics must be aggregated by a rule that keeps variances >= 0, such as "
-                "WeightedMean"
-            )
-
-
 def explain_batch_of_one(model: nn.Module, forward: Any) -> ConfigurationError:
     """Turn PyTorch's "expected more than 1 value per channel" into an error that names the layer and the way out.
 
@@ -100,23 +71,15 @@ def explain_batch_of_one(model: nn.Module, forward: Any) -> ConfigurationError:
         forward: A function without arguments that runs the failing forward pass again.
     """
     seen: list[str] = []
-    handles = [
-        layer.register_forward_pre_hook(
-            lambda _module, args, name=name: seen.append(f"{name!r} {tuple(args[0].shape)}")
-        )
-        for name, layer in batch_norm_layers(model).items()
-    ]
-    try:
-        with torch.no_grad():
-            forward()
-    except ValueError:
-        where = f"BN layer {seen[-1]}" if seen else "a BN layer"
-    else:
-        where = "a BN layer"
-    finally:
-        for handle in handles:
-            handle.remove()
-    return ConfigurationError(f"{where} {ONE_VALUE}")
+    with ExitStack() as hooks, torch.no_grad(), suppress(ValueError):
+        for name, layer in batch_norm_layers(model).items():
+
+            def note(_module: nn.Module, args: tuple[Tensor, ...], name: str = name) -> None:
+                seen.append(f"BN layer {name!r} {tuple(args[0].shape)}")
+
+            hooks.enter_context(layer.register_forward_pre_hook(note))
+        forward()
+    return ConfigurationError(f"{seen[-1] if seen else 'a BN layer'} {ONE_VALUE}")
 
 
 def has_statistics(model: nn.Module) -> bool:

@@ -55,13 +55,13 @@ def swap_batch_norm(
     """
     layers = require_batch_norm(model, forward.method, momentum=momentum)
     for name, layer in layers.items():
-        if isinstance(layer, SwappedBatchNorm) and not isinstance(layer, forward):
-            raise ConfigurationError(
-                f"callbacks {layer.method} and {forward.method} cannot be combined: both change the forward pass of BN "
-                "layers"
-            )
         if not isinstance(layer, forward):
             kind = type(layer)
+            if isinstance(layer, SwappedBatchNorm):
+                raise ConfigurationError(
+                    f"callbacks {layer.method} and {forward.method} cannot be combined: both change the forward pass of BN "
+                    "layers"
+                )
             if kind.forward not in (_BatchNorm.forward, nn.SyncBatchNorm.forward):
                 raise ConfigurationError(
                     f"{forward.method}: BN layer {name!r} is a {kind.__name__} with a forward pass of its own, which this method "

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from fl_lightning.batch_norm.kinds import buffer_kinds, parameter_kinds
+from fl_lightning.optimizers import GroupSettings
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,7 @@ Layout = Mapping[str, Block]
 """The blocks by name: the group's, with the type behind it where a group has tensors of a second one."""
 
 
-def parameter_groups(model: nn.Module, overrides: Mapping[str, Mapping[str, float]]) -> dict[str, str]:
+def parameter_groups(model: nn.Module, overrides: GroupSettings) -> dict[str, str]:
     """The parameter group of each trainable parameter.
 
     BN layers' gamma and beta are always a group of their own (``batch_norm``); parameters with one element
@@ -50,7 +51,7 @@ def parameter_groups(model: nn.Module, overrides: Mapping[str, Mapping[str, floa
     return groups
 
 
-def parameter_layout(model: nn.Module, overrides: Mapping[str, Mapping[str, float]]) -> Layout:
+def parameter_layout(model: nn.Module, overrides: GroupSettings) -> Layout:
     """The blocks of a model's trainable parameters: one for each parameter group and type.
 
     Args:

@@ -35,6 +35,8 @@ class ClientRows:
         client_ids: The clients, in increasing order.
         round: The communication round, from 1.
         step: The present local step, from 0.
+        trained_blocks: The parameter blocks that are trained in this round, from :meth:`train_blocks`.
+        trained_names: The parameters in them.
     """
 
     def __init__(self, params: Rows, grads: Rows, buffers: Rows) -> None:
@@ -42,7 +44,7 @@ class ClientRows:
         self.client_ids: list[int] = []
         self.round = self.step = 0
         self.trained_blocks: list[str] = []
-        self._trained_names: list[str] = []
+        self.trained_names: list[str] = []
         self._row_state: dict[int, RowState] = {}
         self._indices: dict[tuple[int, ...], Tensor] = {}
 
@@ -70,12 +72,8 @@ class ClientRows:
     def train_blocks(self, blocks: Sequence[str]) -> None:
         """Say which parameter blocks are trained in this round; others get no gradient."""
         self.trained_blocks = list(blocks)
-        self._trained_names = [name for block in blocks for name in self.params.layout[block].shapes]
+        self.trained_names = [name for block in blocks for name in self.params.layout[block].shapes]
         self._row_state.clear()
-
-    def trained_names(self) -> list[str]:
-        """Names of the parameters that are trained in this round."""
-        return self._trained_names
 
     def row_state(self, row: int) -> RowState:
         """One client's state for a forward and backward pass of its own; made once and kept."""
@@ -84,7 +82,7 @@ class ClientRows:
             gradients = self.grads.row(row)
             self._row_state[row] = RowState(
                 tensors={**leaves, **self.buffers.row(row)},
-                trained=[leaves[name] for name in self._trained_names],
-                gradients=[gradients[name] for name in self._trained_names],
+                trained=[leaves[name] for name in self.trained_names],
+                gradients=[gradients[name] for name in self.trained_names],
             )
         return self._row_state[row]

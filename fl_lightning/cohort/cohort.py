@@ -1,7 +1,5 @@
 """The cohort as a method sees it: the state of a round's clients, stacked along dimension 0."""
 
-from collections.abc import Mapping
-
 import torch
 from torch import Tensor, nn
 
@@ -9,6 +7,8 @@ from fl_lightning.batch_norm.kinds import buffer_kinds, parameter_kinds
 from fl_lightning.cohort.blocks import buffer_layout, parameter_layout
 from fl_lightning.cohort.client_rows import ClientRows
 from fl_lightning.cohort.rows import Rows
+from fl_lightning.errors import ConfigurationError
+from fl_lightning.optimizers import GroupSettings
 from fl_lightning.optimizers.client import ClientOptimizer
 
 SERVER = -1
@@ -53,14 +53,9 @@ class Cohort(ClientRows):
     losses: Tensor
     _optimizer: ClientOptimizer
 
-    def __init__(
-        self,
-        model: nn.Module,
-        num_clients: int,
-        parameter_groups: Mapping[str, Mapping[str, float]] | None = None,
-    ) -> None:
+    def __init__(self, model: nn.Module, num_clients: int, parameter_groups: GroupSettings) -> None:
         parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
-        params = Rows.empty(parameter_layout(model, parameter_groups or {}), parameters, num_clients)
+        params = Rows.empty(parameter_layout(model, parameter_groups), parameters, num_clients)
         super().__init__(params, params.zeros_like(), Rows.empty(buffer_layout(model), buffers, num_clients))
         self.parameter_kinds, self.buffer_kinds = parameter_kinds(model), buffer_kinds(model)
         self.server_rows = Rows.empty(params.layout, parameters, 1)
@@ -78,8 +73,7 @@ class Cohort(ClientRows):
 
     def treatment(self, block: str) -> str:
         """What the policy of this round does with a block of parameters or buffers, by its name."""
-        layout = self.params.layout if block in self.params.layout else self.buffers.layout
-        kind = layout[block].kind
+        kind = {**self.params.layout, **self.buffers.layout}[block].kind
         return "reset" if kind == "scratch" else self.policy[kind]
 
     def is_trained(self, block: str) -> bool:
@@ -113,18 +107,24 @@ class Cohort(ClientRows):
         Raises:
             ConfigurationError: The client optimizer keeps no such state.
         """
-        blocks = self._optimizer.state(key)
+        states = self._optimizer.states()
+        if key not in states:
+            raise ConfigurationError(
+                f"client_optimizer {type(self.optimizer).__name__} keeps no state {key!r} (it keeps: "
+                f"{', '.join(states) or 'nothing; set momentum > 0'})"
+            )
+        blocks = states[key]
         return Rows({name: self.params.layout[name] for name in blocks}, blocks)
 
     @property
     def optimizer_state_keys(self) -> list[str]:
         """The keys that :meth:`optimizer_state` knows."""
-        return self._optimizer.state_names()
+        return list(self._optimizer.states())
 
     @property
     def optimizer_steps(self) -> Tensor:
         """How many steps each client's optimizer state has seen, int64 ``[C]``: settable at the start of a round."""
-        return self._optimizer.steps_taken(torch.tensor(self.local_steps))
+        return self._optimizer.initial_steps + torch.tensor(self.local_steps)
 
     @optimizer_steps.setter
     def optimizer_steps(self, steps: Tensor) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from fl_lightning.cohort.cohort import Cohort
 from fl_lightning.cohort.rows import Rows, join_columns
 from fl_lightning.models.dropout import Dropout, dropout_keys
-from fl_lightning.optimizers import OptimizerCallable
+from fl_lightning.optimizers import GroupSettings, OptimizerCallable
 from fl_lightning.optimizers.client import ClientOptimizer
 
 
@@ -19,7 +19,7 @@ class RoundCohort(Cohort):
     Args:
         model: The server's model.
         num_clients: Number of clients C.
-        parameter_groups: Client optimizer settings by parameter group.
+        parameter_groups: Client optimizer settings by parameter group. Default: none.
 
     Attributes:
         pseudo_gradient: Storage of the server's gradients, ``[1, *shape]`` by name.
@@ -28,12 +28,9 @@ class RoundCohort(Cohort):
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        num_clients: int,
-        parameter_groups: Mapping[str, Mapping[str, float]] | None = None,
+        self, model: nn.Module, num_clients: int, parameter_groups: GroupSettings | None = None
     ) -> None:
-        super().__init__(model, num_clients, parameter_groups)
+        super().__init__(model, num_clients, parameter_groups or {})
         self.pseudo_gradient = Rows.empty(self.params.layout, self.server_parameters, 1)
         self.buffer_aggregate = Rows.empty(self.buffers.layout, self.server_buffers, 1)
         self.samples: list[int] = []
@@ -50,7 +47,7 @@ class RoundCohort(Cohort):
         local_steps: Sequence[int],
         policy: Mapping[str, str],
         optimizer: OptimizerCallable,
-        overrides: Mapping[str, Mapping[str, float]] | None = None,
+        overrides: GroupSettings | None = None,
         lr_factor: float = 1.0,
         seed: int = 0,
     ) -> None:
@@ -81,21 +78,15 @@ class RoundCohort(Cohort):
         for name, layout in self.buffers.layout.items():
             block = self.buffers.blocks[name]
             block.copy_(join_columns(self.server_buffers, layout.shapes).expand_as(block))
-        self._prepare_optimizer(optimizer, overrides or {}, lr_factor)
-
-    def _prepare_optimizer(
-        self, optimizer: OptimizerCallable, groups: Mapping[str, Mapping[str, float]], lr_factor: float
-    ) -> None:
         trained = [name for name in self.params.blocks if self.is_trained(name)]
-        overrides = {n: dict(groups.get(self.params.layout[n].group, {})) for n in trained}
-        made_of = (optimizer, overrides)
+        groups = {n: dict((overrides or {}).get(self.params.layout[n].group, {})) for n in trained}
         self._lr_factor = lr_factor
-        if made_of == self._optimizer_made_of:
+        if (optimizer, groups) == self._optimizer_made_of:
             self.restart_optimizer()
             return
         blocks, gradients = ({n: rows.blocks[n] for n in trained} for rows in (self.params, self.grads))
-        self._optimizer = ClientOptimizer(optimizer, blocks, gradients, overrides, lr_factor)
-        self._optimizer_made_of = made_of
+        self._optimizer = ClientOptimizer(optimizer, blocks, gradients, groups, lr_factor)
+        self._optimizer_made_of = optimizer, groups
         self.train_blocks(trained)
 
     def begin_step(self, step: int) -> list[int]:
@@ -158,7 +149,5 @@ class RoundCohort(Cohort):
             self.weights = (torch.tensor(self.samples).double() / sum(self.samples)).to(self.losses.device)
 
     def _storage(self) -> list[Tensor]:
-        states = [
-            block for key in self._optimizer.state_names() for block in self._optimizer.state(key).values()
-        ]
+        states = [block for blocks in self._optimizer.states().values() for block in blocks.values()]
         return [*self.params.blocks.values(), *self.buffers.blocks.values(), *states]

@@ -15,15 +15,14 @@ class StateSlots:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        names = {id(p): name for name, p in model.named_parameters()} | {
-            id(b): n for n, b in model.named_buffers()
-        }
-        self._places: list[tuple[dict[str, Any], str, str, Tensor]] = []
-        for module in model.modules():
-            for store in (module._parameters, module._buffers):
-                for attribute, tensor in store.items():
-                    if tensor is not None:
-                        self._places.append((store, attribute, names[id(tensor)], tensor))
+        names = {id(t): name for name, t in (*model.named_parameters(), *model.named_buffers())}
+        self._places: list[tuple[dict[str, Any], str, str, Tensor]] = [
+            (store, attribute, names[id(tensor)], tensor)
+            for module in model.modules()
+            for store in (module._parameters, module._buffers)
+            for attribute, tensor in store.items()
+            if tensor is not None
+        ]
         self._place_of = {name: (store, attribute) for store, attribute, name, _ in self._places}
 
     @contextmanager

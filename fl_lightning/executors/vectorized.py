@@ -105,7 +105,7 @@ class VectorizedExecutor(Executor):
         return self._block(module, cohort, part, rows)
 
     def _block(self, module: ClientTask, cohort: ClientRows, batch: Any, rows: list[int]) -> Tensor:
-        slots, trained, index = module.slots, cohort.trained_names(), cohort.index(rows)
+        slots, trained, index = module.slots, cohort.trained_names, cohort.index(rows)
         params = {name: value.requires_grad_() for name, value in cohort.params.copies(index).items()}
         buffers = cohort.buffers.copies(index)
 

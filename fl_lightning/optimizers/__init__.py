@@ -1,9 +1,12 @@
 """Client and server optimizers, learning-rate schedules, and which optimizers are refused."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from torch.optim import Optimizer
 
 OptimizerCallable = Callable[[Iterable[Any]], Optimizer]
 """Makes an optimizer from parameters or parameter groups: ``torch.optim.SGD`` with everything but ``params`` bound."""
+
+GroupSettings = Mapping[str, Mapping[str, float]]
+"""Settings of an optimizer that differ by parameter group (or block), by its name; ``lr_scale`` multiplies ``lr``."""

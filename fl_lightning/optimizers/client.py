@@ -5,8 +5,8 @@ Adam, AdamW, RMSprop, Adagrad, ...) this is exactly one optimizer per client; ot
 ``fl_lightning.optimizers.checks``).
 """
 
-from collections.abc import Iterable, Mapping
-from functools import partial
+from collections.abc import Mapping
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fl_lightning.errors import ConfigurationError
-from fl_lightning.optimizers import OptimizerCallable
+from fl_lightning.optimizers import GroupSettings, OptimizerCallable
 
 _ZERO_STATES = {
     "momentum_buffer",
@@ -28,15 +28,6 @@ _ZERO_STATES = {
 }
 
 
-def state_keys(factory: OptimizerCallable) -> list[str]:
-    """Names of what an optimizer remembers of each parameter, such as ``["momentum_buffer"]``; found by a trial step."""
-    leaf = torch.zeros(1)
-    leaf.grad = torch.ones(1)
-    optimizer = factory([leaf])
-    optimizer.step()
-    return [key for key, value in optimizer.state[leaf].items() if value is not None]
-
-
 class ClientOptimizer:
     """The client optimizer over the blocks of a cohort; each round restarts it.
 
@@ -44,24 +35,24 @@ class ClientOptimizer:
         factory: Makes the optimizer from parameter groups.
         blocks: Parameter blocks ``[C, columns]``, by name.
         gradients: Gradient blocks of the same names and shapes.
-        overrides: For a block name the settings that differ from the optimizer's own; ``lr_scale`` multiplies ``lr``.
+        overrides: For a block name the settings that differ from the optimizer's own.
         lr_factor: Factor on every learning rate in this round.
-    """
 
-    _initial_steps: Tensor | None
+    Attributes:
+        torch: The torch optimizer.
+        initial_steps: The step count that each row starts from in this round, int64 ``[C]``, or one for all.
+    """
 
     def __init__(
         self,
         factory: OptimizerCallable,
         blocks: Mapping[str, Tensor],
         gradients: Mapping[str, Tensor],
-        overrides: Mapping[str, Mapping[str, float]],
+        overrides: GroupSettings,
         lr_factor: float = 1.0,
     ) -> None:
-        self._factory = factory
-        self._blocks = dict(blocks)
-        self._gradients = dict(gradients)
-        self._overrides = overrides
+        self._factory, self._overrides = factory, overrides
+        self._blocks, self._gradients = dict(blocks), dict(gradients)
         self._start(lr_factor)
 
     def restart(self, lr_factor: float = 1.0) -> None:
@@ -73,10 +64,10 @@ class ClientOptimizer:
         Args:
             lr_factor: Factor on every learning rate in this round.
         """
-        if self._in_rows or not self._from_zeros:
+        if not self._from_zeros:
             self._start(lr_factor)
             return
-        self._initial_steps = None
+        self.initial_steps = torch.tensor(0)
         for group, fresh in zip(self.torch.param_groups, self._fresh, strict=True):
             group.update(fresh)
         self._scale_rates(lr_factor)
@@ -86,27 +77,35 @@ class ClientOptimizer:
 
     def _start(self, lr_factor: float) -> None:
         self._states: dict[str, dict[str, Tensor]] = {}
-        self._initial_steps = None
-        self._counts_steps = self._in_rows = False
-        self.torch = self._make({name: [block] for name, block in self._blocks.items()})
-        self._fresh = [{k: v for k, v in g.items() if k != "params"} for g in self.torch.param_groups]
+        self.initial_steps = torch.tensor(0)
+        self.torch: Optimizer = self._make({name: [block] for name, block in self._blocks.items()})
+        self._fresh: list[dict[str, Any]] = [
+            {k: v for k, v in group.items() if k != "params"} for group in self.torch.param_groups
+        ]
         self._scale_rates(lr_factor)
         for name, block in self._blocks.items():
             block.grad = self._gradients[name]
-        self._from_zeros = self._starts_from_zeros()
+        # whether all that it remembers is zero in a new one, and nothing is kept outside of its state
+        self._from_zeros: bool = (
+            type(self.torch).__module__.startswith("torch.optim.")
+            and not any(group.get("dampening") for group in self.torch.param_groups)
+            and all(set(keys) <= _ZERO_STATES for keys in self._keys.values())
+        )
         if self._from_zeros:
-            self._gather()  # so that no bit depends on whether a round is the first of its process
+            self.states()  # so that no bit depends on whether a round is the first of its process
 
-    def _starts_from_zeros(self) -> bool:
-        """Whether all that the optimizer remembers is zero in a new one, and nothing is kept outside of its state."""
-        if not type(self.torch).__module__.startswith("torch.optim.") or any(
-            group.get("dampening") for group in self.torch.param_groups
-        ):
-            return False
-        return all(set(self._state_keys(group)) <= _ZERO_STATES for group in self.torch.param_groups)
-
-    def _state_keys(self, group: dict[str, Any]) -> list[str]:
-        return state_keys(partial(_with_settings, self._factory, group))
+    @cached_property
+    def _keys(self) -> dict[str, list[str]]:
+        """Names of what the optimizer remembers of each block, such as ``["momentum_buffer"]``; found by a trial step."""
+        leaves = {name: torch.zeros(1) for name in self._blocks}
+        for leaf in leaves.values():
+            leaf.grad = torch.ones(1)
+        trial = self._make({name: [leaf] for name, leaf in leaves.items()})
+        trial.step()
+        return {
+            name: [key for key, value in trial.state[leaf].items() if value is not None]
+            for name, leaf in leaves.items()
+        }
 
     def _scale_rates(self, factor: float) -> None:
         for group in self.torch.param_groups:
@@ -116,74 +115,19 @@ class ClientOptimizer:
         """Take one local step of every row."""
         self.torch.step()
 
-    def state(self, key: str) -> dict[str, Tensor]:
-        """What the optimizer remembers under ``key``, as blocks ``[C, columns]`` that can be read and written.
+    def states(self) -> dict[str, dict[str, Tensor]]:
+        """What the optimizer remembers: for each of its names blocks ``[C, columns]`` that can be read and written.
 
-        Before the first local step of a round the state starts from zeros, as it would after a reset.
+        Before the first local step of a round all starts from zeros, as it would after a reset. Left out is what all rows
+        share: step counts, and NAdam's ``mu_product``.
 
         Raises:
-            ConfigurationError: The optimizer keeps no such state.
+            ConfigurationError: What it remembers starts from something else.
         """
-        if not self._states:
-            self._gather()
-        if key not in self._states:
-            raise ConfigurationError(
-                f"client_optimizer {type(self.torch).__name__} keeps no state {key!r} (it keeps: "
-                f"{', '.join(self._states) or 'nothing; set momentum > 0'})"
-            )
-        return self._states[key]
-
-    def state_names(self) -> list[str]:
-        """The states that :meth:`state` gives, without the step count."""
-        if not self._states:
-            self._gather()
-        return list(self._states)
-
-    def steps_taken(self, local_steps: Tensor) -> Tensor:
-        """Each row's step count: what it started from plus ``local_steps [C]`` of this round."""
-        return local_steps if self._initial_steps is None else self._initial_steps + local_steps
-
-    def restore_steps(self, steps: Tensor) -> None:
-        """Start each row from its own step count ``[C]``; only optimizers that count steps (Adam) take notice.
-
-        Adam shares one count per parameter, so rows that differ become parameters of their own: the same arithmetic.
-        """
-        self._initial_steps = steps
-        if not self._states:
-            self._gather()
-        if not self._counts_steps:
-            return
-        if bool((steps == steps[0]).all()):
-            for block in self._blocks.values():
-                self.torch.state[block]["step"].fill_(float(steps[0]))
-            return
-        rows = {name: list(block.unbind(0)) for name, block in self._blocks.items()}
-        rates = [group["lr"] for group in self.torch.param_groups]
-        self.torch, self._in_rows = self._make(rows), True
-        for group, rate in zip(self.torch.param_groups, rates, strict=True):
-            group["lr"] = rate
-        for name, leaves in rows.items():
-            for index, leaf in enumerate(leaves):
-                leaf.grad = self._gradients[name][index]
-                self.torch.state[leaf] = {key: blocks[name][index] for key, blocks in self._states.items()}
-                self.torch.state[leaf]["step"] = torch.tensor(float(steps[index]))
-
-    def _make(self, leaves: Mapping[str, list[Tensor]]) -> Optimizer:
-        groups = []
-        for name, parameters in leaves.items():
-            settings = {
-                key: value for key, value in self._overrides.get(name, {}).items() if key != "lr_scale"
-            }
-            groups.append({"params": parameters, **settings})
-        optimizer = self._factory(groups)
-        for name, group in zip(leaves, optimizer.param_groups, strict=True):
-            group["lr"] = group["lr"] * self._overrides.get(name, {}).get("lr_scale", 1.0)
-        return optimizer
-
-    def _gather(self) -> None:
-        for (name, block), group in zip(self._blocks.items(), self.torch.param_groups, strict=True):
-            keys = self._state_keys(group)
-            self._counts_steps |= "step" in keys
+        if self._states:
+            return self._states
+        for name, keys in self._keys.items():
+            block = self._blocks[name]
             state = self.torch.state[block]
             if not state:
                 unknown = set(keys) - _ZERO_STATES
@@ -195,11 +139,36 @@ class ClientOptimizer:
                 for key in keys:
                     state[key] = torch.tensor(0.0) if key == "step" else torch.zeros_like(block)
             for key in keys:
-                # step counts and NAdam's mu_product are one number that all rows share
                 if state[key].shape == block.shape:
                     self._states.setdefault(key, {})[name] = state[key]
+        return self._states
 
+    def restore_steps(self, steps: Tensor) -> None:
+        """Start each row from its own step count ``[C]``; only optimizers that count steps (Adam) take notice.
 
-def _with_settings(factory: OptimizerCallable, group: dict[str, Any], parameters: Iterable[Any]) -> Optimizer:
-    """An optimizer with a parameter group's own settings (an override may switch momentum on for one group)."""
-    return factory([{**group, "params": list(parameters)}])
+        Adam shares one count per parameter, so rows that differ become parameters of their own: the same arithmetic.
+        """
+        self.initial_steps = steps
+        states = self.states()
+        if not any("step" in keys for keys in self._keys.values()):
+            return
+        if bool((steps == steps[0]).all()):
+            for block in self._blocks.values():
+                self.torch.state[block]["step"].fill_(float(steps[0]))
+            return
+        groups = [
+            {**group, "params": list(block.unbind(0))}
+            for group, block in zip(self.torch.param_groups, self._blocks.values(), strict=True)
+        ]
+        self.torch, self._from_zeros = self._factory(groups), False
+        for name, group in zip(self._blocks, groups, strict=True):
+            for index, leaf in enumerate(group["params"]):
+                leaf.grad = self._gradients[name][index]
+                self.torch.state[leaf] = {key: blocks[name][index] for key, blocks in states.items()}
+                self.torch.state[leaf]["step"] = torch.tensor(float(steps[index]))
+
+    def _make(self, leaves: Mapping[str, list[Tensor]]) -> Optimizer:
+        optimizer = self._factory([{**self._overrides.get(n, {}), "params": leaves[n]} for n in leaves])
+        for group in optimizer.param_groups:
+            group["lr"] = group["lr"] * group.pop("lr_scale", 1.0)
+        return optimizer

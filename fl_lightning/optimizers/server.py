@@ -55,10 +55,8 @@ class AdaptiveServer(Optimizer, ABC):
         Returns:
             What the closure returns.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        with torch.enable_grad():
+            loss = closure() if closure is not None else None
         for group in self.param_groups:
             (beta1, beta2), tau = group["betas"], group["tau"]
             for theta in (parameter for parameter in group["params"] if parameter.grad is not None):

@@ -12,7 +12,7 @@ class RoundClock:
     into the part that first needs a result. ``--trainer.profiler`` sees more.
 
     Attributes:
-        seconds: Seconds of each part since :meth:`start`; ``other`` is what :meth:`stop` has found beside them.
+        seconds: Seconds of each part since :meth:`start`; ``other`` is what :meth:`stop` finds beside them.
     """
 
     PARTS = ("data", "forward_backward", "optimizer", "callbacks", "aggregation", "other")
@@ -32,16 +32,12 @@ class RoundClock:
         yield
         self.seconds[name] += time.perf_counter() - started
 
-    def stop(self) -> float:
+    def stop(self) -> dict[str, float]:
         """End the round: what no part has got is ``other``.
 
         Returns:
-            Seconds of all parts together.
+            Seconds of the whole round and of each part by the name of their metric, such as ``"time/round_s"``.
         """
         total = time.perf_counter() - self._started
-        self.seconds["other"] = total - sum(spent for part, spent in self.seconds.items() if part != "other")
-        return total
-
-    def metrics(self) -> dict[str, float]:
-        """Seconds of the parts by the name of their metric, such as ``"time/data_s"``."""
-        return {f"time/{part}_s": spent for part, spent in self.seconds.items()}
+        self.seconds["other"] = total - sum(self.seconds.values())
+        return {"time/round_s": total} | {f"time/{part}_s": spent for part, spent in self.seconds.items()}

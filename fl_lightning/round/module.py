@@ -14,6 +14,7 @@ from fl_lightning.client_data.cohort_batch import CohortBatch
 from fl_lightning.cohort.cohort import Cohort
 from fl_lightning.cohort.round_cohort import RoundCohort
 from fl_lightning.cohort.slots import StateSlots
+from fl_lightning.errors import ConfigurationError
 from fl_lightning.executors.base import Executor
 from fl_lightning.executors.choice import Choice, choose_executor
 from fl_lightning.executors.sequential import SequentialExecutor
@@ -24,18 +25,12 @@ from fl_lightning.optimizers.checks import check_elementwise, check_overrides
 from fl_lightning.optimizers.schedules import LRSchedule
 from fl_lightning.randomness import derive_seed, seed_global
 from fl_lightning.round.communication import Communication, round_communication
-from fl_lightning.round.methods import Methods
-from fl_lightning.round.plan import (
-    RoundPlan,
-    Weighting,
-    check_local_work,
-    check_participation,
-    cohort_size,
-)
+from fl_lightning.round.declarations import Declarations, Methods
+from fl_lightning.round.plan import RoundPlan, Weighting, check_local_work, cohort_size
 from fl_lightning.round.policy import check_together, resolve_policy
 from fl_lightning.round.server import ServerModule
 from fl_lightning.round.server_update import update_server
-from fl_lightning.round.trainer import ShowsLocalSteps, check_clients, check_trainer
+from fl_lightning.round.trainer import ShowsLocalSteps, check_trainer
 
 
 class FederatedModule(ServerModule):
@@ -109,10 +104,9 @@ class FederatedModule(ServerModule):
         seed: int = 0,
     ) -> None:
         super().__init__(model, server_optimizer, loss, tf32)
-        check_local_work(local_steps, local_epochs, budget_epochs)
+        check_local_work(local_steps, local_epochs, budget_epochs, participation)
         if bn_momentum is not None:
             set_momentum(model, bn_momentum)
-        check_participation(participation)
         check_elementwise(client_optimizer)
         check_overrides(client_optimizer, parameter_groups or {})
         convert_dropout(model)
@@ -160,8 +154,9 @@ class FederatedModule(ServerModule):
             cohort.finish_step(step)
         cohort.finish_steps(weigh_samples=self.weighting == "samples")
         self._call("on_before_aggregate", cohort)
-        self.aggregate(cohort)
-        self.server_step()
+        with self.clock.part("aggregation"):
+            update_server(cohort, self.aggregator, self.record, self.on_divergence)
+            self.server_step()
         self._call("on_round_end", cohort)
         self.log_round(cohort)
 
@@ -213,28 +208,18 @@ class FederatedModule(ServerModule):
         inputs, targets = batch
         return self.loss(self.model(inputs), targets)
 
-    def aggregate(self, cohort: RoundCohort) -> None:
-        """Set the server's statistics to the clients' aggregate and its gradients to the pseudo-gradient.
-
-        Raises:
-            ConfigurationError: A client's update is not finite, or a running variance is negative.
-        """
-        with self.clock.part("aggregation"):
-            update_server(cohort, self.aggregator, self.record, self.on_divergence)
-
     def log_round(self, cohort: RoundCohort) -> None:
         """Log the clients' mean loss and what the round has cost."""
         losses = cohort.losses.tolist()
         mean = sum(weight * loss for weight, loss in zip(cohort.weights.tolist(), losses, strict=True))
         self.log_numbers({"train/loss": mean}, prog_bar=True)
-        self.record.add_clients(cohort.client_ids, cohort.local_steps, losses)
         self.communication = (
             Communication() if self.centralised else round_communication(cohort, self._methods)
         )
-        costs, seconds, samples = self.communication.metrics(), self.clock.stop(), sum(cohort.samples)
-        self.record.finish_round(samples, seconds, costs)
-        times = {"time/round_s": seconds, "time/samples_per_s": samples / seconds}
-        self.log_numbers({**costs, **times, **self.clock.metrics()})
+        costs, times = self.communication.metrics(), self.clock.stop()
+        seconds = times["time/round_s"]
+        self.record.finish_round(cohort, losses, seconds, costs)
+        self.log_numbers({**costs, **times, "time/samples_per_s": sum(cohort.samples) / seconds})
 
     def weight_share(self, cohort: Cohort) -> float:
         """The cohort's part of all clients' aggregation weight: ``|S| / n`` where all weigh alike."""
@@ -254,7 +239,7 @@ class FederatedModule(ServerModule):
     @property
     def federated_callbacks(self) -> Methods:
         """The methods that are active in this run."""
-        return Methods.of(self.trainer)
+        return Methods(cb for cb in self.trainer.callbacks if isinstance(cb, Declarations))  # type: ignore[attr-defined]  # set in a helper of the trainer
 
     def setup(self, stage: str) -> None:
         """Plan the local work, and let methods change the BN layers."""
@@ -262,7 +247,10 @@ class FederatedModule(ServerModule):
         if stage != "fit":
             return
         check_trainer(self.trainer)
-        check_clients(self.data)
+        if self.data.num_clients == 0:
+            raise ConfigurationError(
+                f"data: {type(self.data).__name__} has no clients; pass clients=[...], or name a data set such as Digits"
+            )
         size = cohort_size(self.data.num_clients, self.participation)
         if not self.centralised:
             self.aggregator.check(size)

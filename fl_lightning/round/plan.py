@@ -1,7 +1,8 @@
 """The plan of a run: who takes part in which round, with how many local steps and which aggregation weight."""
 
+from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import ceil
 from typing import Literal
 
@@ -42,7 +43,6 @@ class RoundPlan:
     centralised: bool = False
     last_round: int | None = None
     last_round_steps: int | None = None
-    _per_round: dict[int, int] = field(default_factory=dict, repr=False)
 
     def cohort(self, round_number: int) -> list[int]:
         """The clients of a round."""
@@ -53,9 +53,7 @@ class RoundPlan:
         if self.local_steps is not None:
             return self.local_steps
         assert self.local_epochs is not None
-        if client_id not in self._per_round:
-            self._per_round[client_id] = self.local_epochs * self.data.steps_per_epoch(client_id)
-        return self._per_round[client_id]
+        return self.local_epochs * self.data.steps_per_epoch(client_id)
 
     def steps(self, client_id: int, round_number: int) -> int:
         """Local steps of a client in a round."""
@@ -104,29 +102,6 @@ class RoundPlan:
             return [float(self.data.num_examples(client)) for client in client_ids]
         return [self.data.samples_per_step(c) * self.steps(c, round_number) for c in client_ids]
 
-    def rounds(
-        self, max_epochs: int | None, budget_epochs: float | None, planned: int | None = None
-    ) -> tuple[int, int | None]:
-        """How many rounds a run has.
-
-        Args:
-            max_epochs: The trainer's limit; None or -1 for none.
-            budget_epochs: The run's budget, see :meth:`limit`.
-            planned: What was planned at round 1, for a resumed run, which keeps it.
-
-        Returns:
-            The planned number of rounds, and the round after which a budget ends training before ``max_epochs``.
-
-        Raises:
-            ConfigurationError: Neither says how many.
-        """
-        limit = max_epochs if max_epochs is not None and max_epochs >= 0 else None
-        budget = self.limit(budget_epochs) if budget_epochs is not None else None
-        total = planned or budget or limit
-        if total is None:
-            raise ConfigurationError("trainer.max_epochs: set the number of rounds, or model.budget_epochs")
-        return total, budget if budget is not None and (limit is None or limit > budget) else None
-
     def limit(self, budget_epochs: float) -> int:
         """Set the number of rounds so that all rounds together see ``budget_epochs`` times the training data.
 
@@ -157,9 +132,8 @@ class RoundPlan:
         def cost_up_to(limit: int) -> float:
             return sum(samples[i] * min(limit, self.full_steps(i)) for i in cohort)
 
-        last_steps = max(self.full_steps(i) for i in cohort)
-        while last_steps > 0 and cost_up_to(last_steps) > remaining:
-            last_steps = min(last_steps - 1, int(remaining / min(samples[i] for i in cohort)))
+        most = max(self.full_steps(i) for i in cohort)
+        last_steps = bisect_right(range(1, most + 1), remaining, key=cost_up_to)
         if last_steps == 0:
             round_number -= 1
         if round_number == 0:
@@ -171,8 +145,13 @@ class RoundPlan:
         return round_number
 
 
-def check_local_work(local_steps: int | None, local_epochs: int | None, budget_epochs: float | None) -> None:
-    """Refuse local work that is given twice, or not at all, or is none.
+def check_local_work(
+    local_steps: int | None,
+    local_epochs: int | None,
+    budget_epochs: float | None,
+    participation: int | float,
+) -> None:
+    """Refuse local work that is given twice, or not at all, or is none, and rounds that nobody takes part in.
 
     Raises:
         ConfigurationError: Names the settings.
@@ -187,16 +166,7 @@ def check_local_work(local_steps: int | None, local_epochs: int | None, budget_e
             raise ConfigurationError(f"{setting}: {value} must be at least 1")
     if budget_epochs is not None and budget_epochs <= 0:
         raise ConfigurationError(f"budget_epochs: {budget_epochs} must be positive")
-
-
-def check_participation(participation: int | float) -> None:
-    """Refuse a participation that no federation could satisfy.
-
-    Raises:
-        ConfigurationError: A number below 1 or a fraction outside (0, 1].
-    """
-    valid = participation >= 1 if isinstance(participation, int) else 0 < participation <= 1
-    if not valid:
+    if not (participation >= 1 if isinstance(participation, int) else 0 < participation <= 1):
         raise ConfigurationError(
             f"participation: {participation} must be a fraction in (0, 1] (0.1, 1.0) or a number of clients (1, 2, ...)"
         )
@@ -210,9 +180,8 @@ def cohort_size(num_clients: int, participation: int | float) -> int:
         participation: A number of clients (int), or a fraction of them in (0, 1] (float): rounded, at least 1.
 
     Raises:
-        ConfigurationError: The number or fraction is out of range.
+        ConfigurationError: There are fewer clients.
     """
-    check_participation(participation)
     if isinstance(participation, float):
         return max(1, round(participation * num_clients))
     if participation > num_clients:

@@ -7,6 +7,8 @@ from typing import Any
 from lightning.pytorch.loggers import Logger
 from torchmetrics import Metric
 
+from fl_lightning.cohort.round_cohort import RoundCohort
+
 
 class RunRecord:
     """Metrics and totals of a run; saved with its checkpoints.
@@ -35,15 +37,14 @@ class RunRecord:
         """Add a metric of the round under way."""
         self._pending[name] = float(value.compute() if isinstance(value, Metric) else value)
 
-    def add_clients(self, client_ids: Sequence[int], steps: Sequence[int], losses: Sequence[float]) -> None:
-        """Count a round of each client: its local steps and its mean training loss over them."""
-        for client, taken, loss in zip(client_ids, steps, losses, strict=True):
-            rounds, total, _ = self.clients.get(client, (0, 0, 0.0))
-            self.clients[client] = (rounds + 1, total + taken, loss)
-
-    def finish_round(self, samples: int, seconds: float, costs: Mapping[str, float]) -> None:
-        """Add a round to the totals: its samples, its time, and its bytes by the names of their metrics."""
-        self.samples += samples
+    def finish_round(
+        self, cohort: RoundCohort, losses: Sequence[float], seconds: float, costs: Mapping[str, float]
+    ) -> None:
+        """Add a round to the totals: its clients and their losses, its time, and its bytes by the names of their metrics."""
+        for client, taken, loss in zip(cohort.client_ids, cohort.local_steps, losses, strict=True):
+            rounds, steps, _ = self.clients.get(client, (0, 0, 0.0))
+            self.clients[client] = (rounds + 1, steps + taken, loss)
+        self.samples += sum(cohort.samples)
         self.seconds += seconds
         self.upload_bytes += int(costs["comm/upload_bytes"])
         self.download_bytes += int(costs["comm/download_bytes"])

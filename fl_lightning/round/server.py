@@ -101,23 +101,28 @@ class ServerModule(L.LightningModule):
 
         Returns:
             The planned number of rounds.
+
+        Raises:
+            ConfigurationError: Neither the trainer nor the budget says how many.
         """
-        if not self._resumed and not self.trainer.current_epoch:
-            self.total_rounds, self.record = (
-                None,
-                RunRecord(),
-            )  # an earlier fit planned and counted its own run
+        trainer = self.trainer
+        if not self._resumed and not trainer.current_epoch:  # an earlier fit planned and counted its own run
+            self.total_rounds, self.record = None, RunRecord()
         self._resumed = False
-        limit = self.trainer.max_epochs or 0
-        self.total_rounds, stop = plan.rounds(self.trainer.max_epochs, budget_epochs, self.total_rounds)
-        if stop is not None:
-            self.trainer.fit_loop.max_epochs = stop
-        elif limit > self.total_rounds:
+        limit = None if trainer.max_epochs in (None, -1) else trainer.max_epochs
+        budget = plan.limit(budget_epochs) if budget_epochs is not None else None
+        planned = self.total_rounds or budget or limit
+        if planned is None:
+            raise ConfigurationError("trainer.max_epochs: set the number of rounds, or model.budget_epochs")
+        self.total_rounds = planned
+        if budget is not None and (limit is None or limit > budget):
+            trainer.fit_loop.max_epochs = budget
+        elif limit is not None and limit > planned:
             self.print(
-                f"Training goes on to round {limit}. The run was planned for {self.total_rounds} rounds: freeze rounds and "
+                f"Training goes on to round {limit}. The run was planned for {planned} rounds: freeze rounds and "
                 "learning-rate milestones stay as planned."
             )
-        return self.total_rounds
+        return planned
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """The server optimizer; it sees trainable parameters only, never statistics."""
@@ -140,8 +145,7 @@ class ServerModule(L.LightningModule):
         """Step the server optimizer on the pseudo-gradient."""
         optimizer = self.optimizers()
         assert isinstance(optimizer, L.pytorch.core.optimizer.LightningOptimizer)
-        with self.clock.part("aggregation"):
-            optimizer.step()
+        optimizer.step()
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Keep what the run has planned and counted."""

@@ -1,12 +1,12 @@
 """Aggregation: from the clients' rows to the server's pseudo-gradient and statistics."""
 
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from fl_lightning.aggregation import Aggregator, WeightedMean
-from fl_lightning.batch_norm.layers import check_variances
+from fl_lightning.aggregation import Aggregator
 from fl_lightning.cohort.round_cohort import RoundCohort
 from fl_lightning.cohort.rows import split_columns
 from fl_lightning.errors import ConfigurationError
@@ -27,28 +27,24 @@ def update_server(
     Raises:
         ConfigurationError: A client's update is not finite, or a running variance is negative.
     """
-    set_pseudo_gradient(cohort, aggregator)
-    diverged = diverged_clients(cohort, aggregator)
+    _set_pseudo_gradient(cohort, aggregator)
+    diverged = _diverged_clients(cohort)
     record.diverged |= bool(diverged)
     if diverged and on_divergence == "error":
         raise ConfigurationError(
             f"round {cohort.round}: the update of client {diverged[0]} is not finite; lower client_optimizer lr (now "
             f"{cohort.optimizer.param_groups[0]['lr']:g}), or set model.on_divergence: record to go on"
         )
-    check_variances(cohort.buffers, cohort.buffer_kinds, cohort.round, cohort.client_ids)
-    set_local_parameters(cohort, aggregator)
-    set_statistics(cohort, aggregator)
-    check_variances(cohort.server_buffers, cohort.buffer_kinds, cohort.round)
+    _check_variances(cohort, cohort.buffers, [f"client {client}" for client in cohort.client_ids])
+    _set_local_parameters(cohort, aggregator)
+    _set_statistics(cohort, aggregator)
+    _check_variances(cohort, cohort.server_buffers, ["the server"])
 
 
-def set_pseudo_gradient(cohort: RoundCohort, aggregator: Aggregator) -> None:
+def _set_pseudo_gradient(cohort: RoundCohort, aggregator: Aggregator) -> None:
     """Set the server's gradients to server - aggregate(clients) (Reddi et al. 2021, Algorithm 1).
 
     Parameters that the round's policy does not average get no gradient, so the server optimizer passes them over.
-
-    Args:
-        cohort: The clients after their local steps.
-        aggregator: How their parameters are combined.
     """
     blocks = {n: block for n, block in cohort.params.blocks.items() if cohort.treatment(n) == "averaged"}
     means = aggregator.blocks(list(blocks.values()), cohort.weights)
@@ -61,15 +57,8 @@ def set_pseudo_gradient(cohort: RoundCohort, aggregator: Aggregator) -> None:
             cohort.server_parameters[name].grad = gradients[name]
 
 
-def set_local_parameters(cohort: RoundCohort, aggregator: Aggregator) -> None:
-    """Set the server's copy of parameters that clients keep for themselves to their mean: it is only evaluated.
-
-    The server optimizer passes these parameters over, since they have no gradient.
-
-    Args:
-        cohort: The clients after their local steps.
-        aggregator: How the parameters are combined.
-    """
+def _set_local_parameters(cohort: RoundCohort, aggregator: Aggregator) -> None:
+    """Set the server's copy of parameters that clients keep for themselves to their mean: it is only evaluated."""
     for name, block in cohort.params.blocks.items():
         if cohort.treatment(name) == "local":
             mean = aggregator(block, cohort.weights)
@@ -77,15 +66,11 @@ def set_local_parameters(cohort: RoundCohort, aggregator: Aggregator) -> None:
                 cohort.server_parameters[key].detach().copy_(value)
 
 
-def set_statistics(cohort: RoundCohort, aggregator: Aggregator) -> None:
+def _set_statistics(cohort: RoundCohort, aggregator: Aggregator) -> None:
     """Set the server's buffers to the clients' aggregate, past the server optimizer.
 
     Counters, and other buffers that are not floating point, take the largest value over the clients. Buffers that the
     round's policy freezes, pools or resets stay untouched.
-
-    Args:
-        cohort: The clients after their local steps.
-        aggregator: How floating-point buffers are combined.
     """
     for name, block in cohort.buffers.blocks.items():
         treatment = cohort.treatment(name)
@@ -98,31 +83,37 @@ def set_statistics(cohort: RoundCohort, aggregator: Aggregator) -> None:
         torch._foreach_copy_([cohort.server_buffers[key] for key in names], [found[key] for key in names])
 
 
-def diverged_clients(cohort: RoundCohort, aggregator: Aggregator) -> list[int]:
-    """The clients whose parameters or BN statistics are not all finite, once the pseudo-gradient is set.
+def _diverged_clients(cohort: RoundCohort) -> list[int]:
+    """The clients whose parameters or BN statistics are not all finite.
 
     A model's other buffers are not looked at: an attention mask, say, may well hold infinities.
-
-    Args:
-        cohort: The clients after their local steps.
-        aggregator: How their parameters were combined.
     """
-    params = cohort.params.blocks
-    statistics = [
-        block
-        for name, block in cohort.buffers.blocks.items()
-        if cohort.buffers.layout[name].kind in ("mean", "var")
-    ]
-    seen = [_tells_of_all(cohort, name, aggregator) for name in params]
+    kinds = {name: block.kind for name, block in cohort.buffers.layout.items()}
+    statistics = [block for name, block in cohort.buffers.blocks.items() if kinds[name] in ("mean", "var")]
+    blocks = [*cohort.params.blocks.values(), *statistics]
     # a finite sum has finite terms
-    if bool(torch.stack([tensor.sum() for tensor in (*seen, *statistics)]).sum().isfinite()):
+    if bool(torch.stack([block.sum() for block in blocks]).sum().isfinite()):
         return []
-    finite = torch.stack([block.isfinite().all(1) for block in (*params.values(), *statistics)]).all(0)
+    finite = torch.stack([block.isfinite().all(1) for block in blocks]).all(0)
     return [client for client, fine in zip(cohort.client_ids, finite.tolist(), strict=True) if not fine]
 
 
-def _tells_of_all(cohort: RoundCohort, block: str, aggregator: Aggregator) -> Tensor:
-    """A tensor that is finite only where every client's row of a block is: their mean is, for what is averaged."""
-    if type(aggregator) is WeightedMean and cohort.treatment(block) == "averaged":
-        return cohort.pseudo_gradient.blocks[block]
-    return cohort.params.blocks[block]
+def _check_variances(cohort: RoundCohort, buffers: Mapping[str, Tensor], owners: Sequence[str]) -> None:
+    """Refuse negative running variances, which would turn into NaN under the square root.
+
+    Args:
+        cohort: The clients after their local steps.
+        buffers: Their buffers ``[C, *shape]`` by name, or the server's ``[*shape]``.
+        owners: Whose they are, in words: each client, or the server.
+    """
+    names = [name for name, kind in cohort.buffer_kinds.items() if kind == "var"]
+    if not names or bool(torch.cat([buffers[name].reshape(-1) for name in names]).amin() >= 0):
+        return
+    for name in names:
+        negative = (buffers[name] < 0).reshape(len(owners), -1).any(1).tolist()
+        if any(negative):
+            raise ConfigurationError(
+                f"round {cohort.round}: {owners[negative.index(True)]} holds a negative running variance in BN layer "
+                f"{name.rpartition('.')[0]!r}; statistics must be aggregated by a rule that keeps variances >= 0, such as "
+                "WeightedMean"
+            )

@@ -5,7 +5,6 @@ from typing import Protocol, runtime_checkable
 import lightning as L
 import torch
 
-from fl_lightning.client_data.federated import FederatedDataModule
 from fl_lightning.errors import ConfigurationError
 
 
@@ -38,18 +37,6 @@ def check_trainer(trainer: L.Trainer) -> None:
                 f"trainer.{setting}: {value} means nothing where a batch is a round; leave it out, and use "
                 "trainer.max_epochs for fewer rounds"
             )
-
-
-def check_clients(data: FederatedDataModule) -> None:
-    """Refuse a federation of nobody.
-
-    Raises:
-        ConfigurationError: The data module has no clients.
-    """
-    if data.num_clients == 0:
-        raise ConfigurationError(
-            f"data: {type(data).__name__} has no clients; pass clients=[...], or name a data set such as Digits"
-        )
 
 
 def allow_tf32(convolutions: bool, products: bool) -> tuple[bool, bool]:

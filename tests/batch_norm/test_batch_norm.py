@@ -153,6 +153,15 @@ def test_a_negative_variance_names_layer_client_and_round():
         train(small_cnn(), blobs(), 3, [Overwrites(2, 1, "4.running_var", -0.5)])
 
 
+def test_a_negative_variance_that_an_aggregation_rule_makes_is_the_servers():
+    class Negative(Aggregator):
+        def __call__(self, rows, weights):
+            return -rows.abs().amax(0)
+
+    with pytest.raises(ConfigurationError, match=r"round 1: the server holds a negative .* BN layer '1'"):
+        train(small_cnn(), blobs(), 1, aggregator=Negative())
+
+
 @EXECUTORS
 def test_a_batch_of_one_value_per_channel_names_the_layer(executor):
     model = nn.Sequential(nn.Flatten(), nn.Linear(72, 5), nn.ReLU(), nn.BatchNorm1d(5), nn.Linear(5, 3))

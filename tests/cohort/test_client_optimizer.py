@@ -142,9 +142,9 @@ def test_momentum_lies_where_it_lay_in_the_round_before():
     blocks, zeros = {"weights": torch.ones(2, 5)}, {"weights": torch.ones(2, 5)}
     optimizer = ClientOptimizer(MORE_OPTIMIZERS["plain momentum"], blocks, zeros, {})
     optimizer.step()
-    before = optimizer.state("momentum_buffer")["weights"]
+    before = optimizer.states()["momentum_buffer"]["weights"]
     optimizer.restart()
-    after = optimizer.state("momentum_buffer")["weights"]
+    after = optimizer.states()["momentum_buffer"]["weights"]
     assert after.data_ptr() == before.data_ptr()
     assert not after.any()
 
