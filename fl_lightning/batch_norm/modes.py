@@ -1,18 +1,16 @@
 """Another mode for a while: BN layers that normalise with the batch's statistics, a model in evaluation."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from torch import nn
 
-from fl_lightning.batch_norm.layers import batch_norm_layers
 from fl_lightning.batch_norm.swapping import SwappedBatchNorm
 
 
 @contextmanager
-def batch_statistics(model: nn.Module) -> Iterator[None]:
-    """Let every BN layer normalise with the statistics of its input, whatever forward pass a method has given it."""
-    layers = list(batch_norm_layers(model).values())
+def batch_statistics(layers: Sequence[nn.Module]) -> Iterator[None]:
+    """Let BN layers normalise with the statistics of their input, whatever forward pass a method has given them."""
     before = [(layer.__class__, layer.training, layer.track_running_stats) for layer in layers]
     try:
         for layer in layers:

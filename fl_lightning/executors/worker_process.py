@@ -36,7 +36,7 @@ _SERVER_ONLY = (
     "communication",
     "_hparams",
     "_hparams_initial",
-    "_batch_norm_in_training",
+    "tracking_layers",
 )
 """What a client's loss has no use for, some of it impossible to pickle."""
 

@@ -44,8 +44,8 @@ Observer = Callable[[str, Tensor], None]
 def collect(pl_module: "FederatedModule", mode: Mode) -> Statistics:
     """Measure what the BN layers see in one pass of all clients, in the cohort or not, over their training data.
 
-    The weights are the server's; nothing of the model changes. BN layers normalise with the batch, as in training. All
-    other layers evaluate, so dropout is off, as it is where the statistics are used (HeteroFL passes in training mode,
+    The weights are the server's; nothing of the model changes. BN layers normalise with the batch, as in training; those that
+    the user has put in eval mode are not measured. All other layers evaluate, so dropout is off, as it is where the statistics are used (HeteroFL passes in training mode,
     but its networks have no dropout), and the statistics are a function of the weights, the data and their seed alone. The
     batches are those of each client's first epoch, augmented as in training; with ``drop_last`` a remainder is left out.
 
@@ -122,11 +122,13 @@ def _observe(pl_module: "FederatedModule", batches: Iterable[Any], observer: Obs
     with (
         isolate_rng(),  # what a model draws for itself here, others shall not miss
         evaluating(model),
-        batch_statistics(model),
+        batch_statistics(pl_module.tracking_layers),
         precision.val_step_context(),
         ExitStack() as hooks,
     ):
         for name, layer in batch_norm_layers(model).items():
+            if layer not in pl_module.tracking_layers:
+                continue
 
             def look(layer: nn.Module, inputs: tuple[Tensor, ...], _outputs: Any, name: str = name) -> None:
                 observer(name, inputs[0].transpose(0, 1).flatten(1).to(layer.get_buffer("running_mean")))

@@ -120,7 +120,7 @@ class VariantEvaluation(FederatedCallback):
             if tensors is not BATCH_STATISTICS:
                 pl_module.evaluate_batch(batch, evaluation)
                 return
-            with batch_statistics(model):
+            with batch_statistics(pl_module.tracking_layers):
                 try:
                     pl_module.evaluate_batch(batch, evaluation)
                 except ValueError as error:

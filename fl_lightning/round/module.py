@@ -76,6 +76,8 @@ class FederatedModule(ServerModule):
         slots: Where a client's state hangs in the model; known from the start of training on.
         executor_choice: The executor that was chosen for this run and why; None where one was given.
         communication: What the clients of the newest round have sent and received.
+        tracking_layers: The BN layers that track statistics in training: all but those that the user has put in eval mode,
+            which stay as they are.
 
     Raises:
         ConfigurationError: A setting is out of range or contradicts another one.
@@ -129,7 +131,7 @@ class FederatedModule(ServerModule):
         self.communication = Communication()
         self._methods = Methods()
         self._cohort: RoundCohort | None = None
-        self._batch_norm_in_training: list[nn.Module] = []
+        self.tracking_layers: list[nn.Module] = []
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
         """One communication round, in the precision of the weights: only clients' losses are computed in mixed precision."""
@@ -167,7 +169,7 @@ class FederatedModule(ServerModule):
             self._methods = self.federated_callbacks
             clients, steps = self.plan.trained(self.round)
             policy = resolve_policy(self._methods, self.round, self.planned_rounds)
-            for layer in self._batch_norm_in_training:
+            for layer in self.tracking_layers:
                 layer.train(policy["mean"] != "frozen")
             if self._cohort is None or len(self._cohort) != len(clients):
                 self._cohort = RoundCohort(self.model, len(clients), self.parameter_groups)
@@ -244,6 +246,8 @@ class FederatedModule(ServerModule):
     def setup(self, stage: str) -> None:
         """Plan the local work, and let methods change the BN layers."""
         super().setup(stage)
+        layers = batch_norm_layers(self.model).values()
+        self.tracking_layers = [layer for layer in layers if layer.training] or list(layers)
         if stage != "fit":
             return
         check_trainer(self.trainer)
@@ -275,13 +279,12 @@ class FederatedModule(ServerModule):
             self.executor_choice = choose_executor(self, 1 if self.centralised else self.plan.cohort_size)
             self.executor = self.executor_choice.executor
             logging.getLogger("fl_lightning").info("executor: %s", self.executor_choice)
-        # A BN layer that the user has put in eval mode stays there.
-        self._batch_norm_in_training = [x for x in batch_norm_layers(self.model).values() if x.training]
+        self.tracking_layers = [x for x in batch_norm_layers(self.model).values() if x.training]
         self._cohort = None
 
     def on_fit_end(self) -> None:
         """Give the BN layers back as they came: in training mode, with their own forward pass."""
-        for layer in self._batch_norm_in_training:
+        for layer in self.tracking_layers:
             layer.train()
         restore_batch_norm(self.model)
         self.executor.close()

@@ -226,3 +226,29 @@ def test_statistics_of_an_earlier_round_are_told(capsys):
     method.measured_round = 1
     trainer.test(module, datamodule=blobs(), verbose=False)
     assert "those of round 1, the weights of round 2" in capsys.readouterr().out
+
+
+def with_a_layer_in_eval_mode():
+    """Three BN layers: the one in the middle is in eval mode, with statistics that are not those of the data."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.BatchNorm2d(2), nn.BatchNorm2d(2).eval(), nn.BatchNorm2d(2), nn.Flatten(), nn.Linear(72, 3)
+    ).double()
+    model[1].running_mean.fill_(3.0)
+    model[1].running_var.fill_(25.0)
+    return model
+
+
+@pytest.mark.filterwarnings("ignore:Found 1 module.s. in eval mode")  # meant here
+@pytest.mark.parametrize("mode", MODES)
+def test_a_layer_that_the_user_has_put_in_eval_mode_is_neither_measured_nor_changed(mode):
+    average = train(with_a_layer_in_eval_mode(), blobs(), 3, local_steps=2)
+    static = train(with_a_layer_in_eval_mode(), blobs(), 3, [StaticBN(mode)], local_steps=2)
+    trained = [name for name in average if not is_statistic(name)]
+    assert distance({n: average[n] for n in trained}, {n: static[n] for n in trained}) == 0
+    assert static["1.running_mean"].tolist() == [3, 3]
+    assert static["1.running_var"].tolist() == [25, 25]
+    # the first layer has zero mean and variance 1 where it normalises with batches; the second makes (x g + b - 3) / 5 of it
+    expected = static["1.weight"] * (static["0.bias"] - 3) / (25 + 1e-5) ** 0.5 + static["1.bias"]
+    assert gap(static["2.running_mean"], expected) < 1e-6
+    assert bool((static["2.running_var"] < 0.2).all())
