@@ -20,11 +20,11 @@ from fl_lightning.optimizers.server import FedAdam, FedYogi
 EXECUTORS = pytest.mark.parametrize("executor", [SequentialExecutor, VectorizedExecutor])
 
 
-def model():
+def model(dropout=True):
     torch.manual_seed(0)
     return nn.Sequential(
         nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 6, 3), nn.BatchNorm2d(6), nn.ReLU(),
-        nn.Dropout(0.5), nn.Flatten(), nn.Linear(96, 10),
+        nn.Dropout(0.5) if dropout else nn.Identity(), nn.Flatten(), nn.Linear(96, 10),
     )  # fmt: skip
 
 
@@ -41,17 +41,17 @@ class LocalSteps(FederatedCallback):
         self.before = len(gpu.waits)
 
 
-def digits():
-    data = Digits(num_clients=4, batch_size=10, crop_padding=1, horizontal_flip=True, max_examples=120)
+def digits(num_clients=4):
+    data = Digits(num_clients, batch_size=10, crop_padding=1, horizontal_flip=True, max_examples=120)
     data.prepare_data()
     return data
 
 
-def train(callbacks=(), rounds=3, **settings):
+def train(callbacks=(), rounds=3, num_clients=4, dropout=True, **settings):
     """Where the CPU has waited within local steps; the last round is evaluated."""
     settings = {"client_optimizer": SGD, "local_steps": 2, **settings}
-    steps, module = LocalSteps(), FederatedModule(model(), **settings)
-    waits = fit(module, digits(), rounds, [*callbacks, steps], check_val_every_n_epoch=rounds)
+    steps, module = LocalSteps(), FederatedModule(model(dropout), **settings)
+    waits = fit(module, digits(num_clients), rounds, [*callbacks, steps], check_val_every_n_epoch=rounds)
     assert waits  # losses are read once a round
     return steps.waits
 
@@ -59,7 +59,10 @@ def train(callbacks=(), rounds=3, **settings):
 @EVERY_ROW
 @EXECUTORS
 def test_every_method_keeps_to_the_device_and_its_local_steps_never_wait(row, executor):
-    assert train([method_of(row)], executor=executor(), **row.module) == []
+    # one after the other each operation is repeated for each client: few of them, and dropout with the settings below
+    clients = 4 if executor is VectorizedExecutor or "participation" in row.module else 2
+    dropout = executor is VectorizedExecutor
+    assert train([method_of(row)], 3, clients, dropout, executor=executor(), **row.module) == []
 
 
 @EVERY_ROW
@@ -68,12 +71,13 @@ def test_a_run_that_a_cpu_began_goes_on_on_a_gpu(row, tmp_path):
     begun = FederatedModule(model(), **settings, executor=SequentialExecutor())
     fit_on_cpu(begun, digits(), 2, [method_of(row), SaveRounds(tmp_path)], precision="32-true")
     go_on = FederatedModule(model(), **settings, executor=VectorizedExecutor())
-    fit(go_on, digits(), 4, [method_of(row)], ckpt_path=tmp_path / "2.ckpt")
-    assert go_on.record.metrics["round"] == 4
+    fit(go_on, digits(), 3, [method_of(row)], ckpt_path=tmp_path / "2.ckpt")
+    assert go_on.record.metrics["round"] == 3
 
 
 SETTINGS = {
     "chosen": {"executor": None},
+    "one after the other": {"executor": SequentialExecutor()},
     "blocks": {"executor": VectorizedExecutor(2)},
     "centralised": {"centralised": True},
     "local epochs": {"local_steps": None, "local_epochs": 1},

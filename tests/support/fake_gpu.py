@@ -16,9 +16,8 @@ from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.loops import evaluation_loop, fit_loop
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_leaves
 from torchmetrics import Metric
 
 CUDA = torch.device("cuda:0")
@@ -27,13 +26,14 @@ CUDA = torch.device("cuda:0")
 _one = torch.ones((), requires_grad=True)
 torch.autograd.grad(2 * _one, _one)
 FREE = 10**12  # bytes of its memory
-ROOT = Path(__file__).parents[2]
+ROOT = f"{Path(__file__).parents[2]}/"
 
 _aten = torch.ops.aten
 _READ, _PIN, _COPY_TO, _COPY = (
     each.default for each in (_aten._local_scalar_dense, _aten._pin_memory, _aten._to_copy, _aten.copy_)
 )
 _INDEX = _aten.index.Tensor
+_DEVICE = torch.ops.prim.device.default
 
 
 class FakeGPU(TorchDispatchMode):
@@ -57,10 +57,13 @@ class FakeGPU(TorchDispatchMode):
         self._fake.__exit__(*error)
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function is _DEVICE:
+            return args[0].fake_device
         kwargs = kwargs or {}
-        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if torch.is_tensor(leaf)]
         asked = kwargs.get("device")
-        places = {tensor.device.type for tensor in tensors} | ({torch.device(asked).type} if asked else set())
+        places = {_device(tensor).type for tensor in _tensors((*args, *kwargs.values()))}
+        if asked:
+            places.add(torch.device(asked).type)
         if "cuda" not in places:
             with unset_fake_temporarily():
                 return args[0].clone() if function is _PIN else function(*args, **kwargs)
@@ -82,13 +85,27 @@ class FakeGPU(TorchDispatchMode):
         return function(*args, **kwargs)
 
 
+def _tensors(values):
+    """The tensors among the arguments of an operation and in their lists."""
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _tensors(value)
+
+
+def _device(tensor):
+    """``tensor.device``, which is an operation of its own where the tensor is not real."""
+    return tensor.fake_device if isinstance(tensor, FakeTensor) else tensor.device
+
+
 def _line():
     """Where the project's own code is at."""
     frame = sys._getframe()
     while frame is not None:
-        path = Path(frame.f_code.co_filename)
-        if path.is_relative_to(ROOT) and not path.is_relative_to(ROOT / "tests"):
-            return f"{path.name}:{frame.f_lineno}"
+        file = frame.f_code.co_filename
+        if file.startswith(ROOT) and not file.startswith(f"{ROOT}tests/"):
+            return f"{Path(file).name}:{frame.f_lineno}"
         frame = frame.f_back
     return "elsewhere"
 
