@@ -47,28 +47,29 @@ class MaintainedMomentum(FederatedCallback):
                 f"MaintainedMomentum: client_optimizer {type(cohort.optimizer).__name__} keeps no state between steps; set "
                 "momentum > 0"
             )
-        shared = self.memory.get(SERVER, {})
-        remembered = [{**shared, **self.memory.get(client, {})} for client in cohort.client_ids]
-        for name, (_, rows) in _state(cohort).items():
-            for row, memory in zip(rows, remembered, strict=True):
-                if name in memory:
-                    row.copy_(memory[name])
-        steps = [int(memory.get("steps", torch.tensor(0))) for memory in remembered]
-        cohort.optimizer_steps = torch.tensor(steps)
+        state, steps = _state(cohort), {}
+        for block in cohort.params.blocks:
+            owners = [SERVER if self._is_shared(cohort, block) else client for client in cohort.client_ids]
+            remembered = [self.memory.get(owner, {}) for owner in owners]
+            steps[block] = torch.stack([memory.get("steps", torch.tensor(0)) for memory in remembered])
+            for name in (name for name, (of, _) in state.items() if of == block):
+                for row, memory in zip(state[name][1], remembered, strict=True):
+                    if name in memory:
+                        row.copy_(memory[name])
+        cohort.optimizer_steps = steps
 
     def on_before_aggregate(self, trainer: L.Trainer, pl_module: "FederatedModule", cohort: "Cohort") -> None:
         """Remember the state that the clients end with."""
         state = _state(cohort)
         shared = {name: rows for name, (block, rows) in state.items() if self._is_shared(cohort, block)}
         own = {name: rows for name, (_, rows) in state.items() if name not in shared}
+        steps = {self._is_shared(cohort, block): seen for block, seen in cohort.optimizer_steps.items()}
         if shared:
             found = pl_module.aggregator.blocks(list(shared.values()), cohort.weights)
-            self._remember(
-                SERVER, {**dict(zip(shared, found, strict=True)), "steps": cohort.optimizer_steps.max()}
-            )
+            self._remember(SERVER, {**dict(zip(shared, found, strict=True)), "steps": steps[True].max()})
         for index, client in enumerate(cohort.client_ids if own else []):
-            steps = {} if shared else {"steps": cohort.optimizer_steps[index]}
-            self._remember(client, {name: rows[index].clone() for name, rows in own.items()} | steps)
+            rest = {name: rows[index].clone() for name, rows in own.items()}
+            self._remember(client, {**rest, "steps": steps[False][index].clone()})
 
     def extra_payload(self, cohort: "Cohort") -> tuple[int, int]:
         """Global scope sends the state once up and once down."""

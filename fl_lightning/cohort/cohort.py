@@ -1,5 +1,7 @@
 """The cohort as a method sees it: the state of a round's clients, stacked along dimension 0."""
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor, nn
 
@@ -122,12 +124,13 @@ class Cohort(ClientRows):
         return list(self._optimizer.states())
 
     @property
-    def optimizer_steps(self) -> Tensor:
-        """How many steps each client's optimizer state has seen, int64 ``[C]``: settable at the start of a round."""
-        return self._optimizer.initial_steps + torch.tensor(self.local_steps)
+    def optimizer_steps(self) -> dict[str, Tensor]:
+        """How many steps each client's optimizer state has seen, int64 ``[C]`` by parameter block: settable at the start of a round."""
+        taken, before = torch.tensor(self.local_steps), self._optimizer.initial_steps
+        return {name: before.get(name, 0) + taken for name in self.params.blocks}
 
     @optimizer_steps.setter
-    def optimizer_steps(self, steps: Tensor) -> None:
+    def optimizer_steps(self, steps: Mapping[str, Tensor]) -> None:
         self._optimizer.restore_steps(steps)
 
     def restart_optimizer(self) -> None:

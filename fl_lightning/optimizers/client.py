@@ -40,7 +40,7 @@ class ClientOptimizer:
 
     Attributes:
         torch: The torch optimizer.
-        initial_steps: The step count that each row starts from in this round, int64 ``[C]``, or one for all.
+        initial_steps: The step count that each row of a block starts from in this round, int64 ``[C]``; empty for zeros.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class ClientOptimizer:
         if not self._from_zeros:
             self._start(lr_factor)
             return
-        self.initial_steps = torch.tensor(0)
+        self.initial_steps = {}
         for group, fresh in zip(self.torch.param_groups, self._fresh, strict=True):
             group.update(fresh)
         self._scale_rates(lr_factor)
@@ -77,7 +77,7 @@ class ClientOptimizer:
 
     def _start(self, lr_factor: float) -> None:
         self._states: dict[str, dict[str, Tensor]] = {}
-        self.initial_steps = torch.tensor(0)
+        self.initial_steps: dict[str, Tensor] = {}
         self.torch: Optimizer = self._make({name: [block] for name, block in self._blocks.items()})
         self._fresh: list[dict[str, Any]] = [
             {k: v for k, v in group.items() if k != "params"} for group in self.torch.param_groups
@@ -143,29 +143,31 @@ class ClientOptimizer:
                     self._states.setdefault(key, {})[name] = state[key]
         return self._states
 
-    def restore_steps(self, steps: Tensor) -> None:
-        """Start each row from its own step count ``[C]``; only optimizers that count steps (Adam) take notice.
+    def restore_steps(self, steps: Mapping[str, Tensor]) -> None:
+        """Start each row of each block from its own step count ``[C]``; only optimizers that count steps (Adam) take notice.
 
         Adam shares one count per parameter, so rows that differ become parameters of their own: the same arithmetic.
         """
-        self.initial_steps = steps
+        self.initial_steps = dict(steps)
         states = self.states()
         if not any("step" in keys for keys in self._keys.values()):
             return
-        if bool((steps == steps[0]).all()):
-            for block in self._blocks.values():
-                self.torch.state[block]["step"].fill_(float(steps[0]))
+        alike = {name: bool((own == own[0]).all()) for name, own in steps.items()}
+        if all(alike.values()):
+            for name, block in self._blocks.items():
+                self.torch.state[block]["step"].fill_(float(steps[name][0]))
             return
         groups = [
-            {**group, "params": list(block.unbind(0))}
-            for group, block in zip(self.torch.param_groups, self._blocks.values(), strict=True)
+            {**group, "params": [block] if alike[name] else list(block.unbind(0))}
+            for group, (name, block) in zip(self.torch.param_groups, self._blocks.items(), strict=True)
         ]
         self.torch, self._from_zeros = self._factory(groups), False
         for name, group in zip(self._blocks, groups, strict=True):
             for index, leaf in enumerate(group["params"]):
-                leaf.grad = self._gradients[name][index]
-                self.torch.state[leaf] = {key: blocks[name][index] for key, blocks in states.items()}
-                self.torch.state[leaf]["step"] = torch.tensor(float(steps[index]))
+                row = ... if alike[name] else index
+                leaf.grad = self._gradients[name][row]
+                self.torch.state[leaf] = {key: blocks[name][row] for key, blocks in states.items()}
+                self.torch.state[leaf]["step"] = torch.tensor(float(steps[name][index]))
 
     def _make(self, leaves: Mapping[str, list[Tensor]]) -> Optimizer:
         optimizer = self._factory([{**self._overrides.get(n, {}), "params": leaves[n]} for n in leaves])

@@ -113,7 +113,9 @@ def test_a_restarted_optimizer_steps_as_a_new_one_bit_for_bit(name, history):
     if history.startswith("rows"):
         cannot = name in ("nadam", "adadelta")
         with pytest.raises(ConfigurationError, match="cannot be kept") if cannot else nullcontext():
-            optimizer.restore_steps(torch.tensor([1, 2, 3]))
+            optimizer.restore_steps(
+                {"weights": torch.tensor([1, 2, 3]), "batch_norm": torch.tensor([2, 2, 2])}
+            )
     steps(optimizer, blocks)
     if history == "changed settings":
         for group in optimizer.torch.param_groups:

@@ -9,7 +9,13 @@ from helpers import blobs, by_hand, centralised, distance, fit, small_cnn
 from torch import nn
 
 from callbacks import FedBN, FixBN, MaintainedMomentum
-from fl_lightning import ConfigurationError, FederatedModule, SequentialExecutor, VectorizedExecutor
+from fl_lightning import (
+    ConfigurationError,
+    FederatedCallback,
+    FederatedModule,
+    SequentialExecutor,
+    VectorizedExecutor,
+)
 from fl_lightning.cohort.blocks import parameter_groups
 from fl_lightning.optimizers.schedules import MultiStep
 from fl_lightning.round.plan import sample_cohort
@@ -217,4 +223,37 @@ def test_global_momentum_of_parameters_that_clients_keep_stays_with_them():
     assert [key for key in method.memory[-1] if "batch_norm" in key] == []
     own = [method.memory[client]["momentum_buffer/batch_norm"] for client in range(3)]
     assert not torch.equal(own[0], own[1])
-    assert "steps" not in method.memory[0]
+    assert [int(method.memory[client]["steps"]) for client in (-1, 0, 1, 2)] == [3] * 4
+
+
+class FirstSteps(FederatedCallback):
+    """How far gamma moves in the first local step of each newcomer."""
+
+    def __init__(self):
+        self.changes, self.seen = {}, set()
+
+    def on_local_step_end(self, trainer, pl_module, cohort, step):
+        if step == 0:
+            for row, client in enumerate(cohort.client_ids):
+                if client not in self.seen and cohort.round > 1:
+                    moved = cohort.params["1.weight"][row] - 1  # where a newcomer starts
+                    self.changes[client] = float(moved.abs().max())
+                self.seen.add(client)
+
+
+def test_parameters_of_its_own_that_a_newcomer_trains_take_adams_first_step_with_global_moments():
+    adam = partial(torch.optim.Adam, lr=0.01, eps=1e-30)
+    watch = FirstSteps()
+    run(
+        small_cnn(),
+        blobs(6, sizes=(40,) * 6),
+        6,
+        FedBN(),
+        MaintainedMomentum("global"),
+        watch,
+        client_optimizer=adam,
+        participation=2,
+    )
+    assert len(watch.changes) >= 3
+    # a first step is lr * sign(gradient): moments of zero and their correction begin together
+    assert list(watch.changes.values()) == pytest.approx([0.01] * len(watch.changes), rel=1e-6)
