@@ -47,11 +47,14 @@ class Freezing(FederatedCallback):
         require_batch_norm(pl_module.model, type(self).__name__, statistics="mean" in self.kinds)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: "FederatedModule") -> None:  # type: ignore[override]  # rounds have one
-        """Say so when T* is beyond the last round."""
-        rounds, last = pl_module.planned_rounds, self.last_batch_round(pl_module.planned_rounds)
+        """Say so when T* is beyond the last round, of the plan or of this fit."""
+        planned, last = pl_module.planned_rounds, self.last_batch_round(pl_module.planned_rounds)
+        rounds = min(planned, trainer.fit_loop.max_epochs or planned)
         if last is not None and last >= rounds:
             name = type(self).__name__
-            pl_module.print(f"{name}: T* = {last} of {rounds} rounds, so nothing is frozen in this run.")
+            pl_module.print(
+                f"{name}: T* = {last}, and training ends with round {rounds}: nothing is frozen in this run."
+            )
 
     def on_round_start(self, trainer: L.Trainer, pl_module: "FederatedModule", cohort: "Cohort") -> None:
         """Log T*."""

@@ -10,6 +10,7 @@ from fl_lightning.console import format_bytes, print_table
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.files import write_json, write_text
 from fl_lightning.round.module import FederatedModule
+from fl_lightning.round.policy import policy_table, stages_in_words
 from fl_lightning.run_directory.describe import describe, describe_environment, method_name
 from fl_lightning.run_directory.directory import Attempt
 from fl_lightning.run_directory.drawings import draw_pictures
@@ -53,13 +54,15 @@ def _collect(
         metrics,
         key=lambda name: (name.startswith("test/"), name.partition("/")[2] not in module.evaluation.metrics),
     )
-    reports = reports_of(module.federated_callbacks)
+    reports, rounds = reports_of(module.federated_callbacks), module.trainer.global_step
+    stages = policy_table(module.model, module.federated_callbacks, module.planned_rounds).get("mean", [])
     return {
         "method": method_name(module, module.federated_callbacks),
         "model": type(module.model).__name__,
         "partition": module.data.describe_partition(),
-        "rounds": module.trainer.global_step,
+        "rounds": rounds,
         "planned_rounds": module.planned_rounds,
+        "bn_statistics": [stage for stage in stages if isinstance(stage[0], int) and stage[0] <= rounds],
         "samples": record.samples,
         **{name: metrics[name] for name in order},
         "class_accuracy": _class_accuracy(module, metrics),
@@ -82,6 +85,7 @@ def _print(result: Mapping[str, Any]) -> None:
         "model": result["model"],
         "partition": result["partition"],
         "rounds": f"{result['rounds']:,}" + ("  (diverged)" if result["diverged"] else ""),
+        **({"BN statistics": stages_in_words(found)} if (found := result["bn_statistics"]) else {}),
         "samples seen": f"{result['samples']:,}",
         **{name: f"{value:.4f}" for name, value in result.items() if "/" in name},
         "sent by clients": format_bytes(result["upload_bytes"]),

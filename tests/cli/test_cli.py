@@ -52,18 +52,26 @@ def test_fit_ends_with_the_table_that_result_json_holds(finished):
     result = read(folder / "result.json")
     table = printed.partition("Result\n")[2]
     assert {
-        "method", "model", "partition", "rounds", "planned_rounds", "samples", "val/loss", "val/accuracy",
+        "method", "model", "partition", "rounds", "planned_rounds", "bn_statistics", "samples", "val/loss", "val/accuracy",
         "test/loss", "test/accuracy", "class_accuracy", "diverged", "upload_bytes", "download_bytes", "train_seconds", "executor",
         "reports", "seed",
         "directory", "environment",
     } == set(result)  # fmt: skip
     assert result["method"] == "FedAvg + FixBN(freeze_round=2)"
     assert result["partition"] == "Shards(class_fraction=0.4), 3 clients"
+    assert result["bn_statistics"] == [[1, "averaged"], [3, "frozen"]]
+    assert "BN statistics    averaged; frozen from round 3" in table
     assert result["directory"] == f"runs/tiny/{folder.name}"
     for name in ("val/loss", "val/accuracy", "test/loss", "test/accuracy"):
         assert f"{result[name]:.4f}" in next(line for line in table.splitlines() if line.startswith(name))
     for text in (result["method"], result["partition"], result["directory"], "LeNet", "240"):
         assert text in table
+
+
+def test_the_result_of_a_run_that_never_froze_says_so(capsys):
+    cli = run("--trainer.max_epochs", 2)
+    assert read(cli.attempt.result)["bn_statistics"] == [[1, "averaged"]]
+    assert "\nBN statistics    averaged\n" in capsys.readouterr().out
 
 
 def test_table_has_no_trailing_blanks(finished):
