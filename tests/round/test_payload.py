@@ -47,6 +47,13 @@ def traffic(model, methods=(), round_number=1, rounds=2, clients=1):
         policy=resolve_policy(methods, round_number, rounds),
         optimizer=MOMENTUM,
     )
+    for method in (method for method in methods if isinstance(method, FedTAN)):
+        module = FederatedModule(model, MOMENTUM, local_steps=1)
+        method.configure_batch_norm(module)
+        method.on_round_start(None, module, cohort)
+        for name in (name for name, kind in cohort.buffer_kinds.items() if kind == "counter"):
+            cohort.buffers[name].add_(1)  # as the forward pass of the joint step does
+        method.on_local_step_end(None, module, cohort, 0)
     return round_communication(cohort, methods)
 
 
