@@ -32,7 +32,7 @@ def partition_figure(
     figure = new_figure(0.25 * min(clients, _MAX_NAMED) + 1.5, title)
     cells, sizes = figure.subplots(1, 2, sharey=True, width_ratios=(6, 1))
     norm = PowerNorm(0.5, vmin=0, vmax=max(counts.max(), 1))  # so that few samples can be seen too
-    image = cells.imshow(counts, cmap="Blues", norm=norm, aspect="auto")
+    image = cells.imshow(counts, cmap="Blues", norm=norm, aspect="auto", interpolation="nearest")
     bars = sizes.barh(range(clients), counts.sum(1), color=GREY)
     if clients <= _MAX_NAMED and classes * len(str(counts.max())) <= 70:  # the numbers fit into the cells
         for (client, label), count in np.ndenumerate(counts):

@@ -1,6 +1,6 @@
 """What goes over the network in a round: bytes of each kind of state, and how often clients wait for the server."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -22,7 +22,8 @@ class Communication:
         clients: The round's cohort.
         local_steps: Local steps of each of its clients.
         each: Bytes of every client of the cohort, by kind: of state, or the method that sends them on top.
-        beside: Bytes that single clients, in the cohort or not, send beside the round, by method and client.
+        beside: Bytes that single clients, in the cohort or not, send or receive beside the round, by method (or kind of
+            frozen state) and client.
         exchanges: How often the round waits for an answer of the server: 1 for the averaged state, and what methods add.
     """
 
@@ -61,24 +62,33 @@ class Communication:
         return found
 
 
-def round_communication(cohort: Cohort, callbacks: Sequence[Declarations]) -> Communication:
+def round_communication(
+    cohort: Cohort, callbacks: Sequence[Declarations], holders: Collection[int] = ()
+) -> Communication:
     """What a round sends under its policy, and what its callbacks declare on top.
 
-    What is averaged or pooled goes both ways. What clients keep or the server resets is not sent, nor are counters. Nor is
-    what is frozen: that every client gets it once, in its first round after the freeze, is not counted.
+    What is averaged or pooled goes both ways. What clients keep or the server resets is not sent, nor are counters. What is
+    frozen every client receives once, in its first round after the freeze.
 
     Args:
         cohort: The round's clients, after their local steps.
         callbacks: The run's federated callbacks.
+        holders: The clients that hold the frozen state already.
     """
     each: dict[str, UpDown] = {}
+    beside: dict[str, dict[int, UpDown]] = {}
+    newcomers = set(cohort.client_ids) - set(holders)
     for rows in (cohort.params, cohort.buffers):
         for name, block in rows.blocks.items():
-            if cohort.treatment(name) in ("averaged", "pooled") and block.is_floating_point():
-                sent = block.shape[1] * block.element_size()
-                add(each, JOINT_LABELS[rows.layout[name].kind], (sent, sent))
+            if not block.is_floating_point():
+                continue
+            label, sent = JOINT_LABELS.get(rows.layout[name].kind, ""), block.shape[1] * block.element_size()
+            if cohort.treatment(name) in ("averaged", "pooled"):
+                add(each, label, (sent, sent))
+            elif cohort.treatment(name) == "frozen":
+                for client in newcomers:
+                    add(beside.setdefault(label, {}), client, (0, sent))
     size = next(iter(cohort.params.blocks.values())).element_size()
-    beside: dict[str, dict[int, UpDown]] = {}
     exchanges = 1
     for callback in callbacks:
         method, (up, down) = type(callback).__name__, callback.extra_payload(cohort)

@@ -216,7 +216,9 @@ class FederatedModule(ServerModule):
         mean = sum(weight * loss for weight, loss in zip(cohort.weights.tolist(), losses, strict=True))
         self.log_numbers({"train/loss": mean}, prog_bar=True)
         self.communication = (
-            Communication() if self.centralised else round_communication(cohort, self._methods)
+            Communication()
+            if self.centralised
+            else round_communication(cohort, self._methods, self.record.holders)
         )
         costs, times = self.communication.metrics(), self.clock.stop()
         seconds = times["time/round_s"]

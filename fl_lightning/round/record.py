@@ -22,6 +22,7 @@ class RunRecord:
         diverged: Whether an update or an evaluation was ever not finite.
         clients: By client: the rounds it took part in, its local steps in them and its mean training loss in the
             last of them.
+        holders: The clients that have received the frozen state, empty while nothing is frozen.
     """
 
     def __init__(self) -> None:
@@ -30,6 +31,7 @@ class RunRecord:
         self.seconds = 0.0
         self.diverged = False
         self.clients: dict[int, tuple[int, int, float]] = {}
+        self.holders: list[int] = []
         self._pending: dict[str, float] = {}
         self._logging_seconds: float | None = None
 
@@ -44,6 +46,8 @@ class RunRecord:
         for client, taken, loss in zip(cohort.client_ids, cohort.local_steps, losses, strict=True):
             rounds, steps, _ = self.clients.get(client, (0, 0, 0.0))
             self.clients[client] = (rounds + 1, steps + taken, loss)
+        frozen = "frozen" in cohort.policy.values()
+        self.holders = sorted({*self.holders, *cohort.client_ids}) if frozen else []
         self.samples += sum(cohort.samples)
         self.seconds += seconds
         self.upload_bytes += int(costs["comm/upload_bytes"])
@@ -67,7 +71,7 @@ class RunRecord:
 
     def state_dict(self) -> dict[str, Any]:
         """Totals and the newest metrics, as plain numbers."""
-        names = ("samples", "upload_bytes", "download_bytes", "seconds", "diverged")
+        names = ("samples", "upload_bytes", "download_bytes", "seconds", "diverged", "holders")
         totals = {name: getattr(self, name) for name in names}
         return {**totals, "row": dict(self.metrics), "clients": dict(self.clients)}
 

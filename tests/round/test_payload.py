@@ -4,7 +4,8 @@ from functools import partial
 
 import pytest
 import torch
-from helpers import SGD, blobs, fit, small_cnn
+from helpers import SGD, SaveRounds, blobs, fit, small_cnn
+from lightning.pytorch.callbacks import Callback
 
 from callbacks import (
     FBN,
@@ -27,6 +28,7 @@ from fl_lightning.cohort.round_cohort import RoundCohort
 from fl_lightning.models import FBNCNN, ResNet20
 from fl_lightning.optimizers.server import FedAdam
 from fl_lightning.round.communication import round_communication, total
+from fl_lightning.round.plan import sample_cohort
 from fl_lightning.round.policy import resolve_policy
 
 MOMENTUM = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
@@ -54,7 +56,7 @@ def traffic(model, methods=(), round_number=1, rounds=2, clients=1):
         for name in (name for name, kind in cohort.buffer_kinds.items() if kind == "counter"):
             cohort.buffers[name].add_(1)  # as the forward pass of the joint step does
         method.on_local_step_end(None, module, cohort, 0)
-    return round_communication(cohort, methods)
+    return round_communication(cohort, methods, range(clients))
 
 
 def payload(model, methods=(), round_number=1, clients=1):
@@ -178,6 +180,37 @@ def test_non_persistent_buffers_and_counters_are_not_sent():
     floats = sum(p.numel() for p in model.parameters()) + 20
     model.register_buffer("scratch", torch.zeros(1000), persistent=False)
     assert payload(model, clients=3) == (3 * 4 * floats, 3 * 4 * floats)
+
+
+def test_frozen_statistics_are_received_once_in_the_first_round_after_the_freeze(tmp_path):
+    statistics = 8 * 2 * (4 + 6)
+    books = CommunicationLedger()
+    settings = {"local_steps": 1, "participation": 2}
+    seen = [set(sample_cohort(5, 2, 0, number)) for number in range(1, 9)]
+    newcomers = [len(seen[r] - set().union(*seen[3:r])) for r in range(3, 8)]
+    module = FederatedModule(small_cnn(), MOMENTUM, **settings)
+    rounds = Received()
+    fit(module, blobs(5, sizes=(40,) * 5), 8, [FixBN(freeze_round=3), books, rounds, SaveRounds(tmp_path)])
+    upload = rounds.received[3][0]
+    assert [up for up, _ in rounds.received] == [upload + 2 * statistics] * 3 + [upload] * 5
+    assert [down for _, down in rounds.received[3:]] == [upload + count * statistics for count in newcomers]
+    assert books.kinds["BN statistics"] == (6 * statistics, (6 + sum(newcomers)) * statistics)
+    resumed = FederatedModule(small_cnn(), MOMENTUM, **settings)
+    again = Received()
+    methods = [FixBN(freeze_round=3), CommunicationLedger(), again]
+    fit(resumed, blobs(5, sizes=(40,) * 5), 8, methods, tmp_path / "5.ckpt")
+    assert again.received == rounds.received[5:]
+
+
+class Received(Callback):
+    """Bytes up and down of each round."""
+
+    def __init__(self):
+        self.received = []
+
+    def on_train_epoch_end(self, trainer, pl_module):
+        names = ("comm/upload_bytes", "comm/download_bytes")
+        self.received.append(tuple(int(trainer.callback_metrics[name]) for name in names))
 
 
 def test_nothing_is_sent_on_one_machine():
