@@ -37,7 +37,7 @@ LEFT = {
     "README.md": "quickstart_lr0.05/*/result.json",
     "docs/diagnostics.md": "quickstart/*/bn_drift.png",
     "docs/first-run.md": "cifar10_small_fixbn/*/learning_curve.png",
-    "docs/methods.md": "quickstart/search-*/search.json",
+    "docs/methods.md": "search/search-*/search.json",
     "docs/own-method.md": "quickstart/*/updates.csv",
     "docs/results.md": "digits_fedavg_bn/*/result.json",
     "docs/run-directory.md": "quickstart/*/predictions.csv",
