@@ -4,12 +4,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from fl_lightning.batch_norm.swapping import SwappedBatchNorm
 
 
 @contextmanager
-def batch_statistics(layers: Sequence[nn.Module]) -> Iterator[None]:
+def batch_statistics(layers: Sequence[_BatchNorm]) -> Iterator[None]:
     """Let BN layers normalise with the statistics of their input, whatever forward pass a method has given them."""
     before = [(layer.__class__, layer.training, layer.track_running_stats) for layer in layers]
     try:

@@ -67,7 +67,7 @@ class ClientOptimizer:
         if not self._from_zeros:
             self._start(lr_factor)
             return
-        self.initial_steps = {}
+        self.initial_steps: dict[str, Tensor] = {}
         for group, fresh in zip(self.torch.param_groups, self._fresh, strict=True):
             group.update(fresh)
         self._scale_rates(lr_factor)
@@ -77,7 +77,7 @@ class ClientOptimizer:
 
     def _start(self, lr_factor: float) -> None:
         self._states: dict[str, dict[str, Tensor]] = {}
-        self.initial_steps: dict[str, Tensor] = {}
+        self.initial_steps = {}
         self.torch: Optimizer = self._make({name: [block] for name, block in self._blocks.items()})
         self._fresh: list[dict[str, Any]] = [
             {k: v for k, v in group.items() if k != "params"} for group in self.torch.param_groups

@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from fl_lightning.aggregation import Aggregator, WeightedMean
 from fl_lightning.batch_norm.layers import batch_norm_layers, set_momentum
@@ -131,7 +132,7 @@ class FederatedModule(ServerModule):
         self.communication = Communication()
         self._methods = Methods()
         self._cohort: RoundCohort | None = None
-        self.tracking_layers: list[nn.Module] = []
+        self.tracking_layers: list[_BatchNorm] = []
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
         """One communication round, in the precision of the weights: only clients' losses are computed in mixed precision."""

@@ -165,7 +165,10 @@ def test_statistics_are_no_longer_sent_once_the_window_has_found_t_star():
     frozen = rows[-1]["fixbn/freeze_round"]
     assert 1 < frozen < 5
     sent = 4 * frozen * 8 * STATISTICS
-    assert ledger.kinds["BN statistics"] == (sent, sent + 4 * 8 * STATISTICS)  # what is frozen is received once
+    assert ledger.kinds["BN statistics"] == (
+        sent,
+        sent + 4 * 8 * STATISTICS,
+    )  # what is frozen is received once
     assert sum(pair[0] for pair in ledger.kinds.values()) == 4 * 8 * (6 * TRAINABLE + frozen * STATISTICS)
 
 
