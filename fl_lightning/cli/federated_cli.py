@@ -10,6 +10,7 @@ import torch
 import yaml
 from jsonargparse import Namespace
 from jsonargparse.typing import PositiveInt
+from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar
@@ -169,7 +170,8 @@ class FederatedCLI(LightningCLI):
                 if isinstance(callback, ModelCheckpoint) and callback.dirpath is None:
                     # a logger with a folder of its own, such as W&B's, would draw the checkpoints there
                     callback.dirpath = str(self.attempt.checkpoints.resolve())
-        plugins = [*_as_list(settings.plugins), AtomicCheckpointIO()]
+        # one process, also where a scheduler or launcher has started several runs at once
+        plugins = [*_as_list(settings.plugins), AtomicCheckpointIO(), LightningEnvironment()]
         try:
             trainer = super().instantiate_trainer(
                 callbacks=callbacks, logger=loggers or False, plugins=plugins, **kwargs
