@@ -35,7 +35,14 @@ def main(args: Sequence[str] | None = None) -> None:
     Args:
         args: Arguments without the program's name; those of the process when None.
     """
-    arguments = list(sys.argv[1:] if args is None else args)
+    try:
+        _run(list(sys.argv[1:] if args is None else args))
+    except KeyboardInterrupt:  # while torch is imported; a command that has begun hears the signals itself
+        print("stopped by Ctrl-C; nothing is kept", file=sys.stderr)
+        sys.exit(130)
+
+
+def _run(arguments: list[str]) -> None:
     if arguments in ([], ["-h"], ["--help"]):
         print(_HELP, end="")
         if not arguments:

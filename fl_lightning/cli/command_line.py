@@ -2,15 +2,12 @@
 
 import logging
 import os
-import signal
 import sys
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
-
-from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 import fl_lightning
 import fl_lightning.aggregation
@@ -20,6 +17,7 @@ import fl_lightning.models
 import fl_lightning.optimizers.schedules
 import fl_lightning.optimizers.server  # imported so that bare class names resolve in YAML
 from fl_lightning.cli.federated_cli import FederatedCLI
+from fl_lightning.cli.interruption import command
 from fl_lightning.cli.messages import told
 from fl_lightning.cli.parser import ConciseParser
 from fl_lightning.client_data.federated import FederatedDataModule
@@ -39,6 +37,7 @@ _TRAINER_DEFAULTS: dict[str, Any] = {
 }
 
 
+@command()
 def main(
     args: Sequence[str] | None = None, model_class: type[FederatedModule] = FederatedModule
 ) -> FederatedCLI:
@@ -68,10 +67,6 @@ def main(
             load_from_checkpoint_support=False,
             args=_with_shipped_configs(arguments),
         )
-    except SIGTERMException:
-        # it would leave with status 0, which tells a scheduler that all is done
-        print("stopped by SIGTERM", file=sys.stderr)
-        sys.exit(128 + signal.SIGTERM)
     except Exception as error:
         line = told(error)
         if line is None:

@@ -17,7 +17,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.profilers import PassThroughProfiler
 
-from fl_lightning.cli.interruption import FinishRound
+from fl_lightning.cli.interruption import FinishRound, Stopped
 from fl_lightning.cli.parser import ConciseParser, check_settings
 from fl_lightning.cli.progress import RoundProgress
 from fl_lightning.dashboard.logger import RoundWandbLogger, wandb_logger
@@ -229,6 +229,13 @@ class FederatedCLI(LightningCLI):
             self.wandb.close(failed)
         if failed:
             self.start.discard_untrained()
+        saved = self._get(self.config_init, "checkpoint").saved_round or self.start.round
+        if isinstance(error[1], Stopped) and saved and self.attempt.path.exists():
+            error[
+                1
+            ].kept = (
+                f"{self.attempt.path} keeps round {saved}; the same command with --ckpt_path last goes on"
+            )
         if self.wandb is not None and self.wandb.place is not None and self.attempt.path.exists():
             print(self.wandb.place, flush=True)
 
@@ -244,13 +251,8 @@ class FederatedCLI(LightningCLI):
         """Evaluate the final server model on the test data; print and write the result."""
         assert isinstance(self.model, FederatedModule)
         if self.interruption.signal and self.trainer.global_step != self.trainer.max_epochs:
-            rounds = self.trainer.global_step
-            print(
-                f"stopped after round {rounds}; the same command with --ckpt_path last goes on",
-                file=sys.stderr,
-            )
             draw_pictures(self.attempt, self.model)
-            sys.exit(128 + self.interruption.signal)
+            raise Stopped(self.interruption.signal)
         result = finish_run(self.model, self.attempt)
         if self.wandb is not None:
             self.wandb.log_result(result)

@@ -134,15 +134,15 @@ def test_resume_of_a_finished_run_does_nothing(tmp_path, last):
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
-        ({"every_n_seconds": None}, [6]),
-        ({"every_n_seconds": None, "every_n_rounds": 2}, [2, 4, 6]),
-        ({"every_n_seconds": None, "every_n_rounds": 4}, [4, 6]),
+        ({"every_n_seconds": None}, [1, 6]),
+        ({"every_n_seconds": None, "every_n_rounds": 2}, [1, 2, 4, 6]),
+        ({"every_n_seconds": None, "every_n_rounds": 4}, [1, 4, 6]),
         ({"every_n_seconds": 0.0}, [1, 2, 3, 4, 5, 6]),
-        ({"every_n_seconds": 25.0}, [3, 6]),
-        ({"every_n_seconds": 25.0, "every_n_rounds": 2}, [2, 4, 6]),
+        ({"every_n_seconds": 25.0}, [1, 4, 6]),
+        ({"every_n_seconds": 25.0, "every_n_rounds": 2}, [1, 2, 4, 6]),
     ],
 )
-def test_last_is_saved_when_a_period_has_passed_and_once_at_the_end(
+def test_last_is_saved_after_the_first_round_when_a_period_has_passed_and_once_at_the_end(
     tmp_path, monkeypatch, settings, expected
 ):
     saved = []
