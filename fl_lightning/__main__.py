@@ -21,6 +21,7 @@ often used:
   --seed_everything 1                the seed of everything
   --trainer.max_epochs 200           the number of communication rounds
   --ckpt_path last                   resume (fit) or evaluate the newest run of this configuration
+  --ckpt_path auto                   resume it where it has a checkpoint, start it where it has none
   --print_config                     print the resolved configuration and stop
 
   python -m fl_lightning fit --help                       all settings

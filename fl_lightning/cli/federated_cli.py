@@ -27,7 +27,7 @@ from fl_lightning.round.module import FederatedModule
 from fl_lightning.run_directory.checkpoint_io import AtomicCheckpointIO, check_run, load_run
 from fl_lightning.run_directory.checkpoints import RoundCheckpoint
 from fl_lightning.run_directory.continuation import OwnServerSettings, Start, find_start
-from fl_lightning.run_directory.directory import Attempt, attempt_of, directory_of
+from fl_lightning.run_directory.directory import Attempt, directory_of
 from fl_lightning.run_directory.drawings import draw_pictures
 from fl_lightning.run_directory.files import RunFiles
 from fl_lightning.run_directory.metrics import JSONLinesLogger
@@ -41,6 +41,7 @@ class FederatedCLI(LightningCLI):
 
     interruption: FinishRound
     start = Start()
+    resumed: Attempt | None = None
     checkpoint: dict[str, Any] | None = None
     wandb: RoundWandbLogger | None = None
 
@@ -120,8 +121,16 @@ class FederatedCLI(LightningCLI):
         again.ckpt_path = None  # the saved configuration starts a run, also that of a resumed one
         self.config_yaml = self._parser(self.subcommand).dump(again, "yaml", False)  # False keeps nulls
         self.directory = directory_of(yaml.safe_load(self.config_yaml))
+        if config.ckpt_path == "auto":
+            config.ckpt_path = self.directory.newest_checkpoint()
         if config.ckpt_path:
-            config.ckpt_path = str(self.directory.resolve_checkpoint(config.ckpt_path))
+            path = self.directory.resolve_checkpoint(str(config.ckpt_path))
+            config.ckpt_path = str(path)
+            if self.subcommand == "fit" and path.name == "last.ckpt" and not config.trainer.fast_dev_run:
+                resumed = self.directory.attempt_of(path)
+                if resumed is not None and self.directory.owns(resumed):
+                    self.held.enter_context(resumed.lock())  # before it is read
+                    self.resumed = resumed
             self.checkpoint = load_run(config.ckpt_path, config.get("weights_only"))
         elif self.subcommand != "fit":
             raise ConfigurationError(
@@ -210,14 +219,15 @@ class FederatedCLI(LightningCLI):
 
     def _find_start(self, max_rounds: int | None) -> Start:
         if self.checkpoint is None:
-            start = Start(self.directory.new_attempt())
+            start = Start(self.directory.next_attempt(self.held))
         else:
             path, keeper = (self._get(self.config_init, name) for name in ("ckpt_path", "checkpoint"))
             start = find_start(
-                self.directory, Path(path), self.checkpoint, max_rounds, self.config_yaml, keeper
+                self.directory, Path(path), self.checkpoint, max_rounds, self.config_yaml, keeper, self.held
             )
         assert start.attempt is not None
-        self.held.enter_context(start.attempt.lock())
+        if not start.is_new and start.attempt != self.resumed:
+            self.held.enter_context(start.attempt.lock())
         self.held.push(self._leave)
         return start
 
@@ -242,7 +252,7 @@ class FederatedCLI(LightningCLI):
     def predict(self, **kwargs: Any) -> None:
         """Write the predictions on the test data to ``predictions.csv`` in the run's folder."""
         outputs: list[Any] = self.trainer.predict(**{**kwargs, "return_predictions": True}) or []
-        attempt = attempt_of(Path(kwargs["ckpt_path"]))
+        attempt = self.directory.attempt_of(Path(kwargs["ckpt_path"]))
         path = (attempt.path if attempt is not None else Path()) / "predictions.csv"
         count = write_predictions(path, outputs, self.datamodule.predict_dataloader())
         print(f"{count:,} predictions written to {path}")
