@@ -5,6 +5,8 @@ import os
 import sys
 import warnings
 from collections.abc import Sequence
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -88,7 +90,7 @@ def _with_shipped_configs(arguments: list[str]) -> list[str]:
 
 
 def import_shipped() -> dict[str, ModuleType]:
-    """Import the shipped callbacks and data sets, and refuse foreign packages of the same names.
+    """Import the shipped callbacks and data sets, and refuse foreign ones of the same names without executing them.
 
     Returns:
         The packages by name.
@@ -98,12 +100,14 @@ def import_shipped() -> dict[str, ModuleType]:
     """
     packages = {}
     for name in ("callbacks", "datamodules"):
-        packages[name] = package = __import__(name)
-        home = Path(package.__file__ or str(next(iter(package.__path__)))).resolve()
-        if _HOME not in home.parents:
+        found = find_spec(name)
+        places = [found.origin, *(found.submodule_search_locations or [])] if found else []
+        home = Path(next(filter(None, places), "")).resolve()
+        if _HOME / name not in home.parents:
             raise ConfigurationError(
                 f"the package {name!r} found at {home} is not fl_lightning's; rename it or start from another folder"
             )
+        packages[name] = import_module(name)
     return packages
 
 

@@ -86,7 +86,14 @@ class FederatedCLI(LightningCLI):
         super().parse_arguments(parser, args)
         assert isinstance(parser, ConciseParser)
         self.given = parser.given
-        check_settings(self.config[self.config.subcommand], self.given)
+        config = self.config[self.config.subcommand]
+        if config.get("weights_only") is False and "--weights_only" not in {
+            argument.partition("=")[0] for argument in args
+        }:
+            raise ConfigurationError(
+                "weights_only: false in a file would run what a checkpoint holds; leave it out there"
+            )
+        check_settings(config, self.given)
 
     def _decide(self, name: str) -> Callable[[Any], Any]:
         """What a setting of the model that is linked to the data set becomes: a link alone would ignore what is given."""

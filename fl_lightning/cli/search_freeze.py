@@ -18,7 +18,7 @@ from fl_lightning.cli.interruption import Stopped, command
 from fl_lightning.cli.messages import explain
 from fl_lightning.console import print_table
 from fl_lightning.errors import ConfigurationError, nearest
-from fl_lightning.files import write_json, write_text
+from fl_lightning.files import folder_below, write_json, write_text
 from fl_lightning.milestones import in_run, round_at
 from fl_lightning.run_directory.directory import config_hash
 
@@ -186,8 +186,7 @@ def search_folder(config: Mapping[str, Any]) -> Path:
     bare = deepcopy({key: config[key] for key in ("model", "data", "trainer")})
     fixbn_settings(bare).update(freeze_round=None, freeze_fraction=None)
     hashed = config_hash({**bare, "rounds": config["trainer"]["max_epochs"]})
-    root = Path(config["run_root"]).expanduser() / str(config["name"])
-    return root / f"search-{hashed}-s{config['seed_everything']}"
+    return folder_below(config["run_root"], config["name"]) / f"search-{hashed}-s{config['seed_everything']}"
 
 
 def summary(branches: Sequence[Branch]) -> dict[str, Any]:

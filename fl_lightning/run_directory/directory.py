@@ -20,7 +20,7 @@ from typing import Any
 import yaml
 
 from fl_lightning.errors import ConfigurationError
-from fl_lightning.files import remove_empty
+from fl_lightning.files import folder_below, remove_empty
 
 _NUMBER = r"(?:\.([1-9][0-9]*))?"
 
@@ -289,8 +289,9 @@ def directory_of(config: Mapping[str, Any]) -> RunDirectory:
         config: The resolved configuration, every default filled in, its name too; ``~`` is the user's home.
     """
     hashed = config_hash({key: config[key] for key in ("model", "data", "trainer")})
-    root = Path(config["run_root"]).expanduser() / config["name"]
-    return RunDirectory(root, f"{hashed}-s{config['seed_everything']}")
+    return RunDirectory(
+        folder_below(config["run_root"], config["name"]), f"{hashed}-s{config['seed_everything']}"
+    )
 
 
 def attempt_of(checkpoint: Path) -> Attempt | None:
