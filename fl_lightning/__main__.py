@@ -21,6 +21,7 @@ often used:
   --seed_everything 1                the seed of everything
   --trainer.max_epochs 200           the number of communication rounds
   --ckpt_path last                   resume (fit) or evaluate the newest run of this configuration
+  --ckpt_path auto                   resume it where it has a checkpoint, start it where it has none
   --print_config                     print the resolved configuration and stop
 
   python -m fl_lightning fit --help                       all settings
@@ -35,7 +36,14 @@ def main(args: Sequence[str] | None = None) -> None:
     Args:
         args: Arguments without the program's name; those of the process when None.
     """
-    arguments = list(sys.argv[1:] if args is None else args)
+    try:
+        _run(list(sys.argv[1:] if args is None else args))
+    except KeyboardInterrupt:  # while torch is imported; a command that has begun hears the signals itself
+        print("stopped by Ctrl-C; nothing is kept", file=sys.stderr)
+        sys.exit(130)
+
+
+def _run(arguments: list[str]) -> None:
     if arguments in ([], ["-h"], ["--help"]):
         print(_HELP, end="")
         if not arguments:

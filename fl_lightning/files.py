@@ -16,8 +16,8 @@ def atomic_write(path: Path) -> Iterator[BinaryIO]:
     """Write a file so that a reader, at any moment and after any crash, finds the old or the new content.
 
     A temporary file beside the target (the system's temporary folder may be another file system) is written,
-    synced and renamed, then the folder is synced. Its name is fixed: the next write replaces what a killed
-    process left.
+    synced and renamed, then the folder is synced. Its name is fixed: the next write removes what a killed process
+    left, or what leads elsewhere, and makes it anew.
 
     Args:
         path: The target; missing folders are created.
@@ -28,7 +28,8 @@ def atomic_write(path: Path) -> Iterator[BinaryIO]:
     temporary = path.with_name(f".{path.name}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with temporary.open("wb") as file:
+        temporary.unlink(missing_ok=True)
+        with temporary.open("xb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
@@ -57,6 +58,17 @@ def unwritable(path: Path, error: OSError) -> ConfigurationError:
     return ConfigurationError(
         f"{path} cannot be written: {error.strerror}; free space or choose another folder"
     )
+
+
+def folder_below(root: str | os.PathLike[str], name: str) -> Path:
+    """A folder by its name below another one, ``~`` being the user's home.
+
+    Raises:
+        ConfigurationError: The name leads out of the other folder, or cannot be typed.
+    """
+    if not name.isprintable() or Path(name).is_absolute() or ".." in Path(name).parts:
+        raise ConfigurationError(f"name: {name!r} is no folder below run_root {root}; use one such as mine")
+    return Path(root).expanduser() / name
 
 
 def missing_folders(path: Path) -> list[Path]:

@@ -2,15 +2,14 @@
 
 import logging
 import os
-import signal
 import sys
 import warnings
 from collections.abc import Sequence
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
-
-from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 import fl_lightning
 import fl_lightning.aggregation
@@ -20,6 +19,7 @@ import fl_lightning.models
 import fl_lightning.optimizers.schedules
 import fl_lightning.optimizers.server  # imported so that bare class names resolve in YAML
 from fl_lightning.cli.federated_cli import FederatedCLI
+from fl_lightning.cli.interruption import command
 from fl_lightning.cli.messages import told
 from fl_lightning.cli.parser import ConciseParser
 from fl_lightning.client_data.federated import FederatedDataModule
@@ -39,6 +39,7 @@ _TRAINER_DEFAULTS: dict[str, Any] = {
 }
 
 
+@command()
 def main(
     args: Sequence[str] | None = None, model_class: type[FederatedModule] = FederatedModule
 ) -> FederatedCLI:
@@ -68,10 +69,6 @@ def main(
             load_from_checkpoint_support=False,
             args=_with_shipped_configs(arguments),
         )
-    except SIGTERMException:
-        # it would leave with status 0, which tells a scheduler that all is done
-        print("stopped by SIGTERM", file=sys.stderr)
-        sys.exit(128 + signal.SIGTERM)
     except Exception as error:
         line = told(error)
         if line is None:
@@ -93,7 +90,7 @@ def _with_shipped_configs(arguments: list[str]) -> list[str]:
 
 
 def import_shipped() -> dict[str, ModuleType]:
-    """Import the shipped callbacks and data sets, and refuse foreign packages of the same names.
+    """Import the shipped callbacks and data sets, and refuse foreign ones of the same names without executing them.
 
     Returns:
         The packages by name.
@@ -103,12 +100,14 @@ def import_shipped() -> dict[str, ModuleType]:
     """
     packages = {}
     for name in ("callbacks", "datamodules"):
-        packages[name] = package = __import__(name)
-        home = Path(package.__file__ or str(next(iter(package.__path__)))).resolve()
-        if _HOME not in home.parents:
+        found = find_spec(name)
+        places = [found.origin, *(found.submodule_search_locations or [])] if found else []
+        home = Path(next(filter(None, places), "")).resolve()
+        if _HOME / name not in home.parents:
             raise ConfigurationError(
                 f"the package {name!r} found at {home} is not fl_lightning's; rename it or start from another folder"
             )
+        packages[name] = import_module(name)
     return packages
 
 

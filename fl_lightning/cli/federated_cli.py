@@ -10,13 +10,14 @@ import torch
 import yaml
 from jsonargparse import Namespace
 from jsonargparse.typing import PositiveInt
+from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.profilers import PassThroughProfiler
 
-from fl_lightning.cli.interruption import FinishRound
+from fl_lightning.cli.interruption import FinishRound, Stopped
 from fl_lightning.cli.parser import ConciseParser, check_settings
 from fl_lightning.cli.progress import RoundProgress
 from fl_lightning.dashboard.logger import RoundWandbLogger, wandb_logger
@@ -26,7 +27,7 @@ from fl_lightning.round.module import FederatedModule
 from fl_lightning.run_directory.checkpoint_io import AtomicCheckpointIO, check_run, load_run
 from fl_lightning.run_directory.checkpoints import RoundCheckpoint
 from fl_lightning.run_directory.continuation import OwnServerSettings, Start, find_start
-from fl_lightning.run_directory.directory import Attempt, attempt_of, directory_of
+from fl_lightning.run_directory.directory import Attempt, directory_of
 from fl_lightning.run_directory.drawings import draw_pictures
 from fl_lightning.run_directory.files import RunFiles
 from fl_lightning.run_directory.metrics import JSONLinesLogger
@@ -40,6 +41,7 @@ class FederatedCLI(LightningCLI):
 
     interruption: FinishRound
     start = Start()
+    resumed: Attempt | None = None
     checkpoint: dict[str, Any] | None = None
     wandb: RoundWandbLogger | None = None
 
@@ -84,7 +86,14 @@ class FederatedCLI(LightningCLI):
         super().parse_arguments(parser, args)
         assert isinstance(parser, ConciseParser)
         self.given = parser.given
-        check_settings(self.config[self.config.subcommand], self.given)
+        config = self.config[self.config.subcommand]
+        if config.get("weights_only") is False and "--weights_only" not in {
+            argument.partition("=")[0] for argument in args
+        }:
+            raise ConfigurationError(
+                "weights_only: false in a file would run what a checkpoint holds; leave it out there"
+            )
+        check_settings(config, self.given)
 
     def _decide(self, name: str) -> Callable[[Any], Any]:
         """What a setting of the model that is linked to the data set becomes: a link alone would ignore what is given."""
@@ -119,8 +128,16 @@ class FederatedCLI(LightningCLI):
         again.ckpt_path = None  # the saved configuration starts a run, also that of a resumed one
         self.config_yaml = self._parser(self.subcommand).dump(again, "yaml", False)  # False keeps nulls
         self.directory = directory_of(yaml.safe_load(self.config_yaml))
+        if config.ckpt_path == "auto":
+            config.ckpt_path = self.directory.newest_checkpoint()
         if config.ckpt_path:
-            config.ckpt_path = str(self.directory.resolve_checkpoint(config.ckpt_path))
+            path = self.directory.resolve_checkpoint(str(config.ckpt_path))
+            config.ckpt_path = str(path)
+            if self.subcommand == "fit" and path.name == "last.ckpt" and not config.trainer.fast_dev_run:
+                resumed = self.directory.attempt_of(path)
+                if resumed is not None and self.directory.owns(resumed):
+                    self.held.enter_context(resumed.lock())  # before it is read
+                    self.resumed = resumed
             self.checkpoint = load_run(config.ckpt_path, config.get("weights_only"))
         elif self.subcommand != "fit":
             raise ConfigurationError(
@@ -169,7 +186,8 @@ class FederatedCLI(LightningCLI):
                 if isinstance(callback, ModelCheckpoint) and callback.dirpath is None:
                     # a logger with a folder of its own, such as W&B's, would draw the checkpoints there
                     callback.dirpath = str(self.attempt.checkpoints.resolve())
-        plugins = [*_as_list(settings.plugins), AtomicCheckpointIO()]
+        # one process, also where a scheduler or launcher has started several runs at once
+        plugins = [*_as_list(settings.plugins), AtomicCheckpointIO(), LightningEnvironment()]
         try:
             trainer = super().instantiate_trainer(
                 callbacks=callbacks, logger=loggers or False, plugins=plugins, **kwargs
@@ -208,14 +226,15 @@ class FederatedCLI(LightningCLI):
 
     def _find_start(self, max_rounds: int | None) -> Start:
         if self.checkpoint is None:
-            start = Start(self.directory.new_attempt())
+            start = Start(self.directory.next_attempt(self.held))
         else:
             path, keeper = (self._get(self.config_init, name) for name in ("ckpt_path", "checkpoint"))
             start = find_start(
-                self.directory, Path(path), self.checkpoint, max_rounds, self.config_yaml, keeper
+                self.directory, Path(path), self.checkpoint, max_rounds, self.config_yaml, keeper, self.held
             )
         assert start.attempt is not None
-        self.held.enter_context(start.attempt.lock())
+        if not start.is_new and start.attempt != self.resumed:
+            self.held.enter_context(start.attempt.lock())
         self.held.push(self._leave)
         return start
 
@@ -227,13 +246,20 @@ class FederatedCLI(LightningCLI):
             self.wandb.close(failed)
         if failed:
             self.start.discard_untrained()
+        saved = self._get(self.config_init, "checkpoint").saved_round or self.start.round
+        if isinstance(error[1], Stopped) and saved and self.attempt.path.exists():
+            error[
+                1
+            ].kept = (
+                f"{self.attempt.path} keeps round {saved}; the same command with --ckpt_path last goes on"
+            )
         if self.wandb is not None and self.wandb.place is not None and self.attempt.path.exists():
             print(self.wandb.place, flush=True)
 
     def predict(self, **kwargs: Any) -> None:
         """Write the predictions on the test data to ``predictions.csv`` in the run's folder."""
         outputs: list[Any] = self.trainer.predict(**{**kwargs, "return_predictions": True}) or []
-        attempt = attempt_of(Path(kwargs["ckpt_path"]))
+        attempt = self.directory.attempt_of(Path(kwargs["ckpt_path"]))
         path = (attempt.path if attempt is not None else Path()) / "predictions.csv"
         count = write_predictions(path, outputs, self.datamodule.predict_dataloader())
         print(f"{count:,} predictions written to {path}")
@@ -242,13 +268,8 @@ class FederatedCLI(LightningCLI):
         """Evaluate the final server model on the test data; print and write the result."""
         assert isinstance(self.model, FederatedModule)
         if self.interruption.signal and self.trainer.global_step != self.trainer.max_epochs:
-            rounds = self.trainer.global_step
-            print(
-                f"stopped after round {rounds}; the same command with --ckpt_path last goes on",
-                file=sys.stderr,
-            )
             draw_pictures(self.attempt, self.model)
-            sys.exit(128 + self.interruption.signal)
+            raise Stopped(self.interruption.signal)
         result = finish_run(self.model, self.attempt)
         if self.wandb is not None:
             self.wandb.log_result(result)

@@ -14,10 +14,11 @@ import yaml
 
 from fl_lightning.cli.command_line import main as run
 from fl_lightning.cli.freeze_branches import Branch, fixbn_settings, make_branches, train_branches
+from fl_lightning.cli.interruption import Stopped, command
 from fl_lightning.cli.messages import explain
 from fl_lightning.console import print_table
 from fl_lightning.errors import ConfigurationError, nearest
-from fl_lightning.files import write_json, write_text
+from fl_lightning.files import folder_below, write_json, write_text
 from fl_lightning.milestones import in_run, round_at
 from fl_lightning.run_directory.directory import config_hash
 
@@ -41,6 +42,7 @@ class _Parser(ArgumentParser):
         sys.exit(2)
 
 
+@command()
 def main(args: Sequence[str]) -> None:
     """Run the command.
 
@@ -106,11 +108,12 @@ def search(configs: Sequence[str], grid: str, fit_options: Sequence[str]) -> Non
 
     try:
         train_branches(branches, save)
-    except SystemExit:
-        print(
-            f"{folder} keeps what is finished; the same search-freeze command goes on from there",
-            file=sys.stderr,
-        )
+    except SystemExit as stop:
+        kept = f"{folder} keeps what is finished; the same search-freeze command goes on from there"
+        if isinstance(stop, Stopped):
+            stop.kept = kept
+        else:
+            print(kept, file=sys.stderr)
         raise
     print_search(save(), path)
 
@@ -183,8 +186,7 @@ def search_folder(config: Mapping[str, Any]) -> Path:
     bare = deepcopy({key: config[key] for key in ("model", "data", "trainer")})
     fixbn_settings(bare).update(freeze_round=None, freeze_fraction=None)
     hashed = config_hash({**bare, "rounds": config["trainer"]["max_epochs"]})
-    root = Path(config["run_root"]).expanduser() / str(config["name"])
-    return root / f"search-{hashed}-s{config['seed_everything']}"
+    return folder_below(config["run_root"], config["name"]) / f"search-{hashed}-s{config['seed_everything']}"
 
 
 def summary(branches: Sequence[Branch]) -> dict[str, Any]:

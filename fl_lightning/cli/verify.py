@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from fl_lightning.cli.command_line import import_shipped, quiet_host
+from fl_lightning.cli.interruption import command
 from fl_lightning.cli.messages import told
 from fl_lightning.cli.parser import ConciseParser
 from fl_lightning.errors import ConfigurationError
@@ -14,6 +15,7 @@ from fl_lightning.files import write_json
 from fl_lightning.round.callback import FederatedCallback
 
 
+@command()
 def main(args: Sequence[str]) -> int:
     """Check what a method promises, or what all shipped ones do, and print a certificate.
 

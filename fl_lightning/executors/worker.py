@@ -93,7 +93,7 @@ def serve(connection: "Connection[Any, Any]", load: InitMessage | None = None) -
         load: The first request, of a worker that is a copy of the process at the other end.
     """
     # whoever stops a run lets it finish its round: the end of the connection is the end of a worker
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     torch.set_num_threads(1)
     work: _Work | None = None

@@ -162,8 +162,8 @@ class WorkerHandle:
 
 @contextmanager
 def _no_signals() -> Iterator[None]:
-    """Hold back Ctrl-C and SIGTERM: a process that starts now inherits that, and ignores them for good later on."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
+    """Hold back Ctrl-C, SIGTERM and SIGHUP: a process that starts now inherits that, and ignores them for good later on."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
     try:
         yield
     finally:

@@ -8,6 +8,7 @@ from typing import Any
 import lightning as L
 import torch
 from lightning.fabric.utilities import move_data_to_device
+from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 
@@ -130,6 +131,8 @@ class ServerModule(L.LightningModule):
 
     def setup(self, stage: str) -> None:
         """Convert the weights to the run's precision."""
+        # Lightning believes the environment, where a scheduler numbers runs that know nothing of each other
+        rank_zero_only.rank = self.trainer.global_rank
         # Lightning converts after it has loaded a checkpoint: a float64 checkpoint would pass through float32.
         self.trainer.precision_plugin.convert_module(self)
         if self._tf32_before is None:

@@ -5,6 +5,7 @@ file systems nor synced. :class:`AtomicCheckpointIO` writes beside the target, s
 """
 
 import os
+import re
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -71,24 +72,28 @@ class AtomicCheckpointIO(CheckpointIO):
             raise ConfigurationError(f"checkpoint {target} does not exist; use another one{_another(target)}")
         try:
             with zipfile.ZipFile(target) as archive:
-                damaged = archive.testzip()  # torch.load takes flipped bits for weights, the CRC does not
-        except (OSError, zipfile.BadZipFile):
-            damaged = "the archive"
-        if damaged is not None:
-            raise ConfigurationError(
-                f"checkpoint {target} is truncated or unreadable ({target.stat().st_size:,} bytes); "
-                f"use another one{_another(target)}"
-            )
+                # torch.load takes flipped bits for weights, which the CRC does not, and memory for what an attribute calls a folder
+                folder = any(entry.external_attr & 0x10 for entry in archive.infolist())
+                damaged = folder or archive.testzip() is not None
+        except Exception:  # noqa: BLE001  # damage in the archive's directory shows in many ways
+            damaged = True
+        if damaged:
+            raise _unreadable(target)
         only = True if weights_only is None else weights_only
         try:
             checkpoint: dict[str, Any] = torch.load(
                 target, map_location=map_location or "cpu", weights_only=only
             )
         except Exception as error:
-            reason = " ".join(str(error).split())
+            if not only:
+                reason = f"{type(error).__name__}: {error}"
+            elif code := re.search(r"GLOBAL (\S+)", str(error)):
+                reason = f"it holds {code[1]} beside tensors and plain values, which may be code"
+            else:
+                raise _unreadable(target) from error
             raise ConfigurationError(
-                f"checkpoint {target} is whole but cannot be loaded with weights_only={only}; "
-                f"use one that this program wrote (torch says: {reason})"
+                f"checkpoint {target} is whole but cannot be loaded: {' '.join(reason.split())}; "
+                "use one that this program wrote"
             ) from error
         return checkpoint
 
@@ -172,6 +177,13 @@ def local_path(path: str | os.PathLike[str]) -> Path:
             f"checkpoint path {path} is remote; use a path of a local or mounted file system"
         )
     return Path(path)
+
+
+def _unreadable(path: Path) -> ConfigurationError:
+    return ConfigurationError(
+        f"checkpoint {path} is truncated or unreadable ({path.stat().st_size:,} bytes); "
+        f"use another one{_another(path)}"
+    )
 
 
 def _another(path: Path) -> str:

@@ -18,7 +18,7 @@ from fl_lightning.run_directory.checkpoint_io import local_path
 class RoundCheckpoint(Checkpoint):
     """Keeps ``last.ckpt``, and ``best.ckpt`` where a metric is monitored, always of a complete round.
 
-    ``last.ckpt`` is written after a round when either period has passed, after the last round of the fit, and
+    ``last.ckpt`` is written after the first and the last round of the fit, after a round when either period has passed, and
     when an exception or a termination signal stops the fit between two rounds. A round that was broken off is
     never saved: the resumed run computes it again from its start. Nothing is written under ``fast_dev_run``.
 
@@ -37,6 +37,7 @@ class RoundCheckpoint(Checkpoint):
         best_round: The round that reached it.
         best_model_path: Path of ``best.ckpt``, empty where there is none. Lightning reads it for
             ``ckpt_path="best"`` and sets it after a fit in child processes.
+        saved_round: The round of the ``last.ckpt`` that this fit has written, None before the first.
     """
 
     def __init__(
@@ -65,8 +66,8 @@ class RoundCheckpoint(Checkpoint):
         self.best_score: float | None = None
         self.best_round: int | None = None
         self.best_model_path = ""
+        self.saved_round: int | None = None
         self._complete_round: int | None = None
-        self._saved_round: int | None = None
         self._saved_at = 0.0
         self._evaluated = False
 
@@ -111,7 +112,7 @@ class RoundCheckpoint(Checkpoint):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Start the clock; no round of this fit is complete or saved."""
-        self._complete_round = self._saved_round = None
+        self._complete_round = self.saved_round = None
         self._evaluated = False
         self._saved_at = time.monotonic()
 
@@ -184,6 +185,8 @@ class RoundCheckpoint(Checkpoint):
         return True
 
     def _due(self, trainer: L.Trainer) -> bool:
+        if self.saved_round is None:
+            return True
         if self.every_n_rounds is not None and trainer.global_step % self.every_n_rounds == 0:
             return True
         if self.every_n_seconds is None:
@@ -191,9 +194,9 @@ class RoundCheckpoint(Checkpoint):
         return trainer.strategy.broadcast(time.monotonic() - self._saved_at >= self.every_n_seconds)
 
     def _save_last(self, trainer: L.Trainer) -> None:
-        if self._saved_round != self._complete_round:
+        if self.saved_round != self._complete_round:
             self._save(trainer, "last.ckpt")
-            self._saved_round = self._complete_round
+            self.saved_round = self._complete_round
             self._saved_at = time.monotonic()
 
     def _save(self, trainer: L.Trainer, name: str) -> str:

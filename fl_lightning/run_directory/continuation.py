@@ -1,5 +1,6 @@
 """Where a run trains: in a folder of its own, or resumed in that of its checkpoint, or forked from it into a new one."""
 
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from fl_lightning.errors import ConfigurationError
 from fl_lightning.files import write_bytes, write_text
 from fl_lightning.run_directory.checkpoint_io import load_run
 from fl_lightning.run_directory.checkpoints import RoundCheckpoint
-from fl_lightning.run_directory.directory import Attempt, RunDirectory, attempt_of
+from fl_lightning.run_directory.directory import Attempt, RunDirectory
 from fl_lightning.run_directory.metrics import lines_until, read_metrics
 
 
@@ -51,6 +52,7 @@ def find_start(
     max_rounds: int | None,
     config: str,
     keeper: RoundCheckpoint,
+    held: ExitStack,
 ) -> Start:
     """Find the folder in which a run goes on: that of its checkpoint only where it goes on at its end.
 
@@ -64,12 +66,13 @@ def find_start(
         max_rounds: The number of rounds, None or -1 where only the data tell it.
         config: The run's resolved configuration as YAML.
         keeper: The run's own checkpoints; none is copied where they lie in another folder.
+        held: Keeps the lock of a new attempt.
 
     Raises:
         ConfigurationError: A new attempt would have nothing to train, metrics of the rounds before are missing, or a
             file cannot be written.
     """
-    resumed, source = int(checkpoint["global_step"]), attempt_of(ckpt_path)
+    resumed, source = int(checkpoint["global_step"]), directory.attempt_of(ckpt_path)
     # read before there is a folder: lines that are missing leave nothing behind
     lines = lines_until(source.metrics, resumed) if source is not None else []
     owned = source is not None and directory.owns(source)
@@ -80,7 +83,7 @@ def find_start(
             f"trainer.max_epochs: {max_rounds}, but {ckpt_path} is of round {resumed}: nothing is left to train; "
             f"use at least {resumed + 1}, or python -m fl_lightning test --ckpt_path {ckpt_path}"
         )
-    new = directory.new_attempt()
+    new = directory.next_attempt(held)
     if source is None:
         print(
             f"new attempt {new.path} starts at round {resumed + 1}, and so does its metrics.jsonl: {ckpt_path} lies in no "

@@ -1,8 +1,8 @@
 """Where a run lives on disk: ``runs/<name>/<config hash>-s<seed>``, one folder per attempt.
 
 The folder is fixed before any logger exists and is the same for the same configuration, so that a resumed run
-finds its checkpoints. A fresh ``fit`` never touches an existing folder: it takes ``...-s0.2``, then
-``...-s0.3``, ...
+finds its checkpoints. A fresh ``fit`` takes ``...-s0.2``, then ``...-s0.3``, ...; it touches an existing folder only
+where a killed attempt has left no checkpoint in it.
 """
 
 import fcntl
@@ -12,13 +12,15 @@ import os
 import re
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from fl_lightning.errors import ConfigurationError
-from fl_lightning.files import remove_empty
+from fl_lightning.files import folder_below, remove_empty
 
 _NUMBER = r"(?:\.([1-9][0-9]*))?"
 
@@ -34,6 +36,7 @@ OUTSIDE_THE_HASH = frozenset(
         "trainer.accelerator",
         "trainer.callbacks.RoundCheckpoint",
         "trainer.callbacks.RoundProgress",
+        "trainer.check_val_every_n_epoch",
         "trainer.default_root_dir",
         "trainer.devices",
         "trainer.enable_checkpointing",
@@ -109,11 +112,19 @@ class Attempt:
     learning_curve = _File("learning_curve.png")  # accuracy and loss over communication rounds
     class_accuracy = _File("class_accuracy.png")  # of the final server model
     wandb_id = _File("wandb_id")  # the id of the run at W&B, which a resumed run keeps
-    checkpoints = _File("checkpoints")  # the folder of last.ckpt and best.ckpt
+
+    @property
+    def checkpoints(self) -> Path:
+        """The folder of ``last.ckpt`` and ``best.ckpt``, which ``checkpoint.dirpath`` may have put elsewhere."""
+        config = yaml.safe_load(self.config.read_text()) if self.config.is_file() else None
+        return Path(((config or {}).get("checkpoint") or {}).get("dirpath") or self.path / "checkpoints")
 
     @contextmanager
-    def lock(self) -> Iterator[None]:
+    def lock(self, certain: bool = False) -> Iterator[None]:
         """Keep every other process from training in this folder; the system frees it when the process dies.
+
+        Args:
+            certain: Whether a file system that cannot lock (some of networks) counts as another process.
 
         Raises:
             ConfigurationError: Another process has it.
@@ -122,15 +133,19 @@ class Attempt:
         try:
             try:
                 fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as error:
-                raise ConfigurationError(
-                    f"ckpt_path: another process is training in {self.path}; wait for its end or stop it"
-                ) from error
-            except OSError:
-                pass  # some network file systems cannot lock a folder; a run there is still a run
+            except OSError as error:
+                if certain or isinstance(error, BlockingIOError):
+                    raise ConfigurationError(
+                        f"ckpt_path: another process is training in {self.path}; wait for its end or stop it"
+                    ) from error
             yield
         finally:
             os.close(folder)
+
+    def kept_nothing(self) -> bool:
+        """Whether there is neither a result nor a checkpoint to go on from."""
+        checkpoints = (*self.checkpoints.glob("*.ckpt"), *self.path.rglob("*.ckpt"))
+        return not checkpoints and not self.result.exists()
 
     def discard(self) -> None:
         """Remove the folder with all it holds, and ``runs/<name>`` and ``runs`` where they are empty then."""
@@ -173,14 +188,48 @@ class RunDirectory:
                 "use a folder that you can write to"
             ) from error
 
+    def next_attempt(self, held: ExitStack) -> Attempt:
+        """The folder of a run from its start, locked: that of a killed attempt that kept nothing, else a new one.
+
+        Args:
+            held: Keeps the lock.
+
+        Raises:
+            ConfigurationError: The folder cannot be created.
+        """
+        newest = self.newest_attempt()
+        if newest is not None:
+            with ExitStack() as tried, suppress(ConfigurationError, FileNotFoundError):
+                tried.enter_context(newest.lock(certain=True))
+                if newest.kept_nothing():
+                    for path in newest.path.iterdir():
+                        shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+                    held.push(tried.pop_all())
+                    return newest
+        while True:
+            new = self.new_attempt()
+            with suppress(ConfigurationError, FileNotFoundError):  # another start has just found it empty
+                held.enter_context(new.lock())
+                return new
+
     def newest_attempt(self) -> Attempt | None:
         """The attempt with the highest number, None where there is none yet."""
-        attempts = self._attempts()
-        return attempts[max(attempts)] if attempts else None
+        return next(iter(self._newest_first()), None)
 
     def owns(self, attempt: Attempt) -> bool:
         """Whether an attempt, by the name of its folder, has this configuration and seed."""
         return re.fullmatch(re.escape(self.stem) + _NUMBER, attempt.path.name) is not None
+
+    def newest_checkpoint(self) -> Path | None:
+        """The ``last.ckpt`` of the newest attempt that has one: what ``--ckpt_path auto`` means."""
+        paths = (attempt.checkpoints / "last.ckpt" for attempt in self._newest_first())
+        return next((path for path in paths if path.is_file()), None)
+
+    def attempt_of(self, checkpoint: Path) -> Attempt | None:
+        """The attempt that a checkpoint belongs to, None where it is one of no run directory."""
+        folder = checkpoint.resolve().parent
+        elsewhere = (attempt for attempt in self._newest_first() if attempt.checkpoints.resolve() == folder)
+        return attempt_of(checkpoint) or next(elsewhere, None)
 
     def resolve_checkpoint(self, ckpt_path: str) -> Path:
         """Find the file that ``--ckpt_path`` means.
@@ -195,7 +244,7 @@ class RunDirectory:
             path = Path(ckpt_path).expanduser()
             if not path.is_file():
                 raise ConfigurationError(
-                    f"ckpt_path {path} is not a file; give an existing one, 'last' or 'best'"
+                    f"ckpt_path {path} is not a file; give an existing one, 'last', 'best' or 'auto'"
                 )
             return path
         newest = self.newest_attempt() or Attempt(self.root / self.stem)
@@ -222,6 +271,10 @@ class RunDirectory:
             return str(near)
         return f"{near}, which has other settings or was written by an older version"
 
+    def _newest_first(self) -> list[Attempt]:
+        attempts = self._attempts()
+        return [attempts[number] for number in sorted(attempts, reverse=True)]
+
     def _attempts(self) -> dict[int, Attempt]:
         pattern = re.compile(re.escape(self.stem) + _NUMBER)
         folders = [path for path in self.root.iterdir() if path.is_dir()] if self.root.is_dir() else []
@@ -236,12 +289,13 @@ def directory_of(config: Mapping[str, Any]) -> RunDirectory:
         config: The resolved configuration, every default filled in, its name too; ``~`` is the user's home.
     """
     hashed = config_hash({key: config[key] for key in ("model", "data", "trainer")})
-    root = Path(config["run_root"]).expanduser() / config["name"]
-    return RunDirectory(root, f"{hashed}-s{config['seed_everything']}")
+    return RunDirectory(
+        folder_below(config["run_root"], config["name"]), f"{hashed}-s{config['seed_everything']}"
+    )
 
 
 def attempt_of(checkpoint: Path) -> Attempt | None:
     """The attempt that an explicit checkpoint belongs to, None where it does not lie in a run directory."""
     folder = checkpoint.resolve().parent
     attempt = Attempt(folder.parent)
-    return attempt if folder.name == attempt.checkpoints.name and attempt.config.is_file() else None
+    return attempt if attempt.config.is_file() and attempt.checkpoints.resolve() == folder else None

@@ -1,10 +1,12 @@
 """Mistakes that show when the run is under way, and settings that another one decides."""
 
 import json
+import os
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 from command_line import attempts, main, message_of, run, write_config
 from helpers import write_cifar10_folders
@@ -126,14 +128,64 @@ def test_run_that_diverges_in_the_middle_keeps_its_rows_and_has_no_result(capsys
     assert not (folder / "result.json").exists()
 
 
-def test_foreign_package_of_the_same_name_is_named_and_refused(capsys, tmp_path, monkeypatch):
-    (tmp_path / "callbacks").mkdir()
-    (tmp_path / "callbacks" / "__init__.py").touch()
+@pytest.mark.parametrize("name", ["callbacks", "datamodules"])
+@pytest.mark.parametrize("file", ["/__init__.py", ".py", "/part.py"])
+def test_foreign_package_of_the_same_name_is_refused_and_never_executed(
+    name, file, capsys, tmp_path, monkeypatch
+):
+    foreign = Path(f"{name}{file}")
+    foreign.parent.mkdir(exist_ok=True)
+    foreign.write_text("open('executed', 'w').close()\n")
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "callbacks")
-    message = message_of(capsys, run)
-    assert message.startswith(f"error: the package 'callbacks' found at {tmp_path / 'callbacks'}")
+    if (
+        file == "/part.py"
+    ):  # no package: one of fl_lightning's that lies further back on the path is found first
+        assert run("--trainer.fast_dev_run", "true").model is not None
+    else:
+        monkeypatch.delitem(sys.modules, name, raising=False)
+        message = message_of(capsys, run)
+        assert message == (
+            f"error: the package '{name}' found at {foreign.resolve()} is not fl_lightning's; rename it or start from "
+            "another folder\n"
+        )
+    assert not Path("executed").exists()
     assert attempts() == []
+
+
+@pytest.mark.parametrize("name", ["..", "../../x", "a/../b", "/abs", "a\nb", "a\x1b[31mb"])
+def test_name_that_leads_out_of_the_folder_of_runs_is_refused(name, capsys):
+    write_config()
+    message = message_of(capsys, lambda: run("--name", name))
+    assert message == f"error: name: {name!r} is no folder below run_root runs; use one such as mine\n"
+    assert [path.name for path in Path().iterdir()] == ["tiny.yaml"]
+
+
+def test_only_the_command_line_lets_a_checkpoint_run_code(capsys):
+    attempt = run("--trainer.max_epochs", 1).attempt
+    checkpoint = attempt.checkpoints / "last.ckpt"
+    content = torch.load(checkpoint, weights_only=True)
+    torch.save({**content, "code": Runs()}, checkpoint)
+    Path("file.yaml").write_text(f"weights_only: false\nckpt_path: {checkpoint}\n")
+    capsys.readouterr()
+    for command in ("fit", "test"):
+        message = message_of(capsys, lambda command=command: run("--config", "file.yaml", command=command))
+        assert message == (
+            "error: weights_only: false in a file would run what a checkpoint holds; leave it out there\n"
+        )
+    assert message_of(capsys, lambda: run("--ckpt_path", "last", command="test")) == (
+        f"error: checkpoint {checkpoint} is whole but cannot be loaded: it holds os.makedirs beside tensors and plain "
+        "values, which may be code; use one that this program wrote\n"
+    )
+    assert not Path("executed").exists()
+    run("--config", "file.yaml", "--weights_only", "false", command="test")
+    assert Path("executed").exists()
+
+
+class Runs:
+    """What runs where it is unpickled."""
+
+    def __reduce__(self):
+        return os.makedirs, ("executed", 0o777, True)
 
 
 HOSPITALS = """

@@ -137,22 +137,6 @@ def test_run_killed_at_random_moments_ends_bit_identically(scope, periods, tmp_p
     assert json.loads(killed.result.read_text())["samples"] == json.loads(whole.result.read_text())["samples"]
 
 
-def test_run_killed_before_its_first_checkpoint_is_an_error_that_names_the_folder(capsys):
-    write_config({"trainer.max_epochs": 100_000})
-    process = start("--checkpoint.every_n_seconds", "null")
-    deadline = time.monotonic() + 60
-    while not any(Path("runs").glob("*/*/metrics.jsonl")) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    kill(process)
-    (folder,) = Path("runs/tiny").iterdir()
-    with pytest.raises(SystemExit) as stop:
-        run("--ckpt_path", "last")
-    assert stop.value.code == 2
-    message = capsys.readouterr().err
-    assert f"'last' found no last.ckpt in {folder}/checkpoints" in message
-    assert attempts() == [folder.name]
-
-
 def test_half_written_last_row_and_rows_after_the_checkpoint_are_dropped():
     whole = run("--name", "whole", "--trainer.max_epochs", 6).attempt
     broken = run("--trainer.max_epochs", 4).attempt

@@ -303,6 +303,14 @@ def test_reader_sees_the_old_or_the_new_content_and_a_failed_write_leaves_no_tra
     assert list(path.parent.iterdir()) == [path]
 
 
+def test_planted_link_in_the_place_of_a_temporary_file_is_not_followed(tmp_path):
+    path, victim = tmp_path / "result.json", tmp_path / "victim"
+    victim.write_text("mine")
+    (tmp_path / ".result.json.tmp").symlink_to(victim)
+    write_text(path, "new")
+    assert (path.read_text(), path.is_symlink(), victim.read_text()) == ("new", False, "mine")
+
+
 def test_content_is_on_disk_before_its_name_and_the_name_before_the_return(tmp_path, monkeypatch):
     calls = []
     sync, replace = os.fsync, os.replace

@@ -1,0 +1,33 @@
+"""A scheduler numbers the runs that it starts at once; each of them is still one process, the first and only one."""
+
+import pytest
+from command_line import rows, run
+from helpers import SGD, blobs, fit, small_cnn
+from lightning.fabric.utilities.rank_zero import _get_rank, rank_zero_only
+
+from fl_lightning import FederatedModule
+from fl_lightning.run_directory.metrics import JSONLinesLogger, read_metrics
+
+NAMES = ("RANK", "LOCAL_RANK", "SLURM_PROCID", "JSM_NAMESPACE_RANK")
+
+
+@pytest.fixture
+def numbered(monkeypatch):
+    """The third of four processes; the rank is read when Lightning is imported, which is long ago here."""
+    for name in NAMES:
+        monkeypatch.setenv(name, "3")
+    monkeypatch.setattr(rank_zero_only, "rank", _get_rank())
+
+
+def test_run_that_a_scheduler_has_numbered_writes_its_rows_and_goes_on(numbered, monkeypatch):
+    monkeypatch.setenv("SLURM_NTASKS", "4")
+    attempt = run("--trainer.max_epochs", 2).attempt
+    assert [row["round"] for row in rows(attempt)] == [0, 1, 2]
+    run("--ckpt_path", "last", "--trainer.max_epochs", 3)
+    assert [row["round"] for row in rows(attempt)] == [0, 1, 2, 3]
+
+
+def test_trainer_in_a_script_writes_its_rows_under_any_rank(numbered, tmp_path):
+    module = FederatedModule(small_cnn(), client_optimizer=SGD, local_steps=1)
+    fit(module, blobs(), 2, logger=JSONLinesLogger(tmp_path))
+    assert [row["round"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2]

@@ -1,0 +1,116 @@
+"""What a scheduler does to a run: it starts the same command again, however early it killed the last one."""
+
+import json
+from pathlib import Path
+
+import pytest
+from command_line import attempts, message_of, rows, run, write_config
+
+from fl_lightning.round.module import FederatedModule
+from fl_lightning.run_directory import checkpoint_io
+from fl_lightning.run_directory.directory import Attempt
+
+
+class Killed(BaseException):
+    """Stands for SIGKILL: nothing may be done any more."""
+
+
+def killed_in_round(number, monkeypatch, *arguments):
+    """Start a run that vanishes in the middle of a round, as far as its folder can tell."""
+    start = FederatedModule.start_round
+
+    def strike(self):
+        if self.round == number:
+            raise Killed
+        return start(self)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(FederatedModule, "start_round", strike)
+        patch.setattr("fl_lightning.cli.federated_cli.Start.discard_untrained", lambda self: None)
+        patch.setattr("fl_lightning.cli.federated_cli.RoundCheckpoint.on_exception", lambda *arguments: None)
+        with pytest.raises(Killed):
+            run(*arguments)
+
+
+def test_one_command_starts_goes_on_and_ends(monkeypatch):
+    whole = rows(run("--name", "whole").attempt)
+    auto = ("--ckpt_path", "auto")
+    for number in (1, 1, 2, 4):
+        killed_in_round(number, monkeypatch, *auto)
+    attempt = run(*auto).attempt
+    before = json.loads(attempt.result.read_text())
+    assert rows(attempt) == whole
+    assert run(*auto).attempt.path.samefile(attempt.path)
+    assert json.loads(attempt.result.read_text()) == before
+    assert len(list(Path("runs/tiny").iterdir())) == 1
+
+
+def test_killed_attempt_without_a_checkpoint_is_used_again_and_nothing_of_it_is_left(monkeypatch):
+    first = run().attempt
+    killed_in_round(1, monkeypatch)
+    dead = Path(f"{first.path}.2")
+    (dead / "wandb").mkdir()
+    (dead / "wandb_id").write_text("old")
+    before = {path: path.read_bytes() for path in first.path.rglob("*") if path.is_file()}
+    again = run().attempt
+    assert again.path == dead
+    assert {path.name for path in dead.iterdir()} == {path.name for path in first.path.iterdir()}
+    assert rows(again) == rows(first)
+    assert {path: path.read_bytes() for path in before} == before
+
+
+def test_attempt_that_is_locked_or_has_something_to_keep_is_not_used_again(monkeypatch):
+    killed_in_round(1, monkeypatch)
+    (name,) = attempts()
+    with Attempt(Path("runs/tiny", name)).lock():
+        second = run("--checkpoint.dirpath", "elsewhere").attempt
+    assert second.path.name == f"{name}.2"
+    second.result.unlink()  # its checkpoint, which lies elsewhere, is what it keeps
+    assert run().attempt.path.name == f"{name}.3"
+
+
+def test_killed_after_its_first_round_a_run_has_a_checkpoint(monkeypatch):
+    killed_in_round(2, monkeypatch)
+    assert [row["round"] for row in rows(run("--ckpt_path", "last").attempt)] == [0, 1, 2, 3, 4]
+
+
+def test_last_finds_the_checkpoints_that_lie_elsewhere_and_goes_on_in_the_same_attempt(monkeypatch):
+    whole = rows(run("--name", "whole").attempt)
+    killed_in_round(3, monkeypatch, "--checkpoint.dirpath", "elsewhere", "--checkpoint.every_n_rounds", 1)
+    assert {path.name for path in Path("elsewhere").iterdir()} == {"last.ckpt"}
+    resumed = run("--ckpt_path", "last", "--checkpoint.dirpath", "elsewhere").attempt
+    assert rows(resumed) == whole
+    assert len(list(Path("runs/tiny").iterdir())) == 1
+    run("--ckpt_path", "elsewhere/last.ckpt", "--trainer.max_epochs", 5, "--checkpoint.dirpath", "elsewhere")
+    assert [row["round"] for row in rows(resumed)] == list(range(6))
+
+
+def test_a_folder_is_locked_before_its_checkpoint_is_read(monkeypatch, capsys):
+    attempt = run("--trainer.max_epochs", 2).attempt
+    load = checkpoint_io.AtomicCheckpointIO.load_checkpoint
+
+    def other(*arguments, **settings):
+        with pytest.raises(Exception, match="another process is training in"), attempt.lock():
+            pass
+        return load(*arguments, **settings)
+
+    monkeypatch.setattr(checkpoint_io.AtomicCheckpointIO, "load_checkpoint", other)
+    run("--ckpt_path", "last", "--trainer.max_epochs", 3)
+    with attempt.lock():
+        message = message_of(capsys, lambda: run("--ckpt_path", "last", "--trainer.max_epochs", 4))
+    assert message == (
+        f"error: ckpt_path: another process is training in {attempt.path.resolve()}; wait for its end or stop it\n"
+    )
+
+
+def test_how_often_a_run_is_evaluated_does_not_change_its_name():
+    first = run("--trainer.max_epochs", 2).attempt
+    again = run("--trainer.check_val_every_n_epoch", 1, "--ckpt_path", "last").attempt
+    assert again.path.samefile(first.path)
+    assert ["val/accuracy" in row for row in rows(again)] == [True, False, True, True, True]
+
+
+def test_auto_evaluates_no_untrained_model(capsys):
+    write_config()
+    message = message_of(capsys, lambda: run("--ckpt_path", "auto", command="test"))
+    assert message == "error: ckpt_path: test needs a trained model; use --ckpt_path last or a file\n"
