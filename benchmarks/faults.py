@@ -48,9 +48,9 @@ CONFIGURATIONS: dict[str, tuple[list[Any], dict[str, Any]]] = {
         ["FBN"],
         {"aggregator": {"class_path": "TrimmedMean", "init_args": {"f": 1}}},
     ),
-    "T* by the window, dropout": (
+    "T* by the window, 4 of 5 clients": (
         [{"class_path": "SlidingWindowFixBN", "init_args": {"window": 4, "threshold": 1e3}}],
-        {"model": {"class_path": "LeNet", "init_args": {"dropout": 0.2}}},
+        {"participation": 4},
     ),
 }  # fmt: skip
 """Callbacks and settings of the module, by name."""
