@@ -138,7 +138,7 @@ class LocalState(VariantEvaluation):
         return means
 
     def _accuracy_on(self, loader: Any, pl_module: "FederatedModule", variant: str) -> float | None:
-        own = ServerEvaluation().to(pl_module.device)
+        own = ServerEvaluation()
         own.start()
         with isolate_rng():  # a loader draws a seed for each pass
             for batch in loader:

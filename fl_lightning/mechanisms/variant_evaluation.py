@@ -75,7 +75,7 @@ class VariantEvaluation(FederatedCallback):
             else {key: value.to(own[key]) for key, value in tensors.items()}
             for name, tensors in self.variants(trainer, pl_module).items()
         }
-        self._evaluations = {name: ServerEvaluation().to(pl_module.device) for name in self._tensors}
+        self._evaluations = {name: ServerEvaluation() for name in self._tensors}
         for evaluation in self._evaluations.values():
             evaluation.start()
 

@@ -61,6 +61,7 @@ class ServerModule(L.LightningModule):
         self.total_rounds: int | None = None
         self.clock = RoundClock()
         self._resumed = False
+        self._evaluate_every: int | None = None
         self._tf32_before: tuple[bool, bool] | None = None
         self.loss = loss or nn.functional.cross_entropy
         self.evaluation = ServerEvaluation()
@@ -163,8 +164,16 @@ class ServerModule(L.LightningModule):
         self.total_rounds = state["total_rounds"]
         self.record.load_state_dict(state["record"])
 
+    def on_train_epoch_start(self) -> None:
+        """Let the last round be evaluated, however rarely others are: the result is the last point of the curve."""
+        if self.round == self.trainer.max_epochs and self.trainer.check_val_every_n_epoch:
+            self._evaluate_every = self.trainer.check_val_every_n_epoch
+            self.trainer.check_val_every_n_epoch = 1
+
     def on_train_epoch_end(self) -> None:
         """Write the round's metrics, before any checkpoint of the round."""
+        if self._evaluate_every is not None:
+            self.trainer.check_val_every_n_epoch, self._evaluate_every = self._evaluate_every, None
         self.record.write(self.record.finish_line(self.round), self.trainer.loggers)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]  # passed on
@@ -218,7 +227,8 @@ class ServerModule(L.LightningModule):
         """Add the model's outputs on a batch to an evaluation: override it where a batch is not ``(inputs, targets)``."""
         inputs, targets = batch
         outputs = self.model(inputs)
-        evaluation.update(outputs, targets, self.loss(outputs, targets))
+        ignored = getattr(self.loss, "ignore_index", -100)
+        evaluation.update(outputs, targets, self.loss(outputs, targets), ignored)
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         """Evaluate the server model on a batch of evaluation data."""

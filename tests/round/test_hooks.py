@@ -190,13 +190,13 @@ def test_the_global_step_counts_rounds(local_steps):
 def test_row_zero_and_one_row_per_round_reach_the_logger():
     logger = Rows()
     module = fitted(
-        3, logger=logger, limit_val_batches=1.0, num_sanity_val_steps=-1, check_val_every_n_epoch=2
+        4, logger=logger, limit_val_batches=1.0, num_sanity_val_steps=-1, check_val_every_n_epoch=2
     )
     rows = logger.rows
-    assert [(step, row["round"]) for step, row in rows] == [(r, r) for r in range(4)]
+    assert [(step, row["round"]) for step, row in rows] == [(r, r) for r in range(5)]
     evaluated = {"val/loss", "val/accuracy"}
-    assert [evaluated <= row.keys() for _, row in rows] == [True, False, True, False]
-    assert ["train/loss" in row for _, row in rows] == [False, True, True, True]
+    assert [evaluated <= row.keys() for _, row in rows] == [True, False, True, False, True]
+    assert ["train/loss" in row for _, row in rows] == [False, True, True, True, True]
     assert module.metrics == rows[-1][1]
 
 

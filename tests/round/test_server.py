@@ -128,8 +128,9 @@ def test_bytes_name_no_more_than_256_classes():
     evaluation = ServerEvaluation()
     evaluation.start()
     evaluation.update(torch.eye(300)[:2], torch.tensor([0, 7], dtype=torch.uint8), torch.tensor(1.0))
-    assert evaluation.finish()["accuracy"] == 0.5
-    assert evaluation.class_samples[7] == 1
+    evaluation.update(torch.eye(300)[156:157], torch.tensor([156], dtype=torch.uint8), torch.tensor(1.0))
+    assert evaluation.finish()["accuracy"] == pytest.approx(2 / 3)
+    assert (evaluation.class_samples[7], evaluation.class_samples[156]) == (1, 1)
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int32, torch.int64])
@@ -147,3 +148,39 @@ def test_counts_by_class_are_exact_beyond_the_integers_of_float32():
     outputs, targets = torch.tensor([[0.0, 1.0]]).expand(2**20, 2), torch.ones(2**20, dtype=torch.int64)
     evaluate(evaluation, *[(outputs, targets)] * 17, (outputs[:1], targets[:1]))
     assert evaluation.class_samples == [0, 17 * 2**20 + 1]
+
+
+@pytest.mark.parametrize("ignored", [255, 0])
+def test_targets_that_the_loss_ignores_count_neither_as_wrong_nor_as_right(ignored):
+    torch.manual_seed(0)
+    outputs = torch.randn(12, 3, 4, 5, dtype=torch.float64)
+    targets = torch.randint(3, (12, 4, 5))
+    targets[torch.rand(12, 4, 5) < 0.4] = ignored
+    targets[8:] = ignored  # a whole batch of none
+    module = FederatedModule(small_cnn(), SGD, local_steps=1, loss=nn.CrossEntropyLoss(ignore_index=ignored))
+    module.model = nn.Identity()
+    for batch in zip(outputs.split(4), targets.split(4), strict=True):
+        module.validation_step(batch, 0)
+    metrics = module.evaluation.finish()
+    kept = targets != ignored
+    scores = outputs.movedim(1, -1)[kept]
+    assert metrics["loss"] == pytest.approx(
+        float(nn.functional.cross_entropy(scores, targets[kept])), abs=1e-12
+    )
+    assert metrics["accuracy"] == pytest.approx(float((scores.argmax(1) == targets[kept]).float().mean()))
+    assert module.evaluation.class_samples == [int((targets[kept] == label).sum()) for label in range(3)]
+
+
+def test_nothing_but_ignored_targets_has_no_metrics():
+    evaluation = ServerEvaluation()
+    evaluation.update(torch.eye(2), torch.tensor([-100, -100]), torch.tensor(torch.nan))
+    assert evaluation.finish() == {}
+    assert not evaluation.diverged
+
+
+def test_loss_of_a_run_in_float64_is_a_mean_in_float64():
+    losses = torch.rand(1000, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    evaluation = ServerEvaluation()
+    for loss in losses:
+        evaluation.update(torch.zeros(3, 2), torch.zeros(3, dtype=torch.int64), loss)
+    assert evaluation.finish()["loss"] == pytest.approx(float(losses.mean()), rel=1e-14)
