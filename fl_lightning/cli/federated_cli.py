@@ -24,6 +24,7 @@ from fl_lightning.dashboard.logger import RoundWandbLogger, wandb_logger
 from fl_lightning.dashboard.settings import WandbSettings
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.round.module import FederatedModule
+from fl_lightning.round.trainer import check_trainer
 from fl_lightning.run_directory.checkpoint_io import AtomicCheckpointIO, check_run, load_run
 from fl_lightning.run_directory.checkpoints import RoundCheckpoint
 from fl_lightning.run_directory.continuation import OwnServerSettings, Start, find_start
@@ -147,10 +148,6 @@ class FederatedCLI(LightningCLI):
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """Make the trainer with this project's logger, checkpoints, progress and, for ``fit``, the run's folder."""
         settings = self._get(self.config_init, "trainer")
-        if settings.check_val_every_n_epoch is not None and settings.check_val_every_n_epoch < 1:
-            raise ConfigurationError(
-                f"trainer.check_val_every_n_epoch: {settings.check_val_every_n_epoch} must be at least 1 round"
-            )
         callbacks = _as_list(settings.callbacks)
         if self.checkpoint is not None:
             assert isinstance(self.model, FederatedModule)
@@ -195,10 +192,7 @@ class FederatedCLI(LightningCLI):
         except (ValueError, TypeError, MisconfigurationException) as error:
             place = f"accelerator: {settings.accelerator}, devices: {settings.devices}"
             raise ConfigurationError(f"trainer ({place}): {error}") from error
-        if trainer.world_size > 1:
-            raise ConfigurationError(
-                f"trainer.devices: {settings.devices} is not possible yet; use devices: 1"
-            )
+        check_trainer(trainer)
         profiler: Any = trainer.profiler  # type: ignore[attr-defined]  # set in a helper of the trainer
         if (
             self.attempt is not None

@@ -1,0 +1,48 @@
+"""Settings of Lightning's trainer that a federated round cannot keep: one line each, and no run."""
+
+import pytest
+from command_line import attempts, message_of, run, write_config
+from helpers import SGD, blobs, fit, small_cnn
+
+from fl_lightning import ConfigurationError, FederatedModule
+
+PROCESSES = "is for several processes; leave it out"
+ROUNDS = "means nothing where a batch is a round; leave it out, and use trainer.max_epochs for fewer rounds"
+REFUSED = {
+    ("max_epochs", 0): "0 trains nothing; use at least 1 round",
+    ("num_nodes", 2): "2 is not possible yet; use num_nodes: 1",
+    ("strategy", "ddp"): f"DDPStrategy {PROCESSES}",
+    ("sync_batchnorm", True): f"True {PROCESSES}, or use FBN",
+    ("precision", "16-true"): "16-true scales losses; use bf16-mixed or 32-true",
+    ("gradient_clip_val", 1.0): "1.0 would clip nothing; use the callback ClientGradientClipping",
+    ("limit_train_batches", 3): f"3 {ROUNDS}",
+    ("val_check_interval", 0.5): "0.5 would be ignored; use trainer.check_val_every_n_epoch, in rounds",
+    ("check_val_every_n_epoch", 0): "0 must be at least 1 round",
+}
+AVERAGING = "lightning.pytorch.callbacks.StochasticWeightAveraging"
+
+
+@pytest.mark.parametrize(("setting", "line"), REFUSED.items(), ids=lambda x: x[0] if type(x) is tuple else "")
+def test_setting_that_would_be_ignored_is_one_line(setting, line, capsys):
+    name, value = setting
+    message = message_of(capsys, lambda: run(f"--trainer.{name}", value))
+    assert message == f"error: trainer.{name}: {line}\n"
+    assert attempts() == []
+
+
+def test_averaging_that_adds_a_round_is_refused(capsys):
+    write_config(
+        {"trainer.callbacks": [{"class_path": AVERAGING, "init_args": {"swa_lrs": 0.1, "device": None}}]}
+    )
+    assert message_of(capsys, run) == (
+        "error: trainer.callbacks: StochasticWeightAveraging trains a round of its own beyond the last; use a server "
+        "optimizer with momentum\n"
+    )
+
+
+@pytest.mark.parametrize("setting", [{"limit_train_batches": 3}, {"val_check_interval": 0.5}])
+def test_a_script_gets_the_same_line(setting):
+    ((name, value),) = setting.items()
+    with pytest.raises(ConfigurationError) as caught:
+        fit(FederatedModule(small_cnn(), SGD, local_steps=1), blobs(), 2, **setting)
+    assert str(caught.value) == f"trainer.{name}: {REFUSED[name, value]}"
