@@ -10,7 +10,7 @@ import torch
 import yaml
 from jsonargparse import Namespace
 from jsonargparse.typing import PositiveInt
-from lightning.fabric.plugins.environments import LightningEnvironment
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar

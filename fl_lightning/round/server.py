@@ -133,7 +133,7 @@ class ServerModule(L.LightningModule):
     def setup(self, stage: str) -> None:
         """Convert the weights to the run's precision."""
         # Lightning believes the environment, where a scheduler numbers runs that know nothing of each other
-        rank_zero_only.rank = self.trainer.global_rank
+        rank_zero_only.rank = self.trainer.global_rank  # type: ignore[attr-defined]  # an attribute of the function
         # Lightning converts after it has loaded a checkpoint: a float64 checkpoint would pass through float32.
         self.trainer.precision_plugin.convert_module(self)
         if self._tf32_before is None:

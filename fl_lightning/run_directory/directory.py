@@ -289,9 +289,8 @@ def directory_of(config: Mapping[str, Any]) -> RunDirectory:
         config: The resolved configuration, every default filled in, its name too; ``~`` is the user's home.
     """
     hashed = config_hash({key: config[key] for key in ("model", "data", "trainer")})
-    return RunDirectory(
-        folder_below(config["run_root"], config["name"]), f"{hashed}-s{config['seed_everything']}"
-    )
+    stem = f"{hashed}-s{config['seed_everything']}"
+    return RunDirectory(folder_below(config["run_root"], config["name"]), stem)
 
 
 def attempt_of(checkpoint: Path) -> Attempt | None:
