@@ -140,7 +140,9 @@ class ServerModule(L.LightningModule):
             self._tf32_before = allow_tf32(self.tf32, self.tf32)
 
     def teardown(self, stage: str) -> None:
-        """Give back what other code on this device was allowed."""
+        """Give back how often the trainer evaluates, and what other code on this device was allowed."""
+        if self._evaluate_every is not None:
+            self.trainer.check_val_every_n_epoch, self._evaluate_every = self._evaluate_every, None
         if self._tf32_before is not None:
             allow_tf32(*self._tf32_before)
             self._tf32_before = None
@@ -172,8 +174,6 @@ class ServerModule(L.LightningModule):
 
     def on_train_epoch_end(self) -> None:
         """Write the round's metrics, before any checkpoint of the round."""
-        if self._evaluate_every is not None:
-            self.trainer.check_val_every_n_epoch, self._evaluate_every = self._evaluate_every, None
         self.record.write(self.record.finish_line(self.round), self.trainer.loggers)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]  # passed on
