@@ -72,6 +72,9 @@ class FederatedCLI(LightningCLI):
         parser.add_argument(
             "--threads", type=PositiveInt | None, default=None, help="CPU threads (default: torch's choice)"
         )
+        parser.add_argument(
+            "--accept_data", action="store_true", help="go on with other data than those of --ckpt_path"
+        )
         parser.add_lightning_class_args(RoundCheckpoint, "checkpoint")
         parser.add_class_arguments(WandbSettings, "wandb")
         parser.link_arguments("seed_everything", "model.seed")
@@ -125,7 +128,10 @@ class FederatedCLI(LightningCLI):
         stem = Path(config.config[-1].relative).stem if config.get("config") else "run"
         config.name = config.name or stem  # saved too: the saved configuration runs beside this run
         again = config.clone()
-        again.ckpt_path = None  # the saved configuration starts a run, also that of a resumed one
+        again.ckpt_path, again.accept_data = (
+            None,
+            False,
+        )  # the saved configuration starts a run, also that of a resumed one
         self.config_yaml = self._parser(self.subcommand).dump(again, "yaml", False)  # False keeps nulls
         self.directory = directory_of(yaml.safe_load(self.config_yaml))
         if config.ckpt_path == "auto":
@@ -154,6 +160,7 @@ class FederatedCLI(LightningCLI):
         callbacks = _as_list(settings.callbacks)
         if self.checkpoint is not None:
             assert isinstance(self.model, FederatedModule)
+            self.model.accept_data = self._get(self.config_init, "accept_data")
             optimizer = self.model.configure_optimizers() if self.subcommand == "fit" else None
             check_run(self._get(self.config_init, "ckpt_path"), self.checkpoint, self.model.model, optimizer)
         if self.subcommand == "fit" and not settings.fast_dev_run:
