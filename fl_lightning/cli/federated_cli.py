@@ -178,7 +178,7 @@ class FederatedCLI(LightningCLI):
             if settings.enable_progress_bar is not False and not own_bar:
                 callbacks.append(RoundProgress())
             # first, so that it prints before a progress bar takes the terminal
-            callbacks.insert(0, RunFiles(self.attempt, self.config_yaml))
+            callbacks.insert(0, RunFiles(self.start, self.config_yaml))
             callbacks.append(self.interruption)
         loggers = _as_list(settings.logger)
         if self.attempt is not None:

@@ -282,6 +282,33 @@ class RunDirectory:
         return {int(match[1] or 1): Attempt(path) for match, path in matches if match}
 
 
+def deciding_settings(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a resolved configuration that decide its results, by dotted name without ``init_args``.
+
+    A class counts by its name; those in a list go by it, too, such as ``trainer.callbacks.FixBN.freeze_round``.
+    """
+    kept = {key: config[key] for key in ("seed_everything", "model", "data", "trainer") if key in config}
+    seed = {"seed_everything": kept.pop("seed_everything", None)}
+    return {**seed, **dict(_flat(_inside_the_hash(kept, ""), ""))}
+
+
+def _flat(node: Any, name: str) -> Iterator[tuple[str, Any]]:
+    if name == "trainer.callbacks" and isinstance(node, Mapping):
+        node = [node]
+    if isinstance(node, Mapping):
+        if "class_path" in node:
+            yield name, _class_name(node)
+        for key, value in node.items():
+            inner = name if key == "init_args" else f"{name}.{key}".lstrip(".")
+            if key != "class_path" and not (key == "seed" and name in ("model", "data")):
+                yield from _flat(value, inner)
+    elif isinstance(node, list) and any(isinstance(item, Mapping) for item in node):
+        for index, item in enumerate(node):
+            yield from _flat(item, f"{name}.{_class_name(item) or index}")
+    else:
+        yield name, node
+
+
 def directory_of(config: Mapping[str, Any]) -> RunDirectory:
     """The directory of all attempts at a resolved configuration.
 

@@ -11,7 +11,7 @@ from fl_lightning.errors import ConfigurationError
 from fl_lightning.files import write_json, write_text
 from fl_lightning.round.module import FederatedModule
 from fl_lightning.round.policy import policy_table, stages_in_words
-from fl_lightning.run_directory.describe import describe, describe_environment, method_name
+from fl_lightning.run_directory.describe import describe, describe_environment, method_name, origin_in_words
 from fl_lightning.run_directory.directory import Attempt
 from fl_lightning.run_directory.drawings import draw_pictures
 from fl_lightning.run_directory.report import reports_of
@@ -71,6 +71,8 @@ def _collect(
         "download_bytes": record.download_bytes,
         "train_seconds": record.seconds,
         "executor": describe(module.executor),
+        "computed_by": record.computed_by,
+        "continued_from": record.continued_from,
         **{name: value for report in reports for name, value in report.result().items()},
         "reports": {name: text for report in reports for name, text in report.result_lines().items()},
         "seed": module.seed,
@@ -80,6 +82,7 @@ def _collect(
 
 
 def _print(result: Mapping[str, Any]) -> None:
+    origin = origin_in_words(result["continued_from"])
     rows = {
         "method": result["method"],
         "model": result["model"],
@@ -91,6 +94,7 @@ def _print(result: Mapping[str, Any]) -> None:
         "sent by clients": format_bytes(result["upload_bytes"]),
         "sent to clients": format_bytes(result["download_bytes"]),
         **result["reports"],
+        **({"continued": origin[-1].removeprefix("continued ")} if origin else {}),
         "training time": f"{result['train_seconds']:.1f} s",
         "files": result["directory"] or "none (fast_dev_run)",
     }
