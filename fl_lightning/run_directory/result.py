@@ -62,7 +62,9 @@ def _collect(
         "partition": module.data.describe_partition(),
         "rounds": rounds,
         "planned_rounds": module.planned_rounds,
-        "bn_statistics": [stage for stage in stages if isinstance(stage[0], int) and stage[0] <= rounds],
+        "bn_statistics": [
+            list(stage) for stage in stages if isinstance(stage[0], int) and stage[0] <= rounds
+        ],
         "samples": record.samples,
         **{name: metrics[name] for name in order},
         "class_accuracy": _class_accuracy(module, metrics),

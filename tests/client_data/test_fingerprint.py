@@ -127,7 +127,7 @@ def test_the_command_line_refuses_other_data_and_leaves_nothing_until_they_are_a
     assert attempts() == [source.path.name]
     cli = run(*other, "--accept_data")
     assert [set(entry["differs"]) for entry in cli.model.record.continued_from] == [
-        {"data.training", "data.evaluation", "data.partition"}
+        {"data.training", "data.evaluation", "data.partition", "data.max_examples"}
     ]
     assert (
         "accept_data: false" in cli.attempt.config.read_text()
