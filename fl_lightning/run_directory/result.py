@@ -9,6 +9,7 @@ from torch import Tensor
 from fl_lightning.console import format_bytes, print_table
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.files import write_json, write_text
+from fl_lightning.pictures.style import PERSONAL
 from fl_lightning.round.module import FederatedModule
 from fl_lightning.round.policy import policy_table, stages_in_words
 from fl_lightning.run_directory.describe import describe, describe_environment, method_name, origin_in_words
@@ -48,11 +49,15 @@ def finish_run(module: FederatedModule, attempt: Attempt | None) -> dict[str, An
 def _collect(
     module: FederatedModule, attempt: Attempt | None, metrics: Mapping[str, float]
 ) -> dict[str, Any]:
-    """What ``result.json`` holds; of the metrics those of the server come before those of its variants."""
+    """What ``result.json`` holds; of the metrics those of clients' own models come first, then the server's."""
     record = module.record
+    server = module.evaluation.metrics
     order = sorted(
         metrics,
-        key=lambda name: (name.startswith("test/"), name.partition("/")[2] not in module.evaluation.metrics),
+        key=lambda x: (
+            x[:4] == "test",
+            *(x.partition("/")[2] not in kind for kind in (*([own] for own in PERSONAL), server)),
+        ),
     )
     reports, rounds = reports_of(module.federated_callbacks), module.trainer.global_step
     stages = policy_table(module.model, module.federated_callbacks, module.planned_rounds).get("mean", [])
