@@ -10,7 +10,7 @@ import torch
 import yaml
 from jsonargparse import Namespace
 from jsonargparse.typing import PositiveInt
-from lightning.fabric.plugins.environments import LightningEnvironment
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ProgressBar
@@ -163,8 +163,8 @@ class FederatedCLI(LightningCLI):
             self.training = Training(*run, "the same command with --ckpt_path last")
             self.held.enter_context(self.training)
             if not settings.fast_dev_run:
-                found = (Path(path), self.checkpoint) if self.checkpoint is not None else (None, {})
-                self.training.begin(*found, settings.max_epochs, self.resumed)
+                source = Path(path) if path else None
+                self.training.begin(source, self.checkpoint or {}, settings.max_epochs, self.resumed)
             if settings.enable_progress_bar is not False and not own_bar:
                 callbacks.append(RoundProgress())
             wandb = self._get(self.config_init, "wandb")

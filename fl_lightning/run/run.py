@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import lightning as L
 import yaml
-from lightning.fabric.plugins.environments import LightningEnvironment
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 
 from fl_lightning.client_data.federated import FederatedDataModule
 from fl_lightning.dashboard.settings import WandbSettings
@@ -98,12 +98,12 @@ class Run:
         with warnings.catch_warnings(), ExitStack() as held:
             quiet_host()
             try:
-                return self._fit("last" if resume is True else resume and str(resume), accept_data, held)
+                return self._fit("last" if resume is True else str(resume or ""), accept_data, held)
             except Stopped as stopped:
                 print(f"stopped by {stopped.way}; {stopped.kept}", file=sys.stderr)
                 raise
 
-    def _fit(self, resume: str | Literal[False], accept_data: bool, held: ExitStack) -> dict[str, Any]:
+    def _fit(self, resume: str, accept_data: bool, held: ExitStack) -> dict[str, Any]:
         directory, settings = directory_of(self.config), dict(self.trainer_settings)
         path, resumed, checkpoint = None, None, {}
         if resume:

@@ -60,7 +60,7 @@ def _parameters(kind: type) -> list[str]:
     names: list[str] = []
     for base in kind.__mro__:
         if "__init__" in vars(base):
-            parameters = list(inspect.signature(base.__init__).parameters.values())[1:]
+            parameters = list(inspect.signature(vars(base)["__init__"]).parameters.values())[1:]
             names += [p.name for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
             if not any(p.kind == p.VAR_KEYWORD for p in parameters):
                 break

@@ -1,6 +1,6 @@
 """Where a run trains: in a folder of its own, or resumed in that of its checkpoint, or forked from it into a new one."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +15,7 @@ from fl_lightning.errors import ConfigurationError
 from fl_lightning.files import write_bytes, write_text
 from fl_lightning.run_directory.checkpoint_io import load_run
 from fl_lightning.run_directory.checkpoints import RoundCheckpoint
-from fl_lightning.run_directory.directory import Attempt, RunDirectory, deciding_settings
+from fl_lightning.run_directory.directory import Attempt, RunDirectory, class_name, inside_the_hash
 from fl_lightning.run_directory.metrics import lines_until, read_metrics
 
 
@@ -136,6 +136,33 @@ def _differences(
     return {
         name: [before.get(name), after.get(name)] for name in names if name.rpartition(".")[0] not in gone
     }
+
+
+def deciding_settings(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a resolved configuration that decide its results, by dotted name without ``init_args``.
+
+    A class counts by its name; those in a list go by it, too, such as ``trainer.callbacks.FixBN.freeze_round``.
+    """
+    kept = {key: config[key] for key in ("seed_everything", "model", "data", "trainer") if key in config}
+    seed = {"seed_everything": kept.pop("seed_everything", None)}
+    return {**seed, **dict(_flat(inside_the_hash(kept, ""), ""))}
+
+
+def _flat(node: Any, name: str) -> Iterator[tuple[str, Any]]:
+    if name == "trainer.callbacks" and isinstance(node, Mapping):
+        node = [node]
+    if isinstance(node, Mapping):
+        if "class_path" in node:
+            yield name, class_name(node)
+        for key, value in node.items():
+            inner = name if key == "init_args" else f"{name}.{key}".lstrip(".")
+            if key != "class_path" and not (key == "seed" and name in ("model", "data")):
+                yield from _flat(value, inner)
+    elif isinstance(node, list) and any(isinstance(item, Mapping) for item in node):
+        for index, item in enumerate(node):
+            yield from _flat(item, f"{name}.{class_name(item) or index}")
+    else:
+        yield name, node
 
 
 def _is_behind(source: Attempt, round_number: int) -> bool:

@@ -4,13 +4,13 @@ import inspect
 import platform
 import subprocess
 from collections.abc import Mapping, Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import torch
 
-from fl_lightning import __version__
 from fl_lightning.aggregation import WeightedMean
 from fl_lightning.models.describe import norm_names
 from fl_lightning.round.module import FederatedModule
@@ -88,7 +88,7 @@ def describe_environment() -> dict[str, str | None]:
         "python": platform.python_version(),
         "torch": str(torch.__version__),
         "lightning": L.__version__,
-        "fl_lightning": __version__,
+        "fl_lightning": version("fl_lightning"),
         "platform": platform.platform(),
         "git_commit": _git_commit(),
     }

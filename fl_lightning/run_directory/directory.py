@@ -62,23 +62,22 @@ def config_hash(config: Mapping[str, Any]) -> str:
     Args:
         config: The resolved configuration, every default filled in; the order of its keys does not matter.
     """
-    canonical = json.dumps(_inside_the_hash(config, ""), sort_keys=True, separators=(",", ":"), default=str)
+    canonical = json.dumps(inside_the_hash(config, ""), sort_keys=True, separators=(",", ":"), default=str)
     return hashlib.sha256(canonical.encode()).hexdigest()[:8]
 
 
-def _inside_the_hash(node: Any, prefix: str) -> Any:
+def inside_the_hash(node: Any, prefix: str = "") -> Any:
+    """A configuration, or the part of it at a dotted prefix with its dot, without :data:`OUTSIDE_THE_HASH`."""
     if isinstance(node, Mapping):
-        return {
-            key: _inside_the_hash(value, f"{prefix}{key}.")
-            for key, value in node.items()
-            if f"{prefix}{key}" not in OUTSIDE_THE_HASH
-        }
+        kept = {key: value for key, value in node.items() if f"{prefix}{key}" not in OUTSIDE_THE_HASH}
+        return {key: inside_the_hash(value, f"{prefix}{key}.") for key, value in kept.items()}
     if isinstance(node, list | tuple):
-        return [_inside_the_hash(x, prefix) for x in node if prefix + _class_name(x) not in OUTSIDE_THE_HASH]
+        return [inside_the_hash(x, prefix) for x in node if prefix + class_name(x) not in OUTSIDE_THE_HASH]
     return node
 
 
-def _class_name(entry: Any) -> str:
+def class_name(entry: Any) -> str:
+    """The bare name of an entry's class, empty where it names none."""
     path = entry.get("class_path", "") if isinstance(entry, Mapping) else ""
     return str(path).rpartition(".")[2]
 
@@ -280,33 +279,6 @@ class RunDirectory:
         folders = [path for path in self.root.iterdir() if path.is_dir()] if self.root.is_dir() else []
         matches = ((pattern.fullmatch(path.name), path) for path in folders)
         return {int(match[1] or 1): Attempt(path) for match, path in matches if match}
-
-
-def deciding_settings(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of a resolved configuration that decide its results, by dotted name without ``init_args``.
-
-    A class counts by its name; those in a list go by it, too, such as ``trainer.callbacks.FixBN.freeze_round``.
-    """
-    kept = {key: config[key] for key in ("seed_everything", "model", "data", "trainer") if key in config}
-    seed = {"seed_everything": kept.pop("seed_everything", None)}
-    return {**seed, **dict(_flat(_inside_the_hash(kept, ""), ""))}
-
-
-def _flat(node: Any, name: str) -> Iterator[tuple[str, Any]]:
-    if name == "trainer.callbacks" and isinstance(node, Mapping):
-        node = [node]
-    if isinstance(node, Mapping):
-        if "class_path" in node:
-            yield name, _class_name(node)
-        for key, value in node.items():
-            inner = name if key == "init_args" else f"{name}.{key}".lstrip(".")
-            if key != "class_path" and not (key == "seed" and name in ("model", "data")):
-                yield from _flat(value, inner)
-    elif isinstance(node, list) and any(isinstance(item, Mapping) for item in node):
-        for index, item in enumerate(node):
-            yield from _flat(item, f"{name}.{_class_name(item) or index}")
-    else:
-        yield name, node
 
 
 def directory_of(config: Mapping[str, Any]) -> RunDirectory:

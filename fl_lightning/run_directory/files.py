@@ -8,9 +8,8 @@ from fl_lightning.console import print_table
 from fl_lightning.files import write_json, write_text
 from fl_lightning.round.module import FederatedModule
 from fl_lightning.round.policy import policy_table, stages_in_words
-from fl_lightning.run_directory.continuation import Start
+from fl_lightning.run_directory.continuation import Start, deciding_settings
 from fl_lightning.run_directory.describe import describe_computing, origin_in_words
-from fl_lightning.run_directory.directory import deciding_settings
 from fl_lightning.run_directory.drawings import draw_partition
 from fl_lightning.run_directory.metrics import cut_back
 

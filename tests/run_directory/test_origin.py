@@ -9,8 +9,8 @@ from command_line import run, write_config
 
 from fl_lightning.dashboard.contents import facts
 from fl_lightning.run_directory.checkpoint_io import AtomicCheckpointIO
+from fl_lightning.run_directory.continuation import deciding_settings
 from fl_lightning.run_directory.describe import run_title
-from fl_lightning.run_directory.directory import deciding_settings
 
 LR = "model.client_optimizer.lr"
 LAST = ("--ckpt_path", "last")
