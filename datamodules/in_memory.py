@@ -21,6 +21,7 @@ from datamodules.images import (
 from datamodules.partitions import IID, Partition
 from fl_lightning.client_data.cohort_batch import CohortBatch
 from fl_lightning.client_data.federated import FederatedDataModule
+from fl_lightning.client_data.fingerprint import digest
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.randomness import generator
 
@@ -182,6 +183,15 @@ class InMemoryDataModule(FederatedDataModule):
             "val_size": len(self.val_images) if self.val_fraction > 0 else 0,
             "class_histogram": self.class_histograms(),
             "sha256": {"total": total, "clients": self._index_digests},
+        }
+
+    def fingerprint(self) -> dict[str, str]:
+        """Digests of all images and labels, and of who has which."""
+        held_out = (self.val_images, self.test_images)
+        return {
+            "training": digest(self.train_images.pixels, self.train_images.labels),
+            "evaluation": digest([(part.pixels, part.labels) for part in held_out]),
+            "partition": digest(self._index_digests),
         }
 
     def class_histograms(self) -> list[list[int]]:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from fl_lightning.batch_norm.swapping import SwappedBatchNorm as SwappedBatchNorm
     from fl_lightning.batch_norm.swapping import swap_batch_norm as swap_batch_norm
-    from fl_lightning.cli.progress import RoundProgress as RoundProgress
     from fl_lightning.client_data.federated import ClientDataModule as ClientDataModule
     from fl_lightning.client_data.federated import FederatedDataModule as FederatedDataModule
     from fl_lightning.cohort.cohort import Cohort as Cohort
@@ -30,6 +29,8 @@ if TYPE_CHECKING:
     from fl_lightning.optimizers.server import FedYogi as FedYogi
     from fl_lightning.round.callback import FederatedCallback as FederatedCallback
     from fl_lightning.round.module import FederatedModule as FederatedModule
+    from fl_lightning.run.progress import RoundProgress as RoundProgress
+    from fl_lightning.run.run import Run as Run
     from fl_lightning.run_directory.checkpoints import RoundCheckpoint as RoundCheckpoint
     from fl_lightning.run_directory.report import Report as Report
     from fl_lightning.run_directory.report import Table as Table
@@ -54,7 +55,8 @@ HOMES = {
     "ProcessExecutor": "executors.processes",
     "Report": "run_directory.report",
     "RoundCheckpoint": "run_directory.checkpoints",
-    "RoundProgress": "cli.progress",
+    "RoundProgress": "run.progress",
+    "Run": "run.run",
     "SequentialExecutor": "executors.sequential",
     "SwappedBatchNorm": "batch_norm.swapping",
     "Table": "run_directory.report",

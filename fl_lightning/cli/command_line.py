@@ -1,15 +1,11 @@
 """The command line: the shipped callbacks, data sets and models are known by their bare names."""
 
-import logging
-import os
 import sys
-import warnings
 from collections.abc import Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import fl_lightning
 import fl_lightning.aggregation
@@ -19,24 +15,15 @@ import fl_lightning.models
 import fl_lightning.optimizers.schedules
 import fl_lightning.optimizers.server  # imported so that bare class names resolve in YAML
 from fl_lightning.cli.federated_cli import FederatedCLI
-from fl_lightning.cli.interruption import command
 from fl_lightning.cli.messages import told
 from fl_lightning.cli.parser import ConciseParser
 from fl_lightning.client_data.federated import FederatedDataModule
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.round.module import FederatedModule
+from fl_lightning.run.interruption import command
+from fl_lightning.run.training import TRAINER_DEFAULTS, quiet_host
 
 _HOME = Path(fl_lightning.__file__).resolve().parent.parent
-
-_TRAINER_DEFAULTS: dict[str, Any] = {
-    "accelerator": "auto",
-    "devices": 1,
-    "max_epochs": -1,
-    "logger": False,
-    "num_sanity_val_steps": -1,
-    "log_every_n_steps": 1,
-    "enable_model_summary": False,
-}
 
 
 @command()
@@ -62,7 +49,7 @@ def main(
             save_config_callback=None,
             parser_class=ConciseParser,
             parser_kwargs={"prog": "python -m fl_lightning"},
-            trainer_defaults=_TRAINER_DEFAULTS,
+            trainer_defaults=TRAINER_DEFAULTS,
             seed_everything_default=0,
             subclass_mode_data=True,
             auto_configure_optimizers=False,
@@ -109,22 +96,6 @@ def import_shipped() -> dict[str, ModuleType]:
             )
         packages[name] = import_module(name)
     return packages
-
-
-def quiet_host() -> None:
-    """Silence what Lightning says about hardware and loaders that cannot matter here."""
-    for name in ("lightning.pytorch", "lightning.fabric"):
-        logging.getLogger(name).setLevel(logging.WARNING)
-    # LightningCLI 2.6 uses jsonargparse in ways that it deprecates; nothing a user of either could change
-    os.environ.setdefault("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
-    for message in (
-        ".*LightningCLI's args parameter.*",  # what it warns of, main() does on purpose
-        ".*does not have many workers.*",  # in-memory data need none
-        ".*isinstance\\(treespec, LeafSpec\\).*",  # Lightning 2.6 on torch 2.12 and later, harmless
-        "Implicitly cleaning up <TemporaryDirectory",  # W&B's, for the pictures of a run
-        ".*Total length of `list` across ranks is zero.*",  # a federation without evaluation data
-    ):
-        warnings.filterwarnings("ignore", message)
 
 
 if __name__ == "__main__":

@@ -13,26 +13,21 @@ from jsonargparse.typing import PositiveInt
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar
+from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.profilers import PassThroughProfiler
 
-from fl_lightning.cli.interruption import FinishRound, Stopped
 from fl_lightning.cli.parser import ConciseParser, check_settings
-from fl_lightning.cli.progress import RoundProgress
-from fl_lightning.dashboard.logger import RoundWandbLogger, wandb_logger
 from fl_lightning.dashboard.settings import WandbSettings
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.round.module import FederatedModule
 from fl_lightning.round.trainer import check_trainer
+from fl_lightning.run.progress import RoundProgress
+from fl_lightning.run.training import Training, lock_resumed
 from fl_lightning.run_directory.checkpoint_io import AtomicCheckpointIO, check_run, load_run
 from fl_lightning.run_directory.checkpoints import RoundCheckpoint
-from fl_lightning.run_directory.continuation import OwnServerSettings, Start, find_start
 from fl_lightning.run_directory.directory import Attempt, directory_of
-from fl_lightning.run_directory.drawings import draw_pictures
-from fl_lightning.run_directory.files import RunFiles
-from fl_lightning.run_directory.metrics import JSONLinesLogger
-from fl_lightning.run_directory.result import finish_run, write_predictions
+from fl_lightning.run_directory.result import write_predictions
 
 _MODEL_LINKS = ("num_classes", "in_channels", "image_size")
 
@@ -40,11 +35,9 @@ _MODEL_LINKS = ("num_classes", "in_channels", "image_size")
 class FederatedCLI(LightningCLI):
     """Adds to LightningCLI the run directory, checkpoints of whole rounds and the result table."""
 
-    interruption: FinishRound
-    start = Start()
+    training: Training | None = None
     resumed: Attempt | None = None
     checkpoint: dict[str, Any] | None = None
-    wandb: RoundWandbLogger | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._asked = next(iter(kwargs.get("args") or ()), None)
@@ -54,7 +47,7 @@ class FederatedCLI(LightningCLI):
     @property
     def attempt(self) -> Attempt | None:
         """The run's folder, None where nothing is written (``fast_dev_run``)."""
-        return self.start.attempt
+        return self.training.start.attempt if self.training is not None else None
 
     def subcommands(self) -> dict[str, set[str]]:  # type: ignore[override]  # needs the arguments
         """Those of LightningCLI; only the one that is asked for where it exists, since each parser takes its time."""
@@ -72,6 +65,9 @@ class FederatedCLI(LightningCLI):
         parser.add_argument("--run_root", type=str, default="runs", help="the folder of all runs")
         parser.add_argument(
             "--threads", type=PositiveInt | None, default=None, help="CPU threads (default: torch's choice)"
+        )
+        parser.add_argument(
+            "--accept_data", action="store_true", help="go on with other data than those of --ckpt_path"
         )
         parser.add_lightning_class_args(RoundCheckpoint, "checkpoint")
         parser.add_class_arguments(WandbSettings, "wandb")
@@ -119,14 +115,14 @@ class FederatedCLI(LightningCLI):
 
     def before_instantiate_classes(self) -> None:
         """Find out where the run lives, before any logger exists."""
-        self.interruption = FinishRound()
         config = self.config[self.subcommand]
         if config.threads is not None:
             torch.set_num_threads(config.threads)
         stem = Path(config.config[-1].relative).stem if config.get("config") else "run"
         config.name = config.name or stem  # saved too: the saved configuration runs beside this run
         again = config.clone()
-        again.ckpt_path = None  # the saved configuration starts a run, also that of a resumed one
+        # the saved configuration starts a run, also that of a resumed one
+        again.ckpt_path, again.accept_data = None, False
         self.config_yaml = self._parser(self.subcommand).dump(again, "yaml", False)  # False keeps nulls
         self.directory = directory_of(yaml.safe_load(self.config_yaml))
         if config.ckpt_path == "auto":
@@ -134,11 +130,8 @@ class FederatedCLI(LightningCLI):
         if config.ckpt_path:
             path = self.directory.resolve_checkpoint(str(config.ckpt_path))
             config.ckpt_path = str(path)
-            if self.subcommand == "fit" and path.name == "last.ckpt" and not config.trainer.fast_dev_run:
-                resumed = self.directory.attempt_of(path)
-                if resumed is not None and self.directory.owns(resumed):
-                    self.held.enter_context(resumed.lock())  # before it is read
-                    self.resumed = resumed
+            if self.subcommand == "fit" and not config.trainer.fast_dev_run:
+                self.resumed = lock_resumed(self.directory, path, self.held)
             self.checkpoint = load_run(config.ckpt_path, config.get("weights_only"))
         elif self.subcommand != "fit":
             raise ConfigurationError(
@@ -148,47 +141,43 @@ class FederatedCLI(LightningCLI):
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """Make the trainer with this project's logger, checkpoints, progress and, for ``fit``, the run's folder."""
         settings = self._get(self.config_init, "trainer")
-        callbacks = _as_list(settings.callbacks)
+        path = self._get(self.config_init, "ckpt_path")
+        assert isinstance(self.model, FederatedModule)
         if self.checkpoint is not None:
-            assert isinstance(self.model, FederatedModule)
+            self.model.accept_data = self._get(self.config_init, "accept_data")
             optimizer = self.model.configure_optimizers() if self.subcommand == "fit" else None
-            check_run(self._get(self.config_init, "ckpt_path"), self.checkpoint, self.model.model, optimizer)
-        if self.subcommand == "fit" and not settings.fast_dev_run:
-            self.start = self._find_start(settings.max_epochs)
-            if self.start.own_settings:
-                callbacks.append(OwnServerSettings())
-        self.checkpoint = None  # the trainer reads it again; two of them need not fit into memory
-        return self._make_trainer(settings, callbacks, **kwargs)
-
-    def _make_trainer(self, settings: Namespace, callbacks: list[Any], **kwargs: Any) -> Trainer:
+            check_run(path, self.checkpoint, self.model.model, optimizer)
+        callbacks, loggers = _as_list(settings.callbacks), _as_list(settings.logger)
         own_bar = any(isinstance(callback, ProgressBar) for callback in callbacks)
-        if self.subcommand != "fit" and not own_bar and settings.enable_progress_bar is None:
-            kwargs["enable_progress_bar"] = sys.stdout.isatty()  # no bar in a log file
         if self.subcommand == "fit":
+            run = (
+                self.model,
+                self.datamodule,
+                self.config_yaml,
+                self.directory,
+                self._get(self.config_init, "checkpoint"),
+            )
+            self.training = Training(*run, "the same command with --ckpt_path last")
+            self.held.enter_context(self.training)
+            if not settings.fast_dev_run:
+                source = Path(path) if path else None
+                self.training.begin(source, self.checkpoint or {}, settings.max_epochs, self.resumed)
             if settings.enable_progress_bar is not False and not own_bar:
                 callbacks.append(RoundProgress())
-            # first, so that it prints before a progress bar takes the terminal
-            callbacks.insert(0, RunFiles(self.attempt, self.config_yaml))
-            callbacks.append(self.interruption)
-        loggers = _as_list(settings.logger)
-        if self.attempt is not None:
-            loggers.append(JSONLinesLogger(self.attempt.path))
-            wandb_settings = self._get(self.config_init, "wandb")
-            run = (self.attempt, self.config_yaml, self.model, self.datamodule, callbacks)
-            self.wandb = wandb_logger(wandb_settings, loggers, *run)
-            if self.wandb is not None:
-                loggers.append(self.wandb)
-            kwargs["default_root_dir"] = str(self.attempt.path)
-            for callback in callbacks:
-                if isinstance(callback, ModelCheckpoint) and callback.dirpath is None:
-                    # a logger with a folder of its own, such as W&B's, would draw the checkpoints there
-                    callback.dirpath = str(self.attempt.checkpoints.resolve())
+            wandb = self._get(self.config_init, "wandb")
+            kwargs |= self.training.equipment(callbacks, loggers, wandb)
+        else:
+            kwargs |= {"callbacks": callbacks, "logger": loggers or False}
+            if not own_bar and settings.enable_progress_bar is None:
+                kwargs["enable_progress_bar"] = sys.stdout.isatty()  # no bar in a log file
+        self.checkpoint = None  # the trainer reads it again; two of them need not fit into memory
+        return self._make_trainer(settings, **kwargs)
+
+    def _make_trainer(self, settings: Namespace, **kwargs: Any) -> Trainer:
         # one process, also where a scheduler or launcher has started several runs at once
         plugins = [*_as_list(settings.plugins), AtomicCheckpointIO(), LightningEnvironment()]
         try:
-            trainer = super().instantiate_trainer(
-                callbacks=callbacks, logger=loggers or False, plugins=plugins, **kwargs
-            )
+            trainer = super().instantiate_trainer(plugins=plugins, **kwargs)
         except (ValueError, TypeError, MisconfigurationException) as error:
             place = f"accelerator: {settings.accelerator}, devices: {settings.devices}"
             raise ConfigurationError(f"trainer ({place}): {error}") from error
@@ -203,52 +192,9 @@ class FederatedCLI(LightningCLI):
         return trainer
 
     def fit(self, **kwargs: Any) -> None:
-        """Train, and draw what a run that fails has found until then."""
-        try:
-            self.trainer.fit(**kwargs)
-            untrained = self.start.round and self.trainer.global_step == self.start.round
-            if untrained and self.start.is_new and not self.interruption.signal:
-                raise ConfigurationError(
-                    f"ckpt_path: the checkpoint is of round {self.start.round}, and the run of {self.trainer.max_epochs} rounds "
-                    "(model.budget_epochs): nothing is left to train; use a larger budget, or python -m fl_lightning test"
-                )
-        except Exception:  # not on a signal: who stops a run does not wait for pictures
-            if self.start.has_trained():
-                assert isinstance(self.model, FederatedModule)
-                draw_pictures(self.attempt, self.model)
-            raise
-
-    def _find_start(self, max_rounds: int | None) -> Start:
-        if self.checkpoint is None:
-            start = Start(self.directory.next_attempt(self.held))
-        else:
-            path, keeper = (self._get(self.config_init, name) for name in ("ckpt_path", "checkpoint"))
-            start = find_start(
-                self.directory, Path(path), self.checkpoint, max_rounds, self.config_yaml, keeper, self.held
-            )
-        assert start.attempt is not None
-        if not start.is_new and start.attempt != self.resumed:
-            self.held.enter_context(start.attempt.lock())
-        self.held.push(self._leave)
-        return start
-
-    def _leave(self, *error: Any) -> None:
-        """End the run at W&B, however this command ends; one that fails before the end of its first round leaves no folder."""
-        assert self.attempt is not None
-        failed = error[0] is not None
-        if self.wandb is not None:
-            self.wandb.close(failed)
-        if failed:
-            self.start.discard_untrained()
-        saved = self._get(self.config_init, "checkpoint").saved_round or self.start.round
-        if isinstance(error[1], Stopped) and saved and self.attempt.path.exists():
-            error[
-                1
-            ].kept = (
-                f"{self.attempt.path} keeps round {saved}; the same command with --ckpt_path last goes on"
-            )
-        if self.wandb is not None and self.wandb.place is not None and self.attempt.path.exists():
-            print(self.wandb.place, flush=True)
+        """Train in the run's folder."""
+        assert self.training is not None
+        self.training.fit(self.trainer, **kwargs)
 
     def predict(self, **kwargs: Any) -> None:
         """Write the predictions on the test data to ``predictions.csv`` in the run's folder."""
@@ -260,13 +206,8 @@ class FederatedCLI(LightningCLI):
 
     def after_fit(self) -> None:
         """Evaluate the final server model on the test data; print and write the result."""
-        assert isinstance(self.model, FederatedModule)
-        if self.interruption.signal and self.trainer.global_step != self.trainer.max_epochs:
-            draw_pictures(self.attempt, self.model)
-            raise Stopped(self.interruption.signal)
-        result = finish_run(self.model, self.attempt)
-        if self.wandb is not None:
-            self.wandb.log_result(result)
+        assert self.training is not None
+        self.training.finish(self.trainer)
 
 
 def _as_list(setting: Any) -> list[Any]:

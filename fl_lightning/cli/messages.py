@@ -2,8 +2,7 @@
 
 import re
 import sys
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -27,7 +26,6 @@ SHAPES = {
     r"|unrecognized arguments: --(?P<argument>[\w.]+))",
     "unknown class": r"(?:dot import path string: |Import path |Unable to import .*?)'?([\w.]+)'?",
     "broken class": r"class_path '([^']+)':\s*(.*)",
-    "function for a class": r"unexpected keyword argument 'linked_targets'",
     "value": r"Expected a (<class '[\w.]+'>|typing\.Literal\[.*\])\. Got value: (.*)",
     "value of several types": r"(?s)Subtypes: \[(.*?)\]\n.*Given value: (.*)",
     "what a class says": r"(?m)^ +- (?!Expected |Not a|Not of|Problem with |Does not |a class path|a dict )(.+)",
@@ -35,16 +33,13 @@ SHAPES = {
 """What of jsonargparse's messages is read, as regular expressions: ``tests/cli/test_jsonargparse.py`` holds it to them."""
 
 
-def explain(
-    message: str, settings: Sequence[str] = (), owner: str = "", given: Mapping[str, Any] | None = None
-) -> str:
+def explain(message: str, settings: Sequence[str] = (), owner: str = "") -> str:
     """The line of a parser's message that matters.
 
     Args:
         message: What the parser says.
         settings: The parser's own settings.
         owner: The class whose settings the parser reads, empty where they are of several.
-        given: What the user gave (:func:`fl_lightning.cli.given.given_settings`).
 
     Returns:
         One line that names the setting and the value, with near names where something is misspelt.
@@ -71,12 +66,6 @@ def explain(
         if missing[1] in known:
             return f"{setting}the class {missing[1]!r} is of another kind"
         return f"{setting}there is no class {missing[1]!r}{nearest(missing[1].rpartition('.')[2], known)}"
-    if found["function for a class"]:
-        # jsonargparse cannot give a function the settings that the data set decides
-        return (
-            f"{setting}{(given or {}).get(key, 'this')} is a function, not a class; name a class, such as a "
-            "torch.nn.Module of your own that calls it"
-        )
     return setting + _one_line(message.partition(f'"{key}":')[2] if key else message)
 
 

@@ -1,11 +1,13 @@
 """A LightningCLI parser whose errors are one line: the setting, the value and what would work."""
 
+import inspect
 import sys
-from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn, get_type_hints
 
 from jsonargparse import Namespace
 from lightning.pytorch.cli import LightningArgumentParser
+from torch import nn
 
 from fl_lightning.cli.given import given_settings, plain_name
 from fl_lightning.cli.messages import explain
@@ -35,6 +37,19 @@ class ConciseParser(LightningArgumentParser):
         if nested_key is None:
             self.owner = class_type.__name__
         names: list[str] = super().add_class_arguments(class_type, nested_key, *args, **kwargs)
+        return names
+
+    def add_function_arguments(
+        self, function: Callable[..., Any], *args: Any, linked_targets: object = None, **kwargs: Any
+    ) -> list[str]:
+        """Add the settings of a function that makes a model; jsonargparse says which are linked, and knows it only of classes."""
+        self.owner = function.__name__
+        names: list[str] = super().add_function_arguments(function, *args, **kwargs)
+        parameters, made = inspect.signature(function).parameters.values(), get_type_hints(function)["return"]
+        passes_on = any(parameter.kind == parameter.VAR_KEYWORD for parameter in parameters)
+        if passes_on and "num_classes" not in names and issubclass(made, nn.Module):
+            # a function that looks up another by name, as timm's does, hides what that one takes
+            names.append(self.add_argument("--num_classes", type=int | None, default=None).dest)
         return names
 
     def add_subcommands(self, *args: Any, **kwargs: Any) -> Any:
@@ -69,7 +84,7 @@ class ConciseParser(LightningArgumentParser):
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Print a short form of a parser's message to stderr and exit with status 2."""
-        _refuse(explain(message, self.settings(), self.owner, self.given))
+        _refuse(explain(message, self.settings(), self.owner))
 
 
 def _refuse(line: str) -> NoReturn:

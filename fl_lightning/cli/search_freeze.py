@@ -14,12 +14,12 @@ import yaml
 
 from fl_lightning.cli.command_line import main as run
 from fl_lightning.cli.freeze_branches import Branch, fixbn_settings, make_branches, train_branches
-from fl_lightning.cli.interruption import Stopped, command
 from fl_lightning.cli.messages import explain
 from fl_lightning.console import print_table
 from fl_lightning.errors import ConfigurationError, nearest
 from fl_lightning.files import folder_below, write_json, write_text
 from fl_lightning.milestones import in_run, round_at
+from fl_lightning.run.interruption import Stopped, command
 from fl_lightning.run_directory.directory import config_hash
 
 _PROGRAM = "python -m fl_lightning search-freeze"

@@ -6,13 +6,14 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
-from fl_lightning.cli.command_line import import_shipped, quiet_host
-from fl_lightning.cli.interruption import command
+from fl_lightning.cli.command_line import import_shipped
 from fl_lightning.cli.messages import told
 from fl_lightning.cli.parser import ConciseParser
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.files import write_json
 from fl_lightning.round.callback import FederatedCallback
+from fl_lightning.run.interruption import command
+from fl_lightning.run.training import quiet_host
 
 
 @command()

@@ -6,6 +6,7 @@ any round can be computed alone and a resumed run draws the batches of an uninte
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Literal
 
 import lightning as L
@@ -14,6 +15,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.utils.data import DataLoader
 
 from fl_lightning.client_data.cohort_batch import CohortBatch
+from fl_lightning.client_data.fingerprint import DataSetDigests, digest, first_batch, sample
 from fl_lightning.client_data.loaders import LoaderBatches
 
 
@@ -159,6 +161,29 @@ class FederatedDataModule(L.LightningDataModule):
         """What ``partition.json`` of the run directory holds: the sizes of the clients, and what a subclass adds."""
         sizes = [self.num_examples(client_id) for client_id in range(self.num_clients)]
         return {"partition": self.describe_partition(), "num_clients": self.num_clients, "sizes": sizes}
+
+    def fingerprint(self) -> dict[str, str]:
+        """What the data are: a checkpoint keeps it, and a run goes on with other data only when that is asked for.
+
+        Of data in memory the contents count, of others the labels, the names and sizes of files, and a sample of the contents: the
+        first batch of 32 clients at most and of the server. When a file was changed does not.
+
+        Returns:
+            Digests of the ``"training"`` and the ``"evaluation"`` data and of the ``"partition"``.
+        """
+        data_sets, count = DataSetDigests(), self.num_clients
+        sources = [self._source(client_id) for client_id in range(count)]
+        loaders = [source.loader for source in sources if isinstance(source, LoaderBatches)]
+        sampled = [sources[index * count // min(count, 32)] for index in range(min(count, 32))]
+        batches = [sample(partial(source.train_batch, 0)) for source in sampled]
+        evaluation = self.val_dataloader()
+        return {
+            "training": digest([data_sets.of(getattr(x, "dataset", None)) for x in loaders], batches),
+            "evaluation": digest(
+                data_sets.of(getattr(evaluation, "dataset", None)), sample(partial(first_batch, evaluation))
+            ),
+            "partition": digest([source.num_examples for source in sources]),
+        }
 
     def class_histograms(self) -> list[list[int]]:
         """``[i][c]``: client i's training examples of class c; empty where that is not known."""

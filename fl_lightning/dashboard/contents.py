@@ -10,7 +10,7 @@ from fl_lightning.batch_norm.kinds import KIND_LABELS
 from fl_lightning.round.module import FederatedModule
 from fl_lightning.round.policy import policy_table, stages_in_words
 from fl_lightning.run_directory.checkpoints import RoundCheckpoint
-from fl_lightning.run_directory.describe import method_name
+from fl_lightning.run_directory.describe import method_name, origin_in_words
 from fl_lightning.run_directory.directory import Attempt
 from fl_lightning.run_directory.report import reports_of
 
@@ -100,6 +100,7 @@ def facts(module: FederatedModule) -> dict[str, Any]:
         "method": method_name(module, module.federated_callbacks),
         "partition": module.data.describe_partition(),
         "planned_rounds": module.planned_rounds,
+        "continued_from": origin_in_words(module.record.continued_from),
     }
 
 

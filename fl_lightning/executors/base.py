@@ -76,6 +76,15 @@ class Executor(ABC):
         """Settings of the whole process that a round with this executor needs, until the block ends."""
         yield
 
+    @property
+    def threads(self) -> int:
+        """CPU threads that compute a client."""
+        return torch.get_num_threads()
+
+    def clients_together(self, clients: int) -> int | None:
+        """How many of some clients are computed in one pass; None where each is computed by itself."""
+        return None
+
     def close(self) -> None:  # noqa: B027  # most hold nothing
         """Give back what the executor holds between local steps, such as processes; it can be used again."""
 

@@ -33,7 +33,7 @@ class Choice(NamedTuple):
 
 
 def choose_executor(module: ClientTask, num_clients: int) -> Choice:
-    """The executor that is likely to be the fastest for a run, with results that do not depend on the choice.
+    """The executor that is likely to be the fastest for a run, with results that depend on the choice by rounding alone.
 
     On a GPU all clients at once, one after the other where the model or its batches do not allow it. On a CPU one process
     for each core (``OMP_NUM_THREADS``, where it is set, is the number of cores to use), but only where the model, the loss and

@@ -101,6 +101,11 @@ class ProcessExecutor(Executor):
         finally:
             torch.set_num_threads(threads)
 
+    @property
+    def threads(self) -> int:
+        """One: see :meth:`during_round`."""
+        return 1
+
     def close(self) -> None:
         """Let go of the worker processes."""
         if self._pool is not None:

@@ -81,6 +81,10 @@ class VectorizedExecutor(Executor):
             done += size
         return losses[0] if len(losses) == 1 else torch.cat(losses)
 
+    def clients_together(self, clients: int) -> int:
+        """Those of a block, where memory does not hold them fewer."""
+        return min(self.block_size or clients, self._largest or clients, clients)
+
     def close(self) -> None:
         """Let go of captured graphs and their memory."""
         self.graphs.clear()

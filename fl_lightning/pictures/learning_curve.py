@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from fl_lightning.batch_norm.kinds import JOINT_LABELS, KIND_LABELS
 from fl_lightning.pictures.series import Rows, Series, draw_curve, scale_values, series
-from fl_lightning.pictures.style import BLACK, SPLITS, legend_above, new_figure, paper_style
+from fl_lightning.pictures.style import BLACK, PERSONAL, SPLITS, legend_above, new_figure, paper_style
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -85,8 +85,13 @@ def _draw_metric(axes: "Axes", rows: Rows, metric: str) -> list[Series]:
     """Curves of a metric on all data that have it, with the last accuracy in words; returns what is drawn."""
     drawn = []
     for split, (name, look) in SPLITS.items():
-        rounds, values = series(rows, f"{split}/{metric}")
-        if len(rounds):
-            newest = f": {values[-1]:.4f} after round {rounds[-1]:.0f}" if metric == "accuracy" else ""
-            drawn.append(draw_curve(axes, rounds, values, look, name + newest))
+        # where clients keep state the models that count are theirs
+        kinds = PERSONAL if metric == "accuracy" else {}
+        known = {kind: kinds[kind] for kind in kinds if any(f"{split}/{kind}" in row for row in rows)}
+        for kind, (words, own_look) in {**known, metric: ("the server's model" * bool(known), look)}.items():
+            rounds, values = series(rows, f"{split}/{kind}")
+            if len(rounds):
+                newest = f": {values[-1]:.4f} after round {rounds[-1]:.0f}" if metric == "accuracy" else ""
+                label = ", ".join(filter(None, (name, words))) + newest
+                drawn.append(draw_curve(axes, rounds, values, own_look, label))
     return drawn

@@ -44,6 +44,12 @@ SPLITS = {
 }
 """What a figure calls the data that a metric is of, and how its curve looks."""
 
+PERSONAL = {
+    "own_accuracy": ("clients' own models, data like their own", (GREEN, "-", "D")),
+    "personal_accuracy": ("clients' own models, the server's data", (PURPLE, "-.", "^")),
+}
+"""What a figure calls the accuracies of a method whose clients keep state, and how their curves look; before the server's."""
+
 COSTS: dict[str, tuple[str, Mapping[float, str]]] = {
     "comm/total_bytes_per_client": (
         "sent and received by a client, {unit}",

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from copy import copy
 from typing import Any
 
 from lightning.pytorch.loggers import Logger
@@ -23,9 +24,18 @@ class RunRecord:
         clients: By client: the rounds it took part in, its local steps in them and its mean training loss in the
             last of them.
         holders: The clients that have received the frozen state, empty while nothing is frozen.
+        data: What the data are (:meth:`~fl_lightning.client_data.federated.FederatedDataModule.fingerprint`).
+        settings: The resolved configuration; empty where the run has none.
+        computed_by: The executor and what else its rounding depends on; empty where the run does not say.
+        continued_from: Each checkpoint from which the run went on otherwise: ``checkpoint``, ``round``, and in ``differs`` the
+            two values of each setting by its dotted name.
     """
 
     def __init__(self) -> None:
+        self.data: dict[str, str] = {}
+        self.settings: dict[str, Any] = {}
+        self.computed_by: dict[str, Any] = {}
+        self.continued_from: list[dict[str, Any]] = []
         self.metrics: dict[str, float] = {}
         self.samples = self.upload_bytes = self.download_bytes = 0
         self.seconds = 0.0
@@ -53,6 +63,20 @@ class RunRecord:
         self.upload_bytes += int(costs["comm/upload_bytes"])
         self.download_bytes += int(costs["comm/download_bytes"])
 
+    def continue_from(self, checkpoint: str, round_number: int, differs: Mapping[str, Any]) -> None:
+        """Note that the run goes on otherwise than it was.
+
+        Args:
+            checkpoint: Path of the checkpoint.
+            round_number: Its round.
+            differs: The old and the new value of each setting that differs.
+        """
+        place = {"checkpoint": checkpoint, "round": round_number}
+        if self.continued_from and place.items() <= self.continued_from[-1].items():
+            self.continued_from[-1]["differs"] |= differs
+        else:
+            self.continued_from.append({**place, "differs": dict(differs)})
+
     def finish_line(self, round_number: int) -> dict[str, float]:
         """The finished line of metrics of a round; the next one starts empty."""
         line = {"round": round_number, **self._pending}
@@ -72,8 +96,9 @@ class RunRecord:
     def state_dict(self) -> dict[str, Any]:
         """Totals and the newest metrics, as plain numbers."""
         names = ("samples", "upload_bytes", "download_bytes", "seconds", "diverged", "holders")
-        totals = {name: getattr(self, name) for name in names}
-        return {**totals, "row": dict(self.metrics), "clients": dict(self.clients)}
+        origin = ("data", "settings", "computed_by", "continued_from", "clients")
+        kept = {name: getattr(self, name) for name in names} | {x: copy(getattr(self, x)) for x in origin}
+        return {**kept, "row": dict(self.metrics)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take up the totals of a checkpoint."""

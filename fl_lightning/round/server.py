@@ -36,6 +36,7 @@ class ServerModule(L.LightningModule):
         total_rounds: Number of rounds planned at round 1, None before.
         record: What the run has logged and counted.
         clock: Where the time of the round goes.
+        accept_data: Whether a run may go on with other data than those of its checkpoint, False by default.
 
     Raises:
         ConfigurationError: The model has no trainable parameters, or the optimizer cannot step them.
@@ -60,6 +61,7 @@ class ServerModule(L.LightningModule):
         self.tf32 = tf32
         self.total_rounds: int | None = None
         self.clock = RoundClock()
+        self.accept_data = False
         self._resumed = False
         self._evaluate_every: int | None = None
         self._tf32_before: tuple[bool, bool] | None = None
@@ -158,13 +160,39 @@ class ServerModule(L.LightningModule):
         checkpoint["fl_lightning"] = {"total_rounds": self.total_rounds, "record": self.record.state_dict()}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Take up what the run had planned and counted."""
+        """Take up what the run had planned and counted.
+
+        Raises:
+            ConfigurationError: A run would go on with other data, or a module of another kind wrote the checkpoint.
+        """
         state = checkpoint.get("fl_lightning")
         if state is None:
             raise ConfigurationError("ckpt_path: the checkpoint was not written by a FederatedModule")
         self._resumed = self._trainer is not None and self._trainer.state.fn == TrainerFn.FITTING
         self.total_rounds = state["total_rounds"]
+        self.record = RunRecord()
         self.record.load_state_dict(state["record"])
+        if self._resumed:
+            self._check_data(checkpoint["global_step"])
+
+    def on_train_start(self) -> None:
+        """Keep what the data of the run are, for its checkpoints."""
+        self.record.data = self.record.data or self.data.fingerprint()
+
+    def _check_data(self, round_number: int) -> None:
+        path = str(self.trainer.ckpt_path)
+        trained, self.record.data = self.record.data, self.data.fingerprint()
+        pairs = {name: [trained.get(name), found] for name, found in self.record.data.items()}
+        other = [name for name, (before, found) in pairs.items() if before != found]
+        if not trained:
+            self.print(f"checkpoint {path} does not say what data it was trained on; these may be others")
+        elif other and not self.accept_data:
+            raise ConfigurationError(
+                f"data: the checkpoint {path} was trained on other data, these differ in: {', '.join(other)}; use its data and its "
+                "seed_everything, or go on with these by --accept_data (in Python: accept_data = True of the module)"
+            )
+        elif other:
+            self.record.continue_from(path, round_number, {f"data.{name}": pairs[name] for name in other})
 
     def on_train_epoch_start(self) -> None:
         """Let the last round be evaluated, however rarely others are: the result is the last point of the curve."""

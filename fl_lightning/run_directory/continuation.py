@@ -1,11 +1,13 @@
 """Where a run trains: in a folder of its own, or resumed in that of its checkpoint, or forked from it into a new one."""
 
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 
@@ -13,7 +15,7 @@ from fl_lightning.errors import ConfigurationError
 from fl_lightning.files import write_bytes, write_text
 from fl_lightning.run_directory.checkpoint_io import load_run
 from fl_lightning.run_directory.checkpoints import RoundCheckpoint
-from fl_lightning.run_directory.directory import Attempt, RunDirectory
+from fl_lightning.run_directory.directory import Attempt, RunDirectory, class_name, inside_the_hash
 from fl_lightning.run_directory.metrics import lines_until, read_metrics
 
 
@@ -26,12 +28,17 @@ class Start:
         round: The round that it goes on from; 0 for a run from the start.
         is_new: Whether the folder was made for it.
         own_settings: Whether the checkpoint is of a run with other settings.
+        checkpoint: Path of the checkpoint.
+        differs: The old and the new value of each setting that decides results, by dotted name; None where the run goes on
+            as it was.
     """
 
     attempt: Attempt | None = None
     round: int = 0
     is_new: bool = True
     own_settings: bool = False
+    checkpoint: str = ""
+    differs: Mapping[str, Any] | None = None
 
     def has_trained(self) -> bool:
         """Whether the fit has finished a round."""
@@ -76,8 +83,9 @@ def find_start(
     # read before there is a folder: lines that are missing leave nothing behind
     lines = lines_until(source.metrics, resumed) if source is not None else []
     owned = source is not None and directory.owns(source)
+    differs = _differences(checkpoint, source, yaml.safe_load(config))
     if source is not None and owned and not _is_behind(source, resumed):
-        return Start(source, resumed, is_new=False)
+        return Start(source, resumed, False, bool(differs), str(ckpt_path), differs or None)
     if max_rounds is not None and 0 <= max_rounds <= resumed:
         raise ConfigurationError(
             f"trainer.max_epochs: {max_rounds}, but {ckpt_path} is of round {resumed}: nothing is left to train; "
@@ -90,7 +98,7 @@ def find_start(
             "run directory",
             flush=True,
         )
-        return Start(new, resumed, own_settings=True)
+        return Start(new, resumed, True, True, str(ckpt_path), differs)
     try:
         write_bytes(new.metrics, b"".join(lines))
         write_text(new.config, config)
@@ -109,7 +117,52 @@ def find_start(
         f"{'the checkpoint is older than its last.ckpt' if owned else 'it has other settings or another seed'}",
         flush=True,
     )
-    return Start(new, resumed, own_settings=not owned)
+    return Start(new, resumed, True, not owned or bool(differs), str(ckpt_path), differs)
+
+
+def _differences(
+    checkpoint: Mapping[str, Any], source: Attempt | None, config: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The old and the new value of each setting that decides results: those of the checkpoint, else those in its run's folder."""
+    before, after = checkpoint["fl_lightning"]["record"].get("settings"), deciding_settings(config)
+    if not before and source is not None:
+        before = deciding_settings(yaml.safe_load(source.config.read_text()))
+    if not before:
+        return {"settings": ["unknown", "those of config.yaml"]}
+    names = [name for name in dict.fromkeys([*before, *after]) if before.get(name) != after.get(name)]
+    gone = {
+        name for name in names if after.get(name) is None
+    }  # of a class that is gone the settings are, too
+    return {
+        name: [before.get(name), after.get(name)] for name in names if name.rpartition(".")[0] not in gone
+    }
+
+
+def deciding_settings(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a resolved configuration that decide its results, by dotted name without ``init_args``.
+
+    A class counts by its name; those in a list go by it, too, such as ``trainer.callbacks.FixBN.freeze_round``.
+    """
+    kept = {key: config[key] for key in ("seed_everything", "model", "data", "trainer") if key in config}
+    seed = {"seed_everything": kept.pop("seed_everything", None)}
+    return {**seed, **dict(_flat(inside_the_hash(kept, ""), ""))}
+
+
+def _flat(node: Any, name: str) -> Iterator[tuple[str, Any]]:
+    if name == "trainer.callbacks" and isinstance(node, Mapping):
+        node = [node]
+    if isinstance(node, Mapping):
+        if "class_path" in node:
+            yield name, class_name(node)
+        for key, value in node.items():
+            inner = name if key == "init_args" else f"{name}.{key}".lstrip(".")
+            if key != "class_path" and not (key == "seed" and name in ("model", "data")):
+                yield from _flat(value, inner)
+    elif isinstance(node, list) and any(isinstance(item, Mapping) for item in node):
+        for index, item in enumerate(node):
+            yield from _flat(item, f"{name}.{class_name(item) or index}")
+    else:
+        yield name, node
 
 
 def _is_behind(source: Attempt, round_number: int) -> bool:

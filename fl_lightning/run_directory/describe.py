@@ -3,12 +3,14 @@
 import inspect
 import platform
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
 
 import lightning as L
 import torch
 
-from fl_lightning import __version__
 from fl_lightning.aggregation import WeightedMean
 from fl_lightning.models.describe import norm_names
 from fl_lightning.round.module import FederatedModule
@@ -46,7 +48,38 @@ def run_title(module: FederatedModule) -> list[str]:
     norms = norm_names(module.model)
     model = type(module.model).__name__ + (f" ({', '.join(norms)})" if norms else "")
     data = f"{type(module.data).__name__}: {module.data.describe_partition()}"
-    return [method_name(module, module.federated_callbacks), f"{model}; {data}; seed {module.seed}"]
+    lines = [method_name(module, module.federated_callbacks), f"{model}; {data}; seed {module.seed}"]
+    return [*lines, *origin_in_words(module.record.continued_from)]
+
+
+def origin_in_words(continued_from: Sequence[Mapping[str, Any]]) -> list[str]:
+    """A line for each checkpoint from which a run went on otherwise: its run and round, and both values of what differs."""
+    lines = []
+    for entry in continued_from:
+        path = Path(entry["checkpoint"])
+        place = path.parts[-3] if len(path.parts) > 2 else path.name
+        differs = [f"{name} {old} -> {new}" for name, (old, new) in entry["differs"].items()]
+        words = (
+            f"continued from round {entry['round']} of {place}" + ": " * bool(differs) + ", ".join(differs)
+        )
+        lines.append(" ".join(words.split()))
+    return lines
+
+
+def describe_computing(module: FederatedModule) -> dict[str, Any]:
+    """The executor and all else that decides how sums are rounded.
+
+    ``block_size`` is the number of clients in one pass, None where each is computed by itself.
+    """
+    clients = 1 if module.centralised else module.plan.cohort_size
+    device = module.device
+    return {
+        "executor": describe(module.executor),
+        "block_size": module.executor.clients_together(clients),
+        "threads": module.executor.threads,
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+    }
 
 
 def describe_environment() -> dict[str, str | None]:
@@ -55,7 +88,7 @@ def describe_environment() -> dict[str, str | None]:
         "python": platform.python_version(),
         "torch": str(torch.__version__),
         "lightning": L.__version__,
-        "fl_lightning": __version__,
+        "fl_lightning": version("fl_lightning"),
         "platform": platform.platform(),
         "git_commit": _git_commit(),
     }

@@ -62,23 +62,22 @@ def config_hash(config: Mapping[str, Any]) -> str:
     Args:
         config: The resolved configuration, every default filled in; the order of its keys does not matter.
     """
-    canonical = json.dumps(_inside_the_hash(config, ""), sort_keys=True, separators=(",", ":"), default=str)
+    canonical = json.dumps(inside_the_hash(config, ""), sort_keys=True, separators=(",", ":"), default=str)
     return hashlib.sha256(canonical.encode()).hexdigest()[:8]
 
 
-def _inside_the_hash(node: Any, prefix: str) -> Any:
+def inside_the_hash(node: Any, prefix: str = "") -> Any:
+    """A configuration, or the part of it at a dotted prefix with its dot, without :data:`OUTSIDE_THE_HASH`."""
     if isinstance(node, Mapping):
-        return {
-            key: _inside_the_hash(value, f"{prefix}{key}.")
-            for key, value in node.items()
-            if f"{prefix}{key}" not in OUTSIDE_THE_HASH
-        }
+        kept = {key: value for key, value in node.items() if f"{prefix}{key}" not in OUTSIDE_THE_HASH}
+        return {key: inside_the_hash(value, f"{prefix}{key}.") for key, value in kept.items()}
     if isinstance(node, list | tuple):
-        return [_inside_the_hash(x, prefix) for x in node if prefix + _class_name(x) not in OUTSIDE_THE_HASH]
+        return [inside_the_hash(x, prefix) for x in node if prefix + class_name(x) not in OUTSIDE_THE_HASH]
     return node
 
 
-def _class_name(entry: Any) -> str:
+def class_name(entry: Any) -> str:
+    """The bare name of an entry's class, empty where it names none."""
     path = entry.get("class_path", "") if isinstance(entry, Mapping) else ""
     return str(path).rpartition(".")[2]
 

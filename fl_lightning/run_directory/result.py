@@ -9,9 +9,10 @@ from torch import Tensor
 from fl_lightning.console import format_bytes, print_table
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.files import write_json, write_text
+from fl_lightning.pictures.style import PERSONAL
 from fl_lightning.round.module import FederatedModule
 from fl_lightning.round.policy import policy_table, stages_in_words
-from fl_lightning.run_directory.describe import describe, describe_environment, method_name
+from fl_lightning.run_directory.describe import describe, describe_environment, method_name, origin_in_words
 from fl_lightning.run_directory.directory import Attempt
 from fl_lightning.run_directory.drawings import draw_pictures
 from fl_lightning.run_directory.report import reports_of
@@ -48,11 +49,15 @@ def finish_run(module: FederatedModule, attempt: Attempt | None) -> dict[str, An
 def _collect(
     module: FederatedModule, attempt: Attempt | None, metrics: Mapping[str, float]
 ) -> dict[str, Any]:
-    """What ``result.json`` holds; of the metrics those of the server come before those of its variants."""
+    """What ``result.json`` holds; of the metrics those of clients' own models come first, then the server's."""
     record = module.record
+    server = module.evaluation.metrics
     order = sorted(
         metrics,
-        key=lambda name: (name.startswith("test/"), name.partition("/")[2] not in module.evaluation.metrics),
+        key=lambda x: (
+            x[:4] == "test",
+            *(x.partition("/")[2] not in kind for kind in (*([own] for own in PERSONAL), server)),
+        ),
     )
     reports, rounds = reports_of(module.federated_callbacks), module.trainer.global_step
     stages = policy_table(module.model, module.federated_callbacks, module.planned_rounds).get("mean", [])
@@ -62,7 +67,9 @@ def _collect(
         "partition": module.data.describe_partition(),
         "rounds": rounds,
         "planned_rounds": module.planned_rounds,
-        "bn_statistics": [stage for stage in stages if isinstance(stage[0], int) and stage[0] <= rounds],
+        "bn_statistics": [
+            list(stage) for stage in stages if isinstance(stage[0], int) and stage[0] <= rounds
+        ],
         "samples": record.samples,
         **{name: metrics[name] for name in order},
         "class_accuracy": _class_accuracy(module, metrics),
@@ -71,6 +78,8 @@ def _collect(
         "download_bytes": record.download_bytes,
         "train_seconds": record.seconds,
         "executor": describe(module.executor),
+        "computed_by": record.computed_by,
+        "continued_from": record.continued_from,
         **{name: value for report in reports for name, value in report.result().items()},
         "reports": {name: text for report in reports for name, text in report.result_lines().items()},
         "seed": module.seed,
@@ -80,6 +89,7 @@ def _collect(
 
 
 def _print(result: Mapping[str, Any]) -> None:
+    origin = origin_in_words(result["continued_from"])
     rows = {
         "method": result["method"],
         "model": result["model"],
@@ -91,6 +101,7 @@ def _print(result: Mapping[str, Any]) -> None:
         "sent by clients": format_bytes(result["upload_bytes"]),
         "sent to clients": format_bytes(result["download_bytes"]),
         **result["reports"],
+        **({"continued": origin[-1].removeprefix("continued ")} if origin else {}),
         "training time": f"{result['train_seconds']:.1f} s",
         "files": result["directory"] or "none (fast_dev_run)",
     }

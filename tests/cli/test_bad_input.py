@@ -160,14 +160,6 @@ TABLE = {
         ["data: ", "FederatedDataModule has no clients", "Digits"],
     ),
     "misspelt loss": ("--model.loss CrossEntropyLos", ["model.loss", "did you mean CrossEntropyLoss"]),
-    "function for a model": (
-        "--model.model torchvision.models.resnet18",
-        ["model.model: torchvision.models.resnet18 is a function", "name a class"],
-    ),
-    "function for a model in YAML": (
-        {"model.model": {"class_path": "torchvision.models.resnet18"}},
-        ["model.model: torchvision.models.resnet18 is a function", "name a class"],
-    ),
     "misspelt hook": (callback("misspelt.A"), ["A.on_rond_start", "did you mean on_round_start"]),
     "misspelt hook on the command line": (
         "--trainer.callbacks+=misspelt.A",

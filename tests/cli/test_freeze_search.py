@@ -49,9 +49,12 @@ def test_every_branch_is_a_fresh_fixbn_run_bit_for_bit(in_finished, index):
     settings = ("--trainer.callbacks.freeze_round", branch["freeze_round"], "--model.on_divergence", "record")
     fresh = run(*settings, "--name", f"fresh{index}").attempt
     assert fresh.path.name == ours.path.name
+    kept = [state(attempt) for attempt in (ours, fresh)]
+    origins = [checkpoint["fl_lightning"]["record"].pop("continued_from") for checkpoint in kept]
+    assert [len(origin) for origin in origins] == [int(branch["first_round"] > 0), 0]
     for key in ("state_dict", "optimizer_states", "fl_lightning"):
         first, second = (
-            torch.utils._pytree.tree_flatten_with_path(state(run)[key])[0] for run in (ours, fresh)
+            torch.utils._pytree.tree_flatten_with_path(checkpoint[key])[0] for checkpoint in kept
         )
         assert [place for place, _ in first] == [place for place, _ in second]
         for (place, value), (_, other) in zip(first, second, strict=True):

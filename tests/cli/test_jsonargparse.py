@@ -18,15 +18,7 @@ class Own:
         self.size = size
 
 
-class Other(Own):
-    """Another one."""
-
-
-def make(**settings) -> Own:
-    return Own(**settings)
-
-
-def parser_of(*, linked=False):
+def parser_of():
     parser = ArgumentParser(exit_on_error=False)
     parser.add_argument("--config", action="config")
     parser.add_argument("--number", type=int)
@@ -35,9 +27,6 @@ def parser_of(*, linked=False):
     parser.add_argument("--thing", type=Own)
     parser.add_argument("--things", type=list[Own] | Own | None)
     parser.add_argument("--function", type=Callable[[int], int])
-    if linked:
-        parser.add_class_arguments(Other, "source")
-        parser.link_arguments("source.size", "thing.init_args.size", apply_on="parse")
     return parser
 
 
@@ -60,7 +49,6 @@ TABLE = [
     ("unknown class", ["--thing", "torch.nn.ReLU"], ["torch.nn.ReLU"]),
     ("broken class", ["--thing", "torch.nn.Nothing"], ["torch.nn.Nothing", "module 'torch.nn' has no attribute 'Nothing'"]),
     ("broken class", {"things": [{"class_path": "torch.nn.Nothing"}]}, ["torch.nn.Nothing", "module 'torch.nn' has no attribute 'Nothing'"]),
-    ("function for a class", ["--thing", f"{__name__}.make"], []),
     ("value", ["--number", "x"], ["<class 'int'>", "x"]),
     ("value", ["--word", "c"], ["typing.Literal['a', 'b']", "c"]),
     ("value of several types", ["--numbers", "x"], ["<class 'int'>, <class 'NoneType'>", "x"]),
@@ -73,7 +61,7 @@ TABLE = [
 def test_message_has_the_shape_that_is_read(shape, given, groups, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "says.py").write_text("raise ValueError('Mine is not finished')\n")
-    parser = of_commands() if "fit" in given else parser_of(linked=shape == "function for a class")
+    parser = of_commands() if "fit" in given else parser_of()
     with pytest.raises(ArgumentError) as refused:
         parser.parse_args(given) if isinstance(given, list) else parser.parse_object(given)
     message = refused.value.message

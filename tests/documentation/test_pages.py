@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from command_line import main
 from helpers import SGD, blobs, fit, small_cnn, write_cifar10_folders
 from pages import OURS, PAGES, ROOT, blocks, commands, looped_configurations, methods_of
@@ -38,6 +39,7 @@ LEFT = {
     "docs/diagnostics.md": "quickstart/*/bn_drift.png",
     "docs/first-run.md": "cifar10_small_fixbn/*/learning_curve.png",
     "docs/methods.md": "search/search-*/search.json",
+    "docs/own-data.md": "digits_fedavg_bn/*/result.json",
     "docs/own-method.md": "quickstart/*/updates.csv",
     "docs/results.md": "digits_fedavg_bn/*/result.json",
     "docs/run-directory.md": "quickstart/*/predictions.csv",
@@ -104,14 +106,26 @@ def test_the_methods_of_the_pages_keep_what_they_promise(name):
 
 
 def test_every_python_block_is_tried():
-    used = {"README.md": 1, "docs/own-method.md": 6, "docs/own-data.md": 1}
+    used = {"README.md": 1, "docs/own-method.md": 7, "docs/own-data.md": 2, "docs/python.md": 2}
     assert {name: len(found) for name in PAGES if (found := blocks(name, "python"))} == used
 
 
 def test_the_example_of_own_data_runs_as_it_stands(capsys):
-    (script,) = blocks("docs/own-data.md", "python")
+    script = blocks("docs/own-data.md", "python")[1]
     exec(script, {"__name__": "__main__"})  # noqa: S102  # our own page
     assert "tensor(" in capsys.readouterr().out
+
+
+def test_the_script_of_the_page_on_python_leaves_a_run_and_its_weights(capsys):
+    namespace = {"__name__": "__main__"}
+    for script in blocks("docs/python.md", "python"):
+        exec(script, namespace)  # noqa: S102  # our own page
+    (folder,) = Path("runs/script").iterdir()
+    assert f"{folder} {namespace['result']['test/accuracy']}" in capsys.readouterr().out
+    saved, trained = torch.load("model.pt"), namespace["module"].model.state_dict()
+    assert {name: torch.equal(value, trained[name]) for name, value in saved.items()} == dict.fromkeys(
+        trained, True
+    )
 
 
 @pytest.mark.parametrize("snippet", [text for name in PAGES for text in blocks(name, "yaml")])

@@ -354,7 +354,7 @@ def test_the_table_of_a_run_and_its_later_evaluation_show_the_personalised_model
     write_config({"trainer.callbacks": [{"class_path": "FedBN"}]})
     result = json.loads(command().attempt.result.read_text())
     names = [name for name in result if "/" in name]
-    measures = ("loss", "accuracy", "personal_accuracy", "own_accuracy")
+    measures = ("own_accuracy", "personal_accuracy", "loss", "accuracy")  # what the method is for comes first
     assert names == [f"{split}/{name}" for split in ("val", "test") for name in measures]
     assert result["test/personal_accuracy"] != result["test/accuracy"]
     for stage, split in (("validate", "val"), ("test", "test")):

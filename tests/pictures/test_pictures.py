@@ -66,6 +66,23 @@ def test_evaluation_on_test_data_is_labelled_so():
     assert legend(loss) == ["test"]
 
 
+def test_accuracies_of_clients_own_models_stand_before_the_servers():
+    # as FedBN's, which the server's model alone would show in the wrong light
+    rows = [
+        {"round": r, "val/accuracy": 0.56, "val/loss": 1.0, "val/own_accuracy": 0.97, "val/personal_accuracy": 0.3, "test/accuracy": 0.5}
+        for r in range(3)
+    ]  # fmt: skip
+    accuracy, loss = learning_curve_figure(rows, {}, TITLE).axes
+    assert legend(accuracy) == [
+        "validation, clients' own models, data like their own: 0.9700 after round 2",
+        "validation, clients' own models, the server's data: 0.3000 after round 2",
+        "validation, the server's model: 0.5600 after round 2",
+        "test: 0.5000 after round 2",
+    ]
+    assert curve(accuracy, "validation, clients' own models, data")[1].tolist() == [0.97] * 3
+    assert legend(loss) == ["validation"]
+
+
 @pytest.mark.parametrize(
     ("policy", "expected"),
     [

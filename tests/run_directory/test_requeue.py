@@ -26,7 +26,7 @@ def killed_in_round(number, monkeypatch, *arguments):
 
     with monkeypatch.context() as patch:
         patch.setattr(FederatedModule, "start_round", strike)
-        patch.setattr("fl_lightning.cli.federated_cli.Start.discard_untrained", lambda self: None)
+        patch.setattr("fl_lightning.run_directory.continuation.Start.discard_untrained", lambda self: None)
         patch.setattr("fl_lightning.cli.federated_cli.RoundCheckpoint.on_exception", lambda *arguments: None)
         with pytest.raises(Killed):
             run(*arguments)

@@ -181,7 +181,7 @@ def test_checkpoint_by_its_path_goes_on_in_its_own_folder_under_the_same_setting
 @pytest.mark.parametrize(
     "change",
     [
-        ("--seed_everything", 3),
+        ("--seed_everything", 3, "--accept_data"),
         ("--model.client_optimizer.init_args.lr", 0.01),
         ("--model.server_optimizer", "SGD", "--model.server_optimizer.init_args.lr", 0.5),
     ],
@@ -420,6 +420,6 @@ def test_a_budget_that_is_used_up_leaves_no_new_attempt(capsys):
     budget = ("--trainer.max_epochs", -1, "--model.budget_epochs", 1)
     source = run(*budget).attempt
     path = source.checkpoints / "last.ckpt"
-    words = refused(capsys, *budget, "--ckpt_path", path, "--seed_everything", 3)
+    words = refused(capsys, *budget, "--ckpt_path", path, "--model.client_optimizer.init_args.lr", 0.01)
     assert "nothing is left to train; use a larger budget" in words
     assert attempts() == [source.path.name]

@@ -1,0 +1,102 @@
+"""What the data of a run are, as digests that a checkpoint can keep: equal for equal data, in any process and at any time."""
+
+import hashlib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from lightning.pytorch.utilities.seed import isolate_rng
+from torch import Tensor, uint8
+from torch.utils.data import ConcatDataset, DataLoader, Subset, TensorDataset
+
+from fl_lightning.client_data.loaders import seed_global_generators
+
+
+def digest(*parts: Any) -> str:
+    """16 hex digits of SHA-256 over tensors, arrays, images, numbers, text and trees of them; of other things their class."""
+    found = hashlib.sha256()
+    for part in parts:
+        _feed(found, part)
+    return found.hexdigest()[:16]
+
+
+def _feed(found: Any, part: Any) -> None:
+    if isinstance(part, Tensor):
+        found.update(f"{part.dtype}{list(part.shape)}".encode())
+        found.update(part.detach().cpu().contiguous().flatten().view(uint8).numpy())
+    elif isinstance(part, np.ndarray) and part.dtype != object:
+        found.update(f"{part.dtype}{part.shape}".encode())
+        found.update(part.tobytes())
+    elif hasattr(part, "__array_interface__"):  # an image
+        _feed(found, np.asarray(part))
+    elif isinstance(part, Mapping):
+        _feed(found, list(part.items()))
+    elif isinstance(part, list | tuple | np.ndarray):
+        if all(isinstance(item, int | float | str) for item in part):
+            found.update(repr(list(part)).encode())
+            return
+        found.update(f"{len(part)} parts".encode())
+        for item in part:
+            _feed(found, item)
+    else:
+        known = isinstance(part, int | float | str | bytes | None)
+        found.update(repr(part).encode() if known else type(part).__name__.encode())
+
+
+class DataSetDigests:
+    """Digests of data sets, each of which is looked at once, however many clients share it."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, str] = {}
+
+    def of(self, dataset: Any) -> str:
+        """The digest of a data set: of tensors their contents, else its length, its labels, and its files' names and sizes.
+
+        Labels are what it has as ``targets`` or ``labels``, files the pairs (path, class) of ``samples``, both as in
+        torchvision.
+        """
+        if id(dataset) not in self._known:
+            self._known[id(dataset)] = digest(self._parts(dataset))
+        return self._known[id(dataset)]
+
+    def _parts(self, dataset: Any) -> list[Any]:
+        if isinstance(dataset, TensorDataset):
+            return list(dataset.tensors)
+        if isinstance(dataset, Subset):
+            return [self.of(dataset.dataset), list(dataset.indices)]
+        if isinstance(dataset, ConcatDataset):
+            return [self.of(part) for part in dataset.datasets]
+        size = len(dataset) if hasattr(dataset, "__len__") else None
+        labels = [getattr(dataset, name, None) for name in ("targets", "labels")]
+        return [size, labels, _files(dataset)]
+
+
+def _files(dataset: Any) -> list[tuple[str, int]]:
+    pairs = getattr(dataset, "samples", None)
+    if not isinstance(pairs, list) or not all(isinstance(pair, tuple) and pair for pair in pairs):
+        return []
+    files = [Path(pair[0]) for pair in pairs if isinstance(pair[0], str | Path)]
+    root = Path(str(getattr(dataset, "root", "")))
+    return [
+        (str(file.relative_to(root) if file.is_relative_to(root) else file.name), file.stat().st_size)
+        for file in files
+        if file.is_file()
+    ]
+
+
+def first_batch(loader: Any) -> Any:
+    """The first batch of an evaluation loader; nothing where worker processes would have to be started for it."""
+    return next(iter(loader), None) if isinstance(loader, DataLoader) and not loader.num_workers else None
+
+
+def sample(read: Callable[[], Any]) -> str | None:
+    """The digest of what is read under fixed seeds; None where that is not the same twice."""
+
+    def once() -> str:
+        with isolate_rng():
+            seed_global_generators(0)
+            return digest(read())
+
+    first = once()
+    return first if first == once() else None

@@ -1,0 +1,1 @@
+"""A run from its first line to its result, from the command line or from Python."""

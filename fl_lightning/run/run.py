@@ -1,0 +1,139 @@
+"""A run from Python, in a run directory as those of the command line."""
+
+import os
+import sys
+import warnings
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Literal
+
+import lightning as L
+import yaml
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
+
+from fl_lightning.client_data.federated import FederatedDataModule
+from fl_lightning.dashboard.settings import WandbSettings
+from fl_lightning.errors import ConfigurationError
+from fl_lightning.round.module import FederatedModule
+from fl_lightning.run.interruption import Stopped
+from fl_lightning.run.progress import RoundProgress
+from fl_lightning.run.settings import settings_of
+from fl_lightning.run.training import TRAINER_DEFAULTS, Training, lock_resumed, quiet_host
+from fl_lightning.run_directory.checkpoint_io import AtomicCheckpointIO, check_run, load_run
+from fl_lightning.run_directory.checkpoints import RoundCheckpoint
+from fl_lightning.run_directory.directory import Attempt, directory_of
+
+
+class Run:
+    """A module and its data in a run directory, with metrics, checkpoints, pictures and a result, as the command line's.
+
+    ::
+
+        run = Run(module, data, name="mine", max_epochs=100)
+        run.fit()
+
+    The folder is ``<run_root>/<name>/<hash>-s<seed>``. The hash is that of the settings of the module, the data, the callbacks and the
+    trainer, so the same script finds its run again, and ``fit(resume=True)`` goes on with it.
+
+    Args:
+        module: The module; its seed is the run's.
+        data: Its data.
+        name: Name of the run.
+        callbacks: Methods, and other callbacks of Lightning; checkpoints of whole rounds and the progress are added.
+        run_root: The folder of all runs.
+        checkpoint: When checkpoints are written. Default: ``RoundCheckpoint()``.
+        wandb: Whether the run is logged to Weights & Biases, as ``wandb.mode`` of the command line.
+        trainer: Arguments of Lightning's ``Trainer``: ``max_epochs`` is the number of rounds.
+
+    Attributes:
+        attempt: The folder of the newest fit, ``attempt.path``; None before.
+        config: What the run is named by, as ``config.yaml`` has it.
+    """
+
+    def __init__(
+        self,
+        module: FederatedModule,
+        data: FederatedDataModule,
+        name: str = "run",
+        *,
+        callbacks: Sequence[L.Callback] = (),
+        run_root: str | os.PathLike[str] = "runs",
+        checkpoint: RoundCheckpoint | None = None,
+        wandb: Literal["auto", "online", "offline", "disabled"] = "disabled",
+        **trainer: Any,
+    ) -> None:
+        self.module, self.data, self.callbacks = module, data, list(callbacks)
+        self.checkpoint, self.wandb = checkpoint or RoundCheckpoint(), WandbSettings(wandb)
+        self.trainer_settings = TRAINER_DEFAULTS | trainer
+        self.attempt: Attempt | None = None
+        self.config: dict[str, Any] = {
+            "seed_everything": module.seed,
+            "name": name,
+            "run_root": str(run_root),
+            "model": settings_of(module)["init_args"],
+            "data": settings_of(data),
+            "trainer": settings_of({**self.trainer_settings, "callbacks": self.callbacks}),
+        }
+
+    def fit(self, resume: bool | str | os.PathLike[str] = False, accept_data: bool = False) -> dict[str, Any]:
+        """Train, evaluate the final model, and write and print the result.
+
+        Args:
+            resume: Whether to go on from the last checkpoint of the newest attempt; ``"best"`` or the path of a checkpoint goes on
+                from that.
+            accept_data: Whether to go on with other data than those of the checkpoint.
+
+        Returns:
+            What ``result.json`` holds.
+
+        Raises:
+            Stopped: A signal has stopped the run, after a whole round.
+            ConfigurationError: There is nothing to go on from, or the module was trained before and would start anew.
+        """
+        if not resume and self.module.record.samples:
+            raise ConfigurationError(
+                "fit: the module is trained already; make a new one for a new run, or go on with fit(resume=True)"
+            )
+        with warnings.catch_warnings(), ExitStack() as held:
+            quiet_host()
+            try:
+                return self._fit("last" if resume is True else str(resume or ""), accept_data, held)
+            except Stopped as stopped:
+                print(f"stopped by {stopped.way}; {stopped.kept}", file=sys.stderr)
+                raise
+
+    def _fit(self, resume: str, accept_data: bool, held: ExitStack) -> dict[str, Any]:
+        directory, settings = directory_of(self.config), dict(self.trainer_settings)
+        path, resumed, checkpoint = None, None, {}
+        if resume:
+            path = directory.resolve_checkpoint(resume)
+            resumed, checkpoint = lock_resumed(directory, path, held), load_run(path)
+            check_run(path, checkpoint, self.module.model, self.module.configure_optimizers())
+        self.module.accept_data = accept_data
+        text = "# of a script: what names the run, not a configuration of the command line\n"
+        config = text + yaml.safe_dump(self.config, sort_keys=False)
+        run = (self.module, self.data, config, directory, self.checkpoint)
+        with Training(*run, "fit(resume=True)") as training:
+            if not settings.get("fast_dev_run"):
+                training.begin(path, checkpoint, settings["max_epochs"], resumed)
+            self.attempt, loggers = training.start.attempt, settings.pop("logger")
+            shown = [RoundProgress()] if settings.get("enable_progress_bar") is not False else []
+            equipment = training.equipment(
+                [*self.callbacks, *shown, self.checkpoint], loggers or [], self.wandb
+            )
+            plugins = [*settings.pop("plugins", ()), AtomicCheckpointIO(), LightningEnvironment()]
+            trainer = L.Trainer(**(settings | equipment), plugins=plugins)
+            training.fit(trainer, model=self.module, datamodule=self.data, ckpt_path=path)
+            return training.finish(trainer)
+
+    @property
+    def path(self) -> Path:
+        """The folder of the newest fit.
+
+        Raises:
+            ConfigurationError: There was none.
+        """
+        if self.attempt is None:
+            raise ConfigurationError("path: the run has no folder yet; call fit()")
+        return self.attempt.path

@@ -1,0 +1,220 @@
+"""What is around the trainer's ``fit`` in a run: the folder, the loggers, the pictures and the result."""
+
+import logging
+import os
+import warnings
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import lightning as L
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import Logger
+
+from fl_lightning.client_data.federated import FederatedDataModule
+from fl_lightning.dashboard.logger import RoundWandbLogger, wandb_logger
+from fl_lightning.dashboard.settings import WandbSettings
+from fl_lightning.errors import ConfigurationError
+from fl_lightning.round.module import FederatedModule
+from fl_lightning.run.interruption import FinishRound, Stopped
+from fl_lightning.run_directory.checkpoints import RoundCheckpoint
+from fl_lightning.run_directory.continuation import OwnServerSettings, Start, find_start
+from fl_lightning.run_directory.directory import Attempt, RunDirectory
+from fl_lightning.run_directory.drawings import draw_pictures
+from fl_lightning.run_directory.files import RunFiles
+from fl_lightning.run_directory.metrics import JSONLinesLogger
+from fl_lightning.run_directory.result import finish_run
+
+TRAINER_DEFAULTS: dict[str, Any] = {
+    "accelerator": "auto",
+    "devices": 1,
+    "max_epochs": -1,
+    "logger": False,
+    "num_sanity_val_steps": -1,
+    "log_every_n_steps": 1,
+    "enable_model_summary": False,
+}
+"""Settings of the trainer that a run has unless they are given."""
+
+
+class Training:
+    """A training in its run directory, a context: it ends the run at W&B, and a run without a finished round leaves no folder.
+
+    Args:
+        module: The module.
+        data: Its data.
+        config: The resolved configuration as YAML.
+        directory: All attempts at it.
+        keeper: The run's own checkpoints.
+        way_on: What goes on with a run that was stopped, in words.
+
+    Attributes:
+        start: The folder, and what it goes on from; without a folder until :meth:`begin`.
+        interruption: Whether a signal has asked for a stop.
+        wandb: The logger of the run at W&B, None where there is none.
+    """
+
+    def __init__(
+        self,
+        module: FederatedModule,
+        data: FederatedDataModule,
+        config: str,
+        directory: RunDirectory,
+        keeper: RoundCheckpoint,
+        way_on: str,
+    ) -> None:
+        self.module, self.data, self.config, self.directory = module, data, config, directory
+        self.keeper, self.way_on = keeper, way_on
+        self.start, self.interruption = Start(), FinishRound()
+        self.wandb: RoundWandbLogger | None = None
+        self._held = ExitStack()
+
+    def begin(
+        self,
+        ckpt_path: Path | None,
+        checkpoint: dict[str, Any],
+        max_rounds: int | None,
+        resumed: Attempt | None,
+    ) -> None:
+        """Make the run's folder, or find that of the checkpoint (:func:`~fl_lightning.run_directory.continuation.find_start`).
+
+        Args:
+            ckpt_path: The checkpoint to go on from, None for a new run.
+            checkpoint: What it holds.
+            max_rounds: The number of rounds, None or -1 where only the data tell it.
+            resumed: The folder that is locked already (:func:`lock_resumed`).
+        """
+        place = self.directory
+        if ckpt_path is None:
+            self.start = Start(place.next_attempt(self._held))
+        else:
+            found = (ckpt_path, checkpoint, max_rounds, self.config, self.keeper, self._held)
+            self.start = find_start(place, *found)
+        assert self.start.attempt is not None
+        if not self.start.is_new and self.start.attempt != resumed:
+            self._held.enter_context(self.start.attempt.lock())
+
+    def equipment(
+        self, callbacks: Sequence[L.Callback], loggers: Sequence[Logger], wandb: WandbSettings
+    ) -> dict[str, Any]:
+        """Callbacks, loggers and folder of the trainer, as its arguments.
+
+        Args:
+            callbacks: The user's own, and what shows the progress.
+            loggers: The user's own.
+            wandb: Whether and where the run is logged to W&B.
+        """
+        own = [OwnServerSettings()] if self.start.own_settings else []
+        # RunFiles first, so that it prints before a progress bar takes the terminal
+        callbacks = [RunFiles(self.start, self.config), *callbacks, *own, self.interruption]
+        attempt = self.start.attempt
+        if attempt is None:
+            return {"callbacks": callbacks, "logger": list(loggers) or False}
+        loggers = [*loggers, JSONLinesLogger(attempt.path)]
+        self.wandb = wandb_logger(wandb, loggers, attempt, self.config, self.module, self.data, callbacks)
+        for callback in callbacks:
+            if isinstance(callback, ModelCheckpoint) and callback.dirpath is None:
+                # a logger with a folder of its own, such as W&B's, would draw the checkpoints there
+                callback.dirpath = str(attempt.checkpoints.resolve())
+        return {
+            "callbacks": callbacks,
+            "logger": [*loggers, self.wandb] if self.wandb is not None else loggers,
+            "default_root_dir": str(attempt.path),
+        }
+
+    def fit(self, trainer: L.Trainer, **kwargs: Any) -> None:
+        """Train, and draw what a run that fails has found until then.
+
+        Args:
+            trainer: The trainer, made with the :meth:`equipment`.
+            kwargs: Arguments of its ``fit``.
+
+        Raises:
+            ConfigurationError: A new attempt has nothing left to train.
+        """
+        start = self.start
+        try:
+            trainer.fit(**kwargs)
+            untrained = start.round and trainer.global_step == start.round
+            if untrained and start.is_new and not self.interruption.signal:
+                raise ConfigurationError(
+                    f"ckpt_path: the checkpoint is of round {start.round}, and the run of {trainer.max_epochs} rounds "
+                    "(model.budget_epochs): nothing is left to train; use a larger budget, or python -m fl_lightning test"
+                )
+        except Exception:  # not on a signal: who stops a run does not wait for pictures
+            if start.has_trained():
+                draw_pictures(start.attempt, self.module)
+            raise
+
+    def finish(self, trainer: L.Trainer) -> dict[str, Any]:
+        """Evaluate the final server model, print and write the result.
+
+        Args:
+            trainer: The trainer that has fitted.
+
+        Returns:
+            What ``result.json`` holds.
+
+        Raises:
+            Stopped: A signal has stopped the run before its last round.
+        """
+        if self.interruption.signal and trainer.global_step != trainer.max_epochs:
+            draw_pictures(self.start.attempt, self.module)
+            raise Stopped(self.interruption.signal)
+        result = finish_run(self.module, self.start.attempt)
+        if self.wandb is not None:
+            self.wandb.log_result(result)
+        return result
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        attempt = self.start.attempt
+        if attempt is None:
+            return
+        with self._held:
+            if self.wandb is not None:
+                self.wandb.close(kind is not None)
+            if kind is not None:
+                self.start.discard_untrained()
+            saved = self.keeper.saved_round or self.start.round
+            if isinstance(error, Stopped) and saved and attempt.path.exists():
+                error.kept = f"{attempt.path} keeps round {saved}; {self.way_on} goes on"
+            if self.wandb is not None and self.wandb.place is not None and attempt.path.exists():
+                print(self.wandb.place, flush=True)
+
+
+def lock_resumed(directory: RunDirectory, ckpt_path: Path, held: ExitStack) -> Attempt | None:
+    """Lock the folder of a checkpoint that its run may go on in, before it is read; None where it is another run's.
+
+    Args:
+        directory: All attempts of the run.
+        ckpt_path: The checkpoint.
+        held: Keeps the lock.
+    """
+    resumed = directory.attempt_of(ckpt_path) if ckpt_path.name == "last.ckpt" else None
+    if resumed is None or not directory.owns(resumed):
+        return None
+    held.enter_context(resumed.lock())
+    return resumed
+
+
+def quiet_host() -> None:
+    """Silence what Lightning says about hardware and loaders that cannot matter here."""
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    # LightningCLI 2.6 uses jsonargparse in ways that it deprecates; nothing a user of either could change
+    os.environ.setdefault("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
+    for message in (
+        ".*LightningCLI's args parameter.*",  # what it warns of, main() does on purpose
+        ".*does not have many workers.*",  # in-memory data need none
+        ".*isinstance\\(treespec, LeafSpec\\).*",  # Lightning 2.6 on torch 2.12 and later, harmless
+        "Implicitly cleaning up <TemporaryDirectory",  # W&B's, for the pictures of a run
+        ".*Total length of `list` across ranks is zero.*",  # a federation without evaluation data
+    ):
+        warnings.filterwarnings("ignore", message)

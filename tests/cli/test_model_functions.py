@@ -1,0 +1,90 @@
+"""A function that returns a model is named in a configuration as a class is."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from command_line import message_of, run, write_config
+from helpers import write_cifar10_folders
+
+FUNCTIONS = """
+from torch import nn
+
+def small(num_classes: int = 7, width: int = 4) -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(1, width, 3), nn.BatchNorm2d(width), nn.ReLU(), nn.Flatten(), nn.Linear(36 * width, num_classes)
+    )
+
+def fixed(width: int = 4) -> nn.Module:
+    return small(10, width)
+
+def by_name(model_name: str, pretrained: bool = False, **kwargs) -> nn.Module:
+    return {"small": small}[model_name](**kwargs)  # as timm's: what it passes on cannot be read
+
+def unsaid(num_classes=10):
+    return small(num_classes)
+"""
+
+
+@pytest.fixture(autouse=True)
+def functions(tmp_path, monkeypatch):
+    (tmp_path / "functions.py").write_text(FUNCTIONS)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield
+    sys.modules.pop("functions", None)
+
+
+ONE = ("--trainer.max_epochs", 1)
+
+
+@pytest.mark.parametrize(
+    ("settings", "shape"),
+    [
+        (("functions.small",), (10, 144)),
+        (("functions.small", "--model.model.width", 3), (10, 108)),
+        (("functions.fixed", "--model.model.width", 2), (10, 72)),
+        (("functions.by_name", "--model.model.model_name", "small"), (10, 144)),
+        (
+            ("functions.by_name", "--model.model.model_name", "small", "--model.model.dict_kwargs.width", 2),
+            (10, 72),
+        ),
+    ],
+)
+def test_the_data_decide_the_classes_of_a_function_that_takes_them(settings, shape):
+    cli = run("--model.model", *settings, *ONE)
+    assert tuple(cli.model.model[-1].weight.shape) == shape
+    again = run(*ONE, config=str(cli.attempt.config))  # the saved configuration names it, too
+    assert tuple(again.model.model[-1].weight.shape) == shape
+
+
+def test_resnet18_of_torchvision_is_trained_and_resumed_from_a_yaml():
+    write_cifar10_folders()
+    data = {"class_path": "CIFAR10", "init_args": {"image_size": 8, "num_clients": 2, "batch_size": 4}}
+    write_config({"model.model": {"class_path": "torchvision.models.resnet18"}, "data": data})
+    cli = run(*ONE)
+    assert cli.model.model.fc.out_features == 10
+    config = yaml.safe_load(Path(cli.attempt.config).read_text())
+    assert config["model"]["model"]["class_path"] == "torchvision.models.resnet18"
+    assert run("--ckpt_path", "last", "--trainer.max_epochs", 2).trainer.global_step == 2
+
+
+@pytest.mark.parametrize(
+    ("settings", "line"),
+    [
+        (
+            ("functions.small", "--model.model.widht", 3),
+            "small: there is no setting 'widht' among num_classes, width; did you mean width?",
+        ),
+        (
+            ("functions.small", "--model.model.num_classes", 5),
+            "model.model.init_args.num_classes: 5 contradicts the data set, which decides: its num_classes is 10; leave it out",
+        ),
+        (
+            ("functions.unsaid",),
+            "model.model: Import path functions.unsaid does not correspond to a subclass of Module",
+        ),
+    ],
+)
+def test_what_a_function_does_not_take_is_one_line(settings, line, capsys):
+    assert message_of(capsys, lambda: run("--model.model", *settings, *ONE)) == f"error: {line}\n"

@@ -1,0 +1,267 @@
+"""A run never goes on with other data unnoticed: pixels, labels, one sample less, another partition."""
+
+import os
+import time
+from pathlib import Path
+
+import lightning as L
+import pytest
+import torch
+from command_line import attempts, message_of, run
+from helpers import SGD, ArrayClient, SaveRounds, blobs, fit, small_cnn
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
+
+from datamodules import InMemoryDataModule
+from datamodules.images import ImageData
+from fl_lightning import ConfigurationError, FederatedDataModule, FederatedModule
+
+
+class Images(InMemoryDataModule):
+    num_classes, in_channels, image_size = 3, 2, 6
+
+    def __init__(self, change=lambda *tensors: tensors, **settings):
+        super().__init__(num_clients=3, batch_size=5, **settings)
+        self.change = change
+
+    def load(self):
+        draws = torch.Generator().manual_seed(0)
+        train = torch.randint(256, (60, 2, 6, 6), generator=draws, dtype=torch.uint8)
+        test = torch.randint(256, (20, 2, 6, 6), generator=draws, dtype=torch.uint8)
+        labels = torch.arange(60) % 3
+        return ImageData(*self.change(train, labels, test, torch.arange(20) % 3))
+
+
+def pixel(train, labels, test, test_labels):
+    train[7, 1, 3, 3] ^= 1
+    return train, labels, test, test_labels
+
+
+def swapped(train, labels, test, test_labels):
+    labels[[4, 5]] = labels[[5, 4]]
+    return train, labels, test, test_labels
+
+
+def less(train, labels, test, test_labels):
+    return train[:-1], labels[:-1], test, test_labels
+
+
+def other_test(train, labels, test, test_labels):
+    return train, labels, test.flip(0), test_labels
+
+
+def checkpoint_on(data):
+    """A checkpoint of round 1 of a run of 2 on some data."""
+    fit(FederatedModule(small_cnn(), SGD, local_steps=1), data, 2, [SaveRounds(Path())])
+    return "1.ckpt"
+
+
+def resume(data, accept=False):
+    module = FederatedModule(small_cnn(), SGD, local_steps=1)
+    module.accept_data = accept
+    fit(module, data, 2, ckpt_path="1.ckpt")
+    return module
+
+
+@pytest.mark.parametrize(
+    ("change", "settings", "parts"),
+    [
+        (pixel, {}, "training"),
+        (swapped, {}, "training"),
+        (less, {}, "training, partition"),
+        (other_test, {}, "evaluation"),
+        (lambda *tensors: tensors, {"seed": 1}, "partition"),
+    ],
+    ids=["a pixel", "two labels", "an image less", "test images", "another seed"],
+)
+def test_other_images_in_memory_are_refused_in_one_line(change, settings, parts):
+    checkpoint_on(Images())
+    with pytest.raises(ConfigurationError) as refused:
+        resume(Images(change, **settings))
+    assert str(refused.value) in (
+        f"data: the checkpoint 1.ckpt was trained on other data, these differ in: {parts}; use its data and its "
+        "seed_everything, or go on with these by --accept_data (in Python: accept_data = True of the module)"
+    )
+
+
+def test_other_data_that_are_accepted_are_kept_in_the_checkpoint():
+    checkpoint_on(Images())
+    before, after = Images(), Images(pixel)
+    record = resume(after, accept=True).record
+    before.setup("fit")
+    (entry,) = record.continued_from
+    assert (entry["checkpoint"], entry["round"]) == ("1.ckpt", 1)
+    assert entry["differs"] == {
+        "data.training": [before.fingerprint()["training"], after.fingerprint()["training"]]
+    }
+    assert record.data == after.fingerprint()
+    assert record.state_dict()["continued_from"] == [entry]
+
+
+def test_the_same_data_go_on_without_a_word(capsys):
+    checkpoint_on(Images())
+    assert resume(Images()).record.continued_from == []
+    assert capsys.readouterr().out == ""
+
+
+def test_a_checkpoint_that_does_not_say_its_data_loads_with_one_line(capsys):
+    checkpoint_on(Images())
+    checkpoint = torch.load("1.ckpt")
+    del checkpoint["fl_lightning"]["record"]["data"]
+    torch.save(checkpoint, "1.ckpt")
+    record = resume(Images()).record
+    assert (
+        capsys.readouterr().out
+        == "checkpoint 1.ckpt does not say what data it was trained on; these may be others\n"
+    )
+    assert set(record.data) == {"training", "evaluation", "partition"}
+
+
+def test_the_command_line_refuses_other_data_and_leaves_nothing_until_they_are_accepted(capsys):
+    source = run("--trainer.max_epochs", 1).attempt
+    path = source.checkpoints / "last.ckpt"
+    other = ("--ckpt_path", path, "--trainer.max_epochs", 2, "--data.init_args.max_examples", 299)
+    assert message_of(capsys, lambda: run(*other)) == (
+        f"error: data: the checkpoint {path} was trained on other data, these differ in: training, evaluation, partition; use "
+        "its data and its seed_everything, or go on with these by --accept_data (in Python: accept_data = True of the module)\n"
+    )
+    assert attempts() == [source.path.name]
+    cli = run(*other, "--accept_data")
+    assert [set(entry["differs"]) for entry in cli.model.record.continued_from] == [
+        {"data.training", "data.evaluation", "data.partition", "data.max_examples"}
+    ]
+    assert (
+        "accept_data: false" in cli.attempt.config.read_text()
+    )  # the saved configuration accepts nothing by itself
+
+
+def of_clients(*datasets, **loader):
+    clients = []
+    for dataset in datasets:
+        client = L.LightningDataModule()
+        client.train_dataloader = lambda dataset=dataset: DataLoader(dataset, 4, **loader)
+        clients.append(client)
+    data = FederatedDataModule(clients)
+    data.setup("fit")
+    return data.fingerprint()
+
+
+def tensors():
+    return torch.arange(80.0).view(20, 4), torch.arange(20) % 2
+
+
+class Files(Dataset):
+    """Numbers in files, read when they are asked for, as of torchvision's folders."""
+
+    def __init__(self, root, labels):
+        self.root, self.targets = root, labels
+        self.samples = [(str(Path(root, f"{n}.txt")), label) for n, label in enumerate(labels)]
+
+    def __len__(self):
+        return len(self.samples)
+
+    def __getitem__(self, index):
+        path, label = self.samples[index]
+        return float(Path(path).read_text()), label
+
+
+def write(root, values):
+    Path(root).mkdir()
+    for number, value in enumerate(values):
+        Path(root, f"{number}.txt").write_text(str(value))
+
+
+def test_one_number_of_a_clients_own_tensors_counts():
+    images, labels = tensors()
+    first = of_clients(TensorDataset(images, labels), TensorDataset(images, labels))
+    assert of_clients(TensorDataset(*tensors()), TensorDataset(*tensors())) == first
+    images[19, 3] += 1
+    assert (
+        of_clients(TensorDataset(*tensors()), TensorDataset(images, labels))["training"] != first["training"]
+    )
+
+
+def test_the_parts_of_a_shared_data_set_count():
+    shared = TensorDataset(*tensors())
+    first = of_clients(Subset(shared, range(10)), Subset(shared, range(10, 20)))
+    other = of_clients(Subset(shared, range(10)), Subset(shared, [*range(11, 20), 9]))
+    assert first["training"] != other["training"]
+
+
+def test_files_count_by_name_size_label_and_contents_never_by_time_or_place():
+    values, labels = range(10, 18), [0, 1] * 4
+    write("here", values)
+    first = of_clients(Files("here", labels))
+    os.utime("here/0.txt", (1, 1))
+    write("there", values)
+    assert of_clients(Files("here", labels)) == of_clients(Files("there", labels)) == first
+    assert of_clients(Files("here", [1, 0] * 4)) != first
+    Path("there/7.txt").write_text("170")
+    assert of_clients(Files("there", labels)) != first  # its size
+    Path("here/0.txt").write_text("99")
+    assert of_clients(Files("here", labels)) != first  # of the first batch
+
+
+def test_data_that_draw_are_the_same_and_data_that_never_repeat_do_not_stand_in_the_way():
+    class Draws(Dataset):
+        def __init__(self, generator=None):
+            self.generator = generator
+
+        def __len__(self):
+            return 8
+
+        def __getitem__(self, index):
+            return torch.rand(3, generator=self.generator), index
+
+    assert of_clients(Draws(), shuffle=True) == of_clients(Draws(), shuffle=True)
+    one, two = torch.Generator().manual_seed(1), torch.Generator().manual_seed(2)
+    assert of_clients(Draws(one)) == of_clients(Draws(two))
+
+
+def test_streams_are_known_by_their_first_batch():
+    class Stream(IterableDataset):
+        def __init__(self, first):
+            self.first = first
+
+        def __len__(self):
+            return 8
+
+        def __iter__(self):
+            return iter((float(n), n % 2) for n in range(self.first, self.first + 8))
+
+    assert of_clients(Stream(0)) == of_clients(Stream(0)) != of_clients(Stream(1))
+
+
+def test_training_is_that_of_a_run_whose_data_nobody_looked_at(monkeypatch):
+    looked = FederatedModule(small_cnn(), SGD, local_steps=2)
+    fit(looked, blobs(), 2)
+    monkeypatch.setattr(FederatedDataModule, "fingerprint", lambda self: {"training": "0"})
+    plain = FederatedModule(small_cnn(), SGD, local_steps=2)
+    fit(plain, blobs(), 2)
+    assert all(torch.equal(value, plain.state_dict()[name]) for name, value in looked.state_dict().items())
+
+
+def test_evaluation_data_of_the_server_count():
+    data = blobs()
+    data.setup("fit")
+    inputs, targets = data.server.dataset.tensors
+    other = FederatedDataModule(data._clients, ArrayClient(inputs, targets.roll(1), 8))
+    other.setup("fit")
+    assert other.fingerprint()["training"] == data.fingerprint()["training"]
+    assert other.fingerprint()["evaluation"] != data.fingerprint()["evaluation"]
+
+
+def test_cifar10_in_memory_takes_less_than_a_second():
+    class Cifar(Images):
+        image_size, in_channels = 32, 3
+
+        def load(self):
+            images = torch.zeros(60000, 3, 32, 32, dtype=torch.uint8)
+            images[::2] = 1
+            labels = torch.arange(60000) % 3
+            return ImageData(images[:50000], labels[:50000], images[50000:], labels[50000:])
+
+    data = Cifar()
+    data.setup("fit")
+    started = time.process_time()
+    data.fingerprint()
+    assert time.process_time() - started < 1

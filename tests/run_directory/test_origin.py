@@ -1,0 +1,137 @@
+"""A run that goes on otherwise than it began says so: in its configuration, result, pictures and at W&B."""
+
+import json
+from pathlib import Path
+
+import torch
+import yaml
+from command_line import run, write_config
+
+from fl_lightning.dashboard.contents import facts
+from fl_lightning.run_directory.checkpoint_io import AtomicCheckpointIO
+from fl_lightning.run_directory.continuation import deciding_settings
+from fl_lightning.run_directory.describe import run_title
+
+LR = "model.client_optimizer.lr"
+LAST = ("--ckpt_path", "last")
+
+
+def change(attempt, rounds, *settings):
+    return run("--ckpt_path", attempt.checkpoints / "last.ckpt", "--trainer.max_epochs", rounds, *settings)
+
+
+def result(attempt):
+    return json.loads(attempt.result.read_text())
+
+
+def test_a_run_continued_twice_under_other_learning_rates_names_both_everywhere(capsys):
+    first = run("--trainer.max_epochs", 1).attempt
+    second = change(first, 2, "--model.client_optimizer.init_args.lr", 0.01).attempt
+    wider = ("--model.client_optimizer.init_args.lr", 0.02, "--trainer.callbacks", "FedProx")
+    cli = change(second, 3, *wider)
+    third = cli.attempt
+    words = [
+        f"continued from round 1 of {first.path.name}: {LR} 0.05 -> 0.01",
+        (
+            f"continued from round 2 of {second.path.name}: {LR} 0.01 -> 0.02, trainer.callbacks.FixBN FixBN -> None, "
+            "trainer.callbacks.FedProx None -> FedProx, trainer.callbacks.FedProx.mu None -> 0.01"
+        ),
+    ]
+    first_entry, second_entry = result(third)["continued_from"]
+    assert first_entry == {
+        "checkpoint": str(first.checkpoints / "last.ckpt"),
+        "round": 1,
+        "differs": {LR: [0.05, 0.01]},
+    }
+    assert second_entry["differs"][LR] == [0.01, 0.02]
+    assert [line for line in third.config.read_text().splitlines() if "continued" in line] == [
+        f"# {line}" for line in words
+    ]
+    assert run_title(cli.model)[2:] == words
+    assert facts(cli.model)["continued_from"] == words
+    assert f"continued        {words[1].removeprefix('continued ')}" in capsys.readouterr().out
+    # the same run, resumed as it is, keeps the list; its configuration starts a run that continues none
+    assert result(run(*LAST, "--trainer.max_epochs", 4, *wider).attempt)["continued_from"] == [
+        first_entry,
+        second_entry,
+    ]
+    assert run("--trainer.max_epochs", 1, config=str(third.config)).model.record.continued_from == []
+
+
+def test_a_run_that_goes_on_as_it_was_has_no_origin():
+    write_config()
+    attempt = run("--trainer.max_epochs", 1).attempt
+    again = run(*LAST, "--trainer.max_epochs", 2).attempt
+    assert again.path.samefile(attempt.path)
+    assert result(again)["continued_from"] == []
+    assert "continued" not in again.config.read_text()
+
+
+def test_a_fork_that_was_killed_before_its_first_round_still_names_its_source_and_has_its_own_server():
+    first = run("--trainer.max_epochs", 1).attempt
+    half = ("--model.server_optimizer", "SGD", "--model.server_optimizer.init_args.lr", 0.5)
+    fork = change(first, 2, *half).attempt
+    # as the kill left it: the checkpoint of the source
+    (fork.checkpoints / "last.ckpt").write_bytes((first.checkpoints / "last.ckpt").read_bytes())
+    cli = run(*LAST, "--trainer.max_epochs", 2, *half)
+    assert cli.attempt.path.samefile(fork.path)
+    (entry,) = result(cli.attempt)["continued_from"]
+    assert entry["differs"]["model.server_optimizer.lr"] == [None, 0.5]
+    assert cli.trainer.optimizers[0].param_groups[0]["lr"] == 0.5
+
+
+def test_a_checkpoint_without_settings_takes_those_of_its_folder_else_says_that_they_are_unknown():
+    first = run("--trainer.max_epochs", 1).attempt
+    path = first.checkpoints / "last.ckpt"
+    checkpoint = AtomicCheckpointIO().load_checkpoint(path)
+    for name in ("settings", "computed_by", "continued_from"):
+        del checkpoint["fl_lightning"]["record"][name]
+    torch.save(checkpoint, path)
+    torch.save(checkpoint, "copy.ckpt")
+    other = change(first, 2, "--model.client_optimizer.init_args.lr", 0.01)
+    assert other.model.record.continued_from[0]["differs"] == {LR: [0.05, 0.01]}
+    copied = run("--ckpt_path", "copy.ckpt", "--trainer.max_epochs", 2)
+    assert result(copied.attempt)["continued_from"] == [
+        {"checkpoint": "copy.ckpt", "round": 1, "differs": {"settings": ["unknown", "those of config.yaml"]}}
+    ]
+
+
+def test_settings_go_by_dotted_names_and_classes_by_theirs():
+    attempt = run("--trainer.max_epochs", 1).attempt
+    settings = deciding_settings(yaml.safe_load(attempt.config.read_text()))
+    assert settings[LR] == 0.05
+    assert settings["model.model"] == "LeNet"
+    assert settings["trainer.callbacks.FixBN.freeze_round"] == 2
+    assert settings["data.partition.class_fraction"] == 0.4
+    assert settings["seed_everything"] == 0
+    assert {"model.seed", "data.seed", "trainer.max_epochs", "name"}.isdisjoint(settings)
+
+
+def test_a_result_says_how_it_was_computed():
+    attempt = run("--trainer.max_epochs", 1).attempt
+    capability = torch.backends.cpu.get_cpu_capability()
+    computed = {"block_size": None, "threads": 1, "cpu_capability": capability, "device": "cpu"}
+    assert result(attempt)["computed_by"] == {"executor": "SequentialExecutor()", **computed}
+    many = ("--model.executor", "VectorizedExecutor", "--model.executor.block_size", 2)
+    together = run("--trainer.max_epochs", 1, *many).attempt
+    assert result(together)["computed_by"] == {
+        "executor": "VectorizedExecutor(block_size=2)", **computed, "block_size": 2
+    }  # fmt: skip
+    checkpoint = AtomicCheckpointIO().load_checkpoint(together.checkpoints / "last.ckpt")
+    assert checkpoint["fl_lightning"]["record"]["computed_by"] == result(together)["computed_by"]
+
+
+def test_resuming_with_another_executor_or_number_of_threads_says_that_rounding_differs(capsys):
+    first = run("--trainer.max_epochs", 1).attempt
+    Path("first.ckpt").write_bytes((first.checkpoints / "last.ckpt").read_bytes())
+    line = "computed otherwise than up to round 1, so results agree up to rounding, which grows with the rounds: "
+    for settings, told in (
+        (("--model.executor", "VectorizedExecutor"), ["block_size None -> 3"]),
+        (("--threads", 2), ["threads 1 -> 2"]),
+        (("--model.executor", "ProcessExecutor", "--threads", 2), []),
+    ):
+        capsys.readouterr()
+        run("--ckpt_path", "first.ckpt", "--trainer.max_epochs", 2, *settings)
+        said = [printed for printed in capsys.readouterr().out.splitlines() if "computed" in printed]
+        assert said == [line + words for words in told]
+        torch.set_num_threads(1)

@@ -1,0 +1,126 @@
+"""A run from Python has all that one of the command line has."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from command_line import rows
+from helpers import SGD, blobs, small_cnn
+from PIL import Image
+
+from callbacks import FedBN, FixBN, MaintainedMomentum
+from datamodules import Digits, Shards
+from fl_lightning import ConfigurationError, FederatedModule, Run
+from fl_lightning.models import LeNet
+from fl_lightning.run_directory.checkpoint_io import AtomicCheckpointIO
+
+QUIET = {"enable_progress_bar": False, "accelerator": "cpu"}
+
+
+def a_run(max_epochs, name="mine", lr=0.1, callbacks=None, data=None, **settings):
+    """As a new process makes it."""
+    torch.manual_seed(0)
+    data = data or Digits(num_clients=3, max_examples=300, val_fraction=0.2, partition=Shards(0.4))
+    optimizer = lambda parameters: torch.optim.SGD(parameters, lr=lr, momentum=0.9)
+    module = FederatedModule(LeNet(num_classes=10, in_channels=1, image_size=8), optimizer, local_steps=2)
+    callbacks = [FixBN(freeze_round=2), MaintainedMomentum()] if callbacks is None else callbacks
+    return Run(module, data, name=name, callbacks=callbacks, max_epochs=max_epochs, **QUIET, **settings)
+
+
+def state(run):
+    return AtomicCheckpointIO().load_checkpoint(run.attempt.checkpoints / "last.ckpt")["state_dict"]
+
+
+def test_three_lines_give_a_folder_with_metrics_pictures_checkpoints_and_a_result(capsys):
+    run = a_run(4)
+    result = run.fit()
+    assert run.path.parent == Path("runs/mine")
+    assert {path.name for path in run.path.iterdir()} == {
+        "checkpoints", "class_accuracy.png", "config.yaml", "learning_curve.png", "metrics.jsonl", "partition.json",
+        "partition.png", "policy.json", "result.json",
+    }  # fmt: skip
+    with Image.open(run.path / "learning_curve.png") as picture:
+        assert len(picture.convert("L").getcolors()) > 10
+    assert json.loads((run.path / "result.json").read_text()) == result
+    assert result["method"] == "FedAvg + FixBN(freeze_round=2) + MaintainedMomentum()"
+    assert 0 < result["test/accuracy"] < 1
+    assert [row["round"] for row in rows(run.attempt)] == [0, 1, 2, 3, 4]
+    assert f"files            {run.path}" in capsys.readouterr().out
+
+
+def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit():
+    whole, part = a_run(6, "whole"), a_run(3)
+    whole.fit()
+    part.fit()
+    resumed = a_run(6)  # of another process
+    result = resumed.fit(resume=True)
+    assert resumed.path.samefile(part.path)
+    assert rows(resumed.attempt)[1:] == rows(whole.attempt)[1:]
+    assert all(torch.equal(value, state(whole)[name]) for name, value in state(resumed).items())
+    assert result["rounds"] == 6
+    assert result["continued_from"] == []
+    again = resumed.fit(resume=True)  # in the same process: nothing is left
+    assert again == result
+
+
+def test_the_same_script_makes_a_second_attempt_and_other_settings_another_folder():
+    first = a_run(1)
+    first.fit()
+    second, lower, other = a_run(1), a_run(1, lr=0.05), a_run(1, callbacks=[FedBN()])
+    for run in (second, lower, other):
+        run.fit()
+    assert second.path.name == f"{first.path.name}.2"
+    assert len({run.path.name.partition("-")[0] for run in (first, lower, other)}) == 3
+    result = a_run(2, lr=0.05).fit(resume=first.attempt.checkpoints / "last.ckpt")
+    (entry,) = result["continued_from"]
+    assert entry["differs"] == {"model.client_optimizer.lr": [0.1, 0.05]}
+
+
+def test_names_come_from_what_a_run_is_given_and_never_from_the_process():
+    def config(**changes):
+        settings = {"model": small_cnn(), "client_optimizer": SGD, "local_steps": 1}
+        return Run(FederatedModule(**{**settings, **changes}), blobs(), max_epochs=1).config
+
+    same = config()
+    assert config() == same == yaml.safe_load(yaml.safe_dump(same))
+    assert "0x" not in yaml.safe_dump(same)
+    assert same["data"]["init_args"]["clients"][0]["class_path"] == "ArrayClient"
+    for changes in (
+        {"model": small_cnn(norm="gn")},
+        {"client_optimizer": lambda parameters: torch.optim.SGD(parameters, lr=0.2)},
+        {"client_lr_schedule": lambda round_number, rounds: 0.5},
+        {"local_steps": 2},
+        {"loss": torch.nn.CrossEntropyLoss(label_smoothing=0.1)},
+    ):
+        assert config(**changes) != same
+    assert (
+        Run(FederatedModule(small_cnn(), SGD, local_steps=1), blobs(), default_root_dir=Path("x")).config[
+            "trainer"
+        ]["default_root_dir"]
+        == "x"
+    )
+    factors = [config(client_lr_schedule=lambda r, n: 0.5), config(client_lr_schedule=lambda r, n: 0.25)]
+    assert factors[0] != factors[1]
+
+
+def test_what_cannot_be_done_is_one_line():
+    run = a_run(1)
+    with pytest.raises(ConfigurationError, match=r"ckpt_path 'last' found no last\.ckpt in runs/mine/"):
+        run.fit(resume=True)
+    assert not Path("runs").exists()
+    with pytest.raises(ConfigurationError, match=r"path: the run has no folder yet; call fit\(\)"):
+        run.path  # noqa: B018
+    run.fit()
+    with pytest.raises(ConfigurationError, match="the module is trained already; make a new one"):
+        run.fit()
+    with pytest.raises(ConfigurationError, match="was trained on other data"):
+        a_run(2, data=Digits(num_clients=3, max_examples=299)).fit(run.attempt.checkpoints / "last.ckpt")
+    assert [path.name for path in Path("runs/mine").iterdir()] == [run.path.name]
+
+
+def test_a_run_that_fails_before_its_first_round_leaves_nothing():
+    with pytest.raises(ConfigurationError, match="not finite"):
+        a_run(2, lr=1e30).fit()
+    assert not Path("runs").exists()
