@@ -1,5 +1,6 @@
 """The command line: the shipped callbacks, data sets and models are known by their bare names."""
 
+import io
 import logging
 import os
 import sys
@@ -20,7 +21,7 @@ import fl_lightning.optimizers.schedules
 import fl_lightning.optimizers.server  # imported so that bare class names resolve in YAML
 from fl_lightning.cli.federated_cli import FederatedCLI
 from fl_lightning.cli.interruption import command
-from fl_lightning.cli.messages import told
+from fl_lightning.cli.messages import fail
 from fl_lightning.cli.parser import ConciseParser
 from fl_lightning.client_data.federated import FederatedDataModule
 from fl_lightning.errors import ConfigurationError
@@ -53,6 +54,8 @@ def main(
         The finished command line, with its trainer, model and data.
     """
     quiet_host()
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a name that the terminal cannot show ends no run
     arguments = list(sys.argv[1:] if args is None else args)
     try:
         import_shipped()
@@ -69,12 +72,8 @@ def main(
             load_from_checkpoint_support=False,
             args=_with_shipped_configs(arguments),
         )
-    except Exception as error:
-        line = told(error)
-        if line is None:
-            raise
-        print(f"error: {line}", file=sys.stderr)
-        sys.exit(2)
+    except Exception as error:  # noqa: BLE001  # whatever it is, the user gets one line
+        fail(error)
 
 
 def _with_shipped_configs(arguments: list[str]) -> list[str]:

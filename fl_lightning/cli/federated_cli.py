@@ -18,6 +18,7 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.profilers import PassThroughProfiler
 
 from fl_lightning.cli.interruption import FinishRound, Stopped
+from fl_lightning.cli.messages import keep_traceback
 from fl_lightning.cli.parser import ConciseParser, check_settings
 from fl_lightning.cli.progress import RoundProgress
 from fl_lightning.dashboard.logger import RoundWandbLogger, wandb_logger
@@ -240,6 +241,8 @@ class FederatedCLI(LightningCLI):
             self.wandb.close(failed)
         if failed:
             self.start.discard_untrained()
+            if isinstance(error[1], Exception) and self.attempt.path.exists():
+                keep_traceback(error[1], self.attempt.path)
         saved = self._get(self.config_init, "checkpoint").saved_round or self.start.round
         if isinstance(error[1], Stopped) and saved and self.attempt.path.exists():
             error[

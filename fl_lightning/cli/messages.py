@@ -1,9 +1,12 @@
 """The wording of the command line's errors: one line with the setting, the value and what would work."""
 
+import os
 import re
 import sys
+import traceback
 from collections.abc import Mapping, Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, NoReturn
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -20,6 +23,8 @@ _BASES: tuple[type, ...] = (
     Callback, FederatedDataModule, Executor, Aggregator, PreAggregator, LRSchedule, nn.Module,
     torch.optim.Optimizer,
 )  # fmt: skip
+
+_KEPT = "the traceback is"
 
 SHAPES = {
     "setting": r'Parser key "(.+?)":',
@@ -80,8 +85,44 @@ def explain(
     return setting + _one_line(message.partition(f'"{key}":')[2] if key else message)
 
 
+def fail(error: Exception) -> NoReturn:
+    """Print the one line of an error that ends a command, and exit: with status 2, or 1 where nobody foresaw it.
+
+    The traceback is printed too where the environment variable ``FL_LIGHTNING_TRACEBACK`` is set.
+    """
+    keep_traceback(error, Path())
+    if os.environ.get("FL_LIGHTNING_TRACEBACK"):
+        traceback.print_exception(error)
+    line = told(error)
+    print(f"error: {line or _unforeseen(error)}", file=sys.stderr)
+    sys.exit(2 if line else 1)
+
+
+def keep_traceback(error: Exception, folder: Path) -> None:
+    """Write the traceback of an error that nobody foresaw into ``error.txt`` of a folder; the first folder keeps it."""
+    if told(error) is not None or any(note.startswith(_KEPT) for note in getattr(error, "__notes__", ())):
+        return
+    path = folder / "error.txt"
+    text = "".join(traceback.format_exception(error))
+    try:
+        path.write_text(text, errors="backslashreplace")
+        error.add_note(f"{_KEPT} in {path}")
+    except OSError as unwritable:
+        print(text, file=sys.stderr)
+        error.add_note(f"{_KEPT} above, since {path} cannot be written: {unwritable.strerror}")
+
+
+def _unforeseen(error: BaseException) -> str:
+    *notes, kept = error.__notes__
+    cause = error.__cause__
+    if not notes and cause is not None and hasattr(cause, "__notes__"):
+        error, notes = cause, cause.__notes__  # jsonargparse's, around that of a class
+    said = f"{type(error).__name__}: {_one_line(str(error))}".rstrip(": ")
+    return f"{said} ({'; '.join([*notes, kept])})"
+
+
 def told(error: BaseException | None) -> str | None:
-    """The line of an exception that a user can act on; None where it is a defect that needs its traceback."""
+    """The line of an exception that a user can act on; None where it is one that nobody foresaw."""
     while error is not None:
         if isinstance(error, ConfigurationError | MisconfigurationException):
             return " ".join(str(error).split())

@@ -9,7 +9,7 @@ from lightning.pytorch.cli import LightningArgumentParser
 
 from fl_lightning.cli.given import given_settings, plain_name
 from fl_lightning.cli.messages import explain
-from fl_lightning.errors import ConfigurationError
+from fl_lightning.errors import ConfigurationError, doing
 
 
 class ConciseParser(LightningArgumentParser):
@@ -42,6 +42,10 @@ class ConciseParser(LightningArgumentParser):
         self._commands = super().add_subcommands(*args, **kwargs)
         return self._commands
 
+    def instantiate(self, *args: Any, **kwargs: Any) -> Namespace:
+        """Make the classes that the settings name; an exception of theirs notes which one, and with which values."""
+        return super().instantiate(*args, instantiators=[(_make, object, True)], **kwargs)
+
     def settings(self) -> list[str]:
         """The names of the settings that the parser and its subcommands take, without ``init_args``."""
         parsers = self._commands.choices.values() if self._commands else [self]
@@ -70,6 +74,14 @@ class ConciseParser(LightningArgumentParser):
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Print a short form of a parser's message to stderr and exit with status 2."""
         _refuse(explain(message, self.settings(), self.owner, self.given))
+
+
+def _make(class_type: type, *args: Any, **settings: Any) -> Any:
+    given = {name: value for name, value in settings.items() if isinstance(value, str | int | float)}
+    with doing(
+        f"making {class_type.__name__}({', '.join(f'{name}={value!r}' for name, value in given.items())})"
+    ):
+        return class_type(*args, **settings)
 
 
 def _refuse(line: str) -> NoReturn:
