@@ -3,8 +3,12 @@
 import sys
 from collections.abc import Sequence
 
+from fl_lightning.errors import nearest
+
+_COMMANDS = ("fit", "validate", "test", "predict", "verify", "search-freeze")
+
 _HELP = """\
-usage: python -m fl_lightning {fit,validate,test,predict} --config FILE [--key value ...]
+usage: python -m fl_lightning {fit,validate,test,predict,verify,search-freeze} --config FILE [--key value ...]
 
 Batch Normalization in federated learning, on PyTorch Lightning.
 
@@ -60,6 +64,15 @@ def _run(arguments: list[str]) -> None:
         from fl_lightning.cli.verify import main as verify
 
         sys.exit(verify(arguments[1:]))
+    elif not set(arguments) & set(_COMMANDS):
+        first = arguments[0]
+        wrong = (
+            "no command is given"
+            if first.startswith("-")
+            else f"there is no command {first!r}{nearest(first, _COMMANDS)}"
+        )
+        print(f"error: {wrong}; use one of {', '.join(_COMMANDS)}", file=sys.stderr)
+        sys.exit(2)
     else:
         from fl_lightning.cli.command_line import main as run
 

@@ -1,6 +1,5 @@
 """The command line: the shipped callbacks, data sets and models are known by their bare names."""
 
-import io
 import logging
 import os
 import sys
@@ -54,8 +53,6 @@ def main(
         The finished command line, with its trainer, model and data.
     """
     quiet_host()
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # a name that the terminal cannot show ends no run
     arguments = list(sys.argv[1:] if args is None else args)
     try:
         import_shipped()

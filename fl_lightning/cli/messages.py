@@ -18,11 +18,7 @@ from fl_lightning.client_data.federated import FederatedDataModule
 from fl_lightning.errors import ConfigurationError, nearest
 from fl_lightning.executors.base import Executor
 from fl_lightning.optimizers.schedules import LRSchedule
-
-_BASES: tuple[type, ...] = (
-    Callback, FederatedDataModule, Executor, Aggregator, PreAggregator, LRSchedule, nn.Module,
-    torch.optim.Optimizer,
-)  # fmt: skip
+from fl_lightning.round.callback import FederatedCallback
 
 _KEPT = "the traceback is"
 
@@ -30,12 +26,12 @@ SHAPES = {
     "setting": r'Parser key "(.+?)":',
     "unknown setting": r"(?:[Oo]ption '(?P<name>[^']+)' is not accepted|does not accept option '(?P<of_command>[^']+)'"
     r"|unrecognized arguments: --(?P<argument>[\w.]+))",
-    "unknown class": r"(?:dot import path string: |Import path |Unable to import .*?)'?([\w.]+)'?",
+    "unknown class": r"(?:dot import path string: |Import path |Unable to import .*?)'?([\w.]+(?:[, ]+[A-Z][\w.]*)*)'?",
     "broken class": r"class_path '([^']+)':\s*(.*)",
     "function for a class": r"unexpected keyword argument 'linked_targets'",
     "value": r"Expected a (<class '[\w.]+'>|typing\.Literal\[.*\])\. Got value: (.*)",
     "value of several types": r"(?s)Subtypes: \[(.*?)\]\n.*Given value: (.*)",
-    "what a class says": r"(?m)^ +- (?!Expected |Not a|Not of|Problem with |Does not |a class path|a dict )(.+)",
+    "what a class says": r"(?m)^ +- (?!Expected |Import path does |Not a|Not of|Problem with |Does not |a class path|a dict )(.+)",
 }
 """What of jsonargparse's messages is read, as regular expressions: ``tests/cli/test_jsonargparse.py`` holds it to them."""
 
@@ -72,10 +68,16 @@ def explain(
             f"{setting}{_one_line(value[2])} is not valid; it takes {_types(value[1], _one_line(value[2]))}"
         )
     if missing := found["unknown class"]:
-        known = _class_names()
-        if missing[1] in known:
-            return f"{setting}the class {missing[1]!r} is of another kind"
-        return f"{setting}there is no class {missing[1]!r}{nearest(missing[1].rpartition('.')[2], known)}"
+        name, kinds = missing[1], _kinds(key.rpartition(".")[2])
+        known, parts = _class_names(kinds), re.split(r"[, ]+", name)
+        remedy = f"write [{','.join(parts)}]" if key.endswith("callbacks") else "give one of them"
+        if len(parts) > 1 and known.issuperset(parts):
+            return f"{setting}{name!r} is no class but {len(parts)}; {remedy}"
+        if name in _class_names(_kinds("")):
+            return f"{setting}the class {name!r} is of another kind; it takes {kinds[0].__name__.strip('_')}"
+        near = nearest(name.rpartition(".")[2], known)
+        few = "" if near or len(known) > 12 else f"; there are {', '.join(sorted(known))}"
+        return f"{setting}there is no class {name!r}{near}{few}"
     if found["function for a class"]:
         # jsonargparse cannot give a function the settings that the data set decides
         return (
@@ -151,12 +153,22 @@ def _near_setting(name: str, known: Sequence[str]) -> str:
     return f"; did you mean {' or '.join(longer)}?" if longer else nearest(name, [*known, *sections])
 
 
-def _class_names() -> set[str]:
+def _kinds(setting: str) -> tuple[type, ...]:
+    """Of which kind the class is that a setting names, by the last part of its name; all kinds for another setting."""
     # not before main() has found out whose package this is
     from datamodules.partitions import Partition
 
+    kinds: dict[str, type] = {
+        "callback": FederatedCallback, "callbacks": Callback, "data": FederatedDataModule, "executor": Executor,
+        "aggregator": Aggregator, "client_lr_schedule": LRSchedule, "partition": Partition, "loss": nn.modules.loss._Loss,
+        "model": nn.Module, "client_optimizer": torch.optim.Optimizer, "server_optimizer": torch.optim.Optimizer,
+    }  # fmt: skip
+    return (kinds[setting],) if setting in kinds else (*kinds.values(), PreAggregator)
+
+
+def _class_names(kinds: Sequence[type]) -> set[str]:
     names: set[str] = set()
-    pending: list[type] = [*_BASES, Partition]
+    pending = list(kinds)
     while pending:
         subclasses: list[type] = type.__subclasses__(pending.pop())
         pending += subclasses
@@ -167,7 +179,7 @@ def _class_names() -> set[str]:
 def _types(listed: str, found: str) -> str:
     """Types as jsonargparse lists them, in words that a user of YAML knows."""
     plain = {
-        "NoneType": "null", "str": "text", "int": "a whole number", "float": "a number", "Sequence": "a list"
+        "NoneType": "null", "str": "text", "int": "a whole number", "PositiveInt": "a whole number above 0", "bool": "true or false", "float": "a number", "Sequence": "a list"
     }  # fmt: skip
     if re.fullmatch(r"\w+", found):
         plain["Sequence"] = f"a list such as [{found}]"

@@ -23,7 +23,7 @@ from fl_lightning.executors.vectorized import joint_executor
 from fl_lightning.models.dropout import convert_dropout
 from fl_lightning.optimizers import OptimizerCallable
 from fl_lightning.optimizers.checks import check_elementwise, check_overrides
-from fl_lightning.optimizers.schedules import LRSchedule
+from fl_lightning.optimizers.schedules import LRSchedule, lr_factor
 from fl_lightning.randomness import derive_seed, seed_global
 from fl_lightning.round.communication import Communication, round_communication
 from fl_lightning.round.declarations import Declarations, Methods
@@ -175,7 +175,6 @@ class FederatedModule(ServerModule):
                 layer.train(policy["mean"] != "frozen")
             if self._cohort is None or len(self._cohort) != len(clients):
                 self._cohort = RoundCohort(self.model, len(clients), self.parameter_groups)
-            schedule = self.client_lr_schedule
             self._cohort.broadcast(
                 round_number=self.round,
                 client_ids=clients,
@@ -184,7 +183,7 @@ class FederatedModule(ServerModule):
                 policy=policy,
                 optimizer=self.client_optimizer,
                 overrides=self.parameter_groups,
-                lr_factor=schedule(self.round, self.planned_rounds) if schedule is not None else 1.0,
+                lr_factor=lr_factor(self.client_lr_schedule, self.round, self.planned_rounds),
                 seed=self.seed,
             )
         return self._cohort

@@ -20,7 +20,7 @@ from typing import Any
 import yaml
 
 from fl_lightning.errors import ConfigurationError
-from fl_lightning.files import folder_below, remove_empty
+from fl_lightning.files import folder_below, remove_empty, user_path
 
 _NUMBER = r"(?:\.([1-9][0-9]*))?"
 
@@ -242,7 +242,7 @@ class RunDirectory:
             ConfigurationError: There is no such checkpoint.
         """
         if ckpt_path not in ("last", "best"):
-            path = Path(ckpt_path).expanduser()
+            path = user_path("ckpt_path", ckpt_path)
             if not path.is_file():
                 raise ConfigurationError(
                     f"ckpt_path {path} is not a file; give an existing one, 'last', 'best' or 'auto'"
