@@ -233,23 +233,20 @@ class FederatedCLI(LightningCLI):
         self.held.push(self._leave)
         return start
 
-    def _leave(self, *error: Any) -> None:
+    def _leave(self, kind: Any, error: Any, trace: Any) -> None:
         """End the run at W&B, however this command ends; one that fails before the end of its first round leaves no folder."""
         assert self.attempt is not None
-        failed = error[0] is not None
+        failed = error is not None
         if self.wandb is not None:
             self.wandb.close(failed)
         if failed:
             self.start.discard_untrained()
-            if isinstance(error[1], Exception) and self.attempt.path.exists():
-                keep_traceback(error[1], self.attempt.path)
+        path = self.attempt.path
+        if isinstance(error, Exception) and path.exists():
+            keep_traceback(error, path)
         saved = self._get(self.config_init, "checkpoint").saved_round or self.start.round
-        if isinstance(error[1], Stopped) and saved and self.attempt.path.exists():
-            error[
-                1
-            ].kept = (
-                f"{self.attempt.path} keeps round {saved}; the same command with --ckpt_path last goes on"
-            )
+        if isinstance(error, Stopped) and saved and path.exists():
+            error.kept = f"{path} keeps round {saved}; the same command with --ckpt_path last goes on"
         if self.wandb is not None and self.wandb.place is not None and self.attempt.path.exists():
             print(self.wandb.place, flush=True)
 

@@ -46,7 +46,8 @@ class ConciseParser(LightningArgumentParser):
 
     def instantiate(self, *args: Any, **kwargs: Any) -> Namespace:
         """Make the classes that the settings name; an exception of theirs notes which one, and with which values."""
-        return super().instantiate(*args, instantiators=[(_make, object, True)], **kwargs)
+        made: Namespace = super().instantiate(*args, instantiators=[(_make, object, True)], **kwargs)
+        return made
 
     def settings(self) -> list[str]:
         """The names of the settings that the parser and its subcommands take, without ``init_args``."""

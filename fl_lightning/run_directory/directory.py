@@ -185,8 +185,7 @@ class RunDirectory:
                 return Attempt(path)
         except OSError as error:
             raise ConfigurationError(
-                f"run directory {self.root / self.stem} cannot be created: {error.strerror}; "
-                "use a folder that you can write to"
+                f"run directory {self.root / self.stem} cannot be created: {error.strerror}; use a folder that you can write to"
             ) from error
 
     def next_attempt(self, held: ExitStack) -> Attempt:

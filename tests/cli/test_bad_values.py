@@ -141,7 +141,7 @@ TABLE = [
     ("--trainer.max_epochs x", "trainer.max_epochs: x is not valid; it takes a whole number or null"),
     ("--trainer.max_epochs 1.5", "trainer.max_epochs: 1.5 is not valid; it takes a whole number or null"),
     ("--trainer.max_epochs nan", "trainer.max_epochs: nan is not valid; it takes a whole number or null"),
-    ("--trainer.num_nodes 2", "trainer.devices: 1 and trainer.num_nodes: 2 are 2 processes, which is not possible yet; use devices: 1 and num_nodes: 1"),
+    ("--trainer.num_nodes 2", "trainer.num_nodes: 2 is not possible yet; use num_nodes: 1"),
     ("--trainer.num_nodes x", "trainer.num_nodes: x is not valid; it takes a whole number"),
     ("--trainer.fast_dev_run x", "trainer.fast_dev_run: x is not valid; it takes a whole number or true or false"),
     ("--trainer.log_every_n_steps x", "trainer.log_every_n_steps: x is not valid; it takes a whole number or null"),
