@@ -1,10 +1,17 @@
 """``python -m fl_lightning``: answers ``--version`` and the top-level ``--help`` without importing torch."""
 
+import io
 import sys
 from collections.abc import Sequence
 
+from fl_lightning import __version__
+from fl_lightning.errors import nearest
+
+_RUNS = ("fit", "validate", "test", "predict")
+_COMMANDS = (*_RUNS, "verify", "search-freeze", "list")
+
 _HELP = """\
-usage: python -m fl_lightning {fit,validate,test,predict} --config FILE [--key value ...]
+usage: python -m fl_lightning {fit,validate,test,predict,verify,search-freeze,list} --config FILE [--key value ...]
 
 Batch Normalization in federated learning, on PyTorch Lightning.
 
@@ -15,6 +22,7 @@ commands:
   predict    write a checkpoint's predictions on the test data
   verify     check what a method promises: verify --callback FixBN, --callback methods.Mine, --all
   search-freeze   choose FixBN's T* over a grid on validation data; see search-freeze --help
+  list       what a YAML can name: list {methods,models,data,partitions,norms,aggregators}
 
 often used:
   --config configs/quickstart.yaml   a YAML file; several are merged, later ones win
@@ -24,7 +32,7 @@ often used:
   --ckpt_path auto                   resume it where it has a checkpoint, start it where it has none
   --print_config                     print the resolved configuration and stop
 
-  python -m fl_lightning fit --help                       all settings
+  python -m fl_lightning fit --help all                   all settings, on about 2,000 lines
   python -m fl_lightning fit --trainer.callbacks.help FixBN   the settings of one class
   python -m fl_lightning --version
 """
@@ -36,6 +44,8 @@ def main(args: Sequence[str] | None = None) -> None:
     Args:
         args: Arguments without the program's name; those of the process when None.
     """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a name that the terminal cannot show ends no run
     try:
         _run(list(sys.argv[1:] if args is None else args))
     except KeyboardInterrupt:  # while torch is imported; a command that has begun hears the signals itself
@@ -44,23 +54,40 @@ def main(args: Sequence[str] | None = None) -> None:
 
 
 def _run(arguments: list[str]) -> None:
-    if arguments in ([], ["-h"], ["--help"]):
+    if arguments in ([], ["-h"], ["--help"]) or (
+        arguments[0] in _RUNS and arguments[1:] in (["-h"], ["--help"])
+    ):
         print(_HELP, end="")
         if not arguments:
             sys.exit(2)
     elif arguments == ["--version"]:
-        from fl_lightning import __version__
-
         print(f"fl_lightning {__version__}")
     elif arguments[0] == "search-freeze":
         from fl_lightning.cli.search_freeze import main as search_freeze
 
         search_freeze(arguments[1:])
+    elif arguments[0] == "list":
+        from fl_lightning.cli.listing import main as show
+
+        show(arguments[1:])
     elif arguments[0] == "verify":
         from fl_lightning.cli.verify import main as verify
 
         sys.exit(verify(arguments[1:]))
+    elif not set(arguments) & set(_COMMANDS):
+        first = arguments[0]
+        wrong = (
+            "no command is given"
+            if first.startswith("-")
+            else f"there is no command {first!r}{nearest(first, _COMMANDS)}"
+        )
+        print(f"error: {wrong}; use one of {', '.join(_COMMANDS)}", file=sys.stderr)
+        sys.exit(2)
     else:
+        if arguments[-2:] == ["--help", "all"]:
+            arguments.pop()
+        elif not any(argument.startswith(("--print_config", "--help", "-h")) for argument in arguments):
+            print(f"fl_lightning {__version__}: loading PyTorch and Lightning", flush=True)
         from fl_lightning.cli.command_line import main as run
 
         run(arguments)

@@ -1,6 +1,7 @@
 """The exceptions for input that a user can mend."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from difflib import get_close_matches
 
 
@@ -14,6 +15,20 @@ class ConfigurationError(ValueError):
 
 class CannotVectorize(ConfigurationError):
     """A model or batches that cannot be computed for all clients at once; one after the other they can."""
+
+
+@contextmanager
+def doing(what: str | Callable[[], str]) -> Iterator[None]:
+    """Note on an exception that leaves the block what was being done: the command line's line of it says so.
+
+    Args:
+        what: What the block does, such as ``"drawing the batch of client 3"``; a function where the words cost time.
+    """
+    try:
+        yield
+    except Exception as error:
+        error.add_note(what if isinstance(what, str) else what())
+        raise
 
 
 def check_choice(setting: str, value: object, choices: Iterable[str]) -> None:

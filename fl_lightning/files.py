@@ -60,6 +60,22 @@ def unwritable(path: Path, error: OSError) -> ConfigurationError:
     )
 
 
+def user_path(setting: str, text: str | os.PathLike[str]) -> Path:
+    """The path that a user gave; ``~`` is a home.
+
+    Raises:
+        ConfigurationError: No file can have this path.
+    """
+    if "\0" in str(text):
+        raise ConfigurationError(f"{setting}: {text!r} has a NUL character, which no path has; leave it out")
+    try:
+        return Path(text).expanduser()
+    except RuntimeError as error:
+        raise ConfigurationError(
+            f"{setting}: {text} is in the home of an unknown user; give another path"
+        ) from error
+
+
 def folder_below(root: str | os.PathLike[str], name: str) -> Path:
     """A folder by its name below another one, ``~`` being the user's home.
 
@@ -68,7 +84,7 @@ def folder_below(root: str | os.PathLike[str], name: str) -> Path:
     """
     if not name.isprintable() or Path(name).is_absolute() or ".." in Path(name).parts:
         raise ConfigurationError(f"name: {name!r} is no folder below run_root {root}; use one such as mine")
-    return Path(root).expanduser() / name
+    return user_path("run_root", root) / name
 
 
 def missing_folders(path: Path) -> list[Path]:

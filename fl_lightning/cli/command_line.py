@@ -15,7 +15,7 @@ import fl_lightning.models
 import fl_lightning.optimizers.schedules
 import fl_lightning.optimizers.server  # imported so that bare class names resolve in YAML
 from fl_lightning.cli.federated_cli import FederatedCLI
-from fl_lightning.cli.messages import told
+from fl_lightning.cli.messages import fail
 from fl_lightning.cli.parser import ConciseParser
 from fl_lightning.client_data.federated import FederatedDataModule
 from fl_lightning.errors import ConfigurationError
@@ -56,12 +56,8 @@ def main(
             load_from_checkpoint_support=False,
             args=_with_shipped_configs(arguments),
         )
-    except Exception as error:
-        line = told(error)
-        if line is None:
-            raise
-        print(f"error: {line}", file=sys.stderr)
-        sys.exit(2)
+    except Exception as error:  # noqa: BLE001  # whatever it is, the user gets one line
+        fail(error)
 
 
 def _with_shipped_configs(arguments: list[str]) -> list[str]:

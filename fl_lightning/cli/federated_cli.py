@@ -17,6 +17,7 @@ from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.profilers import PassThroughProfiler
 
+from fl_lightning.cli.messages import keep_traceback
 from fl_lightning.cli.parser import ConciseParser, check_settings
 from fl_lightning.dashboard.settings import WandbSettings
 from fl_lightning.errors import ConfigurationError
@@ -158,6 +159,7 @@ class FederatedCLI(LightningCLI):
                 self._get(self.config_init, "checkpoint"),
             )
             self.training = Training(*run, "the same command with --ckpt_path last")
+            self.held.push(self._keep_traceback)
             self.held.enter_context(self.training)
             if not settings.fast_dev_run:
                 source = Path(path) if path else None
@@ -190,6 +192,11 @@ class FederatedCLI(LightningCLI):
         ):
             profiler.dirpath, profiler.filename = self.attempt.path, profiler.filename or "profile"
         return trainer
+
+    def _keep_traceback(self, kind: Any, error: Any, trace: Any) -> None:
+        """Write what ended the run into its folder, where it is kept."""
+        if isinstance(error, Exception) and self.attempt is not None and self.attempt.path.exists():
+            keep_traceback(error, self.attempt.path)
 
     def fit(self, **kwargs: Any) -> None:
         """Train in the run's folder."""

@@ -8,6 +8,7 @@ from typing import Any
 import yaml
 
 from fl_lightning.errors import ConfigurationError
+from fl_lightning.files import user_path
 
 
 def given_settings(arguments: Sequence[str]) -> dict[str, Any]:
@@ -35,7 +36,7 @@ def plain_name(setting: str) -> str:
 
 def _walk(tree: Any, name: str, folder: Path) -> Iterator[tuple[str, Any]]:
     may_be_file = isinstance(tree, str) and (not name or tree.endswith((".yaml", ".yml")))
-    if may_be_file and (path := folder / Path(tree).expanduser()).is_file():
+    if may_be_file and (path := folder / user_path("config", tree)).is_file():
         folder, tree = path.parent, _read(path)
     if not isinstance(tree, dict):
         yield plain_name(name), tree
@@ -46,12 +47,27 @@ def _walk(tree: Any, name: str, folder: Path) -> Iterator[tuple[str, Any]]:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        settings = yaml.safe_load(path.read_text())
+        settings = yaml.load(path.read_text(encoding="utf-8"), _OnceEach)  # a SafeLoader
+    except UnicodeDecodeError as error:
+        raise ConfigurationError(
+            f"config {path} is not text in UTF-8 (byte {error.start + 1} is 0x{error.object[error.start]:02x}); save it as UTF-8"
+        ) from error
     except (yaml.YAMLError, ValueError) as error:
         raise ConfigurationError(f"config {path} is not YAML: {error}") from error
     if not isinstance(settings, dict):
         raise ConfigurationError(f"config {path} holds no settings such as 'model: ...': {settings}")
     return settings
+
+
+class _OnceEach(yaml.SafeLoader):
+    """Refuses a key that is given twice: the last one would win in silence."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [key.value for key, _ in node.value if key.tag != "tag:yaml.org,2002:merge"]
+        for key in keys:
+            if keys.count(key) > 1:
+                raise ValueError(f"{key!r} is given twice{node.start_mark}; keep one of them")
+        return super().construct_mapping(node, deep)
 
 
 def _value(text: str) -> Any:

@@ -1,8 +1,12 @@
 """The wording of the command line's errors: one line with the setting, the value and what would work."""
 
+import os
 import re
 import sys
+import traceback
 from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -14,21 +18,19 @@ from fl_lightning.client_data.federated import FederatedDataModule
 from fl_lightning.errors import ConfigurationError, nearest
 from fl_lightning.executors.base import Executor
 from fl_lightning.optimizers.schedules import LRSchedule
+from fl_lightning.round.callback import FederatedCallback
 
-_BASES: tuple[type, ...] = (
-    Callback, FederatedDataModule, Executor, Aggregator, PreAggregator, LRSchedule, nn.Module,
-    torch.optim.Optimizer,
-)  # fmt: skip
+_KEPT = "the traceback is"
 
 SHAPES = {
     "setting": r'Parser key "(.+?)":',
     "unknown setting": r"(?:[Oo]ption '(?P<name>[^']+)' is not accepted|does not accept option '(?P<of_command>[^']+)'"
     r"|unrecognized arguments: --(?P<argument>[\w.]+))",
-    "unknown class": r"(?:dot import path string: |Import path |Unable to import .*?)'?([\w.]+)'?",
+    "unknown class": r"(?:dot import path string: |Import path |Unable to import .*?)'?([\w.]+(?:[, ]+[A-Z][\w.]*)*)'?",
     "broken class": r"class_path '([^']+)':\s*(.*)",
     "value": r"Expected a (<class '[\w.]+'>|typing\.Literal\[.*\])\. Got value: (.*)",
     "value of several types": r"(?s)Subtypes: \[(.*?)\]\n.*Given value: (.*)",
-    "what a class says": r"(?m)^ +- (?!Expected |Not a|Not of|Problem with |Does not |a class path|a dict )(.+)",
+    "what a class says": r"(?m)^ +- (?!Expected |Import path does |Not a|Not of|Problem with |Does not |a class path|a dict )(.+)",
 }
 """What of jsonargparse's messages is read, as regular expressions: ``tests/cli/test_jsonargparse.py`` holds it to them."""
 
@@ -62,15 +64,57 @@ def explain(message: str, settings: Sequence[str] = (), owner: str = "") -> str:
             f"{setting}{_one_line(value[2])} is not valid; it takes {_types(value[1], _one_line(value[2]))}"
         )
     if missing := found["unknown class"]:
-        known = _class_names()
-        if missing[1] in known:
-            return f"{setting}the class {missing[1]!r} is of another kind"
-        return f"{setting}there is no class {missing[1]!r}{nearest(missing[1].rpartition('.')[2], known)}"
+        name, kinds = missing[1], _kinds(key.rpartition(".")[2])
+        known, parts = _class_names(kinds), re.split(r"[, ]+", name)
+        remedy = f"write [{','.join(parts)}]" if key.endswith("callbacks") else "give one of them"
+        if len(parts) > 1 and known.issuperset(parts):
+            return f"{setting}{name!r} is no class but {len(parts)}; {remedy}"
+        if name in _class_names(_kinds("")):
+            return f"{setting}the class {name!r} is of another kind; it takes {kinds[0].__name__.strip('_')}"
+        near = nearest(name.rpartition(".")[2], known)
+        few = "" if near or len(known) > 12 else f"; there are {', '.join(sorted(known))}"
+        return f"{setting}there is no class {name!r}{near}{few}"
     return setting + _one_line(message.partition(f'"{key}":')[2] if key else message)
 
 
+def fail(error: Exception) -> NoReturn:
+    """Print the one line of an error that ends a command, and exit: with status 2, or 1 where nobody foresaw it.
+
+    The traceback is printed too where the environment variable ``FL_LIGHTNING_TRACEBACK`` is set.
+    """
+    keep_traceback(error, Path())
+    if os.environ.get("FL_LIGHTNING_TRACEBACK"):
+        traceback.print_exception(error)
+    line = told(error)
+    print(f"error: {line or _unforeseen(error)}", file=sys.stderr)
+    sys.exit(2 if line else 1)
+
+
+def keep_traceback(error: Exception, folder: Path) -> None:
+    """Write the traceback of an error that nobody foresaw into ``error.txt`` of a folder; the first folder keeps it."""
+    if told(error) is not None or any(note.startswith(_KEPT) for note in getattr(error, "__notes__", ())):
+        return
+    path = folder / "error.txt"
+    text = "".join(traceback.format_exception(error))
+    try:
+        path.write_text(text, errors="backslashreplace")
+        error.add_note(f"{_KEPT} in {path}")
+    except OSError as unwritable:
+        print(text, file=sys.stderr)
+        error.add_note(f"{_KEPT} above, since {path} cannot be written: {unwritable.strerror}")
+
+
+def _unforeseen(error: BaseException) -> str:
+    *notes, kept = error.__notes__
+    cause = error.__cause__
+    if not notes and cause is not None and hasattr(cause, "__notes__"):
+        error, notes = cause, cause.__notes__  # jsonargparse's, around that of a class
+    said = f"{type(error).__name__}: {_one_line(str(error))}".rstrip(": ")
+    return f"{said} ({'; '.join([*notes, kept])})"
+
+
 def told(error: BaseException | None) -> str | None:
-    """The line of an exception that a user can act on; None where it is a defect that needs its traceback."""
+    """The line of an exception that a user can act on; None where it is one that nobody foresaw."""
     while error is not None:
         if isinstance(error, ConfigurationError | MisconfigurationException):
             return " ".join(str(error).split())
@@ -99,12 +143,22 @@ def _near_setting(name: str, known: Sequence[str]) -> str:
     return f"; did you mean {' or '.join(longer)}?" if longer else nearest(name, [*known, *sections])
 
 
-def _class_names() -> set[str]:
+def _kinds(setting: str) -> tuple[type, ...]:
+    """Of which kind the class is that a setting names, by the last part of its name; all kinds for another setting."""
     # not before main() has found out whose package this is
     from datamodules.partitions import Partition
 
+    kinds: dict[str, type] = {
+        "callback": FederatedCallback, "callbacks": Callback, "data": FederatedDataModule, "executor": Executor,
+        "aggregator": Aggregator, "client_lr_schedule": LRSchedule, "partition": Partition, "loss": nn.modules.loss._Loss,
+        "model": nn.Module, "client_optimizer": torch.optim.Optimizer, "server_optimizer": torch.optim.Optimizer,
+    }  # fmt: skip
+    return (kinds[setting],) if setting in kinds else (*kinds.values(), PreAggregator)
+
+
+def _class_names(kinds: Sequence[type]) -> set[str]:
     names: set[str] = set()
-    pending: list[type] = [*_BASES, Partition]
+    pending = list(kinds)
     while pending:
         subclasses: list[type] = type.__subclasses__(pending.pop())
         pending += subclasses
@@ -115,7 +169,7 @@ def _class_names() -> set[str]:
 def _types(listed: str, found: str) -> str:
     """Types as jsonargparse lists them, in words that a user of YAML knows."""
     plain = {
-        "NoneType": "null", "str": "text", "int": "a whole number", "float": "a number", "Sequence": "a list"
+        "NoneType": "null", "str": "text", "int": "a whole number", "PositiveInt": "a whole number above 0", "bool": "true or false", "float": "a number", "Sequence": "a list"
     }  # fmt: skip
     if re.fullmatch(r"\w+", found):
         plain["Sequence"] = f"a list such as [{found}]"

@@ -1,8 +1,10 @@
 """A LightningCLI parser whose errors are one line: the setting, the value and what would work."""
 
 import inspect
+import math
+import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn, get_type_hints
 
 from jsonargparse import Namespace
@@ -11,7 +13,7 @@ from torch import nn
 
 from fl_lightning.cli.given import given_settings, plain_name
 from fl_lightning.cli.messages import explain
-from fl_lightning.errors import ConfigurationError
+from fl_lightning.errors import ConfigurationError, doing
 
 
 class ConciseParser(LightningArgumentParser):
@@ -57,6 +59,11 @@ class ConciseParser(LightningArgumentParser):
         self._commands = super().add_subcommands(*args, **kwargs)
         return self._commands
 
+    def instantiate(self, *args: Any, **kwargs: Any) -> Namespace:
+        """Make the classes that the settings name; an exception of theirs notes which one, and with which values."""
+        made: Namespace = super().instantiate(*args, instantiators=[(_make, object, True)], **kwargs)
+        return made
+
     def settings(self) -> list[str]:
         """The names of the settings that the parser and its subcommands take, without ``init_args``."""
         parsers = self._commands.choices.values() if self._commands else [self]
@@ -66,7 +73,7 @@ class ConciseParser(LightningArgumentParser):
 
     def parse_args(self, args: Sequence[str] | None = None, *others: Any, **kwargs: Any) -> Namespace:  # type: ignore[override]  # the arguments alone are ours
         """Read the settings, once it is known that each file and each section has some."""
-        arguments = sys.argv[1:] if args is None else args
+        arguments = list(sys.argv[1:] if args is None else args)
         try:
             given = given_settings(arguments)
         except ConfigurationError as error:
@@ -78,13 +85,52 @@ class ConciseParser(LightningArgumentParser):
         known = self.settings()
         for name, value in self.given.items():
             inner = [setting for setting in known if setting.startswith(f"{name}.")]
-            if inner and name not in known and value is not None:
-                _refuse(f"{name}: {value} holds no settings such as {inner[0]}")
-        return super().parse_args(args, *others, **kwargs)
+            if inner and name not in known:
+                _refuse(f"{name}: {'null' if value is None else value} holds no settings such as {inner[0]}")
+        return super().parse_args(_one_moment(arguments, self.given), *others, **kwargs)
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Print a short form of a parser's message to stderr and exit with status 2."""
         _refuse(explain(message, self.settings(), self.owner))
+
+
+def _nan_settings(value: Any, name: str) -> Iterator[str]:
+    """The names of settings that are NaN: every comparison with it is false, so ranges let it pass."""
+    if isinstance(value, Namespace | dict):
+        for key, inner in (vars(value) if isinstance(value, Namespace) else value).items():
+            yield from _nan_settings(inner, plain_name(f"{name}.{key}").lstrip("."))
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            yield from _nan_settings(inner, name)
+    elif isinstance(value, float) and math.isnan(value):
+        yield name
+
+
+def _make(class_type: type, *args: Any, **settings: Any) -> Any:
+    given = {name: value for name, value in settings.items() if isinstance(value, str | int | float)}
+    with doing(
+        f"making {class_type.__name__}({', '.join(f'{name}={value!r}' for name, value in given.items())})"
+    ):
+        return class_type(*args, **settings)
+
+
+def _one_moment(arguments: list[str], given: Mapping[str, Any]) -> list[str]:
+    """``--trainer.callbacks.freeze_round 2`` replaces the ``freeze_fraction`` of a YAML, and the other way round."""
+    others = {"freeze_round": "freeze_fraction", "freeze_fraction": "freeze_round"}
+    options = [argument.partition("=")[0] for argument in arguments]
+    found: list[str] = []
+    for option, argument in zip(options, arguments, strict=True):
+        owner, _, name = option.rpartition(".")
+        other = others.get(name, "")
+        if (
+            other
+            and owner not in options
+            and f"{owner}.{other}" not in options
+            and f"'{other}'" in str(given)
+        ):
+            found.append(f"{owner}.{other}=null")
+        found.append(argument)
+    return found
 
 
 def _refuse(line: str) -> NoReturn:
@@ -102,6 +148,17 @@ def check_settings(config: Namespace, given: Mapping[str, Any]) -> None:
     Raises:
         ConfigurationError: A value is out of range, or another setting decides.
     """
+    for name in _nan_settings(config, ""):
+        raise ConfigurationError(f"{name}: nan is no number; give one")
+    cores = os.cpu_count() or 1
+    if config.threads is not None and config.threads > 8 * cores:
+        raise ConfigurationError(
+            f"threads: {config.threads} is more than this machine can run; use at most {cores}, its cores"
+        )
+    if config.ckpt_path == "":
+        raise ConfigurationError(
+            "ckpt_path: '' names no checkpoint; give a file, 'last' or 'best', or leave it out"
+        )
     seed = config.seed_everything
     # a bool is an int: true would draw a seed that the links to data and model never see
     if isinstance(seed, bool) or not 0 <= seed < 2**32:

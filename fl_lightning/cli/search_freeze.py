@@ -14,7 +14,7 @@ import yaml
 
 from fl_lightning.cli.command_line import main as run
 from fl_lightning.cli.freeze_branches import Branch, fixbn_settings, make_branches, train_branches
-from fl_lightning.cli.messages import explain
+from fl_lightning.cli.messages import explain, fail
 from fl_lightning.console import print_table
 from fl_lightning.errors import ConfigurationError, nearest
 from fl_lightning.files import folder_below, write_json, write_text
@@ -68,9 +68,8 @@ def main(args: Sequence[str]) -> None:
             parser.error(f"unrecognized arguments: {near}" if near else f"search-freeze needs --{name}")
     try:
         search(own.config, own.freeze_rounds, fit_options)
-    except ConfigurationError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+    except Exception as error:  # noqa: BLE001  # whatever it is, the user gets one line
+        fail(error)
 
 
 def search(configs: Sequence[str], grid: str, fit_options: Sequence[str]) -> None:

@@ -1,13 +1,12 @@
 """``python -m fl_lightning verify``: its settings, read like those of ``fit``."""
 
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
 from fl_lightning.cli.command_line import import_shipped
-from fl_lightning.cli.messages import told
+from fl_lightning.cli.messages import fail
 from fl_lightning.cli.parser import ConciseParser
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.files import write_json
@@ -24,14 +23,13 @@ def main(args: Sequence[str]) -> int:
         args: Arguments after ``verify``.
 
     Returns:
-        The exit status: 0 where nothing failed, 1 where something did, 2 where the arguments cannot be used.
+        The exit status: 0 where nothing failed, 1 where something did; it is 2 where the arguments cannot be used.
     """
     quiet_host()
     try:
         return _verify(args)
-    except ConfigurationError as error:
-        print(f"error: {told(error)}", file=sys.stderr)
-        return 2
+    except Exception as error:  # noqa: BLE001  # whatever it is, the user gets one line
+        fail(error)
 
 
 def _verify(args: Sequence[str]) -> int:

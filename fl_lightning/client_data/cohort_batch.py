@@ -34,6 +34,11 @@ class CohortBatch:
             return [samples] * clients
         return [_first_shape(batch)[0] for batch in self._batches]
 
+    def is_finite(self) -> bool:
+        """Whether no number of any batch is NaN or infinite."""
+        leaves = tree_leaves(self._stack if self._batches is None else self._batches)
+        return all(bool(leaf.isfinite().all()) for leaf in leaves if isinstance(leaf, torch.Tensor))
+
     def batches(self) -> Sequence[Any]:
         """One batch per client."""
         if self._batches is None:
@@ -62,6 +67,19 @@ class CohortBatch:
         if self._batches is None:
             return CohortBatch(stack=tree_map(lambda leaf: leaf.flatten(0, 1)[None], self._stack))
         return CohortBatch(batches=[tree_map(lambda *leaves: torch.cat(leaves), *self._batches)])
+
+
+def describe_batch(batch: Any) -> str:
+    """Types and shapes of what a batch holds, and the range of labels: ``float32 [8, 3, 32, 32] and int64 [8] from 0 to 9``."""
+    return " and ".join(_describe(leaf) for leaf in tree_leaves(batch))
+
+
+def _describe(leaf: Any) -> str:
+    if not isinstance(leaf, torch.Tensor):
+        return type(leaf).__name__
+    text = f"{str(leaf.dtype).removeprefix('torch.')} {list(leaf.shape)}"
+    labels = not leaf.is_floating_point() and leaf.numel() and not torch._C._functorch.is_batchedtensor(leaf)
+    return f"{text} from {leaf.min()} to {leaf.max()}" if labels else text
 
 
 def _first_shape(batch: Any) -> torch.Size:

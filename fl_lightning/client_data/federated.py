@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 from fl_lightning.client_data.cohort_batch import CohortBatch
 from fl_lightning.client_data.fingerprint import DataSetDigests, digest, first_batch, sample
 from fl_lightning.client_data.loaders import LoaderBatches
+from fl_lightning.errors import doing
 
 
 class ClientDataModule(L.LightningDataModule):
@@ -147,8 +148,11 @@ class FederatedDataModule(L.LightningDataModule):
             client_ids: The active clients of the cohort.
             steps: For each of them its local step, from 0, counted over the whole training.
         """
-        pairs = zip(client_ids, steps, strict=True)
-        return CohortBatch(batches=[self._source(client_id).train_batch(step) for client_id, step in pairs])
+        batches = []
+        for client_id, step in zip(client_ids, steps, strict=True):
+            with doing(f"drawing the batch of client {client_id}"):
+                batches.append(self._source(client_id).train_batch(step))
+        return CohortBatch(batches=batches)
 
     def keep_on(self, device: torch.device) -> None:
         """Hold the data in the memory of the device that will use them, where a data set can; called before training."""

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from fl_lightning.batch_norm.layers import explain_batch_of_one
-from fl_lightning.client_data.cohort_batch import CohortBatch
+from fl_lightning.client_data.cohort_batch import CohortBatch, describe_batch
 from fl_lightning.cohort.client_rows import ClientRows
 from fl_lightning.cohort.slots import StateSlots
-from fl_lightning.errors import CannotVectorize
+from fl_lightning.errors import CannotVectorize, doing
 
 
 class ClientTask(Protocol):
@@ -89,10 +89,17 @@ class Executor(ABC):
         """Give back what the executor holds between local steps, such as processes; it can be used again."""
 
 
+def computation(module: Any, batch: Any) -> str:
+    """What is computed of a batch, in words for the error that it ends in."""
+    model, loss = module.model, getattr(module.loss, "__name__", type(module.loss).__name__)
+    numbers = str(next(model.parameters()).dtype).removeprefix("torch.")
+    return f"model {type(model).__name__} of {numbers}, loss {loss}, a batch of {describe_batch(batch)}"
+
+
 def client_loss(module: ClientTask, batch: Any) -> Tensor:
     """``module.client_loss(batch)``, with PyTorch's errors turned into those that name the way out."""
     try:
-        with module.trainer.precision_plugin.forward_context():
+        with module.trainer.precision_plugin.forward_context(), doing(lambda: computation(module, batch)):
             return module.client_loss(batch)
     except ValueError as error:
         if "more than 1 value per channel" in str(error):

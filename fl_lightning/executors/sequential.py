@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from fl_lightning.client_data.cohort_batch import CohortBatch
 from fl_lightning.cohort.client_rows import ClientRows
+from fl_lightning.errors import doing
 from fl_lightning.executors.base import ClientTask, Executor, client_loss
 from fl_lightning.randomness import derive_seed, seed_global
 
@@ -35,7 +36,11 @@ class SequentialExecutor(Executor):
         """Fill ``cohort.grads`` and update ``cohort.buffers`` for ``rows``; see :meth:`~fl_lightning.executors.base.Executor.backward`."""
         batches = zip(rows, batch.batches(), strict=True)
         with self._fast(module.model):
-            return torch.stack([self._one(module, cohort, row, own) for row, own in batches])
+            losses = []
+            for row, own in batches:
+                with doing(f"computing client {cohort.client_ids[row]}"):
+                    losses.append(self._one(module, cohort, row, own))
+            return torch.stack(losses)
 
     @contextmanager
     def _fast(self, model: nn.Module) -> Iterator[None]:

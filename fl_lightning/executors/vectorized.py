@@ -13,7 +13,7 @@ from fl_lightning.batch_norm.layers import batch_norm_layers
 from fl_lightning.batch_norm.stacked import StackedBatchNorm
 from fl_lightning.client_data.cohort_batch import CohortBatch
 from fl_lightning.cohort.client_rows import ClientRows
-from fl_lightning.errors import CannotVectorize, ConfigurationError
+from fl_lightning.errors import CannotVectorize, ConfigurationError, doing
 from fl_lightning.executors.base import ClientTask, Executor, client_loss
 from fl_lightning.executors.cuda_graph import StepGraphs
 from fl_lightning.executors.sequential import SequentialExecutor
@@ -63,7 +63,9 @@ class VectorizedExecutor(Executor):
             try:
                 stack = self._stacked(batch)
                 part = stack if size == len(rows) else tree_map(lambda x: x[done : done + size], stack)  # noqa: B023  # used at once
-                losses.append(self._compute(module, cohort, part, rows[done : done + size]))
+                ids = [cohort.client_ids[row] for row in (rows[done], rows[done + size - 1])]
+                with doing(f"computing clients {ids[0]} to {ids[1]} at once"):
+                    losses.append(self._compute(module, cohort, part, rows[done : done + size]))
             except torch.OutOfMemoryError:
                 if size == 1:
                     raise

@@ -85,8 +85,8 @@ class StepMessage:
 def serve(connection: "Connection[Any, Any]", load: InitMessage | None = None) -> None:
     """Answer requests until the other end is gone.
 
-    Every answer is ``("done", None)``, ``("refused", text)`` for a mistake of the user's, ``("failed", traceback)``, or, to
-    ``load``, ``("cannot fork", text)``.
+    Every answer is ``("done", None)``, ``("refused", text)`` for a mistake of the user's, ``("failed", (text, notes,
+    traceback))``, or, to ``load``, ``("cannot fork", text)``.
 
     Args:
         connection: Where requests (:class:`InitMessage`, :class:`StepMessage`, or None to let go of everything) come from.
@@ -132,8 +132,9 @@ def _answer(request: InitMessage | StepMessage | None, work: "_Work | None") -> 
             return "done", None
     except ConfigurationError as error:
         return "refused", str(error)
-    except BaseException:  # noqa: BLE001  # the other process raises it again
-        return "failed", traceback.format_exc()
+    except BaseException as error:  # noqa: BLE001  # the other process raises it again
+        said = f"{type(error).__name__}: {error}"
+        return "failed", (said, getattr(error, "__notes__", []), traceback.format_exc())
     return None
 
 

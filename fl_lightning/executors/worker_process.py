@@ -111,7 +111,11 @@ class WorkerHandle:
         if kind == "cannot fork":
             raise CannotFork(text)
         if kind == "failed":
-            raise RuntimeError(f"in a worker process of ProcessExecutor:\n{text}")
+            said, notes, trace = text
+            failure = RuntimeError(said)
+            for note in notes:
+                failure.add_note(note)
+            raise failure from RuntimeError(f"in a worker process of ProcessExecutor:\n{trace}")
 
     def release(self) -> None:
         """Make it free for another cohort, or end it."""

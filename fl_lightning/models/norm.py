@@ -5,7 +5,17 @@ from torch import nn
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.models.convolutions import ScaledStandardizedConv2d, StandardizedConv2d, WeightNormConv2d
 
-NORMS = ("bn", "gn", "ln", "in", "gn_ws", "weight_norm", "scaled_ws", "none")
+NORMS = {
+    "bn": "Batch Normalization with torch's defaults.",
+    "gn": "Group Normalization.",
+    "ln": "Layer Normalization over channels and pixels: one group.",
+    "in": "Instance Normalization: one group per channel.",
+    "gn_ws": "Group Normalization after convolutions with Weight Standardization.",
+    "weight_norm": "No layer; convolutions with weight normalization.",
+    "scaled_ws": "No layer; convolutions with Scaled Weight Standardization (FedWon).",
+    "none": "No layer.",
+}
+"""The norms that all models take, with a line for each; the ResNets take ``"fixup"`` too."""
 _CONVOLUTIONS: dict[str, type[nn.Conv2d]] = {
     "gn_ws": StandardizedConv2d,
     "weight_norm": WeightNormConv2d,

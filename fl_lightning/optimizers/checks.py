@@ -1,6 +1,7 @@
 """Which optimizers may step a cohort or a server, and which settings they take: all that is checked before training."""
 
 import inspect
+import math
 from collections.abc import Iterable, Mapping
 
 import torch
@@ -34,7 +35,7 @@ def check_elementwise(factory: OptimizerCallable) -> None:
         return leaf
 
     try:
-        name = type(factory([torch.zeros(1, 1)])).__name__
+        name = type(_finite(factory([torch.zeros(1, 1)]))).__name__
         exact = torch.equal(steps(slice(None)), torch.stack([steps(0), steps(1)]))
     except (RuntimeError, ValueError, TypeError) as error:
         raise ConfigurationError(
@@ -45,6 +46,19 @@ def check_elementwise(factory: OptimizerCallable) -> None:
             f"client_optimizer: {name} is not elementwise, so its step would mix the clients of a cohort; use SGD, Adam, "
             "AdamW, RMSprop or Adagrad"
         )
+
+
+def _finite(optimizer: Optimizer) -> Optimizer:
+    """The optimizer, refused where settings that torch takes make every update infinite or NaN, now or soon."""
+    for key, value in optimizer.defaults.items():
+        numbers = [
+            number for number in (value if isinstance(value, tuple) else [value]) if isinstance(number, float)
+        ]
+        if not all(map(math.isfinite, numbers)):
+            raise ValueError(f"{type(optimizer).__name__}.{key}: {value} must be finite")
+    if (momentum := optimizer.defaults.get("momentum", 0)) > 1:
+        raise ValueError(f"{type(optimizer).__name__}.momentum: {momentum} must lie in [0, 1]")
+    return optimizer
 
 
 def check_server_optimizer(factory: OptimizerCallable, parameters: Iterable[Tensor]) -> None:
@@ -58,7 +72,7 @@ def check_server_optimizer(factory: OptimizerCallable, parameters: Iterable[Tens
     for leaf in leaves:
         leaf.grad = torch.zeros_like(leaf)
     try:
-        factory(leaves).step()
+        _finite(factory(leaves)).step()
     except (ValueError, TypeError, RuntimeError) as error:
         raise ConfigurationError(
             f"server_optimizer: {error}; use SGD(lr=1), which is FedAvg, or SGD, Adam or Adagrad with settings of your own"
@@ -84,9 +98,9 @@ def check_overrides(factory: OptimizerCallable, overrides: GroupSettings) -> Non
                     f"parameter_groups.{group}.{key}: {type(optimizer).__name__} has no such setting; it has "
                     f"{', '.join(sorted(known))}"
                 )
-        if not settings.get("lr_scale", 1.0) >= 0:
+        if not 0 <= settings.get("lr_scale", 1.0) < math.inf:
             raise ConfigurationError(
-                f"parameter_groups.{group}.lr_scale: {settings['lr_scale']} must be at least 0 (0 freezes the group)"
+                f"parameter_groups.{group}.lr_scale: {settings['lr_scale']} must be finite and at least 0 (0 freezes the group)"
             )
         _check_values(optimizer, group, settings)
 
@@ -97,7 +111,7 @@ def _check_values(optimizer: Optimizer, group: str, settings: Mapping[str, float
     accepted = inspect.signature(kind).parameters
     arguments = {key: value for key, value in {**optimizer.defaults, **settings}.items() if key in accepted}
     try:
-        kind([torch.zeros(1)], **arguments)
+        _finite(kind([torch.zeros(1)], **arguments))
     except ValueError as error:
         values = ", ".join(f"{key}: {value}" for key, value in settings.items())
         raise ConfigurationError(f"parameter_groups.{group} ({values}): {error}") from error

@@ -2,9 +2,9 @@
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from fl_lightning.errors import ConfigurationError
+from fl_lightning.errors import ConfigurationError, doing
 from fl_lightning.milestones import in_run, round_at
 
 
@@ -21,6 +21,23 @@ class LRSchedule(ABC):
         """
 
 
+def lr_factor(schedule: Callable[[int, int], float] | None, round_number: int, total_rounds: int) -> float:
+    """The factor that a schedule gives for a round; 1 without a schedule.
+
+    Raises:
+        ConfigurationError: It is no finite number >= 0.
+    """
+    if schedule is None:
+        return 1.0
+    with doing(f"calling model.client_lr_schedule with round {round_number} of {total_rounds}"):
+        factor = float(schedule(round_number, total_rounds))
+    if not 0 <= factor < math.inf:
+        raise ConfigurationError(
+            f"client_lr_schedule: {factor} in round {round_number} must be a finite factor >= 0"
+        )
+    return factor
+
+
 class MultiStep(LRSchedule):
     """Multiply the learning rate by ``gamma`` after each milestone.
 
@@ -30,7 +47,7 @@ class MultiStep(LRSchedule):
         gamma: The factor at each milestone.
 
     Raises:
-        ConfigurationError: A milestone is neither a round >= 1 nor a fraction in (0, 1), or gamma <= 0.
+        ConfigurationError: A milestone is neither a round >= 1 nor a fraction in (0, 1), or gamma is not above 0 and finite.
     """
 
     def __init__(self, milestones: Sequence[int | float], gamma: float = 0.1) -> None:
@@ -39,8 +56,8 @@ class MultiStep(LRSchedule):
                 raise ConfigurationError(
                     f"MultiStep.milestones: {milestone} must be a round (1, 2, ...) or a fraction in (0, 1)"
                 )
-        if gamma <= 0:
-            raise ConfigurationError(f"MultiStep.gamma: {gamma} must be positive")
+        if not 0 < gamma < math.inf:
+            raise ConfigurationError(f"MultiStep.gamma: {gamma} must be positive and finite")
         self.milestones = tuple(milestones)
         self.gamma = gamma
 

@@ -15,7 +15,7 @@ from fl_lightning.client_data.cohort_batch import CohortBatch
 from fl_lightning.cohort.cohort import Cohort
 from fl_lightning.cohort.round_cohort import RoundCohort
 from fl_lightning.cohort.slots import StateSlots
-from fl_lightning.errors import ConfigurationError
+from fl_lightning.errors import ConfigurationError, doing
 from fl_lightning.executors.base import Executor
 from fl_lightning.executors.choice import Choice, choose_executor
 from fl_lightning.executors.sequential import SequentialExecutor
@@ -23,7 +23,7 @@ from fl_lightning.executors.vectorized import joint_executor
 from fl_lightning.models.dropout import convert_dropout
 from fl_lightning.optimizers import OptimizerCallable
 from fl_lightning.optimizers.checks import check_elementwise, check_overrides
-from fl_lightning.optimizers.schedules import LRSchedule
+from fl_lightning.optimizers.schedules import LRSchedule, lr_factor
 from fl_lightning.randomness import derive_seed, seed_global
 from fl_lightning.round.communication import Communication, round_communication
 from fl_lightning.round.declarations import Declarations, Methods
@@ -158,7 +158,8 @@ class FederatedModule(ServerModule):
         cohort.finish_steps(weigh_samples=self.weighting == "samples")
         self._call("on_before_aggregate", cohort)
         with self.clock.part("aggregation"):
-            update_server(cohort, self.aggregator, self.record, self.on_divergence)
+            settings = (self.aggregator, self.record, self.on_divergence)
+            update_server(cohort, *settings, lambda row, step: self.client_batches(cohort, [row], step))
             self.server_step()
         self._call("on_round_end", cohort)
         self.log_round(cohort)
@@ -174,7 +175,6 @@ class FederatedModule(ServerModule):
                 layer.train(policy["mean"] != "frozen")
             if self._cohort is None or len(self._cohort) != len(clients):
                 self._cohort = RoundCohort(self.model, len(clients), self.parameter_groups)
-            schedule = self.client_lr_schedule
             self._cohort.broadcast(
                 round_number=self.round,
                 client_ids=clients,
@@ -183,7 +183,7 @@ class FederatedModule(ServerModule):
                 policy=policy,
                 optimizer=self.client_optimizer,
                 overrides=self.parameter_groups,
-                lr_factor=schedule(self.round, self.planned_rounds) if schedule is not None else 1.0,
+                lr_factor=lr_factor(self.client_lr_schedule, self.round, self.planned_rounds),
                 seed=self.seed,
             )
         return self._cohort
@@ -191,9 +191,10 @@ class FederatedModule(ServerModule):
     def compute_gradients(self, cohort: RoundCohort, step: int) -> None:
         """The active clients' forward and backward passes of a local step: fills the gradient rows and the buffers."""
         indices = cohort.begin_step(step)
-        with self.clock.part("data"):
+        place = f"round {cohort.round}, local step {step + 1}"
+        with self.clock.part("data"), doing(place):
             batches = self.client_batches(cohort, indices, step)
-        with self.clock.part("forward_backward"):
+        with self.clock.part("forward_backward"), doing(place):
             losses = self._executor(step).backward(self, cohort, batches, indices)
             cohort.add_losses(indices, losses, batches.sizes())
         progress: object = self.trainer.progress_bar_callback
@@ -236,8 +237,8 @@ class FederatedModule(ServerModule):
 
     def _call(self, hook: str, cohort: RoundCohort, *step: int) -> None:
         """Call a hook of every method that has it: what it draws depends on neither the executor nor on earlier draws."""
-        with self.clock.part("callbacks"):
-            for name, own in self._methods.hooks(hook):
+        for name, own in self._methods.hooks(hook):
+            with self.clock.part("callbacks"), doing(f"{name}.{hook}, round {cohort.round}"):
                 seed_global(derive_seed(self.seed, f"{name}.{hook}", cohort.round, *step), self.device)
                 own(self.trainer, self, cohort, *step)
 

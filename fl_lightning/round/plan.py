@@ -3,7 +3,7 @@
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import ceil
+from math import ceil, inf
 from typing import Literal
 
 import torch
@@ -164,8 +164,8 @@ def check_local_work(
     for setting, value in (("local_steps", local_steps), ("local_epochs", local_epochs)):
         if value is not None and value < 1:
             raise ConfigurationError(f"{setting}: {value} must be at least 1")
-    if budget_epochs is not None and budget_epochs <= 0:
-        raise ConfigurationError(f"budget_epochs: {budget_epochs} must be positive")
+    if budget_epochs is not None and not 0 < budget_epochs < inf:
+        raise ConfigurationError(f"budget_epochs: {budget_epochs} must be positive and finite")
     if not (participation >= 1 if isinstance(participation, int) else 0 < participation <= 1):
         raise ConfigurationError(
             f"participation: {participation} must be a fraction in (0, 1] (0.1, 1.0) or a number of clients (1, 2, ...)"

@@ -13,7 +13,8 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 
 from fl_lightning.client_data.federated import FederatedDataModule
-from fl_lightning.errors import ConfigurationError
+from fl_lightning.errors import ConfigurationError, doing
+from fl_lightning.executors.base import computation
 from fl_lightning.optimizers import OptimizerCallable
 from fl_lightning.optimizers.checks import check_server_optimizer
 from fl_lightning.round.clock import RoundClock
@@ -260,7 +261,9 @@ class ServerModule(L.LightningModule):
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         """Evaluate the server model on a batch of evaluation data."""
-        self.evaluate_batch(batch, self.evaluation)
+        place = f"evaluating the server after round {self.trainer.global_step}, batch {batch_idx + 1}"
+        with doing(place), doing(lambda: computation(self, batch)):
+            self.evaluate_batch(batch, self.evaluation)
 
     def test_step(self, batch: Any, batch_idx: int) -> None:
         """Evaluate the server model on a batch of test data."""

@@ -17,7 +17,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from fl_lightning.errors import ConfigurationError
-from fl_lightning.files import atomic_write, unwritable
+from fl_lightning.files import atomic_write, unwritable, user_path
 
 
 class AtomicCheckpointIO(CheckpointIO):
@@ -176,7 +176,7 @@ def local_path(path: str | os.PathLike[str]) -> Path:
         raise ConfigurationError(
             f"checkpoint path {path} is remote; use a path of a local or mounted file system"
         )
-    return Path(path)
+    return user_path("checkpoint.dirpath", path)
 
 
 def _unreadable(path: Path) -> ConfigurationError:

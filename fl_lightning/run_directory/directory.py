@@ -20,7 +20,7 @@ from typing import Any
 import yaml
 
 from fl_lightning.errors import ConfigurationError
-from fl_lightning.files import folder_below, remove_empty
+from fl_lightning.files import folder_below, remove_empty, user_path
 
 _NUMBER = r"(?:\.([1-9][0-9]*))?"
 
@@ -111,6 +111,7 @@ class Attempt:
     learning_curve = _File("learning_curve.png")  # accuracy and loss over communication rounds
     class_accuracy = _File("class_accuracy.png")  # of the final server model
     wandb_id = _File("wandb_id")  # the id of the run at W&B, which a resumed run keeps
+    error = _File("error.txt")  # the traceback of what ended the run
 
     @property
     def checkpoints(self) -> Path:
@@ -183,8 +184,7 @@ class RunDirectory:
                 return Attempt(path)
         except OSError as error:
             raise ConfigurationError(
-                f"run directory {self.root / self.stem} cannot be created: {error.strerror}; "
-                "use a folder that you can write to"
+                f"run directory {self.root / self.stem} cannot be created: {error.strerror}; use a folder that you can write to"
             ) from error
 
     def next_attempt(self, held: ExitStack) -> Attempt:
@@ -240,7 +240,7 @@ class RunDirectory:
             ConfigurationError: There is no such checkpoint.
         """
         if ckpt_path not in ("last", "best"):
-            path = Path(ckpt_path).expanduser()
+            path = user_path("ckpt_path", ckpt_path)
             if not path.is_file():
                 raise ConfigurationError(
                     f"ckpt_path {path} is not a file; give an existing one, 'last', 'best' or 'auto'"

@@ -41,8 +41,8 @@ class RunFiles(L.Callback):
         if self.attempt is not None:
             if trainer.global_step and self.attempt.metrics.exists():
                 cut_back(self.attempt.metrics, trainer.global_step)
-            for path in (self.attempt.result, self.attempt.class_accuracy):
-                path.unlink(missing_ok=True)  # of a shorter run that this one takes further
+            for path in (self.attempt.result, self.attempt.class_accuracy, self.attempt.error):
+                path.unlink(missing_ok=True)  # of a run that this one takes further
             origin = "".join(f"# {line}\n" for line in origin_in_words(pl_module.record.continued_from))
             write_text(self.attempt.config, origin + self.config)
             write_json(self.attempt.partition, pl_module.data.partition_record())

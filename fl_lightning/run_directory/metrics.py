@@ -146,4 +146,4 @@ def _row(line: bytes) -> dict[str, Any] | None:
         row = json.loads(line)
     except ValueError:
         return None
-    return restored(row) if isinstance(row, dict) and "round" in row else None
+    return restored(row) if isinstance(row, dict) and isinstance(row.get("round"), int) else None

@@ -1,5 +1,6 @@
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -56,6 +57,32 @@ def test_top_level_help_names_every_command_and_no_argument_is_a_mistake(capsys)
         main([])
     assert stop.value.code == 2
     assert capsys.readouterr().out == shown
+
+
+def test_help_of_a_command_is_short_and_says_where_the_long_one_is(capsys):
+    from fl_lightning.__main__ import main
+
+    main(["fit", "--help"])
+    shown = capsys.readouterr().out
+    assert len(shown.splitlines()) < 40
+    assert "fit --help all" in shown
+    assert "list {methods,models,data,partitions,norms,aggregators}" in shown
+    with pytest.raises(SystemExit) as stop:
+        main(["fit", "--help", "all"])
+    assert stop.value.code in (0, None)
+    assert "--model.local_steps" in capsys.readouterr().out
+
+
+def test_a_run_says_within_two_seconds_that_it_has_begun():
+    command = [sys.executable, "-m", "fl_lightning", "fit", "--config", "nowhere.yaml"]
+    started = time.monotonic()
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        seconds = time.monotonic() - started
+        process.kill()
+    assert line == f"fl_lightning {fl_lightning.__version__}: loading PyTorch and Lightning\n"
+    assert seconds < 2
 
 
 @pytest.mark.parametrize("command", ["fit", "validate", "test", "predict"])

@@ -3,6 +3,7 @@
 import gc
 import multiprocessing
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -82,8 +83,12 @@ class Fails(nn.Module):
 @STARTS
 def test_a_bug_in_a_worker_is_raised_with_the_workers_traceback(start, monkeypatch):
     monkeypatch.setenv("FAILS_IN", str(os.getpid()))
-    with pytest.raises(RuntimeError, match=r"worker process(.|\n)*in forward(.|\n)*a bug of one's own"):
+    with pytest.raises(RuntimeError, match="ZeroDivisionError: a bug of one's own") as failure:
         states(ProcessExecutor(2, start=start), model=nn.Sequential(Fails(), small_cnn()))
+    assert failure.value.__notes__[1:] == ["computing client 2", "round 1, local step 1"]
+    assert re.search(
+        r"worker process(.|\n)*in forward(.|\n)*a bug of one's own", str(failure.value.__cause__)
+    )
     assert_same(states(SequentialExecutor()), states(ProcessExecutor(2, start=start)))
 
 

@@ -86,11 +86,11 @@ def attempts(root="runs"):
     return sorted(path.name for path in Path(root).glob("*/*"))
 
 
-def message_of(capsys, call):
+def message_of(capsys, call, status=2):
     """What a failing command says: one line, no traceback, a status that is not zero."""
     with pytest.raises(SystemExit) as stop:
         call()
-    assert stop.value.code == 2
+    assert stop.value.code == status
     message = capsys.readouterr().err
     assert "Traceback" not in message
     assert message.startswith("error: ")

@@ -1,0 +1,73 @@
+"""``python -m fl_lightning list``: what a configuration can name, with a line for each."""
+
+import re
+from collections.abc import Sequence
+from inspect import isabstract
+
+from lightning.pytorch.callbacks import Callback
+from torch import nn
+
+from fl_lightning import aggregation, models
+from fl_lightning.cli.command_line import import_shipped
+from fl_lightning.cli.messages import fail
+from fl_lightning.client_data.federated import FederatedDataModule
+from fl_lightning.console import print_table
+from fl_lightning.errors import ConfigurationError
+from fl_lightning.models.norm import NORMS
+
+KINDS = {
+    "methods": "trainer.callbacks",
+    "models": "model.model",
+    "data": "data",
+    "partitions": "data.partition",
+    "norms": "model.model.norm",
+    "aggregators": "model.aggregator",
+}
+"""What can be listed, and the setting that takes it."""
+
+
+def main(args: Sequence[str]) -> None:
+    """Print the names of some kinds, each with the first line of its docstring.
+
+    Args:
+        args: Arguments after ``list``: kinds, all of them where there is none.
+    """
+    try:
+        for kind in args:
+            if kind not in KINDS:
+                raise ConfigurationError(f"list: there is no {kind!r}; use some of {', '.join(KINDS)}")
+        for kind in args or KINDS:
+            print_table(f"{kind.capitalize()} ({KINDS[kind]})", named(kind))
+    except Exception as error:  # noqa: BLE001  # whatever it is, the user gets one line
+        fail(error)
+
+
+def named(kind: str) -> dict[str, str]:
+    """The names of a kind, each with a line of what it is.
+
+    Args:
+        kind: A key of :data:`KINDS`.
+    """
+    if kind == "norms":
+        return dict(NORMS)
+    shipped = import_shipped()
+    data = shipped["datamodules"]
+    module, base, only_bases = {
+        "methods": (shipped["callbacks"], Callback, ()),
+        "models": (models, nn.Module, ()),
+        "data": (data, FederatedDataModule, (data.InMemoryDataModule,)),
+        "partitions": (data, data.Partition, (data.Partition,)),
+        "aggregators": (aggregation, aggregation.Aggregator, ()),
+    }[kind]
+    found = {}
+    for name in sorted(module.__all__, key=str.lower):
+        thing = getattr(module, name)
+        if (
+            isinstance(thing, type)
+            and issubclass(thing, base)
+            and not isabstract(thing)
+            and thing not in only_bases
+        ):
+            line = (thing.__doc__ or "").partition("\n")[0]
+            found[name] = re.sub(r":\w+:`~?(?:[\w.]*\.)?(\w+)`", r"\1", line).replace("``", "")
+    return found

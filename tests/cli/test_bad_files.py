@@ -1,0 +1,135 @@
+"""Files that cannot be settings, paths that cannot be, and commands that do not exist."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from command_line import attempts, message_of, run, write_config
+
+import fl_lightning.__main__ as program
+
+TEXT = "model:\n  local_steps: 3\n"
+
+FILES = {
+    "binary": (bytes(range(256)), "is not text in UTF-8 (byte 129 is 0x80); save it as UTF-8"),
+    "UTF-16": (TEXT.encode("utf-16"), "is not text in UTF-8 (byte 1 is 0xff); save it as UTF-8"),
+    "Latin-1": ("name: Zürich\n".encode("latin-1"), "is not text in UTF-8 (byte 8 is 0xfc); save it as UTF-8"),
+    "a key twice": (
+        (TEXT + "  local_steps: 4\n").encode(),
+        "is not YAML: 'local_steps' is given twice in \"<unicode string>\", line 2, column 3: local_steps: 3 ^; keep one of them",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("content", "line"), FILES.values(), ids=FILES)
+def test_file_that_is_no_yaml_is_named_wherever_it_is_given(content, line, capsys):
+    Path("odd.yaml").write_bytes(content)
+    for changes, arguments in (({}, ["--config", "odd.yaml"]), ({"model.model": "odd.yaml"}, [])):
+        write_config(changes)
+        message = message_of(capsys, lambda arguments=arguments: run(*arguments))
+        assert message == f"error: config odd.yaml {line}\n"
+    assert attempts() == []
+
+
+def test_merged_keys_of_yaml_are_given_once():
+    write_config()
+    text = (
+        Path("tiny.yaml")
+        .read_text()
+        .replace("trainer:\n", "trainer:\n  <<: {max_epochs: 3}\n  <<: {devices: 1}\n")
+    )
+    Path("merged.yaml").write_text(text)
+    assert run("--config", "merged.yaml").trainer.max_epochs == 4
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("trainer:\n", "trainer: null holds no settings such as trainer.accelerator"),
+        ("model: null\n", "model: null holds no settings such as model.model"),
+        ("wandb:\n", "wandb: null holds no settings such as wandb.mode"),
+        ("trainer: [1, 2]\n", "trainer: [1, 2] holds no settings such as trainer.accelerator"),
+    ],
+)
+def test_section_without_settings_in_a_second_file_is_refused(text, line, capsys):
+    write_config()
+    Path("odd.yaml").write_text(text)
+    assert message_of(capsys, lambda: run("--config", "odd.yaml")) == f"error: {line}\n"
+
+
+def test_a_freeze_round_by_hand_replaces_the_fraction_of_the_yaml(capsys):
+    write_config({"trainer.callbacks": [{"class_path": "FixBN", "init_args": {"freeze_fraction": 0.5}}]})
+    cli = run("--trainer.callbacks.freeze_round", 1, "--trainer.fast_dev_run", "true")
+    (method,) = [callback for callback in cli.trainer.callbacks if type(callback).__name__ == "FixBN"]
+    assert (method.freeze_round, method.freeze_fraction) == (1, None)
+    both = ("--trainer.callbacks.freeze_round=1", "--trainer.callbacks.freeze_fraction=0.5")
+    assert message_of(capsys, lambda: run(*both)) == (
+        "error: FixBN.freeze_round: 1 and FixBN.freeze_fraction: 0.5 both say when; give one of them\n"
+    )
+
+
+COMMANDS = "use one of fit, validate, test, predict, verify, search-freeze, list"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        ("fitt", f"there is no command 'fitt'; did you mean fit?; {COMMANDS}"),
+        ("verfy --callback FixBN", f"there is no command 'verfy'; did you mean verify?; {COMMANDS}"),
+        ("--config tiny.yaml", f"no command is given; {COMMANDS}"),
+    ],
+)
+def test_usage_error_names_all_commands(arguments, line, capsys):
+    assert message_of(capsys, lambda: program.main(arguments.split())) == f"error: {line}\n"
+
+
+@pytest.mark.parametrize(
+    ("schedule", "line"),
+    [
+        ("schedules.nothing", "client_lr_schedule: nan in round 2 must be a finite factor >= 0"),
+        ("schedules.negative", "client_lr_schedule: -1.0 in round 1 must be a finite factor >= 0"),
+    ],
+)
+def test_schedule_that_gives_no_factor_is_refused(schedule, line, capsys, tmp_path, monkeypatch):
+    Path("schedules.py").write_text(
+        "def nothing(round, rounds): return 1.0 if round == 1 else float('nan')\n"
+        "def negative(round, rounds): return -1\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "schedules", raising=False)
+    assert message_of(capsys, lambda: run("--model.client_lr_schedule", schedule)) == f"error: {line}\n"
+
+
+def test_function_that_is_no_schedule_is_named_with_the_round(capsys):
+    message = message_of(capsys, lambda: run("--model.client_lr_schedule", "math.sqrt"), status=1)
+    assert message == (
+        "error: TypeError: math.sqrt() takes exactly one argument (2 given) (calling model.client_lr_schedule with round 1 "
+        "of 4; the traceback is in error.txt)\n"
+    )
+
+
+def test_row_of_metrics_whose_round_is_no_number_is_refused(capsys):
+    attempt = run("--trainer.max_epochs", 2).attempt
+    lines = attempt.metrics.read_text().splitlines()
+    lines[1] = json.dumps({"round": "one"})
+    attempt.metrics.write_text("\n".join(lines) + "\n")
+    capsys.readouterr()
+    message = message_of(capsys, lambda: run("--ckpt_path", "last", "--trainer.max_epochs", 3))
+    assert message == (
+        f"error: {attempt.metrics.resolve()} line 2 is not a row of metrics; restore the file or start anew\n"
+    )
+
+
+def test_a_name_that_the_terminal_cannot_show_ends_no_run(tmp_path):
+
+    write_config({"name": "Zürich"})
+    arguments = ["fit", "--config", "tiny.yaml", "--trainer.max_epochs", "1"]
+    done = subprocess.run(
+        [sys.executable, "-m", "fl_lightning", *arguments],
+        env=os.environ | {"PYTHONIOENCODING": "ascii"}, capture_output=True, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert rb"runs/Z\xfcrich/" in done.stdout
