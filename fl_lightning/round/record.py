@@ -9,6 +9,7 @@ from lightning.pytorch.loggers import Logger
 from torchmetrics import Metric
 
 from fl_lightning.cohort.round_cohort import RoundCohort
+from fl_lightning.errors import ConfigurationError
 
 
 class RunRecord:
@@ -92,6 +93,37 @@ class RunRecord:
         for logger in loggers:
             logger.log_metrics(line, step=int(line["round"]))
         self._logging_seconds = time.perf_counter() - started
+
+    def go_on_with(self, data: dict[str, Any], path: str, round_number: int, *, accept: bool) -> bool:
+        """Go on with data, and note it where they are others than those of the checkpoint.
+
+        Args:
+            data: Digests of the data by name.
+            path: The checkpoint.
+            round_number: Its round.
+            accept: Whether they may be others.
+
+        Returns:
+            Whether the checkpoint knows its data; an old one does not.
+
+        Raises:
+            ConfigurationError: They are others and may not be.
+        """
+        trained, self.data = self.data, data
+        other = {
+            f"data.{name}": [trained.get(name), data[name]]
+            for name in data
+            if trained.get(name) != data[name]
+        }
+        if trained and other and not accept:
+            names = ", ".join(name.removeprefix("data.") for name in other)
+            raise ConfigurationError(
+                f"data: the checkpoint {path} was trained on other data, these differ in: {names}; use its data and its "
+                "seed_everything, or go on with these by --accept_data (in Python: accept_data = True of the module)"
+            )
+        if trained and other:
+            self.continue_from(path, round_number, other)
+        return bool(trained)
 
     def state_dict(self) -> dict[str, Any]:
         """Totals and the newest metrics, as plain numbers."""

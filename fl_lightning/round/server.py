@@ -174,26 +174,15 @@ class ServerModule(L.LightningModule):
         self.record = RunRecord()
         self.record.load_state_dict(state["record"])
         if self._resumed:
-            self._check_data(checkpoint["global_step"])
+            place = str(self.trainer.ckpt_path), checkpoint["global_step"]
+            if not self.record.go_on_with(self.data.fingerprint(), *place, accept=self.accept_data):
+                self.print(
+                    f"checkpoint {place[0]} does not say what data it was trained on; these may be others"
+                )
 
     def on_train_start(self) -> None:
         """Keep what the data of the run are, for its checkpoints."""
         self.record.data = self.record.data or self.data.fingerprint()
-
-    def _check_data(self, round_number: int) -> None:
-        path = str(self.trainer.ckpt_path)
-        trained, self.record.data = self.record.data, self.data.fingerprint()
-        pairs = {name: [trained.get(name), found] for name, found in self.record.data.items()}
-        other = [name for name, (before, found) in pairs.items() if before != found]
-        if not trained:
-            self.print(f"checkpoint {path} does not say what data it was trained on; these may be others")
-        elif other and not self.accept_data:
-            raise ConfigurationError(
-                f"data: the checkpoint {path} was trained on other data, these differ in: {', '.join(other)}; use its data and its "
-                "seed_everything, or go on with these by --accept_data (in Python: accept_data = True of the module)"
-            )
-        elif other:
-            self.record.continue_from(path, round_number, {f"data.{name}": pairs[name] for name in other})
 
     def on_train_epoch_start(self) -> None:
         """Let the last round be evaluated, however rarely others are: the result is the last point of the curve."""

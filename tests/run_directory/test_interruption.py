@@ -32,6 +32,12 @@ FIXBN = {"class_path": "FixBN", "init_args": {"freeze_round": 2}}
 def ctrl_c(tmp_path, monkeypatch):
     (tmp_path / "ctrl_c.py").write_text(CTRL_C)
     monkeypatch.syspath_prepend(tmp_path)
+    # where the tests run in the background or under nohup these are ignored, and a run leaves it at that
+    handlers = signal.SIG_DFL, signal.default_int_handler
+    before = [signal.signal(*pair) for pair in zip((signal.SIGHUP, signal.SIGINT), handlers, strict=True)]
+    yield
+    for number, handler in zip((signal.SIGHUP, signal.SIGINT), before, strict=True):
+        signal.signal(number, handler)
 
 
 def interrupted(number, times=1):
