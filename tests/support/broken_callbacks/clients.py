@@ -1,0 +1,91 @@
+"""Broken in what is kept of clients, and in what they see of each other."""
+
+from broken_callbacks.registry import fails, of_kind
+from callbacks import FedBN, MaintainedMomentum
+from fl_lightning import FederatedCallback
+
+
+@fails("absent clients", "client numbers", "clients' own state")
+class MomentumByRow(MaintainedMomentum):
+    """Keys its memory by the row in the cohort, not by the client."""
+
+    def on_round_start(self, trainer, pl_module, cohort):
+        self._by_row(super().on_round_start, trainer, pl_module, cohort)
+
+    def on_before_aggregate(self, trainer, pl_module, cohort):
+        self._by_row(super().on_before_aggregate, trainer, pl_module, cohort)
+
+    @staticmethod
+    def _by_row(hook, trainer, pl_module, cohort):
+        clients, cohort.client_ids = cohort.client_ids, list(range(len(cohort)))
+        hook(trainer, pl_module, cohort)
+        cohort.client_ids = clients
+
+
+@fails("absent clients")
+class FadingMomentum(MaintainedMomentum):
+    """Lets every client's memory fade in each round, absent ones' too."""
+
+    def on_before_aggregate(self, trainer, pl_module, cohort):
+        super().on_before_aggregate(trainer, pl_module, cohort)
+        for kept in self.memory.values():
+            for name in kept.keys() - {"steps"}:
+                kept[name] = 0.9 * kept[name]
+
+
+@fails("local state", "absent clients")
+class ForgetfulFedBN(FedBN):
+    """Remembers only the clients of the last round."""
+
+    def on_round_start(self, trainer, pl_module, cohort):
+        for client in [c for c in self.memory if c >= 0 and c not in cohort.client_ids]:
+            del self.memory[client]
+        super().on_round_start(trainer, pl_module, cohort)
+
+
+@fails("local state", "clients' own state")
+class OverwrittenLocal(FederatedCallback):
+    """Says that statistics are local, but clients start from the server's copy."""
+
+    def policy(self, round_number, total_rounds):
+        return dict.fromkeys(("mean", "var", "counter"), "local")
+
+
+@fails("exchange in a round")
+class NeighboursStatistics(FederatedCallback):
+    """Gives every client the mean of all clients' statistics in the middle of a round, without declaring an exchange."""
+
+    def on_local_step_end(self, trainer, pl_module, cohort, step):
+        for name in of_kind(cohort, "mean", "var"):
+            cohort.buffers[name].copy_(cohort.mean(cohort.buffers[name]).expand_as(cohort.buffers[name]))
+
+
+@fails("clients' own state")
+class LeakedMomentum(MaintainedMomentum):
+    """Shares momentum through its memory, without declaring what is sent."""
+
+    def __init__(self):
+        super().__init__("global")
+
+    def extra_payload(self, cohort):
+        return 0, 0
+
+
+@fails("clients' own state")
+class KeptReset(FederatedCallback):
+    """Says that statistics are reset, but hands them on."""
+
+    def policy(self, round_number, total_rounds):
+        return dict.fromkeys(("mean", "var"), "reset")
+
+    def on_round_end(self, trainer, pl_module, cohort):
+        for name in of_kind(cohort, "mean", "var"):
+            cohort.server_buffers[name].copy_(cohort.mean(cohort.buffers[name]))
+
+
+@fails("payload")
+class NegativePayload(FederatedCallback):
+    """Sends half a float less."""
+
+    def extra_payload(self, cohort):
+        return 0, -0.5

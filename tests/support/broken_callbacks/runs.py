@@ -1,0 +1,130 @@
+"""Broken in that equal runs end differently."""
+
+import random
+
+import numpy as np
+import torch
+
+from broken_callbacks.registry import fails
+from callbacks import MaintainedMomentum
+from fl_lightning import FederatedCallback
+
+
+@fails("resume")
+class UnsavedMomentum(MaintainedMomentum):
+    """Keeps momentum out of its state_dict."""
+
+    def state_dict(self):
+        return {}
+
+
+@fails("resume")
+class UnreadableState(FederatedCallback):
+    """Saves an object, which a checkpoint that holds plain tensors and numbers cannot."""
+
+    def state_dict(self):
+        return {"history": {np.random.default_rng}}
+
+
+class NoisyGradients(FederatedCallback):
+    """Scales all gradients by a number of its own."""
+
+    def on_after_local_backward(self, trainer, pl_module, cohort, step):
+        for gradients in cohort.grads.blocks.values():
+            gradients *= 1 + 0.1 * self.number(pl_module, cohort)
+
+
+@fails("random numbers", "resume")
+class OwnGenerator(NoisyGradients):
+    """Draws from a generator that it keeps."""
+
+    def __init__(self):
+        self.generator = random.Random(0)
+
+    def number(self, pl_module, cohort):
+        return self.generator.random()
+
+
+@fails("random numbers")
+class SavedGenerator(NoisyGradients):
+    """The same with a generator whose position is saved: it resumes, but its draws still depend on call order."""
+
+    def __init__(self):
+        self.generator = torch.Generator().manual_seed(0)
+
+    def number(self, pl_module, cohort):
+        return float(torch.rand(1, generator=self.generator))
+
+    def state_dict(self):
+        return {"generator": self.generator.get_state()}
+
+    def load_state_dict(self, state_dict):
+        self.generator.set_state(state_dict["generator"])
+
+
+@fails("random numbers", "resume")
+class GlobalNumpy(NoisyGradients):
+    """Draws from numpy's global generator."""
+
+    def number(self, pl_module, cohort):
+        return np.random.rand()
+
+
+@fails("runs repeat")
+class Unseeded(NoisyGradients):
+    """Draws from the operating system's entropy."""
+
+    def number(self, pl_module, cohort):
+        return random.SystemRandom().random()
+
+
+@fails("runs repeat")
+class SharedMemory(MaintainedMomentum):
+    """All its objects share one memory, which outlives a run."""
+
+    shared: dict = {}  # noqa: RUF012  # the mistake
+
+    def __init__(self):
+        super().__init__()
+        self.memory = self.shared
+
+    def state_dict(self):
+        return {}
+
+
+@fails("observers", "random numbers", "clients' own state")
+class CountsItsNeighbours(NoisyGradients):
+    """Does something else where another callback runs beside it."""
+
+    def number(self, pl_module, cohort):
+        return len(pl_module.federated_callbacks)
+
+
+@fails("client numbers")
+class FirstClientCounts(NoisyGradients):
+    """Treats client 0 differently."""
+
+    def number(self, pl_module, cohort):
+        return float(0 in cohort.client_ids)
+
+
+@fails("sequential = vectorised", "vectorised in blocks")
+class CountsForwardCalls(NoisyGradients):
+    """A forward hook counts calls: one per client, or one per block."""
+
+    def configure_batch_norm(self, pl_module):
+        self.calls = 0
+        self.handle = pl_module.model[0].register_forward_hook(self._count)
+
+    def _count(self, module, inputs, outputs):
+        self.calls += 1
+
+    def number(self, pl_module, cohort):
+        calls, self.calls = self.calls, 0
+        return calls * len(cohort)
+
+    def on_round_start(self, trainer, pl_module, cohort):
+        self.calls = 0
+
+    def on_fit_end(self, trainer, pl_module):
+        self.handle.remove()

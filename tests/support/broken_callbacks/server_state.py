@@ -1,0 +1,116 @@
+"""Broken in what becomes of the server's state."""
+
+from broken_callbacks.registry import fails, of_kind
+from callbacks import FixBN
+from fl_lightning import FederatedCallback
+from fl_lightning.batch_norm.layers import batch_norm_layers
+
+
+@fails("averaged state")
+class UnweightedStatistics(FederatedCallback):
+    """Averages statistics with 1/n whatever the clients' sizes."""
+
+    def on_round_end(self, trainer, pl_module, cohort):
+        for name in of_kind(cohort, "mean", "var"):
+            cohort.server_buffers[name].copy_(cohort.buffers[name].mean(0))
+
+
+@fails("model comes back")
+class LeavesMomentum(FederatedCallback):
+    """Sets the BN layers' momentum and leaves it so."""
+
+    def configure_batch_norm(self, pl_module):
+        for layer in batch_norm_layers(pl_module.model).values():
+            layer.momentum = 0.5
+
+
+@fails("counters")
+class AveragedCounter(FederatedCallback):
+    """Averages the counter as a float."""
+
+    def on_round_end(self, trainer, pl_module, cohort):
+        for name in of_kind(cohort, "counter"):
+            cohort.server_buffers[name].copy_(cohort.mean(cohort.buffers[name].double()))
+
+
+@fails("frozen state")
+class DriftingStatistics(FixBN):
+    """Averages frozen statistics all the same, which is no longer bitwise what was frozen."""
+
+    def __init__(self):
+        super().__init__(freeze_round=2)
+
+    def on_round_end(self, trainer, pl_module, cohort):
+        if cohort.policy["var"] == "frozen":
+            for name in of_kind(cohort, "var"):
+                cohort.server_buffers[name].mul_(1 + 1e-12)
+
+
+@fails("frozen state")
+class DecayedFrozenParameters(FixBN):
+    """Lets weight decay shrink frozen gammas at the clients."""
+
+    def __init__(self):
+        super().__init__(freeze_round=2, freeze="both")
+
+    def on_local_step_end(self, trainer, pl_module, cohort, step):
+        if cohort.policy["affine"] == "frozen":
+            for name in of_kind(cohort, "affine"):
+                cohort.params[name].mul_(1 - 0.05 * 0.01)
+
+
+@fails("frozen state")
+class DecayedAtTheServer(FixBN):
+    """Lets the server optimizer's weight decay shrink frozen gammas."""
+
+    def __init__(self):
+        super().__init__(freeze_round=2, freeze="both")
+
+    def on_round_end(self, trainer, pl_module, cohort):
+        settings = pl_module.optimizers().param_groups[0]
+        if cohort.policy["affine"] == "frozen":
+            for name in of_kind(cohort, "affine"):
+                cohort.server_parameters[name].detach().mul_(1 - settings["lr"] * settings["weight_decay"])
+
+
+@fails("server optimizer")
+class SteppedStatistics(FederatedCallback):
+    """Passes statistics through the server optimizer's learning rate."""
+
+    def on_round_start(self, trainer, pl_module, cohort):
+        self.before = {name: cohort.server_buffers[name].clone() for name in of_kind(cohort, "mean", "var")}
+
+    def on_round_end(self, trainer, pl_module, cohort):
+        rate = pl_module.optimizers().param_groups[0]["lr"]
+        for name, before in self.before.items():
+            buffer = cohort.server_buffers[name]
+            buffer.copy_(before - rate * (before - buffer))
+
+
+@fails("pooled state")
+class NeverPooled(FederatedCallback):
+    """Says that it aggregates statistics itself, and does not."""
+
+    def policy(self, round_number, total_rounds):
+        return {"mean": "pooled", "var": "pooled"}
+
+
+@fails("variances")
+class NegativeVariance(FederatedCallback):
+    """Overshoots: the server's variance goes below zero."""
+
+    def policy(self, round_number, total_rounds):
+        return {"var": "pooled"}
+
+    def on_round_end(self, trainer, pl_module, cohort):
+        for name in of_kind(cohort, "var"):
+            cohort.server_buffers[name].sub_(10 * cohort.mean(cohort.buffers[name]))
+
+
+@fails("trains")
+class Idle(FederatedCallback):
+    """Throws away what clients have learned."""
+
+    def on_before_aggregate(self, trainer, pl_module, cohort):
+        for name, rows in cohort.params.items():
+            rows.copy_(cohort.server[name].expand_as(rows))
