@@ -23,6 +23,7 @@ Check = Callable[[Trials], str]
 
 OF_ONE_RUN: dict[str, Check] = {
     "trains": state_rules.trains,
+    "between rounds": state_rules.between_rounds,
     "averaged state": state_rules.averaged_state,
     "counters": state_rules.counters,
     "frozen state": state_rules.frozen_state,

@@ -1,6 +1,7 @@
 """The method does to the server's state what its policy says, and leaves the model as it was given."""
 
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -33,6 +34,15 @@ def trains(trials: Trials) -> str:
     if moved <= TOLERANCE:
         raise Violated("no weight of the server changes in four rounds")
     return f"loss {losses[0]:.3g} to {losses[-1]:.3g} in {len(losses)} rounds"
+
+
+def between_rounds(trials: Trials) -> str:
+    """A round broadcasts, bit for bit, what the last one ended with: no hook changes the server in between."""
+    for number, (last, seen) in enumerate(pairwise(trials.run().rounds), 2):
+        wrong = first_difference(last.server, seen.broadcast)
+        if wrong:
+            raise Violated(f"round {number} does not broadcast what round {number - 1} ended with: {wrong}")
+    return "each round broadcasts what the last one ended with"
 
 
 def averaged_state(trials: Trials) -> str:

@@ -114,3 +114,53 @@ class Idle(FederatedCallback):
     def on_before_aggregate(self, trainer, pl_module, cohort):
         for name, rows in cohort.params.items():
             rows.copy_(cohort.server[name].expand_as(rows))
+
+
+class ShrinkingStatistics(FederatedCallback):
+    """Shrinks the server's running variances in one of Lightning's hooks, between two rounds."""
+
+    @staticmethod
+    def shrink(pl_module):
+        for layer in batch_norm_layers(pl_module.model).values():
+            layer.running_var.mul_(0.9)
+
+
+@fails("between rounds")
+class ShrinksBeforeTheRound(ShrinkingStatistics):
+    """Before the broadcast."""
+
+    def on_train_epoch_start(self, trainer, pl_module):
+        self.shrink(pl_module)
+
+
+@fails("between rounds")
+class ShrinksBeforeTheBatch(ShrinkingStatistics):
+    """Just before the broadcast, from some round on."""
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if pl_module.round == 3:
+            self.shrink(pl_module)
+
+
+@fails("between rounds")
+class ShrinksAfterTheRound(ShrinkingStatistics):
+    """After the round's end."""
+
+    def on_train_epoch_end(self, trainer, pl_module):
+        self.shrink(pl_module)
+
+
+@fails("between rounds")
+class ShrinksInEvaluation(ShrinkingStatistics):
+    """When the server is evaluated."""
+
+    def on_validation_epoch_end(self, trainer, pl_module):
+        self.shrink(pl_module)
+
+
+@fails("averaged state")
+class ShrinksInTheServerStep(ShrinkingStatistics):
+    """In the hook of the server step."""
+
+    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+        self.shrink(pl_module)
