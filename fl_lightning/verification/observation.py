@@ -26,6 +26,7 @@ class Round:
         clients: The cohort's client ids.
         shares: Aggregation weights n_i / n that the clients' sizes ask for, ``[C]``.
         policy: Treatment of each kind of state.
+        undecided: Treatments by kind that begin in a round which the method has not found yet.
         broadcast: The server's state at the start.
         start: The clients' rows at their first local step, ``[C, *shape]``.
         sent: The clients' rows as they are aggregated, likewise.
@@ -41,6 +42,7 @@ class Round:
     clients: list[int]
     shares: Tensor
     policy: dict[str, str]
+    undecided: dict[str, str]
     broadcast: State
     start: State = field(default_factory=dict)
     sent: State = field(default_factory=dict)
@@ -115,7 +117,10 @@ class Run(FederatedModule):
         kinds = {**cohort.parameter_kinds, **cohort.buffer_kinds}
         self.kinds = {name: kind for name, kind in kinds.items() if kind != "scratch"}
         sizes = torch.tensor([float(self.data.num_examples(client)) for client in cohort.client_ids]).double()
-        self.rounds.append(Round(list(cohort.client_ids), sizes / sizes.sum(), dict(cohort.policy), before))
+        undecided = dict(self.method.undecided()) if self.method is not None else {}
+        self.rounds.append(
+            Round(list(cohort.client_ids), sizes / sizes.sum(), dict(cohort.policy), undecided, before)
+        )
         return cohort
 
     def _call(self, hook: str, cohort: RoundCohort, *args: int) -> None:

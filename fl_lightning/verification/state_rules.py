@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from fl_lightning.mechanisms.freezing import Freezing
 from fl_lightning.verification.comparison import (
     TOLERANCE,
     NotApplicable,
@@ -88,7 +89,11 @@ def counters(trials: Trials) -> str:
 
 
 def frozen_state(trials: Trials) -> str:
-    """Frozen state changes neither at the server nor in the clients' rows, bit for bit, under any server optimizer."""
+    """Frozen state changes neither at the server nor in the clients' rows, bit for bit; statistics move where nobody froze them.
+
+    Under any server optimizer. A :class:`~fl_lightning.mechanisms.freezing.Freezing` freezes after its ``freeze_round``.
+    """
+    _frozen_when_said(trials.run())
     rounds = 0
     for run in (trials.run(), trials.run(server_momentum=0.9)):
         for number, seen, names in _with_treatment(run, "frozen"):
@@ -102,6 +107,22 @@ def frozen_state(trials: Trials) -> str:
     if not rounds:
         raise NotApplicable("nothing is frozen")
     return f"bitwise constant in {rounds // 2} rounds"
+
+
+def _frozen_when_said(run: Run) -> None:
+    """Demand that statistics move where the policy averages them or leaves them to the clients, and T* of a freezing method."""
+    freezes = run.method.kinds if isinstance(run.method, Freezing) else ()
+    last = getattr(run.method, "freeze_round", None)
+    for number, seen in enumerate(run.rounds, 1):
+        for name, kind in run.kinds.items():
+            says = seen.policy[kind]
+            moves = kind in ("mean", "var") and says in ("averaged", "local") and kind not in seen.undecided
+            if moves and same(seen.start[name], seen.sent[name]):
+                raise Violated(
+                    f"the clients' {name} stays as it was in round {number}, where the policy says {says}"
+                )
+            if last is not None and kind in freezes and (says == "frozen") != (number > last):
+                raise Violated(f"{name} is {says} in round {number}, and freeze_round is {last}")
 
 
 def local_state(trials: Trials) -> str:

@@ -1,7 +1,7 @@
 """Broken in what becomes of the server's state."""
 
 from broken_callbacks.registry import fails, of_kind
-from callbacks import FixBN
+from callbacks import FixBN, SlidingWindowFixBN
 from fl_lightning import FederatedCallback
 from fl_lightning.batch_norm.layers import batch_norm_layers
 
@@ -164,3 +164,60 @@ class ShrinksInTheServerStep(ShrinkingStatistics):
 
     def on_before_optimizer_step(self, trainer, pl_module, optimizer):
         self.shrink(pl_module)
+
+
+@fails("frozen state")
+class EvaluatesInSecret(FederatedCallback):
+    """Normalises with the running statistics from round 3 on, and says nothing of it."""
+
+    def on_round_start(self, trainer, pl_module, cohort):
+        for layer in batch_norm_layers(pl_module.model).values():
+            layer.train(cohort.round < 3)
+
+
+@fails("frozen state")
+class FreezesOneRoundEarly(FixBN):
+    """Normalises with the running statistics in round T* already."""
+
+    def __init__(self):
+        super().__init__(freeze_round=2)
+
+    def on_round_start(self, trainer, pl_module, cohort):
+        super().on_round_start(trainer, pl_module, cohort)
+        for layer in batch_norm_layers(pl_module.model).values():
+            layer.train(cohort.round < 2)
+
+
+@fails("frozen state", "own_twin_when_frozen")
+class FreezesOneRoundLate(FixBN):
+    """Trains with batch statistics in the first round after T*, too."""
+
+    def __init__(self):
+        super().__init__(freeze_round=2)
+
+    def on_round_start(self, trainer, pl_module, cohort):
+        super().on_round_start(trainer, pl_module, cohort)
+        for layer in batch_norm_layers(pl_module.model).values():
+            layer.train(cohort.round < 4)
+
+
+@fails("frozen state")
+class SaysOneRoundLate(FixBN):
+    """Has a policy that begins one round later than its setting says."""
+
+    def __init__(self):
+        super().__init__(freeze_round=2)
+
+    def last_batch_round(self, total_rounds):
+        return super().last_batch_round(total_rounds) + 1
+
+
+@fails("frozen state")
+class FindsOneRoundLate(SlidingWindowFixBN):
+    """Freezes one round after the one that it has found."""
+
+    def __init__(self):
+        super().__init__(2, 1e9)
+
+    def last_batch_round(self, total_rounds):
+        return None if self.freeze_round is None else self.freeze_round + 1
