@@ -34,11 +34,12 @@ def absent_clients(trials: Trials) -> str:
 def exchange(trials: Trials) -> str:
     """Within a round, what a client sends does not depend on another client's data, unless exchanges are declared."""
     usual = trials.run()
-    seen = usual.rounds[1]
-    if seen.exchanges or trials.make().needs_joint_forward:
-        raise NotApplicable(f"it declares exchanges inside a round: {seen.exchanges}")
-    disturbance = Disturbance(seen.clients[1], 2, ("data",))
-    _unreached(usual, trials.run(disturbance=disturbance), disturbance, 2, "other data")
+    apart = [number for number, seen in enumerate(usual.rounds, 1) if number > 1 and not seen.exchanges]
+    if not apart or trials.make().needs_joint_forward:
+        raise NotApplicable(f"it declares exchanges inside a round: {usual.rounds[1].exchanges}")
+    for number in (apart[0], apart[-1]):
+        disturbance = Disturbance(usual.rounds[number - 1].clients[1], number, ("data",))
+        _unreached(usual, trials.run(disturbance=disturbance), disturbance, number, "other data")
     return "what a client sends depends on the broadcast, its own data and memory"
 
 

@@ -66,8 +66,8 @@ class Disturb(FederatedCallback):
         for key in cohort.optimizer_state_keys if "optimizer" in what.what else []:
             held += cohort.optimizer_state(key).blocks.values()
         for block in held:
-            if block.is_floating_point():
-                block[row] += 0.25
+            if block.dtype != torch.bool:
+                block[row] += 0.25 if block.is_floating_point() else 100
 
 
 class SaveRounds(Checkpoint):

@@ -2,7 +2,7 @@
 
 from broken_callbacks.registry import fails, of_kind
 from callbacks import FedBN, MaintainedMomentum
-from fl_lightning import FederatedCallback
+from fl_lightning import FederatedCallback, LocalState
 
 
 @fails("absent clients", "client numbers", "clients' own state")
@@ -89,3 +89,37 @@ class NegativePayload(FederatedCallback):
 
     def extra_payload(self, cohort):
         return 0, -0.5
+
+
+@fails("clients' own state")
+class CountsTheOthers(LocalState):
+    """Scales gradients by the server's copy of the counter, the largest of those that clients keep for themselves."""
+
+    kinds = ("mean", "var", "counter")
+
+    def on_after_local_backward(self, trainer, pl_module, cohort, step):
+        count = max(int(cohort.server_buffers[name]) for name in of_kind(cohort, "counter"))
+        for gradients in cohort.grads.blocks.values():
+            gradients /= 1 + count
+
+
+@fails("clients' own state")
+class HandsOnResetCounters(FederatedCallback):
+    """Says that counters are reset, but hands the largest on."""
+
+    def policy(self, round_number, total_rounds):
+        return {"counter": "reset"}
+
+    def on_round_end(self, trainer, pl_module, cohort):
+        for name in of_kind(cohort, "counter"):
+            cohort.server_buffers[name].copy_(cohort.buffers[name].amax(0))
+
+
+@fails("exchange in a round")
+class LateExchange(FederatedCallback):
+    """From round 3 on, gives every client the mean of all clients' gradients."""
+
+    def on_after_local_backward(self, trainer, pl_module, cohort, step):
+        if cohort.round >= 3:
+            for gradients in cohort.grads.blocks.values():
+                gradients.copy_(cohort.mean(gradients).expand_as(gradients))
