@@ -128,3 +128,22 @@ class CountsForwardCalls(NoisyGradients):
 
     def on_fit_end(self, trainer, pl_module):
         self.handle.remove()
+
+
+@fails("client numbers")
+class LateFirstRow(FederatedCallback):
+    """Doubles the gradients of the first row, whoever it is, in one late round."""
+
+    round = 2
+
+    def on_after_local_backward(self, trainer, pl_module, cohort, step):
+        if cohort.round == self.round:
+            for gradients in cohort.grads.blocks.values():
+                gradients[0] *= 2
+
+
+@fails("client numbers")
+class LastRoundsFirstRow(LateFirstRow):
+    """The same in the last round."""
+
+    round = 4
