@@ -1,5 +1,6 @@
 """What of a method's ``state_dict`` belongs to which client, and what tells a client's number from any other."""
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -19,11 +20,16 @@ def entries(memory: Any) -> Entries:
     """Leaves of a memory by owner and place; the owner None is the server.
 
     A client owns what stands under its number in a dict (as int or text), at its position in a list as long as there are
-    clients, and in its row of a tensor with as many rows. Negative numbers are the server's.
+    clients, and in its row of a tensor with as many rows; where nobody owns anything so, what stands under a text with its
+    number in it (``"client3"``). Negative numbers are the server's.
     """
     owned: Entries = {}
-    for owner, place, leaf in _walk(memory, None, ""):
-        owned.setdefault(owner, {})[place] = leaf
+    for numbered in (r"-?\d+", r"\D*\d+\D*"):
+        owned = {}
+        for owner, place, leaf in _walk(memory, None, "", numbered):
+            owned.setdefault(owner, {})[place] = leaf
+        if owned.keys() - {None}:
+            break
     return owned
 
 
@@ -64,27 +70,24 @@ def _named(seen: Round, numbers: Sequence[int]) -> dict[str, Any]:
     }
 
 
-def _walk(tree: Any, owner: int | None, place: str) -> Iterator[tuple[int | None, str, Any]]:
+def _walk(tree: Any, owner: int | None, place: str, numbered: str) -> Iterator[tuple[int | None, str, Any]]:
     if isinstance(tree, Mapping):
-        numbered = owner is None and all(_number(key) is not None for key in tree)
-        for key, value in tree.items():
-            number = _number(key)
-            if numbered and number is not None and number >= 0:
-                yield from _walk(value, number, place)
+        numbers = [re.search(r"^-?\d+|\d+", str(key)) for key in tree if re.fullmatch(numbered, str(key))]
+        of_clients = owner is None and len(numbers) == len(tree)
+        for index, (key, value) in enumerate(tree.items()):
+            number = numbers[index] if of_clients else None
+            if number is not None and int(number[0]) >= 0:
+                rest = str(key).replace(number[0], "", 1)
+                yield from _walk(value, int(number[0]), place + (f"[{rest!r}]" if rest else ""), numbered)
             else:
-                yield from _walk(value, owner, f"{place}[{key!r}]")
+                yield from _walk(value, owner, f"{place}[{key!r}]", numbered)
     elif isinstance(tree, list | tuple):
         of_clients = owner is None and len(tree) == len(CLIENTS)
         for index, value in enumerate(tree):
-            yield from _walk(value, index, place) if of_clients else _walk(value, owner, f"{place}[{index}]")
+            at = (index, place) if of_clients else (owner, f"{place}[{index}]")
+            yield from _walk(value, *at, numbered)
     elif isinstance(tree, torch.Tensor) and owner is None and tree.dim() > 0 and len(tree) == len(CLIENTS):
         for client, row in enumerate(tree):
             yield client, place, row
     else:
         yield owner, place, tree
-
-
-def _number(key: Any) -> int | None:
-    if isinstance(key, int):
-        return key
-    return int(key) if isinstance(key, str) and key.lstrip("-").isdigit() else None

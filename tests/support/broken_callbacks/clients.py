@@ -123,3 +123,40 @@ class LateExchange(FederatedCallback):
         if cohort.round >= 3:
             for gradients in cohort.grads.blocks.values():
                 gradients.copy_(cohort.mean(gradients).expand_as(gradients))
+
+
+@fails("absent clients")
+class FadingNamedMemory(FederatedCallback):
+    """Keeps each client's loss under its name, and lets all of them fade."""
+
+    def __init__(self):
+        self.memory = {}
+
+    def on_before_aggregate(self, trainer, pl_module, cohort):
+        self.memory = {name: 0.9 * loss for name, loss in self.memory.items()}
+        for client, loss in zip(cohort.client_ids, cohort.losses.tolist(), strict=True):
+            self.memory[f"client{client}"] = loss
+
+    def state_dict(self):
+        return {"memory": self.memory}
+
+    def load_state_dict(self, state_dict):
+        self.memory = state_dict["memory"]
+
+
+@fails("client numbers")
+class MemoryUnderTheNextName(FederatedCallback):
+    """Keeps each client's loss under the name of a neighbour in the cohort."""
+
+    def __init__(self):
+        self.memory = {}
+
+    def on_before_aggregate(self, trainer, pl_module, cohort):
+        for client, loss in zip(cohort.client_ids, cohort.losses.flip(0).tolist(), strict=True):
+            self.memory[f"client {client}"] = {"loss": loss}
+
+    def state_dict(self):
+        return {"memory": self.memory}
+
+    def load_state_dict(self, state_dict):
+        self.memory = state_dict["memory"]
