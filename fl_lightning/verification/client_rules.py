@@ -48,7 +48,8 @@ def own_state(trials: Trials) -> str:
     usual = trials.run()
     for number in (2, 3):
         seen = usual.rounds[number - 1]
-        what = ("local", "frozen", "reset", *([] if seen.payload[0] else ["optimizer"]))
+        sends_optimizer = seen.payload[0] >= max(seen.told, 1)
+        what = ("local", "frozen", "reset", *([] if sends_optimizer else ["optimizer"]))
         client = next(one for one in reversed(seen.clients) if set(usual.rounds[number].clients) - {one})
         disturbance = Disturbance(client, number, what)
         other = trials.run(disturbance=disturbance)
@@ -63,7 +64,7 @@ def own_state(trials: Trials) -> str:
 
 
 def payload(trials: Trials) -> str:
-    """``extra_payload`` gives two whole numbers, ``extra_exchanges`` one, none negative; what is local is not sent."""
+    """``extra_payload`` gives two whole numbers, ``extra_exchanges`` one, none negative; optimizer state is received as declared."""
     for number, seen in enumerate(trials.run().rounds, 1):
         up, down = seen.payload
         for what, count in (
@@ -73,6 +74,11 @@ def payload(trials: Trials) -> str:
         ):
             if type(count) is not int or count < 0:
                 raise Violated(f"{what} gives {count!r} in round {number}, not a whole number >= 0")
+        if seen.told > down:
+            raise Violated(
+                f"all clients start round {number} with the same {seen.told} floats of optimizer state, and extra_payload "
+                f"says that they receive {down}"
+            )
     return f"{up} floats up and {down} down on top of the averaged state"
 
 

@@ -37,6 +37,7 @@ class Round:
         loss: Mean training loss.
         inputs: What each BN layer was given in training, call by call, where the module listens.
         optimizer_was_reset: Whether every client optimizer started from zeros.
+        told: Floats of optimizer state that all clients start with alike, as only the server can have told them.
     """
 
     clients: list[int]
@@ -53,6 +54,7 @@ class Round:
     loss: float = 0.0
     inputs: dict[str, list[Tensor]] = field(default_factory=dict)
     optimizer_was_reset: bool = True
+    told: int = 0
 
     def row(self, rows: State, client: int) -> State:
         """One client's row of ``start`` or ``sent``."""
@@ -129,8 +131,10 @@ class Run(FederatedModule):
         seen = self.rounds[-1]
         if hook == "on_round_start":
             seen.start = self._rows(cohort)
-            states = [cohort.optimizer_state(key).blocks for key in cohort.optimizer_state_keys]
-            seen.optimizer_was_reset = not any(block.any() for one in states for block in one.values())
+            keys = cohort.optimizer_state_keys
+            states = [block for key in keys for block in cohort.optimizer_state(key).blocks.values()]
+            seen.optimizer_was_reset = not any(block.any() for block in states)
+            seen.told = sum(int(((block == block[0]) & (block != 0)).all(0).sum()) for block in states)
         elif hook == "on_before_aggregate":
             seen.sent = self._rows(cohort)
             if self.method is not None:

@@ -60,7 +60,7 @@ class NeighboursStatistics(FederatedCallback):
             cohort.buffers[name].copy_(cohort.mean(cohort.buffers[name]).expand_as(cohort.buffers[name]))
 
 
-@fails("clients' own state")
+@fails("payload", "clients' own state")
 class LeakedMomentum(MaintainedMomentum):
     """Shares momentum through its memory, without declaring what is sent."""
 
@@ -160,3 +160,25 @@ class MemoryUnderTheNextName(FederatedCallback):
 
     def load_state_dict(self, state_dict):
         self.memory = state_dict["memory"]
+
+
+@fails("payload", "clients' own state")
+class UnderstatedMomentum(MaintainedMomentum):
+    """Shares momentum, and declares one float."""
+
+    def __init__(self):
+        super().__init__("global")
+
+    def extra_payload(self, cohort):
+        return 1, 1
+
+
+@fails("clients' own state")
+class UnderstatedUpload(MaintainedMomentum):
+    """Shares momentum, and declares what is received and no more than one float of what is sent."""
+
+    def __init__(self):
+        super().__init__("global")
+
+    def extra_payload(self, cohort):
+        return 1, super().extra_payload(cohort)[1]
