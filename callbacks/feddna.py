@@ -44,12 +44,17 @@ class FedDNA(FederatedCallback):
     """
 
     paper = "Duan et al., FedDNA, ECML-PKDD 2021 (lite)"
-    claims = ("weights_of_fedavg", "fedavg_on_identical_clients", "one_client_is_plain_training")
+    claims: tuple[str, ...] = (
+        "weights_of_fedavg", "fedavg_on_identical_clients", "one_client_is_plain_training",
+        "one_client_is_two_of_half_its_weight",
+    )  # fmt: skip
     examples = ({}, {"divergence": "reverse_kl", "between": False})
 
     def __init__(self, divergence: Literal["kl", "reverse_kl"] = "kl", between: bool = True) -> None:
         check_choice("FedDNA.divergence", divergence, ("kl", "reverse_kl"))
         self.divergence, self.between = divergence, between
+        if divergence == "kl" and between:
+            self.claims += ("moments_of_the_mixture",)
 
     def policy(self, round_number: int, total_rounds: int) -> Mapping[str, str]:
         """Statistics are pooled."""

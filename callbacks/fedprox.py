@@ -26,7 +26,7 @@ class FedProx(FederatedCallback):
     """
 
     paper = "Li et al., arXiv 1812.06127"
-    claims = ("own_twin_without_bn",)
+    claims = ("own_twin_without_bn", "proximal_term")
     takes: Mapping[str, str] = {"the correction of client drift": ""}
     examples = ({}, {"mu": 0.5})
 

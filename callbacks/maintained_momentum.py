@@ -31,7 +31,7 @@ class MaintainedMomentum(FederatedCallback):
     """
 
     paper = "Zhong et al., arXiv 2303.06530, section 7"
-    claims = ("own_twin_without_bn",)
+    claims = ("own_twin_without_bn", "one_client_is_two_of_half_its_weight")
     takes: Mapping[str, str] = {"the client optimizer's state": ""}
     examples = ({"scope": "local"}, {"scope": "global"})
 

@@ -30,7 +30,10 @@ class MomentMatching(FederatedCallback):
     """
 
     paper = "total variance in FedAvg (ablation, no paper)"
-    claims = ("weights_of_fedavg", "fedavg_on_identical_clients", "one_client_is_plain_training")
+    claims = (
+        "weights_of_fedavg", "fedavg_on_identical_clients", "one_client_is_plain_training",
+        "one_client_is_two_of_half_its_weight", "moments_of_the_mixture",
+    )  # fmt: skip
 
     def policy(self, round_number: int, total_rounds: int) -> Mapping[str, str]:
         """Statistics are pooled."""

@@ -4,14 +4,18 @@ Every claim compares two ways to compute the same thing in float64; it holds up 
 """
 
 from collections.abc import Callable
+from math import inf
 from typing import NamedTuple
 
 import torch
 from torch import nn
 
+from fl_lightning.cohort.cohort import SERVER
 from fl_lightning.verification.comparison import TOLERANCE, NotApplicable, distance, first_difference
-from fl_lightning.verification.observation import Run
-from fl_lightning.verification.trials import CLIENTS, EVERYONE, ONE_STEP, Setup, Trials
+from fl_lightning.verification.federation import SIZES
+from fl_lightning.verification.memory import entries
+from fl_lightning.verification.observation import Run, State
+from fl_lightning.verification.trials import CLIENT_LR, CLIENTS, EVERYONE, ONE_STEP, Setup, Trials
 
 
 class Gap(NamedTuple):
@@ -91,6 +95,66 @@ def one_client_is_plain_training(trials: Trials) -> Gap:
     return _rounds_apart(trials.run(alone), trials.run(alone, method="none"))
 
 
+def one_client_is_two_of_half_its_weight(trials: Trials) -> Gap:
+    """A client of weight 2p equals two with the same data and weight p: all that the server combines weighs by ``n_i / n``."""
+    one, two = (0, 1), (0, 1, 1)  # identities: the second client has twice the data of the first
+    alike = trials.run(identities=two, script=((0, 1, 2),) * 4, weighting="uniform")
+    return _rounds_apart(trials.run(identities=one, script=(one,) * 4), alike)
+
+
+def moments_of_the_mixture(trials: Trials) -> Gap:
+    """Server statistics are ``mu = sum p_i mu_i`` and ``sum p_i (sigma_i^2 + mu_i^2) - mu^2`` of what the clients send."""
+    worst = Gap(0.0, "")
+    for seen in trials.run().rounds:
+        for name in (name for name in seen.sent if name.endswith("running_mean")):
+            variance = name.replace("running_mean", "running_var")
+            means, squares = seen.sent[name], seen.sent[variance] + seen.sent[name] ** 2
+            mean = seen.shares @ means
+            found = {name: mean, variance: seen.shares @ squares - mean**2}
+            worst = max(worst, Gap(*distance(found, seen.server, found)))
+    return worst
+
+
+def server_keeps_the_mean(trials: Trials) -> Gap:
+    """What it keeps of the server is the mean of what it keeps of all clients, absent ones too: ``c = sum n_i / n c_i``."""
+    worst = Gap(0.0, "")
+    for seen in trials.run().rounds:
+        memory = entries(seen.memory)
+        kept = {place.replace(f"[{SERVER}]", ""): leaf for place, leaf in memory.pop(None, {}).items()}
+        mean: State = {}
+        for client, size in enumerate(SIZES):
+            own = memory.get(client, {})
+            for place in (place for place in own if torch.is_tensor(kept.get(place))):
+                mean[place] = mean.get(place, 0) + own[place] * size / sum(SIZES)
+        if not mean:
+            raise NotApplicable("it keeps nothing both of the server and of clients")
+        worst = max(worst, Gap(*distance(kept, mean, mean)))
+    return worst
+
+
+def statistics_of_its_weights(trials: Trials) -> Gap:
+    """Evaluated statistics are those of the weights beside them: they rest where the weights rest, and move where those move."""
+    second, last = (trials.run(rests=3).rounds[number].server for number in (1, 3))
+    names = [name for name in last if "running" in name]
+    moving = trials.run().rounds
+    if first_difference(moving[1].server, moving[3].server, names) is None:
+        return Gap(inf, "statistics of round 2 and round 4, which are equal")
+    return Gap(*distance(second, last, names))
+
+
+def proximal_term(trials: Trials) -> Gap:
+    """The second local step adds ``mu (theta_i - theta)`` to the gradient, with the callback's ``mu``: SGD without momentum."""
+    mu = getattr(trials.make(), "mu", None)
+    if mu is None:
+        raise NotApplicable("it has no mu")
+    two = Setup(script=(CLIENTS,), local_steps=2, momentum=0.0)
+    first = trials.run(two, method="none", local_steps=1).rounds[0]
+    plain, pulled = trials.run(two, method="none").rounds[0].server, trials.run(two).rounds[0].server
+    names = [name for name in plain if "running" not in name and "num_batches" not in name]
+    pull = {name: mu * (first.server[name] - first.broadcast[name]) for name in names}
+    return Gap(*distance({name: plain[name] - CLIENT_LR * pull[name] for name in names}, pulled, names))
+
+
 CLAIMS: dict[str, Callable[[Trials], Gap]] = {
     claim.__name__: claim
     for claim in (
@@ -102,6 +166,11 @@ CLAIMS: dict[str, Callable[[Trials], Gap]] = {
         weights_of_fedavg,
         fedavg_on_identical_clients,
         one_client_is_plain_training,
+        one_client_is_two_of_half_its_weight,
+        moments_of_the_mixture,
+        server_keeps_the_mean,
+        statistics_of_its_weights,
+        proximal_term,
     )
 }
 

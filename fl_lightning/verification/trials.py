@@ -47,6 +47,7 @@ class FrozenStatistics(FederatedCallback):
 
 CLIENTS = tuple(range(len(SIZES)))
 EVERYONE = (CLIENTS,) * 4
+CLIENT_LR = 0.05
 SCRIPT = ((0, 2, 3), (1, 3, 4), (0, 2, 4), (1, 2, 3))
 """Cohorts of the rounds: clients come back after an absence, some in another row; client r is absent in round r."""
 
@@ -64,6 +65,7 @@ class Setup:
         batch_sizes: Batch size of each client; None for equal ones.
         weighting: As in ``FederatedModule``.
         momentum: Momentum of the client optimizer.
+        rests: The round from which on its learning rate is 0; 0 for none.
         server_momentum: Momentum of the server optimizer, which then halves its steps and decays weights, too.
         centralised: Train on the union of the batches.
         norm: The model's norm layers.
@@ -83,6 +85,7 @@ class Setup:
     batch_sizes: tuple[int, ...] | None = None
     weighting: Literal["examples", "uniform", "samples"] = "examples"
     momentum: float = 0.9
+    rests: int = 0
     server_momentum: float = 0.0
     centralised: bool = False
     norm: Literal["bn", "gn"] = "bn"
@@ -145,13 +148,16 @@ class Trials:
         if setup.resume:
             source = self.run(setup, resume=0, centralised=False).folder / f"{setup.resume}.ckpt"
         settings: dict[str, Any] = {
-            "client_optimizer": partial(torch.optim.SGD, lr=0.05, momentum=setup.momentum, weight_decay=0.01),
+            "client_optimizer": partial(
+                torch.optim.SGD, lr=CLIENT_LR, momentum=setup.momentum, weight_decay=0.01
+            ),
             "server_optimizer": partial(
                 torch.optim.SGD,
                 lr=0.5 if setup.server_momentum else 1.0,
                 momentum=setup.server_momentum,
                 weight_decay=0.02 if setup.server_momentum else 0.0,
             ),
+            "client_lr_schedule": lambda number, _: float(not 0 < setup.rests <= number),
             "local_steps": setup.local_steps,
             "local_epochs": None if setup.local_steps else 1,
             "executor": _EXECUTORS[setup.executor](),

@@ -1,8 +1,22 @@
 """Broken in a formula, so that a claim of the method does not hold."""
 
+import torch
+
 from broken_callbacks.registry import fails, of_kind
-from callbacks import FBN, FedBN, FedTAN, FixBN, MaintainedMomentum, SiloBN
+from callbacks import (
+    FBN,
+    SCAFFOLD,
+    FedBN,
+    FedProx,
+    FedTAN,
+    FixBN,
+    MaintainedMomentum,
+    MomentMatching,
+    SiloBN,
+    StaticBN,
+)
 from fl_lightning.batch_norm.layers import batch_norm_layers
+from fl_lightning.cohort.cohort import SERVER
 
 
 def with_variance(cohort, pl_module, rule):
@@ -105,3 +119,89 @@ class FedBNTakesOneStepMore(FedBN):
         super().on_local_step_end(trainer, pl_module, cohort, step)
         for name in of_kind(cohort, "affine"):
             cohort.params[name].sub_(0.05 * cohort.grads[name])
+
+
+def with_equal_weights(cohort, hook, *arguments):
+    """Call a hook of a method under weights 1/n, whatever the clients' sizes."""
+    weights, cohort.weights = cohort.weights, torch.full_like(cohort.weights, 1 / len(cohort))
+    hook(*arguments, cohort)
+    cohort.weights = weights
+
+
+@fails("one_client_is_two_of_half_its_weight", "moments_of_the_mixture")
+class UnweightedMoments(MomentMatching):
+    """Pools statistics with 1/n."""
+
+    def on_round_end(self, trainer, pl_module, cohort):
+        with_equal_weights(cohort, super().on_round_end, trainer, pl_module)
+
+
+@fails("one_client_is_two_of_half_its_weight")
+class UnweightedMomentum(MaintainedMomentum):
+    """Averages momentum with 1/n."""
+
+    def __init__(self):
+        super().__init__("global")
+
+    def on_before_aggregate(self, trainer, pl_module, cohort):
+        with_equal_weights(cohort, super().on_before_aggregate, trainer, pl_module)
+
+
+@fails("one_client_is_two_of_half_its_weight", "server_keeps_the_mean")
+class UnweightedVariates(SCAFFOLD):
+    """Averages control variates with 1/n."""
+
+    def on_before_aggregate(self, trainer, pl_module, cohort):
+        with_equal_weights(cohort, super().on_before_aggregate, trainer, pl_module)
+
+
+@fails("server_keeps_the_mean")
+class WithoutTheShare(SCAFFOLD):
+    """Adds the mean change of the cohort's control variates to c as if the cohort were everyone."""
+
+    def on_before_aggregate(self, trainer, pl_module, cohort):
+        before = dict(self.memory.get(SERVER, {}))
+        super().on_before_aggregate(trainer, pl_module, cohort)
+        for block, now in self.memory[SERVER].items():
+            old = before.get(block, torch.zeros_like(now))
+            self.memory[SERVER][block] = old + (now - old) / pl_module.weight_share(cohort)
+
+
+@fails("moments_of_the_mixture")
+class MeanOfVariances(MomentMatching):
+    """Drops the variance between the clients."""
+
+    def on_round_end(self, trainer, pl_module, cohort):
+        super().on_round_end(trainer, pl_module, cohort)
+        for name in of_kind(cohort, "var"):
+            cohort.server_buffers[name].copy_(cohort.mean(cohort.buffers[name]))
+
+
+@fails("statistics_of_its_weights")
+class MeasuresBeforeTheStep(StaticBN):
+    """Measures the statistics of the weights that the round started from."""
+
+    def on_before_aggregate(self, trainer, pl_module, cohort):
+        super().on_round_end(trainer, pl_module, cohort)
+
+    def on_round_end(self, trainer, pl_module, cohort):
+        pass
+
+
+@fails("statistics_of_its_weights")
+class MeasuresOnce(StaticBN):
+    """Measures in round 2 alone."""
+
+    def _measure(self, pl_module, round_number):
+        if round_number == 2:
+            super()._measure(pl_module, round_number)
+
+
+@fails("proximal_term")
+class PushesAway(FedProx):
+    """Has the wrong sign."""
+
+    def on_after_local_backward(self, trainer, pl_module, cohort, step):
+        self.mu = -self.mu
+        super().on_after_local_backward(trainer, pl_module, cohort, step)
+        self.mu = -self.mu
