@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fl_lightning.mechanisms.freezing import Freezing
+from fl_lightning.milestones import round_at
 from fl_lightning.verification.comparison import (
     TOLERANCE,
     NotApplicable,
@@ -91,7 +92,7 @@ def counters(trials: Trials) -> str:
 def frozen_state(trials: Trials) -> str:
     """Frozen state changes neither at the server nor in the clients' rows, bit for bit; statistics move where nobody froze them.
 
-    Under any server optimizer. A :class:`~fl_lightning.mechanisms.freezing.Freezing` freezes after its ``freeze_round``.
+    Under any server optimizer. A :class:`~fl_lightning.mechanisms.freezing.Freezing` freezes after the T* that it was given or found.
     """
     _frozen_when_said(trials.run())
     rounds = 0
@@ -112,17 +113,20 @@ def frozen_state(trials: Trials) -> str:
 def _frozen_when_said(run: Run) -> None:
     """Demand that statistics move where the policy averages them or leaves them to the clients, and T* of a freezing method."""
     freezes = run.method.kinds if isinstance(run.method, Freezing) else ()
-    last = getattr(run.method, "freeze_round", None)
+    milestone = (
+        getattr(run.method, "milestone", getattr(run.method, "freeze_round", None)) if freezes else None
+    )
+    last = None if milestone is None else round_at(milestone, len(run.rounds))
     for number, seen in enumerate(run.rounds, 1):
         for name, kind in run.kinds.items():
             says = seen.policy[kind]
-            moves = kind in ("mean", "var") and says in ("averaged", "local") and kind not in seen.undecided
-            if moves and same(seen.start[name], seen.sent[name]):
-                raise Violated(
-                    f"the clients' {name} stays as it was in round {number}, where the policy says {says}"
-                )
+            if kind in ("mean", "var") and says in ("averaged", "local") and kind not in seen.undecided:
+                still = (seen.start[name] == seen.sent[name]).all(1).tolist()
+                if any(still):
+                    whose = f"{name} of client {seen.clients[still.index(True)]}"
+                    raise Violated(f"{whose} stands still in round {number}, where the policy says {says}")
             if last is not None and kind in freezes and (says == "frozen") != (number > last):
-                raise Violated(f"{name} is {says} in round {number}, and freeze_round is {last}")
+                raise Violated(f"{name} is {says} in round {number}, and T* is {last}")
 
 
 def local_state(trials: Trials) -> str:

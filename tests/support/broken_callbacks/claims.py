@@ -205,3 +205,14 @@ class PushesAway(FedProx):
         self.mu = -self.mu
         super().on_after_local_backward(trainer, pl_module, cohort, step)
         self.mu = -self.mu
+
+
+@fails("union_statistics")
+class UnweightedPool(FBN):
+    """Pools the clients' statistics with 1/n, however many values each has seen."""
+
+    def on_round_end(self, trainer, pl_module, cohort):
+        for name in batch_norm_layers(pl_module.model):
+            counts = cohort.buffers[f"{name}.count"]
+            counts.copy_(counts.double().mean().expand_as(counts))
+        super().on_round_end(trainer, pl_module, cohort)

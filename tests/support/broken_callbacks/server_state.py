@@ -176,6 +176,15 @@ class EvaluatesInSecret(FederatedCallback):
 
 
 @fails("frozen state")
+class KeepsOneClientsStatistics(FederatedCallback):
+    """Gives the client with the smallest loss back the running statistics that it received."""
+
+    def on_before_aggregate(self, trainer, pl_module, cohort):
+        for name in of_kind(cohort, "mean", "var"):
+            cohort.buffers[name][cohort.losses.argmin()] = cohort.server_buffers[name]
+
+
+@fails("frozen state")
 class FreezesOneRoundEarly(FixBN):
     """Normalises with the running statistics in round T* already."""
 
@@ -203,10 +212,7 @@ class FreezesOneRoundLate(FixBN):
 
 @fails("frozen state")
 class SaysOneRoundLate(FixBN):
-    """Has a policy that begins one round later than its setting says."""
-
-    def __init__(self):
-        super().__init__(freeze_round=2)
+    """Has a policy that begins one round later than its setting, half of the rounds, says."""
 
     def last_batch_round(self, total_rounds):
         return super().last_batch_round(total_rounds) + 1
