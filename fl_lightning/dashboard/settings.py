@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 import lightning as L
+import torch
 
 from fl_lightning.client_data.federated import FederatedDataModule
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.round.callback import FederatedCallback
 from fl_lightning.round.module import FederatedModule
-from fl_lightning.run_directory.describe import method_name
+from fl_lightning.run_directory.describe import describe, method_name
 
 Mode = Literal["online", "offline", "disabled"]
 
@@ -79,7 +80,7 @@ def names_of_run(
     data: FederatedDataModule,
     callbacks: Sequence[L.Callback],
 ) -> dict[str, Any]:
-    """As what a run appears, such as ``FedAvg+FixBN-Shards-E1-s0`` with the tags ``[FedAvg, FixBN, Digits, LeNet]``.
+    """As what a run appears, such as ``FedAvg+FixBN(freeze_round=9)-Digits-Shards-E1-lr0.1-s0`` with the tags ``[FedAvg, FixBN, Digits, LeNet]``.
 
     The environment variables ``WANDB_NAME``, ``WANDB_RUN_GROUP``, ``WANDB_JOB_TYPE`` and ``WANDB_PROJECT`` come before what
     is made up here.
@@ -87,13 +88,21 @@ def names_of_run(
     Returns:
         Arguments of ``wandb.init``.
     """
-    methods = [type(callback).__name__ for callback in callbacks if isinstance(callback, FederatedCallback)]
+    methods = [callback for callback in callbacks if isinstance(callback, FederatedCallback)]
     base = method_name(module, []).partition("(")[0]
     known = re.match(r"[A-Za-z_]\w*", data.describe_partition())
     partition = known[0] if known else type(data).__name__
     steps = f"E{module.local_steps}" if module.local_steps is not None else f"E{module.local_epochs}epochs"
-    name = "-".join(["+".join([base, *methods]), partition, steps, f"s{module.seed}"])
-    tags = [base, *methods, type(data).__name__, type(module.model).__name__, *settings.tags]
+    rate = f"lr{module.client_optimizer([torch.zeros(1)]).defaults['lr']:g}"
+    names = dict.fromkeys([type(data).__name__, partition])
+    name = "-".join(["+".join([base, *map(describe, methods)]), *names, steps, rate, f"s{module.seed}"])
+    tags = [
+        base,
+        *(type(method).__name__ for method in methods),
+        type(data).__name__,
+        type(module.model).__name__,
+        *settings.tags,
+    ]
     return {
         "project": settings.project or os.environ.get("WANDB_PROJECT") or "fl_lightning",
         "entity": settings.entity,
