@@ -157,12 +157,15 @@ def _kinds(setting: str) -> tuple[type, ...]:
 
 
 def _class_names(kinds: Sequence[type]) -> set[str]:
+    """The names of shipped classes of some kinds; those of one's own go by their dotted path."""
+    shipped = ("fl_lightning", "callbacks", "datamodules", "torch", "torchvision", "lightning")
     names: set[str] = set()
     pending = list(kinds)
     while pending:
         subclasses: list[type] = type.__subclasses__(pending.pop())
         pending += subclasses
-        names |= {c.__name__ for c in subclasses if not c.__name__.startswith("_")}
+        own = [c for c in subclasses if c.__module__.partition(".")[0] in shipped]
+        names |= {c.__name__ for c in own if not c.__name__.startswith("_")}
     return names
 
 

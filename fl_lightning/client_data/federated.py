@@ -178,14 +178,16 @@ class FederatedDataModule(L.LightningDataModule):
         data_sets, count = DataSetDigests(), self.num_clients
         sources = [self._source(client_id) for client_id in range(count)]
         loaders = [source.loader for source in sources if isinstance(source, LoaderBatches)]
-        sampled = [sources[index * count // min(count, 32)] for index in range(min(count, 32))]
-        batches = [sample(partial(source.train_batch, 0)) for source in sampled]
+        batches = []
+        for client_id in (index * count // min(count, 32) for index in range(min(count, 32))):
+            with doing(f"drawing the first batch of client {client_id}"):
+                batches.append(sample(partial(sources[client_id].train_batch, 0)))
         evaluation = self.val_dataloader()
+        with doing("drawing the first batch of the server's evaluation data"):
+            evaluated = sample(partial(first_batch, evaluation))
         return {
             "training": digest([data_sets.of(getattr(x, "dataset", None)) for x in loaders], batches),
-            "evaluation": digest(
-                data_sets.of(getattr(evaluation, "dataset", None)), sample(partial(first_batch, evaluation))
-            ),
+            "evaluation": digest(data_sets.of(getattr(evaluation, "dataset", None)), evaluated),
             "partition": digest([source.num_examples for source in sources]),
         }
 

@@ -250,7 +250,10 @@ class ServerModule(L.LightningModule):
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         """Evaluate the server model on a batch of evaluation data."""
-        place = f"evaluating the server after round {self.trainer.global_step}, batch {batch_idx + 1}"
+
+        def place() -> str:
+            return f"evaluating the server after round {self.trainer.global_step}, batch {batch_idx + 1}"
+
         with doing(place), doing(lambda: computation(self, batch)):
             self.evaluate_batch(batch, self.evaluation)
 

@@ -202,7 +202,7 @@ def test_the_bias_group_holds_every_bias_but_those_of_bn():
     ("groups", "named"),
     [
         ({"bn": {"lr": 0.1}}, "unknown group 'bn'"),
-        ({"bias": {"lr_scale": -1}}, "parameter_groups.bias.lr_scale: -1 must be at least 0"),
+        ({"bias": {"lr_scale": -1}}, "parameter_groups.bias.lr_scale: -1 must be finite and at least 0"),
         ({"bias": {"lr": -1}}, r"parameter_groups.bias \(lr: -1\): Invalid learning rate"),
         ({"scalars": {"momentum": -0.5}}, r"parameter_groups.scalars \(momentum: -0.5\): Invalid momentum"),
         ({"batch_norm": {"wd": 0.1}}, "parameter_groups.batch_norm.wd: SGD has no such setting"),
