@@ -13,7 +13,7 @@ from fl_lightning.verification.trials import CLIENTS, SCRIPT, Trials
 Entries = dict[int | None, dict[str, Any]]
 
 RELABELLED = (3, 2, 4, 0, 1)
-"""The new number of each client: with it no client of a cohort of :data:`SCRIPT` stays in its row."""
+"""The new number of each client: with it no client of a cohort of ``SCRIPT`` stays in its row."""
 
 
 def entries(memory: Any) -> Entries:
