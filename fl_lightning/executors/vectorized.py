@@ -60,6 +60,7 @@ class VectorizedExecutor(Executor):
         rows, done = list(rows), 0
         while done < len(rows):
             size = min(self.block_size or len(rows), self._largest or len(rows), len(rows) - done)
+            one_by_one = False
             try:
                 stack = self._stacked(batch)
                 part = stack if size == len(rows) else tree_map(lambda x: x[done : done + size], stack)  # noqa: B023  # used at once
@@ -77,7 +78,8 @@ class VectorizedExecutor(Executor):
                 if str(reason) not in self._said:
                     self._said.add(str(reason))
                     _log.warning("one client after the other: %s", reason)
-                size = len(rows) - done
+                one_by_one, size = True, len(rows) - done
+            if one_by_one:  # out of the handler: an error of its own is not one of those that it is taken for
                 rest = CohortBatch(batches=batch.batches()[done:])
                 losses.append(SequentialExecutor().backward(module, cohort, rest, rows[done:]))
             done += size

@@ -71,6 +71,7 @@ class Run:
             "seed_everything": module.seed,
             "name": name,
             "run_root": str(run_root),
+            "checkpoint": {"dirpath": None if self.checkpoint.in_the_run else str(self.checkpoint.dirpath)},
             "model": settings_of(module)["init_args"],
             "data": settings_of(data),
             "trainer": settings_of({**self.trainer_settings, "callbacks": self.callbacks}),

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from types import CodeType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -24,11 +25,18 @@ def settings_of(thing: Any) -> Any:
     Returns:
         A tree of dicts, lists and plain values.
     """
-    if thing is None or isinstance(thing, bool | int | float | str):
-        return thing
+    if isinstance(thing, np.generic):
+        thing = thing.item()
+    for kind in (bool, int, float, str):  # exactly these: YAML knows no others
+        if isinstance(thing, kind):
+            return kind(thing)
+    if thing is None:
+        return None
     if isinstance(thing, Mapping):
         return {str(key): settings_of(value) for key, value in thing.items()}
-    if isinstance(thing, list | tuple | set | frozenset | range):
+    if isinstance(thing, set | frozenset):
+        return sorted(map(settings_of, thing), key=repr)
+    if isinstance(thing, list | tuple | range):
         return [settings_of(value) for value in thing]
     if isinstance(thing, Tensor):
         return digest(thing)

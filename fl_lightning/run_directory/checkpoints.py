@@ -33,6 +33,7 @@ class RoundCheckpoint(Checkpoint):
         keep_rounds: Rounds, >= 1, after which a checkpoint ``round_<r>.ckpt`` is written that stays.
 
     Attributes:
+        in_the_run: Whether they lie in the run's own folder, that of each fit.
         best_score: Best value of the monitored metric, None before the first.
         best_round: The round that reached it.
         best_model_path: Path of ``best.ckpt``, empty where there is none. Lightning reads it for
@@ -56,6 +57,7 @@ class RoundCheckpoint(Checkpoint):
         if mode not in ("max", "min"):
             raise ConfigurationError(f"mode must be 'max' or 'min', found {mode!r}")
         self.dirpath = None if dirpath is None else local_path(dirpath)
+        self.in_the_run = dirpath is None
         self.every_n_seconds = every_n_seconds
         self.every_n_rounds = every_n_rounds
         self.monitor = monitor
@@ -100,8 +102,10 @@ class RoundCheckpoint(Checkpoint):
             raise ConfigurationError(
                 f"trainer.max_steps {trainer.max_steps} cannot be resumed by rounds; set trainer.max_epochs"
             )
-        if self.dirpath is None:
+        if self.in_the_run and (stage == "fit" or self.dirpath is None):
             self.dirpath = local_path(trainer.default_root_dir) / "checkpoints"
+        if stage == "fit":  # a checkpoint that is resumed brings its own
+            self.best_score, self.best_round, self.best_model_path = None, None, ""
         if stage == "fit" and trainer.is_global_zero and self._active(trainer):
             try:
                 self.dirpath.mkdir(parents=True, exist_ok=True)

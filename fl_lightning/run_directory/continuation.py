@@ -102,7 +102,7 @@ def find_start(
     try:
         write_bytes(new.metrics, b"".join(lines))
         write_text(new.config, config)
-        if keeper.dirpath is None:
+        if keeper.in_the_run:
             best, state = source.checkpoints / "best.ckpt", checkpoint.get("callbacks", {})
             best_round = state.get(keeper.state_key, {}).get("best_round")
             # the source may have found a better one since

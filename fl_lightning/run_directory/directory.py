@@ -117,7 +117,8 @@ class Attempt:
     def checkpoints(self) -> Path:
         """The folder of ``last.ckpt`` and ``best.ckpt``, which ``checkpoint.dirpath`` may have put elsewhere."""
         config = yaml.safe_load(self.config.read_text()) if self.config.is_file() else None
-        return Path(((config or {}).get("checkpoint") or {}).get("dirpath") or self.path / "checkpoints")
+        elsewhere = ((config or {}).get("checkpoint") or {}).get("dirpath")
+        return Path(elsewhere).expanduser() if elsewhere else self.path / "checkpoints"
 
     @contextmanager
     def lock(self, certain: bool = False) -> Iterator[None]:
@@ -143,9 +144,9 @@ class Attempt:
             os.close(folder)
 
     def kept_nothing(self) -> bool:
-        """Whether there is neither a result nor a checkpoint to go on from."""
-        checkpoints = (*self.checkpoints.glob("*.ckpt"), *self.path.rglob("*.ckpt"))
-        return not checkpoints and not self.result.exists()
+        """Whether there is neither a result nor a checkpoint to go on from, nor a trained round in its metrics."""
+        kept = [*self.checkpoints.glob("*.ckpt"), *self.path.rglob("*.ckpt")] or self.result.exists()
+        return not kept and (not self.metrics.exists() or self.metrics.read_bytes().count(b"\n") <= 1)
 
     def discard(self) -> None:
         """Remove the folder with all it holds, and ``runs/<name>`` and ``runs`` where they are empty then."""

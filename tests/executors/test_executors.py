@@ -295,3 +295,16 @@ def test_a_copy_of_an_executor_compiles_its_own_model():
         copied = deepcopy(executor)
         assert getattr(copied, "_own", copied)._compiled is None
         assert own._compiled is not None
+
+
+def test_an_error_of_one_client_after_the_other_is_no_matter_of_vectorising(monkeypatch):
+    def broken(*arguments):
+        raise RuntimeError("the user's own")
+
+    monkeypatch.setattr(
+        VectorizedExecutor, "_compute", lambda *arguments: (_ for _ in ()).throw(CannotVectorize("no"))
+    )
+    monkeypatch.setattr(SequentialExecutor, "backward", broken)
+    with pytest.raises(RuntimeError, match="the user's own") as raised:
+        train(small_cnn(), blobs(), 1, executor=VectorizedExecutor(where_possible=True))
+    assert raised.value.__context__ is None

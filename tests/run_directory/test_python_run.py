@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -14,7 +15,9 @@ from callbacks import FedBN, FixBN, MaintainedMomentum
 from datamodules import Digits, Shards
 from fl_lightning import ConfigurationError, FederatedModule, Run
 from fl_lightning.models import LeNet
+from fl_lightning.run.settings import settings_of
 from fl_lightning.run_directory.checkpoint_io import AtomicCheckpointIO
+from fl_lightning.run_directory.checkpoints import RoundCheckpoint
 
 QUIET = {"enable_progress_bar": False, "accelerator": "cpu"}
 
@@ -63,6 +66,29 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit():
     assert result["continued_from"] == []
     again = resumed.fit(resume=True)  # in the same process: nothing is left
     assert again == result
+
+
+def test_one_keeper_of_checkpoints_serves_several_runs_each_in_its_own_folder():
+    keeper = RoundCheckpoint(monitor="val/accuracy")
+    runs = [a_run(2, f"lr{lr}", lr, checkpoint=keeper) for lr in (0.1, 1e-6)]
+    for run in runs:
+        run.fit()
+        assert {path.name for path in run.attempt.checkpoints.iterdir()} == {"last.ckpt", "best.ckpt"}
+    found = [AtomicCheckpointIO().load_checkpoint(run.attempt.checkpoints / "best.ckpt") for run in runs]
+    scores = [next(v["best_score"] for k, v in one["callbacks"].items() if "Round" in k) for one in found]
+    assert scores[1] < scores[0]
+
+
+def test_numbers_of_numpy_and_sets_are_settings_too():
+    names = [a_run(1, bn, np.float64(0.1)).config["model"] for bn in ("a", "b")]
+    assert names[0] == names[1] == a_run(1, "c", 0.1).config["model"]
+    a_run(1, max_time=None, lr=np.float64(0.1)).fit()
+    assert settings_of({"b", "a", "c"}) == ["a", "b", "c"]
+    assert [type(settings_of(one)) for one in (np.int64(3), np.float32(0.5), np.bool_(True))] == [
+        int,
+        float,
+        bool,
+    ]
 
 
 def test_the_same_script_makes_a_second_attempt_and_other_settings_another_folder():

@@ -85,6 +85,18 @@ def test_last_finds_the_checkpoints_that_lie_elsewhere_and_goes_on_in_the_same_a
     assert [row["round"] for row in rows(resumed)] == list(range(6))
 
 
+def test_trained_rounds_are_never_discarded_for_want_of_a_checkpoint(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    killed_in_round(3, monkeypatch, "--checkpoint.dirpath", "~/ck", "--checkpoint.every_n_rounds", 1)
+    (killed,) = [Attempt(path) for path in Path("runs/tiny").iterdir()]
+    before = killed.metrics.read_bytes()
+    assert run("--name", "tiny", "--trainer.max_epochs", 1).attempt.path != killed.path
+    assert killed.metrics.read_bytes() == before
+    resumed = run("--ckpt_path", "~/ck/last.ckpt", "--checkpoint.dirpath", "~/ck").attempt
+    assert resumed.path == killed.path
+    assert [row["round"] for row in rows(resumed)] == list(range(5))
+
+
 def test_a_folder_is_locked_before_its_checkpoint_is_read(monkeypatch, capsys):
     attempt = run("--trainer.max_epochs", 2).attempt
     load = checkpoint_io.AtomicCheckpointIO.load_checkpoint
