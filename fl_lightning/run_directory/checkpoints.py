@@ -102,7 +102,7 @@ class RoundCheckpoint(Checkpoint):
             raise ConfigurationError(
                 f"trainer.max_steps {trainer.max_steps} cannot be resumed by rounds; set trainer.max_epochs"
             )
-        if self.in_the_run and (stage == "fit" or self.dirpath is None):
+        if self.dirpath is None or (self.in_the_run and stage == "fit"):
             self.dirpath = local_path(trainer.default_root_dir) / "checkpoints"
         if stage == "fit":  # a checkpoint that is resumed brings its own
             self.best_score, self.best_round, self.best_model_path = None, None, ""
