@@ -37,6 +37,7 @@ _SERVER_ONLY = (
     "_hparams",
     "_hparams_initial",
     "tracking_layers",
+    "_modes",
 )
 """What a client's loss has no use for, some of it impossible to pickle."""
 

@@ -133,6 +133,7 @@ class FederatedModule(ServerModule):
         self._methods = Methods()
         self._cohort: RoundCohort | None = None
         self.tracking_layers: list[_BatchNorm] = []
+        self._modes: dict[nn.Module, bool] = {}
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
         """One communication round, in the precision of the weights: only clients' losses are computed in mixed precision."""
@@ -250,6 +251,8 @@ class FederatedModule(ServerModule):
     def setup(self, stage: str) -> None:
         """Plan the local work, and let methods change the BN layers."""
         super().setup(stage)
+        for layer, training in self._modes.items():  # of a fit that an exception ended, in an evaluation say
+            layer.training = training
         layers = batch_norm_layers(self.model).values()
         self.tracking_layers = [layer for layer in layers if layer.training] or list(layers)
         if stage != "fit":
@@ -284,11 +287,13 @@ class FederatedModule(ServerModule):
             self.executor = self.executor_choice.executor
             logging.getLogger("fl_lightning").info("executor: %s", self.executor_choice)
         self.tracking_layers = [x for x in batch_norm_layers(self.model).values() if x.training]
+        self._modes = {layer: layer.training for layer in self.modules()}
         self._cohort = None
 
     def on_fit_end(self) -> None:
         """Give the BN layers back as they came: in training mode, with their own forward pass."""
         for layer in self.tracking_layers:
             layer.train()
+        self._modes = {}
         restore_batch_norm(self.model)
         self.executor.close()
