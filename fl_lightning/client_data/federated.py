@@ -12,10 +12,10 @@ from typing import Any, Literal
 import lightning as L
 import torch
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from fl_lightning.client_data.cohort_batch import CohortBatch
-from fl_lightning.client_data.fingerprint import DataSetDigests, digest, first_batch, sample
+from fl_lightning.client_data.fingerprint import DataSetDigests, digest, sample
 from fl_lightning.client_data.loaders import LoaderBatches
 from fl_lightning.errors import doing
 
@@ -169,27 +169,27 @@ class FederatedDataModule(L.LightningDataModule):
     def fingerprint(self) -> dict[str, str]:
         """What the data are: a checkpoint keeps it, and a run goes on with other data only when that is asked for.
 
-        Of data in memory the contents count, of others the labels, the names and sizes of files, and a sample of the contents: the
-        first batch of 32 clients at most and of the server. When a file was changed does not.
+        Of data in memory the contents count, of others the labels, the names and sizes of files, and some of the samples. How they
+        are batched and loaded does not, nor when a file was changed.
 
         Returns:
             Digests of the ``"training"`` and the ``"evaluation"`` data and of the ``"partition"``.
         """
-        data_sets, count = DataSetDigests(), self.num_clients
-        sources = [self._source(client_id) for client_id in range(count)]
-        loaders = [source.loader for source in sources if isinstance(source, LoaderBatches)]
-        batches = []
-        for client_id in (index * count // min(count, 32) for index in range(min(count, 32))):
-            with doing(f"drawing the first batch of client {client_id}"):
-                batches.append(sample(partial(sources[client_id].train_batch, 0)))
-        evaluation = self.val_dataloader()
-        with doing("drawing the first batch of the server's evaluation data"):
-            evaluated = sample(partial(first_batch, evaluation))
-        return {
-            "training": digest([data_sets.of(getattr(x, "dataset", None)) for x in loaders], batches),
-            "evaluation": digest(data_sets.of(getattr(evaluation, "dataset", None)), evaluated),
-            "partition": digest([source.num_examples for source in sources]),
-        }
+        data_sets = DataSetDigests()
+        sources, training = [self._source(client_id) for client_id in range(self.num_clients)], []
+        for client_id, source in enumerate(sources):
+            loader = source.loader if isinstance(source, LoaderBatches) else None
+            dataset = getattr(loader, "dataset", None)
+            with doing(f"reading the data of client {client_id}"):
+                if loader is None or isinstance(dataset, IterableDataset):
+                    training.append(digest(sample(partial(source.train_batch, 0))))
+                else:
+                    chosen = getattr(getattr(loader, "sampler", None), "indices", None)
+                    training.append(digest(data_sets.of(dataset), chosen))
+        with doing("reading the server's evaluation data"):
+            evaluation = data_sets.of(getattr(self.val_dataloader(), "dataset", None))
+        partition = digest([source.num_examples for source in sources])
+        return {"training": digest(training), "evaluation": evaluation, "partition": partition}
 
     def class_histograms(self) -> list[list[int]]:
         """``[i][c]``: client i's training examples of class c; empty where that is not known."""

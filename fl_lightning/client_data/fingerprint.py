@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, uint8
-from torch.utils.data import ConcatDataset, DataLoader, Subset, TensorDataset
+from torch.utils.data import ConcatDataset, IterableDataset, Subset, TensorDataset
 
 from fl_lightning.client_data.loaders import seed_global_generators
 
@@ -51,9 +51,9 @@ class DataSetDigests:
         self._known: dict[int, str] = {}
 
     def of(self, dataset: Any) -> str:
-        """The digest of a data set: of tensors their contents, else its length, its labels, and its files' names and sizes.
+        """The digest of a data set: of tensors their contents, else its length, its labels, its files, and some samples.
 
-        Labels are what it has as ``targets`` or ``labels``, files the pairs (path, class) of ``samples``, both as in
+        The samples are eight of each of the first 32 data sets; of files names and sizes count. Labels are what it has as ``targets`` or ``labels``, files the pairs (path, class) of ``samples``, both as in
         torchvision.
         """
         if id(dataset) not in self._known:
@@ -69,7 +69,12 @@ class DataSetDigests:
             return [self.of(part) for part in dataset.datasets]
         size = len(dataset) if hasattr(dataset, "__len__") else None
         labels = [getattr(dataset, name, None) for name in ("targets", "labels")]
-        return [size, labels, _files(dataset)]
+        items = None
+        if size and not isinstance(dataset, IterableDataset) and len(self._known) < 32:
+            items = sample(
+                lambda: [dataset[index] for index in np.linspace(0, size - 1, 8).astype(int).tolist()]
+            )
+        return [size, labels, _files(dataset), items]
 
 
 def _files(dataset: Any) -> list[tuple[str, int]]:
@@ -83,11 +88,6 @@ def _files(dataset: Any) -> list[tuple[str, int]]:
         for file in files
         if file.is_file()
     ]
-
-
-def first_batch(loader: Any) -> Any:
-    """The first batch of an evaluation loader; nothing where worker processes would have to be started for it."""
-    return next(iter(loader), None) if isinstance(loader, DataLoader) and not loader.num_workers else None
 
 
 def sample(read: Callable[[], Any]) -> str | None:

@@ -85,7 +85,7 @@ EVALUATION = "evaluating the server after round 0, batch 1"
 TABLE = {
     "a file that cannot be read": (
         data(client="disk"),
-        "OSError: [Errno 5] Input/output error: 'x.png' (drawing the first batch of client 1)",
+        "OSError: [Errno 5] Input/output error: 'x.png' (reading the data of client 1)",
     ),
     "images of another type": (
         data(client="double") | net(),

@@ -265,3 +265,29 @@ def test_cifar10_in_memory_takes_less_than_a_second():
     started = time.process_time()
     data.fingerprint()
     assert time.process_time() - started < 1
+
+
+def test_how_data_are_batched_and_loaded_does_not_make_them_others():
+    def known(batch_size, workers):
+        class Clients(L.LightningDataModule):
+            def train_dataloader(self):
+                return DataLoader(Squares(), batch_size)
+
+            def val_dataloader(self):
+                return DataLoader(Squares(), batch_size, num_workers=workers)
+
+        data = FederatedDataModule([Clients(), Clients()], Clients())
+        data.setup("fit")
+        return data.fingerprint()
+
+    assert known(4, 0) == known(8, 2)
+
+
+class Squares(Dataset):
+    """A data set that is computed."""
+
+    def __len__(self):
+        return 20
+
+    def __getitem__(self, index):
+        return torch.tensor(float(index)), index % 2
