@@ -161,7 +161,7 @@ def _killed(
             counts[_moment(place, rounds)] += 1
         _run_to_end(place)
         attempts = list(place.glob("runs/faults/*"))
-        if len(attempts) != 1 or not _same(_contents(place), _contents(folder / "whole")):
+        if len(attempts) != 1 or not same(_contents(place), _contents(folder / "whole")):
             counts["other bits"] += 1
     return counts
 
@@ -232,14 +232,14 @@ def _without_times(line: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in line.items() if not name.startswith("time/")}
 
 
-def _same(first: Any, second: Any) -> bool:
+def same(first: Any, second: Any) -> bool:
     """Whether two trees of tensors and plain values are equal bit for bit."""
     if isinstance(first, torch.Tensor):
         return first.dtype == second.dtype and torch.equal(first, second)
     if isinstance(first, dict):
-        return list(first) == list(second) and all(_same(first[key], second[key]) for key in first)
+        return list(first) == list(second) and all(same(first[key], second[key]) for key in first)
     if isinstance(first, list | tuple):
-        return len(first) == len(second) and all(map(_same, first, second))
+        return len(first) == len(second) and all(map(same, first, second))
     return bool(first == second)
 
 
@@ -267,6 +267,6 @@ def _damaged(path: Path, damages: int, draw: random.Random) -> Counter[str]:
         except ConfigurationError:
             counts["refused in one line"] += 1
             continue
-        counts["loaded as they were" if _same(loaded, intact) else "loaded as other numbers"] += 1
+        counts["loaded as they were" if same(loaded, intact) else "loaded as other numbers"] += 1
     path.write_bytes(whole)
     return counts

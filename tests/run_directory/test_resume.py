@@ -12,6 +12,7 @@ import torch
 import yaml
 from command_line import attempts, rows, run, write_config
 
+from benchmarks.faults import same
 from fl_lightning.cli.command_line import main
 from fl_lightning.round.module import FederatedModule
 from fl_lightning.run_directory.checkpoint_io import AtomicCheckpointIO
@@ -79,17 +80,6 @@ def refused(capsys, *arguments, command="fit"):
     assert message.startswith("error: ")
     assert message.count("\n") == 1
     return message
-
-
-def same(first, second):
-    """Whether two trees of tensors and plain values are equal bit for bit."""
-    if isinstance(first, torch.Tensor):
-        return first.dtype == second.dtype and torch.equal(first, second)
-    if isinstance(first, dict):
-        return list(first) == list(second) and all(same(first[key], second[key]) for key in first)
-    if isinstance(first, list | tuple):
-        return len(first) == len(second) and all(map(same, first, second))
-    return first == second
 
 
 def final_state(attempt):

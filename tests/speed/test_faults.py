@@ -26,9 +26,9 @@ def test_killed_runs_and_damaged_checkpoints_are_counted(tmp_path, capsys):
 
 def test_other_bits_are_seen():
     tree = {"a": [torch.tensor([1.0, 2.0]), 3], "b": {"c": "d"}}
-    assert faults._same(tree, {"a": [torch.tensor([1.0, 2.0]), 3], "b": {"c": "d"}})
-    assert not faults._same(tree, {"a": [torch.tensor([1.0, 2.0 + 1e-6]), 3], "b": {"c": "d"}})
-    assert not faults._same(tree, {"a": [torch.tensor([1.0, 2.0]), 3], "b": {"c": "e"}})
+    assert faults.same(tree, {"a": [torch.tensor([1.0, 2.0]), 3], "b": {"c": "d"}})
+    assert not faults.same(tree, {"a": [torch.tensor([1.0, 2.0 + 1e-6]), 3], "b": {"c": "d"}})
+    assert not faults.same(tree, {"a": [torch.tensor([1.0, 2.0]), 3], "b": {"c": "e"}})
 
 
 def test_a_checkpoint_that_loads_as_other_numbers_is_counted(tmp_path, monkeypatch):
