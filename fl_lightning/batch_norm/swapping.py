@@ -81,7 +81,7 @@ def _unpickled(
 ) -> SwappedBatchNorm:
     swapped = _swapped(forward, kind)
     layer = swapped.__new__(swapped)
-    layer.__setstate__(state)  # type: ignore[no-untyped-call]
+    layer.__setstate__(state)  # type: ignore[no-untyped-call]  # torch gives it no types
     return layer
 
 

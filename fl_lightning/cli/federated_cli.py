@@ -10,10 +10,8 @@ import torch
 import yaml
 from jsonargparse import Namespace
 from jsonargparse.typing import PositiveInt
-from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.profilers import PassThroughProfiler
 
@@ -23,9 +21,8 @@ from fl_lightning.dashboard.settings import WandbSettings
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.round.module import FederatedModule
 from fl_lightning.round.trainer import check_trainer
-from fl_lightning.run.progress import RoundProgress
-from fl_lightning.run.training import Training, lock_resumed
-from fl_lightning.run_directory.checkpoint_io import AtomicCheckpointIO, check_run, load_run
+from fl_lightning.run.training import Training, as_list, has_progress_bar, lock_resumed, plugins_of
+from fl_lightning.run_directory.checkpoint_io import check_run, load_run
 from fl_lightning.run_directory.checkpoints import RoundCheckpoint
 from fl_lightning.run_directory.directory import Attempt, directory_of
 from fl_lightning.run_directory.result import write_predictions
@@ -148,8 +145,6 @@ class FederatedCLI(LightningCLI):
             self.model.accept_data = self._get(self.config_init, "accept_data")
             optimizer = self.model.configure_optimizers() if self.subcommand == "fit" else None
             check_run(path, self.checkpoint, self.model.model, optimizer)
-        callbacks, loggers = _as_list(settings.callbacks), _as_list(settings.logger)
-        own_bar = any(isinstance(callback, ProgressBar) for callback in callbacks)
         if self.subcommand == "fit":
             run = (
                 self.model,
@@ -164,22 +159,15 @@ class FederatedCLI(LightningCLI):
             if not settings.fast_dev_run:
                 source = Path(path) if path else None
                 self.training.begin(source, self.checkpoint or {}, settings.max_epochs, self.resumed)
-            if settings.enable_progress_bar is not False and not own_bar:
-                callbacks.append(RoundProgress())
-            wandb = self._get(self.config_init, "wandb")
-            kwargs |= self.training.equipment(callbacks, loggers, wandb)
-        else:
-            kwargs |= {"callbacks": callbacks, "logger": loggers or False}
-            if not own_bar and settings.enable_progress_bar is None:
-                kwargs["enable_progress_bar"] = sys.stdout.isatty()  # no bar in a log file
+            kwargs |= self.training.equipment(vars(settings), self._get(self.config_init, "wandb"))
+        elif not has_progress_bar(as_list(settings.callbacks)) and settings.enable_progress_bar is None:
+            kwargs["enable_progress_bar"] = sys.stdout.isatty()  # no bar in a log file
         self.checkpoint = None  # the trainer reads it again; two of them need not fit into memory
         return self._make_trainer(settings, **kwargs)
 
     def _make_trainer(self, settings: Namespace, **kwargs: Any) -> Trainer:
-        # one process, also where a scheduler or launcher has started several runs at once
-        plugins = [*_as_list(settings.plugins), AtomicCheckpointIO(), LightningEnvironment()]
         try:
-            trainer = super().instantiate_trainer(plugins=plugins, **kwargs)
+            trainer = super().instantiate_trainer(plugins=plugins_of(vars(settings)), **kwargs)
         except (ValueError, TypeError, MisconfigurationException) as error:
             place = f"accelerator: {settings.accelerator}, devices: {settings.devices}"
             raise ConfigurationError(f"trainer ({place}): {error}") from error
@@ -215,10 +203,3 @@ class FederatedCLI(LightningCLI):
         """Evaluate the final server model on the test data; print and write the result."""
         assert self.training is not None
         self.training.finish(self.trainer)
-
-
-def _as_list(setting: Any) -> list[Any]:
-    """A setting that may be missing, one thing or a list of them, as a list."""
-    if not setting:
-        return []
-    return list(setting) if isinstance(setting, list | tuple) else [setting]

@@ -1,5 +1,6 @@
 """The wording of the command line's errors: one line with the setting, the value and what would work."""
 
+import errno
 import os
 import re
 import sys
@@ -97,6 +98,8 @@ def keep_traceback(error: Exception, folder: Path) -> None:
     path = folder / "error.txt"
     text = "".join(traceback.format_exception(error))
     try:
+        if path.is_file() and not path.read_bytes().startswith(b"Traceback"):
+            raise FileExistsError(errno.EEXIST, "a file of another kind is there")
         path.write_text(text, errors="backslashreplace")
         error.add_note(f"{_KEPT} in {path}")
     except OSError as unwritable:
@@ -133,7 +136,7 @@ def told(error: BaseException | None) -> str | None:
                 "every run has one: set checkpoint.* instead" if twice[1] == "RoundCheckpoint" else "keep one"
             )
             return f"trainer.callbacks: {twice[1]} is given twice; {remedy}"
-        error = error.__cause__ or error.__context__
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     return None
 
 

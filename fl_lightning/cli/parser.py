@@ -171,11 +171,6 @@ def check_settings(config: Namespace, given: Mapping[str, Any]) -> None:
             raise ConfigurationError(
                 f"{setting}: {own} contradicts seed_everything: {seed}, which decides; leave it out and set seed_everything"
             )
-    if config.trainer.logger is True:
-        raise ConfigurationError(
-            "trainer.logger: true names no logger; use a class such as lightning.pytorch.loggers.WandbLogger, or false "
-            "(metrics.jsonl is written in any case)"
-        )
     data = config.data
     if data.class_path.rpartition(".")[2] == "FederatedDataModule" and not data.init_args.get("clients"):
         raise ConfigurationError(

@@ -10,19 +10,17 @@ from typing import Any, Literal
 
 import lightning as L
 import yaml
-from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 
 from fl_lightning.client_data.federated import FederatedDataModule
 from fl_lightning.dashboard.settings import WandbSettings
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.round.module import FederatedModule
 from fl_lightning.run.interruption import Stopped
-from fl_lightning.run.progress import RoundProgress
 from fl_lightning.run.settings import settings_of
-from fl_lightning.run.training import TRAINER_DEFAULTS, Training, lock_resumed, quiet_host
-from fl_lightning.run_directory.checkpoint_io import AtomicCheckpointIO, check_run, load_run
+from fl_lightning.run.training import TRAINER_DEFAULTS, Training, lock_resumed, plugins_of, quiet_host
+from fl_lightning.run_directory.checkpoint_io import check_run, load_run
 from fl_lightning.run_directory.checkpoints import RoundCheckpoint
-from fl_lightning.run_directory.directory import Attempt, directory_of
+from fl_lightning.run_directory.directory import Attempt, directory_of, inside_the_hash
 
 
 class Run:
@@ -74,7 +72,9 @@ class Run:
             "checkpoint": {"dirpath": None if self.checkpoint.in_the_run else str(self.checkpoint.dirpath)},
             "model": settings_of(module)["init_args"],
             "data": settings_of(data),
-            "trainer": settings_of({**self.trainer_settings, "callbacks": self.callbacks}),
+            "trainer": settings_of(
+                {**inside_the_hash(self.trainer_settings, "trainer."), "callbacks": self.callbacks}
+            ),
         }
 
     def fit(self, resume: bool | str | os.PathLike[str] = False, accept_data: bool = False) -> dict[str, Any]:
@@ -82,7 +82,7 @@ class Run:
 
         Args:
             resume: Whether to go on from the last checkpoint of the newest attempt; ``"best"`` or the path of a checkpoint goes on
-                from that.
+                from that, ``"auto"`` from the last one where there is one.
             accept_data: Whether to go on with other data than those of the checkpoint.
 
         Returns:
@@ -107,6 +107,8 @@ class Run:
     def _fit(self, resume: str, accept_data: bool, held: ExitStack) -> dict[str, Any]:
         directory, settings = directory_of(self.config), dict(self.trainer_settings)
         path, resumed, checkpoint = None, None, {}
+        if resume == "auto":
+            resume = str(directory.newest_checkpoint() or "")
         if resume:
             path = directory.resolve_checkpoint(resume)
             resumed, checkpoint = lock_resumed(directory, path, held), load_run(path)
@@ -118,13 +120,10 @@ class Run:
         with Training(*run, "fit(resume=True)") as training:
             if not settings.get("fast_dev_run"):
                 training.begin(path, checkpoint, settings["max_epochs"], resumed)
-            self.attempt, loggers = training.start.attempt, settings.pop("logger")
-            shown = [RoundProgress()] if settings.get("enable_progress_bar") is not False else []
-            equipment = training.equipment(
-                [*self.callbacks, *shown, self.checkpoint], loggers or [], self.wandb
-            )
-            plugins = [*settings.pop("plugins", ()), AtomicCheckpointIO(), LightningEnvironment()]
-            trainer = L.Trainer(**(settings | equipment), plugins=plugins)
+            self.attempt = training.start.attempt
+            settings["callbacks"] = [*self.callbacks, self.checkpoint]
+            equipment = training.equipment(settings, self.wandb) | {"plugins": plugins_of(settings)}
+            trainer = L.Trainer(**(settings | equipment))
             training.fit(trainer, model=self.module, datamodule=self.data, ckpt_path=path)
             return training.finish(trainer)
 

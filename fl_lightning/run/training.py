@@ -3,15 +3,15 @@
 import logging
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 import lightning as L
-from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.loggers import Logger
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
+from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar
 
 from fl_lightning.client_data.federated import FederatedDataModule
 from fl_lightning.dashboard.logger import RoundWandbLogger, wandb_logger
@@ -19,6 +19,8 @@ from fl_lightning.dashboard.settings import WandbSettings
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.round.module import FederatedModule
 from fl_lightning.run.interruption import FinishRound, Stopped
+from fl_lightning.run.progress import RoundProgress
+from fl_lightning.run_directory.checkpoint_io import AtomicCheckpointIO
 from fl_lightning.run_directory.checkpoints import RoundCheckpoint
 from fl_lightning.run_directory.continuation import OwnServerSettings, Start, find_start
 from fl_lightning.run_directory.directory import Attempt, RunDirectory
@@ -96,22 +98,30 @@ class Training:
         if not self.start.is_new and self.start.attempt != resumed:
             self._held.enter_context(self.start.attempt.lock())
 
-    def equipment(
-        self, callbacks: Sequence[L.Callback], loggers: Sequence[Logger], wandb: WandbSettings
-    ) -> dict[str, Any]:
-        """Callbacks, loggers and folder of the trainer, as its arguments.
+    def equipment(self, settings: Mapping[str, Any], wandb: WandbSettings) -> dict[str, Any]:
+        """Callbacks, loggers, plugins and folder of the trainer, as its arguments.
 
         Args:
-            callbacks: The user's own, and what shows the progress.
-            loggers: The user's own.
+            settings: The trainer's arguments that the user gives.
             wandb: Whether and where the run is logged to W&B.
+
+        Raises:
+            ConfigurationError: The logger is ``True``, which names none.
         """
+        if settings.get("logger") is True:
+            raise ConfigurationError(
+                "trainer.logger: true names no logger; use a class such as lightning.pytorch.loggers.WandbLogger, or false "
+                "(metrics.jsonl is written in any case)"
+            )
+        callbacks, loggers = as_list(settings.get("callbacks")), as_list(settings.get("logger"))
+        if settings.get("enable_progress_bar") is not False and not has_progress_bar(callbacks):
+            callbacks.append(RoundProgress())
         own = [OwnServerSettings()] if self.start.own_settings else []
         # RunFiles first, so that it prints before a progress bar takes the terminal
         callbacks = [RunFiles(self.start, self.config), *callbacks, *own, self.interruption]
         attempt = self.start.attempt
         if attempt is None:
-            return {"callbacks": callbacks, "logger": list(loggers) or False}
+            return {"callbacks": callbacks, "logger": loggers or False}
         loggers = [*loggers, JSONLinesLogger(attempt.path)]
         self.wandb = wandb_logger(wandb, loggers, attempt, self.config, self.module, self.data, callbacks)
         for callback in callbacks:
@@ -144,7 +154,7 @@ class Training:
                     "(model.budget_epochs): nothing is left to train; use a larger budget, or python -m fl_lightning test"
                 )
         except Exception:  # not on a signal: who stops a run does not wait for pictures
-            if start.has_trained():
+            if trainer.global_step > start.round:  # not a resume that was refused
                 draw_pictures(start.attempt, self.module)
             raise
 
@@ -187,6 +197,23 @@ class Training:
                 error.kept = f"{attempt.path} keeps round {saved}; {self.way_on} goes on"
             if self.wandb is not None and self.wandb.place is not None and attempt.path.exists():
                 print(self.wandb.place, flush=True)
+
+
+def as_list(setting: Any) -> list[Any]:
+    """A setting that may be missing, one thing or a list of them, as a list."""
+    if not setting:
+        return []
+    return list(setting) if isinstance(setting, list | tuple) else [setting]
+
+
+def has_progress_bar(callbacks: Sequence[L.Callback]) -> bool:
+    """Whether the user has a progress bar of another kind."""
+    return any(isinstance(callback, ProgressBar) for callback in callbacks)
+
+
+def plugins_of(settings: Mapping[str, Any]) -> list[Any]:
+    """The trainer's plugins: the user's, and those of a run, which is one process whatever a launcher has started."""
+    return [*as_list(settings.get("plugins")), AtomicCheckpointIO(), LightningEnvironment()]
 
 
 def lock_resumed(directory: RunDirectory, ckpt_path: Path, held: ExitStack) -> Attempt | None:

@@ -9,6 +9,8 @@ import torch
 import yaml
 from command_line import rows
 from helpers import SGD, blobs, small_cnn
+from lightning.pytorch.callbacks import TQDMProgressBar
+from lightning.pytorch.loggers import CSVLogger
 from PIL import Image
 
 from callbacks import FedBN, FixBN, MaintainedMomentum
@@ -29,7 +31,7 @@ def a_run(max_epochs, name="mine", lr=0.1, callbacks=None, data=None, **settings
     optimizer = lambda parameters: torch.optim.SGD(parameters, lr=lr, momentum=0.9)
     module = FederatedModule(LeNet(num_classes=10, in_channels=1, image_size=8), optimizer, local_steps=2)
     callbacks = [FixBN(freeze_round=2), MaintainedMomentum()] if callbacks is None else callbacks
-    return Run(module, data, name=name, callbacks=callbacks, max_epochs=max_epochs, **QUIET, **settings)
+    return Run(module, data, name=name, callbacks=callbacks, max_epochs=max_epochs, **{**QUIET, **settings})
 
 
 def state(run):
@@ -91,6 +93,18 @@ def test_numbers_of_numpy_and_sets_are_settings_too():
     ]
 
 
+def test_arguments_of_the_trainer_are_taken_as_lightning_takes_them():
+    run = a_run(
+        1, logger=CSVLogger("csv"), plugins=[], callbacks=[TQDMProgressBar()], enable_progress_bar=True
+    )
+    run.fit("auto")  # nothing to go on from: a new run
+    assert list(Path("csv").rglob("metrics.csv"))
+    assert run.fit("auto")["rounds"] == 1
+    with pytest.raises(ConfigurationError, match="true names no logger"):
+        a_run(1, "other", logger=True).fit()
+    assert not Path("runs/other").exists()
+
+
 def test_the_same_script_makes_a_second_attempt_and_other_settings_another_folder():
     first = a_run(1)
     first.fit()
@@ -121,12 +135,7 @@ def test_names_come_from_what_a_run_is_given_and_never_from_the_process():
         {"loss": torch.nn.CrossEntropyLoss(label_smoothing=0.1)},
     ):
         assert config(**changes) != same
-    assert (
-        Run(FederatedModule(small_cnn(), SGD, local_steps=1), blobs(), default_root_dir=Path("x")).config[
-            "trainer"
-        ]["default_root_dir"]
-        == "x"
-    )
+    assert settings_of(Path("x")) == "x"
     factors = [config(client_lr_schedule=lambda r, n: 0.5), config(client_lr_schedule=lambda r, n: 0.25)]
     assert factors[0] != factors[1]
 
