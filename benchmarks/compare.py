@@ -7,7 +7,7 @@ import torch
 
 from benchmarks.contenders import EXECUTORS, Contender
 from benchmarks.recipe import BATCH_SIZE
-from benchmarks.roster import MULTI_PROCESS, ON_CPU, ON_CUDA, PEERS, enter, present, version
+from benchmarks.roster import MULTI_PROCESS, NAMES, ON_CUDA, PEERS, enter, present, version
 from benchmarks.stopwatch import Spread
 from benchmarks.workloads import WORKLOADS, SyntheticImages
 
@@ -54,7 +54,7 @@ def compare(
     workload = WORKLOADS[workload_name]
     rounds = rounds or workload.rounds
     say(f"{workload_name} {model_name}: {num_images:,} images over {workload.num_clients} clients")
-    able = [name for name in names if name in (ON_CPU if device == "cpu" else ON_CUDA)]
+    able = [name for name in names if name in (NAMES if device == "cpu" else ON_CUDA)]
     if able != list(names):
         say(f"  not on {device}, left out: {', '.join(name for name in names if name not in able)}")
     data = SyntheticImages(num_images, workload.num_clients)

@@ -11,7 +11,7 @@ import torch
 
 from benchmarks import aggregation
 from benchmarks.recipe import BATCH_SIZE, MODELS
-from benchmarks.roster import FRAMEWORKS, NAMES, ON_CPU, ON_CUDA, present
+from benchmarks.roster import FRAMEWORKS, NAMES, ON_CUDA, present
 from benchmarks.scale import FACTORS
 from benchmarks.workloads import WORKLOADS
 
@@ -63,7 +63,7 @@ def parse(args: Sequence[str] | None) -> argparse.Namespace:
     """The options of a command line, checked; whatever depends on the command has its default for this command."""
     parser = _parser()
     options = parser.parse_args(args)
-    able = ON_CUDA if options.device == "cuda" else ON_CPU
+    able = ON_CUDA if options.device == "cuda" else NAMES
     everywhere = {"models": ["tiny", "resnet20"], "contenders": list(able), "repeats": 3, "device": "cpu"}
     for name, usual in everywhere.items():
         if getattr(options, name) is None:

@@ -8,7 +8,7 @@ from benchmarks.compute import Compute
 from benchmarks.contenders import EXECUTORS, Contender, Framework, NaiveLoop
 from benchmarks.recipe import make_model
 from benchmarks.workloads import SyntheticImages, Workload
-from fl_lightning import ProcessExecutor, VectorizedExecutor
+from fl_lightning import ProcessExecutor
 
 PEERS = {"pfl": "pfl", "fluke": "fluke-fl", "byzfl": "byzfl", "flower": "flwr"}
 """Other frameworks and the names under which they are installed; ``benchmarks/peers`` has a file for each."""
@@ -16,15 +16,13 @@ PEERS = {"pfl": "pfl", "fluke": "fluke-fl", "byzfl": "byzfl", "flower": "flwr"}
 BOUNDS = ("compute", "convolutions")
 """No contenders: what none of them can undercut in float32 on a CPU."""
 
-NAMES = ("naive", *EXECUTORS, "processes_bf16", "cuda_graph", *BOUNDS, *PEERS)
+NAMES = ("naive", *EXECUTORS, "processes_bf16", *BOUNDS, *PEERS)
 """Everybody who can be measured."""
 
-ON_CUDA = ("naive", "sequential", "vectorized", "cuda_graph")
-"""Those who can run on a GPU; ``cuda_graph`` is the vectorized executor with recorded steps."""
+ON_CUDA = ("naive", "sequential", "vectorized")
+"""Those who can run on a GPU."""
 
-ON_CPU = tuple(name for name in NAMES if name != "cuda_graph")
-
-FRAMEWORKS = tuple(name for name in ON_CPU if name not in (*BOUNDS, "processes_bf16"))
+FRAMEWORKS = tuple(name for name in NAMES if name not in (*BOUNDS, "processes_bf16"))
 """Those who run whole rounds on a CPU in float32."""
 
 MULTI_PROCESS = ("processes", "processes_bf16", *BOUNDS, "flower")
@@ -71,9 +69,6 @@ def enter(
         return contender
     if name in EXECUTORS:
         return Framework(workload, make_model(model_name), data, EXECUTORS[name](), device)
-    if name == "cuda_graph":
-        recorded = VectorizedExecutor(cuda_graph=True)
-        return Framework(workload, make_model(model_name), data, recorded, device)
     if name == "processes_bf16":
         executor = ProcessExecutor()
         return Framework(workload, make_model(model_name), data, executor, precision="bf16-mixed")

@@ -1,20 +1,19 @@
 """Which executor computes a run whose configuration names none."""
 
-import sys
-from multiprocessing import current_process
 from types import FunctionType
 from typing import NamedTuple
 
-import torch
-
 from fl_lightning.executors.base import ClientTask, Executor
 from fl_lightning.executors.cores import cores_of_a_run
-from fl_lightning.executors.processes import ProcessExecutor, shared_memory_left
+from fl_lightning.executors.processes import ProcessExecutor, cannot_fork, shared_memory_left
 from fl_lightning.executors.sequential import SequentialExecutor
 from fl_lightning.executors.vectorized import VectorizedExecutor
 
 _KNOWN = ("fl_lightning", "callbacks", "torch", "torchvision", "torchmetrics", "lightning")
 """Packages whose classes keep nothing that a process of its own would miss."""
+
+_WORTH_A_FORK = 20
+"""Local steps of all clients in a round; in a shorter one the start of processes takes longer than they save."""
 
 
 class Choice(NamedTuple):
@@ -32,16 +31,18 @@ class Choice(NamedTuple):
         return f"{type(self.executor).__name__}, {self.reason}; model.executor sets another"
 
 
-def choose_executor(module: ClientTask, num_clients: int) -> Choice:
+def choose_executor(module: ClientTask, num_clients: int, client_steps: int) -> Choice:
     """The executor that is likely to be the fastest for a run, with results that depend on the choice by rounding alone.
 
     On a GPU all clients at once, one after the other where the model or its batches do not allow it. On a CPU one process
-    for each core (``OMP_NUM_THREADS``, where it is set, is the number of cores to use), but only where the model, the loss and
-    the callbacks are of this project, torch and Lightning: what code of one's own keeps or changes, a process could miss.
+    for each core (``OMP_NUM_THREADS``, where it is set, is the number of cores to use), but only where a round is long enough
+    and the model, the loss and the callbacks are of this project, torch and Lightning: what code of one's own keeps or changes,
+    a process could miss.
 
     Args:
         module: The federated module, on its device.
         num_clients: Clients in a round.
+        client_steps: Local steps of all of them in a round.
     """
     if module.device.type == "cuda":
         return Choice(
@@ -54,8 +55,10 @@ def choose_executor(module: ClientTask, num_clients: int) -> Choice:
     workers = min(cores, num_clients)
     if workers == 1:
         reason = "one client" if num_clients == 1 else "one core"
-    elif sys.platform != "linux" or torch.cuda.is_available() or current_process().daemon:
-        reason = "no processes can start as copies of this one"
+    elif client_steps < _WORTH_A_FORK:
+        reason = f"{client_steps} local steps a round"
+    elif blocked := cannot_fork():
+        reason = blocked
     elif own := _of_ones_own(module):
         reason = f"{own} is your own, and worker processes could miss what it keeps or changes"
     elif 2 * _state_bytes(module, num_clients) > shared_memory_left():  # batches go there as well

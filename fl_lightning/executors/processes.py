@@ -1,100 +1,97 @@
 """The executor that uses every core of a machine: clients spread over processes, their state in shared memory."""
 
+import ctypes
+import os
+import pickle
 import shutil
+import signal
 import sys
+import traceback
+import warnings
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from fl_lightning.client_data.cohort_batch import CohortBatch
 from fl_lightning.cohort.client_rows import ClientRows
-from fl_lightning.errors import ConfigurationError, check_choice
+from fl_lightning.errors import ConfigurationError
 from fl_lightning.executors.base import ClientTask, Executor
 from fl_lightning.executors.cores import usable_cores
-from fl_lightning.executors.module_state import ModuleState, ModuleStateReader, common_tensors
 from fl_lightning.executors.sequential import SequentialExecutor
-from fl_lightning.executors.staging import to_shared_memory
-from fl_lightning.executors.worker import InitMessage, StepMessage
-from fl_lightning.executors.worker_process import CannotFork, WorkerHandle, forked, pickled, spawned
 
 _SHARED_MEMORY = Path("/dev/shm")
+_PATIENCE = 600  # seconds that a worker may be behind this process in a local step
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class ProcessExecutor(Executor):
     """The cohort spread over processes, each of which computes its clients one after the other on one thread.
 
     The same numbers as :class:`~fl_lightning.executors.sequential.SequentialExecutor` on one thread, bit for bit, whatever
-    ``num_workers``. Workers start with the first round, as copies of this process (``fork``), and anew where a part of the
-    model or the loss is replaced by another object. Tensors of the cohort, and numbers and words that the module and its
-    layers hold, alone or in lists and dicts, are always those of the step, and other tensors follow what is written into
-    them. What else there is, is what was there when the workers started: attributes whose names begin with ``_``, hooks,
-    buffers that are assigned anew, inside of objects of one's own and of lists of tensors. What a model itself changes or
-    makes in its forward pass beside its buffers (a counter, a random matrix) stays in its process. Of the trainer they
-    see the round and nothing more.
-    Where that is not possible (not on Linux; or a GPU is there and this process has computed gradients before) they are
-    new processes (``spawn``): that takes seconds, needs a module that can be pickled, and in a script of one's own
-    ``if __name__ == "__main__":`` before what it runs.
+    ``num_workers``. In the first local step of a round this process makes copies of itself (``fork``), which have all that
+    it has, code and data of one's own too, and end with the round. Until then the rows of the cohort are common to them all;
+    what else hooks change between two local steps (an attribute of a layer, say) the copies do not see, and what a model
+    itself keeps of its forward pass beside its buffers (a counter) is lost with them.
 
     Args:
         num_workers: Processes that compute, this one included. Default: the cores that this process may use.
-        compile: Whether each of them compiles the model, see ``SequentialExecutor``.
-        start: ``"fork"`` or ``"spawn"``. Default: the first of them that is possible.
+        compile: Whether the model is compiled, see ``SequentialExecutor``; this process does it, alone, in its first local step.
 
     Raises:
-        ConfigurationError: ``num_workers`` is below 1, or there is no such way to start.
+        ConfigurationError: ``num_workers`` is below 1.
     """
 
-    def __init__(
-        self,
-        num_workers: int | None = None,
-        compile: bool = False,
-        start: Literal["fork", "spawn"] | None = None,
-    ) -> None:
+    def __init__(self, num_workers: int | None = None, compile: bool = False) -> None:
         if num_workers is not None and num_workers < 1:
             raise ConfigurationError(
                 f"ProcessExecutor.num_workers: {num_workers} must be at least 1 (or null for one per core)"
             )
-        if start is not None:
-            check_choice("ProcessExecutor.start", start, ("fork", "spawn"))
-        self.num_workers, self.compile, self.start = num_workers, compile, start
-        self._pool: _WorkerPool | None = None
+        self.num_workers, self.compile = num_workers, compile
         self._own = SequentialExecutor(compile)
-        self._state_reader = ModuleStateReader()
+        self._workers: list[_Worker] = []
+        self._made_for: tuple[ClientRows, int] | None = None
+        weakref.finalize(self, _kill, self._workers)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __reduce__(self) -> Any:
         """A copy has workers of its own."""
-        return {**vars(self), "_pool": None, "_state_reader": ModuleStateReader()}
+        return ProcessExecutor, (self.num_workers, self.compile)
 
     def backward(
         self, module: ClientTask, cohort: ClientRows, batch: CohortBatch, rows: Sequence[int]
     ) -> Tensor:
         """Fill ``cohort.grads`` and update ``cohort.buffers`` for ``rows``; see :meth:`~fl_lightning.executors.base.Executor.backward`."""
-        state = self._state_reader.read(module)
-        if self._pool is None or not self._pool.belongs_to(cohort, state):
+        if self.compile and not self._own.compiled_for(module.model):
+            return self._own.backward(module, cohort, batch, rows)
+        if self._made_for is None or self._made_for[0] is not cohort or self._made_for[1] != cohort.round:
             self.close()
-            self._pool = _WorkerPool(module, cohort, state, self._size(module, cohort) - 1, self)
-        shares, batches = split_evenly(rows, len(self._pool.workers) + 1), batch.batches()
-        own, first = CohortBatch(batches=batches[: len(shares[0])]), len(shares[0])
-        with self.during_round(), self._pool.working(state, shares[1:], batches[first:]):
-            losses = self._own.backward(module, cohort, own, shares[0])
-        found = self._pool.losses[list(rows)].to(losses.dtype)
-        found[:first] = losses
-        # what the model itself has replaced meanwhile is no news for the workers
-        self._pool.state = self._state_reader.read(module)
-        return found
+            self._start(module, cohort)
+        shares, batches = split_evenly(rows, len(self._workers) + 1), batch.batches()
+        ends = [sum(map(len, shares[: part + 1])) for part in range(len(shares))]
+        busy = [worker for worker, share in zip(self._workers, shares[1:], strict=True) if share]
+        try:
+            for worker, share, start, end in zip(busy, shares[1:], ends, ends[1:], strict=False):
+                worker.send(cohort.step, share, batches[start:end])
+            with self.during_round():
+                own = CohortBatch(batches=batches[: ends[0]])
+                losses = [self._own.backward(module, cohort, own, shares[0])]
+            losses += [torch.tensor(worker.losses(), dtype=losses[0].dtype) for worker in busy]
+        except BaseException:
+            self.close()  # whatever they are at
+            raise
+        return torch.cat(losses)
 
     @contextmanager
     def during_round(self) -> Iterator[None]:
         """One thread: with a process on every core, another one waits for its sibling or keeps a core from its process."""
         threads = torch.get_num_threads()
-        if threads == 1:
-            yield
-            return
         torch.set_num_threads(1)
         try:
             yield
@@ -107,19 +104,91 @@ class ProcessExecutor(Executor):
         return 1
 
     def close(self) -> None:
-        """Let go of the worker processes."""
-        if self._pool is not None:
-            self._pool.release()
-            self._pool = None
-        self._state_reader = ModuleStateReader()
+        """End the worker processes."""
+        _kill(self._workers)
+        self._made_for = None
 
-    def _size(self, module: ClientTask, cohort: ClientRows) -> int:
-        if module.device.type != "cpu":
+    def _start(self, module: ClientTask, cohort: ClientRows) -> None:
+        reason = cannot_fork() or (f"this run is on {module.device}" if module.device.type != "cpu" else None)
+        if reason:
             raise ConfigurationError(
-                f"executor ProcessExecutor: it is for the CPU, and this run is on {module.device}; use VectorizedExecutor"
+                f"executor ProcessExecutor: {reason}; use VectorizedExecutor on a GPU, else SequentialExecutor"
             )
-        clients = len(next(iter(cohort.params.values())))
-        return min(self.num_workers or usable_cores(), clients)
+        blocks = [
+            block for rows in (cohort.params, cohort.grads, cohort.buffers) for block in rows.blocks.values()
+        ]
+        _share([block for block in blocks if not block.is_shared()])
+        for _ in range(min(self.num_workers or usable_cores(), len(blocks[0])) - 1):
+            self._workers.append(_fork(self._own, module, cohort))
+        self._made_for = cohort, cohort.round
+
+
+class _Worker:
+    """A copy of this process that fills rows of the cohort.
+
+    Args:
+        pid: The process.
+        connection: To it.
+        round_number: The round that it was made in.
+    """
+
+    def __init__(self, pid: int, connection: "Connection[Any, Any]", round_number: int) -> None:
+        self.pid, self.connection, self.round = pid, connection, round_number
+
+    def send(self, step: int, rows: list[int], batches: Sequence[Any]) -> None:
+        """Let it compute a local step of some rows."""
+        own = tree_map_only(
+            Tensor, torch.clone, list(batches)
+        )  # without the rest of the stack they are parts of
+        try:
+            self.connection.send_bytes(pickle.dumps((step, rows, own)))
+        except OSError:
+            self._gone()
+
+    def losses(self) -> list[float]:
+        """Wait for the losses of these rows.
+
+        Raises:
+            ConfigurationError: It has found a mistake of the user's, is gone, or does not answer.
+            RuntimeError: It has failed.
+        """
+        try:
+            if not self.connection.poll(_PATIENCE):
+                raise ConfigurationError(
+                    f"executor ProcessExecutor: worker process {self.pid} has not answered for {_PATIENCE} s in round "
+                    f"{self.round}; if it was stopped, let it go on (kill -CONT), or use SequentialExecutor"
+                )
+            losses, error = pickle.loads(self.connection.recv_bytes())
+        except (EOFError, OSError):
+            self._gone()
+        if error is not None:
+            kind, said, notes, trace = error
+            failure: Exception = kind(said)
+            for note in notes:
+                failure.add_note(note)
+            raise failure from RuntimeError(f"in a worker process of ProcessExecutor:\n{trace}")
+        return list(losses)
+
+    def _gone(self) -> NoReturn:
+        code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        self.pid = 0
+        memory = ": killed, perhaps for want of memory" if code == -signal.SIGKILL else ""
+        raise ConfigurationError(
+            f"executor ProcessExecutor: a worker process ended in round {self.round} (exit code {code}{memory}); use fewer "
+            "num_workers, or SequentialExecutor"
+        )
+
+
+def cannot_fork() -> str | None:
+    """Why a process cannot be copied here; None where it can."""
+    if sys.platform != "linux":
+        return f"processes cannot be copied on {sys.platform}"
+    return "a process cannot be copied where it sees a GPU" if torch.cuda.is_available() else None
+
+
+def shared_memory_left() -> float:
+    """Bytes of shared memory that a run may take."""
+    return shutil.disk_usage(_SHARED_MEMORY).free if _SHARED_MEMORY.is_dir() else float("inf")
 
 
 def split_evenly(rows: Sequence[int], parts: int) -> list[list[int]]:
@@ -129,106 +198,66 @@ def split_evenly(rows: Sequence[int], parts: int) -> list[list[int]]:
     return [list(rows[start:end]) for start, end in zip([0, *ends], ends, strict=False)]
 
 
-class _WorkerPool:
-    """The workers of one cohort, which lies in shared memory from now on."""
-
-    def __init__(
-        self,
-        module: ClientTask,
-        cohort: ClientRows,
-        state: ModuleState,
-        size: int,
-        settings: ProcessExecutor,
-    ) -> None:
-        self.cohort, self.state = cohort, state
-        stacks = (cohort.params, cohort.grads, cohort.buffers)
-        blocks = [block for rows in stacks for block in rows.blocks.values()]
-        self.losses = torch.zeros(len(blocks[0]), dtype=torch.float64)
-        _check_shared_memory(blocks)
-        common = common_tensors(module, {*cohort.params, *cohort.buffers})
-        for block in (*blocks, self.losses, *common):
-            to_shared_memory(block)
-        rows = [(rows.layout, rows.blocks) for rows in stacks]
-        load = InitMessage(module, rows, self.losses, common, settings.compile)
-        self.workers: list[WorkerHandle] = []
-        weakref.finalize(self, _kill_all, self.workers).atexit = False
-        try:
-            if settings.start != "spawn" and (settings.start or sys.platform == "linux"):
-                self._fork_workers(load, size, settings.start is None)
-            if len(self.workers) < size:
-                load = pickled(load)
-                self.workers += [spawned(load) for _ in range(size)]
-                for worker in self.workers:
-                    worker.answer(0)
-        except BaseException:
-            self.kill()
-            raise
-
-    def belongs_to(self, cohort: ClientRows, state: ModuleState) -> bool:
-        """Whether the workers have what a step of this cohort needs."""
-        return self.cohort is cohort and state.has_objects_of(self.state)
-
-    def _fork_workers(self, load: InitMessage, size: int, or_otherwise: bool) -> None:
-        try:
-            for _ in range(size):
-                self.workers.append(forked(load))
-            for worker in self.workers:
-                worker.answer(0)
-        except CannotFork as reason:
-            self.kill()
-            if not or_otherwise:
-                raise ConfigurationError(f"ProcessExecutor.start: fork: {reason}; use spawn") from reason
-
-    @contextmanager
-    def working(
-        self, state: ModuleState, shares: Sequence[list[int]], batches: Sequence[Any]
-    ) -> Iterator[None]:
-        """Let the workers fill their shares of the rows while the block runs; afterwards they have."""
-        attributes = state.attributes
-        cohort, start, busy = self.cohort, 0, []
-        common = (cohort.round, cohort.step, cohort.client_ids, cohort.trained_blocks)
-        try:
-            for worker, rows in zip(self.workers, shares, strict=True):
-                if rows:
-                    staged = worker.staging.put(batches[start : start + len(rows)])
-                    start += len(rows)
-                    news = None if attributes == worker.attributes else attributes
-                    worker.send(StepMessage(*common, news, rows, staged))
-                    worker.attributes = attributes
-                    busy.append(worker)
-            yield
-            for worker in busy:
-                worker.answer(cohort.round)
-        except BaseException:
-            self.kill()  # whatever they are at
-            raise
-
-    def release(self) -> None:
-        """Make the workers free for another cohort, or end them."""
-        for worker in self.workers:
-            worker.release()
-        self.workers.clear()
-
-    def kill(self) -> None:
-        """End the workers at once."""
-        _kill_all(self.workers)
-
-
-def _kill_all(workers: list[WorkerHandle]) -> None:
-    for worker in workers:
-        worker.kill()
-    workers.clear()
-
-
-def shared_memory_left() -> float:
-    """Bytes of shared memory that a run may take."""
-    return shutil.disk_usage(_SHARED_MEMORY).free if _SHARED_MEMORY.is_dir() else float("inf")
-
-
-def _check_shared_memory(blocks: Sequence[Tensor]) -> None:
+def _share(blocks: Sequence[Tensor]) -> None:
+    """Move blocks, in place and with all their views, into memory that copies of this process have in common."""
     needed, left = sum(block.numel() * block.element_size() for block in blocks), shared_memory_left()
     if needed > left:
         raise ConfigurationError(
             f"executor ProcessExecutor: the cohort needs {needed / 1e6:,.0f} MB of shared memory, and {_SHARED_MEMORY} has "
             f"{left / 1e6:,.0f} MB left; enlarge it (docker run --shm-size), or use SequentialExecutor"
         )
+    for block in blocks:
+        block.share_memory_()  # type: ignore[no-untyped-call]  # torch gives it no types
+
+
+def _fork(executor: SequentialExecutor, module: ClientTask, cohort: ClientRows) -> _Worker:
+    """Copy this process; the copy never returns."""
+    ours, theirs = Pipe()
+    # signals wait: a copy that starts now ignores them for good
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+    try:
+        with warnings.catch_warnings():
+            # Python 3.12 on forks beside threads: a worker computes on one thread and takes nobody else's locks
+            warnings.filterwarnings("ignore", ".*multi-threaded", DeprecationWarning)
+            pid = os.fork()
+        if pid == 0:
+            try:
+                ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: it ends with this process
+                _serve(theirs, executor, module, cohort)
+            finally:
+                os._exit(0)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    theirs.close()
+    return _Worker(pid, ours, cohort.round)
+
+
+def _serve(
+    connection: "Connection[Any, Any]", executor: SequentialExecutor, module: ClientTask, cohort: ClientRows
+) -> None:
+    """Compute what is asked for until it is killed: whoever stops a run lets it finish its round."""
+    for number in _SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    torch.set_num_threads(1)
+    while True:
+        cohort.step, rows, batches = pickle.loads(connection.recv_bytes())
+        losses, error = [], None
+        try:
+            losses = executor.backward(module, cohort, CohortBatch(batches=batches), rows).tolist()
+        except ConfigurationError as mistake:
+            error = ConfigurationError, str(mistake), getattr(mistake, "__notes__", []), ""
+        except BaseException as failure:  # noqa: BLE001  # the other process raises it again
+            said, notes = f"{type(failure).__name__}: {failure}", getattr(failure, "__notes__", [])
+            error = RuntimeError, said, notes, traceback.format_exc()
+        connection.send_bytes(pickle.dumps((losses, error)))
+
+
+def _kill(workers: list[_Worker]) -> None:
+    living = [worker.pid for worker in workers if worker.pid]
+    for pid in living:
+        os.kill(pid, signal.SIGKILL)
+    for pid in living:
+        os.waitpid(pid, 0)
+    for worker in workers:
+        worker.connection.close()
+    workers.clear()

@@ -30,6 +30,10 @@ class SequentialExecutor(Executor):
         """A copy compiles its own model."""
         return {**vars(self), "_compiled": None}
 
+    def compiled_for(self, model: nn.Module) -> bool:
+        """Whether there is compiled code of this model."""
+        return self._compiled is not None and self._compiled[0] is model
+
     def backward(
         self, module: ClientTask, cohort: ClientRows, batch: CohortBatch, rows: Sequence[int]
     ) -> Tensor:
@@ -48,8 +52,9 @@ class SequentialExecutor(Executor):
         if not self.compile:
             yield
             return
-        if self._compiled is None or self._compiled[0] is not model:
+        if not self.compiled_for(model):
             self._compiled = model, torch.compile(model._call_impl)
+        assert self._compiled is not None
         before = model._compiled_call_impl
         model._compiled_call_impl = self._compiled[1]
         try:

@@ -15,7 +15,6 @@ from fl_lightning.client_data.cohort_batch import CohortBatch
 from fl_lightning.cohort.client_rows import ClientRows
 from fl_lightning.errors import CannotVectorize, ConfigurationError, doing
 from fl_lightning.executors.base import ClientTask, Executor, client_loss
-from fl_lightning.executors.cuda_graph import StepGraphs
 from fl_lightning.executors.sequential import SequentialExecutor
 
 _log = logging.getLogger("fl_lightning")
@@ -28,9 +27,6 @@ class VectorizedExecutor(Executor):
 
     Args:
         block_size: How many clients are computed together; None for the whole cohort. Smaller blocks need less memory.
-        cuda_graph: On a CUDA device: whether a block's forward and backward pass is captured as a CUDA graph and replayed,
-            which takes one launch instead of hundreds (see ``fl_lightning.executors.cuda_graph``). For models whose forward pass
-            does the same whatever its numbers are. Elsewhere it changes nothing.
         where_possible: Whether clients are computed one after the other where the model or the shapes of their batches do
             not allow it, which is otherwise an error.
 
@@ -38,15 +34,12 @@ class VectorizedExecutor(Executor):
         ConfigurationError: ``block_size`` is below 1.
     """
 
-    def __init__(
-        self, block_size: int | None = None, cuda_graph: bool = False, where_possible: bool = False
-    ) -> None:
+    def __init__(self, block_size: int | None = None, where_possible: bool = False) -> None:
         if block_size is not None and block_size < 1:
             raise ConfigurationError(
                 f"VectorizedExecutor.block_size: {block_size} must be at least 1 (or null for all)"
             )
-        self.block_size, self.cuda_graph, self.where_possible = block_size, cuda_graph, where_possible
-        self.graphs = StepGraphs()
+        self.block_size, self.where_possible = block_size, where_possible
         self._largest: int | None = None
         self._said: set[str] = set()
         # who needs equal batches and what to do without them, for messages
@@ -66,7 +59,7 @@ class VectorizedExecutor(Executor):
                 part = stack if size == len(rows) else tree_map(lambda x: x[done : done + size], stack)  # noqa: B023  # used at once
                 ids = [cohort.client_ids[row] for row in (rows[done], rows[done + size - 1])]
                 with doing(f"computing clients {ids[0]} to {ids[1]} at once"):
-                    losses.append(self._compute(module, cohort, part, rows[done : done + size]))
+                    losses.append(self._block(module, cohort, part, rows[done : done + size]))
             except torch.OutOfMemoryError:
                 if size == 1:
                     raise
@@ -90,8 +83,7 @@ class VectorizedExecutor(Executor):
         return min(self.block_size or clients, self._largest or clients, clients)
 
     def close(self) -> None:
-        """Let go of captured graphs and their memory."""
-        self.graphs.clear()
+        """Try whole blocks again."""
         self._largest = None
 
     def _stacked(self, batch: CohortBatch) -> Any:
@@ -102,15 +94,6 @@ class VectorizedExecutor(Executor):
                 f"{self.user} needs batches of equal shape from every client, but {error}; give the client loaders "
                 f"drop_last=True or {self.instead}"
             ) from None
-
-    def _compute(self, module: ClientTask, cohort: ClientRows, part: Any, rows: list[int]) -> Tensor:
-        captured = self.cuda_graph and module.device.type == "cuda"
-        # momentum=None is another number in each step, from a counter that is read on the CPU
-        if captured and all(layer.momentum is not None for layer in batch_norm_layers(module.model).values()):
-            return self.graphs.run(
-                module, cohort, rows, part, lambda batch: self._block(module, cohort, batch, rows)
-            )
-        return self._block(module, cohort, part, rows)
 
     def _block(self, module: ClientTask, cohort: ClientRows, batch: Any, rows: list[int]) -> Tensor:
         slots, trained, index = module.slots, cohort.trained_names, cohort.index(rows)

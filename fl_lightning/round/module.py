@@ -283,7 +283,8 @@ class FederatedModule(ServerModule):
         self.data.keep_on(self.device)
         if self.chooses_executor:
             self.executor.close()  # of a fit that an error ended
-            self.executor_choice = choose_executor(self, 1 if self.centralised else self.plan.cohort_size)
+            clients, steps = self.plan.trained(1)
+            self.executor_choice = choose_executor(self, len(clients), sum(steps))
             self.executor = self.executor_choice.executor
             logging.getLogger("fl_lightning").info("executor: %s", self.executor_choice)
         self.tracking_layers = [x for x in batch_norm_layers(self.model).values() if x.training]

@@ -2,7 +2,6 @@
 
 import json
 import logging
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,7 +17,7 @@ from fl_lightning.executors.cores import cores_of_a_run, usable_cores
 
 
 def module(cls=FederatedModule, **settings):
-    return cls(small_cnn("bn"), SGD, local_steps=1, **settings)
+    return cls(small_cnn("bn"), SGD, local_steps=5, **settings)
 
 
 def on_cores(monkeypatch, count):
@@ -42,7 +41,7 @@ def on_cores(monkeypatch, count):
 )
 def test_several_clients_on_several_cores_get_a_process_on_each(monkeypatch, cores, clients, workers):
     on_cores(monkeypatch, cores)
-    executor = choose_executor(module(), clients).executor
+    executor = choose_executor(module(), clients, 20).executor
     if workers is None:
         assert type(executor) is SequentialExecutor
     else:
@@ -57,7 +56,7 @@ class OwnLoss(FederatedModule):
 
 def test_what_a_worker_could_miss_is_computed_in_this_process(monkeypatch):
     on_cores(monkeypatch, 2)
-    choice = choose_executor(module(OwnLoss), 10)
+    choice = choose_executor(module(OwnLoss), 10, 20)
     assert type(choice.executor) is SequentialExecutor
     assert "OwnLoss is your own" in choice.reason
 
@@ -90,11 +89,11 @@ def test_code_of_ones_own_is_computed_in_one_process_unless_processes_are_asked_
 ):
     on_cores(monkeypatch, 2)
     own = FederatedModule(**{"model": small_cnn("bn"), "client_optimizer": SGD, "local_steps": 1, **settings})
-    choice = choose_executor(own, 10)
+    choice = choose_executor(own, 10, 20)
     assert (type(choice.executor) is SequentialExecutor) == (name is not None)
     assert name is None or f"{name} is your own" in choice.reason
     own.client_loss = lambda batch: None
-    assert type(choose_executor(own, 10).executor) is SequentialExecutor
+    assert type(choose_executor(own, 10, 20).executor) is SequentialExecutor
 
 
 def test_callbacks_of_ones_own_are_too_and_those_of_the_project_are_not(monkeypatch):
@@ -106,15 +105,14 @@ def test_callbacks_of_ones_own_are_too_and_those_of_the_project_are_not(monkeypa
 
 
 @pytest.mark.parametrize(("owner", "name", "value", "reason"), [
-    (executor_choice.sys, "platform", "darwin", "copies"),
-    (torch.cuda, "is_available", lambda: True, "copies"),
-    (executor_choice, "current_process", lambda: SimpleNamespace(daemon=True), "copies"),
+    (processes.sys, "platform", "darwin", "copied on darwin"),
+    (torch.cuda, "is_available", lambda: True, "copied where it sees a GPU"),
     (executor_choice, "shared_memory_left", lambda: 1000.0, "shared memory"),
 ])  # fmt: skip
 def test_where_processes_would_fail_there_are_none(monkeypatch, owner, name, value, reason):
     on_cores(monkeypatch, 2)
     monkeypatch.setattr(owner, name, value)
-    choice = choose_executor(module(), 10)
+    choice = choose_executor(module(), 10, 20)
     assert type(choice.executor) is SequentialExecutor
     assert reason in choice.reason
 
@@ -148,7 +146,7 @@ class OnGPU(FederatedModule):
 
 
 def test_a_gpu_computes_all_clients_at_once():
-    executor = choose_executor(module(OnGPU), 10).executor
+    executor = choose_executor(module(OnGPU), 10, 20).executor
     assert isinstance(executor, VectorizedExecutor)
     assert executor.block_size is None
     assert executor.where_possible
@@ -180,6 +178,14 @@ def test_an_executor_that_is_given_stays(monkeypatch):
     trained(own, 1)
     assert own.executor is given
     assert own.executor_choice is None
+
+
+def test_a_round_that_is_shorter_than_the_start_of_processes_has_none(monkeypatch):
+    on_cores(monkeypatch, 2)
+    assert type(choose_executor(module(), 10, 20).executor) is ProcessExecutor
+    choice = choose_executor(module(), 10, 19)
+    assert type(choice.executor) is SequentialExecutor
+    assert choice.reason == "19 local steps a round"
 
 
 def test_a_centralised_run_has_one_client(monkeypatch):

@@ -302,7 +302,7 @@ def test_an_error_of_one_client_after_the_other_is_no_matter_of_vectorising(monk
         raise RuntimeError("the user's own")
 
     monkeypatch.setattr(
-        VectorizedExecutor, "_compute", lambda *arguments: (_ for _ in ()).throw(CannotVectorize("no"))
+        VectorizedExecutor, "_block", lambda *arguments: (_ for _ in ()).throw(CannotVectorize("no"))
     )
     monkeypatch.setattr(SequentialExecutor, "backward", broken)
     with pytest.raises(RuntimeError, match="the user's own") as raised:

@@ -17,7 +17,6 @@ pytestmark = [
 MAKERS = {
     "sequential": SequentialExecutor,
     "vectorized": VectorizedExecutor,
-    "recorded": lambda: VectorizedExecutor(cuda_graph=True),
     "chosen": lambda: None,
 }
 
@@ -52,15 +51,13 @@ class NeverWaits(FederatedCallback):
         torch.cuda.set_sync_debug_mode("error" if step < max(cohort.local_steps) - 1 else "default")
 
 
-@pytest.mark.parametrize("executor", ["vectorized", "recorded"])
-def test_local_steps_never_wait_for_the_device(executor):
+def test_local_steps_never_wait_for_the_device():
     data = Digits(num_clients=4, batch_size=10, crop_padding=1, horizontal_flip=True)
     data.prepare_data()
     from fl_lightning.models import LeNet
 
-    module = FederatedModule(
-        LeNet(in_channels=1, image_size=8), momentum, local_steps=4, executor=MAKERS[executor]()
-    )
+    model = LeNet(in_channels=1, image_size=8)
+    module = FederatedModule(model, momentum, local_steps=4, executor=VectorizedExecutor())
     try:
         fit(module, data, 3, [NeverWaits()], accelerator="gpu", devices=1, precision="32-true")
     finally:

@@ -1,6 +1,5 @@
 """Clients spread over processes: the sequential executor's numbers, bit for bit."""
 
-import multiprocessing
 from functools import partial
 
 import pytest
@@ -9,7 +8,7 @@ from command_line import rows, run
 from contract import EVERY_ROW
 from contract import run as run_method
 from helpers import ArrayClient, States, blobs, fit, small_cnn
-from outcomes import MOMENTUM, STARTS, assert_same, same, states
+from outcomes import MOMENTUM, assert_same, same, states
 from torch import nn
 
 from fl_lightning import (
@@ -19,17 +18,14 @@ from fl_lightning import (
     ProcessExecutor,
     SequentialExecutor,
 )
-from fl_lightning.executors import processes
 from fl_lightning.executors.processes import split_evenly
-from fl_lightning.executors.staging import Staging
 
 
 @EVERY_ROW
-@STARTS
-def test_every_method_runs_alike_in_processes_bit_for_bit(row, start):
+def test_every_method_runs_alike_in_processes_bit_for_bit(row):
     one, several = States(), States()
     run_method(row, extra=[one], executor=SequentialExecutor())
-    run_method(row, extra=[several], executor=ProcessExecutor(2, start=start))
+    run_method(row, extra=[several], executor=ProcessExecutor(2))
     assert_same(one.states, several.states)
 
 
@@ -100,8 +96,7 @@ class Changes(FederatedCallback):
         for layer in pl_module.model.modules():
             if isinstance(layer, nn.BatchNorm2d):
                 layer.momentum = 0.5 / cohort.round
-        if isinstance(pl_module.loss, WeightedLoss):
-            pl_module.loss.by_class[0] = cohort.round
+        pl_module.loss.by_class[0] = cohort.round
 
 
 class RoundInTheLoss(Weighted):
@@ -109,16 +104,14 @@ class RoundInTheLoss(Weighted):
         return self.round * super().client_loss(batch)
 
 
-@STARTS
-def test_numbers_that_callbacks_change_reach_the_workers(start):
+def test_numbers_that_callbacks_change_reach_the_workers():
     def run(executor):
         seen = States()
-        loss = WeightedLoss() if start == "fork" else None
-        module = RoundInTheLoss(small_cnn(), MOMENTUM, local_steps=2, executor=executor, loss=loss)
+        module = RoundInTheLoss(small_cnn(), MOMENTUM, local_steps=2, executor=executor, loss=WeightedLoss())
         fit(module, blobs(), 3, [Changes(), seen])
         return seen.states
 
-    assert_same(run(SequentialExecutor()), run(ProcessExecutor(2, start=start)))
+    assert_same(run(SequentialExecutor()), run(ProcessExecutor(2)))
 
 
 class Noisy(nn.Module):
@@ -162,9 +155,8 @@ class ChangesInside(FederatedCallback):
                     pl_module.loss = nn.CrossEntropyLoss(label_smoothing=0.3)
 
 
-@STARTS
 @pytest.mark.parametrize("what", ["list", "dict", "tensor", "function", "loss"])
-def test_what_callbacks_change_inside_the_model_reaches_the_workers(what, start):
+def test_what_callbacks_change_inside_the_model_reaches_the_workers(what):
     def run(executor, changed):
         model = nn.Sequential(Scales(), nn.Flatten(), nn.Linear(72, 3))
         nn.init.constant_(model[2].weight, 0.01)
@@ -176,7 +168,7 @@ def test_what_callbacks_change_inside_the_model_reaches_the_workers(what, start)
         return seen.states
 
     reference = run(SequentialExecutor(), what)
-    assert_same(reference, run(ProcessExecutor(2, start=start), what))
+    assert_same(reference, run(ProcessExecutor(2), what))
     assert not same(reference[-1], run(SequentialExecutor(), "nothing")[-1])
 
 
@@ -185,32 +177,6 @@ def test_random_numbers_of_a_model_are_those_of_its_client():
         return nn.Sequential(Noisy(), small_cnn())
 
     assert_same(states(SequentialExecutor(), model=model()), states(ProcessExecutor(3), model=model()))
-
-
-class Keeps(nn.Module):
-    """Keeps what it computed last, as models do that explain themselves."""
-
-    def forward(self, x):
-        self.last = x.relu()
-        return self.last
-
-
-def test_what_a_model_keeps_of_its_forward_pass_starts_no_new_workers(monkeypatch):
-    started = []
-    crew = processes._WorkerPool.__init__
-
-    def watched(self, *args):
-        started.append(self)
-        crew(self, *args)
-
-    def run(executor):
-        torch.manual_seed(0)
-        return states(executor, model=nn.Sequential(Keeps(), nn.Flatten(), nn.Linear(72, 3)))
-
-    reference = run(SequentialExecutor())
-    monkeypatch.setattr(processes._WorkerPool, "__init__", watched)
-    assert_same(reference, run(ProcessExecutor(2)))
-    assert len(started) == 1
 
 
 class Threads(FederatedCallback):
@@ -252,22 +218,8 @@ def test_rows_are_shared_out_evenly(rows_, parts, expected):
     assert split_evenly(rows_, parts) == expected
 
 
-def test_batches_come_to_the_workers_in_their_memory_format():
-    staging = Staging()
-    images = torch.randn(4, 3, 6, 6).contiguous(memory_format=torch.channels_last)
-    batches = [(images, torch.arange(4)), (images + 1, torch.arange(4))]
-    staged = staging.put(batches)
-    assert torch.equal(staged.leaves[0][1], images + 1)
-    assert staged.leaves[0][0].is_contiguous(memory_format=torch.channels_last)
-    assert staging.put(batches[:1]).leaves is None
-    unequal = [(images, torch.arange(4)), (images[:2], torch.arange(2))]
-    assert staging.put(unequal) == unequal
-
-
-def test_the_command_line_takes_it_by_name_and_leaves_no_process():
-    before = set(multiprocessing.active_children())
+def test_the_command_line_takes_it_by_name():
     one = run("--name", "one").attempt
     two = run("--name", "two", "--model.executor", "ProcessExecutor", "--model.executor.num_workers", 2)
     assert isinstance(two.model.executor, ProcessExecutor)
     assert rows(one) == rows(two.attempt)
-    assert set(multiprocessing.active_children()) <= before

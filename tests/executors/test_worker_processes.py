@@ -1,24 +1,18 @@
-"""Worker processes: how they start, end and fail, and what they hold."""
+"""Worker processes: how they start, end and fail."""
 
 import gc
-import multiprocessing
 import os
 import re
 import signal
 import subprocess
 import sys
-import time
-import warnings
 from copy import deepcopy
-from multiprocessing import resource_sharer
 from pathlib import Path
-from typing import ClassVar
 
 import pytest
 import torch
-from command_line import run, write_config
 from helpers import ArrayClient, States, blobs, fit, small_cnn
-from outcomes import MOMENTUM, STARTS, assert_same, same, states
+from outcomes import MOMENTUM, assert_same, same, states
 from torch import nn
 
 from fl_lightning import (
@@ -32,29 +26,39 @@ from fl_lightning import (
 from fl_lightning.executors import processes
 
 
-class Sleeper(FederatedCallback):
-    """Starts a process of its own while there are workers, which inherits this process's ends of their connections."""
+def children():
+    """The processes that this one has started and that it has not waited for."""
+    return {
+        int(pid)
+        for task in Path("/proc/self/task").iterdir()
+        for pid in (task / "children").read_text().split()
+    }
+
+
+class Looks(FederatedCallback):
+    """Which workers there are in each round, and what they say of themselves."""
+
+    def __init__(self):
+        self.before, self.seen, self.status = children(), [], []
 
     def on_round_end(self, trainer, pl_module, cohort):
-        if cohort.round == 1:
-            self.process = multiprocessing.get_context("fork").Process(
-                target=time.sleep, args=(60,), daemon=True
-            )
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 on forks beside threads
-                self.process.start()
+        self.seen.append(children() - self.before)
+        self.status += [Path(f"/proc/{pid}/status").read_text().split() for pid in self.seen[-1]]
 
 
-def test_workers_end_while_another_child_of_the_process_lives():
-    sleeper, started, before = Sleeper(), time.monotonic(), set(multiprocessing.active_children())
-    module = FederatedModule(small_cnn(), MOMENTUM, local_steps=1, executor=ProcessExecutor(2))
-    try:
-        fit(module, blobs(), 2, [sleeper])
-        assert time.monotonic() - started < 30
-        assert set(multiprocessing.active_children()) - before == {sleeper.process}
-    finally:
-        sleeper.process.kill()
-        sleeper.process.join(5)
+def with_workers(count=2, **settings):
+    settings = {"local_steps": 1, **settings}
+    return FederatedModule(small_cnn(), MOMENTUM, executor=ProcessExecutor(count), **settings)
+
+
+def test_each_round_has_workers_of_its_own_and_a_run_leaves_none():
+    looks = Looks()
+    module = with_workers(3)
+    for _ in range(2):
+        fit(module, blobs(), 2, [looks])
+        assert children() == looks.before
+    assert [len(pids) for pids in looks.seen] == [2] * 4
+    assert len(set.union(*looks.seen)) == 8
 
 
 class FailsLater(FederatedCallback):
@@ -63,14 +67,13 @@ class FailsLater(FederatedCallback):
 
 
 def test_workers_of_a_run_that_failed_outside_a_round_end_with_its_module():
-    before = set(multiprocessing.active_children())
-    module = FederatedModule(small_cnn(), MOMENTUM, local_steps=1, executor=ProcessExecutor(2, start="fork"))
+    before, module = children(), with_workers()
     with pytest.raises(RuntimeError, match="outside"):
         fit(module, blobs(), 2, [FailsLater()])
-    assert len(set(multiprocessing.active_children()) - before) == 1
+    assert len(children() - before) == 1
     module.executor = SequentialExecutor()
     gc.collect()
-    assert set(multiprocessing.active_children()) == before
+    assert children() == before
 
 
 class Fails(nn.Module):
@@ -80,16 +83,17 @@ class Fails(nn.Module):
         return x
 
 
-@STARTS
-def test_a_bug_in_a_worker_is_raised_with_the_workers_traceback(start, monkeypatch):
+def test_a_bug_in_a_worker_is_raised_with_the_workers_traceback(monkeypatch):
     monkeypatch.setenv("FAILS_IN", str(os.getpid()))
+    before = children()
     with pytest.raises(RuntimeError, match="ZeroDivisionError: a bug of one's own") as failure:
-        states(ProcessExecutor(2, start=start), model=nn.Sequential(Fails(), small_cnn()))
+        states(ProcessExecutor(2), model=nn.Sequential(Fails(), small_cnn()))
     assert failure.value.__notes__[1:] == ["computing client 2", "round 1, local step 1"]
     assert re.search(
         r"worker process(.|\n)*in forward(.|\n)*a bug of one's own", str(failure.value.__cause__)
     )
-    assert_same(states(SequentialExecutor()), states(ProcessExecutor(2, start=start)))
+    assert children() == before
+    assert_same(states(SequentialExecutor()), states(ProcessExecutor(2)))
 
 
 def test_a_mistake_that_a_worker_finds_is_one_line():
@@ -103,161 +107,66 @@ def test_a_mistake_that_a_worker_finds_is_one_line():
     assert "\n" not in str(mistake.value)
 
 
-class Kills(FederatedCallback):
+class Sends(FederatedCallback):
+    """Sends a signal to the worker in the middle of the second round."""
+
+    def __init__(self, number):
+        self.number, self.before = number, children()
+
     def on_local_step_end(self, trainer, pl_module, cohort, step):
-        if cohort.round == 2:
-            os.kill(pl_module.executor._pool.workers[0].process.pid, signal.SIGKILL)
+        if cohort.round == 2 and step == 0:
+            (worker,) = children() - self.before
+            os.kill(worker, self.number)
 
 
-@STARTS
-def test_a_worker_that_is_killed_ends_the_run_in_one_line_and_the_next_run_works(start):
-    executor = ProcessExecutor(2, start=start)
-    module = FederatedModule(small_cnn(), MOMENTUM, local_steps=2, executor=executor)
+def test_a_worker_that_is_killed_ends_the_run_in_one_line_and_the_next_run_works():
+    module = with_workers(local_steps=2)
     with pytest.raises(
         ConfigurationError, match=r"a worker process ended in round 2 .*want of memory.*num_workers"
     ):
-        fit(module, blobs(), 3, [Kills()])
-    assert_same(states(SequentialExecutor()), states(executor))
+        fit(module, blobs(), 3, [Sends(signal.SIGKILL)])
+    assert_same(states(SequentialExecutor()), states(module.executor))
 
 
-def test_a_folder_for_temporary_files_whose_path_is_too_long_for_a_socket_is_named(tmp_path, monkeypatch):
-    folder = tmp_path / ("long" * 25)
-    folder.mkdir()
-    monkeypatch.setitem(multiprocessing.current_process()._config, "tempdir", str(folder))
-    monkeypatch.setattr(resource_sharer, "_resource_sharer", resource_sharer._ResourceSharer())
-    module = FederatedModule(small_cnn(), MOMENTUM, local_steps=2, executor=ProcessExecutor(2, start="fork"))
-    with pytest.raises(ConfigurationError, match=r"cannot be sent its work .*path too long.*TMPDIR"):
-        fit(module, blobs(), 1)
+def test_a_worker_that_is_stopped_ends_the_run_in_one_line(monkeypatch):
+    monkeypatch.setattr(processes, "_PATIENCE", 1)
+    callback = Sends(signal.SIGSTOP)
+    with pytest.raises(ConfigurationError, match=r"has not answered for 1 s in round 2; .*kill -CONT"):
+        fit(with_workers(local_steps=2), blobs(), 3, [callback])
+    assert children() == callback.before
 
 
-def test_what_cannot_be_pickled_is_named_and_needs_no_pickling_where_processes_fork():
-    settings = {"loss": lambda outputs, targets: outputs.square().mean() + 0 * targets.sum()}
-    with pytest.raises(
-        ConfigurationError, match=r"cannot be sent to worker processes .*lambda.*SequentialExecutor"
-    ):
-        states(ProcessExecutor(2, start="spawn"), **settings)
-    assert_same(
-        states(SequentialExecutor(), **settings), states(ProcessExecutor(2, start="fork"), **settings)
-    )
-
-
-def test_a_process_whose_copy_cannot_compute_gradients_starts_new_ones(monkeypatch):
-    def threads(*args, **kwargs):
-        raise RuntimeError("Unable to handle autograd's threading in combination with fork")
-
-    reference, here, grad = states(SequentialExecutor()), os.getpid(), torch.autograd.grad
-    monkeypatch.setattr(
-        torch.autograd, "grad", lambda *args, **kw: (grad if os.getpid() == here else threads)(*args, **kw)
-    )
-    assert_same(reference, states(ProcessExecutor(2)))
-    with pytest.raises(ConfigurationError, match=r"start: fork: Unable to handle autograd.*use spawn"):
-        states(ProcessExecutor(2, start="fork"))
-
-
-def test_a_start_that_does_not_exist_is_named():
-    with pytest.raises(
-        ConfigurationError, match=r"ProcessExecutor\.start: 'thread' must be one of fork, spawn"
-    ):
-        ProcessExecutor(2, start="thread")
-
-
-@STARTS
-def test_workers_end_with_the_run_or_wait_for_the_next(start):
-    executor = ProcessExecutor(3, start=start)
-    seen = []
-
-    class Looks(FederatedCallback):
-        def on_round_end(self, trainer, pl_module, cohort):
-            seen.append([worker.process for worker in executor._pool.workers])
-
-    for _ in range(2):
-        fit(FederatedModule(small_cnn(), MOMENTUM, local_steps=1, executor=executor), blobs(), 1, [Looks()])
-    first, second = seen
-    assert len(first) == len(second) == 2
-    if start == "fork":
-        assert not any(process.is_alive() for process in (*first, *second))
-    else:
-        assert {process.pid for process in first} == {process.pid for process in second}
-
-
-def test_shared_memory_that_is_too_small_is_said_before_it_is_used(monkeypatch):
-    class Usage:
-        free = 1000
-
-    monkeypatch.setattr(processes.shutil, "disk_usage", lambda path: Usage)
-    with pytest.raises(ConfigurationError, match=r"needs 0 MB of shared memory.*--shm-size"):
-        states(ProcessExecutor(2))
-
-
-def test_fewer_than_one_worker_is_refused():
-    with pytest.raises(ConfigurationError, match=r"ProcessExecutor\.num_workers: 0 must be at least 1"):
-        ProcessExecutor(0)
-
-
-@STARTS
-def test_a_worker_takes_no_signal_from_its_first_moment_on(start):
-    seen = []
-
-    class Looks(FederatedCallback):
-        def on_round_end(self, trainer, pl_module, cohort):
-            (worker,) = pl_module.executor._pool.workers
-            status = Path(f"/proc/{worker.process.pid}/status").read_text().split()
-            seen.append([int(status[status.index(f"{kind}:") + 1], 16) for kind in ("SigBlk", "SigIgn")])
-
-    executor = ProcessExecutor(2, start=start)
-    fit(FederatedModule(small_cnn(), MOMENTUM, local_steps=1, executor=executor), blobs(), 1, [Looks()])
-    for blocked_or_ignored in seen[0]:
+def test_a_worker_takes_no_signal_from_its_first_moment_on():
+    looks = Looks()
+    fit(with_workers(), blobs(), 1, [looks])
+    (status,) = looks.status
+    for kind in ("SigBlk", "SigIgn"):
+        bits = int(status[status.index(f"{kind}:") + 1], 16)
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            assert blocked_or_ignored & 1 << number - 1
+            assert bits & 1 << number - 1
     assert not signal.pthread_sigmask(signal.SIG_BLOCK, ()) & {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
 
 
-class Listens(FederatedCallback):
-    """What files of the working directory the workers hold open."""
-
-    held: ClassVar[list[str]] = []
-
-    def on_round_end(self, trainer, pl_module, cohort):
-        (worker,) = pl_module.executor._pool.workers
-        folder = Path(f"/proc/{worker.process.pid}/fd")
-        here = str(Path.cwd().resolve())
-        own = [str(path.readlink()) for path in Path("/proc/self/fd").iterdir() if path.exists()]
-        assert any(name.startswith(here) for name in own)  # the run's lock
-        self.held += [
-            name for name in map(str, map(Path.readlink, folder.iterdir())) if name.startswith(here)
-        ]
-
-
-def test_a_forked_worker_keeps_no_file_of_the_run_open():
-    write_config({"trainer.callbacks": [{"class_path": "test_worker_processes.Listens"}]})
-    Listens.held.clear()
-    run("--model.executor", "ProcessExecutor", "--model.executor.num_workers", "2")
-    assert Listens.held == []
-
-
-@pytest.mark.parametrize("start", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
-def test_a_run_that_is_killed_leaves_no_worker_behind(start):
+def test_a_run_that_is_killed_leaves_no_worker_behind():
     script = f"""
 import os, sys, torch
-sys.path[:0] = [{str(Path(__file__).parents[1] / "support")!r}]
-from multiprocessing import process
-from functools import partial
-from helpers import blobs, fit, small_cnn
-from fl_lightning import FederatedCallback, FederatedModule, ProcessExecutor
+sys.path[:0] = [{str(Path(__file__).parent)!r}, {str(Path(__file__).parents[1] / "support")!r}]
+from helpers import blobs, fit
+from test_worker_processes import Looks, with_workers
 
-class Tells(FederatedCallback):
+class Tells(Looks):
     def on_round_end(self, trainer, pl_module, cohort):
-        print(*(worker.process.pid for worker in pl_module.executor._pool.workers), flush=True)
+        super().on_round_end(trainer, pl_module, cohort)
+        print(*self.seen[-1], flush=True)
         os.kill(os.getpid(), 9)
 
-if __name__ == "__main__":
-    module = FederatedModule(small_cnn(), partial(torch.optim.SGD, lr=0.1), local_steps=1, executor=ProcessExecutor(3, start={start!r}))
-    fit(module, blobs(), 2, [Tells()])
+fit(with_workers(3), blobs(), 2, [Tells()])
 """
     Path("script.py").write_text(script)
     done = subprocess.run([sys.executable, "script.py"], capture_output=True, text=True, check=False)
     assert done.returncode == -signal.SIGKILL
     workers = [int(number) for number in done.stdout.split()[-2:]]
+    assert len(workers) == 2
     for _ in range(100):
         alive = [number for number in workers if Path(f"/proc/{number}").exists() and _runs(number)]
         if not alive:
@@ -280,12 +189,8 @@ class Copies(FederatedCallback):
 
 def test_a_copy_of_a_module_in_training_trains_with_workers_of_its_own():
     copies = Copies()
-    fit(
-        FederatedModule(small_cnn(), MOMENTUM, local_steps=2, executor=ProcessExecutor(2)),
-        blobs(),
-        3,
-        [copies],
-    )
+    fit(with_workers(local_steps=2), blobs(), 3, [copies])
+    assert copies.copy.executor.num_workers == 2
     fit(copies.copy, blobs(), 3)
     alone = FederatedModule(small_cnn(), MOMENTUM, local_steps=2, executor=SequentialExecutor())
     seen = States()
@@ -293,3 +198,30 @@ def test_a_copy_of_a_module_in_training_trains_with_workers_of_its_own():
     alone.load_state_dict(seen.states[2])
     fit(alone, blobs(), 3)
     assert same(copies.copy.state_dict(), alone.state_dict())
+
+
+def test_shared_memory_that_is_too_small_is_said_before_it_is_used(monkeypatch):
+    class Usage:
+        free = 1000
+
+    monkeypatch.setattr(processes.shutil, "disk_usage", lambda path: Usage)
+    with pytest.raises(ConfigurationError, match=r"needs 0 MB of shared memory.*--shm-size"):
+        states(ProcessExecutor(2))
+
+
+def test_fewer_than_one_worker_is_refused():
+    with pytest.raises(ConfigurationError, match=r"ProcessExecutor\.num_workers: 0 must be at least 1"):
+        ProcessExecutor(0)
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "value", "reason"),
+    [
+        (processes.sys, "platform", "darwin", "processes cannot be copied on darwin"),
+        (torch.cuda, "is_available", lambda: True, "a process cannot be copied where it sees a GPU"),
+    ],
+)
+def test_where_a_process_cannot_be_copied_is_said(monkeypatch, owner, name, value, reason):
+    monkeypatch.setattr(owner, name, value)
+    with pytest.raises(ConfigurationError, match=f"ProcessExecutor: {reason}; use VectorizedExecutor on"):
+        states(ProcessExecutor(2))

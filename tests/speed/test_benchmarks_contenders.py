@@ -14,7 +14,7 @@ from benchmarks import scale
 from benchmarks.__main__ import main
 from benchmarks.process_tree import cpu_seconds, pss_mb
 from benchmarks.recipe import BATCH_SIZE, LEARNING_RATE, Tiny
-from benchmarks.roster import MULTI_PROCESS, ON_CPU, PEERS, enter, present
+from benchmarks.roster import MULTI_PROCESS, NAMES, PEERS, enter, present
 from benchmarks.stopwatch import Spread, Stopwatch
 from benchmarks.workloads import SyntheticImages, Workload
 from fl_lightning.pictures.style import SKY
@@ -39,7 +39,7 @@ def installed(names):
 
 
 @pytest.mark.filterwarnings("ignore")  # what other frameworks warn of is theirs
-@pytest.mark.parametrize("name", installed([name for name in ON_CPU if name not in MULTI_PROCESS]))
+@pytest.mark.parametrize("name", installed([name for name in NAMES if name not in MULTI_PROCESS]))
 def test_everybody_takes_the_workloads_steps_on_the_workloads_samples(name):
     steps, batches = [], []
 

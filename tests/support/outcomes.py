@@ -3,7 +3,6 @@
 from copy import deepcopy
 from functools import partial
 
-import pytest
 import torch
 from helpers import States, blobs, fit, small_cnn
 from torch.utils._pytree import tree_leaves
@@ -11,7 +10,6 @@ from torch.utils._pytree import tree_leaves
 from callbacks import FixBN, MaintainedMomentum
 from fl_lightning import FederatedModule
 
-STARTS = pytest.mark.parametrize("start", ["fork", "spawn"])
 MOMENTUM = partial(torch.optim.SGD, lr=0.05, momentum=0.9, weight_decay=0.01)
 METHODS = {
     "fedavg": list,
