@@ -1,6 +1,7 @@
 """The methods: one file, one class, one paper each. They import ``fl_lightning``, never the reverse."""
 
 from callbacks.batch_norm_diagnostics import BatchNormDiagnostics
+from callbacks.client_evaluation import ClientEvaluation
 from callbacks.communication_ledger import CommunicationLedger
 from callbacks.fbn import FBN
 from callbacks.fedbn import FedBN
@@ -22,6 +23,7 @@ __all__ = [
     "FBN",
     "SCAFFOLD",
     "BatchNormDiagnostics",
+    "ClientEvaluation",
     "ClientGradientClipping",
     "CommunicationLedger",
     "FedBN",

@@ -6,7 +6,7 @@ from fl_lightning.__main__ import main
 from fl_lightning.cli.listing import KINDS, named
 
 NAMES = {
-    "methods": "BatchNormDiagnostics ClientGradientClipping CommunicationLedger FBN FedBN FedDNA FedExFixBN FedProx FedTAN FixBN "
+    "methods": "BatchNormDiagnostics ClientEvaluation ClientGradientClipping CommunicationLedger FBN FedBN FedDNA FedExFixBN FedProx FedTAN FixBN "
     "MaintainedMomentum MomentMatching SCAFFOLD SiloBN SlidingWindowFixBN StaticBN StatisticsSources",
     "models": "BNProbe CIFARResNet FBNCNN LeNet ResNet20 ResNet32 ResNet8",
     "data": "CIFAR10 Digits Gaussians ImageFolder",

@@ -14,6 +14,7 @@ SETTINGS = {name: cls.examples[-1] for name, cls in SHIPPED.items()}
 """What shows most of a method in a few rounds."""
 COMPANIONS = {
     "BatchNormDiagnostics",
+    "ClientEvaluation",
     "ClientGradientClipping",
     "CommunicationLedger",
     "FedProx",

@@ -10,6 +10,7 @@ from lightning.pytorch.callbacks import Callback
 from callbacks import (
     FBN,
     SCAFFOLD,
+    ClientEvaluation,
     CommunicationLedger,
     FedBN,
     FedDNA,
@@ -98,6 +99,7 @@ TABLE = [
     ([SCAFFOLD(), FixBN(freeze_round=0, freeze="both")], 1, 2 * (TRAINABLE - STATISTICS), 1, 2.147),
     ([SCAFFOLD(), FedBN()], 1, 2 * (TRAINABLE - STATISTICS), 1, 2.147),
     ([FedProx(0.1)], 1, BASE, 1, 1.084),
+    ([ClientEvaluation()], 1, BASE, 1, 1.084),
     ([CommunicationLedger()], 1, BASE, 1, 1.084),
 ]
 

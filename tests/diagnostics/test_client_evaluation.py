@@ -1,0 +1,75 @@
+"""What each client has of the server's model: numbers by hand, the table, and clients of whom nothing is known."""
+
+import csv
+
+import pytest
+import torch
+from command_line import run, write_config
+from helpers import SGD, ArrayClient, blobs, fit, small_cnn
+from lightning.pytorch import LightningDataModule
+from torch.nn.functional import cross_entropy
+
+from callbacks import ClientEvaluation
+from fl_lightning import ConfigurationError, FederatedDataModule, FederatedModule
+
+
+def trained(data, callback):
+    module = FederatedModule(small_cnn(), SGD, local_steps=2)
+    fit(module, data, 2, [callback], limit_val_batches=1.0)
+    return module
+
+
+def test_mean_worst_tenth_and_variance_are_those_of_the_clients_own_data():
+    data, callback = blobs(12, (16, 24, 40)), ClientEvaluation()
+    module = trained(data, callback)
+    accuracies, losses = [], []
+    module.model.eval()
+    with torch.no_grad():
+        for client in data.clients:
+            inputs, targets = client.dataset.tensors
+            outputs = module.model(inputs)
+            accuracies.append((outputs.argmax(1) == targets).double().mean())
+            losses.append(cross_entropy(outputs, targets))
+    accuracies, losses = torch.stack(accuracies), torch.stack(losses)
+    for name, values, worst in (
+        ("accuracy", accuracies, accuracies.sort().values[:2]),
+        ("loss", losses, losses.sort(descending=True).values[:2]),
+    ):
+        found = [module.metrics[f"val/client_{name}{what}"] for what in ("", "_worst", "_variance")]
+        expected = [values.mean(), worst.mean(), values.var(correction=0)]
+        assert found == pytest.approx([x.item() for x in expected], rel=1e-6)
+    assert callback.values[7]["loss"] == pytest.approx(losses[7].item())
+
+
+def test_without_own_data_the_classes_of_the_servers_are_weighed_as_the_clients_have_them():
+    callbacks = [{"class_path": "ClientEvaluation"}]
+    write_config({"trainer.callbacks": callbacks})
+    cli = run()
+    (callback,) = (c for c in cli.trainer.callbacks if isinstance(c, ClientEvaluation))
+    by_class, histograms = cli.model.evaluation.class_accuracy, cli.datamodule.class_histograms()
+    expected = [
+        sum(n * by_class[label] for label, n in enumerate(counts)) / sum(counts) for counts in histograms
+    ]
+    with (cli.attempt.path / "clients.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [int(row["client"]) for row in rows] == list(range(len(expected)))
+    assert [float(row["accuracy"]) for row in rows] == pytest.approx(expected)
+    assert callback.histograms()["client_accuracy"] == pytest.approx(expected)
+
+
+class TrainsOnly(LightningDataModule):
+    def __init__(self, client):
+        super().__init__()
+        self.train_dataloader = client.train_dataloader
+
+
+def test_clients_of_whom_nothing_is_known_are_one_line():
+    generator = torch.Generator().manual_seed(0)
+    own = ArrayClient(
+        torch.randn(8, 2, 6, 6, dtype=torch.float64, generator=generator), torch.arange(8) % 3, 4
+    )
+    data = FederatedDataModule([TrainsOnly(own)], own)
+    with pytest.raises(
+        ConfigurationError, match=r"^ClientEvaluation: client 0 has no val_dataloader\(\), .* or leave"
+    ):
+        trained(data, ClientEvaluation())
