@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import lightning as L
 from lightning.pytorch.utilities.seed import isolate_rng
 
-from fl_lightning import ConfigurationError, FederatedCallback, Report, Table
+from fl_lightning import FederatedCallback, Report, Table
 from fl_lightning.mechanisms.local_state import weighed_accuracy
 from fl_lightning.round.evaluation import ServerEvaluation
 
@@ -21,16 +21,14 @@ class ClientEvaluation(Report, FederatedCallback):
 
     A client is served with the server's accuracy on data like its own. That is its own ``val_dataloader()`` (or
     ``test_dataloader()``) where it has one; else, where the data module knows each client's class histogram, the server's
-    evaluation data with every class weighed as in the client's training data. Losses are known of own data only.
+    evaluation data with every class weighed as in the client's training data. A client with neither is left out. Losses
+    are known of own data only.
 
     Each evaluation logs ``val/client_accuracy`` (or ``test/``; the mean over the clients, each counts alike),
     ``val/client_accuracy_worst`` (the mean over the tenth of the clients, at least one, that the model serves worst),
     ``val/client_accuracy_variance`` (over the clients, of accuracies in [0, 1]) and, of own data, ``val/client_loss`` likewise, whose
     ``_worst`` are the highest. These are the measures of q-FFL (Li et al., Fair resource allocation in federated learning, ICLR 2020,
-    section 4.1). At the end ``clients.csv`` has the last evaluation's values by client, and W&B their histogram.
-
-    Raises:
-        ConfigurationError: The clients have neither evaluation data of their own nor class histograms.
+    Table 1). At the end ``clients.csv`` has the last evaluation's values by client, and W&B their histogram.
 
     Attributes:
         values: ``accuracy`` and ``loss`` of each client in the last evaluation, by its id; a value that is not known is left out.
@@ -69,12 +67,7 @@ class ClientEvaluation(Report, FederatedCallback):
                 for batch in loader:
                     pl_module.evaluate_batch(pl_module.on_device(batch), own)
             return own.finish()
-        histograms = pl_module.data.class_histograms()
-        if not histograms:
-            raise ConfigurationError(
-                f"ClientEvaluation: client {client} has no {split}_dataloader(), and the data have no class histograms; give "
-                "the clients one, or leave ClientEvaluation out"
-            )
+        histograms = pl_module.data.class_histograms() or [[]] * pl_module.data.num_clients
         accuracy = weighed_accuracy(pl_module.evaluation.class_accuracy, histograms[client])
         return {} if accuracy is None else {"accuracy": accuracy}
 

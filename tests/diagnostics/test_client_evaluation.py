@@ -10,7 +10,7 @@ from lightning.pytorch import LightningDataModule
 from torch.nn.functional import cross_entropy
 
 from callbacks import ClientEvaluation
-from fl_lightning import ConfigurationError, FederatedDataModule, FederatedModule
+from fl_lightning import FederatedDataModule, FederatedModule
 
 
 def trained(data, callback):
@@ -63,13 +63,14 @@ class TrainsOnly(LightningDataModule):
         self.train_dataloader = client.train_dataloader
 
 
-def test_clients_of_whom_nothing_is_known_are_one_line():
+def test_clients_of_whom_nothing_is_known_are_left_out():
     generator = torch.Generator().manual_seed(0)
-    own = ArrayClient(
-        torch.randn(8, 2, 6, 6, dtype=torch.float64, generator=generator), torch.arange(8) % 3, 4
-    )
-    data = FederatedDataModule([TrainsOnly(own)], own)
-    with pytest.raises(
-        ConfigurationError, match=r"^ClientEvaluation: client 0 has no val_dataloader\(\), .* or leave"
-    ):
-        trained(data, ClientEvaluation())
+    inputs = torch.randn(8, 2, 6, 6, dtype=torch.float64, generator=generator)
+    known, callback = ArrayClient(inputs, torch.arange(8) % 3, 4), ClientEvaluation()
+    module = trained(FederatedDataModule([TrainsOnly(known), known], known), callback)
+    assert callback.values[0] == {}
+    assert module.metrics["val/client_accuracy"] == pytest.approx(callback.values[1]["accuracy"])
+    nobody = ClientEvaluation()
+    module = trained(FederatedDataModule([TrainsOnly(known)], known), nobody)
+    assert not [name for name in module.metrics if "client" in name]
+    assert nobody.tables() == {}
