@@ -90,10 +90,13 @@ class Executor(ABC):
 
 
 def computation(module: Any, batch: Any) -> str:
-    """What is computed of a batch, in words for the error that it ends in."""
+    """What is computed of a batch and what can be, in words for the error that it ends in."""
     model, loss = module.model, getattr(module.loss, "__name__", type(module.loss).__name__)
     numbers = str(next(model.parameters()).dtype).removeprefix("torch.")
-    return f"model {type(model).__name__} of {numbers}, loss {loss}, a batch of {describe_batch(batch)}"
+    wanted = (
+        "inputs of the model's type and, for cross-entropy, integer labels below the number of its outputs"
+    )
+    return f"model {type(model).__name__} of {numbers}, loss {loss}, a batch of {describe_batch(batch)}; wanted: {wanted}"
 
 
 def client_loss(module: ClientTask, batch: Any) -> Tensor:

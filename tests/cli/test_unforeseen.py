@@ -80,6 +80,7 @@ def net(**settings):
 
 
 BATCH = "model Net of float32, loss cross_entropy, a batch of "
+WANTED = "wanted: inputs of the model's type and, for cross-entropy, integer labels below the number of its outputs"
 EVALUATION = "evaluating the server after round 0, batch 1"
 
 TABLE = {
@@ -90,30 +91,30 @@ TABLE = {
     "images of another type": (
         data(client="double") | net(),
         ("RuntimeError: mat1 and mat2 must have the same dtype, but got Double and Float "
-        f"({BATCH}float64 [10, 1, 8, 8] and int64 [10] from 0 to 9; computing client 1; round 1, local step 1)"),
+        f"({BATCH}float64 [10, 1, 8, 8] and int64 [10] from 0 to 9; {WANTED}; computing client 1; round 1, local step 1)"),
     ),
     "labels that are no classes": (
         data(client="float label") | net(),
         ("RuntimeError: expected target dtype to be Long or Byte, but got Float "
-        f"({BATCH}float32 [10, 1, 8, 8] and float32 [10]; computing client 1; round 1, local step 1)"),
+        f"({BATCH}float32 [10, 1, 8, 8] and float32 [10]; {WANTED}; computing client 1; round 1, local step 1)"),
     ),
     "a label of no class": (
         data(client="255") | net(),
         ("IndexError: Target 255 is out of bounds. "
-        f"({BATCH}float32 [10, 1, 8, 8] and int64 [10] from 255 to 255; computing client 1; round 1, local step 1)"),
+        f"({BATCH}float32 [10, 1, 8, 8] and int64 [10] from 255 to 255; {WANTED}; computing client 1; round 1, local step 1)"),
     ),
     "a label of no class in the evaluation": (
         data(server="255") | net(),
-        f"IndexError: Target 255 is out of bounds. ({BATCH}float32 [10, 1, 8, 8] and int64 [10] from 255 to 255; {EVALUATION})",
+        f"IndexError: Target 255 is out of bounds. ({BATCH}float32 [10, 1, 8, 8] and int64 [10] from 255 to 255; {WANTED}; {EVALUATION})",
     ),
     "too few classes": (
         data() | net(classes=5),
-        f"IndexError: Target 5 is out of bounds. ({BATCH}float32 [10, 1, 8, 8] and int64 [10] from 0 to 9; {EVALUATION})",
+        f"IndexError: Target 5 is out of bounds. ({BATCH}float32 [10, 1, 8, 8] and int64 [10] from 0 to 9; {WANTED}; {EVALUATION})",
     ),
     "a loss that takes no labels": (
         data() | net() | {"model.loss": "BCEWithLogitsLoss"},
         ("ValueError: Target size (torch.Size([10])) must be the same as input size (torch.Size([10, 10])) "
-        f"({BATCH.replace('cross_entropy', 'BCEWithLogitsLoss')}float32 [10, 1, 8, 8] and int64 [10] from 0 to 9; {EVALUATION})"),
+        f"({BATCH.replace('cross_entropy', 'BCEWithLogitsLoss')}float32 [10, 1, 8, 8] and int64 [10] from 0 to 9; {WANTED}; {EVALUATION})"),
     ),
     "a data set that cannot be made": (
         data(table="data.csv"),
