@@ -56,7 +56,10 @@ def test_there_are_configurations():
     assert "quickstart.yaml" in names()
 
 
-@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if name == "quickstart.yaml" else pytest.mark.slow) for name in names()],
+)
 def test_configuration_runs_one_whole_round_and_survives_being_printed_and_read_back(name, capsys):
     def printed(*given):
         with pytest.raises(SystemExit):

@@ -13,6 +13,8 @@ from datamodules import Gaussians
 from fl_lightning import SequentialExecutor, VectorizedExecutor
 from fl_lightning.models import BNProbe
 
+pytestmark = pytest.mark.slow
+
 FEDAVG, CENTRAL, TRUE_VARIANCE = "FedAvg", "central", 51
 TABLE = {
     0.0: {"FBN": 0.22, "FixBN": 8.6, "naive": 1.70},

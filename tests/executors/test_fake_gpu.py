@@ -17,6 +17,8 @@ from fl_lightning.aggregation import NNM, GeometricMedian, Krum, Median, MultiKr
 from fl_lightning.optimizers.schedules import InverseSteps
 from fl_lightning.optimizers.server import FedAdam, FedYogi
 
+pytestmark = pytest.mark.slow
+
 EXECUTORS = pytest.mark.parametrize("executor", [SequentialExecutor, VectorizedExecutor])
 
 

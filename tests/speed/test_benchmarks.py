@@ -20,6 +20,8 @@ from benchmarks.stopwatch import Spread, Stopwatch
 from benchmarks.workloads import WORKLOADS, SyntheticImages, Workload
 from fl_lightning.aggregation import trimmed_mean
 
+pytestmark = pytest.mark.slow
+
 SMALL = Workload(num_clients=3, cohort_size=3, local_steps=2, rounds=2)
 PLAIN_FLOAT64 = transforms.Compose(
     [*AUGMENTATION.transforms[2:], transforms.ConvertImageDtype(torch.float64)]

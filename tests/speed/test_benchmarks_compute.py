@@ -21,6 +21,8 @@ from benchmarks.workloads import SyntheticImages, Workload
 from fl_lightning import SequentialExecutor
 from fl_lightning.optimizers.client import ClientOptimizer
 
+pytestmark = pytest.mark.slow
+
 THREE_STEPS = Workload(num_clients=3, cohort_size=3, local_steps=1, rounds=1)
 HEADING = "forward + backward on all cores / this"
 

@@ -19,6 +19,8 @@ from benchmarks.stopwatch import Spread, Stopwatch
 from benchmarks.workloads import SyntheticImages, Workload
 from fl_lightning.pictures.style import SKY
 
+pytestmark = pytest.mark.slow
+
 TINY = sum(value.numel() for value in Tiny().parameters())
 SMALL = Workload(num_clients=6, cohort_size=3, local_steps=4, rounds=2)
 
@@ -73,7 +75,6 @@ def test_everybody_takes_the_workloads_steps_on_the_workloads_samples(name):
     assert timing.total.wall > 0
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", installed(["flower"]))
 def test_flowers_clients_see_the_workloads_samples(name):
@@ -188,7 +189,6 @@ def test_scale_changes_one_thing_at_a_time():
     assert scale._FEDERATIONS["local_steps"][2500].num_clients == 10
 
 
-@pytest.mark.slow
 def test_charts_are_drawn_from_written_results():
     few = ["--repeats", "1", "--models", "tiny", "--contenders", "sequential"]
     main(

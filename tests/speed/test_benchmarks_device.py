@@ -18,6 +18,8 @@ from benchmarks.stopwatch import Spread, Stopwatch
 from benchmarks.workloads import SyntheticImages, Workload
 from fl_lightning import SequentialExecutor
 
+pytestmark = pytest.mark.slow
+
 SMALL = Workload(num_clients=3, cohort_size=3, local_steps=2, rounds=2)
 
 

@@ -9,8 +9,9 @@ import torch
 from benchmarks import faults
 from benchmarks.__main__ import main
 
+pytestmark = pytest.mark.slow
 
-@pytest.mark.slow
+
 def test_killed_runs_and_damaged_checkpoints_are_counted(tmp_path, capsys):
     file = tmp_path / "faults.json"
     options = ["--kills", "2", "--damages", "60", "--rounds", "6", "--executors", "sequential"]
