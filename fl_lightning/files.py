@@ -49,12 +49,6 @@ def atomic_write(path: Path) -> Iterator[BinaryIO]:
 
 def unwritable(path: Path, error: OSError) -> ConfigurationError:
     """The message for a file that the system refuses to write."""
-    if isinstance(error, FileExistsError | NotADirectoryError):
-        for folder in path.parents:
-            if folder.is_file():
-                return ConfigurationError(
-                    f"{path} cannot be written: {error.strerror}, for {folder} is a file; choose another folder"
-                )
     return ConfigurationError(
         f"{path} cannot be written: {error.strerror}; free space or choose another folder"
     )
@@ -66,14 +60,12 @@ def user_path(setting: str, text: str | os.PathLike[str]) -> Path:
     Raises:
         ConfigurationError: No file can have this path.
     """
-    if "\0" in str(text):
-        raise ConfigurationError(f"{setting}: {text!r} has a NUL character, which no path has; leave it out")
-    try:
-        return Path(text).expanduser()
-    except RuntimeError as error:
+    path = os.path.expanduser(text)
+    if "\0" in path or path.startswith("~"):
         raise ConfigurationError(
-            f"{setting}: {text} is in the home of an unknown user; give another path"
-        ) from error
+            f"{setting}: {str(text)!r} has a NUL character or is in the home of an unknown user; give another path"
+        )
+    return Path(path)
 
 
 def folder_below(root: str | os.PathLike[str], name: str) -> Path:

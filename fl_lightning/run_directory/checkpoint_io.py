@@ -5,7 +5,6 @@ file systems nor synced. :class:`AtomicCheckpointIO` writes beside the target, s
 """
 
 import os
-import re
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -34,16 +33,12 @@ class AtomicCheckpointIO(CheckpointIO):
         Args:
             checkpoint: What ``torch.save`` shall write.
             path: The target; missing folders are created.
-            storage_options: Must be None: they are for remote storage.
+            storage_options: Not used: they are for remote storage.
 
         Raises:
             ConfigurationError: The path is remote, the disk is full or the folder cannot be written.
         """
         target = local_path(path)
-        if storage_options is not None:
-            raise ConfigurationError(
-                f"storage_options {storage_options!r} are for remote storage; leave them out"
-            )
         try:
             with atomic_write(target) as file:
                 torch.save(checkpoint, file)
@@ -69,31 +64,20 @@ class AtomicCheckpointIO(CheckpointIO):
         """
         target = local_path(path)
         if not target.is_file():
-            raise ConfigurationError(f"checkpoint {target} does not exist; use another one{_another(target)}")
+            raise ConfigurationError(f"checkpoint {target} does not exist; use another one")
         try:
             with zipfile.ZipFile(target) as archive:
                 # torch.load takes flipped bits for weights, which the CRC does not, and memory for what an attribute calls a folder
                 folder = any(entry.external_attr & 0x10 for entry in archive.infolist())
-                damaged = folder or archive.testzip() is not None
-        except Exception:  # noqa: BLE001  # damage in the archive's directory shows in many ways
-            damaged = True
-        if damaged:
-            raise _unreadable(target)
-        only = True if weights_only is None else weights_only
-        try:
+                if folder or archive.testzip() is not None:
+                    raise zipfile.BadZipFile
             checkpoint: dict[str, Any] = torch.load(
-                target, map_location=map_location or "cpu", weights_only=only
+                target, map_location=map_location or "cpu", weights_only=weights_only is not False
             )
         except Exception as error:
-            if not only:
-                reason = f"{type(error).__name__}: {error}"
-            elif code := re.search(r"GLOBAL (\S+)", str(error)):
-                reason = f"it holds {code[1]} beside tensors and plain values, which may be code"
-            else:
-                raise _unreadable(target) from error
             raise ConfigurationError(
-                f"checkpoint {target} is whole but cannot be loaded: {' '.join(reason.split())}; "
-                "use one that this program wrote"
+                f"checkpoint {target} is truncated, damaged or holds more than tensors and plain values "
+                f"({target.stat().st_size:,} bytes, {type(error).__name__}); use another one"
             ) from error
         return checkpoint
 
@@ -118,7 +102,7 @@ def load_run(path: str | os.PathLike[str], weights_only: bool | None = None) -> 
     if missing:
         raise ConfigurationError(
             f"checkpoint {path} is not one of a run: it has no {', '.join(missing)}; "
-            f"use a last.ckpt or best.ckpt that fit wrote{_another(Path(path))}"
+            f"use a last.ckpt or best.ckpt that fit wrote"
         )
     return checkpoint
 
@@ -142,13 +126,12 @@ def check_run(
             of another kind or steps other parameters.
     """
     own, saved = model.state_dict(), checkpoint["state_dict"]
-    places = [name for name in (*own, *saved) if name not in own or name not in saved]
-    places += [name for name in own if name in saved and own[name].shape != saved[name].shape]
+    shapes = [{name: list(value.shape) for name, value in state.items()} for state in (saved, own)]
+    places = [name for name in {**own, **saved} if shapes[0].get(name) != shapes[1].get(name)]
     if places:
-        name = places[0]
-        told = [f"{list(state[name].shape)}" if name in state else "nothing" for state in (saved, own)]
+        told = [shape.get(places[0], "nothing") for shape in shapes]
         raise ConfigurationError(
-            f"checkpoint {path} does not fit model.model {type(model).__name__}: {name} is {told[0]} in the "
+            f"checkpoint {path} does not fit model.model {type(model).__name__}: {places[0]} is {told[0]} in the "
             f"checkpoint and {told[1]} in the model ({len(places)} such differences); "
             "use the model settings that it was trained with, or another checkpoint"
         )
@@ -156,12 +139,11 @@ def check_run(
         return
     groups = checkpoint["optimizer_states"][0]["param_groups"], optimizer.param_groups
     # a setting that only the configured one knows may be new in a later release of torch
-    foreign = {setting for old, new in zip(*groups, strict=False) for setting in old if setting not in new}
+    foreign = any(setting not in new for old, new in zip(*groups, strict=False) for setting in old)
     sizes = [[len(group["params"]) for group in part] for part in groups]
     if foreign or sizes[0] != sizes[1]:
         raise ConfigurationError(
-            f"checkpoint {path} was not written with model.server_optimizer {type(optimizer).__name__}"
-            f"{' but with one that has ' + ', '.join(sorted(foreign)) if foreign else ''}; "
+            f"checkpoint {path} was not written with model.server_optimizer {type(optimizer).__name__}; "
             "resume with the server optimizer that it was trained with"
         )
 
@@ -177,15 +159,3 @@ def local_path(path: str | os.PathLike[str]) -> Path:
             f"checkpoint path {path} is remote; use a path of a local or mounted file system"
         )
     return user_path("checkpoint.dirpath", path)
-
-
-def _unreadable(path: Path) -> ConfigurationError:
-    return ConfigurationError(
-        f"checkpoint {path} is truncated or unreadable ({path.stat().st_size:,} bytes); "
-        f"use another one{_another(path)}"
-    )
-
-
-def _another(path: Path) -> str:
-    others = [other for other in path.parent.glob("*.ckpt") if other.name != path.name]
-    return f", such as {max(others, key=lambda other: other.stat().st_mtime)}" if others else ""

@@ -281,7 +281,7 @@ def test_a_cache_that_cannot_be_written_is_an_error_that_names_it(tree):
     Path("occupied").write_text("a file")
     for folder in ("occupied", "occupied/cache"):
         with pytest.raises(
-            ConfigurationError, match=r"cannot be written: .*, for occupied is a file; choose another"
+            ConfigurationError, match=r"occupied.* cannot be written: .*; free space or choose"
         ):
             load(tree, cache_dir=folder)
 
