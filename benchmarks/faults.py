@@ -160,8 +160,8 @@ def _killed(
             process.join()
             counts[_moment(place, rounds)] += 1
         _run_to_end(place)
-        attempts = list(place.glob("runs/faults/*"))
-        if len(attempts) != 1 or not same(_contents(place), _contents(folder / "whole")):
+        saved = list(place.glob("runs/faults/*/checkpoints/last.ckpt"))
+        if len(saved) != 1 or not same(_contents(place), _contents(folder / "whole")):
             counts["other bits"] += 1
     return counts
 
@@ -173,7 +173,8 @@ def _wait_for(place: Path, process: BaseProcess, lines: int) -> None:
 
 
 def _written(place: Path) -> int:
-    return sum(path.read_bytes().count(b"\n") for path in place.glob("runs/faults/*/metrics.jsonl"))
+    files = place.glob("runs/faults/*/metrics.jsonl")
+    return max((path.read_bytes().count(b"\n") for path in files), default=0)
 
 
 def _moment(place: Path, rounds: int) -> str:

@@ -158,7 +158,7 @@ class FederatedCLI(LightningCLI):
             self.held.enter_context(self.training)
             if not settings.fast_dev_run:
                 source = Path(path) if path else None
-                self.training.begin(source, self.checkpoint or {}, settings.max_epochs, self.resumed)
+                self.training.begin(source, self.checkpoint or {}, self.resumed)
             kwargs |= self.training.equipment(vars(settings), self._get(self.config_init, "wandb"))
         elif not has_progress_bar(as_list(settings.callbacks)) and settings.enable_progress_bar is None:
             kwargs["enable_progress_bar"] = sys.stdout.isatty()  # no bar in a log file

@@ -119,7 +119,7 @@ class Run:
         run = (self.module, self.data, config, directory, self.checkpoint)
         with Training(*run, "fit(resume=True)") as training:
             if not settings.get("fast_dev_run"):
-                training.begin(path, checkpoint, settings["max_epochs"], resumed)
+                training.begin(path, checkpoint, resumed)
             self.attempt = training.start.attempt
             settings["callbacks"] = [*self.callbacks, self.checkpoint]
             equipment = training.equipment(settings, self.wandb) | {"plugins": plugins_of(settings)}

@@ -73,29 +73,20 @@ class Training:
         self.wandb: RoundWandbLogger | None = None
         self._held = ExitStack()
 
-    def begin(
-        self,
-        ckpt_path: Path | None,
-        checkpoint: dict[str, Any],
-        max_rounds: int | None,
-        resumed: Attempt | None,
-    ) -> None:
+    def begin(self, ckpt_path: Path | None, checkpoint: Mapping[str, Any], resumed: Attempt | None) -> None:
         """Make the run's folder, or find that of the checkpoint (:func:`~fl_lightning.run_directory.continuation.find_start`).
 
         Args:
             ckpt_path: The checkpoint to go on from, None for a new run.
             checkpoint: What it holds.
-            max_rounds: The number of rounds, None or -1 where only the data tell it.
             resumed: The folder that is locked already (:func:`lock_resumed`).
         """
-        place = self.directory
         if ckpt_path is None:
-            self.start = Start(place.next_attempt(self._held))
+            self.start = Start(self.directory.new_attempt())
         else:
-            found = (ckpt_path, checkpoint, max_rounds, self.config, self.keeper, self._held)
-            self.start = find_start(place, *found)
+            self.start = find_start(self.directory, ckpt_path, checkpoint, self.config, resumed)
         assert self.start.attempt is not None
-        if not self.start.is_new and self.start.attempt != resumed:
+        if self.start.is_new:
             self._held.enter_context(self.start.attempt.lock())
 
     def equipment(self, settings: Mapping[str, Any], wandb: WandbSettings) -> dict[str, Any]:
@@ -116,7 +107,7 @@ class Training:
         callbacks, loggers = as_list(settings.get("callbacks")), as_list(settings.get("logger"))
         if settings.get("enable_progress_bar") is not False and not has_progress_bar(callbacks):
             callbacks.append(RoundProgress())
-        own = [OwnServerSettings()] if self.start.own_settings else []
+        own = [OwnServerSettings()] if self.start.differs else []
         # RunFiles first, so that it prints before a progress bar takes the terminal
         callbacks = [RunFiles(self.start, self.config), *callbacks, *own, self.interruption]
         attempt = self.start.attempt
@@ -150,8 +141,8 @@ class Training:
             untrained = start.round and trainer.global_step == start.round
             if untrained and start.is_new and not self.interruption.signal:
                 raise ConfigurationError(
-                    f"ckpt_path: the checkpoint is of round {start.round}, and the run of {trainer.max_epochs} rounds "
-                    "(model.budget_epochs): nothing is left to train; use a larger budget, or python -m fl_lightning test"
+                    f"trainer.max_epochs: {trainer.max_epochs}, but {start.checkpoint} is of round {start.round}: nothing is left "
+                    "to train; use more rounds or a larger model.budget_epochs, or python -m fl_lightning test"
                 )
         except Exception:  # not on a signal: who stops a run does not wait for pictures
             if trainer.global_step > start.round:  # not a resume that was refused
@@ -225,7 +216,7 @@ def lock_resumed(directory: RunDirectory, ckpt_path: Path, held: ExitStack) -> A
         held: Keeps the lock.
     """
     resumed = directory.attempt_of(ckpt_path) if ckpt_path.name == "last.ckpt" else None
-    if resumed is None or not directory.owns(resumed):
+    if resumed is None or resumed not in directory.attempts():
         return None
     held.enter_context(resumed.lock())
     return resumed

@@ -1,7 +1,6 @@
 """Checkpoints of whole rounds: after which rounds, and which model was the best."""
 
 import contextlib
-import errno
 import math
 import os
 import time
@@ -71,7 +70,6 @@ class RoundCheckpoint(Checkpoint):
         self.saved_round: int | None = None
         self._complete_round: int | None = None
         self._saved_at = 0.0
-        self._evaluated = False
 
     @property
     def state_key(self) -> str:
@@ -85,17 +83,16 @@ class RoundCheckpoint(Checkpoint):
         return {"best_score": self.best_score, "best_round": self.best_round}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from the best score of the resumed run; its model may not lie in this run's folder."""
-        self.best_score = state_dict["best_score"]
-        self.best_round = state_dict["best_round"]
+        """Continue from the best score where its ``best.ckpt`` lies here: in a new folder the best is that of its own rounds."""
         if self.dirpath is not None and (self.dirpath / "best.ckpt").is_file():
+            self.best_score, self.best_round = state_dict["best_score"], state_dict["best_round"]
             self.best_model_path = str(self.dirpath / "best.ckpt")
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Find the folder, and fail now rather than after the first round where it cannot be used.
+        """Find the folder, and fail now rather than after the first round where it cannot be made.
 
         Raises:
-            ConfigurationError: The folder cannot be created or written, or the trainer counts steps.
+            ConfigurationError: The folder cannot be created, or the trainer counts steps.
         """
         if stage == "fit" and self._active(trainer) and trainer.max_steps != -1:
             # Lightning resumes a run that counts steps inside its last epoch, which repeats or drops a round
@@ -111,25 +108,27 @@ class RoundCheckpoint(Checkpoint):
                 self.dirpath.mkdir(parents=True, exist_ok=True)
             except OSError as error:
                 raise unwritable(self.dirpath, error) from error
-            if not os.access(self.dirpath, os.W_OK):
-                raise unwritable(self.dirpath, PermissionError(errno.EACCES, os.strerror(errno.EACCES)))
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Start the clock; no round of this fit is complete or saved."""
         self._complete_round = self.saved_round = None
-        self._evaluated = False
         self._saved_at = time.monotonic()
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Note that the evaluation metrics are now logged."""
-        self._evaluated = True
+        """Check that an evaluation metric to monitor is one that is logged.
+
+        Raises:
+            ConfigurationError: The evaluation has not logged it.
+        """
+        trained = trainer.state.fn == "fit" and self._active(trainer) and not trainer.sanity_checking
+        if trained and (self.monitor or "").startswith(("val/", "test/")):
+            self._require_monitor(trainer)
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Save what is due now that the round is complete.
 
         Raises:
-            ConfigurationError: The server optimizer did not step once per round, a file cannot be written, or
-                the server was evaluated without logging the monitored evaluation metric.
+            ConfigurationError: The server optimizer did not step once per round, or a file cannot be written.
         """
         if not self._active(trainer):
             return
@@ -140,8 +139,6 @@ class RoundCheckpoint(Checkpoint):
                 "checkpoints need a module whose training_step steps it exactly once"
             )
         self._complete_round = rounds
-        if self._evaluated and (self.monitor or "").startswith(("val/", "test/")):
-            self._require_monitor(trainer)
         if self._reached_best(trainer):
             self.best_model_path = self._save(trainer, "best.ckpt")
         if rounds in self.keep_rounds:

@@ -1,8 +1,7 @@
 """Where a run lives on disk: ``runs/<name>/<config hash>-s<seed>``, one folder per attempt.
 
 The folder is fixed before any logger exists and is the same for the same configuration, so that a resumed run
-finds its checkpoints. A fresh ``fit`` takes ``...-s0.2``, then ``...-s0.3``, ...; it touches an existing folder only
-where a killed attempt has left no checkpoint in it.
+finds its checkpoints. A fresh ``fit`` takes ``...-s0.2``, then ``...-s0.3``, ...; it never touches an existing folder.
 """
 
 import fcntl
@@ -12,7 +11,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,9 +19,7 @@ from typing import Any
 import yaml
 
 from fl_lightning.errors import ConfigurationError
-from fl_lightning.files import folder_below, remove_empty, user_path
-
-_NUMBER = r"(?:\.([1-9][0-9]*))?"
+from fl_lightning.files import folder_below, remove_empty, unwritable, user_path
 
 OUTSIDE_THE_HASH = frozenset(
     {
@@ -121,11 +118,8 @@ class Attempt:
         return Path(elsewhere).expanduser() if elsewhere else self.path / "checkpoints"
 
     @contextmanager
-    def lock(self, certain: bool = False) -> Iterator[None]:
+    def lock(self) -> Iterator[None]:
         """Keep every other process from training in this folder; the system frees it when the process dies.
-
-        Args:
-            certain: Whether a file system that cannot lock (some of networks) counts as another process.
 
         Raises:
             ConfigurationError: Another process has it.
@@ -134,19 +128,15 @@ class Attempt:
         try:
             try:
                 fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:
-                if certain or isinstance(error, BlockingIOError):
-                    raise ConfigurationError(
-                        f"ckpt_path: another process is training in {self.path}; wait for its end or stop it"
-                    ) from error
+            except BlockingIOError as error:
+                raise ConfigurationError(
+                    f"ckpt_path: another process is training in {self.path}; wait for its end or stop it"
+                ) from error
+            except OSError:
+                pass  # a file system that cannot lock
             yield
         finally:
             os.close(folder)
-
-    def kept_nothing(self) -> bool:
-        """Whether there is neither a result nor a checkpoint to go on from, nor a trained round in its metrics."""
-        kept = [*self.checkpoints.glob("*.ckpt"), *self.path.rglob("*.ckpt")] or self.result.exists()
-        return not kept and (not self.metrics.exists() or self.metrics.read_bytes().count(b"\n") <= 1)
 
     def discard(self) -> None:
         """Remove the folder with all it holds, and ``runs/<name>`` and ``runs`` where they are empty then."""
@@ -166,76 +156,53 @@ class RunDirectory:
     root: Path
     stem: str
 
+    def attempts(self) -> list[Attempt]:
+        """The attempts that there are, the newest first."""
+        pattern = re.compile(re.escape(self.stem) + r"(?:\.([1-9][0-9]*))?")
+        found = ((pattern.fullmatch(path.name), path) for path in self.root.glob(f"{self.stem}*/"))
+        numbers = {int(match[1] or 1): Attempt(path) for match, path in found if match}
+        return [numbers[number] for number in sorted(numbers, reverse=True)]
+
     def new_attempt(self) -> Attempt:
         """Create the folder of the next attempt; two processes that start together get two folders.
 
         Raises:
             ConfigurationError: The folder cannot be created.
         """
-        try:
-            self.root.mkdir(parents=True, exist_ok=True)
-            number = max(self._attempts(), default=0)
-            while True:
-                number += 1
-                path = self.root / (self.stem if number == 1 else f"{self.stem}.{number}")
-                try:
-                    path.mkdir(parents=True)  # a failed first attempt may just have removed the root
-                except FileExistsError:
-                    continue
-                return Attempt(path)
-        except OSError as error:
-            raise ConfigurationError(
-                f"run directory {self.root / self.stem} cannot be created: {error.strerror}; use a folder that you can write to"
-            ) from error
-
-    def next_attempt(self, held: ExitStack) -> Attempt:
-        """The folder of a run from its start, locked: that of a killed attempt that kept nothing, else a new one.
-
-        Args:
-            held: Keeps the lock.
-
-        Raises:
-            ConfigurationError: The folder cannot be created.
-        """
         newest = self.newest_attempt()
-        if newest is not None:
-            with ExitStack() as tried, suppress(ConfigurationError, FileNotFoundError):
-                tried.enter_context(newest.lock(certain=True))
-                if newest.kept_nothing():
-                    for path in newest.path.iterdir():
-                        shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
-                    held.push(tried.pop_all())
-                    return newest
+        number = 1 if newest is None else int(newest.path.name[len(self.stem) + 1 :] or 1) + 1
         while True:
-            new = self.new_attempt()
-            with suppress(ConfigurationError, FileNotFoundError):  # another start has just found it empty
-                held.enter_context(new.lock())
-                return new
+            path = self.root / (self.stem if number == 1 else f"{self.stem}.{number}")
+            try:
+                path.mkdir(parents=True)
+            except FileExistsError:
+                number += 1
+            except OSError as error:
+                raise unwritable(path, error) from error
+            else:
+                return Attempt(path)
 
     def newest_attempt(self) -> Attempt | None:
         """The attempt with the highest number, None where there is none yet."""
-        return next(iter(self._newest_first()), None)
+        return next(iter(self.attempts()), None)
 
-    def owns(self, attempt: Attempt) -> bool:
-        """Whether an attempt, by the name of its folder, has this configuration and seed."""
-        return re.fullmatch(re.escape(self.stem) + _NUMBER, attempt.path.name) is not None
-
-    def newest_checkpoint(self) -> Path | None:
-        """The ``last.ckpt`` of the newest attempt that has one: what ``--ckpt_path auto`` means."""
-        paths = (attempt.checkpoints / "last.ckpt" for attempt in self._newest_first())
+    def newest_checkpoint(self, name: str = "last.ckpt") -> Path | None:
+        """The checkpoint of a name of the newest attempt that has one: what ``--ckpt_path auto`` means."""
+        paths = (attempt.checkpoints / name for attempt in self.attempts())
         return next((path for path in paths if path.is_file()), None)
 
     def attempt_of(self, checkpoint: Path) -> Attempt | None:
-        """The attempt that a checkpoint belongs to, None where it is one of no run directory."""
+        """The attempt that a checkpoint belongs to, of this run or another one; None where it lies in no run directory."""
         folder = checkpoint.resolve().parent
-        elsewhere = (attempt for attempt in self._newest_first() if attempt.checkpoints.resolve() == folder)
-        return attempt_of(checkpoint) or next(elsewhere, None)
+        around = Attempt(folder.parent)
+        known = [*self.attempts(), around] if around.config.is_file() else self.attempts()
+        return next((attempt for attempt in known if attempt.checkpoints.resolve() == folder), None)
 
     def resolve_checkpoint(self, ckpt_path: str) -> Path:
         """Find the file that ``--ckpt_path`` means.
 
         Args:
-            ckpt_path: ``"last"`` or ``"best"`` of the newest attempt, or the path of an existing file.
+            ckpt_path: ``"last"`` or ``"best"`` of the newest attempt that has one, or the path of an existing file.
 
         Raises:
             ConfigurationError: There is no such checkpoint.
@@ -247,39 +214,17 @@ class RunDirectory:
                     f"ckpt_path {path} is not a file; give an existing one, 'last', 'best' or 'auto'"
                 )
             return path
-        newest = self.newest_attempt() or Attempt(self.root / self.stem)
-        path = newest.checkpoints / f"{ckpt_path}.ckpt"
-        if not path.is_file():
+        name = f"{ckpt_path}.ckpt"
+        found = self.newest_checkpoint(name)
+        if found is None:
+            others = self.root.glob(f"*/checkpoints/{name}")
+            other = max(others, key=lambda path: path.stat().st_mtime, default=None)
             raise ConfigurationError(
-                f"ckpt_path {ckpt_path!r} found no {path.name} in {path.parent}; "
-                f"give {self._other_checkpoint(path.name)}, or start without ckpt_path"
+                f"ckpt_path {ckpt_path!r} found no {name} in {self.root / self.stem}; give "
+                + (f"{other}, of other settings or an older version" if other else "the path of a checkpoint")
+                + ", or start without ckpt_path"
             )
-        return path
-
-    def _other_checkpoint(self, name: str) -> str:
-        """The newest checkpoint of the runs of this name: of this configuration, else of this seed, else of any."""
-        seed = self.stem.rpartition("-")[2]
-
-        def nearness(path: Path) -> tuple[bool, bool, float]:
-            owned = self.owns(Attempt(path.parents[1]))
-            return owned, path.parts[-3].partition(".")[0].endswith(f"-{seed}"), path.stat().st_mtime
-
-        near = max(self.root.glob(f"*/checkpoints/{name}"), key=nearness, default=None)
-        if near is None:
-            return "the path of a checkpoint"
-        if self.owns(Attempt(near.parents[1])):
-            return str(near)
-        return f"{near}, which has other settings or was written by an older version"
-
-    def _newest_first(self) -> list[Attempt]:
-        attempts = self._attempts()
-        return [attempts[number] for number in sorted(attempts, reverse=True)]
-
-    def _attempts(self) -> dict[int, Attempt]:
-        pattern = re.compile(re.escape(self.stem) + _NUMBER)
-        folders = [path for path in self.root.iterdir() if path.is_dir()] if self.root.is_dir() else []
-        matches = ((pattern.fullmatch(path.name), path) for path in folders)
-        return {int(match[1] or 1): Attempt(path) for match, path in matches if match}
+        return found
 
 
 def directory_of(config: Mapping[str, Any]) -> RunDirectory:
@@ -291,10 +236,3 @@ def directory_of(config: Mapping[str, Any]) -> RunDirectory:
     hashed = config_hash({key: config[key] for key in ("model", "data", "trainer")})
     stem = f"{hashed}-s{config['seed_everything']}"
     return RunDirectory(folder_below(config["run_root"], config["name"]), stem)
-
-
-def attempt_of(checkpoint: Path) -> Attempt | None:
-    """The attempt that an explicit checkpoint belongs to, None where it does not lie in a run directory."""
-    folder = checkpoint.resolve().parent
-    attempt = Attempt(folder.parent)
-    return attempt if attempt.config.is_file() and attempt.checkpoints.resolve() == folder else None

@@ -34,6 +34,7 @@ def test_a_run_continued_twice_under_other_learning_rates_names_both_everywhere(
         f"continued from round 1 of {first.path.name}: {LR} 0.05 -> 0.01",
         (
             f"continued from round 2 of {second.path.name}: {LR} 0.01 -> 0.02, trainer.callbacks.FixBN FixBN -> None, "
+            "trainer.callbacks.FixBN.freeze_round 2 -> None, trainer.callbacks.FixBN.freeze statistics -> None, "
             "trainer.callbacks.FedProx None -> FedProx, trainer.callbacks.FedProx.mu None -> 0.01"
         ),
     ]
@@ -67,29 +68,13 @@ def test_a_run_that_goes_on_as_it_was_has_no_origin():
     assert "continued" not in again.config.read_text()
 
 
-def test_a_fork_that_was_killed_before_its_first_round_still_names_its_source_and_has_its_own_server():
-    first = run("--trainer.max_epochs", 1).attempt
-    half = ("--model.server_optimizer", "SGD", "--model.server_optimizer.init_args.lr", 0.5)
-    fork = change(first, 2, *half).attempt
-    # as the kill left it: the checkpoint of the source
-    (fork.checkpoints / "last.ckpt").write_bytes((first.checkpoints / "last.ckpt").read_bytes())
-    cli = run(*LAST, "--trainer.max_epochs", 2, *half)
-    assert cli.attempt.path.samefile(fork.path)
-    (entry,) = result(cli.attempt)["continued_from"]
-    assert entry["differs"]["model.server_optimizer.lr"] == [None, 0.5]
-    assert cli.trainer.optimizers[0].param_groups[0]["lr"] == 0.5
-
-
-def test_a_checkpoint_without_settings_takes_those_of_its_folder_else_says_that_they_are_unknown():
+def test_a_checkpoint_without_settings_says_that_they_are_unknown():
     first = run("--trainer.max_epochs", 1).attempt
     path = first.checkpoints / "last.ckpt"
     checkpoint = AtomicCheckpointIO().load_checkpoint(path)
     for name in ("settings", "computed_by", "continued_from"):
         del checkpoint["fl_lightning"]["record"][name]
-    torch.save(checkpoint, path)
     torch.save(checkpoint, "copy.ckpt")
-    other = change(first, 2, "--model.client_optimizer.init_args.lr", 0.01)
-    assert other.model.record.continued_from[0]["differs"] == {LR: [0.05, 0.01]}
     copied = run("--ckpt_path", "copy.ckpt", "--trainer.max_epochs", 2)
     assert result(copied.attempt)["continued_from"] == [
         {"checkpoint": "copy.ckpt", "round": 1, "differs": {"settings": ["unknown", "those of config.yaml"]}}

@@ -185,7 +185,8 @@ def test_resume_under_other_settings_is_a_new_attempt_of_its_own_configuration(c
     new = cli.attempt
     assert contents(source) == before
     assert (
-        f"new attempt {new.path} goes on from round 2 of {source.path.resolve()}" in capsys.readouterr().out
+        f"new attempt {new.path} goes on from round 2 of {source.checkpoints / 'last.ckpt'}"
+        in capsys.readouterr().out
     )
     assert new.path.name == cli.directory.stem != source.path.name
     assert [row["round"] for row in rows(new)] == [0, 1, 2, 3, 4]
@@ -219,7 +220,6 @@ def test_resume_from_an_older_checkpoint_is_a_new_attempt_whose_rows_have_no_hol
     assert [row["round"] for row in rows(new)] == list(range(8))
     assert rows(new)[:6] == rows(source)
     assert contents(source) == before
-    assert "older than its last.ckpt" in Path("log.txt").read_text()
 
 
 def test_older_checkpoint_goes_on_in_a_new_attempt_even_when_the_run_already_ends_there():
@@ -245,7 +245,9 @@ def test_checkpoint_outside_a_run_starts_an_attempt_that_says_where_its_rows_beg
     source = run("--trainer.max_epochs", 2).attempt
     shutil.copy(source.checkpoints / "last.ckpt", "copy.ckpt")
     new = run("--ckpt_path", "copy.ckpt", "--trainer.max_epochs", 3).attempt
-    assert "starts at round 3, and so does its metrics.jsonl: copy.ckpt lies in no" in capsys.readouterr().out
+    assert (
+        "from round 2 of copy.ckpt, which stays as it is; its metrics.jsonl begins" in capsys.readouterr().out
+    )
     run("--ckpt_path", "last", "--trainer.max_epochs", 4)
     assert [row["round"] for row in rows(new)] == [3, 4]
 
@@ -275,7 +277,7 @@ def test_second_resume_of_an_attempt_at_the_same_time_is_refused(capsys):
         assert process.is_alive(), Path("log.txt").read_text()
     finally:
         kill(process)
-    assert f"another process is training in {source.path.resolve()}" in message
+    assert f"another process is training in {source.path}" in message
     run(*resume, 4)
     assert [row["round"] for row in rows(source)] == [0, 1, 2, 3, 4]
 
@@ -286,7 +288,7 @@ def test_last_says_where_the_run_of_another_version_lies_and_that_file_goes_on(c
         source.path.with_name("01234567-s0")
     )  # as if its configuration had another hash
     path = older / "checkpoints" / "last.ckpt"
-    assert f"give {path}, which has other settings or was written by an older version" in refused(
+    assert f"give {path}, of other settings or an older version" in refused(
         capsys, "--ckpt_path", "last", "--trainer.max_epochs", 3
     )
     new = run("--ckpt_path", path, "--trainer.max_epochs", 3).attempt
@@ -304,8 +306,8 @@ def test_file_that_is_no_checkpoint_of_a_run_is_one_line(command, capsys):
     torch.save(weights, "bare.ckpt")
     torch.save({"state_dict": weights}, "weights.ckpt")
     for name, words in {
-        "half": "half.ckpt is truncated or unreadable (5,000 bytes)",
-        "text": "text.ckpt is truncated or unreadable (5 bytes)",
+        "half": "half.ckpt is truncated, damaged or holds more than tensors and plain values (5,000 bytes",
+        "text": "text.ckpt is truncated, damaged or holds more than tensors and plain values (5 bytes",
         "bare": "bare.ckpt is not one of a run: it has no state_dict, global_step, pytorch-lightning_version",
         "weights": "weights.ckpt is not one of a run: it has no global_step, pytorch-lightning_version",
     }.items():
@@ -320,7 +322,7 @@ def test_resume_with_another_server_optimizer_is_refused(capsys):
     source = run("--trainer.max_epochs", 1).attempt
     adam = ("--model.server_optimizer", "Adam")
     message = refused(capsys, "--ckpt_path", source.checkpoints / "last.ckpt", *adam)
-    assert "server_optimizer Adam but with one that has dampening, momentum, nesterov" in message
+    assert "was not written with model.server_optimizer Adam; resume with the server optimizer" in message
     assert attempts() == [source.path.name]
 
 
@@ -393,13 +395,14 @@ def test_early_stopping_of_lightning_stops_at_the_round_of_an_evaluation():
     assert [row["round"] for row in rows(attempt)] == [0, 1, 2]
 
 
-def test_a_new_attempt_without_a_round_to_train_is_refused_before_it_has_a_folder(capsys):
+def test_a_new_attempt_without_a_round_to_train_is_refused_and_leaves_no_folder(capsys):
     source = run("--trainer.max_epochs", 2).attempt
     shutil.copy(source.checkpoints / "last.ckpt", "copy.ckpt")
-    for path, *change in (("copy.ckpt",), (source.checkpoints / "last.ckpt", "--seed_everything", 3)):
+    other = ("--model.client_optimizer.init_args.lr", 0.01)
+    for path, *change in (("copy.ckpt",), (source.checkpoints / "last.ckpt", *other)):
         words = refused(capsys, "--ckpt_path", path, "--trainer.max_epochs", 2, *change)
         assert (
-            f"trainer.max_epochs: 2, but {path} is of round 2: nothing is left to train; use at least 3"
+            f"trainer.max_epochs: 2, but {path} is of round 2: nothing is left to train; use more rounds"
             in words
         )
         assert attempts() == [source.path.name]
@@ -412,5 +415,5 @@ def test_a_budget_that_is_used_up_leaves_no_new_attempt(capsys):
     source = run(*budget).attempt
     path = source.checkpoints / "last.ckpt"
     words = refused(capsys, *budget, "--ckpt_path", path, "--model.client_optimizer.init_args.lr", 0.01)
-    assert "nothing is left to train; use a larger budget" in words
+    assert "nothing is left to train; use more rounds or a larger model.budget_epochs" in words
     assert attempts() == [source.path.name]
