@@ -1,26 +1,30 @@
-"""What a run shows at Weights & Biases beside its metrics: tables, pictures, the result and the checkpoints."""
+"""What a run shows at Weights & Biases beside its metrics: its names, tables, pictures and checkpoints."""
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
+import re
 from typing import Any
 
+import torch
+
 from fl_lightning.batch_norm.kinds import KIND_LABELS
+from fl_lightning.dashboard.settings import WandbSettings
 from fl_lightning.round.module import FederatedModule
 from fl_lightning.round.policy import policy_table, stages_in_words
-from fl_lightning.run_directory.checkpoints import RoundCheckpoint
-from fl_lightning.run_directory.describe import method_name, origin_in_words
+from fl_lightning.run_directory.describe import (
+    describe,
+    describe_environment,
+    method_name,
+    origin_in_words,
+)
 from fl_lightning.run_directory.directory import Attempt
 from fl_lightning.run_directory.report import reports_of
 
-_SUMMARIES = {"accuracy": "max,last", "mean_iou": "max,last", "loss": "min,last"}
-
-
-def summary_of(metric: str) -> str | None:
-    """Which values of a metric W&B keeps in its table of runs: ``"max,last"`` or the like, None for just the last."""
-    split, _, name = metric.partition("/")
-    return _SUMMARIES.get(name) if split in ("val", "test") else None
+SUMMARIES = {
+    f"{split}/{name}": kept
+    for split in ("val", "test")
+    for name, kept in {"accuracy": "max,last", "mean_iou": "max,last", "loss": "min,last"}.items()
+}
+"""Which values of a metric W&B keeps in its table of runs; of others just the last."""
 
 
 def tables(module: FederatedModule) -> dict[str, Any]:
@@ -73,29 +77,53 @@ def pictures(attempt: Attempt) -> dict[str, Any]:
     return {path.stem: wandb.Image(str(path)) for path in sorted(attempt.path.glob("*.png"))}
 
 
-def log_checkpoints(run: Any, module: FederatedModule) -> None:
+def log_checkpoints(run: Any, attempt: Attempt, module: FederatedModule) -> None:
     """Log the checkpoints of a run, where there are any, as one artifact."""
     import wandb
 
-    folders = [
-        callback.dirpath
-        for callback in module.trainer.checkpoint_callbacks
-        if isinstance(callback, RoundCheckpoint) and callback.dirpath is not None
-    ]
-    paths = [path for folder in folders for path in sorted(folder.glob("*.ckpt"))]
+    paths = sorted(attempt.checkpoints.glob("*.ckpt"))
     if not paths:
         return
     artifact = wandb.Artifact(f"model-{run.id}", type="model", metadata={"round": module.trainer.global_step})
     for path in paths:
         # the file itself is uploaded, also by a later wandb sync: no copies in W&B's folders
         artifact.add_file(str(path.resolve()), policy="immutable", skip_cache=True)
-    best = ["best"] if any(path.name == "best.ckpt" for path in paths) else []
-    run.log_artifact(artifact, aliases=["latest", *best])
+    run.log_artifact(artifact)
 
 
-def facts(module: FederatedModule) -> dict[str, Any]:
+def names_of_run(
+    settings: WandbSettings, run_name: str, attempt: Attempt, module: FederatedModule
+) -> dict[str, Any]:
+    """As what a run appears, such as ``FedAvg+FixBN(freeze_round=9)-Digits-Shards-E1-lr0.1-s0`` with the tags ``[FedAvg, FixBN, Digits, LeNet]``.
+
+    The seeds of a configuration are one group. The environment variables ``WANDB_NAME``, ``WANDB_RUN_GROUP`` and
+    ``WANDB_PROJECT`` come before what is made up here.
+
+    Returns:
+        Arguments of ``wandb.init``.
+    """
+    methods, given = module.federated_callbacks, os.environ.get
+    base, data = method_name(module, []).partition("(")[0], type(module.data).__name__
+    partition = re.match(r"[A-Za-z_]\w*", module.data.describe_partition())
+    steps = f"E{module.local_steps}" if module.local_steps is not None else f"E{module.local_epochs}epochs"
+    rate = f"lr{module.client_optimizer([torch.zeros(1)]).defaults['lr']:g}"
+    names = dict.fromkeys([data, partition[0] if partition else data])
+    name = "-".join(["+".join([base, *map(describe, methods)]), *names, steps, rate, f"s{module.seed}"])
+    tags = [base, *(type(method).__name__ for method in methods), data, type(module.model).__name__]
+    return {
+        "project": settings.project or given("WANDB_PROJECT") or "fl_lightning",
+        "entity": settings.entity,
+        "name": given("WANDB_NAME") or name,
+        "group": given("WANDB_RUN_GROUP") or f"{run_name}-{_hash_of(attempt)}",
+        "tags": [*tags, *settings.tags, *filter(None, given("WANDB_TAGS", "").split(","))],
+    }
+
+
+def facts(attempt: Attempt, module: FederatedModule) -> dict[str, Any]:
     """What a configuration leaves to be computed, for the columns of W&B's table of runs."""
     return {
+        "config_hash": _hash_of(attempt),
+        "git_commit": describe_environment()["git_commit"],
         "seed": module.seed,
         "method": method_name(module, module.federated_callbacks),
         "partition": module.data.describe_partition(),
@@ -104,14 +132,5 @@ def facts(module: FederatedModule) -> dict[str, Any]:
     }
 
 
-@contextmanager
-def staged_in(folder: Path) -> Iterator[None]:
-    """Keep the files that W&B waits to upload in a folder of the run, where they stay for ``wandb sync``."""
-    if "WANDB_DATA_DIR" in os.environ:
-        yield
-        return
-    os.environ["WANDB_DATA_DIR"] = str(folder)
-    try:
-        yield
-    finally:
-        del os.environ["WANDB_DATA_DIR"]
+def _hash_of(attempt: Attempt) -> str:
+    return attempt.path.name.partition("-")[0]

@@ -12,9 +12,10 @@ from typing import Any, Self
 import lightning as L
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar
+from lightning.pytorch.loggers import WandbLogger
 
 from fl_lightning.client_data.federated import FederatedDataModule
-from fl_lightning.dashboard.logger import RoundWandbLogger, wandb_logger
+from fl_lightning.dashboard.logger import RoundWandbLogger
 from fl_lightning.dashboard.settings import WandbSettings
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.round.module import FederatedModule
@@ -114,7 +115,8 @@ class Training:
         if attempt is None:
             return {"callbacks": callbacks, "logger": loggers or False}
         loggers = [*loggers, JSONLinesLogger(attempt.path)]
-        self.wandb = wandb_logger(wandb, loggers, attempt, self.config, self.module, self.data, callbacks)
+        if wandb.asked != "disabled" and not any(isinstance(logger, WandbLogger) for logger in loggers):
+            self.wandb = RoundWandbLogger(attempt, self.module, wandb, self.config)
         for callback in callbacks:
             if isinstance(callback, ModelCheckpoint) and callback.dirpath is None:
                 # a logger with a folder of its own, such as W&B's, would draw the checkpoints there

@@ -81,7 +81,6 @@ def test_run_is_named_grouped_and_tagged_by_method_partition_and_seed(finished):
     assert logged.project == "fl_lightning"
     assert logged.display_name == "FedAvg+FixBN(freeze_round=2)-Digits-Shards-E2-lr0.05-s7"
     assert logged.run_group == "tiny-" + finished.attempt.path.name.removesuffix("-s7")
-    assert logged.job_type == "fit"
     assert set(logged.tags) == {"FedAvg", "FixBN", "Digits", "LeNet", "mine"}
     assert finished.attempt.wandb_id.read_text().strip() == logged.run_id
 

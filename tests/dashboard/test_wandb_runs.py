@@ -65,7 +65,7 @@ def test_run_that_breaks_off_is_marked_and_holds_its_rounds(offline):
     assert list(folder.glob("files/media/images/learning_curve_*.png"))
 
 
-def test_own_wandb_logger_gets_the_same_contents_and_no_second_run_is_started(offline, monkeypatch):
+def test_own_wandb_logger_gets_the_rows_and_no_second_run_is_started(offline, monkeypatch):
     import wandb
 
     wandb.teardown()  # it read the environment when it was first used
@@ -83,53 +83,46 @@ def test_own_wandb_logger_gets_the_same_contents_and_no_second_run_is_started(of
     (folder,) = Path("own").glob("wandb/offline-run-*")
     logged = read_run(folder)
     assert logged.run.project == "mine"
-    assert logged.config["planned_rounds"] == 4
-    assert logged.metrics["val/accuracy"].step_metric == "round"
-    assert logged.summary["val/accuracy"].keys() == {"max", "last"}
-    assert "final/test/accuracy" in logged.summary
-    assert {path.name.partition("_4")[0] for path in folder.glob("files/media/*/*")} >= {
-        "policy",
-        "clients",
-    } or list(folder.glob("files/media/table/clients_*"))
+    assert [row["round"] for row in logged.history if "round" in row] == [0, 1, 2, 3, 4]
 
 
-def test_run_goes_on_where_wandb_fails_and_its_end_brings_everything_back(offline, monkeypatch, capsys):
+def test_run_goes_on_where_wandb_fails_and_a_resume_brings_everything_back(offline, monkeypatch, capsys):
     from wandb import Run
 
-    log, failures = Run.log, []
+    log = Run.log
 
-    def fail_once_in_round_2(self, row, step):
-        if step == 2 and not failures:
-            failures.append(step)
+    def fail_in_round_2(self, row, step):
+        if step == 2:
             raise ConnectionResetError("Connection lost")
         log(self, row, step=step)
 
-    monkeypatch.setattr(Run, "log", fail_once_in_round_2)
-    attempt = run("--trainer.max_epochs", 4).attempt
+    with monkeypatch.context() as patch:
+        patch.setattr(Run, "log", fail_in_round_2)
+        attempt = run("--trainer.max_epochs", 4).attempt
     shown = capsys.readouterr()
-    failure, place = [line for line in (shown.err + shown.out).splitlines() if "W&B" in line]
+    (told,) = [line for line in (shown.err + shown.out).splitlines() if "W&B" in line]
     assert (
-        failure
+        told
         == f"W&B failed, the run goes on without it; all metrics are in {attempt.metrics}: Connection lost"
     )
+    run("--ckpt_path", "last", "--trainer.max_epochs", 5)
     (folder,) = offline_runs(attempt)
-    assert str(folder) in place
     found = read_run(folder)
     logged, written = metrics(found.history, attempt)
     assert logged == written
-    assert len(written) == 5
+    assert len(written) == 6
     assert "final/test/accuracy" in found.summary
-    assert found.config["planned_rounds"] == 4
 
 
 def test_rows_that_the_server_has_are_not_sent_again(monkeypatch):
     sent = []
     resumed = SimpleNamespace(
-        id="abc", starting_step=3, dir="files/there", url="https://there", config={}, summary={},
+        id="abc", starting_step=3, dir="there/files", offline=False, url="https://there", summary={},
+        config=SimpleNamespace(update=lambda *_, **__: None),
         define_metric=lambda *_, **__: None, log=lambda row, step: sent.append((step, row.get("round"))),
         finish=lambda exit_code: None,
     )  # fmt: skip
-    monkeypatch.setattr("fl_lightning.dashboard.logger.open_run", lambda mode, init: (resumed, "online"))
+    monkeypatch.setattr("fl_lightning.dashboard.logger.open_run", lambda mode, init: resumed)
     run("--wandb.mode", "online")
     assert sent == [(3, 3), (4, 4), (4, None)]
 
