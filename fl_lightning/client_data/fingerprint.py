@@ -25,11 +25,10 @@ def _feed(found: Any, part: Any) -> None:
     if isinstance(part, Tensor):
         found.update(f"{part.dtype}{list(part.shape)}".encode())
         found.update(part.detach().cpu().contiguous().flatten().view(uint8).numpy())
-    elif isinstance(part, np.ndarray) and part.dtype != object:
-        found.update(f"{part.dtype}{part.shape}".encode())
-        found.update(part.tobytes())
-    elif hasattr(part, "__array_interface__"):  # an image
-        _feed(found, np.asarray(part))
+    elif hasattr(part, "__array_interface__") and np.asarray(part).dtype != object:  # an image has it, too
+        array = np.asarray(part)
+        found.update(f"{array.dtype}{array.shape}".encode())
+        found.update(array.tobytes())
     elif isinstance(part, Mapping):
         _feed(found, list(part.items()))
     elif isinstance(part, list | tuple | np.ndarray):
@@ -78,16 +77,12 @@ class DataSetDigests:
 
 
 def _files(dataset: Any) -> list[tuple[str, int]]:
-    pairs = getattr(dataset, "samples", None)
+    pairs, root = getattr(dataset, "samples", None), Path(str(getattr(dataset, "root", "")))
     if not isinstance(pairs, list) or not all(isinstance(pair, tuple) and pair for pair in pairs):
         return []
     files = [Path(pair[0]) for pair in pairs if isinstance(pair[0], str | Path)]
-    root = Path(str(getattr(dataset, "root", "")))
-    return [
-        (str(file.relative_to(root) if file.is_relative_to(root) else file.name), file.stat().st_size)
-        for file in files
-        if file.is_file()
-    ]
+    names = [str(x.relative_to(root)) if x.is_relative_to(root) else x.name for x in files]
+    return [(name, x.stat().st_size) for name, x in zip(names, files, strict=True) if x.is_file()]
 
 
 def sample(read: Callable[[], Any]) -> str | None:
