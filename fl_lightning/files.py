@@ -58,12 +58,12 @@ def user_path(setting: str, text: str | os.PathLike[str]) -> Path:
     """The path that a user gave; ``~`` is a home.
 
     Raises:
-        ConfigurationError: No file can have this path.
+        ConfigurationError: It is a URL, has a NUL character or is in the home of an unknown user.
     """
     path = os.path.expanduser(text)
-    if "\0" in path or path.startswith("~"):
+    if "\0" in path or "://" in path or path.startswith("~"):
         raise ConfigurationError(
-            f"{setting}: {str(text)!r} has a NUL character or is in the home of an unknown user; give another path"
+            f"{setting}: {str(text)!r} is no path of a local or mounted file system; give another path"
         )
     return Path(path)
 
@@ -115,7 +115,7 @@ def plain(value: Any) -> Any:
     if hasattr(value, "tolist"):
         value = value.tolist()
     if isinstance(value, float) and not math.isfinite(value):
-        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+        return json.dumps(value)
     if isinstance(value, dict):
         return {key: plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

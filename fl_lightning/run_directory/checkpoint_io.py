@@ -7,7 +7,6 @@ file systems nor synced. :class:`AtomicCheckpointIO` writes beside the target, s
 import os
 import zipfile
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -38,7 +37,7 @@ class AtomicCheckpointIO(CheckpointIO):
         Raises:
             ConfigurationError: The path is remote, the disk is full or the folder cannot be written.
         """
-        target = local_path(path)
+        target = user_path("checkpoint", path)
         try:
             with atomic_write(target) as file:
                 torch.save(checkpoint, file)
@@ -62,7 +61,7 @@ class AtomicCheckpointIO(CheckpointIO):
             ConfigurationError: The file is missing, damaged, remote or holds more than ``weights_only``
                 allows.
         """
-        target = local_path(path)
+        target = user_path("checkpoint", path)
         if not target.is_file():
             raise ConfigurationError(f"checkpoint {target} does not exist; use another one")
         try:
@@ -83,7 +82,7 @@ class AtomicCheckpointIO(CheckpointIO):
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
         """Remove a checkpoint file if it is there."""
-        local_path(path).unlink(missing_ok=True)
+        user_path("checkpoint", path).unlink(missing_ok=True)
 
 
 def load_run(path: str | os.PathLike[str], weights_only: bool | None = None) -> dict[str, Any]:
@@ -146,16 +145,3 @@ def check_run(
             f"checkpoint {path} was not written with model.server_optimizer {type(optimizer).__name__}; "
             "resume with the server optimizer that it was trained with"
         )
-
-
-def local_path(path: str | os.PathLike[str]) -> Path:
-    """The path, refused where it is a URL.
-
-    Raises:
-        ConfigurationError: The path is a URL.
-    """
-    if "://" in str(path):
-        raise ConfigurationError(
-            f"checkpoint path {path} is remote; use a path of a local or mounted file system"
-        )
-    return user_path("checkpoint.dirpath", path)

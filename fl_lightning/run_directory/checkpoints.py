@@ -4,14 +4,14 @@ import contextlib
 import math
 import os
 import time
+from pathlib import Path
 from typing import Any, Literal
 
 import lightning as L
 from lightning.pytorch.callbacks import Checkpoint
 
 from fl_lightning.errors import ConfigurationError
-from fl_lightning.files import unwritable
-from fl_lightning.run_directory.checkpoint_io import local_path
+from fl_lightning.files import unwritable, user_path
 
 
 class RoundCheckpoint(Checkpoint):
@@ -55,7 +55,7 @@ class RoundCheckpoint(Checkpoint):
             raise ConfigurationError(f"every_n_rounds must be >= 1 or null, found {every_n_rounds}")
         if mode not in ("max", "min"):
             raise ConfigurationError(f"mode must be 'max' or 'min', found {mode!r}")
-        self.dirpath = None if dirpath is None else local_path(dirpath)
+        self.dirpath = None if dirpath is None else user_path("checkpoint.dirpath", dirpath)
         self.in_the_run = dirpath is None
         self.every_n_seconds = every_n_seconds
         self.every_n_rounds = every_n_rounds
@@ -100,7 +100,7 @@ class RoundCheckpoint(Checkpoint):
                 f"trainer.max_steps {trainer.max_steps} cannot be resumed by rounds; set trainer.max_epochs"
             )
         if self.dirpath is None or (self.in_the_run and stage == "fit"):
-            self.dirpath = local_path(trainer.default_root_dir) / "checkpoints"
+            self.dirpath = Path(trainer.default_root_dir) / "checkpoints"
         if stage == "fit":  # a checkpoint that is resumed brings its own
             self.best_score, self.best_round, self.best_model_path = None, None, ""
         if stage == "fit" and trainer.is_global_zero and self._active(trainer):

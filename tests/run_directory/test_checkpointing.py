@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.run_directory.checkpoint_io import AtomicCheckpointIO
 from fl_lightning.run_directory.checkpoints import RoundCheckpoint
-from fl_lightning.run_directory.metrics import JSONLinesLogger, cut_back, read_metrics
+from fl_lightning.run_directory.metrics import JSONLinesLogger, lines_until, read_metrics
 
 
 class Rounds(L.LightningModule):
@@ -310,7 +310,7 @@ def test_rows_after_a_resume_equal_those_of_the_uninterrupted_run(tmp_path, last
         )
     rows = tmp_path / "metrics.jsonl"
     assert [row["round"] for row in read_metrics(rows)] == [1, 2, 3]
-    cut_back(rows, round_of(last))
+    rows.write_bytes(b"".join(lines_until(rows, round_of(last))))
     fit(tmp_path, RoundCheckpoint(), ckpt_path=last, logger=JSONLinesLogger(tmp_path))
     assert rows.read_bytes() == (tmp_path / "whole" / "metrics.jsonl").read_bytes()
 
@@ -426,7 +426,9 @@ def test_missing_and_remote_and_executable_checkpoints_are_refused_in_one_line(t
     io = AtomicCheckpointIO()
     with pytest.raises(ConfigurationError, match=r"none\.ckpt does not exist"):
         io.load_checkpoint(tmp_path / "none.ckpt")
-    with pytest.raises(ConfigurationError, match=r"s3://bucket/last\.ckpt is remote"):
+    with pytest.raises(
+        ConfigurationError, match=r"checkpoint: 's3://bucket/last\.ckpt' is no path of a local"
+    ):
         io.save_checkpoint({}, "s3://bucket/last.ckpt")
     io.save_checkpoint({"path": Path("x")}, tmp_path / "object.ckpt")
     with pytest.raises(ConfigurationError) as caught:
@@ -440,5 +442,5 @@ def test_missing_and_remote_and_executable_checkpoints_are_refused_in_one_line(t
     [{"every_n_seconds": -1.0}, {"every_n_rounds": 0}, {"mode": "best"}, {"dirpath": "gs://bucket/run"}],
 )
 def test_unusable_settings_are_refused_by_name(settings):
-    with pytest.raises(ConfigurationError, match=f"{next(iter(settings))}|remote"):
+    with pytest.raises(ConfigurationError, match=f"{next(iter(settings))}"):
         RoundCheckpoint(**settings)
