@@ -91,12 +91,10 @@ def log_checkpoints(run: Any, attempt: Attempt, module: FederatedModule) -> None
     run.log_artifact(artifact)
 
 
-def names_of_run(
-    settings: WandbSettings, run_name: str, attempt: Attempt, module: FederatedModule
-) -> dict[str, Any]:
+def names_of_run(settings: WandbSettings, group: str, module: FederatedModule) -> dict[str, Any]:
     """As what a run appears, such as ``FedAvg+FixBN(freeze_round=9)-Digits-Shards-E1-lr0.1-s0`` with the tags ``[FedAvg, FixBN, Digits, LeNet]``.
 
-    The seeds of a configuration are one group. The environment variables ``WANDB_NAME``, ``WANDB_RUN_GROUP`` and
+    The environment variables ``WANDB_NAME``, ``WANDB_RUN_GROUP`` and
     ``WANDB_PROJECT`` come before what is made up here.
 
     Returns:
@@ -114,15 +112,14 @@ def names_of_run(
         "project": settings.project or given("WANDB_PROJECT") or "fl_lightning",
         "entity": settings.entity,
         "name": given("WANDB_NAME") or name,
-        "group": given("WANDB_RUN_GROUP") or f"{run_name}-{_hash_of(attempt)}",
+        "group": given("WANDB_RUN_GROUP") or group,
         "tags": [*tags, *settings.tags, *filter(None, given("WANDB_TAGS", "").split(","))],
     }
 
 
-def facts(attempt: Attempt, module: FederatedModule) -> dict[str, Any]:
+def facts(module: FederatedModule) -> dict[str, Any]:
     """What a configuration leaves to be computed, for the columns of W&B's table of runs."""
     return {
-        "config_hash": _hash_of(attempt),
         "git_commit": describe_environment()["git_commit"],
         "seed": module.seed,
         "method": method_name(module, module.federated_callbacks),
@@ -130,7 +127,3 @@ def facts(attempt: Attempt, module: FederatedModule) -> dict[str, Any]:
         "planned_rounds": module.planned_rounds,
         "continued_from": origin_in_words(module.record.continued_from),
     }
-
-
-def _hash_of(attempt: Attempt) -> str:
-    return attempt.path.name.partition("-")[0]

@@ -14,7 +14,7 @@ from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.utilities import rank_zero_only
 
 from fl_lightning.dashboard import contents
-from fl_lightning.dashboard.settings import WandbSettings, in_a_line, open_run
+from fl_lightning.dashboard.settings import WandbSettings, open_run
 from fl_lightning.files import write_text
 from fl_lightning.round.module import FederatedModule
 from fl_lightning.run_directory.directory import Attempt
@@ -109,20 +109,21 @@ class RoundWandbLogger(Logger):
 
     def _start(self) -> None:
         # W&B's process may have another working directory
-        folder, known = self.attempt.path.resolve(), self.attempt.wandb_id
+        folder, kept_id = self.attempt.path.resolve(), self.attempt.wandb_id
         for earlier in folder.glob("wandb/offline-run-*"):
             shutil.rmtree(earlier, ignore_errors=True)
-        run_id = known.read_text().strip() if known.is_file() else os.environ.get("WANDB_RUN_ID")
-        names = contents.names_of_run(self.settings, self.config["name"], self.attempt, self.module)
+        run_id = kept_id.read_text().strip() if kept_id.is_file() else os.environ.get("WANDB_RUN_ID")
+        config_hash = folder.name.partition("-")[0]
+        group = f"{self.config['name']}-{config_hash}"  # the seeds of a configuration
+        names = contents.names_of_run(self.settings, group, self.module)
         init = {"id": run_id or uuid.uuid4().hex[:8], "resume": "allow", "dir": str(folder), **names}
         self._run = open_run(self.settings.asked, init)
         if self._run is None:
             self._failed = True
             return
-        write_text(known, self._run.id + "\n")
-        self._run.config.update(
-            self.config | contents.facts(self.attempt, self.module), allow_val_change=True
-        )
+        write_text(kept_id, self._run.id + "\n")
+        known = self.config | contents.facts(self.module) | {"config_hash": config_hash}
+        self._run.config.update(known, allow_val_change=True)
         self._run.define_metric("round")
         for row in read_metrics(self.attempt.metrics):
             self._log_row(row)
@@ -143,5 +144,6 @@ class RoundWandbLogger(Logger):
         except Exception as error:  # noqa: BLE001  # such as a service that was killed: it must not end the training
             if not self._failed:
                 kept = f"all metrics are in {self.attempt.metrics}"
-                print(f"W&B failed, the run goes on without it; {kept}: {in_a_line(error)}", file=sys.stderr)
+                wrong = " ".join(str(error).split()) or type(error).__name__
+                print(f"W&B failed, the run goes on without it; {kept}: {wrong}", file=sys.stderr)
             self._failed = True

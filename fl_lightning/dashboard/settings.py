@@ -54,7 +54,7 @@ def open_run(mode: str, init: dict[str, Any]) -> Any:
         try:
             run = _start(way, init)
         except Exception as error:  # noqa: BLE001  # whatever it is, it must not end the training
-            wrong = wrong or in_a_line(error)
+            wrong = wrong or " ".join(str(error).split()) or type(error).__name__
             with suppress(Exception):
                 sys.modules["wandb"].teardown()  # else the id stays taken
         else:
@@ -86,10 +86,3 @@ def _start(mode: str, init: dict[str, Any]) -> Any:
         finish_timeout=_UPLOAD_SECONDS,
     )
     return wandb.init(mode=way, settings=settings, reinit="create_new", **init)
-
-
-def in_a_line(error: Exception) -> str:
-    """What an exception says, in one line."""
-    lines = str(error).splitlines() or [type(error).__name__]
-    # pydantic's have a title, the setting and, indented, what is wrong with it
-    return f"{lines[1]}: {lines[2].strip()}" if isinstance(error, ValueError) and len(lines) > 2 else lines[0]

@@ -172,7 +172,7 @@ def test_setting_that_wandb_refuses_is_one_line_and_the_run_goes_on(
     assert json.loads(attempt.result.read_text())["rounds"] == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("W&B does not work, the run goes on without it: ")
-    assert {"project": "'a/b'", "tags": "run_tags: "}[setting] in line
+    assert {"project": "'a/b'", "tags": "run_tags"}[setting] in line
 
 
 def test_mode_that_there_is_not_is_an_error_of_one_line(capsys):
