@@ -25,8 +25,7 @@ from fl_lightning.run_directory.checkpoint_io import AtomicCheckpointIO
 from fl_lightning.run_directory.checkpoints import RoundCheckpoint
 from fl_lightning.run_directory.continuation import OwnServerSettings, Start, find_start
 from fl_lightning.run_directory.directory import Attempt, RunDirectory
-from fl_lightning.run_directory.drawings import draw_pictures
-from fl_lightning.run_directory.files import RunFiles
+from fl_lightning.run_directory.files import RunFiles, draw_pictures
 from fl_lightning.run_directory.metrics import JSONLinesLogger
 from fl_lightning.run_directory.result import finish_run
 

@@ -50,7 +50,7 @@ def find_start(
     config: str,
     resumed: Attempt | None,
 ) -> Start:
-    """Find the folder in which a run goes on: that of its checkpoint only where it goes on at its end.
+    """Find the folder in which a run goes on, that of its checkpoint only where it goes on at its end, and cut its metrics there.
 
     A run of other settings or another seed, and one that goes back to an earlier checkpoint than the last, gets a new
     attempt, so that what another run has computed is never cut or mixed with what it did not compute.
@@ -69,17 +69,17 @@ def find_start(
     # read before there is a folder: lines that are missing leave nothing behind
     lines = lines_until(source.metrics, reached) if source is not None else []
     differs = _differences(checkpoint, yaml.safe_load(config))
+    attempt = resumed or directory.new_attempt()
+    if lines:
+        write_bytes(attempt.metrics, b"".join(lines))
     if resumed is not None:
         return Start(resumed, reached, False, str(ckpt_path), differs or None)
-    new = directory.new_attempt()
-    if lines:
-        write_bytes(new.metrics, b"".join(lines))
     print(
-        f"new attempt {new.path} goes on from round {reached} of {ckpt_path}, which stays as it is"
+        f"new attempt {attempt.path} goes on from round {reached} of {ckpt_path}, which stays as it is"
         + ("" if lines else "; its metrics.jsonl begins there"),
         flush=True,
     )
-    return Start(new, reached, True, str(ckpt_path), differs)
+    return Start(attempt, reached, True, str(ckpt_path), differs)
 
 
 def _differences(checkpoint: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:

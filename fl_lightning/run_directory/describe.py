@@ -33,13 +33,9 @@ def method_name(module: FederatedModule, callbacks: Sequence[object]) -> str:
 
 def describe(thing: object) -> str:
     """An object as it could be written: its class and the constructor arguments that are not the defaults."""
-    parameters = list(inspect.signature(type(thing)).parameters.values())
-    settings = {p.name: getattr(thing, p.name) for p in parameters if hasattr(thing, p.name)}
-    changed = [
-        f"{p.name}={settings[p.name]}"
-        for p in parameters
-        if p.name in settings and settings[p.name] != p.default
-    ]
+    parameters = inspect.signature(type(thing)).parameters
+    settings = {name: getattr(thing, name, known.default) for name, known in parameters.items()}
+    changed = [f"{name}={value}" for name, value in settings.items() if value != parameters[name].default]
     return f"{type(thing).__name__}({', '.join(changed)})"
 
 
@@ -58,10 +54,8 @@ def origin_in_words(continued_from: Sequence[Mapping[str, Any]]) -> list[str]:
     for entry in continued_from:
         path = Path(entry["checkpoint"])
         place = path.parts[-3] if len(path.parts) > 2 else path.name
-        differs = [f"{name} {old} -> {new}" for name, (old, new) in entry["differs"].items()]
-        words = (
-            f"continued from round {entry['round']} of {place}" + ": " * bool(differs) + ", ".join(differs)
-        )
+        differs = ", ".join(f"{name} {old} -> {new}" for name, (old, new) in entry["differs"].items())
+        words = f"continued from round {entry['round']} of {place}: {differs}".removesuffix(": ")
         lines.append(" ".join(words.split()))
     return lines
 

@@ -1,4 +1,12 @@
-"""The files that a run writes when it begins."""
+"""The files of a run: those that it writes when it begins, and its pictures and tables."""
+
+import csv
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from io import StringIO
+from pathlib import Path
 
 import lightning as L
 import yaml
@@ -6,12 +14,16 @@ import yaml
 from fl_lightning.batch_norm.kinds import KIND_LABELS
 from fl_lightning.console import print_table
 from fl_lightning.files import write_json, write_text
+from fl_lightning.pictures.federation import class_accuracy_figure, client_sizes_figure, partition_figure
+from fl_lightning.pictures.learning_curve import learning_curve_figure
+from fl_lightning.pictures.style import write_figure
 from fl_lightning.round.module import FederatedModule
 from fl_lightning.round.policy import policy_table, stages_in_words
 from fl_lightning.run_directory.continuation import Start, deciding_settings
-from fl_lightning.run_directory.describe import describe_computing, origin_in_words
-from fl_lightning.run_directory.drawings import draw_partition
-from fl_lightning.run_directory.metrics import cut_back
+from fl_lightning.run_directory.describe import describe_computing, origin_in_words, run_title
+from fl_lightning.run_directory.directory import Attempt
+from fl_lightning.run_directory.metrics import read_metrics
+from fl_lightning.run_directory.report import reports_of
 
 
 class RunFiles(L.Callback):
@@ -27,7 +39,7 @@ class RunFiles(L.Callback):
         self.config = config
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Write ``config.yaml``, ``partition.json`` and ``policy.json``, draw the partition; on resume cut ``metrics.jsonl`` back."""
+        """Write ``config.yaml``, ``partition.json`` and ``policy.json``, and draw the partition."""
         assert isinstance(pl_module, FederatedModule)
         self._note_origin(pl_module)
         table = policy_table(pl_module.model, pl_module.federated_callbacks, pl_module.planned_rounds)
@@ -39,8 +51,6 @@ class RunFiles(L.Callback):
                 reason = f"{choice.reason}; model.executor sets another"
                 print_table("Executor", {type(choice.executor).__name__: reason})
         if self.attempt is not None:
-            if trainer.global_step and self.attempt.metrics.exists():
-                cut_back(self.attempt.metrics, trainer.global_step)
             for path in (self.attempt.result, self.attempt.class_accuracy, self.attempt.error):
                 path.unlink(missing_ok=True)  # of a run that this one takes further
             origin = "".join(f"# {line}\n" for line in origin_in_words(pl_module.record.continued_from))
@@ -74,3 +84,56 @@ class RunFiles(L.Callback):
                 flush=True,
             )
         record.computed_by = now
+
+
+def draw_partition(attempt: Attempt, module: FederatedModule) -> None:
+    """Draw ``partition.png`` from ``partition.json``: samples by client and class, or sizes where it has no classes."""
+    with _harmless(attempt.partition_picture):
+        record, title = json.loads(attempt.partition.read_text()), run_title(module)
+        if record.get("class_histogram"):
+            figure = partition_figure(record["class_histogram"], module.data.class_names, title)
+        else:
+            figure = client_sizes_figure(record["sizes"], title)
+        write_figure(attempt.partition_picture, figure)
+
+
+def draw_pictures(attempt: Attempt | None, module: FederatedModule) -> None:
+    """Draw what a run has found into its folder, and write the tables of its reports as ``<name>.csv``.
+
+    ``learning_curve.png`` is drawn from ``metrics.jsonl``, ``class_accuracy.png`` from ``result.json`` where the run is finished.
+
+    Args:
+        attempt: The run's folder, None where nothing is written (``fast_dev_run``).
+        module: The trained module, whose callbacks may be reports with pictures ``<name>.png``.
+    """
+    if attempt is None:
+        return
+    title = run_title(module)
+    with _harmless(attempt.learning_curve):
+        policy = json.loads(attempt.policy.read_text())
+        figure = learning_curve_figure(read_metrics(attempt.metrics), policy, title)
+        write_figure(attempt.learning_curve, figure)
+    if attempt.result.exists():
+        with _harmless(attempt.class_accuracy):
+            found = json.loads(attempt.result.read_text())["class_accuracy"]
+            if found is not None:
+                figure = class_accuracy_figure(found["accuracy"], found["classes"], found["split"], title)
+                write_figure(attempt.class_accuracy, figure)
+    for report in reports_of(module.federated_callbacks):
+        with _harmless(f"a picture of {type(report).__name__}"):
+            for name, draw in report.figures(read_metrics(attempt.metrics)).items():
+                write_figure(attempt.path / f"{name}.png", draw(title))
+        with _harmless(f"a table of {type(report).__name__}"):
+            for name, table in report.tables().items():
+                text = StringIO(newline="")
+                csv.writer(text, lineterminator="\n").writerows([table.columns, *table.rows])
+                write_text(attempt.path / f"{name}.csv", text.getvalue())
+
+
+@contextmanager
+def _harmless(what: Path | str) -> Iterator[None]:
+    """Say that a picture or table could not be made, whatever the reason, and go on: a run is more than its pictures."""
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001  # matplotlib's, the disk's, or those of a user's own record
+        print(f"{what} was not written: {type(error).__name__}: {error}", file=sys.stderr)

@@ -15,7 +15,7 @@ from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.utilities import rank_zero_only
 
 from fl_lightning.errors import ConfigurationError
-from fl_lightning.files import atomic_write, plain, restored, unwritable
+from fl_lightning.files import plain, restored, unwritable
 
 
 class JSONLinesLogger(Logger):
@@ -53,19 +53,15 @@ class JSONLinesLogger(Logger):
         if "round" not in metrics:
             return
         row = {"round": int(metrics["round"])} | {
-            key: plain(metrics[key]) for key in metrics if key != "round"
+            key: plain(value) for key, value in metrics.items() if key != "round"
         }
         line = json.dumps(row, allow_nan=False).encode() + b"\n"
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            with self.path.open("ab", buffering=0) as file:
-                written = file.write(line)
+            with self.path.open("ab") as file:
+                file.write(line)
         except OSError as error:
             raise unwritable(self.path, error) from error
-        if written != len(line):
-            raise ConfigurationError(
-                f"{self.path} took only a part of a row: the disk is full; free space and resume"
-            )
 
     def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
         """Does nothing: the run's settings are in ``config.yaml``."""
@@ -85,21 +81,6 @@ def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
         ConfigurationError: There is no such file, or a line other than the last is not a row.
     """
     return [row for row, _ in _parse(Path(path))]
-
-
-def cut_back(path: str | os.PathLike[str], round: int) -> None:
-    """Drop every row after a round and a half-written last line, atomically; kept lines keep their bytes.
-
-    Args:
-        path: A ``metrics.jsonl``.
-        round: The round of the checkpoint that the run resumes from.
-
-    Raises:
-        ConfigurationError: As for :func:`lines_until`, or the file cannot be written.
-    """
-    kept = lines_until(path, round)
-    with atomic_write(Path(path)) as file:
-        file.writelines(kept)
 
 
 def lines_until(path: str | os.PathLike[str], round: int) -> list[bytes]:
@@ -132,18 +113,15 @@ def _parse(path: Path) -> list[tuple[dict[str, Any], bytes]]:
         raise ConfigurationError(
             f"metrics file {path} does not exist; give a run directory that has one"
         ) from error
-    rows = [(_row(line), line) for line in lines]
-    for number, (row, _) in enumerate(rows[:-1], start=1):
-        if row is None:
-            raise ConfigurationError(
-                f"{path} line {number} is not a row of metrics; restore the file or start anew"
-            )
-    return [(row, line) for row, line in rows if row is not None]
-
-
-def _row(line: bytes) -> dict[str, Any] | None:
-    try:
-        row = json.loads(line)
-    except ValueError:
-        return None
-    return restored(row) if isinstance(row, dict) and isinstance(row.get("round"), int) else None
+    rows = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            row = restored(json.loads(line))
+            row["round"] = int(row["round"])
+            rows.append((row, line))
+        except (ValueError, TypeError, KeyError) as error:
+            if number < len(lines):
+                raise ConfigurationError(
+                    f"{path} line {number} is not a row of metrics; restore the file or start anew"
+                ) from error
+    return rows

@@ -14,7 +14,7 @@ from fl_lightning.round.module import FederatedModule
 from fl_lightning.round.policy import policy_table, stages_in_words
 from fl_lightning.run_directory.describe import describe, describe_environment, method_name, origin_in_words
 from fl_lightning.run_directory.directory import Attempt
-from fl_lightning.run_directory.drawings import draw_pictures
+from fl_lightning.run_directory.files import draw_pictures
 from fl_lightning.run_directory.report import reports_of
 
 
@@ -51,14 +51,8 @@ def _collect(
 ) -> dict[str, Any]:
     """What ``result.json`` holds; of the metrics those of clients' own models come first, then the server's."""
     record = module.record
-    server = module.evaluation.metrics
-    order = sorted(
-        metrics,
-        key=lambda x: (
-            x[:4] == "test",
-            *(x.partition("/")[2] not in kind for kind in (*([own] for own in PERSONAL), server)),
-        ),
-    )
+    kinds = [*([own] for own in PERSONAL), module.evaluation.metrics]
+    order = sorted(metrics, key=lambda x: (x[:4] == "test", *(x.partition("/")[2] not in y for y in kinds)))
     reports, rounds = reports_of(module.federated_callbacks), module.trainer.global_step
     stages = policy_table(module.model, module.federated_callbacks, module.planned_rounds).get("mean", [])
     return {
@@ -83,7 +77,7 @@ def _collect(
         **{name: value for report in reports for name, value in report.result().items()},
         "reports": {name: text for report in reports for name, text in report.result_lines().items()},
         "seed": module.seed,
-        "directory": _shown(attempt.path) if attempt is not None else None,
+        "directory": str(attempt.path) if attempt is not None else None,
         "environment": describe_environment(),
     }
 
@@ -148,8 +142,3 @@ def _class_accuracy(module: FederatedModule, metrics: Mapping[str, float]) -> di
         "accuracy": evaluation.class_accuracy,
         "samples": evaluation.class_samples,
     }
-
-
-def _shown(directory: Path) -> str:
-    path, here = directory.resolve(), Path.cwd()
-    return str(path.relative_to(here) if path.is_relative_to(here) else path)

@@ -11,7 +11,7 @@ from command_line import run_rendered as run
 from PIL import Image
 
 from fl_lightning.pictures.style import DOTS_PER_INCH, WIDTH
-from fl_lightning.run_directory import drawings
+from fl_lightning.run_directory import files
 from fl_lightning.run_directory.directory import Attempt
 from fl_lightning.run_directory.metrics import read_metrics
 
@@ -31,7 +31,7 @@ def finished(tmp_path_factory):
 def drawn(monkeypatch):
     """The figures that would have been written, by the name of their file."""
     figures = {}
-    monkeypatch.setattr(drawings, "write_figure", lambda path, figure: figures.update({path.name: figure}))
+    monkeypatch.setattr(files, "write_figure", lambda path, figure: figures.update({path.name: figure}))
     return figures
 
 
@@ -92,7 +92,7 @@ def test_picture_that_cannot_be_drawn_costs_nothing_but_itself(monkeypatch, caps
     def fail(*_):
         raise RuntimeError("no ink")
 
-    monkeypatch.setattr(drawings, "write_figure", fail)
+    monkeypatch.setattr(files, "write_figure", fail)
     attempt = run("--trainer.max_epochs", 1).attempt
     assert read(attempt.result)["rounds"] == 1
     assert not list(attempt.path.glob("*.png"))
