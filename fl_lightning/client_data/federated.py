@@ -15,7 +15,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.utils.data import DataLoader, IterableDataset
 
 from fl_lightning.client_data.cohort_batch import CohortBatch
-from fl_lightning.client_data.fingerprint import DataSetDigests, digest, sample
+from fl_lightning.client_data.fingerprint import dataset_digest, digest, sample
 from fl_lightning.client_data.loaders import LoaderBatches
 from fl_lightning.errors import doing
 
@@ -175,7 +175,7 @@ class FederatedDataModule(L.LightningDataModule):
         Returns:
             Digests of the ``"training"`` and the ``"evaluation"`` data and of the ``"partition"``.
         """
-        data_sets = DataSetDigests()
+        known: dict[int, str] = {}
         sources, training = [self._source(client_id) for client_id in range(self.num_clients)], []
         for client_id, source in enumerate(sources):
             loader = source.loader if isinstance(source, LoaderBatches) else None
@@ -185,9 +185,9 @@ class FederatedDataModule(L.LightningDataModule):
                     training.append(digest(sample(partial(source.train_batch, 0))))
                 else:
                     chosen = getattr(getattr(loader, "sampler", None), "indices", None)
-                    training.append(digest(data_sets.of(dataset), chosen))
+                    training.append(digest(dataset_digest(dataset, known), chosen))
         with doing("reading the server's evaluation data"):
-            evaluation = data_sets.of(getattr(self.val_dataloader(), "dataset", None))
+            evaluation = dataset_digest(getattr(self.val_dataloader(), "dataset", None), known)
         partition = digest([source.num_examples for source in sources])
         return {"training": digest(training), "evaluation": evaluation, "partition": partition}
 

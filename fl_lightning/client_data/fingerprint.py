@@ -43,37 +43,35 @@ def _feed(found: Any, part: Any) -> None:
         found.update(repr(part).encode() if known else type(part).__name__.encode())
 
 
-class DataSetDigests:
-    """Digests of data sets, each of which is looked at once, however many clients share it."""
+def dataset_digest(dataset: Any, known: dict[int, str]) -> str:
+    """The digest of a data set: of tensors their contents, else its length, its labels, its files, and some samples.
 
-    def __init__(self) -> None:
-        self._known: dict[int, str] = {}
+    The samples are eight of each of the first 32 data sets; of files names and sizes count. Labels are what it has as ``targets``
+    or ``labels``, files the pairs (path, class) of ``samples``, both as in torchvision.
 
-    def of(self, dataset: Any) -> str:
-        """The digest of a data set: of tensors their contents, else its length, its labels, its files, and some samples.
+    Args:
+        dataset: The data set.
+        known: Digests by the ids of data sets, each of which is looked at once, however many clients share it.
+    """
+    if id(dataset) not in known:
+        known[id(dataset)] = digest(_parts(dataset, known))
+    return known[id(dataset)]
 
-        The samples are eight of each of the first 32 data sets; of files names and sizes count. Labels are what it has as ``targets`` or ``labels``, files the pairs (path, class) of ``samples``, both as in
-        torchvision.
-        """
-        if id(dataset) not in self._known:
-            self._known[id(dataset)] = digest(self._parts(dataset))
-        return self._known[id(dataset)]
 
-    def _parts(self, dataset: Any) -> list[Any]:
-        if isinstance(dataset, TensorDataset):
-            return list(dataset.tensors)
-        if isinstance(dataset, Subset):
-            return [self.of(dataset.dataset), list(dataset.indices)]
-        if isinstance(dataset, ConcatDataset):
-            return [self.of(part) for part in dataset.datasets]
-        size = len(dataset) if hasattr(dataset, "__len__") else None
-        labels = [getattr(dataset, name, None) for name in ("targets", "labels")]
-        items = None
-        if size and not isinstance(dataset, IterableDataset) and len(self._known) < 32:
-            items = sample(
-                lambda: [dataset[index] for index in np.linspace(0, size - 1, 8).astype(int).tolist()]
-            )
-        return [size, labels, _files(dataset), items]
+def _parts(dataset: Any, known: dict[int, str]) -> list[Any]:
+    if isinstance(dataset, TensorDataset):
+        return list(dataset.tensors)
+    if isinstance(dataset, Subset):
+        return [dataset_digest(dataset.dataset, known), list(dataset.indices)]
+    if isinstance(dataset, ConcatDataset):
+        return [dataset_digest(part, known) for part in dataset.datasets]
+    size = len(dataset) if hasattr(dataset, "__len__") else None
+    labels = [getattr(dataset, name, None) for name in ("targets", "labels")]
+    items = None
+    if size and not isinstance(dataset, IterableDataset) and len(known) < 32:
+        indices = np.linspace(0, size - 1, 8).astype(int).tolist()
+        items = sample(lambda: [dataset[index] for index in indices])
+    return [size, labels, _files(dataset), items]
 
 
 def _files(dataset: Any) -> list[tuple[str, int]]:
