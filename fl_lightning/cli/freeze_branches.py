@@ -42,7 +42,7 @@ class Branch:
     @property
     def attempt(self) -> Attempt | None:
         """Its newest attempt."""
-        return self.directory.newest_attempt()
+        return next(iter(self.directory.attempts()), None)
 
     @property
     def result(self) -> dict[str, Any]:

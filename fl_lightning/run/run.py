@@ -72,9 +72,7 @@ class Run:
             "checkpoint": {"dirpath": None if self.checkpoint.in_the_run else str(self.checkpoint.dirpath)},
             "model": settings_of(module)["init_args"],
             "data": settings_of(data),
-            "trainer": settings_of(
-                {**inside_the_hash(self.trainer_settings, "trainer."), "callbacks": self.callbacks}
-            ),
+            "trainer": settings_of({**inside_the_hash(self.trainer_settings), "callbacks": self.callbacks}),
         }
 
     def fit(self, resume: bool | str | os.PathLike[str] = False, accept_data: bool = False) -> dict[str, Any]:

@@ -23,9 +23,9 @@ from fl_lightning.run.interruption import FinishRound, Stopped
 from fl_lightning.run.progress import RoundProgress
 from fl_lightning.run_directory.checkpoint_io import AtomicCheckpointIO
 from fl_lightning.run_directory.checkpoints import RoundCheckpoint
-from fl_lightning.run_directory.continuation import OwnServerSettings, Start, find_start
+from fl_lightning.run_directory.continuation import Start, find_start
 from fl_lightning.run_directory.directory import Attempt, RunDirectory
-from fl_lightning.run_directory.files import RunFiles, draw_pictures
+from fl_lightning.run_directory.files import RunStart, draw_pictures
 from fl_lightning.run_directory.metrics import JSONLinesLogger
 from fl_lightning.run_directory.result import finish_run
 
@@ -107,9 +107,8 @@ class Training:
         callbacks, loggers = as_list(settings.get("callbacks")), as_list(settings.get("logger"))
         if settings.get("enable_progress_bar") is not False and not has_progress_bar(callbacks):
             callbacks.append(RoundProgress())
-        own = [OwnServerSettings()] if self.start.differs else []
-        # RunFiles first, so that it prints before a progress bar takes the terminal
-        callbacks = [RunFiles(self.start, self.config), *callbacks, *own, self.interruption]
+        # RunStart first, so that it prints before a progress bar takes the terminal
+        callbacks = [RunStart(self.start, self.config), *callbacks, self.interruption]
         attempt = self.start.attempt
         if attempt is None:
             return {"callbacks": callbacks, "logger": loggers or False}

@@ -1,16 +1,14 @@
 """Where a run trains: in a folder of its own, or resumed in that of its checkpoint, or forked from it into a new one."""
 
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 import yaml
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import Callback
 
-from fl_lightning.files import write_bytes
+from fl_lightning.files import remove_empty, write_bytes
 from fl_lightning.run_directory.directory import Attempt, RunDirectory, class_name, inside_the_hash
 from fl_lightning.run_directory.metrics import lines_until, read_metrics
 
@@ -35,12 +33,13 @@ class Start:
     differs: Mapping[str, Any] | None = None
 
     def discard_untrained(self) -> None:
-        """Remove a folder that was made for a fit without a finished round."""
+        """Remove a folder that was made for a fit without a finished round, and ``runs/<name>`` and ``runs`` where they are empty then."""
         if self.attempt is None or not self.is_new:
             return
         rows = read_metrics(self.attempt.metrics) if self.attempt.metrics.exists() else []
         if not any(row["round"] > self.round for row in rows):
-            self.attempt.discard()
+            shutil.rmtree(self.attempt.path)
+            remove_empty(self.attempt.path.parents[:2])
 
 
 def find_start(
@@ -96,13 +95,12 @@ def deciding_settings(config: Mapping[str, Any]) -> dict[str, Any]:
 
     A class counts by its name; callbacks go by it, too, such as ``trainer.callbacks.FixBN.freeze_round``.
     """
-    kept = inside_the_hash({key: config[key] for key in ("model", "data", "trainer") if key in config})
-    callbacks = kept.get("trainer", {}).get("callbacks") or []
-    if callbacks:
-        entries = callbacks if isinstance(callbacks, list) else [callbacks]
-        kept["trainer"]["callbacks"] = {class_name(entry): entry for entry in entries}
-    found = {"seed_everything": config.get("seed_everything"), **_flat(kept, "")}
-    return {name: value for name, value in found.items() if name not in ("model.seed", "data.seed")}
+    trainer = inside_the_hash(config["trainer"])
+    callbacks = trainer.get("callbacks") or []
+    entries = callbacks if isinstance(callbacks, list) else [callbacks]
+    trainer["callbacks"] = {class_name(entry): entry for entry in entries}
+    kept = {key: config.get(key) for key in ("seed_everything", "model", "data")} | {"trainer": trainer}
+    return {name: x for name, x in _flat(kept, "").items() if name not in ("model.seed", "data.seed")}
 
 
 def _flat(node: Any, name: str) -> dict[str, Any]:
@@ -113,14 +111,3 @@ def _flat(node: Any, name: str) -> dict[str, Any]:
         if key != "class_path":
             found |= _flat(value, name if key == "init_args" else f"{name}.{key}".lstrip("."))
     return found
-
-
-class OwnServerSettings(Callback):
-    """Gives the server optimizer back its configured settings, which those of the checkpoint replaced."""
-
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Set learning rate, momentum and the like, and keep the optimizer's state."""
-        configured = pl_module.configure_optimizers()
-        if isinstance(configured, torch.optim.Optimizer):
-            for group, own in zip(trainer.optimizers[0].param_groups, configured.param_groups, strict=True):
-                group.update({name: value for name, value in own.items() if name != "params"})

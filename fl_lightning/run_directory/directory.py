@@ -9,7 +9,6 @@ import hashlib
 import json
 import os
 import re
-import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,58 +18,48 @@ from typing import Any
 import yaml
 
 from fl_lightning.errors import ConfigurationError
-from fl_lightning.files import folder_below, remove_empty, unwritable, user_path
+from fl_lightning.files import folder_below, unwritable, user_path
 
 OUTSIDE_THE_HASH = frozenset(
     {
-        "checkpoint",
-        "ckpt_path",
-        "config",
-        "name",
-        "run_root",
-        "seed_everything",
-        "threads",
-        "trainer.accelerator",
-        "trainer.callbacks.RoundCheckpoint",
-        "trainer.callbacks.RoundProgress",
-        "trainer.check_val_every_n_epoch",
-        "trainer.default_root_dir",
-        "trainer.devices",
-        "trainer.enable_checkpointing",
-        "trainer.enable_model_summary",
-        "trainer.enable_progress_bar",
-        "trainer.log_every_n_steps",
-        "trainer.logger",
-        "trainer.max_epochs",
-        "trainer.max_time",
-        "trainer.num_nodes",
-        "trainer.profiler",
-        "trainer.strategy",
-        "wandb",
-        "weights_only",
+        "accelerator",
+        "check_val_every_n_epoch",
+        "default_root_dir",
+        "devices",
+        "enable_checkpointing",
+        "enable_model_summary",
+        "enable_progress_bar",
+        "log_every_n_steps",
+        "logger",
+        "max_epochs",
+        "max_time",
+        "num_nodes",
+        "profiler",
+        "RoundCheckpoint",
+        "RoundProgress",
+        "strategy",
     }
 )
-"""Settings that change no result or only name the attempt; a callback in a list goes by its class name."""
+"""Settings of the trainer that change no result, and callbacks by the names of their classes."""
 
 
 def config_hash(config: Mapping[str, Any]) -> str:
     """Name a configuration: 8 hex digits of SHA-256 over its canonical JSON without :data:`OUTSIDE_THE_HASH`.
 
     Args:
-        config: The resolved configuration, every default filled in; the order of its keys does not matter.
+        config: Model, data and trainer, every default filled in; the order of keys does not matter.
     """
-    canonical = json.dumps(inside_the_hash(config, ""), sort_keys=True, separators=(",", ":"), default=str)
+    hashed = {**config, "trainer": inside_the_hash(config["trainer"])}
+    canonical = json.dumps(hashed, sort_keys=True, separators=(",", ":"), default=str)
     return hashlib.sha256(canonical.encode()).hexdigest()[:8]
 
 
-def inside_the_hash(node: Any, prefix: str = "") -> Any:
-    """A configuration, or the part of it at a dotted prefix with its dot, without :data:`OUTSIDE_THE_HASH`."""
-    if isinstance(node, Mapping):
-        kept = {key: value for key, value in node.items() if f"{prefix}{key}" not in OUTSIDE_THE_HASH}
-        return {key: inside_the_hash(value, f"{prefix}{key}.") for key, value in kept.items()}
-    if isinstance(node, list | tuple):
-        return [inside_the_hash(x, prefix) for x in node if prefix + class_name(x) not in OUTSIDE_THE_HASH]
-    return node
+def inside_the_hash(trainer: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a trainer without :data:`OUTSIDE_THE_HASH`."""
+    kept = {name: value for name, value in trainer.items() if name not in OUTSIDE_THE_HASH}
+    if isinstance(kept.get("callbacks"), list):
+        kept["callbacks"] = [one for one in kept["callbacks"] if class_name(one) not in OUTSIDE_THE_HASH]
+    return kept
 
 
 def class_name(entry: Any) -> str:
@@ -138,11 +127,6 @@ class Attempt:
         finally:
             os.close(folder)
 
-    def discard(self) -> None:
-        """Remove the folder with all it holds, and ``runs/<name>`` and ``runs`` where they are empty then."""
-        shutil.rmtree(self.path)
-        remove_empty(self.path.parents[:2])
-
 
 @dataclass(frozen=True)
 class RunDirectory:
@@ -169,8 +153,7 @@ class RunDirectory:
         Raises:
             ConfigurationError: The folder cannot be created.
         """
-        newest = self.newest_attempt()
-        number = 1 if newest is None else int(newest.path.name[len(self.stem) + 1 :] or 1) + 1
+        number = 1 + max((int(x.path.name[len(self.stem) + 1 :] or 1) for x in self.attempts()), default=0)
         while True:
             path = self.root / (self.stem if number == 1 else f"{self.stem}.{number}")
             try:
@@ -181,10 +164,6 @@ class RunDirectory:
                 raise unwritable(path, error) from error
             else:
                 return Attempt(path)
-
-    def newest_attempt(self) -> Attempt | None:
-        """The attempt with the highest number, None where there is none yet."""
-        return next(iter(self.attempts()), None)
 
     def newest_checkpoint(self, name: str = "last.ckpt") -> Path | None:
         """The checkpoint of a name of the newest attempt that has one: what ``--ckpt_path auto`` means."""
@@ -202,18 +181,13 @@ class RunDirectory:
         """Find the file that ``--ckpt_path`` means.
 
         Args:
-            ckpt_path: ``"last"`` or ``"best"`` of the newest attempt that has one, or the path of an existing file.
+            ckpt_path: ``"last"`` or ``"best"`` of the newest attempt that has one, or the path of a file.
 
         Raises:
             ConfigurationError: There is no such checkpoint.
         """
         if ckpt_path not in ("last", "best"):
-            path = user_path("ckpt_path", ckpt_path)
-            if not path.is_file():
-                raise ConfigurationError(
-                    f"ckpt_path {path} is not a file; give an existing one, 'last', 'best' or 'auto'"
-                )
-            return path
+            return user_path("ckpt_path", ckpt_path)
         name = f"{ckpt_path}.ckpt"
         found = self.newest_checkpoint(name)
         if found is None:

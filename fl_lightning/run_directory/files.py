@@ -26,8 +26,10 @@ from fl_lightning.run_directory.metrics import read_metrics
 from fl_lightning.run_directory.report import reports_of
 
 
-class RunFiles(L.Callback):
-    """Writes what identifies a run into its directory and prints the policy in force.
+class RunStart(L.Callback):
+    """Begins a run: writes what identifies it into its directory and prints the policy in force.
+
+    Where its settings differ from those of its checkpoint, the server optimizer gets back the configured ones.
 
     Args:
         start: The run's folder, and what it goes on from.
@@ -42,6 +44,10 @@ class RunFiles(L.Callback):
         """Write ``config.yaml``, ``partition.json`` and ``policy.json``, and draw the partition."""
         assert isinstance(pl_module, FederatedModule)
         self._note_origin(pl_module)
+        if self.start.differs:
+            groups = trainer.optimizers[0].param_groups
+            for group, own in zip(groups, pl_module.configure_optimizers().param_groups, strict=True):
+                group.update({name: value for name, value in own.items() if name != "params"})
         table = policy_table(pl_module.model, pl_module.federated_callbacks, pl_module.planned_rounds)
         if not trainer.global_step:
             rows = {KIND_LABELS[kind]: stages_in_words(stages) for kind, stages in table.items()}

@@ -36,10 +36,9 @@ def subclasses(base):
 
 PARTS = {
     "FinishRound",  # the command line gives it to every run
-    "RunFiles",  # likewise
+    "RunStart",  # likewise
     "Companion",  # of the verification
     "FoundFreezing",  # a base of methods
-    "OwnServerSettings",  # likewise
 }
 """What belongs to a class that can be named, or to the program."""
 
