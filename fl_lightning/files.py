@@ -39,12 +39,11 @@ def atomic_write(path: Path) -> Iterator[BinaryIO]:
             os.fsync(folder)
         finally:
             os.close(folder)
-    except BaseException as error:
-        if temporary.parent.is_dir():
-            temporary.unlink(missing_ok=True)
-        if isinstance(error, OSError):
-            raise unwritable(path, error) from error
-        raise
+    except OSError as error:
+        raise unwritable(path, error) from error
+    finally:
+        with suppress(OSError):  # it has its name by now, or nowhere to be
+            temporary.unlink()
 
 
 def unwritable(path: Path, error: OSError) -> ConfigurationError:

@@ -1,7 +1,6 @@
 """What a run shows at Weights & Biases beside its metrics: its names, tables, pictures and checkpoints."""
 
 import os
-import re
 from typing import Any
 
 import torch
@@ -34,22 +33,17 @@ def tables(module: FederatedModule) -> dict[str, Any]:
     policy = policy_table(module.model, module.federated_callbacks, module.planned_rounds)
     rows = [[KIND_LABELS[kind], stages_in_words(stages)] for kind, stages in policy.items()]
     columns, clients = clients_table(module)
-    reports = reports_of(module.federated_callbacks)
-    return {
+    found: dict[str, Any] = {
         "policy": wandb.Table(columns=["state of the model", "in a round"], data=rows),
         "clients": wandb.Table(columns=columns, data=clients),
-        **{
-            f"{name}_table": wandb.Table(columns=list(table.columns), data=[list(row) for row in table.rows])
-            for report in reports
-            for name, table in report.tables().items()
-        },
-        **{
-            name: wandb.Histogram(list(values))
-            for report in reports
-            for name, values in report.histograms().items()
-            if len(values)
-        },
     }
+    for report in reports_of(module.federated_callbacks):
+        for name, table in report.tables().items():
+            found[f"{name}_table"] = wandb.Table(columns=list(table.columns), data=[*map(list, table.rows)])
+        for name, values in report.histograms().items():
+            if len(values):
+                found[name] = wandb.Histogram(list(values))
+    return found
 
 
 def clients_table(module: FederatedModule) -> tuple[list[str | int], list[list[Any]]]:
@@ -102,11 +96,11 @@ def names_of_run(settings: WandbSettings, group: str, module: FederatedModule) -
     """
     methods, given = module.federated_callbacks, os.environ.get
     base, data = method_name(module, []).partition("(")[0], type(module.data).__name__
-    partition = re.match(r"[A-Za-z_]\w*", module.data.describe_partition())
+    partition = module.data.describe_partition().partition("(")[0]
     steps = f"E{module.local_steps}" if module.local_steps is not None else f"E{module.local_epochs}epochs"
     rate = f"lr{module.client_optimizer([torch.zeros(1)]).defaults['lr']:g}"
-    names = dict.fromkeys([data, partition[0] if partition else data])
-    name = "-".join(["+".join([base, *map(describe, methods)]), *names, steps, rate, f"s{module.seed}"])
+    method = "+".join([base, *map(describe, methods)])
+    name = "-".join([method, data, partition, steps, rate, f"s{module.seed}"])
     tags = [base, *(type(method).__name__ for method in methods), data, type(module.model).__name__]
     return {
         "project": settings.project or given("WANDB_PROJECT") or "fl_lightning",

@@ -70,7 +70,7 @@ def _start(mode: str, init: dict[str, Any]) -> Any:
     import wandb
 
     session = wandb.setup(settings=wandb.Settings(silent=True)).settings
-    way = session.mode if mode == "auto" else mode
+    way: Any = session.mode if mode == "auto" else mode
     if way == "online" and not wandb.login(prompt=False, verify=False):
         if mode == "online":
             raise wandb.Error("there is no API key; wandb login stores one")

@@ -63,7 +63,9 @@ class AtomicCheckpointIO(CheckpointIO):
         """
         target = user_path("checkpoint", path)
         if not target.is_file():
-            raise ConfigurationError(f"checkpoint {target} does not exist; use another one")
+            raise ConfigurationError(
+                f"checkpoint {target} does not exist; give a file, 'last', 'best' or 'auto'"
+            )
         try:
             with zipfile.ZipFile(target) as archive:
                 # torch.load takes flipped bits for weights, which the CRC does not, and memory for what an attribute calls a folder

@@ -186,13 +186,11 @@ class RoundCheckpoint(Checkpoint):
         return True
 
     def _due(self, trainer: L.Trainer) -> bool:
-        if self.saved_round is None:
+        every = self.every_n_rounds
+        if self.saved_round is None or (every is not None and trainer.global_step % every == 0):
             return True
-        if self.every_n_rounds is not None and trainer.global_step % self.every_n_rounds == 0:
-            return True
-        if self.every_n_seconds is None:
-            return False
-        return trainer.strategy.broadcast(time.monotonic() - self._saved_at >= self.every_n_seconds)
+        passed = time.monotonic() - self._saved_at
+        return self.every_n_seconds is not None and trainer.strategy.broadcast(passed >= self.every_n_seconds)
 
     def _save_last(self, trainer: L.Trainer) -> None:
         if self.saved_round != self._complete_round:

@@ -53,7 +53,7 @@ def origin_in_words(continued_from: Sequence[Mapping[str, Any]]) -> list[str]:
     lines = []
     for entry in continued_from:
         path = Path(entry["checkpoint"])
-        place = path.parts[-3] if len(path.parts) > 2 else path.name
+        place = path.parent.parent.name or path.name
         differs = ", ".join(f"{name} {old} -> {new}" for name, (old, new) in entry["differs"].items())
         words = f"continued from round {entry['round']} of {place}: {differs}".removesuffix(": ")
         lines.append(" ".join(words.split()))

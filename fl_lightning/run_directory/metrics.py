@@ -52,9 +52,7 @@ class JSONLinesLogger(Logger):
         """
         if "round" not in metrics:
             return
-        row = {"round": int(metrics["round"])} | {
-            key: plain(value) for key, value in metrics.items() if key != "round"
-        }
+        row = {"round": 0} | plain(dict(metrics))  # it comes first
         line = json.dumps(row, allow_nan=False).encode() + b"\n"
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)

@@ -179,7 +179,7 @@ TABLE = [
     ("--run_root tiny.yaml", "tiny.yaml/tiny/HASH-s0 cannot be written: Not a directory; free space or choose another folder"),
     ("--ckpt_path=", "ckpt_path: '' names no checkpoint; give a file, 'last' or 'best', or leave it out"),
     ("--ckpt_path ~nouser/x", "ckpt_path: '~nouser/x' is no path of a local or mounted file system; give another path"),
-    ("--ckpt_path nowhere.ckpt", "ckpt_path nowhere.ckpt is not a file; give an existing one, 'last', 'best' or 'auto'"),
+    ("--ckpt_path nowhere.ckpt", "checkpoint nowhere.ckpt does not exist; give a file, 'last', 'best' or 'auto'"),
     ("--ckpt_path tiny.yaml", "checkpoint tiny.yaml is truncated, damaged or holds more than tensors and plain values (496 bytes, BadZipFile); use another one"),
     ("--ckpt_path best", "ckpt_path 'best' found no best.ckpt in runs/tiny/HASH-s0; give the path of a checkpoint, or start without ckpt_path"),
     ("--threads 0", "threads: 0 is not valid; it takes a whole number above 0 or null"),
