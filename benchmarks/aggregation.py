@@ -19,12 +19,12 @@ from fl_lightning import aggregation as ours
 Rule = Callable[[Tensor, int], Tensor]
 
 RULES: dict[str, Rule] = {
-    "median": lambda rows, f: ours.median(rows),
-    "trimmed_mean": ours.trimmed_mean,
-    "nnm": ours.nearest_neighbor_mixing,
-    "krum": ours.krum,
-    "multi_krum": ours.multi_krum,
-    "geometric_median": lambda rows, f: ours.geometric_median(rows),
+    "median": lambda rows, f: ours.Median()(rows),
+    "trimmed_mean": lambda rows, f: ours.TrimmedMean(f)(rows),
+    "nnm": lambda rows, f: ours.NNM()([rows], f)[0],
+    "krum": lambda rows, f: ours.Krum(f)(rows),
+    "multi_krum": lambda rows, f: ours.MultiKrum(f)(rows),
+    "geometric_median": lambda rows, f: ours.GeometricMedian()(rows),
 }
 CLIENTS = (10, 100)
 

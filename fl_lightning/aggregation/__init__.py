@@ -1,19 +1,16 @@
-"""Aggregation rules: pure functions on rows ``[n, d] -> [d]``, one row per client, and the classes that name them in YAML."""
+"""Aggregation rules: what makes one row ``[d]`` of the clients' rows ``[n, d]``."""
 
-from fl_lightning.aggregation.base import Aggregator, WeightedMean, require_weighted_mean, weighted_mean
-from fl_lightning.aggregation.coordinates import median, trimmed_mean
-from fl_lightning.aggregation.distances import krum, multi_krum, nearest_neighbor_mixing
-from fl_lightning.aggregation.robust import (
-    NNM,
-    GeometricMedian,
-    Krum,
-    Median,
-    MultiKrum,
+from fl_lightning.aggregation.base import (
+    Aggregator,
     PreAggregator,
     RobustAggregator,
-    TrimmedMean,
+    WeightedMean,
+    require_weighted_mean,
+    weighted_mean,
 )
-from fl_lightning.aggregation.weiszfeld import geometric_median
+from fl_lightning.aggregation.coordinates import Median, TrimmedMean
+from fl_lightning.aggregation.distances import NNM, Krum, MultiKrum
+from fl_lightning.aggregation.weiszfeld import GeometricMedian
 
 __all__ = [
     "NNM",
@@ -26,12 +23,6 @@ __all__ = [
     "RobustAggregator",
     "TrimmedMean",
     "WeightedMean",
-    "geometric_median",
-    "krum",
-    "median",
-    "multi_krum",
-    "nearest_neighbor_mixing",
     "require_weighted_mean",
-    "trimmed_mean",
     "weighted_mean",
 ]

@@ -1,4 +1,4 @@
-"""What an aggregator is, the weighted mean, and how many Byzantine clients a rule may be told to withstand."""
+"""What an aggregator is: the weighted mean, and what all rules have in common that withstand Byzantine clients."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -87,6 +87,85 @@ class WeightedMean(Aggregator):
     def blocks(self, blocks: Sequence[Tensor], weights: Tensor) -> list[Tensor]:
         """Aggregate each block by itself: the mean is linear, so no copy of all columns is needed."""
         return [self(block, weights) for block in blocks]
+
+
+class PreAggregator(ABC):
+    """What is done to the clients' rows before a robust rule aggregates them.
+
+    Args:
+        f: Byzantine clients in a round to withstand; None takes the rule's.
+
+    Raises:
+        ConfigurationError: f is negative.
+    """
+
+    def __init__(self, f: int | None = None) -> None:
+        if f is not None:
+            check_byzantine(f"{type(self).__name__}.f", f)
+        self.f = f
+
+    @abstractmethod
+    def __call__(self, blocks: Sequence[Tensor], f: int) -> list[Tensor]:
+        """New rows for the column blocks ``[n, d_k]``, of the same shapes, withstanding f Byzantine clients."""
+
+
+class RobustAggregator(Aggregator):
+    """A rule that withstands f Byzantine clients in a round.
+
+    **Every client counts alike**: the aggregation weights are not used. A client's parameters are one vector; running
+    means are another, running variances a third.
+
+    Args:
+        f: Byzantine clients in a round to withstand, 0 or more and less than half of them.
+        pre: Applied to the rows first, such as ``NNM``, with its own ``f`` or else this one.
+
+    Raises:
+        ConfigurationError: f is out of range, or nobody tells ``pre`` its f.
+    """
+
+    def __init__(self, f: int | None = None, pre: PreAggregator | None = None) -> None:
+        name = type(self).__name__
+        if f is not None:
+            check_byzantine(f"{name}.f", f)
+        f_of_pre = f if pre is None or pre.f is None else pre.f
+        if pre is not None and f_of_pre is None:
+            before = type(pre).__name__
+            raise ConfigurationError(
+                f"{before}.f: null, and {name}.f is null as well; give one of them, such as {before}(f=1)"
+            )
+        self.f, self.pre = f, pre
+        self._f_of_pre = f_of_pre or 0
+
+    @abstractmethod
+    def aggregate(self, blocks: Sequence[Tensor]) -> list[Tensor]:
+        """Aggregate the column blocks ``[n, d_k]``, each client being one vector over all of them, to ``[d_k]``."""
+
+    def __call__(self, rows: Tensor, weights: Tensor | None = None) -> Tensor:
+        """Aggregate ``rows [n, d]`` to ``[d]``, without regard to ``weights``."""
+        return self.blocks([rows], weights)[0]
+
+    @torch.no_grad()
+    def blocks(self, blocks: Sequence[Tensor], weights: Tensor | None = None) -> list[Tensor]:
+        """Aggregate several blocks ``[n, d_k]`` as one vector per client, without regard to ``weights``."""
+        if not blocks:
+            return []
+        if len(blocks[0]) == 1:  # a centralised run: nobody to withstand
+            return [block[0].clone() for block in blocks]
+        self.check(len(blocks[0]))
+        if self.pre is not None:
+            blocks = self.pre(blocks, self._f_of_pre)
+        return self.aggregate(blocks)
+
+    def check(self, num_clients: int) -> None:
+        """Refuse fewer clients in a round than withstand f Byzantine ones.
+
+        Raises:
+            ConfigurationError: Half of them or more may be Byzantine.
+        """
+        if self.f is not None:
+            check_byzantine(f"{type(self).__name__}.f", self.f, num_clients)
+        if self.pre is not None:
+            check_byzantine(f"{type(self.pre).__name__}.f", self._f_of_pre, num_clients)
 
 
 def require_weighted_mean(aggregator: Aggregator, method: str, doing: str) -> None:

@@ -6,17 +6,67 @@ network would take half of it, 7 ms less for 270,000 columns. Columns are walked
 grow with their number.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from fl_lightning.aggregation.base import check_byzantine
+from fl_lightning.aggregation.base import PreAggregator, RobustAggregator
 
 CHUNK_ELEMENTS = {"cpu": 2**18}
 """Elements of a chunk by device type: what a core's cache holds; elsewhere (``_LARGE_CHUNK``), few launches count."""
 
 _LARGE_CHUNK = 2**24
+
+
+class Median(RobustAggregator):
+    """Coordinate-wise median; for an even number of clients the mean of the two middle values.
+
+    A value that is not a number counts as the largest: fewer than n/2 of them in a column leave its median between the
+    others. The rule needs no f; ``pre`` may. See :class:`RobustAggregator` for the settings.
+    """
+
+    def aggregate(self, blocks: Sequence[Tensor]) -> list[Tensor]:
+        """The median of each column."""
+        return [median(block) for block in blocks]
+
+
+class TrimmedMean(RobustAggregator):
+    """Coordinate-wise trimmed mean: without the f smallest and the f largest values, the mean of the other n - 2f.
+
+    A value that is not a number counts as the largest, so that up to f of them in a column are dropped. With f = 0 it is
+    the mean. See :class:`RobustAggregator` for the settings.
+    """
+
+    f: int
+
+    def __init__(self, f: int, pre: PreAggregator | None = None) -> None:
+        super().__init__(f, pre)
+
+    def aggregate(self, blocks: Sequence[Tensor]) -> list[Tensor]:
+        """The mean of each column's middle n - 2f values."""
+        results = []
+        for block in blocks:
+            n, result = len(block), block.new_empty(block.shape[1])
+            for columns in chunks(block):
+                ascending = _sorted(block[:, columns])
+                # deviations from the middle value: exact where all kept values are equal
+                middle = ascending[:, n // 2, None]
+                result[columns] = (ascending[:, self.f : n - self.f] - middle).mean(1).add_(middle[:, 0])
+            results.append(result)
+        return results
+
+
+def median(rows: Tensor) -> Tensor:
+    """Coordinate-wise median of ``rows [n, d]``, shape ``[d]``; NaN counts as the largest value."""
+    n = len(rows)
+    result = rows.new_empty(rows.shape[1])
+    for columns in chunks(rows):
+        ascending = _sorted(rows[:, columns])
+        result[columns] = ascending[:, n // 2]
+        if n % 2 == 0:
+            result[columns].add_(ascending[:, n // 2 - 1]).div_(2)
+    return result
 
 
 def chunks(rows: Tensor) -> Iterator[slice]:
@@ -29,57 +79,6 @@ def chunks(rows: Tensor) -> Iterator[slice]:
     width = max(CHUNK_ELEMENTS.get(rows.device.type, _LARGE_CHUNK) // max(n, 1), 1)
     for start in range(0, d, width):
         yield slice(start, min(start + width, d))
-
-
-@torch.no_grad()
-def median(rows: Tensor) -> Tensor:
-    """Coordinate-wise median; for even n the mean of the two middle values.
-
-    A value that is not a number counts as the largest: fewer than n/2 of them in a column leave its median between the
-    others. Every row counts alike.
-
-    Args:
-        rows: One row per client, shape ``[n, d]``.
-
-    Returns:
-        The median, shape ``[d]``.
-    """
-    n = len(rows)
-    result = rows.new_empty(rows.shape[1])
-    for columns in chunks(rows):
-        ascending = _sorted(rows[:, columns])
-        result[columns] = ascending[:, n // 2]
-        if n % 2 == 0:
-            result[columns].add_(ascending[:, n // 2 - 1]).div_(2)
-    return result
-
-
-@torch.no_grad()
-def trimmed_mean(rows: Tensor, f: int) -> Tensor:
-    """Coordinate-wise trimmed mean: without the f smallest and the f largest values, the mean of the other n - 2f.
-
-    A value that is not a number counts as the largest, so that up to f of them in a column are dropped. With f = 0 it is
-    the mean. Every row counts alike.
-
-    Args:
-        rows: One row per client, shape ``[n, d]``.
-        f: Values to drop at each end, 0 or more and less than n/2.
-
-    Returns:
-        The trimmed mean, shape ``[d]``.
-
-    Raises:
-        ConfigurationError: f is out of range.
-    """
-    n = len(rows)
-    check_byzantine("trimmed_mean f", f, n)
-    result = rows.new_empty(rows.shape[1])
-    for columns in chunks(rows):
-        ascending = _sorted(rows[:, columns])
-        # deviations from the middle value: exact where all kept values are equal
-        middle = ascending[:, n // 2, None]
-        result[columns] = (ascending[:, f : n - f] - middle).mean(1).add_(middle[:, 0])
-    return result
 
 
 def _sorted(rows: Tensor) -> Tensor:

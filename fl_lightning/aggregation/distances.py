@@ -3,17 +3,91 @@
 They need the n x n distances only, which one matrix product gives, and then mix rows with shares that follow from them.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fl_lightning.aggregation.base import check_byzantine
+from fl_lightning.aggregation.base import PreAggregator, RobustAggregator
 from fl_lightning.aggregation.coordinates import chunks, median
 from fl_lightning.errors import ConfigurationError, check_choice
 
 KrumScore = Literal["byzfl", "blanchard"]
+
+
+class NNM(PreAggregator):
+    """Nearest-neighbour mixing: every row becomes the mean of the n - f rows closest to it, itself among them.
+
+    Allouah et al. 2023, "Fixing by Mixing", arXiv 2302.01772. Equal distances: the lower index. A row that holds a value
+    that is not finite is the last that others mix, and becomes NaN itself: a rule that follows drops it. With f = 0 every
+    row becomes the mean.
+    """
+
+    def __call__(self, blocks: Sequence[Tensor], f: int) -> list[Tensor]:
+        """Mix each client with its n - f nearest; distances are over all blocks together."""
+        distances = measure(blocks)
+        closest = distances.squared.argsort(dim=1, stable=True)
+        return mix(blocks, distances, _equal_shares(closest[:, : len(closest) - f], len(closest)))
+
+
+class Krum(RobustAggregator):
+    """Krum: the client whose neighbours are closest to it (Blanchard et al. 2017, "Machine Learning with Adversaries").
+
+    A client's score is the mean of its squared distances to the closest other clients. Equal scores: the lower index. A row
+    that holds a value that is not finite is the last to win.
+
+    Args:
+        f: Byzantine clients in a round to withstand, 0 or more and less than half of them.
+        pre: Applied to the rows first, such as ``NNM``, with its own ``f`` or else this one.
+        score: How many other clients count: ``"byzfl"``: n - f - 1, as in the ByzFL library; ``"blanchard"``: n - f - 2, as
+            in the paper.
+
+    Raises:
+        ConfigurationError: f is out of range, or the score unknown.
+    """
+
+    f: int
+
+    def __init__(self, f: int, pre: PreAggregator | None = None, score: KrumScore = "byzfl") -> None:
+        super().__init__(f, pre)
+        check_choice(f"{type(self).__name__}.score", score, ("byzfl", "blanchard"))
+        self.score: KrumScore = score
+
+    def check(self, num_clients: int) -> None:
+        """Refuse fewer clients in a round than withstand f Byzantine ones and give each a neighbour to score.
+
+        Raises:
+            ConfigurationError: They are too few.
+        """
+        super().check(num_clients)
+        if self.score == "blanchard" and num_clients < self.f + 3:
+            raise ConfigurationError(
+                f"{type(self).__name__}.score: blanchard needs at least f + 3 = {self.f + 3} clients in a round, not "
+                f"{num_clients}; use byzfl"
+            )
+
+    def aggregate(self, blocks: Sequence[Tensor]) -> list[Tensor]:
+        """The client whose neighbours are closest."""
+        winner = self.ranking(measure(blocks))[:1]
+        return [block.index_select(0, winner)[0] for block in blocks]
+
+    def ranking(self, distances: "Distances") -> Tensor:
+        """The clients in ascending order of their score, int64 ``[n]``; ties by index."""
+        neighbours = len(distances.squared) - self.f - (1 if self.score == "byzfl" else 2)
+        others = distances.squared.sort(dim=1).values[:, 1 : neighbours + 1]
+        return others.sum(1).argsort(stable=True)
+
+
+class MultiKrum(Krum):
+    """Multi-Krum: the mean of the n - f clients with the lowest score of :class:`Krum`, which has the same settings."""
+
+    def aggregate(self, blocks: Sequence[Tensor]) -> list[Tensor]:
+        """The mean of the clients whose neighbours are closest."""
+        distances = measure(blocks)
+        ranking = self.ranking(distances)
+        shares = _equal_shares(ranking[None, : len(ranking) - self.f], len(ranking))
+        return [rows[0] for rows in mix(blocks, distances, shares)]
 
 
 class Distances(NamedTuple):
@@ -58,20 +132,19 @@ def measure(blocks: Sequence[Tensor]) -> Distances:
 
 
 @torch.no_grad()
-def mix(blocks: Sequence[Tensor], shares_of: Callable[[Distances], Tensor]) -> list[Tensor]:
+def mix(blocks: Sequence[Tensor], distances: Distances, shares: Tensor) -> list[Tensor]:
     """Rows mixed with other rows: ``shares @ block`` for each block, exact where the mixed rows are equal.
 
     A result that mixes a rejected row is NaN; other results do not feel rejected rows.
 
     Args:
         blocks: Column blocks ``[n, d_k]`` of the clients' rows.
-        shares_of: Gives non-negative shares, float64 ``[m, n]``, for what :func:`measure` found; each row sums to 1.
+        distances: What :func:`measure` has found of them.
+        shares: Non-negative shares, float64 ``[m, n]``; each row sums to 1.
 
     Returns:
         The mixed rows of each block, ``[m, d_k]``.
     """
-    distances = measure(blocks)
-    shares = shares_of(distances)
     rejected = distances.rejected[:, None]
     spoilt = ((shares > 0) & distances.rejected).any(1, keepdim=True)
     results = []
@@ -87,97 +160,8 @@ def mix(blocks: Sequence[Tensor], shares_of: Callable[[Distances], Tensor]) -> l
     return results
 
 
-def neighbour_shares(distances: Distances, f: int) -> Tensor:
-    """NNM's shares ``[n, n]``: 1 / (n - f) for the n - f rows closest to each row, itself among them."""
-    n = len(distances.squared)
-    closest = distances.squared.argsort(dim=1, stable=True)[:, : n - f]
-    return torch.zeros_like(distances.squared).scatter_(1, closest, 1 / (n - f))
-
-
-def krum_order(distances: Distances, f: int, score: KrumScore = "byzfl") -> Tensor:
-    """The clients in ascending order of Krum's score, int64 ``[n]``; ties by index."""
-    n = len(distances.squared)
-    others = distances.squared.sort(dim=1).values[:, 1 : krum_neighbours(n, f, score) + 1]
-    return others.sum(1).argsort(stable=True)
-
-
-def krum_neighbours(n: int, f: int, score: KrumScore = "byzfl", setting: str = "score") -> int:
-    """How many other rows Krum's score looks at: n - f - 1 (``"byzfl"``) or n - f - 2 (``"blanchard"``).
-
-    Raises:
-        ConfigurationError: Unknown score, or one that looks at nobody.
-    """
-    check_choice(setting, score, ("byzfl", "blanchard"))
-    if score == "blanchard" and n < f + 3:
-        raise ConfigurationError(
-            f"{setting}: blanchard needs at least f + 3 = {f + 3} clients in a round, not {n}; use byzfl"
-        )
-    return n - f - (1 if score == "byzfl" else 2)
-
-
-def nearest_neighbor_mixing(rows: Tensor, f: int) -> Tensor:
-    """Nearest-neighbour mixing (NNM): every row becomes the mean of the n - f rows closest to it, itself among them.
-
-    Allouah et al. 2023, "Fixing by Mixing", arXiv 2302.01772. Equal distances: the lower index. A row that holds a value
-    that is not finite is the last that others mix, and becomes NaN itself: a rule that follows drops it. With f = 0 every
-    row becomes the mean.
-
-    Args:
-        rows: One row per client, shape ``[n, d]``.
-        f: Byzantine clients to withstand, 0 or more and less than n/2.
-
-    Returns:
-        The mixed rows, shape ``[n, d]``.
-
-    Raises:
-        ConfigurationError: f is out of range.
-    """
-    check_byzantine("nearest_neighbor_mixing f", f, len(rows))
-    return mix([rows], lambda distances: neighbour_shares(distances, f))[0]
-
-
-@torch.no_grad()
-def krum(rows: Tensor, f: int, *, score: KrumScore = "byzfl") -> Tensor:
-    """Krum: the row whose neighbours are closest to it (Blanchard et al. 2017, "Machine Learning with Adversaries").
-
-    A row's score is the mean of its squared distances to the closest other rows. Equal scores: the lower index. A row that
-    holds a value that is not finite is the last to win.
-
-    Args:
-        rows: One row per client, shape ``[n, d]``.
-        f: Byzantine clients to withstand, 0 or more and less than n/2.
-        score: How many other rows count: ``"byzfl"``: n - f - 1, as in the ByzFL library; ``"blanchard"``: n - f - 2, as in
-            the paper.
-
-    Returns:
-        The winning row, shape ``[d]``.
-
-    Raises:
-        ConfigurationError: f is out of range, or the score unknown.
-    """
-    check_byzantine("krum f", f, len(rows))
-    return rows.index_select(0, krum_order(measure([rows]), f, score)[:1])[0]
-
-
-def multi_krum(rows: Tensor, f: int, *, score: KrumScore = "byzfl") -> Tensor:
-    """Multi-Krum: the mean of the n - f rows with the lowest score of :func:`krum`.
-
-    Args:
-        rows: One row per client, shape ``[n, d]``.
-        f: Byzantine clients to withstand, 0 or more and less than n/2.
-        score: As in :func:`krum`.
-
-    Returns:
-        The mean, shape ``[d]``.
-
-    Raises:
-        ConfigurationError: f is out of range, or the score unknown.
-    """
-    check_byzantine("multi_krum f", f, len(rows))
-    return mix([rows], lambda distances: multi_krum_shares(distances, f, score))[0][0]
-
-
-def multi_krum_shares(distances: Distances, f: int, score: KrumScore = "byzfl") -> Tensor:
-    """Multi-Krum's shares ``[1, n]``: 1 / (n - f) for the rows with the lowest scores."""
-    chosen = krum_order(distances, f, score)[None, : len(distances.squared) - f]
-    return torch.zeros_like(distances.squared[:1]).scatter_(1, chosen, 1 / chosen.shape[1])
+def _equal_shares(chosen: Tensor, num_clients: int) -> Tensor:
+    """Shares ``[m, num_clients]`` that are alike for the clients ``chosen [m, k]``."""
+    m, k = chosen.shape
+    shares = torch.zeros(m, num_clients, dtype=torch.float64, device=chosen.device)
+    return shares.scatter_(1, chosen, 1 / k)

@@ -1,9 +1,12 @@
 """The geometric median, by Weiszfeld's iteration."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-from fl_lightning.aggregation.distances import Distances, mix
+from fl_lightning.aggregation.base import RobustAggregator
+from fl_lightning.aggregation.distances import Distances, measure, mix
 
 TOLERANCE = 1e-12
 """The iteration ends where the point moves by less than this, in units of its median distance to the rows."""
@@ -12,25 +15,22 @@ _SMOOTHING = 1e-10
 _ITERATIONS = 10_000
 
 
-def geometric_median(rows: Tensor) -> Tensor:
-    """Geometric median: the point whose distances to all rows have the smallest sum.
+class GeometricMedian(RobustAggregator):
+    """Geometric median: the point whose distances to all clients have the smallest sum.
 
     Smoothed Weiszfeld iteration (Pillutla et al. 2022, "Robust Aggregation for Federated Learning", arXiv 1912.13445) to
     convergence. The point is a mean of the rows with shares that are inverse to their distances to it; these follow from
     the rows' inner products, so that the iteration handles n numbers, not d. Rows that hold a value that is not finite are
-    left out. Every row counts alike.
-
-    Args:
-        rows: One row per client, shape ``[n, d]``.
-
-    Returns:
-        The geometric median, shape ``[d]``.
+    left out. The rule needs no f; ``pre`` may. See :class:`RobustAggregator` for the settings.
     """
-    return mix([rows], median_shares)[0][0]
+
+    def aggregate(self, blocks: Sequence[Tensor]) -> list[Tensor]:
+        """The point closest to all clients."""
+        distances = measure(blocks)
+        return [rows[0] for rows in mix(blocks, distances, _shares(distances))]
 
 
-@torch.no_grad()
-def median_shares(distances: Distances) -> Tensor:
+def _shares(distances: Distances) -> Tensor:
     """The shares ``[1, n]`` of the rows in their geometric median: 0 for rejected rows."""
     # on the host: thousands of steps on n numbers are slower where each is a launch
     kept = ~distances.rejected.cpu()

@@ -1,4 +1,4 @@
-"""Aggregation rules as functions: hand-computed values, plain loops, symmetries, outliers and numbers that are none."""
+"""Aggregation rules: hand-computed values, plain loops, symmetries, outliers and numbers that are none."""
 
 import math
 from functools import partial
@@ -8,17 +8,36 @@ import torch
 
 from fl_lightning import ConfigurationError
 from fl_lightning.aggregation import (
+    NNM,
+    GeometricMedian,
+    Krum,
+    Median,
+    MultiKrum,
+    TrimmedMean,
     coordinates,
     distances,
-    geometric_median,
-    krum,
-    median,
-    multi_krum,
-    nearest_neighbor_mixing,
-    trimmed_mean,
 )
 
 F = 3
+
+
+def trimmed_mean(rows, f):
+    return TrimmedMean(f)(rows)
+
+
+def nearest_neighbor_mixing(rows, f):
+    return NNM()([rows], f)[0]
+
+
+def krum(rows, f, score="byzfl"):
+    return Krum(f, score=score)(rows)
+
+
+def multi_krum(rows, f):
+    return MultiKrum(f)(rows)
+
+
+median, geometric_median = Median(), GeometricMedian()
 RULES = {
     "median": median,
     "trimmed_mean": partial(trimmed_mean, f=F),
@@ -268,7 +287,7 @@ def test_mixed_variances_are_never_negative(dtype):
         rows[:zeros] = 0  # the centre is the others' value, and so has to cancel
         shares = torch.zeros(1, len(rows))
         shares[0, :zeros] = 1 / zeros
-        lowest.append(float(distances.mix([rows], lambda _, shares=shares: shares)[0].min()))
+        lowest.append(float(distances.mix([rows], distances.measure([rows]), shares)[0].min()))
     assert min(lowest) == 0
 
 
@@ -323,13 +342,11 @@ def test_a_geometric_median_balances_the_directions_to_all_clients():
     ("call", "message"),
     [
         (lambda rows: trimmed_mean(rows, 5),
-         "trimmed_mean f: 5 must be less than half of a round's 10 clients; use at most 4, or at least 11 clients in a round"),
-        (lambda rows: nearest_neighbor_mixing(rows, -1), "nearest_neighbor_mixing f: -1 must be a whole number of at least 0"),
-        (lambda rows: krum(rows, 0.3), "krum f: 0.3 must be a whole number of at least 0"),
-        (lambda rows: multi_krum(rows, True), "multi_krum f: True must be a whole number of at least 0"),
-        (lambda rows: krum(rows[:3], 1, score="blanchard"), 
-         "score: blanchard needs at least f + 3 = 4 clients in a round, not 3; use byzfl"),
-        (lambda rows: krum(rows, 1, score="paper"), "score: 'paper' must be one of byzfl, blanchard"),
+         "TrimmedMean.f: 5 must be less than half of a round's 10 clients; use at most 4, or at least 11 clients in a round"),
+        (lambda rows: krum(rows, 0.3), "Krum.f: 0.3 must be a whole number of at least 0"),
+        (lambda rows: multi_krum(rows, True), "MultiKrum.f: True must be a whole number of at least 0"),
+        (lambda rows: krum(rows[:3], 1, score="blanchard"),
+         "Krum.score: blanchard needs at least f + 3 = 4 clients in a round, not 3; use byzfl"),
     ],
 )  # fmt: skip
 def test_impossible_settings_are_refused_in_one_line(call, message):
