@@ -2,13 +2,14 @@
 
 import inspect
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fl_lightning.errors import ConfigurationError
+from fl_lightning.errors import ConfigurationError, check_choice
 from fl_lightning.optimizers import GroupSettings, OptimizerCallable
 
 
@@ -34,31 +35,14 @@ def check_elementwise(factory: OptimizerCallable) -> None:
             optimizer.step()
         return leaf
 
-    try:
+    remedy = "use SGD, Adam, AdamW, RMSprop or Adagrad"
+    with _refusals("client_optimizer", f"; {remedy} with settings that they take"):
         name = type(_finite(factory([torch.zeros(1, 1)]))).__name__
         exact = torch.equal(steps(slice(None)), torch.stack([steps(0), steps(1)]))
-    except (RuntimeError, ValueError, TypeError) as error:
-        raise ConfigurationError(
-            f"client_optimizer: {error}; use SGD, Adam, AdamW, RMSprop or Adagrad with settings that they take"
-        ) from error
     if not exact:
         raise ConfigurationError(
-            f"client_optimizer: {name} is not elementwise, so its step would mix the clients of a cohort; use SGD, Adam, "
-            "AdamW, RMSprop or Adagrad"
+            f"client_optimizer: {name} is not elementwise, so its step would mix the clients of a cohort; {remedy}"
         )
-
-
-def _finite(optimizer: Optimizer) -> Optimizer:
-    """The optimizer, refused where settings that torch takes make every update infinite or NaN, now or soon."""
-    for key, value in optimizer.defaults.items():
-        numbers = [
-            number for number in (value if isinstance(value, tuple) else [value]) if isinstance(number, float)
-        ]
-        if not all(map(math.isfinite, numbers)):
-            raise ValueError(f"{type(optimizer).__name__}.{key}: {value} must be finite")
-    if (momentum := optimizer.defaults.get("momentum", 0)) > 1:
-        raise ValueError(f"{type(optimizer).__name__}.momentum: {momentum} must lie in [0, 1]")
-    return optimizer
 
 
 def check_server_optimizer(factory: OptimizerCallable, parameters: Iterable[Tensor]) -> None:
@@ -71,12 +55,9 @@ def check_server_optimizer(factory: OptimizerCallable, parameters: Iterable[Tens
     leaves = [torch.zeros_like(parameter, requires_grad=True) for parameter in parameters]
     for leaf in leaves:
         leaf.grad = torch.zeros_like(leaf)
-    try:
+    remedy = "; use SGD(lr=1), which is FedAvg, or SGD, Adam or Adagrad with settings of your own"
+    with _refusals("server_optimizer", remedy):
         _finite(factory(leaves)).step()
-    except (ValueError, TypeError, RuntimeError) as error:
-        raise ConfigurationError(
-            f"server_optimizer: {error}; use SGD(lr=1), which is FedAvg, or SGD, Adam or Adagrad with settings of your own"
-        ) from error
 
 
 def check_overrides(factory: OptimizerCallable, overrides: GroupSettings) -> None:
@@ -86,34 +67,39 @@ def check_overrides(factory: OptimizerCallable, overrides: GroupSettings) -> Non
         ConfigurationError: An unknown group or setting, or a value out of range.
     """
     optimizer = factory([torch.zeros(1)])
-    known = set(optimizer.defaults) | {"lr_scale"}
+    accepted = inspect.signature(type(optimizer)).parameters
     for group, settings in overrides.items():
-        if group not in ("batch_norm", "scalars", "bias"):
-            raise ConfigurationError(
-                f"parameter_groups: unknown group {group!r}; use batch_norm, scalars or bias"
-            )
+        check_choice("parameter_groups", group, ("batch_norm", "scalars", "bias"))
         for key in settings:
-            if key not in known:
-                raise ConfigurationError(
-                    f"parameter_groups.{group}.{key}: {type(optimizer).__name__} has no such setting; it has "
-                    f"{', '.join(sorted(known))}"
-                )
+            check_choice(f"parameter_groups.{group}", key, sorted({*optimizer.defaults, "lr_scale"}))
         if not 0 <= settings.get("lr_scale", 1.0) < math.inf:
             raise ConfigurationError(
                 f"parameter_groups.{group}.lr_scale: {settings['lr_scale']} must be finite and at least 0 (0 freezes the group)"
             )
-        _check_values(optimizer, group, settings)
-
-
-def _check_values(optimizer: Optimizer, group: str, settings: Mapping[str, float]) -> None:
-    """Let the optimizer's own constructor check a group's values: torch does not check those of parameter groups."""
-    kind = type(optimizer)
-    accepted = inspect.signature(kind).parameters
-    arguments = {key: value for key, value in {**optimizer.defaults, **settings}.items() if key in accepted}
-    try:
-        _finite(kind([torch.zeros(1)], **arguments))
-    except ValueError as error:
+        # torch does not check the values of parameter groups, but those of its constructors
         values = ", ".join(f"{key}: {value}" for key, value in settings.items())
-        raise ConfigurationError(f"parameter_groups.{group} ({values}): {error}") from error
-    except TypeError:
-        pass  # an optimizer of the user's own whose constructor takes other names: the round will tell
+        arguments = {
+            key: value for key, value in {**optimizer.defaults, **settings}.items() if key in accepted
+        }
+        with _refusals(f"parameter_groups.{group} ({values})"):
+            _finite(type(optimizer)([torch.zeros(1)], **arguments))
+
+
+def _finite(optimizer: Optimizer) -> Optimizer:
+    """The optimizer, refused where settings that torch takes make every update infinite or NaN, now or soon."""
+    for key, value in optimizer.defaults.items():
+        numbers = value if isinstance(value, tuple) else (value,)
+        if not all(math.isfinite(number) for number in numbers if isinstance(number, float)):
+            raise ValueError(f"{type(optimizer).__name__}.{key}: {value} must be finite")
+    if (momentum := optimizer.defaults.get("momentum", 0)) > 1:
+        raise ValueError(f"{type(optimizer).__name__}.momentum: {momentum} must lie in [0, 1]")
+    return optimizer
+
+
+@contextmanager
+def _refusals(place: str, remedy: str = "") -> Iterator[None]:
+    """Turn what an optimizer refuses into one line that names the setting."""
+    try:
+        yield
+    except (RuntimeError, ValueError, TypeError) as error:
+        raise ConfigurationError(f"{place}: {error}{remedy}") from error

@@ -146,28 +146,22 @@ class ClientOptimizer:
     def restore_steps(self, steps: Mapping[str, Tensor]) -> None:
         """Start each row of each block from its own step count ``[C]``; only optimizers that count steps (Adam) take notice.
 
-        Adam shares one count per parameter, so rows that differ become parameters of their own: the same arithmetic.
+        Adam shares one count per parameter, so rows become parameters of their own: the same arithmetic.
         """
         self.initial_steps = dict(steps)
         states = self.states()
         if not any("step" in keys for keys in self._keys.values()):
             return
-        alike = {name: bool((own == own[0]).all()) for name, own in steps.items()}
-        if all(alike.values()):
-            for name, block in self._blocks.items():
-                self.torch.state[block]["step"].fill_(float(steps[name][0]))
-            return
         groups = [
-            {**group, "params": [block] if alike[name] else list(block.unbind(0))}
-            for group, (name, block) in zip(self.torch.param_groups, self._blocks.items(), strict=True)
+            {**group, "params": list(block.unbind(0))}
+            for group, block in zip(self.torch.param_groups, self._blocks.values(), strict=True)
         ]
         self.torch, self._from_zeros = self._factory(groups), False
         for name, group in zip(self._blocks, groups, strict=True):
-            for index, leaf in enumerate(group["params"]):
-                row = ... if alike[name] else index
+            for row, leaf in enumerate(group["params"]):
                 leaf.grad = self._gradients[name][row]
                 self.torch.state[leaf] = {key: blocks[name][row] for key, blocks in states.items()}
-                self.torch.state[leaf]["step"] = torch.tensor(float(steps[name][index]))
+                self.torch.state[leaf]["step"] = torch.tensor(float(steps[name][row]))
 
     def _make(self, leaves: Mapping[str, list[Tensor]]) -> Optimizer:
         optimizer = self._factory([{**self._overrides.get(n, {}), "params": leaves[n]} for n in leaves])
