@@ -1,10 +1,9 @@
 """Batch Normalization layers of a model, found by module type and never by name."""
 
-from contextlib import ExitStack, suppress
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fl_lightning.errors import ConfigurationError
@@ -63,23 +62,15 @@ def set_momentum(model: nn.Module, momentum: float) -> None:
         layer.momentum = momentum
 
 
-def explain_batch_of_one(model: nn.Module, forward: Any) -> ConfigurationError:
-    """Turn PyTorch's "expected more than 1 value per channel" into an error that names the layer and the way out.
-
-    Args:
-        model: The model in the state in which the error arose.
-        forward: A function without arguments that runs the failing forward pass again.
-    """
-    seen: list[str] = []
-    with ExitStack() as hooks, torch.no_grad(), suppress(ValueError):
-        for name, layer in batch_norm_layers(model).items():
-
-            def note(_module: nn.Module, args: tuple[Tensor, ...], name: str = name) -> None:
-                seen.append(f"BN layer {name!r} {tuple(args[0].shape)}")
-
-            hooks.enter_context(layer.register_forward_pre_hook(note))
-        forward()
-    return ConfigurationError(f"{seen[-1] if seen else 'a BN layer'} {ONE_VALUE}")
+@contextmanager
+def explain_batch_of_one() -> Iterator[None]:
+    """Turn PyTorch's "expected more than 1 value per channel" into an error that names the ways out."""
+    try:
+        yield
+    except ValueError as error:
+        if "more than 1 value per channel" in str(error):
+            raise ConfigurationError(f"a BN layer {ONE_VALUE}") from error
+        raise
 
 
 def has_statistics(model: nn.Module) -> bool:

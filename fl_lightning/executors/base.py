@@ -102,12 +102,12 @@ def computation(module: Any, batch: Any) -> str:
 def client_loss(module: ClientTask, batch: Any) -> Tensor:
     """``module.client_loss(batch)``, with PyTorch's errors turned into those that name the way out."""
     try:
-        with module.trainer.precision_plugin.forward_context(), doing(lambda: computation(module, batch)):
+        with (
+            module.trainer.precision_plugin.forward_context(),
+            doing(lambda: computation(module, batch)),
+            explain_batch_of_one(),
+        ):
             return module.client_loss(batch)
-    except ValueError as error:
-        if "more than 1 value per channel" in str(error):
-            raise explain_batch_of_one(module.model, lambda: module.client_loss(batch)) from error
-        raise
     except RuntimeError as error:
         if "randomness" in str(error):
             raise CannotVectorize(

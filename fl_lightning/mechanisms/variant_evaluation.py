@@ -1,7 +1,6 @@
 """Evaluation of variants of the server's model, beside the server's own and on the same batches."""
 
 from collections.abc import Mapping
-from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -115,16 +114,11 @@ class VariantEvaluation(FederatedCallback):
         evaluation: ServerEvaluation,
     ) -> None:
         """Add a variant's outputs on a batch to an evaluation."""
-        model = pl_module.model
-        with pl_module.trainer.precision_plugin.val_step_context(), self._slots.filled(tensors):
-            if tensors is not BATCH_STATISTICS:
-                pl_module.evaluate_batch(batch, evaluation)
-                return
-            with batch_statistics(pl_module.tracking_layers):
-                try:
-                    pl_module.evaluate_batch(batch, evaluation)
-                except ValueError as error:
-                    if "more than 1 value per channel" not in str(error):
-                        raise
-                    again = partial(pl_module.evaluate_batch, batch, evaluation)
-                    raise explain_batch_of_one(model, again) from error
+        layers = pl_module.tracking_layers if tensors is BATCH_STATISTICS else []
+        with (
+            pl_module.trainer.precision_plugin.val_step_context(),
+            self._slots.filled(tensors),
+            batch_statistics(layers),
+            explain_batch_of_one(),
+        ):
+            pl_module.evaluate_batch(batch, evaluation)

@@ -163,11 +163,9 @@ def test_a_negative_variance_that_an_aggregation_rule_makes_is_the_servers():
 
 
 @EXECUTORS
-def test_a_batch_of_one_value_per_channel_names_the_layer(executor):
+def test_a_batch_of_one_value_per_channel_names_the_ways_out(executor):
     model = nn.Sequential(nn.Flatten(), nn.Linear(72, 5), nn.ReLU(), nn.BatchNorm1d(5), nn.Linear(5, 3))
-    with pytest.raises(
-        ConfigurationError, match=r"BN layer '3' \(1, 5\) gets one value per channel"
-    ) as caught:
+    with pytest.raises(ConfigurationError, match="a BN layer gets one value per channel") as caught:
         train(model, blobs(batch_size=1), 1, executor=executor())
     assert "batch_size >= 2" in str(caught.value)
 

@@ -154,7 +154,7 @@ def test_a_batch_of_one_value_per_channel_is_named():
     inputs, targets = torch.randn(5, 3, dtype=torch.float64), torch.tensor([0, 1, 0, 1, 0])
     data = FederatedDataModule([ArrayClient(inputs, targets, 5)], ArrayClient(inputs[:1], targets[:1], 1))
     module = FederatedModule(model, SGD, local_steps=1)
-    with pytest.raises(ConfigurationError, match=r"BN layer '1' \(1, 2\) gets one value per channel"):
+    with pytest.raises(ConfigurationError, match="a BN layer gets one value per channel"):
         fit(module, data, 1, [Variants(lambda module: {"batch": BATCH_STATISTICS})], limit_val_batches=None)
 
 
