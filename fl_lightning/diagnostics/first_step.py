@@ -128,7 +128,7 @@ def _beside(pl_module: "FederatedModule", cohort: Cohort, client_ids: Sequence[i
 
 
 def _executor(pl_module: "FederatedModule") -> Executor:
-    joint = pl_module.federated_callbacks.joint
+    joint = pl_module.joint_method
     if joint is not None:
         return joint_executor(joint)
     # any other computes the same, maybe with models of its own elsewhere, that nobody observes

@@ -58,10 +58,6 @@ class FederatedCallback(Declarations, L.Callback):
                         f"{base.__name__}.{name} is not a hook of FederatedCallback{nearest(name, known)}"
                     )
 
-    def overrides(self, hook: str) -> bool:
-        """Whether the class, or this object, has a hook of its own; no other one is called."""
-        return getattr(type(self), hook) is not getattr(FederatedCallback, hook) or hook in vars(self)
-
     def configure_batch_norm(self, pl_module: "FederatedModule") -> None:
         """Swap BN modules of ``pl_module.model`` by type: the only way in which a callback changes a forward pass."""
 

@@ -1,6 +1,6 @@
 """What a method declares of itself: what it does with each kind of state, what it sends, what it takes for itself."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, ClassVar
 
@@ -59,22 +59,3 @@ class Declarations:
     def extra_exchanges(self, cohort: Cohort) -> int:
         """Synchronous exchanges with the server in this round beside the one of the averaged state."""
         return 0
-
-    def overrides(self, hook: str) -> bool:
-        """Whether the method has a hook of its own; no other one is called."""
-        return False
-
-
-class Methods(list[Declarations]):
-    """The methods that are active in a run, in the order in which their hooks are called."""
-
-    def hooks(self, name: str) -> Iterator[tuple[str, Callable[..., None]]]:
-        """The methods that have a hook of this name, each by its class's name, with the hook."""
-        for method in self:
-            if method.overrides(name):
-                yield type(method).__name__, getattr(method, name)
-
-    @property
-    def joint(self) -> str | None:
-        """The method for whose sake the first local step is one forward pass over all clients; None without."""
-        return next((type(method).__name__ for method in self if method.needs_joint_forward), None)

@@ -26,12 +26,12 @@ from fl_lightning.optimizers.checks import check_elementwise, check_overrides
 from fl_lightning.optimizers.schedules import LRSchedule, lr_factor
 from fl_lightning.randomness import derive_seed, seed_global
 from fl_lightning.round.communication import Communication, round_communication
-from fl_lightning.round.declarations import Declarations, Methods
+from fl_lightning.round.declarations import Declarations
 from fl_lightning.round.plan import RoundPlan, Weighting, check_local_work, cohort_size
 from fl_lightning.round.policy import check_together, resolve_policy
 from fl_lightning.round.server import ServerModule
 from fl_lightning.round.server_update import update_server
-from fl_lightning.round.trainer import ShowsLocalSteps, check_trainer
+from fl_lightning.round.trainer import check_trainer
 
 
 class FederatedModule(ServerModule):
@@ -130,7 +130,6 @@ class FederatedModule(ServerModule):
         self.slots: StateSlots
         self.executor_choice: Choice | None = None
         self.communication = Communication()
-        self._methods = Methods()
         self._cohort: RoundCohort | None = None
         self.tracking_layers: list[_BatchNorm] = []
         self._modes: dict[nn.Module, bool] = {}
@@ -159,8 +158,7 @@ class FederatedModule(ServerModule):
         cohort.finish_steps(weigh_samples=self.weighting == "samples")
         self._call("on_before_aggregate", cohort)
         with self.clock.part("aggregation"):
-            settings = (self.aggregator, self.record, self.on_divergence)
-            update_server(cohort, *settings, lambda row, step: self.client_batches(cohort, [row], step))
+            update_server(cohort, self.aggregator, self.record, self.on_divergence)
             self.server_step()
         self._call("on_round_end", cohort)
         self.log_round(cohort)
@@ -169,9 +167,8 @@ class FederatedModule(ServerModule):
         """Sample the cohort of this round and broadcast the server's state to it."""
         self.clock.start()
         with self.clock.part("aggregation"):
-            self._methods = self.federated_callbacks
             clients, steps = self.plan.trained(self.round)
-            policy = resolve_policy(self._methods, self.round, self.planned_rounds)
+            policy = resolve_policy(self.federated_callbacks, self.round, self.planned_rounds)
             for layer in self.tracking_layers:
                 layer.train(policy["mean"] != "frozen")
             if self._cohort is None or len(self._cohort) != len(clients):
@@ -198,9 +195,11 @@ class FederatedModule(ServerModule):
         with self.clock.part("forward_backward"), doing(place):
             losses = self._executor(step).backward(self, cohort, batches, indices)
             cohort.add_losses(indices, losses, batches.sizes())
-        progress: object = self.trainer.progress_bar_callback
-        if isinstance(progress, ShowsLocalSteps):
-            progress.local_step(step + 1, max(cohort.local_steps))
+        show = getattr(
+            self.trainer.progress_bar_callback, "local_step", None
+        )  # Lightning's own bars have none
+        if show is not None:
+            show(step + 1, max(cohort.local_steps))
 
     def client_batches(self, cohort: Cohort, indices: Sequence[int], step: int) -> CohortBatch:
         """The batches of some rows at local step ``step`` of the round, on this module's device and in its precision."""
@@ -221,7 +220,7 @@ class FederatedModule(ServerModule):
         self.communication = (
             Communication()
             if self.centralised
-            else round_communication(cohort, self._methods, self.record.holders)
+            else round_communication(cohort, self.federated_callbacks, self.record.holders)
         )
         costs, times = self.communication.metrics(), self.clock.stop()
         seconds = times["time/round_s"]
@@ -233,20 +232,26 @@ class FederatedModule(ServerModule):
         return self.plan.weight_share(cohort.client_ids, self.round)
 
     def _executor(self, step: int) -> Executor:
-        joint = self._methods.joint if step == 0 else None
+        joint = self.joint_method if step == 0 else None
         return joint_executor(joint) if joint is not None else self.executor
 
     def _call(self, hook: str, cohort: RoundCohort, *step: int) -> None:
-        """Call a hook of every method that has it: what it draws depends on neither the executor nor on earlier draws."""
-        for name, own in self._methods.hooks(hook):
-            with self.clock.part("callbacks"), doing(f"{name}.{hook}, round {cohort.round}"):
-                seed_global(derive_seed(self.seed, f"{name}.{hook}", cohort.round, *step), self.device)
-                own(self.trainer, self, cohort, *step)
+        """Call a hook of every method: what it draws depends on neither the executor nor on earlier draws."""
+        for method in self.federated_callbacks:
+            own = f"{type(method).__name__}.{hook}"
+            with self.clock.part("callbacks"), doing(f"{own}, round {cohort.round}"):
+                seed_global(derive_seed(self.seed, own, cohort.round, *step), self.device)
+                getattr(method, hook)(self.trainer, self, cohort, *step)
 
     @property
-    def federated_callbacks(self) -> Methods:
-        """The methods that are active in this run."""
-        return Methods(cb for cb in self.trainer.callbacks if isinstance(cb, Declarations))  # type: ignore[attr-defined]  # set in a helper of the trainer
+    def federated_callbacks(self) -> list[Any]:
+        """The methods that are active in this run, in the order in which their hooks are called."""
+        return [cb for cb in self.trainer.callbacks if isinstance(cb, Declarations)]  # type: ignore[attr-defined]  # set in a helper of the trainer
+
+    @property
+    def joint_method(self) -> str | None:
+        """The method for whose sake the first local step is one forward pass over all clients; None without."""
+        return next((type(cb).__name__ for cb in self.federated_callbacks if cb.needs_joint_forward), None)
 
     def setup(self, stage: str) -> None:
         """Plan the local work, and let methods change the BN layers."""
@@ -269,16 +274,15 @@ class FederatedModule(ServerModule):
             self.data, self.local_steps, self.local_epochs, size, self.seed, self.weighting, self.centralised
         )
         restore_batch_norm(self.model)  # a fit that failed may have left them
-        self._methods = self.federated_callbacks
-        check_together(self._methods)
-        for _, configure in self._methods.hooks("configure_batch_norm"):
-            configure(self)
+        check_together(self.federated_callbacks)
+        for method in self.federated_callbacks:
+            method.configure_batch_norm(self)
 
     def on_fit_start(self) -> None:
         """Fix the number of rounds at round 1; a resumed run keeps it."""
         rounds = self.fix_rounds(self.plan, self.budget_epochs)
         for round_number in range(1, rounds + 1):
-            resolve_policy(self._methods, round_number, rounds)
+            resolve_policy(self.federated_callbacks, round_number, rounds)
         self.slots = StateSlots(self.model)
         self.data.keep_on(self.device)
         if self.chooses_executor:

@@ -21,7 +21,6 @@ from fl_lightning.round.clock import RoundClock
 from fl_lightning.round.evaluation import ServerEvaluation
 from fl_lightning.round.plan import RoundPlan
 from fl_lightning.round.record import RunRecord
-from fl_lightning.round.trainer import allow_tf32
 
 
 class ServerModule(L.LightningModule):
@@ -65,7 +64,6 @@ class ServerModule(L.LightningModule):
         self.accept_data = False
         self._resumed = False
         self._evaluate_every: int | None = None
-        self._tf32_before: tuple[bool, bool] | None = None
         self.loss = loss or nn.functional.cross_entropy
         self.evaluation = ServerEvaluation()
         self.record = RunRecord()
@@ -134,21 +132,17 @@ class ServerModule(L.LightningModule):
         return self.server_optimizer([p for p in self.model.parameters() if p.requires_grad])
 
     def setup(self, stage: str) -> None:
-        """Convert the weights to the run's precision."""
+        """Convert the weights to the run's precision, and say for this process whether CUDA may compute in TF32."""
         # Lightning believes the environment, where a scheduler numbers runs that know nothing of each other
         rank_zero_only.rank = self.trainer.global_rank  # type: ignore[attr-defined]  # an attribute of the function
         # Lightning converts after it has loaded a checkpoint: a float64 checkpoint would pass through float32.
         self.trainer.precision_plugin.convert_module(self)
-        if self._tf32_before is None:
-            self._tf32_before = allow_tf32(self.tf32, self.tf32)
+        torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = self.tf32
 
     def teardown(self, stage: str) -> None:
-        """Give back how often the trainer evaluates, and what other code on this device was allowed."""
+        """Give back how often the trainer evaluates."""
         if self._evaluate_every is not None:
             self.trainer.check_val_every_n_epoch, self._evaluate_every = self._evaluate_every, None
-        if self._tf32_before is not None:
-            allow_tf32(*self._tf32_before)
-            self._tf32_before = None
 
     def server_step(self) -> None:
         """Step the server optimizer on the pseudo-gradient."""

@@ -1,21 +1,12 @@
 """What a federated round asks of Lightning's trainer."""
 
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import lightning as L
-import torch
 from lightning.pytorch.callbacks import StochasticWeightAveraging
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
 from fl_lightning.errors import ConfigurationError
-
-
-@runtime_checkable
-class ShowsLocalSteps(Protocol):
-    """A progress bar that shows the local steps of a round."""
-
-    def local_step(self, step: int, of: int) -> None:
-        """Called when local step ``step`` (from 1) of ``of`` has its gradients."""
 
 
 def check_trainer(trainer: L.Trainer) -> None:
@@ -73,18 +64,3 @@ def check_trainer(trainer: L.Trainer) -> None:
     ):
         if not ok:
             raise ConfigurationError(f"trainer.{setting}: {value} {remedy}")
-
-
-def allow_tf32(convolutions: bool, products: bool) -> tuple[bool, bool]:
-    """Say whether CUDA may compute float32 convolutions and matrix products in TF32; torch allows the former by default.
-
-    Args:
-        convolutions: Whether cuDNN may.
-        products: Whether cuBLAS may.
-
-    Returns:
-        What was allowed before, as arguments of this function.
-    """
-    before = torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32 = convolutions, products
-    return before
