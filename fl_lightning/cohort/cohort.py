@@ -67,7 +67,6 @@ class Cohort(ClientRows):
         self.local_steps: list[int] = []
         self.policy: dict[str, str] = {}
         self.start_buffers: dict[str, Tensor] | None = None
-        self._lr_factor = 1.0
         self._over = False
 
     def __len__(self) -> int:
@@ -135,7 +134,7 @@ class Cohort(ClientRows):
 
     def restart_optimizer(self) -> None:
         """Give every client a fresh client optimizer, without state."""
-        self._optimizer.restart(self._lr_factor)
+        self._optimizer.restart()
 
     def keep_start(self) -> None:
         """Ask in ``on_round_start`` for ``start_buffers``: what is there when every callback has had that hook."""

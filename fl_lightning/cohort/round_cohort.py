@@ -1,7 +1,6 @@
 """The cohort as the module drives it through a communication round."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,11 +30,11 @@ class RoundCohort(Cohort):
         self, model: nn.Module, num_clients: int, parameter_groups: GroupSettings | None = None
     ) -> None:
         super().__init__(model, num_clients, parameter_groups or {})
+        self._parameter_groups = parameter_groups or {}
         self.pseudo_gradient = Rows.empty(self.params.layout, self.server_parameters, 1)
         self.buffer_aggregate = Rows.empty(self.buffers.layout, self.server_buffers, 1)
         self.samples: list[int] = []
         self._dropout_keys = [f"{n}.key" for n, layer in model.named_modules() if isinstance(layer, Dropout)]
-        self._optimizer_made_of: tuple[Any, ...] | None = None
         self._finished: dict[int, list[Tensor]] = {}
 
     def broadcast(
@@ -47,7 +46,6 @@ class RoundCohort(Cohort):
         local_steps: Sequence[int],
         policy: Mapping[str, str],
         optimizer: OptimizerCallable,
-        overrides: GroupSettings | None = None,
         lr_factor: float = 1.0,
         seed: int = 0,
     ) -> None:
@@ -60,7 +58,6 @@ class RoundCohort(Cohort):
             local_steps: Their numbers of local steps.
             policy: What happens to each kind of state.
             optimizer: Makes the client optimizer.
-            overrides: What differs in it by parameter group.
             lr_factor: Factor on its learning rate.
             seed: The run's seed, for dropout.
         """
@@ -79,15 +76,11 @@ class RoundCohort(Cohort):
             block = self.buffers.blocks[name]
             block.copy_(join_columns(self.server_buffers, layout.shapes).expand_as(block))
         trained = [name for name in self.params.blocks if self.is_trained(name)]
-        groups = {n: dict((overrides or {}).get(self.params.layout[n].group, {})) for n in trained}
-        self._lr_factor = lr_factor
-        if (optimizer, groups) == self._optimizer_made_of:
-            self.restart_optimizer()
-            return
+        if trained != self.trained_blocks:
+            self.train_blocks(trained)
+        groups = {name: self._parameter_groups.get(self.params.layout[name].group, {}) for name in trained}
         blocks, gradients = ({n: rows.blocks[n] for n in trained} for rows in (self.params, self.grads))
         self._optimizer = ClientOptimizer(optimizer, blocks, gradients, groups, lr_factor)
-        self._optimizer_made_of = optimizer, groups
-        self.train_blocks(trained)
 
     def begin_step(self, step: int) -> list[int]:
         """Begin a local step: rows that do not take it get a zero gradient, dropout layers their keys.

@@ -7,7 +7,6 @@ Adam, AdamW, RMSprop, Adagrad, ...) this is exactly one optimizer per client; ot
 
 from collections.abc import Mapping
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,14 +28,14 @@ _ZERO_STATES = {
 
 
 class ClientOptimizer:
-    """The client optimizer over the blocks of a cohort; each round restarts it.
+    """The client optimizer over the blocks of a cohort, in one round.
 
     Args:
         factory: Makes the optimizer from parameter groups.
         blocks: Parameter blocks ``[C, columns]``, by name.
         gradients: Gradient blocks of the same names and shapes.
         overrides: For a block name the settings that differ from the optimizer's own.
-        lr_factor: Factor on every learning rate in this round.
+        lr_factor: Factor on every learning rate.
 
     Attributes:
         torch: The torch optimizer.
@@ -51,48 +50,19 @@ class ClientOptimizer:
         overrides: GroupSettings,
         lr_factor: float = 1.0,
     ) -> None:
-        self._factory, self._overrides = factory, overrides
+        self._factory, self._overrides, self._lr_factor = factory, overrides, lr_factor
         self._blocks, self._gradients = dict(blocks), dict(gradients)
-        self._start(lr_factor)
+        self.restart()
 
-    def restart(self, lr_factor: float = 1.0) -> None:
-        """Begin again as new: without state, with the settings that it was made with.
-
-        State that starts from zeros is set to zero where it lies, which is faster than to have the system hand out the
-        same memory again.
-
-        Args:
-            lr_factor: Factor on every learning rate in this round.
-        """
-        if not self._from_zeros:
-            self._start(lr_factor)
-            return
-        self.initial_steps: dict[str, Tensor] = {}
-        for group, fresh in zip(self.torch.param_groups, self._fresh, strict=True):
-            group.update(fresh)
-        self._scale_rates(lr_factor)
-        kept = [v for state in self.torch.state.values() for v in state.values() if torch.is_tensor(v)]
-        if kept:
-            torch._foreach_zero_(kept)
-
-    def _start(self, lr_factor: float) -> None:
+    def restart(self) -> None:
+        """Begin again as new: without state, with the settings that it was made with."""
         self._states: dict[str, dict[str, Tensor]] = {}
-        self.initial_steps = {}
-        self.torch: Optimizer = self._make({name: [block] for name, block in self._blocks.items()})
-        self._fresh: list[dict[str, Any]] = [
-            {k: v for k, v in group.items() if k != "params"} for group in self.torch.param_groups
-        ]
-        self._scale_rates(lr_factor)
+        self.initial_steps: dict[str, Tensor] = {}
+        self.torch: Optimizer = self._make(self._blocks)
+        for group in self.torch.param_groups:
+            group["lr"] = group["lr"] * self._lr_factor  # not in place: a tensor would be everybody's
         for name, block in self._blocks.items():
             block.grad = self._gradients[name]
-        # whether all that it remembers is zero in a new one, and nothing is kept outside of its state
-        self._from_zeros: bool = (
-            type(self.torch).__module__.startswith("torch.optim.")
-            and not any(group.get("dampening") for group in self.torch.param_groups)
-            and all(set(keys) <= _ZERO_STATES for keys in self._keys.values())
-        )
-        if self._from_zeros:
-            self.states()  # so that no bit depends on whether a round is the first of its process
 
     @cached_property
     def _keys(self) -> dict[str, list[str]]:
@@ -100,16 +70,12 @@ class ClientOptimizer:
         leaves = {name: torch.zeros(1) for name in self._blocks}
         for leaf in leaves.values():
             leaf.grad = torch.ones(1)
-        trial = self._make({name: [leaf] for name, leaf in leaves.items()})
+        trial = self._make(leaves)
         trial.step()
         return {
             name: [key for key, value in trial.state[leaf].items() if value is not None]
             for name, leaf in leaves.items()
         }
-
-    def _scale_rates(self, factor: float) -> None:
-        for group in self.torch.param_groups:
-            group["lr"] = group["lr"] * factor  # not in place: a tensor would be everybody's
 
     def step(self) -> None:
         """Take one local step of every row."""
@@ -156,15 +122,15 @@ class ClientOptimizer:
             {**group, "params": list(block.unbind(0))}
             for group, block in zip(self.torch.param_groups, self._blocks.values(), strict=True)
         ]
-        self.torch, self._from_zeros = self._factory(groups), False
+        self.torch = self._factory(groups)
         for name, group in zip(self._blocks, groups, strict=True):
             for row, leaf in enumerate(group["params"]):
                 leaf.grad = self._gradients[name][row]
                 self.torch.state[leaf] = {key: blocks[name][row] for key, blocks in states.items()}
                 self.torch.state[leaf]["step"] = torch.tensor(float(steps[name][row]))
 
-    def _make(self, leaves: Mapping[str, list[Tensor]]) -> Optimizer:
-        optimizer = self._factory([{**self._overrides.get(n, {}), "params": leaves[n]} for n in leaves])
+    def _make(self, leaves: Mapping[str, Tensor]) -> Optimizer:
+        optimizer = self._factory([{**self._overrides.get(n, {}), "params": [leaves[n]]} for n in leaves])
         for group in optimizer.param_groups:
             group["lr"] = group["lr"] * group.pop("lr_scale", 1.0)
         return optimizer

@@ -180,7 +180,6 @@ class FederatedModule(ServerModule):
                 local_steps=steps,
                 policy=policy,
                 optimizer=self.client_optimizer,
-                overrides=self.parameter_groups,
                 lr_factor=lr_factor(self.client_lr_schedule, self.round, self.planned_rounds),
                 seed=self.seed,
             )

@@ -39,7 +39,6 @@ def test_settings_of_a_group_hold_for_its_parameters_of_every_type():
         local_steps=[1, 1],
         policy=POLICY,
         optimizer=partial(torch.optim.SGD, lr=0.2),
-        overrides={"bias": {"lr_scale": 0.5}},
     )
     rates = {
         block: group["lr"]
