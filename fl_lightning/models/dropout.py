@@ -50,7 +50,7 @@ class Dropout(nn.Module):
 
     Attributes:
         key: Scalar int64 buffer in [0, 2**63), not part of the ``state_dict``; ``[C]`` when stacked for ``vmap``.
-        layer: Number of this layer in its model, see :func:`number_dropout_layers`.
+        layer: Number of this layer in its model, see :func:`convert_dropout`.
 
     Raises:
         ConfigurationError: ``p`` or ``dim`` is out of range.
@@ -109,30 +109,25 @@ def _mix(words: _Words) -> _Words:
     return words
 
 
-def number_dropout_layers(model: nn.Module) -> int:
-    """Number the :class:`Dropout` layers of a model 0, 1, ... in the order of ``model.modules()``.
-
-    Returns:
-        How many there are.
-    """
-    layers = [module for module in model.modules() if isinstance(module, Dropout)]
-    for number, layer in enumerate(layers):
-        layer.layer = number
-    return len(layers)
-
-
 _DROPPED_DIMENSIONS: dict[type[nn.Module], int] = {
     nn.Dropout: 0,
     nn.Dropout1d: 1,
     nn.Dropout2d: 2,
     nn.Dropout3d: 3,
 }
+_OTHERS_THAT_DRAW = (
+    nn.modules.dropout._DropoutNd,
+    nn.RReLU,
+    nn.FractionalMaxPool2d,
+    nn.FractionalMaxPool3d,
+)
 
 
 def convert_dropout(model: nn.Module) -> int:
     """Replace torch's dropout layers by :class:`Dropout`, by type and in place, and number all of them.
 
-    A layer that is used at several places of the model becomes several layers. Calls of ``F.dropout`` cannot be found.
+    Numbers are 0, 1, ... in the order of ``model.modules()``. A layer that is used at several places of the model becomes
+    several layers. Calls of ``F.dropout`` cannot be found.
 
     Returns:
         How many dropout layers the model has, those that were already ours included.
@@ -141,24 +136,16 @@ def convert_dropout(model: nn.Module) -> int:
         ConfigurationError: A layer of torch draws random numbers and has no stateless form.
     """
     for path, module in list(model.named_modules(remove_duplicate=False)):
+        inside = isinstance(module, nn.MultiheadAttention | nn.RNNBase) and module.dropout > 0
         if isinstance(module, nn.modules.dropout._DropoutNd) and type(module) in _DROPPED_DIMENSIONS:
             ours = Dropout(module.p, _DROPPED_DIMENSIONS[type(module)]).train(module.training)
             model.set_submodule(path, ours)
-        elif remedy := _remedy(module):
+        elif inside or isinstance(module, _OTHERS_THAT_DRAW):
             raise ConfigurationError(
-                f"model layer {path!r} is a {type(module).__name__}, whose random numbers depend on call order; {remedy}"
+                f"model layer {path!r} is a {type(module).__name__}, whose random numbers depend on call order; use a layer "
+                "that draws none (dropout 0 inside of attention and recurrent layers) and nn.Dropout, which is converted"
             )
-    return number_dropout_layers(model)
-
-
-def _remedy(module: nn.Module) -> str | None:
-    """What to use in place of a layer that draws from torch's global generator; None for all other layers."""
-    if isinstance(module, nn.modules.dropout._DropoutNd):
-        return "use nn.Dropout itself, which is converted"
-    if isinstance(module, nn.RReLU):
-        return "use nn.LeakyReLU"
-    if isinstance(module, nn.FractionalMaxPool2d | nn.FractionalMaxPool3d):
-        return "use nn.MaxPool2d or nn.MaxPool3d"
-    if isinstance(module, nn.MultiheadAttention | nn.RNNBase) and module.dropout > 0:
-        return "set its dropout to 0 and put nn.Dropout after it"
-    return None
+    layers = [module for module in model.modules() if isinstance(module, Dropout)]
+    for number, layer in enumerate(layers):
+        layer.layer = number
+    return len(layers)

@@ -6,8 +6,8 @@ from fl_lightning.errors import ConfigurationError
 from fl_lightning.models.convolutions import ScaledStandardizedConv2d, StandardizedConv2d, WeightNormConv2d
 
 NORMS = {
-    "bn": "Batch Normalization with torch's defaults.",
-    "gn": "Group Normalization.",
+    "bn": "Batch Normalization with torch's defaults (momentum 0.1, eps 1e-5, affine).",
+    "gn": "Group Normalization with affine parameters per channel.",
     "ln": "Layer Normalization over channels and pixels: one group.",
     "in": "Instance Normalization: one group per channel.",
     "gn_ws": "Group Normalization after convolutions with Weight Standardization.",
@@ -30,12 +30,7 @@ def make_norm(norm: str, channels: int, groups: int = 2) -> nn.Module:
     would learn from all the clients' batches together.
 
     Args:
-        norm: ``"bn"``, Batch Normalization with torch's defaults (momentum 0.1, eps 1e-5, affine); ``"gn"``, Group
-            Normalization with affine parameters per channel; ``"ln"``, Layer Normalization over channels and pixels (one
-            group); ``"in"``, Instance Normalization (one group per channel; needs maps of more than one pixel);
-            ``"gn_ws"``, GN after convolutions with Weight Standardization. No layer, but other convolutions, belongs to
-            ``"weight_norm"`` (weight normalization) and ``"scaled_ws"`` (Scaled Weight Standardization, FedWon); neither
-            to ``"none"``. The ResNets take ``"fixup"`` too.
+        norm: One of :data:`NORMS`; ``"in"`` needs maps of more than one pixel. The ResNets take ``"fixup"`` too.
         channels: Number of channels.
         groups: Number of groups (not of channels in a group) of every GN layer; 2 in Hsieh et al., "The Non-IID Data
             Quagmire of Decentralized Machine Learning", ICML 2020, and in FixBN, App. B.4. Unused by the others.
