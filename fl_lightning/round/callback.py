@@ -12,10 +12,6 @@ if TYPE_CHECKING:
     from fl_lightning.round.module import FederatedModule
 
 
-class UnknownHookError(ConfigurationError, TypeError):
-    """A class has a hook that nothing calls: a mistake in the class, which the command line tells in one line."""
-
-
 class FederatedCallback(Declarations, L.Callback):
     """A method: it says what is averaged, kept or frozen (``policy``) and changes a round through its hooks.
 
@@ -47,16 +43,12 @@ class FederatedCallback(Declarations, L.Callback):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        known = {name for base in FederatedCallback.__mro__ for name in vars(base) if name.startswith("on_")}
-        # a mixin is no FederatedCallback: nobody has looked at its names yet
-        for base in cls.__mro__:
-            if base in FederatedCallback.__mro__ or base.__module__.startswith("lightning."):
-                continue
-            for name in vars(base):
-                if name.startswith("on_") and name not in known:
-                    raise UnknownHookError(
-                        f"{base.__name__}.{name} is not a hook of FederatedCallback{nearest(name, known)}"
-                    )
+        known = {name for name in dir(FederatedCallback) if name.startswith("on_")}
+        for name in dir(cls):
+            if name.startswith("on_") and name not in known:
+                raise ConfigurationError(
+                    f"{cls.__name__}.{name} is not a hook of FederatedCallback{nearest(name, known)}"
+                )
 
     def configure_batch_norm(self, pl_module: "FederatedModule") -> None:
         """Swap BN modules of ``pl_module.model`` by type: the only way in which a callback changes a forward pass."""

@@ -127,14 +127,10 @@ class RunRecord:
 
     def state_dict(self) -> dict[str, Any]:
         """Totals and the newest metrics, as plain numbers."""
-        names = ("samples", "upload_bytes", "download_bytes", "seconds", "diverged", "holders")
-        origin = ("data", "settings", "computed_by", "continued_from", "clients")
-        kept = {name: getattr(self, name) for name in names} | {x: copy(getattr(self, x)) for x in origin}
-        return {**kept, "row": dict(self.metrics)}
+        kept = {name: copy(value) for name, value in vars(self).items() if not name.startswith("_")}
+        return {"row" if name == "metrics" else name: value for name, value in kept.items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take up the totals of a checkpoint."""
-        state = dict(state)
-        self.metrics = state.pop("row")
         for name, value in state.items():
-            setattr(self, name, value)
+            setattr(self, "metrics" if name == "row" else name, value)

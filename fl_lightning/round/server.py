@@ -251,9 +251,7 @@ class ServerModule(L.LightningModule):
         with doing(place), doing(lambda: computation(self, batch)):
             self.evaluate_batch(batch, self.evaluation)
 
-    def test_step(self, batch: Any, batch_idx: int) -> None:
-        """Evaluate the server model on a batch of test data."""
-        self.validation_step(batch, batch_idx)
+    test_step = validation_step
 
     def predict_step(self, batch: Any, batch_idx: int) -> Any:
         """The server model's outputs on a batch."""
@@ -264,9 +262,7 @@ class ServerModule(L.LightningModule):
         self._evaluation_started = time.perf_counter()
         self.evaluation.start()
 
-    def on_test_epoch_start(self) -> None:
-        """Start an evaluation."""
-        self.evaluation.start()
+    on_test_epoch_start = on_validation_epoch_start
 
     def on_validation_epoch_end(self) -> None:
         """Log the evaluation; before training, as row 0."""
