@@ -48,8 +48,9 @@ def one_milestone(
         )
     if round_number is not None and not in_run(round_number, ends=True):
         raise ConfigurationError(f"{setting}_round: {round_number} must be a round number >= 0")
-    if fraction is not None and not in_run(float(fraction), ends=True):
-        raise ConfigurationError(f"{setting}_fraction: {fraction} must lie in [0, 1]")
     if round_number is not None:
         return round_number
-    return default if fraction is None else float(fraction)
+    milestone = default if fraction is None else float(fraction)
+    if not in_run(milestone, ends=True):
+        raise ConfigurationError(f"{setting}_fraction: {fraction} must lie in [0, 1]")
+    return milestone

@@ -95,28 +95,20 @@ class LocalState(VariantEvaluation):
         count = min(self.evaluate_clients or clients, clients)
         return [index * clients // count for index in range(count)]
 
-    def client_states(
-        self, pl_module: "FederatedModule", clients: Sequence[int]
-    ) -> dict[int, dict[str, Tensor]]:
-        """What clients keep, ``[*shape]`` by qualified name, by client id; empty before the first round."""
-        model = pl_module.model
-        layout = {**parameter_layout(model, pl_module.parameter_groups), **buffer_layout(model)}
-        rows = {client: self.memory.get(client, self.memory.get(SERVER, {})) for client in clients}
-        return {
-            client: {
-                name: tensor
-                for block, row in kept.items()
-                for name, tensor in split_columns(row, layout[block].shapes).items()
-            }
-            for client, kept in rows.items()
-        }
-
     def variants(
         self, trainer: L.Trainer, pl_module: "FederatedModule"
     ) -> Mapping[str, Mapping[str, Tensor]]:
-        """Each client's model, by its id."""
-        states = self.client_states(pl_module, self.evaluated_clients(pl_module))
-        return {str(client): state for client, state in states.items()}
+        """Each client's model by its id: what the client keeps, which is nothing before the first round."""
+        layout = {
+            **parameter_layout(pl_module.model, pl_module.parameter_groups),
+            **buffer_layout(pl_module.model),
+        }
+        found: dict[str, dict[str, Tensor]] = {}
+        for client in self.evaluated_clients(pl_module):
+            state = found[str(client)] = {}
+            for block, row in self.memory.get(client, self.memory.get(SERVER, {})).items():
+                state |= split_columns(row, layout[block].shapes)
+        return found
 
     def variant_metrics(
         self, pl_module: "FederatedModule", split: str, evaluations: Mapping[str, ServerEvaluation]
@@ -139,7 +131,6 @@ class LocalState(VariantEvaluation):
 
     def _accuracy_on(self, loader: Any, pl_module: "FederatedModule", variant: str) -> float | None:
         own = ServerEvaluation()
-        own.start()
         with isolate_rng():  # a loader draws a seed for each pass
             for batch in loader:
                 self.evaluate(pl_module, self._tensors[variant], pl_module.on_device(batch), own)

@@ -1,7 +1,8 @@
 """A pass over the clients' training data that measures BN statistics under the server's weights."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
+from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal
 
 import lightning as L
@@ -35,6 +36,9 @@ which the union batches keep, so a deeper layer's moments are those of training 
 Statistics = dict[str, tuple[Tensor, Tensor]]
 """Mean and variance ``[channels]`` by the qualified name of the BN layer."""
 
+Batch = tuple[list[int], int]
+"""The union of what some clients draw at a local step: clients that have no batch left are absent."""
+
 Observer = Callable[[str, Tensor], None]
 """Called with a BN layer's qualified name and the values ``[channels, K]`` that it has normalised."""
 
@@ -57,14 +61,18 @@ def collect(pl_module: "FederatedModule", mode: Mode) -> Statistics:
     Returns:
         Mean and variance of each BN layer's inputs.
     """
-    everyone = range(pl_module.data.num_clients)
-    if mode == "per_client":
-        return _average(pl_module, _one_by_one(pl_module, everyone))
-    if mode == "pooled":
-        return _average(pl_module, _pooled(pl_module))
-    if mode == "pooled_total_variance":
-        return _total(pl_module, [_pooled(pl_module)])
-    return _total(pl_module, [_one_by_one(pl_module, [client]) for client in everyone])
+    lengths = [pl_module.data.steps_per_epoch(client) for client in range(pl_module.data.num_clients)]
+    if mode.startswith("pooled"):
+        parts = [
+            [([client for client, length in enumerate(lengths) if step < length], step)]
+            for step in range(max(lengths))
+        ]
+    else:
+        parts = [[([client], step) for step in range(length)] for client, length in enumerate(lengths)]
+    if mode == "per_client_total_variance":
+        return _total(pl_module, parts)
+    batches = list(chain.from_iterable(parts))
+    return _total(pl_module, [batches]) if mode == "pooled_total_variance" else _average(pl_module, batches)
 
 
 def measured_statistics(trainer: L.Trainer, pl_module: "FederatedModule", mode: Mode) -> dict[str, Tensor]:
@@ -81,7 +89,7 @@ def measured_statistics(trainer: L.Trainer, pl_module: "FederatedModule", mode: 
     return means | {f"{layer}.running_var": variance for layer, (_, variance) in statistics.items()}
 
 
-def _average(pl_module: "FederatedModule", batches: Iterable[Any]) -> Statistics:
+def _average(pl_module: "FederatedModule", batches: Iterable[Batch]) -> Statistics:
     """Cumulative averages of batch means and unbiased batch variances."""
     statistics: Statistics = {}
     counts: dict[str, int] = {}
@@ -96,7 +104,7 @@ def _average(pl_module: "FederatedModule", batches: Iterable[Any]) -> Statistics
     return statistics
 
 
-def _total(pl_module: "FederatedModule", parts: Iterable[Iterable[Any]]) -> Statistics:
+def _total(pl_module: "FederatedModule", parts: Iterable[Iterable[Batch]]) -> Statistics:
     """Mean and variance of all values, from count, mean and sum of squared deviations of each part of the batches."""
     moments = []
     for batches in parts:
@@ -117,7 +125,7 @@ def _total(pl_module: "FederatedModule", parts: Iterable[Iterable[Any]]) -> Stat
     return statistics
 
 
-def _observe(pl_module: "FederatedModule", batches: Iterable[Any], observer: Observer) -> None:
+def _observe(pl_module: "FederatedModule", batches: Iterable[Batch], observer: Observer) -> None:
     model, precision = pl_module.model, pl_module.trainer.precision_plugin
     with (
         isolate_rng(),  # what a model draws for itself here, others shall not miss
@@ -134,26 +142,6 @@ def _observe(pl_module: "FederatedModule", batches: Iterable[Any], observer: Obs
                 observer(name, inputs[0].transpose(0, 1).flatten(1).to(layer.get_buffer("running_mean")))
 
             hooks.enter_context(layer.register_forward_hook(look))
-        for batch in batches:
-            client_loss(pl_module, batch)
-
-
-def _one_by_one(pl_module: "FederatedModule", clients: Iterable[int]) -> Iterator[Any]:
-    """The batches of one epoch of the clients, one client after the other."""
-    for client in clients:
-        for step in range(pl_module.data.steps_per_epoch(client)):
-            yield _batch(pl_module, [client], step)
-
-
-def _pooled(pl_module: "FederatedModule") -> Iterator[Any]:
-    """The union of all clients' k-th batches for k = 0, 1, ...; clients with fewer batches are absent from the last."""
-    data = pl_module.data
-    lengths = [data.steps_per_epoch(client) for client in range(data.num_clients)]
-    for step in range(max(lengths)):
-        yield _batch(pl_module, [client for client, length in enumerate(lengths) if step < length], step)
-
-
-def _batch(pl_module: "FederatedModule", clients: list[int], step: int) -> Any:
-    return pl_module.on_device(
-        pl_module.data.cohort_batch(clients, [step] * len(clients)).union().batches()[0]
-    )
+        for clients, step in batches:
+            union = pl_module.data.cohort_batch(clients, [step] * len(clients)).union()
+            client_loss(pl_module, pl_module.on_device(union.batches()[0]))

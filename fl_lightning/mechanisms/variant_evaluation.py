@@ -75,8 +75,6 @@ class VariantEvaluation(FederatedCallback):
             for name, tensors in self.variants(trainer, pl_module).items()
         }
         self._evaluations = {name: ServerEvaluation() for name in self._tensors}
-        for evaluation in self._evaluations.values():
-            evaluation.start()
 
     def on_validation_batch_end(
         self,

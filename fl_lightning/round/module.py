@@ -192,7 +192,9 @@ class FederatedModule(ServerModule):
         with self.clock.part("data"), doing(place):
             batches = self.client_batches(cohort, indices, step)
         with self.clock.part("forward_backward"), doing(place):
-            losses = self._executor(step).backward(self, cohort, batches, indices)
+            joint = self.joint_method if step == 0 else None
+            executor = self.executor if joint is None else joint_executor(joint)
+            losses = executor.backward(self, cohort, batches, indices)
             cohort.add_losses(indices, losses, batches.sizes())
         show = getattr(
             self.trainer.progress_bar_callback, "local_step", None
@@ -229,10 +231,6 @@ class FederatedModule(ServerModule):
     def weight_share(self, cohort: Cohort) -> float:
         """The cohort's part of all clients' aggregation weight: ``|S| / n`` where all weigh alike."""
         return self.plan.weight_share(cohort.client_ids, self.round)
-
-    def _executor(self, step: int) -> Executor:
-        joint = self.joint_method if step == 0 else None
-        return joint_executor(joint) if joint is not None else self.executor
 
     def _call(self, hook: str, cohort: RoundCohort, *step: int) -> None:
         """Call a hook of every method: what it draws depends on neither the executor nor on earlier draws."""

@@ -1,10 +1,8 @@
 """Aggregation: from the clients' rows to the server's pseudo-gradient and statistics."""
 
-from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import torch
-from torch import Tensor
 
 from fl_lightning.aggregation import Aggregator
 from fl_lightning.cohort.round_cohort import RoundCohort
@@ -39,10 +37,9 @@ def update_server(
             f"{cohort.optimizer.param_groups[0]['lr']:g}), look for NaN in the client's data, or set model.on_divergence: "
             "record to go on"
         )
-    _check_variances(cohort, cohort.buffers, [f"client {client}" for client in cohort.client_ids])
     _set_local_parameters(cohort, aggregator)
     _set_statistics(cohort, aggregator)
-    _check_variances(cohort, cohort.server_buffers, ["the server"])
+    _check_variances(cohort)
 
 
 def _set_pseudo_gradient(cohort: RoundCohort, aggregator: Aggregator) -> None:
@@ -102,22 +99,15 @@ def _diverged_clients(cohort: RoundCohort) -> list[int]:
     return [client for client, fine in zip(cohort.client_ids, finite.tolist(), strict=True) if not fine]
 
 
-def _check_variances(cohort: RoundCohort, buffers: Mapping[str, Tensor], owners: Sequence[str]) -> None:
-    """Refuse negative running variances, which would turn into NaN under the square root.
-
-    Args:
-        cohort: The clients after their local steps.
-        buffers: Their buffers ``[C, *shape]`` by name, or the server's ``[*shape]``.
-        owners: Whose they are, in words: each client, or the server.
-    """
+def _check_variances(cohort: RoundCohort) -> None:
+    """Refuse negative running variances of a client or the server, which would turn into NaN under the square root."""
     names = [name for name, kind in cohort.buffer_kinds.items() if kind == "var"]
-    if not names or bool(torch.cat([buffers[name].reshape(-1) for name in names]).amin() >= 0):
-        return
-    for name in names:
-        negative = (buffers[name] < 0).reshape(len(owners), -1).any(1).tolist()
+    clients = [f"client {client}" for client in cohort.client_ids]
+    for owners, buffers in ((clients, cohort.buffers), (["the server"], cohort.server_buffers)):
+        found = [buffers[name].reshape(len(owners), -1) for name in names]
+        negative = (torch.cat(found, 1) < 0).any(1).tolist() if found else []
         if any(negative):
             raise ConfigurationError(
-                f"round {cohort.round}: {owners[negative.index(True)]} holds a negative running variance in BN layer "
-                f"{name.rpartition('.')[0]!r}; statistics must be aggregated by a rule that keeps variances >= 0, such as "
-                "WeightedMean"
+                f"round {cohort.round}: {owners[negative.index(True)]} holds a negative running variance of a BN layer; "
+                "statistics must be aggregated by a rule that keeps variances >= 0, such as WeightedMean"
             )

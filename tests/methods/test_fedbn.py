@@ -75,7 +75,7 @@ def fedbn_by_hand(model, data, rounds, steps, bn_state=BN_STATE):
 
 def kept(callback, module, client):
     """What a client keeps, by name."""
-    return {name: value.clone() for name, value in callback.client_states(module, [client])[client].items()}
+    return {name: value.clone() for name, value in callback.variants(None, module)[str(client)].items()}
 
 
 def accuracy(model, loader):
