@@ -24,11 +24,6 @@ class SwappedBatchNorm(_BatchNorm):
     scratch: ClassVar[tuple[str, ...]] = ()
     original: ClassVar[type[_BatchNorm]]
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        # its class was made at run time: worker processes make it again
-        forward, kind = type(self).__bases__
-        return _unpickled, (forward, kind, self.__dict__)
-
     def prepare(self) -> None:
         """Set the attributes of ``scratch``; here as non-persistent buffers ``[channels]`` of zeros."""
         assert self.running_mean is not None
@@ -67,22 +62,9 @@ def swap_batch_norm(
                     f"{forward.method}: BN layer {name!r} is a {kind.__name__} with a forward pass of its own, which this method "
                     "would replace; use torch's BatchNorm layers and put what comes after them in a module of its own"
                 )
-            layer.__class__ = _swapped(forward, kind)
+            layer.__class__ = type(f"{forward.__name__}{kind.__name__}", (forward, kind), {"original": kind})
         layer.prepare()  # type: ignore[operator]  # a method of the mixin
     return list(layers.values())
-
-
-def _swapped(forward: type[SwappedBatchNorm], kind: type[_BatchNorm]) -> type[SwappedBatchNorm]:
-    return type(f"{forward.__name__}{kind.__name__}", (forward, kind), {"original": kind})
-
-
-def _unpickled(
-    forward: type[SwappedBatchNorm], kind: type[_BatchNorm], state: dict[str, Any]
-) -> SwappedBatchNorm:
-    swapped = _swapped(forward, kind)
-    layer = swapped.__new__(swapped)
-    layer.__setstate__(state)  # type: ignore[no-untyped-call]  # torch gives it no types
-    return layer
 
 
 def restore_batch_norm(model: nn.Module) -> None:

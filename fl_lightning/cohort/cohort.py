@@ -7,7 +7,6 @@ from torch import Tensor, nn
 
 from fl_lightning.batch_norm.kinds import buffer_kinds, parameter_kinds
 from fl_lightning.cohort.blocks import buffer_layout, parameter_layout
-from fl_lightning.cohort.client_rows import ClientRows
 from fl_lightning.cohort.rows import Rows
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.optimizers import GroupSettings
@@ -17,14 +16,13 @@ SERVER = -1
 """Stands among client ids for the server: what a method remembers under it is the server's, or what every client starts with."""
 
 
-class Cohort(ClientRows):
+class Cohort:
     """The clients that take part in one communication round.
 
     Trainable parameters lie in one contiguous block ``[C, columns]`` per parameter group, buffers in one per kind;
     ``params``, ``grads`` and ``buffers`` give named views ``[C, *shape]`` of them, and their ``blocks`` whole. Row i belongs
     to ``client_ids[i]``. What is here is for methods; the module drives a round through
-    :class:`~fl_lightning.cohort.round_cohort.RoundCohort`, and executors see no more than
-    :class:`~fl_lightning.cohort.client_rows.ClientRows`.
+    :class:`~fl_lightning.cohort.round_cohort.RoundCohort`.
 
     Args:
         model: The server's model.
@@ -57,10 +55,13 @@ class Cohort(ClientRows):
 
     def __init__(self, model: nn.Module, num_clients: int, parameter_groups: GroupSettings) -> None:
         parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
-        params = Rows.empty(parameter_layout(model, parameter_groups), parameters, num_clients)
-        super().__init__(params, params.zeros_like(), Rows.empty(buffer_layout(model), buffers, num_clients))
+        self.params = Rows.empty(parameter_layout(model, parameter_groups), parameters, num_clients)
+        self.grads = self.params.zeros_like()
+        self.buffers = Rows.empty(buffer_layout(model), buffers, num_clients)
+        self.client_ids: list[int] = []
+        self.round = self.step = 0
         self.parameter_kinds, self.buffer_kinds = parameter_kinds(model), buffer_kinds(model)
-        self.server_rows = Rows.empty(params.layout, parameters, 1)
+        self.server_rows = Rows.empty(self.params.layout, parameters, 1)
         self.server = self.server_rows.row(0)
         self.server_parameters, self.server_buffers = parameters, buffers
         self.weights = torch.empty(0)
@@ -93,6 +94,17 @@ class Cohort(ClientRows):
     def active_rows(self) -> list[int]:
         """Indices of the rows that take the present local step."""
         return [row for row, steps in enumerate(self.local_steps) if self.step < steps]
+
+    def index(self, rows: list[int]) -> slice | Tensor:
+        """Ascending rows as an index into stacked tensors, which no device has to be waited for.
+
+        A slice where they follow each other, which is copied as one piece; others are gathered.
+        """
+        first, last = rows[0], rows[-1]
+        if last - first + 1 == len(rows):
+            return slice(first, last + 1)
+        index, device = torch.tensor(rows), next(iter(self.params.blocks.values())).device
+        return index.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else index
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:

@@ -1,6 +1,7 @@
 """The cohort as the module drives it through a communication round."""
 
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -12,8 +13,22 @@ from fl_lightning.optimizers import GroupSettings, OptimizerCallable
 from fl_lightning.optimizers.client import ClientOptimizer
 
 
+class RowState(NamedTuple):
+    """One client's state as views of stacked rows.
+
+    Attributes:
+        tensors: Parameters, as autograd leaves, and buffers by name.
+        trained: The parameters that are trained.
+        gradients: Where their gradients go.
+    """
+
+    tensors: dict[str, Tensor]
+    trained: list[Tensor]
+    gradients: list[Tensor]
+
+
 class RoundCohort(Cohort):
-    """A cohort with what a round does to it, from the broadcast to the server's step.
+    """A cohort with what a round and its executor do to it, from the broadcast to the server's step.
 
     Args:
         model: The server's model.
@@ -24,6 +39,8 @@ class RoundCohort(Cohort):
         pseudo_gradient: Storage of the server's gradients, ``[1, *shape]`` by name.
         buffer_aggregate: Storage of the aggregate of the clients' buffers, likewise.
         samples: Training samples that each client has processed in this round.
+        trained_blocks: The parameter blocks that are trained in this round; others get no gradient.
+        trained_names: The parameters in them.
     """
 
     def __init__(
@@ -35,6 +52,9 @@ class RoundCohort(Cohort):
         self.buffer_aggregate = Rows.empty(self.buffers.layout, self.server_buffers, 1)
         self.samples: list[int] = []
         self._dropout_keys = [f"{n}.key" for n, layer in model.named_modules() if isinstance(layer, Dropout)]
+        self.trained_blocks: list[str] = []
+        self.trained_names: list[str] = []
+        self._row_state: dict[int, RowState] = {}
         self._finished: dict[int, list[Tensor]] = {}
 
     def broadcast(
@@ -66,7 +86,6 @@ class RoundCohort(Cohort):
         self.local_steps, self.policy, self._seed = list(local_steps), dict(policy), seed
         self.start_buffers = None
         self._finished.clear()
-        self._indices.clear()
         self.samples = [0] * len(self)
         self.losses = torch.zeros(len(self), device=next(iter(self.params.blocks.values())).device)
         for name, layout in self.params.layout.items():
@@ -77,7 +96,9 @@ class RoundCohort(Cohort):
             block.copy_(join_columns(self.server_buffers, layout.shapes).expand_as(block))
         trained = [name for name in self.params.blocks if self.is_trained(name)]
         if trained != self.trained_blocks:
-            self.train_blocks(trained)
+            self.trained_blocks = trained
+            self.trained_names = [name for block in trained for name in self.params.layout[block].shapes]
+            self._row_state.clear()
         groups = {name: self._parameter_groups.get(self.params.layout[name].group, {}) for name in trained}
         blocks, gradients = ({n: rows.blocks[n] for n in trained} for rows in (self.params, self.grads))
         self._optimizer = ClientOptimizer(optimizer, blocks, gradients, groups, lr_factor)
@@ -103,6 +124,18 @@ class RoundCohort(Cohort):
             for name in self._dropout_keys:
                 self.buffers[name].copy_(keys)
         return self.active_rows()
+
+    def row_state(self, row: int) -> RowState:
+        """One client's state for a forward and backward pass of its own; made once and kept."""
+        if row not in self._row_state:
+            leaves = {name: value.detach().requires_grad_() for name, value in self.params.row(row).items()}
+            gradients = self.grads.row(row)
+            self._row_state[row] = RowState(
+                tensors={**leaves, **self.buffers.row(row)},
+                trained=[leaves[name] for name in self.trained_names],
+                gradients=[gradients[name] for name in self.trained_names],
+            )
+        return self._row_state[row]
 
     def add_losses(self, indices: list[int], losses: Tensor, sizes: Sequence[int]) -> None:
         """Count a local step of some rows.

@@ -7,8 +7,6 @@ from torch import Tensor
 
 from fl_lightning.cohort.blocks import Layout
 
-_MOST_ORDERS = 16  # for each block of vectors: where clients finish early, fewer and fewer rows are copied
-
 
 class Rows(Mapping[str, Tensor]):
     """Tensors ``[C, *shape]`` by name, each a view of the columns of one contiguous block ``[C, columns]``.
@@ -26,7 +24,7 @@ class Rows(Mapping[str, Tensor]):
         self._views: dict[str, Tensor] = {}
         self._by_row: dict[int, dict[str, Tensor]] = {}
         self._vectors = {name for name, own in layout.items() if all(len(s) < 2 for s in own.shapes.values())}
-        self._orders: dict[tuple[str, int], Tensor] = {}
+        self._orders: dict[str, Tensor] = {}
         for name, block in layout.items():
             self._views.update(split_columns(blocks[name], block.shapes))
 
@@ -90,21 +88,14 @@ class Rows(Mapping[str, Tensor]):
         else:
             own[index] = torch.cat(columns, dim=1)
 
-    def orders(self) -> list[Tensor]:
-        """Indices that :meth:`copies` has used of late."""
-        return list(self._orders.values())
-
     def _order(self, block: str, num_rows: int) -> Tensor:
-        """Where the elements of ``num_rows`` rows go, tensor by tensor."""
-        if (block, num_rows) not in self._orders:
-            own = self.blocks[block]
+        """Where the elements of ``num_rows`` rows go, tensor by tensor; kept as long as their number stays."""
+        own = self.blocks[block]
+        if block not in self._orders or len(self._orders[block]) != num_rows * own.shape[1]:
             places = torch.arange(num_rows * own.shape[1], device=own.device).view(num_rows, -1)
             pieces = split_columns(places, self.layout[block].shapes).values()
-            others = [key for key in self._orders if key[0] == block]
-            if len(others) == _MOST_ORDERS:
-                del self._orders[others[0]]
-            self._orders[block, num_rows] = torch.cat([piece.flatten() for piece in pieces])
-        return self._orders[block, num_rows]
+            self._orders[block] = torch.cat([piece.flatten() for piece in pieces])
+        return self._orders[block]
 
     def __getitem__(self, name: str) -> Tensor:
         return self._views[name]
@@ -138,9 +129,3 @@ def join_columns(
 ) -> Tensor:
     """Concatenate one client's (or the server's) tensors into the vector ``[columns]`` of a block, in ``out`` if given."""
     return torch.cat([tensors[name].detach().reshape(-1) for name in shapes], out=out)
-
-
-def consecutive(rows: list[int]) -> slice | list[int]:
-    """Ascending rows, as a slice where they follow each other: a slice is copied as one piece, other rows are gathered."""
-    first, last = rows[0], rows[-1]
-    return slice(first, last + 1) if last - first + 1 == len(rows) else rows

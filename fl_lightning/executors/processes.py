@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from fl_lightning.client_data.cohort_batch import CohortBatch
-from fl_lightning.cohort.client_rows import ClientRows
+from fl_lightning.cohort.round_cohort import RoundCohort
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.executors.base import ClientTask, Executor
 from fl_lightning.executors.cores import usable_cores
@@ -57,7 +57,7 @@ class ProcessExecutor(Executor):
         self.num_workers, self.compile = num_workers, compile
         self._own = SequentialExecutor(compile)
         self._workers: list[_Worker] = []
-        self._made_for: tuple[ClientRows, int] | None = None
+        self._made_for: tuple[RoundCohort, int] | None = None
         weakref.finalize(self, _kill, self._workers)
 
     def __reduce__(self) -> Any:
@@ -65,7 +65,7 @@ class ProcessExecutor(Executor):
         return ProcessExecutor, (self.num_workers, self.compile)
 
     def backward(
-        self, module: ClientTask, cohort: ClientRows, batch: CohortBatch, rows: Sequence[int]
+        self, module: ClientTask, cohort: RoundCohort, batch: CohortBatch, rows: Sequence[int]
     ) -> Tensor:
         """Fill ``cohort.grads`` and update ``cohort.buffers`` for ``rows``; see :meth:`~fl_lightning.executors.base.Executor.backward`."""
         if self.compile and not self._own.compiled_for(module.model):
@@ -108,7 +108,7 @@ class ProcessExecutor(Executor):
         _kill(self._workers)
         self._made_for = None
 
-    def _start(self, module: ClientTask, cohort: ClientRows) -> None:
+    def _start(self, module: ClientTask, cohort: RoundCohort) -> None:
         reason = cannot_fork() or (f"this run is on {module.device}" if module.device.type != "cpu" else None)
         if reason:
             raise ConfigurationError(
@@ -210,7 +210,7 @@ def _share(blocks: Sequence[Tensor]) -> None:
         block.share_memory_()  # type: ignore[no-untyped-call]  # torch gives it no types
 
 
-def _fork(executor: SequentialExecutor, module: ClientTask, cohort: ClientRows) -> _Worker:
+def _fork(executor: SequentialExecutor, module: ClientTask, cohort: RoundCohort) -> _Worker:
     """Copy this process; the copy never returns."""
     ours, theirs = Pipe()
     # signals wait: a copy that starts now ignores them for good
@@ -233,7 +233,7 @@ def _fork(executor: SequentialExecutor, module: ClientTask, cohort: ClientRows) 
 
 
 def _serve(
-    connection: "Connection[Any, Any]", executor: SequentialExecutor, module: ClientTask, cohort: ClientRows
+    connection: "Connection[Any, Any]", executor: SequentialExecutor, module: ClientTask, cohort: RoundCohort
 ) -> None:
     """Compute what is asked for until it is killed: whoever stops a run lets it finish its round."""
     for number in _SIGNALS:

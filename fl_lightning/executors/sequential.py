@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from fl_lightning.client_data.cohort_batch import CohortBatch
-from fl_lightning.cohort.client_rows import ClientRows
+from fl_lightning.cohort.round_cohort import RoundCohort
 from fl_lightning.errors import doing
 from fl_lightning.executors.base import ClientTask, Executor, client_loss
 from fl_lightning.randomness import derive_seed, seed_global
@@ -35,7 +35,7 @@ class SequentialExecutor(Executor):
         return self._compiled is not None and self._compiled[0] is model
 
     def backward(
-        self, module: ClientTask, cohort: ClientRows, batch: CohortBatch, rows: Sequence[int]
+        self, module: ClientTask, cohort: RoundCohort, batch: CohortBatch, rows: Sequence[int]
     ) -> Tensor:
         """Fill ``cohort.grads`` and update ``cohort.buffers`` for ``rows``; see :meth:`~fl_lightning.executors.base.Executor.backward`."""
         batches = zip(rows, batch.batches(), strict=True)
@@ -62,7 +62,7 @@ class SequentialExecutor(Executor):
         finally:
             model._compiled_call_impl = before
 
-    def _one(self, module: ClientTask, cohort: ClientRows, row: int, batch: Any) -> Tensor:
+    def _one(self, module: ClientTask, cohort: RoundCohort, row: int, batch: Any) -> Tensor:
         """One client's loss. Nothing of it is left when the next client's begins: memory does not fall into pieces."""
         state, buffers = cohort.row_state(row), cohort.buffers.row(row)
         # A model's own draws (stochastic depth, say) become a function of (seed, round, client, step).

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_map
 from fl_lightning.batch_norm.layers import batch_norm_layers
 from fl_lightning.batch_norm.stacked import StackedBatchNorm
 from fl_lightning.client_data.cohort_batch import CohortBatch
-from fl_lightning.cohort.client_rows import ClientRows
+from fl_lightning.cohort.round_cohort import RoundCohort
 from fl_lightning.errors import CannotVectorize, ConfigurationError, doing
 from fl_lightning.executors.base import ClientTask, Executor, client_loss
 from fl_lightning.executors.sequential import SequentialExecutor
@@ -46,7 +46,7 @@ class VectorizedExecutor(Executor):
         self.user, self.instead = "executor VectorizedExecutor", "use SequentialExecutor"
 
     def backward(
-        self, module: ClientTask, cohort: ClientRows, batch: CohortBatch, rows: Sequence[int]
+        self, module: ClientTask, cohort: RoundCohort, batch: CohortBatch, rows: Sequence[int]
     ) -> Tensor:
         """Fill ``cohort.grads`` and update ``cohort.buffers`` for ``rows``; see :meth:`~fl_lightning.executors.base.Executor.backward`."""
         losses: list[Tensor] = []
@@ -95,7 +95,7 @@ class VectorizedExecutor(Executor):
                 f"drop_last=True or {self.instead}"
             ) from None
 
-    def _block(self, module: ClientTask, cohort: ClientRows, batch: Any, rows: list[int]) -> Tensor:
+    def _block(self, module: ClientTask, cohort: RoundCohort, batch: Any, rows: list[int]) -> Tensor:
         slots, trained, index = module.slots, cohort.trained_names, cohort.index(rows)
         params = {name: value.requires_grad_() for name, value in cohort.params.copies(index).items()}
         buffers = cohort.buffers.copies(index)

@@ -218,11 +218,9 @@ class FederatedModule(ServerModule):
         losses = cohort.losses.tolist()
         mean = sum(weight * loss for weight, loss in zip(cohort.weights.tolist(), losses, strict=True))
         self.log_numbers({"train/loss": mean}, prog_bar=True)
-        self.communication = (
-            Communication()
-            if self.centralised
-            else round_communication(cohort, self.federated_callbacks, self.record.holders)
-        )
+        self.communication = Communication()
+        if not self.centralised:
+            self.communication = round_communication(cohort, self.federated_callbacks, self.record.holders)
         costs, times = self.communication.metrics(), self.clock.stop()
         seconds = times["time/round_s"]
         self.record.finish_round(cohort, losses, seconds, costs)

@@ -105,8 +105,10 @@ def _check_variances(cohort: RoundCohort) -> None:
     clients = [f"client {client}" for client in cohort.client_ids]
     for owners, buffers in ((clients, cohort.buffers), (["the server"], cohort.server_buffers)):
         found = [buffers[name].reshape(len(owners), -1) for name in names]
-        negative = (torch.cat(found, 1) < 0).any(1).tolist() if found else []
-        if any(negative):
+        if not found or bool(torch.cat(found, 1).amin() >= 0):
+            continue
+        negative = (torch.cat(found, 1) < 0).any(1).tolist()
+        if any(negative):  # the others are not finite
             raise ConfigurationError(
                 f"round {cohort.round}: {owners[negative.index(True)]} holds a negative running variance of a BN layer; "
                 "statistics must be aggregated by a rule that keeps variances >= 0, such as WeightedMean"

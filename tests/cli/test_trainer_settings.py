@@ -14,7 +14,7 @@ REFUSED = {
     ("strategy", "ddp"): f"DDPStrategy {PROCESSES}",
     ("sync_batchnorm", True): f"True {PROCESSES}, or use FBN",
     ("precision", "16-true"): "16-true scales losses; use bf16-mixed or 32-true",
-    ("gradient_clip_val", 1.0): "1.0 would clip nothing; use the callback ClientGradientClipping",
+    ("gradient_clip_val", 1.0): "1.0 would clip nothing; use ClientGradientClipping",
     ("limit_train_batches", 3): f"3 {ROUNDS}",
     ("val_check_interval", 0.5): "0.5 would be ignored; use trainer.check_val_every_n_epoch, in rounds",
     ("check_val_every_n_epoch", 0): "0 must be at least 1 round",
@@ -35,8 +35,8 @@ def test_averaging_that_adds_a_round_is_refused(capsys):
         {"trainer.callbacks": [{"class_path": AVERAGING, "init_args": {"swa_lrs": 0.1, "device": None}}]}
     )
     assert message_of(capsys, run) == (
-        "error: trainer.callbacks: StochasticWeightAveraging trains a round of its own beyond the last; use a server "
-        "optimizer with momentum\n"
+        "error: trainer.callbacks: StochasticWeightAveraging adds a round of its own; use a server optimizer with "
+        "momentum\n"
     )
 
 
