@@ -32,32 +32,24 @@ def resolve_policy(callbacks: Iterable[Declarations], round_number: int, total_r
     Raises:
         ConfigurationError: Two callbacks declare different treatments of one kind, or an unknown kind or treatment.
     """
-    policy = dict(_DEFAULT)
-    declared_by: dict[str, list[Declarations]] = {}
     callbacks = list(callbacks)
-    for callback in callbacks:
+    now, later = f"in round {round_number}", "from some round on"
+    wishes = [(cb, now, *wish) for cb in callbacks for wish in cb.policy(round_number, total_rounds).items()]
+    wishes += [(cb, later, *wish) for cb in callbacks for wish in cb.undecided().items()]
+    for index, (callback, when, kind, treatment) in enumerate(wishes):
         name = type(callback).__name__
-        for kind, treatment in callback.policy(round_number, total_rounds).items():
-            if kind not in KINDS or treatment not in TREATMENTS:
+        if kind not in KINDS or treatment not in TREATMENTS:
+            raise ConfigurationError(
+                f"{name}.policy() declares {kind!r}: {treatment!r}; kinds are {', '.join(KINDS)} and treatments "
+                f"{', '.join(TREATMENTS)}"
+            )
+        for other, _, its_kind, its in wishes[:index]:
+            if other is not callback and its_kind == kind and (its != treatment or its in _EXCLUSIVE):
                 raise ConfigurationError(
-                    f"{name}.policy() declares {kind!r}: {treatment!r}; kinds are {', '.join(KINDS)} and treatments "
-                    f"{', '.join(TREATMENTS)}"
+                    f"callbacks {type(other).__name__} and {name} cannot be combined: one wants {kind} {its}, the other "
+                    f"{treatment}, {when}"
                 )
-            if kind in declared_by and (policy[kind] != treatment or treatment in _EXCLUSIVE):
-                raise ConfigurationError(
-                    f"callbacks {type(declared_by[kind][0]).__name__} and {name} cannot be combined: one wants {kind} "
-                    f"{policy[kind]}, the other {treatment}, in round {round_number}"
-                )
-            policy[kind] = treatment
-            declared_by.setdefault(kind, []).append(callback)
-    for callback in callbacks:
-        for kind, treatment in callback.undecided().items():
-            others = [other for other in declared_by.get(kind, []) if other is not callback]
-            if others and policy[kind] != treatment:
-                raise ConfigurationError(
-                    f"callbacks {type(others[0]).__name__} and {type(callback).__name__} cannot be combined: one wants {kind} "
-                    f"{policy[kind]}, the other {treatment} from some round on"
-                )
+    policy = _DEFAULT | {kind: treatment for _, when, kind, treatment in wishes if when == now}
     if (policy["mean"] == "frozen") != (policy["var"] == "frozen"):
         raise ConfigurationError(
             "running means and variances can only be frozen together (policy of mean and var)"
