@@ -6,8 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from fl_lightning.batch_norm.kinds import buffer_kinds, parameter_kinds
-from fl_lightning.cohort.blocks import buffer_layout, parameter_layout
-from fl_lightning.cohort.rows import Rows
+from fl_lightning.cohort.rows import Rows, buffer_layout, parameter_layout
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.optimizers import GroupSettings
 from fl_lightning.optimizers.client import ClientOptimizer

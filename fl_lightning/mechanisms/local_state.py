@@ -8,9 +8,8 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 
 from fl_lightning.batch_norm.kinds import buffer_kinds, parameter_kinds
-from fl_lightning.cohort.blocks import buffer_layout, parameter_layout
 from fl_lightning.cohort.cohort import SERVER
-from fl_lightning.cohort.rows import split_columns
+from fl_lightning.cohort.rows import buffer_layout, parameter_layout, split_columns
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.mechanisms.variant_evaluation import VariantEvaluation
 from fl_lightning.round.evaluation import ServerEvaluation

@@ -6,8 +6,8 @@ import torch
 from helpers import small_cnn
 from torch import nn
 
-from fl_lightning.cohort.blocks import buffer_layout, parameter_layout
 from fl_lightning.cohort.round_cohort import RoundCohort
+from fl_lightning.cohort.rows import buffer_layout, parameter_layout
 
 POLICY = {"weight": "averaged", "affine": "frozen", "mean": "averaged", "var": "averaged", "counter": "max"}
 

@@ -29,7 +29,7 @@ from fl_lightning import (
     SequentialExecutor,
     VectorizedExecutor,
 )
-from fl_lightning.cohort.blocks import parameter_groups
+from fl_lightning.cohort.rows import parameter_groups
 from fl_lightning.optimizers.schedules import MultiStep
 from fl_lightning.round.plan import sample_cohort
 
