@@ -36,6 +36,7 @@ class RoundCohort(Cohort):
         parameter_groups: Client optimizer settings by parameter group. Default: none.
 
     Attributes:
+        parameter_groups: Client optimizer settings by parameter group.
         pseudo_gradient: Storage of the server's gradients, ``[1, *shape]`` by name.
         buffer_aggregate: Storage of the aggregate of the clients' buffers, likewise.
         samples: Training samples that each client has processed in this round.
@@ -47,7 +48,7 @@ class RoundCohort(Cohort):
         self, model: nn.Module, num_clients: int, parameter_groups: GroupSettings | None = None
     ) -> None:
         super().__init__(model, num_clients, parameter_groups or {})
-        self._parameter_groups = parameter_groups or {}
+        self.parameter_groups = parameter_groups or {}
         self.pseudo_gradient = Rows.empty(self.params.layout, self.server_parameters, 1)
         self.buffer_aggregate = Rows.empty(self.buffers.layout, self.server_buffers, 1)
         self.samples: list[int] = []
@@ -99,7 +100,7 @@ class RoundCohort(Cohort):
             self.trained_blocks = trained
             self.trained_names = [name for block in trained for name in self.params.layout[block].shapes]
             self._row_state.clear()
-        groups = {name: self._parameter_groups.get(self.params.layout[name].group, {}) for name in trained}
+        groups = {name: self.parameter_groups.get(self.params.layout[name].group, {}) for name in trained}
         blocks, gradients = ({n: rows.blocks[n] for n in trained} for rows in (self.params, self.grads))
         self._optimizer = ClientOptimizer(optimizer, blocks, gradients, groups, lr_factor)
 

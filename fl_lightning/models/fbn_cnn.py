@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from fl_lightning.errors import check_choice
 from fl_lightning.models.checks import require_at_least, require_images
-from fl_lightning.models.dropout import Dropout
+from fl_lightning.models.dropout import Dropout, convert_dropout
 from fl_lightning.models.norm import make_conv, make_norm
 
 
@@ -75,6 +75,7 @@ class FBNCNN(nn.Module):
             nn.Linear(2 * width, num_classes),
             nn.LogSoftmax(dim=-1),
         )
+        convert_dropout(self)
 
     def forward(self, images: Tensor) -> Tensor:
         """Map images ``[b, in_channels, image_size, image_size]`` to log-probabilities ``[b, num_classes]``."""

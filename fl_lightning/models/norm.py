@@ -49,9 +49,7 @@ def make_norm(norm: str, channels: int, groups: int = 2) -> nn.Module:
         return nn.GroupNorm(counts[norm], channels)
     if norm in NORMS:
         return nn.Identity()
-    raise ConfigurationError(
-        f"norm={norm!r} is unknown here; use one of {', '.join(NORMS)} (ResNets also: fixup)"
-    )
+    raise ConfigurationError(f"norm={norm!r} is unknown; use one of {', '.join(NORMS)} (ResNets also: fixup)")
 
 
 def make_conv(

@@ -171,8 +171,9 @@ class FederatedModule(ServerModule):
             policy = resolve_policy(self.federated_callbacks, self.round, self.planned_rounds)
             for layer in self.tracking_layers:
                 layer.train(policy["mean"] != "frozen")
-            if self._cohort is None or len(self._cohort) != len(clients):
-                self._cohort = RoundCohort(self.model, len(clients), self.parameter_groups)
+            made_for = (len(clients), self.parameter_groups)
+            if self._cohort is None or (len(self._cohort), self._cohort.parameter_groups) != made_for:
+                self._cohort = RoundCohort(self.model, *made_for)
             self._cohort.broadcast(
                 round_number=self.round,
                 client_ids=clients,
