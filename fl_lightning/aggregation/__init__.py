@@ -8,8 +8,15 @@ from fl_lightning.aggregation.base import (
     require_weighted_mean,
     weighted_mean,
 )
-from fl_lightning.aggregation.coordinates import Median, TrimmedMean
+from fl_lightning.aggregation.coordinates import Median, TrimmedMean, median
 from fl_lightning.aggregation.distances import NNM, Krum, MultiKrum
+from fl_lightning.aggregation.functions import (
+    geometric_median,
+    krum,
+    multi_krum,
+    nearest_neighbor_mixing,
+    trimmed_mean,
+)
 from fl_lightning.aggregation.weiszfeld import GeometricMedian
 
 __all__ = [
@@ -23,6 +30,12 @@ __all__ = [
     "RobustAggregator",
     "TrimmedMean",
     "WeightedMean",
+    "geometric_median",
+    "krum",
+    "median",
+    "multi_krum",
+    "nearest_neighbor_mixing",
     "require_weighted_mean",
+    "trimmed_mean",
     "weighted_mean",
 ]
