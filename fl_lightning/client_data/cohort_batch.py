@@ -34,6 +34,11 @@ class CohortBatch:
             return [samples] * clients
         return [_first_shape(batch)[0] for batch in self._batches]
 
+    def is_finite(self) -> bool:
+        """Whether no number of any batch is NaN or infinite."""
+        leaves = tree_leaves(self._stack if self._batches is None else self._batches)
+        return all(bool(leaf.isfinite().all()) for leaf in leaves if isinstance(leaf, torch.Tensor))
+
     def batches(self) -> Sequence[Any]:
         """One batch per client."""
         if self._batches is None:

@@ -117,7 +117,7 @@ class ProcessExecutor(Executor):
         blocks = [
             block for rows in (cohort.params, cohort.grads, cohort.buffers) for block in rows.blocks.values()
         ]
-        _share([block for block in blocks if not block.is_shared()])
+        _share(blocks)
         for _ in range(min(self.num_workers or usable_cores(), len(blocks[0])) - 1):
             self._workers.append(_fork(self._own, module, cohort))
         self._made_for = cohort, cohort.round
@@ -200,6 +200,7 @@ def split_evenly(rows: Sequence[int], parts: int) -> list[list[int]]:
 
 def _share(blocks: Sequence[Tensor]) -> None:
     """Move blocks, in place and with all their views, into memory that copies of this process have in common."""
+    blocks = [block for block in blocks if not block.is_shared()]  # type: ignore[no-untyped-call]  # torch gives it no types
     needed, left = sum(block.numel() * block.element_size() for block in blocks), shared_memory_left()
     if needed > left:
         raise ConfigurationError(
@@ -241,7 +242,8 @@ def _serve(
     torch.set_num_threads(1)
     while True:
         cohort.step, rows, batches = pickle.loads(connection.recv_bytes())
-        losses, error = [], None
+        losses: list[float] = []
+        error: tuple[type[Exception], str, list[str], str] | None = None
         try:
             losses = executor.backward(module, cohort, CohortBatch(batches=batches), rows).tolist()
         except ConfigurationError as mistake:

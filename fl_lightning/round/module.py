@@ -158,7 +158,7 @@ class FederatedModule(ServerModule):
         cohort.finish_steps(weigh_samples=self.weighting == "samples")
         self._call("on_before_aggregate", cohort)
         with self.clock.part("aggregation"):
-            update_server(cohort, self.aggregator, self.record, self.on_divergence)
+            update_server(cohort, self.aggregator, self.record, self.on_divergence, self.client_batches)
             self.server_step()
         self._call("on_round_end", cohort)
         self.log_round(cohort)

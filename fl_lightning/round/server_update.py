@@ -1,10 +1,12 @@
 """Aggregation: from the clients' rows to the server's pseudo-gradient and statistics."""
 
+from collections.abc import Callable
 from typing import Literal
 
 import torch
 
 from fl_lightning.aggregation import Aggregator
+from fl_lightning.client_data.cohort_batch import CohortBatch
 from fl_lightning.cohort.round_cohort import RoundCohort
 from fl_lightning.cohort.rows import split_columns
 from fl_lightning.errors import ConfigurationError
@@ -16,6 +18,7 @@ def update_server(
     aggregator: Aggregator,
     record: RunRecord,
     on_divergence: Literal["error", "record"],
+    client_batches: Callable[[RoundCohort, list[int], int], CohortBatch],
 ) -> None:
     """Set the server's statistics to the clients' aggregate and its gradients to the pseudo-gradient.
 
@@ -24,6 +27,7 @@ def update_server(
         aggregator: How they are combined.
         record: Where it is noted that an update was not finite.
         on_divergence: Whether that is an error.
+        client_batches: The batches of some rows at a local step, which may be what was not finite.
 
     Raises:
         ConfigurationError: A client's update is not finite, or a running variance is negative.
@@ -32,10 +36,16 @@ def update_server(
     diverged = _diverged_clients(cohort)
     record.diverged |= bool(diverged)
     if diverged and on_divergence == "error":
+        row = cohort.client_ids.index(diverged[0])
+        for step in range(cohort.local_steps[row]):
+            if not client_batches(cohort, [row], step).is_finite():
+                raise ConfigurationError(
+                    f"round {cohort.round}: the update of client {diverged[0]} is not finite, since its data are not: its batch of "
+                    f"local step {step + 1} has NaN or infinity; mend the data of client {diverged[0]}"
+                )
         raise ConfigurationError(
             f"round {cohort.round}: the update of client {diverged[0]} is not finite; lower client_optimizer lr (now "
-            f"{cohort.optimizer.param_groups[0]['lr']:g}), look for NaN in the client's data, or set model.on_divergence: "
-            "record to go on"
+            f"{cohort.optimizer.param_groups[0]['lr']:g}), or set model.on_divergence: record to go on"
         )
     _set_local_parameters(cohort, aggregator)
     _set_statistics(cohort, aggregator)

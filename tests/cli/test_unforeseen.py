@@ -180,11 +180,11 @@ def test_traceback_is_shown_where_no_file_takes_it(capsys):
     assert shown.endswith("; the traceback is above, since error.txt cannot be written: Is a directory)\n")
 
 
-def test_images_that_are_not_numbers_are_not_blamed_on_the_learning_rate_alone(capsys):
+def test_images_that_are_not_numbers_are_not_blamed_on_the_learning_rate(capsys):
     write_config(data(client="nan") | net())
     message = message_of(capsys, run)
     assert message == (
-        "error: round 1: the update of client 1 is not finite; lower client_optimizer lr (now 0.05), look for NaN in the "
-        "client's data, or set model.on_divergence: record to go on\n"
+        "error: round 1: the update of client 1 is not finite, since its data are not: its batch of local step 1 has NaN or "
+        "infinity; mend the data of client 1\n"
     )
     assert attempts() == []
