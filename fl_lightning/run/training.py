@@ -82,12 +82,9 @@ class Training:
             resumed: The folder that is locked already (:func:`lock_resumed`).
         """
         if ckpt_path is None:
-            self.start = Start(self.directory.new_attempt())
+            self.start = Start(self.directory.next_attempt(self._held))
         else:
-            self.start = find_start(self.directory, ckpt_path, checkpoint, self.config, resumed)
-        assert self.start.attempt is not None
-        if self.start.is_new:
-            self._held.enter_context(self.start.attempt.lock())
+            self.start = find_start(self.directory, ckpt_path, checkpoint, self.config, resumed, self._held)
 
     def equipment(self, settings: Mapping[str, Any], wandb: WandbSettings) -> dict[str, Any]:
         """Callbacks, loggers, plugins and folder of the trainer, as its arguments.

@@ -2,13 +2,14 @@
 
 import shutil
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from fl_lightning.files import remove_empty, write_bytes
+from fl_lightning.files import remove_empty
 from fl_lightning.run_directory.directory import Attempt, RunDirectory, class_name, inside_the_hash
 from fl_lightning.run_directory.metrics import lines_until, read_metrics
 
@@ -24,6 +25,7 @@ class Start:
         checkpoint: Path of the checkpoint.
         differs: The old and the new value of each setting that decides results, by dotted name; None where the run goes on
             as it was.
+        metrics: The lines of ``metrics.jsonl`` up to that round.
     """
 
     attempt: Attempt | None = None
@@ -31,6 +33,7 @@ class Start:
     is_new: bool = True
     checkpoint: str = ""
     differs: Mapping[str, Any] | None = None
+    metrics: bytes = b""
 
     def discard_untrained(self) -> None:
         """Remove a folder that was made for a fit without a finished round, and ``runs/<name>`` and ``runs`` where they are empty then."""
@@ -48,8 +51,9 @@ def find_start(
     checkpoint: Mapping[str, Any],
     config: str,
     resumed: Attempt | None,
+    held: ExitStack,
 ) -> Start:
-    """Find the folder in which a run goes on, that of its checkpoint only where it goes on at its end, and cut its metrics there.
+    """Find the folder in which a run goes on, that of its checkpoint only where it goes on at its end.
 
     A run of other settings or another seed, and one that goes back to an earlier checkpoint than the last, gets a new
     attempt, so that what another run has computed is never cut or mixed with what it did not compute.
@@ -60,6 +64,7 @@ def find_start(
         checkpoint: What it holds.
         config: The run's resolved configuration as YAML.
         resumed: The run's own attempt whose last checkpoint it is, None for any other checkpoint.
+        held: Keeps the lock of a new attempt.
 
     Raises:
         ConfigurationError: Metrics of the rounds before are missing, or a file cannot be written.
@@ -68,17 +73,15 @@ def find_start(
     # read before there is a folder: lines that are missing leave nothing behind
     lines = lines_until(source.metrics, reached) if source is not None else []
     differs = _differences(checkpoint, yaml.safe_load(config))
-    attempt = resumed or directory.new_attempt()
-    if lines:
-        write_bytes(attempt.metrics, b"".join(lines))
     if resumed is not None:
-        return Start(resumed, reached, False, str(ckpt_path), differs or None)
+        return Start(resumed, reached, False, str(ckpt_path), differs or None, b"".join(lines))
+    attempt = directory.next_attempt(held)
     print(
         f"new attempt {attempt.path} goes on from round {reached} of {ckpt_path}, which stays as it is"
         + ("" if lines else "; its metrics.jsonl begins there"),
         flush=True,
     )
-    return Start(attempt, reached, True, str(ckpt_path), differs)
+    return Start(attempt, reached, True, str(ckpt_path), differs, b"".join(lines))
 
 
 def _differences(checkpoint: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:

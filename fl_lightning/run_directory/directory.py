@@ -1,7 +1,7 @@
 """Where a run lives on disk: ``runs/<name>/<config hash>-s<seed>``, one folder per attempt.
 
 The folder is fixed before any logger exists and is the same for the same configuration, so that a resumed run
-finds its checkpoints. A fresh ``fit`` takes ``...-s0.2``, then ``...-s0.3``, ...; it never touches an existing folder.
+finds its checkpoints. A fresh ``fit`` takes ``...-s0.2``, then ``...-s0.3``, ...; it never touches a folder that holds a trained round.
 """
 
 import fcntl
@@ -9,8 +9,9 @@ import hashlib
 import json
 import os
 import re
+import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -107,8 +108,11 @@ class Attempt:
         return Path(elsewhere).expanduser() if elsewhere else self.path / "checkpoints"
 
     @contextmanager
-    def lock(self) -> Iterator[None]:
+    def lock(self, certain: bool = False) -> Iterator[None]:
         """Keep every other process from training in this folder; the system frees it when the process dies.
+
+        Args:
+            certain: Whether a file system that cannot lock (some of networks) counts as another process.
 
         Raises:
             ConfigurationError: Another process has it.
@@ -117,15 +121,19 @@ class Attempt:
         try:
             try:
                 fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as error:
-                raise ConfigurationError(
-                    f"ckpt_path: another process is training in {self.path}; wait for its end or stop it"
-                ) from error
-            except OSError:
-                pass  # a file system that cannot lock
+            except OSError as error:
+                if certain or isinstance(error, BlockingIOError):
+                    raise ConfigurationError(
+                        f"ckpt_path: another process is training in {self.path}; wait for its end or stop it"
+                    ) from error
             yield
         finally:
             os.close(folder)
+
+    def kept_nothing(self) -> bool:
+        """Whether there is neither a checkpoint to go on from nor a trained round in its metrics."""
+        rows = self.metrics.read_bytes().count(b"\n") if self.metrics.exists() else 0
+        return rows <= 1 and not any([*self.checkpoints.glob("*.ckpt"), *self.path.rglob("*.ckpt")])
 
 
 @dataclass(frozen=True)
@@ -164,6 +172,29 @@ class RunDirectory:
                 raise unwritable(path, error) from error
             else:
                 return Attempt(path)
+
+    def next_attempt(self, held: ExitStack) -> Attempt:
+        """The folder of a run from its start, locked: that of a killed attempt that kept nothing, emptied, else a new one.
+
+        Args:
+            held: Keeps the lock.
+
+        Raises:
+            ConfigurationError: The folder cannot be created.
+        """
+        for newest in self.attempts()[:1]:
+            with ExitStack() as tried, suppress(ConfigurationError, FileNotFoundError):
+                tried.enter_context(newest.lock(certain=True))
+                if newest.kept_nothing():
+                    for path in newest.path.iterdir():
+                        shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+                    held.push(tried.pop_all())
+                    return newest
+        while True:
+            new = self.new_attempt()
+            with suppress(ConfigurationError, FileNotFoundError):  # another start has just found it empty
+                held.enter_context(new.lock())
+                return new
 
     def newest_checkpoint(self, name: str = "last.ckpt") -> Path | None:
         """The checkpoint of a name of the newest attempt that has one: what ``--ckpt_path auto`` means."""

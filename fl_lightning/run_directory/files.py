@@ -13,7 +13,7 @@ import yaml
 
 from fl_lightning.batch_norm.kinds import KIND_LABELS
 from fl_lightning.console import print_table
-from fl_lightning.files import write_json, write_text
+from fl_lightning.files import write_bytes, write_json, write_text
 from fl_lightning.pictures.federation import class_accuracy_figure, client_sizes_figure, partition_figure
 from fl_lightning.pictures.learning_curve import learning_curve_figure
 from fl_lightning.pictures.style import write_figure
@@ -59,6 +59,8 @@ class RunStart(L.Callback):
         if self.attempt is not None:
             for path in (self.attempt.result, self.attempt.class_accuracy, self.attempt.error):
                 path.unlink(missing_ok=True)  # of a run that this one takes further
+            if self.start.metrics:
+                write_bytes(self.attempt.metrics, self.start.metrics)
             origin = "".join(f"# {line}\n" for line in origin_in_words(pl_module.record.continued_from))
             write_text(self.attempt.config, origin + self.config)
             write_json(self.attempt.partition, pl_module.data.partition_record())

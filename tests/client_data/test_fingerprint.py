@@ -1,5 +1,6 @@
 """A run never goes on with other data unnoticed: pixels, labels, one sample less, another partition."""
 
+import json
 import os
 import time
 from pathlib import Path
@@ -14,6 +15,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, Tenso
 from datamodules import InMemoryDataModule
 from datamodules.images import ImageData
 from fl_lightning import ConfigurationError, FederatedDataModule, FederatedModule
+from fl_lightning.run_directory.metrics import read_metrics
 
 
 class Images(InMemoryDataModule):
@@ -132,6 +134,25 @@ def test_the_command_line_refuses_other_data_and_leaves_nothing_until_they_are_a
     assert (
         "accept_data: false" in cli.attempt.config.read_text()
     )  # the saved configuration accepts nothing by itself
+
+
+def test_a_resume_that_is_refused_leaves_rows_after_its_checkpoint(capsys):
+    source = run("--trainer.max_epochs", 2, "--checkpoint.every_n_rounds", 2).attempt
+    with source.metrics.open("a") as file:
+        file.write(json.dumps({**read_metrics(source.metrics)[-1], "round": 3}) + "\n")
+    before = {path: path.read_bytes() for path in source.path.rglob("*") if path.is_file()}
+    checkpoint = torch.load(source.checkpoints / "last.ckpt")
+    checkpoint["fl_lightning"]["record"]["data"]["training"] = "other"
+    torch.save(checkpoint, source.checkpoints / "last.ckpt")
+    assert "trained on other data" in message_of(
+        capsys, lambda: run("--ckpt_path", "last", "--trainer.max_epochs", 4)
+    )
+    after = {
+        path: path.read_bytes()
+        for path in source.path.rglob("*")
+        if path.suffix != ".ckpt" and path.is_file()
+    }
+    assert after == {path: content for path, content in before.items() if path.suffix != ".ckpt"}
 
 
 def of_clients(*datasets, **loader):

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from command_line import message_of, rows, run, write_config
+from command_line import attempts, message_of, rows, run, write_config
 
 from fl_lightning.round.module import FederatedModule
 from fl_lightning.run_directory import checkpoint_io
@@ -42,7 +42,31 @@ def test_one_command_starts_goes_on_and_ends(monkeypatch):
     assert rows(attempt) == whole
     assert run(*auto).attempt.path.samefile(attempt.path)
     assert json.loads(attempt.result.read_text()) == before
-    assert len(list(Path("runs/tiny").glob("*/checkpoints/last.ckpt"))) == 1
+    assert len(list(Path("runs/tiny").iterdir())) == 1
+
+
+def test_killed_attempt_without_a_checkpoint_is_used_again_and_nothing_of_it_is_left(monkeypatch):
+    first = run().attempt
+    killed_in_round(1, monkeypatch)
+    dead = Path(f"{first.path}.2")
+    (dead / "wandb").mkdir()
+    (dead / "wandb_id").write_text("old")
+    before = {path: path.read_bytes() for path in first.path.rglob("*") if path.is_file()}
+    again = run().attempt
+    assert again.path == dead
+    assert {path.name for path in dead.iterdir()} == {path.name for path in first.path.iterdir()}
+    assert rows(again) == rows(first)
+    assert {path: path.read_bytes() for path in before} == before
+
+
+def test_attempt_that_is_locked_or_has_something_to_keep_is_not_used_again(monkeypatch):
+    killed_in_round(1, monkeypatch)
+    (name,) = attempts()
+    with Attempt(Path("runs/tiny", name)).lock():
+        second = run("--checkpoint.dirpath", "elsewhere").attempt
+    assert second.path.name == f"{name}.2"
+    second.result.unlink()  # its checkpoint, which lies elsewhere, is what it keeps
+    assert run().attempt.path.name == f"{name}.3"
 
 
 def test_killed_after_its_first_round_a_run_has_a_checkpoint(monkeypatch):
