@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from math import inf, isnan
+from math import inf
 from typing import Any, Literal
 
 import torch
@@ -57,10 +57,8 @@ def same(first: Any, second: Any) -> bool:
     """Whether two leaves are equal bit for bit, in type as in value."""
     if isinstance(first, Tensor) and isinstance(second, Tensor):
         alike = first.shape == second.shape and first.dtype == second.dtype
-        return alike and bool(((first == second) | (first.isnan() & second.isnan())).all())
-    if isinstance(first, float) and isinstance(second, float) and isnan(first):
-        return isnan(second)
-    return type(first) is type(second) and bool(first == second)
+        return alike and _apart(first, second) == 0
+    return type(first) is type(second) and _apart(first, second) == 0
 
 
 def distance(

@@ -1,10 +1,11 @@
 """What of a method's ``state_dict`` belongs to which client, and what tells a client's number from any other."""
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.utils._pytree import MappingKey, keystr, tree_flatten_with_path, tree_map
 
 from fl_lightning.verification.comparison import TOLERANCE, distance, leaves
 from fl_lightning.verification.observation import Round, Run
@@ -17,16 +18,26 @@ RELABELLED = (3, 2, 4, 0, 1)
 
 
 def entries(memory: Any) -> Entries:
-    """Leaves of a memory by owner and place; the owner None is the server.
+    """Leaves of a memory by owner and place, without the owner's number; the owner None is the server.
 
-    A client owns what stands under its number in a dict (as int or text), at its position in a list as long as there are
-    clients, and in its row of a tensor with as many rows; where nobody owns anything so, what stands under a text with its
-    number in it (``"client3"``). Negative numbers are the server's.
+    A client owns what stands under its number in a dict, as int or text, and its row of a tensor with as many rows as
+    there are clients; where nobody owns anything so, what stands under a text with its number in it (``"client3"``).
+    Negative numbers are the server's.
     """
     owned: Entries = {}
-    for numbered in (r"-?\d+", r"\D*\d+\D*"):
+    paths = tree_flatten_with_path(tree_map(_rows_by_client, memory))[0]
+    for numbered in (r"\d+", r"(?!-\d+$)\D*\d+\D*"):
         owned = {}
-        for owner, place, leaf in _walk(memory, None, "", numbered):
+        for path, leaf in paths:
+            keys = [str(key.key) if isinstance(key, MappingKey) else "" for key in path]
+            at = next((index for index, key in enumerate(keys) if re.fullmatch(numbered, key)), None)
+            owner, place = None, keystr(path)
+            if at is not None:
+                owner = int(re.sub(r"\D", "", keys[at]))
+                unnumbered = re.sub(r"\d+", "", keys[at])
+                place = keystr(
+                    (*path[:at], *([MappingKey(unnumbered)] if unnumbered else []), *path[at + 1 :])
+                )
             owned.setdefault(owner, {})[place] = leaf
         if owned.keys() - {None}:
             break
@@ -70,24 +81,6 @@ def _named(seen: Round, numbers: Sequence[int]) -> dict[str, Any]:
     }
 
 
-def _walk(tree: Any, owner: int | None, place: str, numbered: str) -> Iterator[tuple[int | None, str, Any]]:
-    if isinstance(tree, Mapping):
-        numbers = [re.search(r"^-?\d+|\d+", str(key)) for key in tree if re.fullmatch(numbered, str(key))]
-        of_clients = owner is None and len(numbers) == len(tree)
-        for index, (key, value) in enumerate(tree.items()):
-            number = numbers[index] if of_clients else None
-            if number is not None and int(number[0]) >= 0:
-                rest = str(key).replace(number[0], "", 1)
-                yield from _walk(value, int(number[0]), place + (f"[{rest!r}]" if rest else ""), numbered)
-            else:
-                yield from _walk(value, owner, f"{place}[{key!r}]", numbered)
-    elif isinstance(tree, list | tuple):
-        of_clients = owner is None and len(tree) == len(CLIENTS)
-        for index, value in enumerate(tree):
-            at = (index, place) if of_clients else (owner, f"{place}[{index}]")
-            yield from _walk(value, *at, numbered)
-    elif isinstance(tree, torch.Tensor) and owner is None and tree.dim() > 0 and len(tree) == len(CLIENTS):
-        for client, row in enumerate(tree):
-            yield client, place, row
-    else:
-        yield owner, place, tree
+def _rows_by_client(leaf: Any) -> Any:
+    is_table = isinstance(leaf, torch.Tensor) and leaf.dim() > 0 and len(leaf) == len(CLIENTS)
+    return dict(enumerate(leaf)) if is_table else leaf
