@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fl_lightning import ConfigurationError
 from fl_lightning.batch_norm.layers import batch_norm_layers, has_statistics
-from fl_lightning.diagnostics.bn_report import BatchNormReport
+from fl_lightning.diagnostics.bn_report import BatchNormReport, layer_labels
 from fl_lightning.diagnostics.first_step import FirstStep, first_step
 from fl_lightning.diagnostics.measurements import (
     layer_statistics,
@@ -124,7 +124,7 @@ class BatchNormDiagnostics(BatchNormReport, VariantEvaluation):
         """Look at the layers; a run that starts from round 1 knows nothing of one before."""
         if not pl_module.trainer.current_epoch:
             self.start_anew()
-        self.look_at(pl_module.model)
+        self.labels = layer_labels(pl_module.model)
 
     def on_round_start(self, trainer: L.Trainer, pl_module: "FederatedModule", cohort: "Cohort") -> None:
         """Where a round is measured, have the cohort keep what it starts from."""
