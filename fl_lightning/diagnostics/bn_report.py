@@ -1,13 +1,11 @@
-"""What is reported of measurements of Batch Normalization: metrics, a table of all layers, histograms and figures."""
+"""What is reported of measurements of Batch Normalization: metrics, a table of all layers and figures."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.trainer.states import TrainerFn
-from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch import Tensor
 
-from fl_lightning.batch_norm.swapping import SwappedBatchNorm
 from fl_lightning.pictures.drift import drift_figure, has_drift, layers_figure
 from fl_lightning.pictures.style import LAYERS
 from fl_lightning.run_directory.report import Drawing, Report, Table
@@ -26,9 +24,7 @@ class BatchNormReport(Report):
     Attributes:
         history: The numbers of each layer, ``history[quantity][round][layer]``.
         newest: The newest metrics of each measure, and the round that all of them are of.
-        frozen_round: The first round with frozen statistics, None as long as there is none.
-        channels: Channels of each BN layer that was measured last, first to last.
-        labels: What to call each layer of the model, see :func:`layer_labels`.
+        channels: Channels of each BN layer with running statistics, first to last.
     """
 
     def __init__(self) -> None:
@@ -39,10 +35,7 @@ class BatchNormReport(Report):
         """Forget what was measured: another run begins."""
         self.history: dict[str, dict[int, dict[str, float]]] = {}
         self.newest: dict[str, tuple[int, dict[str, float]]] = {}
-        self.frozen_round: int | None = None
         self.channels: dict[str, int] = {}
-        self.labels: dict[str, str] = {}
-        self._distributions: dict[str, list[float]] = {}
 
     def log_floats(self, pl_module: "FederatedModule", name: str, values: Tensor) -> None:
         """Report the L1 norm of ``[2, channels]`` in total and per float, and keep it for each layer."""
@@ -57,7 +50,6 @@ class BatchNormReport(Report):
             pieces = row.split(list(self.channels.values()))
             means = {layer: float(piece.mean()) for layer, piece in zip(self.channels, pieces, strict=True)}
             self.keep(pl_module, f"{name}_{kind}", means)
-            self._distributions[f"bn_{name}_{kind}"] = row[row.isfinite()].tolist()
 
     def keep(self, pl_module: "FederatedModule", quantity: str, values: Mapping[str, float]) -> None:
         """Keep a number of each layer, unless those of a round near to it are kept already."""
@@ -85,21 +77,15 @@ class BatchNormReport(Report):
             # an evaluation after the last round came too late for its row
             rows = [{**metrics, **row} if row["round"] == number else row for row in rows]
         if has_drift(rows):
-            found["bn_drift"] = lambda title: drift_figure(rows, self.frozen_round, title)
+            found["bn_drift"] = lambda title: drift_figure(rows, title)
         if self.history.keys() & LAYERS.keys():
-            found["bn_layers"] = lambda title: layers_figure(self.history, self.labels, title)
+            found["bn_layers"] = lambda title: layers_figure(self.history, title)
         return found
 
     def tables(self) -> Mapping[str, Table]:
         """``bn_layers``: every number of every layer."""
-        numbers = {layer: number for number, layer in enumerate(self.labels, 1)}
-        rows = [(r, numbers[layer], layer, name, value) for r, layer, name, value in self._rows()]
-        columns = ("round", "number of layer", "layer", "quantity", "value")
-        return {"bn_layers": Table(columns, rows)} if rows else {}
-
-    def histograms(self) -> Mapping[str, Sequence[float]]:
-        """The statistics' deviations of the newest measured round, one value per channel."""
-        return self._distributions
+        rows = self._rows()
+        return {"bn_layers": Table(("round", "layer", "quantity", "value"), rows)} if rows else {}
 
     def result(self) -> Mapping[str, float]:
         """The newest numbers of each measure, and their round as ``bn_<measure>_round``."""
@@ -122,20 +108,14 @@ class BatchNormReport(Report):
 
     def state_dict(self) -> dict[str, Any]:
         """The layers' numbers so far, and the newest of the whole."""
-        return {
-            "history": self._rows(),
-            "newest": self.newest,
-            "frozen_round": self.frozen_round,
-            "channels": list(self.channels.items()),
-        }
+        return {"history": self._rows(), "newest": self.newest}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take up what a checkpoint had measured."""
         self.history = {}
         for round_number, layer, quantity, value in state_dict["history"]:
             self.history.setdefault(quantity, {}).setdefault(round_number, {})[layer] = value
-        self.newest, self.frozen_round = state_dict["newest"], state_dict["frozen_round"]
-        self.channels = dict(state_dict["channels"])
+        self.newest = state_dict["newest"]
 
     def _rows(self) -> list[tuple[int, str, str, float]]:
         return [
@@ -144,17 +124,3 @@ class BatchNormReport(Report):
             for round_number, values in by_round.items()
             for layer, value in values.items()
         ]
-
-
-def layer_labels(model: nn.Module) -> dict[str, str]:
-    """What to call the layers that have parameters or BN statistics of their own, by qualified name, first to last.
-
-    Returns:
-        Labels such as ``"stage1.0.norm1 (BatchNorm2d)"``.
-    """
-    labels = {}
-    for name, layer in model.named_modules():
-        if isinstance(layer, _BatchNorm) or any(p.requires_grad for p in layer.parameters(recurse=False)):
-            kind = layer.original if isinstance(layer, SwappedBatchNorm) else type(layer)
-            labels[name] = f"{name} ({kind.__name__})" if name else kind.__name__
-    return labels

@@ -32,14 +32,13 @@ class FirstStep:
         mean_gradient: The clients' gradients, averaged by the sizes of their batches, ``[*shape]`` by the name of the
             parameter; without those that the round freezes or leaves with the clients.
         union_gradient: The gradient of the same method's centralised twin: one client with the union of the batches.
-        channels: Channels of each BN layer that every client's forward pass has called, in the order of the model.
-        means: Mean of each client's inputs of these layers, side by side, ``[C, channels]``.
+        means: Mean of each client's inputs of the BN layers, in the order of the model, side by side, ``[C, channels]``; of a
+            layer that the forward pass has not called the running mean.
         variances: Their variance, unbiased as PyTorch's running variances are, likewise.
     """
 
     mean_gradient: Mapping[str, Tensor]
     union_gradient: Mapping[str, Tensor]
-    channels: Mapping[str, int]
     means: Tensor
     variances: Tensor
 
@@ -79,13 +78,11 @@ def first_step(pl_module: "FederatedModule", cohort: Cohort, *, union: bool = Tr
     averaged = [block for block in cohort.params.layout if cohort.treatment(block) == "averaged"]
     names = [name for block in averaged for name in cohort.params.layout[block].shapes]
     shares = (sizes / sizes.sum()).to(clients.grads[names[0]]) if names else sizes
-    called = [layer for layer in layers if not bool(clients.buffers[f"{layer}.observed_var"].isnan().any())]
     return FirstStep(
         mean_gradient={n: torch.einsum("c,c...->...", shares, clients.grads[n]) for n in names},
         union_gradient={n: twin.grads[n][0] for n in names} if twin is not None else {},
-        channels={layer: clients.buffers[f"{layer}.observed_mean"].shape[1] for layer in called},
-        means=_join(clients, called, "observed_mean"),
-        variances=_join(clients, called, "observed_var"),
+        means=_join(clients, layers, "observed_mean"),
+        variances=_join(clients, layers, "observed_var"),
     )
 
 
@@ -142,8 +139,8 @@ def _observed(model: nn.Module) -> Iterator[list[str]]:
     handles = [layer.register_forward_hook(_observe) for layer in layers.values()]
     for layer in layers.values():
         for buffer in ("mean", "var"):
-            unknown = torch.full_like(layer.get_buffer(f"running_{buffer}"), torch.nan)
-            layer.register_buffer(f"observed_{buffer}", unknown, persistent=False)
+            running = layer.get_buffer(f"running_{buffer}").clone()
+            layer.register_buffer(f"observed_{buffer}", running, persistent=False)
     try:
         yield list(layers)
     finally:

@@ -14,7 +14,7 @@ from fl_lightning.errors import ConfigurationError, nearest
 from fl_lightning.round.callback import FederatedCallback
 from fl_lightning.run_directory.describe import describe
 from fl_lightning.verification import one_run, several_runs
-from fl_lightning.verification.certificate import Certificate, describe_state
+from fl_lightning.verification.certificate import Certificate
 from fl_lightning.verification.claims import BITWISE, CLAIMS
 from fl_lightning.verification.comparison import TOLERANCE, Finding, NotApplicable, Violated
 from fl_lightning.verification.trials import Trials
@@ -97,8 +97,6 @@ def certify(
         }
         certificate.claims = [found.pop(name) for name in method.claims]
         certificate.equals = {name: finding.detail for name, finding in found.items()}
-        if first.error is None:
-            certificate.state = describe_state(first)
     certificate.seconds = time.perf_counter() - started
     return certificate
 

@@ -1,17 +1,11 @@
-"""A certificate: what was found about a method, what it sends, keeps, resets and freezes, and both as tables."""
+"""A certificate: what was found about a method, and how it is printed."""
 
-import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from textwrap import shorten
 
-from fl_lightning.batch_norm.kinds import KIND_LABELS, KINDS
 from fl_lightning.console import print_table
-from fl_lightning.round.policy import stages_in_words
 from fl_lightning.verification.comparison import Finding
-from fl_lightning.verification.memory import entries
-from fl_lightning.verification.observation import Run
 
 
 @dataclass
@@ -24,7 +18,6 @@ class Certificate:
         rules: The rules for all methods, line by line.
         claims: What its class claims beyond them.
         equals: How far it is from the equalities that it claims nothing about.
-        state: What it sends, keeps, resets and freezes.
         seconds: How long it took.
     """
 
@@ -33,34 +26,12 @@ class Certificate:
     rules: list[Finding] = field(default_factory=list)
     claims: list[Finding] = field(default_factory=list)
     equals: dict[str, str] = field(default_factory=dict)
-    state: dict[str, str] = field(default_factory=dict)
     seconds: float = 0.0
 
     @property
     def failed(self) -> list[Finding]:
         """The lines that failed."""
         return [finding for finding in (*self.rules, *self.claims) if finding.status == "FAILED"]
-
-
-def describe_state(run: Run) -> dict[str, str]:
-    """Rows of a table: what happens to each kind of state, what is sent on top, and what is kept, of which clients."""
-    rows = {
-        KIND_LABELS[kind]: _stages([seen.policy[kind] for seen in run.rounds])
-        for kind in KINDS
-        if kind in run.kinds.values()
-    }
-    rows["sent besides"] = _stages(
-        [
-            "{} floats up, {} down; {} more exchanges".format(*seen.payload, seen.exchanges)
-            for seen in run.rounds
-        ]
-    )
-    for owner, kept in entries(run.rounds[-1].memory).items():
-        names = ", ".join("/".join(re.findall(r"[^\[\]']+", place)) for place in kept)
-        rows["kept of the server" if owner is None else "kept of a client"] = shorten(
-            names, 150, placeholder=" ..."
-        )
-    return rows
 
 
 def print_certificate(certificate: Certificate) -> None:
@@ -73,7 +44,6 @@ def print_certificate(certificate: Certificate) -> None:
     for title, rows in (
         ("Claims", claims),
         ("Not claimed", certificate.equals),
-        ("State, on a model with two BN layers", certificate.state),
         ("Verdict", {"": _verdict(certificate)}),
     ):
         if rows:
@@ -88,11 +58,6 @@ def print_summary(certificates: Sequence[Certificate]) -> None:
             print_table(
                 f"\n{certificate.method}", {one.line: f"FAILED  {one.detail}" for one in certificate.failed}
             )
-
-
-def _stages(texts: list[str]) -> str:
-    pairs = zip(["", *texts], texts, strict=False)
-    return stages_in_words((number, text) for number, (before, text) in enumerate(pairs, 1) if text != before)
 
 
 def _verdict(certificate: Certificate) -> str:

@@ -9,9 +9,9 @@ from math import inf
 import torch
 
 from fl_lightning.cohort.cohort import SERVER
-from fl_lightning.verification.comparison import NotApplicable, distance, first_difference
+from fl_lightning.verification.comparison import NotApplicable, difference, distance
 from fl_lightning.verification.federation import SIZES
-from fl_lightning.verification.memory import by_client, entries
+from fl_lightning.verification.memory import entries
 from fl_lightning.verification.observation import Run, State
 from fl_lightning.verification.trials import (
     CLIENT_LR,
@@ -113,12 +113,10 @@ def server_keeps_the_mean(trials: Trials) -> Gap:
     """What it keeps of the server is the mean of what it keeps of all clients, absent ones too: ``c = sum n_i / n c_i``."""
     gaps = []
     for seen in trials.run().rounds:
-        kept = {
-            place.replace(f"[{SERVER}]", ""): leaf
-            for place, leaf in entries(seen.memory).get(None, {}).items()
-        }
+        server, clients = entries(seen.memory)
+        kept = {place.replace(f"[{SERVER}]", ""): leaf for place, leaf in server.items()}
         mean: State = {}
-        for client, own in by_client(seen.memory).items():
+        for client, own in clients.items():
             for place in (place for place in own if torch.is_tensor(kept.get(place))):
                 mean[place] = mean.get(place, 0) + own[place] * SIZES[client] / sum(SIZES)
         if not mean:
@@ -132,7 +130,7 @@ def statistics_of_its_weights(trials: Trials) -> Gap:
     second, last = (trials.run(client_lr_schedule=rests_from(3)).rounds[number].server for number in (1, 3))
     names = [name for name in last if "running" in name]
     moving = trials.run().rounds
-    if first_difference(moving[1].server, moving[3].server, names) is None:
+    if difference(moving[1].server, moving[3].server, names) is None:
         return inf, "statistics of round 2 and round 4, which are equal"
     return distance(second, last, names)
 

@@ -11,42 +11,34 @@ from fl_lightning.verification.comparison import TOLERANCE, distance, leaves
 from fl_lightning.verification.observation import Round, Run
 from fl_lightning.verification.trials import CLIENTS, SCRIPT, Trials
 
-Entries = dict[int | None, dict[str, Any]]
-
 RELABELLED = (3, 2, 4, 0, 1)
 """The new number of each client: with it no client of a cohort of ``SCRIPT`` stays in its row."""
 
 
-def entries(memory: Any) -> Entries:
-    """Leaves of a memory by owner and place, without the owner's number; the owner None is the server.
+def entries(memory: Any) -> tuple[dict[str, Any], dict[int, dict[str, Any]]]:
+    """Leaves of a memory by place: the server's, and those of each client without its number.
 
     A client owns what stands under its number in a dict, as int or text, and its row of a tensor with as many rows as
     there are clients; where nobody owns anything so, what stands under a text with its number in it (``"client3"``).
     Negative numbers are the server's.
     """
-    owned: Entries = {}
     paths = tree_flatten_with_path(tree_map(_rows_by_client, memory))[0]
+    server: dict[str, Any] = {}
+    clients: dict[int, dict[str, Any]] = {}
     for numbered in (r"\d+", r"(?!-\d+$)\D*\d+\D*"):
-        owned = {}
+        server, clients = {}, {}
         for path, leaf in paths:
             keys = [str(key.key) if isinstance(key, MappingKey) else "" for key in path]
             at = next((index for index, key in enumerate(keys) if re.fullmatch(numbered, key)), None)
-            owner, place = None, keystr(path)
-            if at is not None:
-                owner = int(re.sub(r"\D", "", keys[at]))
+            if at is None:
+                server[keystr(path)] = leaf
+            else:
                 unnumbered = re.sub(r"\d+", "", keys[at])
-                place = keystr(
-                    (*path[:at], *([MappingKey(unnumbered)] if unnumbered else []), *path[at + 1 :])
-                )
-            owned.setdefault(owner, {})[place] = leaf
-        if owned.keys() - {None}:
+                rest = (*path[:at], *([MappingKey(unnumbered)] if unnumbered else []), *path[at + 1 :])
+                clients.setdefault(int(re.sub(r"\D", "", keys[at])), {})[keystr(rest)] = leaf
+        if clients:
             break
-    return owned
-
-
-def by_client(memory: Any) -> dict[int, dict[str, Any]]:
-    """The entries of clients alone."""
-    return {owner: kept for owner, kept in entries(memory).items() if owner is not None}
+    return server, clients
 
 
 def relabelled(trials: Trials) -> Run:
@@ -76,7 +68,7 @@ def renamed_memory_apart(one: Round, two: Round) -> tuple[float, str]:
 def _named(seen: Round, numbers: Sequence[int]) -> dict[str, Any]:
     return {
         f"{place} of client {numbers[client]}": leaf
-        for client, kept in by_client(seen.memory).items()
+        for client, kept in entries(seen.memory)[1].items()
         for place, leaf in kept.items()
     }
 

@@ -11,8 +11,8 @@ from fl_lightning.verification.comparison import (
     TOLERANCE,
     NotApplicable,
     Violated,
+    difference,
     distance,
-    first_difference,
 )
 from fl_lightning.verification.federation import Disturbance
 from fl_lightning.verification.memory import memory_apart, relabelled, renamed_memory_apart
@@ -55,7 +55,7 @@ def observers(trials: Trials) -> str:
 def client_numbers(trials: Trials) -> str:
     """With the clients numbered differently, and the same data each, the server's rounds and each client's memory are equal."""
     usual = trials.run()
-    if first_difference(_outcome(usual), _outcome(trials.run(seed=1))) is not None:
+    if difference(_outcome(usual), _outcome(trials.run(seed=1))) is not None:
         raise NotApplicable("what it does depends on the seed, so its draws may depend on client numbers")
     return f"permutes nothing but numbers ({_close(usual, relabelled(trials), renamed_memory_apart)})"
 
@@ -94,7 +94,7 @@ def clients_own_state(trials: Trials) -> str:
     disturbance = Disturbance(seen.clients[-1], number, what)
     other = trials.run(disturbance=disturbance)
     names = [name for name, kind in usual.kinds.items() if seen.policy[kind] != "local"]
-    wrong = first_difference(seen.server, other.rounds[number - 1].server, names)
+    wrong = difference(seen.server, other.rounds[number - 1].server, names)
     if wrong:
         raise Violated(
             f"state that client {disturbance.client} keeps for itself in round {number} reaches the server: {wrong}"
@@ -111,7 +111,7 @@ def _reaches_nobody(trials: Trials, disturbance: Disturbance, number: int) -> No
             ("starts from", one.start, two.start),
             ("sends", one.sent, two.sent),
         ):
-            wrong = first_difference(one.row(rows, client), two.row(others, client))
+            wrong = difference(one.row(rows, client), two.row(others, client))
             if wrong:
                 raise Violated(
                     f"other {' or '.join(disturbance.what)} state of client {disturbance.client} in round {disturbance.round} "
@@ -144,7 +144,7 @@ def _outcome(run: Run) -> dict[str, object]:
 
 
 def _equal(first: Run, second: Run, what: str) -> None:
-    place = first_difference(_outcome(first), _outcome(second))
+    place = difference(_outcome(first), _outcome(second))
     if place is not None:
         apart, name = distance(first.rounds[-1].server, second.rounds[-1].server)
         model = f"model {name} by {apart:.2g}" if apart else place
