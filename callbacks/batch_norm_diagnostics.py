@@ -41,7 +41,7 @@ class BatchNormDiagnostics(BatchNormReport, VariantEvaluation):
     is given in the first local step, on the batch that the client draws and at the weights that it starts from. That
     is what PyTorch's BN would add to its moving averages, also where the layer normalises with something else. The step
     is computed beside the run, as the method's own (frozen statistics, FBN's, FedTAN's joint pass), without dropout.
-    Layers that the forward pass does not call are left out.
+    A layer that the forward pass does not call counts as one that does not deviate.
 
     - ``"statistics"``: ``bn/global_change``, the L1 norm of S' - S with S' after the round, and ``bn/local_deviation``,
       ``sum_m p_m |S_m - S|_1`` (Figure 3a of the FixBN paper), both also ``_per_float``; ``bn/window_variance``, the
@@ -124,7 +124,8 @@ class BatchNormDiagnostics(BatchNormReport, VariantEvaluation):
         """Look at the layers; a run that starts from round 1 knows nothing of one before."""
         if not pl_module.trainer.current_epoch:
             self.start_anew()
-        self.look_at(pl_module.model)
+        layers = batch_norm_layers(pl_module.model) if has_statistics(pl_module.model) else {}
+        self.channels = {name: layer.num_features for name, layer in layers.items()}
 
     def on_round_start(self, trainer: L.Trainer, pl_module: "FederatedModule", cohort: "Cohort") -> None:
         """Where a round is measured, have the cohort keep what it starts from."""
@@ -137,14 +138,10 @@ class BatchNormDiagnostics(BatchNormReport, VariantEvaluation):
         """Measure the first local step: all methods are ready for it by now, and no client has moved."""
         if step > 0:
             return
-        if self.frozen_round is None and cohort.policy["mean"] == "frozen":
-            self.frozen_round = cohort.round
         if self._is_measured(cohort):
             gradients = "gradients" in self._chosen
             first = first_step(pl_module, cohort, union=gradients)
-            if "statistics" in self._chosen and first.channels:
-                if self.channels != first.channels:
-                    self.channels, self.windows = dict(first.channels), {}
+            if "statistics" in self._chosen and self.channels:
                 self._before = layer_statistics(cohort.server_buffers, self.channels)
                 self._measure_statistics(pl_module, cohort, torch.stack([first.means, first.variances]))
             if gradients:

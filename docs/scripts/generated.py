@@ -11,7 +11,7 @@ from pathlib import Path
 from methods_table import quiet_table
 
 from fl_lightning import FederatedCallback
-from fl_lightning.verification.battery import OF_ONE_RUN, OF_SEVERAL_RUNS
+from fl_lightning.verification.battery import RULES
 from fl_lightning.verification.claims import CLAIMS
 
 DOCS = Path(__file__).parents[1]
@@ -29,8 +29,7 @@ def rules() -> str:
     return "\n\n".join(
         f"{title}\n\n{_list(checks)}"
         for title, checks in (
-            ("**Rules about one run**", OF_ONE_RUN),
-            ("**Rules that compare runs**", OF_SEVERAL_RUNS),
+            ("**Rules**", RULES),
             ("**Claims**", CLAIMS),
         )
     )

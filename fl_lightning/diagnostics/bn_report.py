@@ -1,13 +1,11 @@
-"""What is reported of measurements of Batch Normalization: metrics, a table of all layers, histograms and figures."""
+"""What is reported of measurements of Batch Normalization: metrics, a table of all layers and figures."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.trainer.states import TrainerFn
-from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch import Tensor
 
-from fl_lightning.batch_norm.swapping import SwappedBatchNorm
 from fl_lightning.pictures.drift import drift_figure, has_drift, layers_figure
 from fl_lightning.pictures.style import LAYERS
 from fl_lightning.run_directory.report import Drawing, Report, Table
@@ -20,43 +18,13 @@ MAX_ROUNDS = 100
 """At most so many rounds of a planned run are kept for each quantity, spread evenly over it."""
 
 
-class LayerHistory:
-    """Numbers by round, layer and quantity, thinned to :data:`MAX_ROUNDS` rounds.
-
-    Attributes:
-        rows: (round, layer, quantity, value), plain, for a ``state_dict``.
-    """
-
-    def __init__(self) -> None:
-        self.rows: list[tuple[int, str, str, float]] = []
-
-    def add(self, quantity: str, round_number: int, planned_rounds: int, values: Mapping[str, float]) -> None:
-        """Keep the values of a round, by layer, unless those of a round near to it are kept already."""
-        newest = next((row[0] for row in reversed(self.rows) if row[2] == quantity), None)
-        if newest is None or _place(newest, planned_rounds) < _place(round_number, planned_rounds):
-            self.rows += [(round_number, layer, quantity, value) for layer, value in values.items()]
-
-    def values(self, quantity: str) -> dict[int, dict[str, float]]:
-        """The values of a quantity by round and layer."""
-        found: dict[int, dict[str, float]] = {}
-        for round_number, layer, name, value in self.rows:
-            if name == quantity:
-                found.setdefault(round_number, {})[layer] = value
-        return found
-
-
-def _place(round_number: int, planned_rounds: int) -> int:
-    return (round_number - 1) * MAX_ROUNDS // max(planned_rounds, MAX_ROUNDS)
-
-
 class BatchNormReport(Report):
     """The bookkeeping of a callback that measures BN: it hands its numbers to :meth:`log_measure`, and the run shows them.
 
     Attributes:
-        history: The numbers of each layer.
+        history: The numbers of each layer, ``history[quantity][round][layer]``.
         newest: The newest metrics of each measure, and the round that all of them are of.
-        frozen_round: The first round with frozen statistics, None as long as there is none.
-        channels: Channels of each BN layer that was measured last, first to last.
+        channels: Channels of each BN layer with running statistics, first to last.
     """
 
     def __init__(self) -> None:
@@ -65,16 +33,9 @@ class BatchNormReport(Report):
 
     def start_anew(self) -> None:
         """Forget what was measured: another run begins."""
-        self.history = LayerHistory()
+        self.history: dict[str, dict[int, dict[str, float]]] = {}
         self.newest: dict[str, tuple[int, dict[str, float]]] = {}
-        self.frozen_round: int | None = None
         self.channels: dict[str, int] = {}
-        self._labels: dict[str, str] = {}
-        self._distributions: dict[str, list[float]] = {}
-
-    def look_at(self, model: nn.Module) -> None:
-        """Take up the names of a model's layers."""
-        self._labels = layer_labels(model)
 
     def log_floats(self, pl_module: "FederatedModule", name: str, values: Tensor) -> None:
         """Report the L1 norm of ``[2, channels]`` in total and per float, and keep it for each layer."""
@@ -89,11 +50,13 @@ class BatchNormReport(Report):
             pieces = row.split(list(self.channels.values()))
             means = {layer: float(piece.mean()) for layer, piece in zip(self.channels, pieces, strict=True)}
             self.keep(pl_module, f"{name}_{kind}", means)
-            self._distributions[f"bn_{name}_{kind}"] = row[row.isfinite()].tolist()
 
     def keep(self, pl_module: "FederatedModule", quantity: str, values: Mapping[str, float]) -> None:
-        """Keep a number of each layer."""
-        self.history.add(quantity, pl_module.round, pl_module.planned_rounds, values)
+        """Keep a number of each layer, unless those of a round near to it are kept already."""
+        by_round = self.history.setdefault(quantity, {})
+        every = max(pl_module.planned_rounds, MAX_ROUNDS) / MAX_ROUNDS
+        if not by_round or (max(by_round) - 1) // every < (pl_module.round - 1) // every:
+            by_round[pl_module.round] = dict(values)
 
     def log_measure(self, pl_module: "FederatedModule", measure: str, metrics: Mapping[str, float]) -> None:
         """Log numbers of the whole model; they take the place of those that the measure had in an earlier round."""
@@ -114,22 +77,15 @@ class BatchNormReport(Report):
             # an evaluation after the last round came too late for its row
             rows = [{**metrics, **row} if row["round"] == number else row for row in rows]
         if has_drift(rows):
-            found["bn_drift"] = lambda title: drift_figure(rows, self.frozen_round, title)
-        maps = {quantity: self.history.values(quantity) for quantity in LAYERS}
-        if any(maps.values()):
-            found["bn_layers"] = lambda title: layers_figure(maps, self._labels, title)
+            found["bn_drift"] = lambda title: drift_figure(rows, title)
+        if self.history.keys() & LAYERS.keys():
+            found["bn_layers"] = lambda title: layers_figure(self.history, title)
         return found
 
     def tables(self) -> Mapping[str, Table]:
         """``bn_layers``: every number of every layer."""
-        numbers = {layer: number for number, layer in enumerate(self._labels, 1)}
-        rows = [(r, numbers[layer], layer, name, value) for r, layer, name, value in self.history.rows]
-        columns = ("round", "number of layer", "layer", "quantity", "value")
-        return {"bn_layers": Table(columns, rows)} if rows else {}
-
-    def histograms(self) -> Mapping[str, Sequence[float]]:
-        """The statistics' deviations of the newest measured round, one value per channel."""
-        return self._distributions
+        rows = self._rows()
+        return {"bn_layers": Table(("round", "layer", "quantity", "value"), rows)} if rows else {}
 
     def result(self) -> Mapping[str, float]:
         """The newest numbers of each measure, and their round as ``bn_<measure>_round``."""
@@ -152,29 +108,19 @@ class BatchNormReport(Report):
 
     def state_dict(self) -> dict[str, Any]:
         """The layers' numbers so far, and the newest of the whole."""
-        return {
-            "history": self.history.rows,
-            "newest": self.newest,
-            "frozen_round": self.frozen_round,
-            "channels": list(self.channels.items()),
-        }
+        return {"history": self._rows(), "newest": self.newest}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take up what a checkpoint had measured."""
-        self.history.rows = state_dict["history"]
-        self.newest, self.frozen_round = state_dict["newest"], state_dict["frozen_round"]
-        self.channels = dict(state_dict["channels"])
+        self.history = {}
+        for round_number, layer, quantity, value in state_dict["history"]:
+            self.history.setdefault(quantity, {}).setdefault(round_number, {})[layer] = value
+        self.newest = state_dict["newest"]
 
-
-def layer_labels(model: nn.Module) -> dict[str, str]:
-    """What to call the layers that have parameters or BN statistics of their own, by qualified name, first to last.
-
-    Returns:
-        Labels such as ``"stage1.0.norm1 (BatchNorm2d)"``.
-    """
-    labels = {}
-    for name, layer in model.named_modules():
-        if isinstance(layer, _BatchNorm) or any(p.requires_grad for p in layer.parameters(recurse=False)):
-            kind = layer.original if isinstance(layer, SwappedBatchNorm) else type(layer)
-            labels[name] = f"{name} ({kind.__name__})" if name else kind.__name__
-    return labels
+    def _rows(self) -> list[tuple[int, str, str, float]]:
+        return [
+            (round_number, layer, quantity, value)
+            for quantity, by_round in self.history.items()
+            for round_number, values in by_round.items()
+            for layer, value in values.items()
+        ]

@@ -32,14 +32,13 @@ class FirstStep:
         mean_gradient: The clients' gradients, averaged by the sizes of their batches, ``[*shape]`` by the name of the
             parameter; without those that the round freezes or leaves with the clients.
         union_gradient: The gradient of the same method's centralised twin: one client with the union of the batches.
-        channels: Channels of each BN layer that every client's forward pass has called, in the order of the model.
-        means: Mean of each client's inputs of these layers, side by side, ``[C, channels]``.
+        means: Mean of each client's inputs of the BN layers, in the order of the model, side by side, ``[C, channels]``; of a
+            layer that the forward pass has not called the running mean.
         variances: Their variance, unbiased as PyTorch's running variances are, likewise.
     """
 
     mean_gradient: Mapping[str, Tensor]
     union_gradient: Mapping[str, Tensor]
-    channels: Mapping[str, int]
     means: Tensor
     variances: Tensor
 
@@ -65,12 +64,12 @@ def first_step(pl_module: "FederatedModule", cohort: Cohort, *, union: bool = Tr
         pl_module.slots = StateSlots(pl_module.model)
         try:
             clients = _beside(pl_module, cohort, cohort.client_ids)
-            _copy_start(cohort, clients)
+            _copy_start(cohort, clients, common=False)
             batches = pl_module.client_batches(clients, rows, 0)
             _executor(pl_module).backward(pl_module, clients, batches, rows)
             twin = _beside(pl_module, cohort, cohort.client_ids[:1]) if union else None
             if twin is not None:
-                _copy_common(cohort, twin)
+                _copy_start(cohort, twin, common=True)
                 with one_client_for_all():
                     _executor(pl_module).backward(pl_module, twin, batches.union(), [0])
         finally:
@@ -79,38 +78,30 @@ def first_step(pl_module: "FederatedModule", cohort: Cohort, *, union: bool = Tr
     averaged = [block for block in cohort.params.layout if cohort.treatment(block) == "averaged"]
     names = [name for block in averaged for name in cohort.params.layout[block].shapes]
     shares = (sizes / sizes.sum()).to(clients.grads[names[0]]) if names else sizes
-    called = [layer for layer in layers if bool(clients.buffers[f"{layer}.observed"].all())]
     return FirstStep(
         mean_gradient={n: torch.einsum("c,c...->...", shares, clients.grads[n]) for n in names},
         union_gradient={n: twin.grads[n][0] for n in names} if twin is not None else {},
-        channels={layer: clients.buffers[f"{layer}.observed_mean"].shape[1] for layer in called},
-        means=_join(clients, called, "observed_mean"),
-        variances=_join(clients, called, "observed_var"),
+        means=_join(clients, layers, "observed_mean"),
+        variances=_join(clients, layers, "observed_var"),
     )
 
 
-def _copy_start(cohort: Cohort, clients: Cohort) -> None:
-    """What each client's row held before the first forward pass, whichever callback had put it there."""
-    assert cohort.start_buffers is not None
-    for name, block in clients.params.blocks.items():
-        block.copy_(cohort.params.blocks[name])
-    for name, value in cohort.start_buffers.items():
-        clients.buffers[name].copy_(value)
+def _copy_start(cohort: Cohort, own: Cohort, *, common: bool) -> None:
+    """What each client's row held before the first forward pass, whichever callback had put it there.
 
-
-def _copy_common(cohort: Cohort, twin: Cohort) -> None:
-    """What all clients started from alike; where each has its own, the union has none and keeps the server's."""
+    With ``common`` for the union: what all clients started from alike; where each has its own, it keeps the server's.
+    """
     assert cohort.start_buffers is not None
-    for rows, own, start in (
-        (cohort.params, twin.params, cohort.params),
-        (cohort.buffers, twin.buffers, cohort.start_buffers),
+    for rows, copies, start in (
+        (cohort.params, own.params, cohort.params),
+        (cohort.buffers, own.buffers, cohort.start_buffers),
     ):
-        names = [
-            name for b in rows.layout if cohort.treatment(b) != "local" for name in rows.layout[b].shapes
-        ]
-        for name in names:
-            if bool((start[name] == start[name][:1]).all()):
-                own[name].copy_(start[name][:1])
+        for block in rows.layout:
+            for name in rows.layout[block].shapes:
+                if not common:
+                    copies[name].copy_(start[name])
+                elif cohort.treatment(block) != "local" and bool((start[name] == start[name][:1]).all()):
+                    copies[name].copy_(start[name][:1])
 
 
 def _beside(pl_module: "FederatedModule", cohort: Cohort, client_ids: Sequence[int]) -> RoundCohort:
@@ -147,20 +138,19 @@ def _observed(model: nn.Module) -> Iterator[list[str]]:
     layers = batch_norm_layers(model) if has_statistics(model) else {}
     handles = [layer.register_forward_hook(_observe) for layer in layers.values()]
     for layer in layers.values():
-        zeros = torch.zeros_like(layer.get_buffer("running_mean"))
-        for buffer, start in (("", zeros[:1]), ("_mean", zeros), ("_var", zeros)):
-            layer.register_buffer(f"observed{buffer}", start.clone(), persistent=False)
+        for buffer in ("mean", "var"):
+            running = layer.get_buffer(f"running_{buffer}").clone()
+            layer.register_buffer(f"observed_{buffer}", running, persistent=False)
     try:
         yield list(layers)
     finally:
         for handle, layer in zip(handles, layers.values(), strict=True):
             handle.remove()
-            del layer.observed, layer.observed_mean, layer.observed_var
+            del layer.observed_mean, layer.observed_var
 
 
 @torch.no_grad()
 def _observe(layer: nn.Module, args: tuple[Any, ...], _outputs: Any) -> None:
-    layer.get_buffer("observed").fill_(1)
     mean = layer.get_buffer("observed_mean")
     values = args[0].detach().transpose(0, 1).flatten(1).to(mean.dtype)
     mean.copy_(values.mean(1))

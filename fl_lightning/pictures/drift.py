@@ -5,7 +5,15 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from fl_lightning.pictures.series import Rows, Series, draw_curve, scale_values, series, with_gaps
+from fl_lightning.pictures.series import (
+    Rows,
+    Series,
+    draw_curve,
+    frozen_from,
+    scale_values,
+    series,
+    with_gaps,
+)
 from fl_lightning.pictures.style import (
     BLACK,
     BLUE,
@@ -28,7 +36,6 @@ ByLayer = Mapping[str, Mapping[int, Mapping[str, float]]]
 
 _LOOKS = ((BLUE, "-", "."), (VERMILLION, "--", "."), (BLACK, ":", "."))
 _REACH = {"bn/gradient_deviation": 1.0, "gradient_deviation": 1.0}  # so that rounding looks like rounding
-_MAX_LAYERS = 45  # of more a heat map names every second, third, ...
 
 
 def has_drift(rows: Rows) -> bool:
@@ -37,25 +44,25 @@ def has_drift(rows: Rows) -> bool:
 
 
 @paper_style()
-def drift_figure(rows: Rows, frozen_round: int | None, title: Sequence[str]) -> "Figure":
+def drift_figure(rows: Rows, title: Sequence[str]) -> "Figure":
     """Change of statistics, their variance, loss, gradient deviation, bias and gap, each over communication rounds.
 
     After Figure 3 of Zhong et al., arXiv 2303.06530. What was not measured has no panel.
 
     Args:
-        rows: Rows of ``metrics.jsonl``.
-        frozen_round: The first round with frozen statistics, marked by a line; None for none.
+        rows: Rows of ``metrics.jsonl``; a line marks the first round with frozen BN.
         title: Lines of the title.
     """
     measured = {name for row in rows for name in row}
     panels = {name: curves for name, curves in DRIFT.items() if measured & curves.keys()}
     figure = new_figure(1.45 * len(panels) + 0.2, title)
     stack = figure.subplots(len(panels), sharex=True, squeeze=False)[:, 0]
+    last, frozen = max(float(row["round"]) for row in rows), frozen_from(rows)
     for axes, (name, curves) in zip(stack, panels.items(), strict=True):
         axes.set_ylabel(name)
-        if frozen_round is not None and frozen_round > 1:
-            label = f"statistics frozen from round {frozen_round:,}" if axes is stack[0] else "_"
-            axes.axvline(frozen_round - 0.5, color=LIGHT_GREY, linestyle="-.", zorder=0, label=label)
+        if frozen is not None and 1 < frozen <= last:
+            label = f"BN frozen from round {frozen:,}" if axes is stack[0] else "_"
+            axes.axvline(frozen - 0.5, color=LIGHT_GREY, linestyle="-.", zorder=0, label=label)
         drawn = [
             draw_curve(axes, *series(rows, metric), look, label)
             for (metric, label), look in zip(curves.items(), _LOOKS, strict=False)
@@ -63,7 +70,6 @@ def drift_figure(rows: Rows, frozen_round: int | None, title: Sequence[str]) -> 
         ]
         scale_values(axes, drawn, max(_REACH.get(metric, 0.0) for metric in curves))
         legend_above(axes)
-    last = max(float(row["round"]) for row in rows)
     stack[-1].set(xlim=(0, max(last, 1)), xlabel="communication round")
     stack[-1].locator_params(axis="x", integer=True)
     figure.align_ylabels()
@@ -71,23 +77,21 @@ def drift_figure(rows: Rows, frozen_round: int | None, title: Sequence[str]) -> 
 
 
 @paper_style()
-def layers_figure(values: ByLayer, labels: Mapping[str, str], title: Sequence[str]) -> "Figure":
+def layers_figure(values: ByLayer, title: Sequence[str]) -> "Figure":
     """Heat maps of layer by round: where in the model statistics and gradients differ, and when.
 
     Args:
         values: What was measured, by quantity, round and layer.
-        labels: What to call each layer, by qualified name, from the first to the last.
         title: Lines of the title.
     """
-    maps = {quantity: _grid(values[quantity], labels) for quantity in LAYERS if values.get(quantity)}
-    heights = [0.55 + 0.17 * min(max(len(names), 3), _MAX_LAYERS) for _, names, _ in maps.values()]
+    maps = {quantity: _grid(values[quantity]) for quantity in LAYERS if values.get(quantity)}
+    heights = [0.55 + 0.17 * max(len(names), 3) for _, names, _ in maps.values()]
     figure = new_figure(sum(heights) + 0.3, title)
     stack = figure.subplots(len(maps), squeeze=False, height_ratios=heights)[:, 0]
     last = max(rounds[-1] for rounds, *_ in maps.values())
     for axes, (quantity, (rounds, names, cells)) in zip(stack, maps.items(), strict=True):
         _draw_map(axes, rounds, cells, _REACH.get(quantity, 0.0))
-        every = -(-len(names) // _MAX_LAYERS)
-        axes.set_yticks(range(0, len(names), every), [literal(name) for name in names[::every]], fontsize=7)
+        axes.set_yticks(range(len(names)), [literal(name) for name in names], fontsize=7)
         axes.tick_params(axis="y", length=0)
         axes.invert_yaxis()
         axes.set_title(LAYERS[quantity], loc="left", fontsize=8.5)
@@ -97,14 +101,12 @@ def layers_figure(values: ByLayer, labels: Mapping[str, str], title: Sequence[st
     return figure
 
 
-def _grid(
-    by_round: Mapping[int, Mapping[str, float]], labels: Mapping[str, str]
-) -> tuple[list[int], list[str], Series]:
-    """Rounds, the labels of the layers that were measured, and their values ``[layers, rounds]``."""
+def _grid(by_round: Mapping[int, Mapping[str, float]]) -> tuple[list[int], list[str], Series]:
+    """Rounds, the layers that were measured, and their values ``[layers, rounds]``."""
     rounds = sorted(by_round)
-    names = [name for name in labels if any(name in by_round[number] for number in rounds)]
+    names = list(dict.fromkeys(name for number in rounds for name in by_round[number]))
     cells = [[by_round[number].get(name, np.nan) for number in rounds] for name in names]
-    return rounds, [labels[name] for name in names], np.array(cells)
+    return rounds, names, np.array(cells)
 
 
 def _draw_map(axes: "Axes", rounds: Sequence[int], cells: Series, reach: float) -> None:

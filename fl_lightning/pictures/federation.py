@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from fl_lightning.pictures.style import BLACK, GREY, SKY, class_labels, new_figure, paper_style
+from fl_lightning.pictures.style import BLACK, GREY, SKY, literal, new_figure, paper_style
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -18,7 +18,7 @@ _MAX_BARS = 200  # of more classes the bars become thinner, and go by the number
 def partition_figure(
     histogram: Sequence[Sequence[int]], class_names: Sequence[str] | None, title: Sequence[str]
 ) -> "Figure":
-    """Samples of each class at each client: one row per client, whose size stands at the right.
+    """Samples of each class at each client: one row per client, with the bar of its size at the right.
 
     Args:
         histogram: ``histogram[i][c]``, the samples of class c at client i, as in ``partition.json``.
@@ -29,27 +29,18 @@ def partition_figure(
 
     counts = np.asarray(histogram)
     clients, classes = counts.shape
-    figure = new_figure(0.25 * min(clients, _MAX_NAMED) + 1.5, title)
+    figure = new_figure(0.2 * min(clients, _MAX_NAMED) + 2.0, title)
     cells, sizes = figure.subplots(1, 2, sharey=True, width_ratios=(6, 1))
     norm = PowerNorm(0.5, vmin=0, vmax=max(counts.max(), 1))  # so that few samples can be seen too
     image = cells.imshow(counts, cmap="Blues", norm=norm, aspect="auto", interpolation="nearest")
-    bars = sizes.barh(range(clients), counts.sum(1), color=GREY)
-    if clients <= _MAX_NAMED and classes * len(str(counts.max())) <= 70:  # the numbers fit into the cells
-        for (client, label), count in np.ndenumerate(counts):
-            colour = "white" if norm(count) > 0.6 else BLACK if count else GREY
-            cells.text(label, client, str(count), size=7, ha="center", va="center", color=colour)
-    else:
-        text = "samples of a class (colours: square root)"
-        bar = figure.colorbar(image, ax=(cells, sizes), location="bottom", shrink=0.5, aspect=40, label=text)
-        bar.ax.locator_params(nbins=4)
+    text = "samples of a class (colours: square root)"
+    bar = figure.colorbar(image, ax=(cells, sizes), location="bottom", shrink=0.5, aspect=40, label=text)
+    bar.ax.locator_params(nbins=4)
+    sizes.barh(range(clients), counts.sum(1), color=GREY)
     cells.locator_params(integer=True, nbins=_MAX_NAMED, min_n_ticks=1)
     if class_names is not None and classes <= _MAX_NAMED:
         names = class_labels(class_names, classes)
-        slant = {"rotation": 40, "ha": "right", "rotation_mode": "anchor"}
-        cells.set_xticks(range(classes), names, **slant if max(map(len, names)) > 3 else {})
-    if clients <= _MAX_NAMED:
-        sizes.bar_label(bars, padding=2, size=7)
-        sizes.margins(x=0.5)
+        cells.set_xticks(range(classes), names, rotation=40, ha="right", rotation_mode="anchor")
     cells.set(xlabel="class", ylabel="client")
     sizes.set(xlabel="samples")
     sizes.tick_params(axis="y", length=0)
@@ -61,10 +52,8 @@ def client_sizes_figure(sizes: Sequence[int], title: Sequence[str]) -> "Figure":
     """Number of training samples of each client, as in ``partition.json``, for data without classes."""
     figure = new_figure(2.4, title)
     axes = figure.subplots()
-    bars = axes.bar(range(len(sizes)), sizes, color=GREY)
-    if len(sizes) <= _MAX_NAMED:
-        axes.bar_label(bars, padding=2, size=7)
-    axes.set(xlabel="client", ylabel="training samples", xlim=(-0.6, len(sizes) - 0.4))
+    axes.bar(range(len(sizes)), sizes, color=GREY)
+    axes.set(xlabel="client", ylabel="training samples")
     axes.locator_params(axis="x", integer=True, min_n_ticks=1)
     return figure
 
@@ -83,13 +72,13 @@ def class_accuracy_figure(
     """
     values = np.array(accuracy, dtype=np.float64)  # None becomes NaN
     count, known = len(values), values[~np.isnan(values)]
-    means = [known.mean()] if len(known) else []
-    lines = [f"mean of the classes {mean:.4f} (dashed line)" for mean in means]
-    figure = new_figure(0.14 * min(count, _MAX_BARS) + 0.7, [*title, *lines])
+    mean = known.mean() if len(known) else np.nan
+    figure = new_figure(
+        0.14 * min(count, _MAX_BARS) + 0.7, [*title, f"mean of the classes {mean:.4f} (dashed line)"]
+    )
     axes = figure.subplots()
     axes.barh(range(count), np.nan_to_num(values), color=SKY)
-    for mean in means:
-        axes.axvline(mean, color=BLACK, linestyle="--")
+    axes.axvline(mean, color=BLACK, linestyle="--")
     if count <= _MAX_BARS:
         texts = ["no samples" if np.isnan(value) else f"{value:.3f}" for value in values]
         names = class_labels(class_names, count)
@@ -98,3 +87,10 @@ def class_accuracy_figure(
         axes.tick_params(axis="y", length=0)
     axes.set(xlim=(0, 1.01), ylim=(count - 0.4, -0.6), xlabel=f"{split} accuracy")
     return figure
+
+
+def class_labels(names: Sequence[str] | None, count: int) -> list[str]:
+    """What to write beside each class: the start of its name, or its number where it has none."""
+    if names is None or len(names) != count:
+        return [str(number) for number in range(count)]
+    return [literal(" ".join(name.split())[:18]) or str(number) for number, name in enumerate(names)]

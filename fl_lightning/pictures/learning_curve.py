@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from fl_lightning.batch_norm.kinds import JOINT_LABELS, KIND_LABELS
-from fl_lightning.pictures.series import Rows, Series, draw_curve, scale_values, series
+from fl_lightning.pictures.series import Rows, Series, draw_curve, frozen_from, scale_values, series
 from fl_lightning.pictures.style import BLACK, PERSONAL, SPLITS, legend_above, new_figure, paper_style
 
 if TYPE_CHECKING:
@@ -67,11 +67,12 @@ def policy_changes(policy: Policy, rows: Rows = ()) -> dict[int, str]:
     >>> policy_changes({"mean": [[1, "averaged"], ["SlidingWindowFixBN", "frozen"]]}, [{"fixbn/freeze_round": 2.0}])
     {3: 'BN running mean frozen from round 3'}
     """
-    found = [int(row["fixbn/freeze_round"]) + 1 for row in rows if "fixbn/freeze_round" in row]
+    found = frozen_from(rows)
     changed: dict[tuple[int, str], list[str]] = {}
     for kind, stages in policy.items():
         for planned, treatment in stages[1:]:
-            for start in found[-1:] if isinstance(planned, str) else [planned]:
+            start = found if isinstance(planned, str) else planned
+            if start is not None:
                 changed.setdefault((start, treatment), []).append(kind)
     changes: dict[int, list[str]] = {}
     for (start, treatment), kinds in sorted(changed.items()):

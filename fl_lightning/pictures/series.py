@@ -27,6 +27,12 @@ def series(rows: Rows, name: str) -> tuple[Series, Series]:
     return rounds, values
 
 
+def frozen_from(rows: Rows) -> int | None:
+    """The first round with frozen BN, as the newest row knows it; None where no method has set or found one."""
+    found = [int(row["fixbn/freeze_round"]) + 1 for row in rows if "fixbn/freeze_round" in row]
+    return found[-1] if found else None
+
+
 def with_gaps(values: Series) -> Series:
     """The values, with NaN for all that no axis can show."""
     return np.where(np.abs(values) <= _LARGEST, values, np.nan)

@@ -1,6 +1,5 @@
 """The look of the figures: colours, words, legends, and how they become files; matplotlib is imported when the first is drawn."""
 
-import logging
 import textwrap
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -111,16 +110,10 @@ _STYLE = {
 @contextmanager
 def paper_style() -> Iterator[None]:
     """Draw in this project's style: the user's own matplotlib settings do not count, and are as before afterwards."""
-    log = logging.getLogger("matplotlib")
-    level = log.level
-    log.setLevel(logging.ERROR)  # where it keeps its caches is not the user's concern
-    try:
-        from matplotlib import style
+    from matplotlib import style
 
-        with style.context(["default", _STYLE]):
-            yield
-    finally:
-        log.setLevel(level)
+    with style.context(["default", _STYLE]):
+        yield
 
 
 def new_figure(height: float, title: Sequence[str]) -> "Figure":
@@ -146,19 +139,6 @@ def legend_above(axes: "Axes") -> None:
     if labels:
         columns = max(1, min(3, 105 // (max(map(len, labels)) + 8)))  # as many as are sure to fit
         axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=columns, frameon=False, borderaxespad=0.2)
-
-
-def class_labels(names: Sequence[str] | None, count: int) -> list[str]:
-    """What to write beside each class: its name, of which long ones are cut, or its number where it has none.
-
-    Args:
-        names: The names, None for the bare numbers.
-        count: Number of classes.
-    """
-    if names is None or len(names) != count:
-        names = [""] * count
-    texts = [" ".join(name.split()) or str(number) for number, name in enumerate(names)]
-    return [literal(text if len(text) <= 18 else text[:17] + "…") for text in texts]
 
 
 def literal(text: str) -> str:

@@ -13,42 +13,39 @@ from typing import Any
 from fl_lightning.errors import ConfigurationError, nearest
 from fl_lightning.round.callback import FederatedCallback
 from fl_lightning.run_directory.describe import describe
-from fl_lightning.verification import client_rules, run_rules, state_rules
-from fl_lightning.verification.certificate import Certificate, describe_state
-from fl_lightning.verification.claims import CLAIMS, REFERENCES, Gap
+from fl_lightning.verification import one_run, several_runs
+from fl_lightning.verification.certificate import Certificate
+from fl_lightning.verification.claims import BITWISE, CLAIMS
 from fl_lightning.verification.comparison import TOLERANCE, Finding, NotApplicable, Violated
 from fl_lightning.verification.trials import Trials
 
 Check = Callable[[Trials], str]
 
-OF_ONE_RUN: dict[str, Check] = {
-    "trains": state_rules.trains,
-    "between rounds": state_rules.between_rounds,
-    "averaged state": state_rules.averaged_state,
-    "counters": state_rules.counters,
-    "frozen state": state_rules.frozen_state,
-    "local state": state_rules.local_state,
-    "pooled state": state_rules.pooled_state,
-    "variances": state_rules.variances,
-    "payload": client_rules.payload,
-    "absent clients": client_rules.absent_clients,
-    "model comes back": state_rules.model_comes_back,
-    "runs repeat": run_rules.repeats,
+RULES: dict[str, Check] = {
+    rule.__name__.replace("_", " "): rule
+    for rule in (
+        one_run.trains,
+        several_runs.runs_repeat,
+        one_run.between_rounds,
+        one_run.server_state,
+        one_run.frozen_state,
+        one_run.local_state,
+        several_runs.server_optimizer,
+        one_run.model_comes_back,
+        one_run.payload,
+        one_run.absent_clients,
+        several_runs.exchange_in_a_round,
+        several_runs.clients_own_state,
+        several_runs.resume,
+        several_runs.executors,
+        several_runs.observers,
+        several_runs.client_numbers,
+    )
 }
-"""Properties of single runs, by the name of their line, and that two equal runs are equal."""
+"""What every method promises, by the name of its line."""
 
-OF_SEVERAL_RUNS: dict[str, Check] = {
-    "server optimizer": state_rules.server_optimizer,
-    "resume": run_rules.resumes,
-    "sequential = vectorised": run_rules.executors,
-    "vectorised in blocks": run_rules.blocks,
-    "random numbers": run_rules.random_numbers,
-    "observers": run_rules.observers,
-    "client numbers": run_rules.relabelling,
-    "exchange in a round": client_rules.exchange,
-    "clients' own state": client_rules.own_state,
-}
-"""Properties that compare runs in different set-ups: they mean something only where equal runs are equal."""
+NEEDED = ("trains", "runs repeat")
+"""The rules without which no other says anything."""
 
 
 def certify(
@@ -60,7 +57,7 @@ def certify(
 
     Args:
         make: Makes the callback with its settings; called once for each run, so that no object is used twice.
-        references: Whether its distance to references that it claims nothing about is measured, too.
+        references: Whether the equalities that it claims nothing about are measured, too.
         settings: Settings of ``FederatedModule`` that replace those of the battery, such as another ``client_optimizer``.
             Claims name set-ups of their own, which stay as they are.
 
@@ -80,74 +77,57 @@ def certify(
             )
     certificate = Certificate(describe(method), method.paper)
     with tempfile.TemporaryDirectory() as folder:
-        trials = Trials(make, Path(folder, "rules"), settings or {})
+        trials = Trials(make, Path(folder, "rules"), settings)
         claimed = Trials(make, Path(folder, "claims")) if settings else trials
         first, hindered = trials.attempt(), ""
-
-        def judge(line: str, check: Check, trials: Trials = trials) -> Finding:
-            if hindered:
-                return Finding(line, "does not apply", hindered)
-            return _judge(trials, method, line, check)
-
-        variances = judge("variances", state_rules.variances)
-        if first.error is not None:
-            if variances.status != "FAILED":
+        for line, check in RULES.items():
+            finding = _judge(line, check, trials, hindered)
+            certificate.rules.append(finding)
+            if line in NEEDED and finding.status == "FAILED":
+                hindered = f"the rule {line!r} is broken"
+            if first.error is not None and not hindered:
                 raise ConfigurationError(
                     f"{type(method).__name__} cannot be verified, an ordinary run raises "
                     f"{_in_words(first.error, type(method))}"
                 ) from first.error
-            hindered = f"a running variance is negative, so the run stops in round {len(first.rounds)}"
-        for line, check in OF_ONE_RUN.items():
-            certificate.rules.append(variances if line == variances.line else judge(line, check))
-        if not hindered and certificate.rules[-1].status != "PASSED":
-            hindered = "two equal runs differ already"
-        certificate.rules += [judge(line, check) for line, check in OF_SEVERAL_RUNS.items()]
         found = {
-            name: judge(name, partial(_equals, reference), claimed)
-            for name, reference in REFERENCES.items()
+            name: _judge(name, partial(_equals, name), claimed, hindered)
+            for name in CLAIMS
             if references or name in method.claims
         }
-        certificate.claims = [found[name] for name in method.claims]
-        certificate.equals = {n: finding.detail for n, finding in found.items() if n not in method.claims}
-        if first.error is None:
-            certificate.state = describe_state(first)
+        certificate.claims = [found.pop(name) for name in method.claims]
+        certificate.equals = {name: finding.detail for name, finding in found.items()}
     certificate.seconds = time.perf_counter() - started
     return certificate
 
 
-def _judge(trials: Trials, method: FederatedCallback, line: str, check: Check) -> Finding:
+def _judge(line: str, check: Check, trials: Trials, hindered: str) -> Finding:
+    if hindered:
+        return Finding(line, "does not apply", hindered)
     try:
         return Finding(line, "PASSED", check(trials))
     except Violated as violated:
         return Finding(line, "FAILED", str(violated))
     except NotApplicable as reason:
         return Finding(line, "does not apply", str(reason))
+    except ConfigurationError as error:
+        return Finding(line, "does not apply", f"it refuses the set-up: {' '.join(str(error).split())}")
     except Exception as error:  # noqa: BLE001  # whatever a method raises is a finding
-        if isinstance(error, ConfigurationError) and _origin(error, type(method)):
-            return Finding(line, "does not apply", f"it refuses the set-up: {' '.join(str(error).split())}")
-        return Finding(line, "FAILED", f"raises {_in_words(error, type(method))}")
+        return Finding(line, "FAILED", f"raises {_in_words(error, type(trials.make()))}")
 
 
-def _equals(reference: Callable[[Trials], Gap], trials: Trials) -> str:
-    apart, place, weights = reference(trials)
-    if not apart <= TOLERANCE:
-        raise Violated(f"differs by {apart:.2g} ({place}), weights by {weights:.2g}")
+def _equals(name: str, trials: Trials) -> str:
+    apart, place = CLAIMS[name](trials)
+    if not apart <= (0.0 if name in BITWISE else TOLERANCE):
+        raise Violated(f"differs by {apart:.2g} ({place})")
     return "equal bit for bit" if apart == 0 else f"equal (distance {apart:.1g})"
-
-
-def _origin(error: BaseException, method: type[FederatedCallback]) -> str:
-    """Where in a class's code an exception arose: ``"on_round_end, methods.py line 12"``; empty where none was running."""
-    own = {
-        getattr(sys.modules.get(cls.__module__), "__file__", None)
-        for cls in method.__mro__[: method.__mro__.index(FederatedCallback)]
-    }
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename in own]
-    if not frames:
-        return ""
-    return f"{frames[-1].name}, {Path(frames[-1].filename).name} line {frames[-1].lineno}"
 
 
 def _in_words(error: BaseException, method: type[FederatedCallback]) -> str:
     """An exception in one line: its type, its place in the method's code, its message."""
-    place, text = _origin(error, method), shorten(str(error), 200, placeholder=" ...")
-    return f"{type(error).__name__}{f' in {place}' if place else ''}: {text}"
+    file = getattr(sys.modules.get(method.__module__), "__file__", None)
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
+    place = (
+        f" in {frames[-1].name}, {Path(frames[-1].filename).name} line {frames[-1].lineno}" if frames else ""
+    )
+    return f"{type(error).__name__}{place}: {shorten(str(error), 200, placeholder=' ...')}"

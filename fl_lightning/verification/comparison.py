@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from math import inf, isnan
+from math import inf
 from typing import Any, Literal
 
 import torch
@@ -43,44 +43,32 @@ def leaves(tree: Any) -> dict[str, Any]:
     return {keystr(place): leaf for place, leaf in tree_flatten_with_path(tree)[0]}
 
 
-def first_difference(first: Any, second: Any, names: Iterable[str] | None = None) -> str | None:
-    """The first place where two trees (or their entries ``names``) are not equal bit for bit; None where they are."""
+def difference(first: Any, second: Any, names: Iterable[str] | None = None) -> str | None:
+    """A place where two trees (or their entries ``names``) are not equal bit for bit; None where there is none."""
     if names is not None:
         first, second = ({name: state[name] for name in names} for state in (first, second))
-    one, other = leaves(first), leaves(second)
-    if one.keys() != other.keys():
-        return f"{min(one.keys() ^ other.keys())} is in one of them only"
-    return next((place for place, leaf in one.items() if not same(leaf, other[place])), None)
-
-
-def same(first: Any, second: Any) -> bool:
-    """Whether two leaves are equal bit for bit, in type as in value."""
-    if isinstance(first, Tensor) and isinstance(second, Tensor):
-        alike = first.shape == second.shape and first.dtype == second.dtype
-        return alike and bool(((first == second) | (first.isnan() & second.isnan())).all())
-    if isinstance(first, float) and isinstance(second, float) and isnan(first):
-        return isnan(second)
-    return type(first) is type(second) and bool(first == second)
+    most, place = distance(leaves(first), leaves(second))
+    return place if most else None
 
 
 def distance(
     first: Mapping[str, Any], second: Mapping[str, Any], names: Iterable[str] | None = None
 ) -> tuple[float, str]:
-    """The largest difference of two mappings in the entries ``names`` (all of them), and the entry that has it.
-
-    It is infinite where only one of them has an entry, where entries that are no numbers differ, and for NaN beside a number.
-    """
+    """The largest difference of two mappings in the entries ``names`` (all of them), and the entry that has it."""
     chosen = {**first, **second} if names is None else names
-    apart = {name: _apart(first.get(name), second.get(name)) for name in chosen}
-    name = max(apart, key=apart.__getitem__, default="")
-    return apart.get(name, 0.0), name
+    found = {name: apart(first.get(name), second.get(name)) for name in chosen}
+    name = max(found, key=found.__getitem__, default="")
+    return found.get(name, 0.0), name
 
 
-def _apart(one: Any, other: Any) -> float:
-    numbers = (int, float, Tensor)
-    if not (isinstance(one, numbers) and isinstance(other, numbers)):
-        return 0.0 if one == other else inf
+def apart(one: Any, other: Any) -> float:
+    """The largest difference of two leaves: infinite for other types or shapes, other things than numbers, NaN beside a number."""
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        if one.shape != other.shape or one.dtype != other.dtype:
+            return inf
+    elif type(one) is not type(other) or not isinstance(one, int | float):
+        return 0.0 if type(one) is type(other) and one == other else inf
     first, second = torch.as_tensor(one).double(), torch.as_tensor(other).double()
     alike = (first == second) | (first.isnan() & second.isnan())
-    apart = (first - second).abs().nan_to_num(nan=inf, posinf=inf).masked_fill(alike, 0.0)
-    return float(apart.max()) if apart.numel() else 0.0
+    differences = (first - second).abs().nan_to_num(nan=inf, posinf=inf).masked_fill(alike, 0.0)
+    return float(differences.max()) if differences.numel() else 0.0

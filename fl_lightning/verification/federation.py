@@ -1,8 +1,8 @@
 """A tiny federation of label-skewed clients, computed from formulas, on which any method runs in a fraction of a second."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import lightning as L
 import torch
@@ -17,8 +17,7 @@ SIZES = (8, 16, 24, 8, 16)
 """Training examples of each client: unequal, so that weights and steps differ."""
 
 
-@dataclass(frozen=True)
-class Disturbance:
+class Disturbance(NamedTuple):
     """A change of one client's doings in one round, to see whom it reaches.
 
     Attributes:

@@ -1,41 +1,44 @@
 """What of a method's ``state_dict`` belongs to which client, and what tells a client's number from any other."""
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.utils._pytree import MappingKey, keystr, tree_flatten_with_path, tree_map
 
 from fl_lightning.verification.comparison import TOLERANCE, distance, leaves
 from fl_lightning.verification.observation import Round, Run
 from fl_lightning.verification.trials import CLIENTS, SCRIPT, Trials
 
-Entries = dict[int | None, dict[str, Any]]
-
 RELABELLED = (3, 2, 4, 0, 1)
 """The new number of each client: with it no client of a cohort of ``SCRIPT`` stays in its row."""
 
 
-def entries(memory: Any) -> Entries:
-    """Leaves of a memory by owner and place; the owner None is the server.
+def entries(memory: Any) -> tuple[dict[str, Any], dict[int, dict[str, Any]]]:
+    """Leaves of a memory by place: the server's, and those of each client without its number.
 
-    A client owns what stands under its number in a dict (as int or text), at its position in a list as long as there are
-    clients, and in its row of a tensor with as many rows; where nobody owns anything so, what stands under a text with its
-    number in it (``"client3"``). Negative numbers are the server's.
+    A client owns what stands under its number in a dict, as int or text, and its row of a tensor with as many rows as
+    there are clients; where nobody owns anything so, what stands under a text with its number in it (``"client3"``).
+    Negative numbers are the server's.
     """
-    owned: Entries = {}
-    for numbered in (r"-?\d+", r"\D*\d+\D*"):
-        owned = {}
-        for owner, place, leaf in _walk(memory, None, "", numbered):
-            owned.setdefault(owner, {})[place] = leaf
-        if owned.keys() - {None}:
+    paths = tree_flatten_with_path(tree_map(_rows_by_client, memory))[0]
+    server: dict[str, Any] = {}
+    clients: dict[int, dict[str, Any]] = {}
+    for numbered in (r"\d+", r"(?!-\d+$)\D*\d+\D*"):
+        server, clients = {}, {}
+        for path, leaf in paths:
+            keys = [str(key.key) if isinstance(key, MappingKey) else "" for key in path]
+            at = next((index for index, key in enumerate(keys) if re.fullmatch(numbered, key)), None)
+            if at is None:
+                server[keystr(path)] = leaf
+            else:
+                unnumbered = re.sub(r"\d+", "", keys[at])
+                rest = (*path[:at], *([MappingKey(unnumbered)] if unnumbered else []), *path[at + 1 :])
+                clients.setdefault(int(re.sub(r"\D", "", keys[at])), {})[keystr(rest)] = leaf
+        if clients:
             break
-    return owned
-
-
-def by_client(memory: Any) -> dict[int, dict[str, Any]]:
-    """The entries of clients alone."""
-    return {owner: kept for owner, kept in entries(memory).items() if owner is not None}
+    return server, clients
 
 
 def relabelled(trials: Trials) -> Run:
@@ -65,29 +68,11 @@ def renamed_memory_apart(one: Round, two: Round) -> tuple[float, str]:
 def _named(seen: Round, numbers: Sequence[int]) -> dict[str, Any]:
     return {
         f"{place} of client {numbers[client]}": leaf
-        for client, kept in by_client(seen.memory).items()
+        for client, kept in entries(seen.memory)[1].items()
         for place, leaf in kept.items()
     }
 
 
-def _walk(tree: Any, owner: int | None, place: str, numbered: str) -> Iterator[tuple[int | None, str, Any]]:
-    if isinstance(tree, Mapping):
-        numbers = [re.search(r"^-?\d+|\d+", str(key)) for key in tree if re.fullmatch(numbered, str(key))]
-        of_clients = owner is None and len(numbers) == len(tree)
-        for index, (key, value) in enumerate(tree.items()):
-            number = numbers[index] if of_clients else None
-            if number is not None and int(number[0]) >= 0:
-                rest = str(key).replace(number[0], "", 1)
-                yield from _walk(value, int(number[0]), place + (f"[{rest!r}]" if rest else ""), numbered)
-            else:
-                yield from _walk(value, owner, f"{place}[{key!r}]", numbered)
-    elif isinstance(tree, list | tuple):
-        of_clients = owner is None and len(tree) == len(CLIENTS)
-        for index, value in enumerate(tree):
-            at = (index, place) if of_clients else (owner, f"{place}[{index}]")
-            yield from _walk(value, *at, numbered)
-    elif isinstance(tree, torch.Tensor) and owner is None and tree.dim() > 0 and len(tree) == len(CLIENTS):
-        for client, row in enumerate(tree):
-            yield client, place, row
-    else:
-        yield owner, place, tree
+def _rows_by_client(leaf: Any) -> Any:
+    is_table = isinstance(leaf, torch.Tensor) and leaf.dim() > 0 and len(leaf) == len(CLIENTS)
+    return dict(enumerate(leaf)) if is_table else leaf

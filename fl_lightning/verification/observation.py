@@ -2,13 +2,11 @@
 
 from copy import deepcopy
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fl_lightning.batch_norm.layers import batch_norm_layers
 from fl_lightning.cohort.cohort import Cohort
 from fl_lightning.cohort.round_cohort import RoundCohort
 from fl_lightning.round.callback import FederatedCallback
@@ -35,8 +33,6 @@ class Round:
         payload: What ``extra_payload`` returned.
         exchanges: What ``extra_exchanges`` returned.
         loss: Mean training loss.
-        inputs: What each BN layer was given in training, call by call, where the module listens.
-        optimizer_was_reset: Whether every client optimizer started from zeros.
         told: Floats of optimizer state that all clients start with alike, as only the server can have told them.
     """
 
@@ -52,8 +48,6 @@ class Round:
     payload: Any = (0, 0)
     exchanges: Any = 0
     loss: float = 0.0
-    inputs: dict[str, list[Tensor]] = field(default_factory=dict)
-    optimizer_was_reset: bool = True
     told: int = 0
 
     def row(self, rows: State, client: int) -> State:
@@ -83,7 +77,6 @@ class Run(FederatedModule):
     Attributes:
         script: The cohort of each round.
         method: The callback that takes part, if any.
-        folder: Where its checkpoints are, ``<round>.ckpt``.
         error: What stopped it, if anything.
         rounds: What was seen.
         kinds: Kind of each persistent tensor of the model.
@@ -91,7 +84,6 @@ class Run(FederatedModule):
 
     script: tuple[tuple[int, ...], ...] = ()
     method: FederatedCallback | None
-    folder: Path
     error: Exception | None = None
 
     def setup(self, stage: str) -> None:
@@ -101,16 +93,6 @@ class Run(FederatedModule):
         self.plan = ScriptedPlan(
             **{**vars(self.plan), "cohort_size": len(self.script[0])}, script=self.script
         )
-
-    def listen(self) -> None:
-        """Keep what BN layers are given, where clients run one after the other."""
-        for name, layer in batch_norm_layers(self.model).items():
-
-            def note(_module: Any, arguments: tuple[Tensor, ...], name: str = name) -> None:
-                if self.trainer.training:
-                    self.rounds[-1].inputs.setdefault(name, []).append(arguments[0].detach().clone())
-
-            layer.register_forward_pre_hook(note)
 
     def start_round(self) -> RoundCohort:
         """Start a round and write down what the server holds."""
@@ -133,7 +115,6 @@ class Run(FederatedModule):
             seen.start = self._rows(cohort)
             keys = cohort.optimizer_state_keys
             states = [block for key in keys for block in cohort.optimizer_state(key).blocks.values()]
-            seen.optimizer_was_reset = not any(block.any() for block in states)
             seen.told = sum(int(((block == block[0]) & (block != 0)).all(0).sum()) for block in states)
         elif hook == "on_before_aggregate":
             seen.sent = self._rows(cohort)

@@ -1,30 +1,27 @@
-"""Runs of one method in many set-ups, each computed once."""
+"""Runs of one method in many set-ups, each computed once, with callbacks beside it that watch or disturb."""
 
+import random
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Literal
 
 import lightning as L
+import numpy as np
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.seed import isolate_rng
 
 from fl_lightning.client_data.loaders import seed_global_generators
-from fl_lightning.executors.base import Executor
+from fl_lightning.cohort.cohort import Cohort
 from fl_lightning.executors.sequential import SequentialExecutor
-from fl_lightning.executors.vectorized import VectorizedExecutor
 from fl_lightning.round.callback import FederatedCallback
-from fl_lightning.verification.companions import Disturb, Observer, SaveRounds, own_generators
+from fl_lightning.round.module import FederatedModule
 from fl_lightning.verification.federation import SIZES, Disturbance, federation, reference_model
 from fl_lightning.verification.observation import Run
 
-_EXECUTORS: dict[str, Callable[[], Executor]] = {
-    "sequential": SequentialExecutor,
-    "vectorised": VectorizedExecutor,
-    "blocks": partial(VectorizedExecutor, 2),
-}
 _TRAINER: dict[str, Any] = {
     "accelerator": "cpu",
     "precision": "64-true",
@@ -36,15 +33,6 @@ _TRAINER: dict[str, Any] = {
     "log_every_n_steps": 1,
 }
 
-
-class FrozenStatistics(FederatedCallback):
-    """BN as the affine layer of its initial statistics: a reference."""
-
-    def policy(self, round_number: int, total_rounds: int) -> dict[str, str]:
-        """Frozen from the start."""
-        return dict.fromkeys(("mean", "var", "counter"), "frozen")
-
-
 CLIENTS = tuple(range(len(SIZES)))
 EVERYONE = (CLIENTS,) * 4
 CLIENT_LR = 0.05
@@ -52,60 +40,120 @@ SCRIPT = ((0, 2, 3), (1, 3, 4), (0, 2, 4), (1, 2, 3))
 """Cohorts of the rounds: clients come back after an absence, some in another row; client r is absent in round r."""
 
 
-@dataclass(frozen=True)
-class Setup:
-    """A run: unless changed, four rounds of one local epoch with three of five clients of unequal size.
+class Observer(FederatedCallback):
+    """Looks at everything in every hook, and draws from every random number generator in reach.
 
-    Attributes:
-        method: Who takes part: the method under test, nobody (FedAvg), or BN statistics frozen from the start.
-        executor: Which executor.
-        script: The cohort of each round.
-        identities: Which data client i has.
-        local_steps: Local steps E; None for a local epoch.
-        batch_sizes: Batch size of each client; None for equal ones.
-        weighting: As in ``FederatedModule``.
-        momentum: Momentum of the client optimizer.
-        rests: The round from which on its learning rate is 0; 0 for none.
-        server_momentum: Momentum of the server optimizer, which then halves its steps and decays weights, too.
-        centralised: Train on the union of the batches.
-        norm: The model's norm layers.
-        seed: Seed of the run.
-        beside: Callbacks of the verification's own on both sides of the method: observers, or noise.
-        disturbance: What is changed about a client.
-        listens: Keep what BN layers are given.
-        resume: Continue from the checkpoint that the federated run of this set-up, one of :data:`SAVED`, wrote after this round.
-        repetition: Tells equal runs apart.
+    Args:
+        method: Whose generators it draws from, beside the global ones.
     """
 
-    method: Literal["method", "none", "frozen"] = "method"
-    executor: Literal["sequential", "vectorised", "blocks"] = "sequential"
+    def __init__(self, method: FederatedCallback | None) -> None:
+        self.method = method
+
+    def look(self, trainer: L.Trainer, pl_module: FederatedModule, cohort: Cohort, step: int = 0) -> None:
+        """The hook of each moment of a round."""
+        for rows in (*cohort.params.values(), *cohort.buffers.values()):
+            rows.double().sum()
+        torch.rand(3)
+        np.random.rand(3)  # the global generator is meant
+        random.random()
+        for value in vars(self.method).values():
+            if isinstance(value, torch.Generator):
+                torch.rand(1, generator=value)
+            elif isinstance(value, random.Random | np.random.Generator | np.random.RandomState):
+                value.random()
+
+    on_round_start = on_after_local_backward = on_local_step_end = on_before_aggregate = on_round_end = look
+
+
+class Disturb(FederatedCallback):
+    """Changes what one client holds after its local steps, before the method sees it."""
+
+    def __init__(self, disturbance: Disturbance) -> None:
+        self.disturbance = disturbance
+
+    def on_before_aggregate(self, trainer: L.Trainer, pl_module: FederatedModule, cohort: Cohort) -> None:
+        """Add to the client's rows."""
+        client, round_number, what = self.disturbance
+        if cohort.round != round_number or client not in cohort.client_ids:
+            return
+        blocks = {**cohort.params.blocks, **cohort.buffers.blocks}
+        held = [
+            block
+            for name, block in blocks.items()
+            if cohort.treatment(name) in what and not name.startswith("scratch")
+        ]
+        for key in cohort.optimizer_state_keys if "optimizer" in what else []:
+            held += cohort.optimizer_state(key).blocks.values()
+        for block in held:
+            if block.dtype != torch.bool:
+                block[cohort.client_ids.index(client)] += 0.25 if block.is_floating_point() else 100
+
+
+_SGD = partial(torch.optim.SGD, lr=CLIENT_LR, weight_decay=0.01)
+WITHOUT_MOMENTUM = {"client_optimizer": _SGD}
+"""Changes of a :class:`Setup` to clients without momentum."""
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A run: unless changed, four rounds of one local epoch with three of five clients of unequal size, SGD with momentum.
+
+    Attributes:
+        bare: Leave the method out: FedAvg.
+        script: The cohort of each round.
+        identities: Which data client i has.
+        batch_sizes: Batch size of each client; None for equal ones.
+        norm: The model's norm layers.
+        observed: Have an :class:`Observer` on both sides of the method.
+        disturbance: What is changed about a client.
+        resume: Continue from the checkpoint that the federated run of this set-up, one of :data:`SAVED`, wrote after this round.
+        repetition: Tells equal runs apart.
+        module: Settings of ``FederatedModule`` by name.
+    """
+
+    bare: bool = False
     script: tuple[tuple[int, ...], ...] = SCRIPT
     identities: tuple[int, ...] = CLIENTS
-    local_steps: int | None = None
     batch_sizes: tuple[int, ...] | None = None
-    weighting: Literal["examples", "uniform", "samples"] = "examples"
-    momentum: float = 0.9
-    rests: int = 0
-    server_momentum: float = 0.0
-    centralised: bool = False
     norm: Literal["bn", "gn"] = "bn"
-    seed: int = 0
-    beside: Literal["", "observers", "noise"] = ""
+    observed: bool = False
     disturbance: Disturbance | None = None
-    listens: bool = False
     resume: int = 0
     repetition: int = 0
+    module: frozenset[tuple[str, Any]] = frozenset(
+        {
+            "client_optimizer": partial(_SGD, momentum=0.9),
+            "server_optimizer": partial(torch.optim.SGD, lr=1.0),
+            "local_epochs": 1,
+            "centralised": False,
+        }.items()
+    )
+
+    def but(self, **changes: Any) -> "Setup":
+        """The set-up with changes: to attributes, or to settings of ``FederatedModule``."""
+        own = {name: changes.pop(name) for name in vars(self) if name in changes}
+        return replace(self, **own, module=frozenset({**dict(self.module), **changes}.items()))
 
 
 USUAL = Setup()
-ONE_STEP = Setup(script=EVERYONE, local_steps=1, weighting="samples")
+WITH_SERVER_MOMENTUM = USUAL.but(
+    server_optimizer=partial(torch.optim.SGD, lr=0.5, momentum=0.9, weight_decay=0.02)
+)
+ONE_STEP = USUAL.but(script=EVERYONE, local_epochs=None, local_steps=1, weighting="samples")
 """Every client takes one local step a round: where federated and centralised training may be equal."""
 
-SAVED = (USUAL, replace(USUAL, executor="vectorised"), replace(USUAL, server_momentum=0.9), ONE_STEP)
+SAVED = (WITH_SERVER_MOMENTUM, ONE_STEP)
 """The runs that write a checkpoint after each round."""
 
 _WITHOUT_METHOD: dict[Setup, Run] = {}
-"""Runs of FedAvg and of frozen BN: what every method is compared with."""
+"""Runs of FedAvg, with which every method is compared."""
+
+
+@cache
+def rests_from(first_round: int) -> Callable[[int, int], float]:
+    """A schedule of the clients' learning rate that is 0 from a round on."""
+    return lambda number, _: float(number < first_round)
 
 
 class Trials:
@@ -125,8 +173,8 @@ class Trials:
 
     def attempt(self, setup: Setup = USUAL, **changes: Any) -> Run:
         """The run of a set-up with changes, whether or not it came to its end."""
-        setup = replace(setup, **changes)
-        known = self._runs if setup.method == "method" or self.settings else _WITHOUT_METHOD
+        setup = setup.but(**changes)
+        known = _WITHOUT_METHOD if setup.bare and not self.settings else self._runs
         if setup not in known:
             known[setup] = self._start(setup)
         return known[setup]
@@ -142,42 +190,28 @@ class Trials:
             raise run.error
         return run
 
+    def checkpoint(self, setup: Setup, round_number: int) -> Path:
+        """What a run of :data:`SAVED` has written after a round."""
+        self.run(setup)
+        return self.folder / str(SAVED.index(setup)) / f"epoch={round_number - 1}.ckpt"
+
     def _start(self, setup: Setup) -> Run:
-        method = {"method": self.make, "none": lambda: None, "frozen": FrozenStatistics}[setup.method]()
+        method = None if setup.bare else self.make()
         source = None
         if setup.resume:
-            source = self.run(setup, resume=0, centralised=False).folder / f"{setup.resume}.ckpt"
-        settings: dict[str, Any] = {
-            "client_optimizer": partial(
-                torch.optim.SGD, lr=CLIENT_LR, momentum=setup.momentum, weight_decay=0.01
-            ),
-            "server_optimizer": partial(
-                torch.optim.SGD,
-                lr=0.5 if setup.server_momentum else 1.0,
-                momentum=setup.server_momentum,
-                weight_decay=0.02 if setup.server_momentum else 0.0,
-            ),
-            "client_lr_schedule": lambda number, _: float(not 0 < setup.rests <= number),
-            "local_steps": setup.local_steps,
-            "local_epochs": None if setup.local_steps else 1,
-            "executor": _EXECUTORS[setup.executor](),
-            "weighting": setup.weighting,
-            "centralised": setup.centralised,
-            "seed": setup.seed,
-        }
-        run = Run(reference_model(setup.norm), **{**settings, **self.settings})
-        run.script, run.method, run.folder = setup.script, method, self.folder / str(len(self._runs))
-        if setup.listens:
-            run.listen()
+            source = self.checkpoint(setup.but(resume=0, centralised=False), setup.resume)
+        settings = {"executor": SequentialExecutor(), **dict(setup.module), **self.settings}
+        run = Run(reference_model(setup.norm), **settings)
+        run.script, run.method = setup.script, method
         callbacks: list[L.Callback] = [] if method is None else [method]
         if setup.disturbance is not None and setup.disturbance.what != ("data",):
             callbacks.insert(0, Disturb(setup.disturbance))
-        if setup.beside:
-            noise = own_generators(method).values() if setup.beside == "noise" else None
-            callbacks = [Observer(noise), *callbacks, Observer(noise)]
-        if setup in SAVED:
-            run.folder.mkdir(parents=True)
-            callbacks.append(SaveRounds(run.folder))
+        if setup.observed:
+            callbacks = [Observer(method), *callbacks, Observer(method)]
+        saved = setup in SAVED
+        if saved:
+            folder = self.folder / str(SAVED.index(setup))
+            callbacks.append(ModelCheckpoint(folder, "{epoch}", save_top_k=-1, save_on_train_epoch_end=True))
         data = federation(setup.identities, batch_sizes=setup.batch_sizes, disturbance=setup.disturbance)
         with isolate_rng(), warnings.catch_warnings():
             # Lightning's advice on the tiny data, none of the method's business
@@ -185,10 +219,7 @@ class Trials:
             seed_global_generators(0)
             try:
                 trainer = L.Trainer(
-                    max_epochs=len(setup.script),
-                    callbacks=callbacks,
-                    enable_checkpointing=setup in SAVED,
-                    **_TRAINER,
+                    max_epochs=len(setup.script), callbacks=callbacks, enable_checkpointing=saved, **_TRAINER
                 )
                 trainer.fit(run, datamodule=data, ckpt_path=source)
             except Exception as error:  # noqa: BLE001  # whatever a method raises is a finding

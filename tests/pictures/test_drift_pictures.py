@@ -11,12 +11,8 @@ from command_line import run_rendered as run
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import LogNorm
 from matplotlib.text import Text
-from torch import nn
 
 from callbacks import BatchNormDiagnostics
-from callbacks.fbn import SharedBatchNorm
-from fl_lightning.batch_norm.swapping import swap_batch_norm
-from fl_lightning.diagnostics.bn_report import layer_labels
 from fl_lightning.pictures.drift import drift_figure, layers_figure
 from fl_lightning.pictures.style import LAYERS, write_figure
 
@@ -43,47 +39,42 @@ def draw(figure, tmp_path):
 
 
 def test_what_was_not_measured_has_no_panel(tmp_path):
-    found = draw(
-        drift_figure(rows(bn_gradient_deviation=[1.0, 0.5], train_loss=[2.0, 1.0]), None, ["x"]), tmp_path
-    )
+    found = draw(drift_figure(rows(bn_gradient_deviation=[1.0, 0.5], train_loss=[2.0, 1.0]), ["x"]), tmp_path)
     assert [axes.get_ylabel() for axes in found.axes] == ["training loss", "gradient deviation,\nrelative"]
 
 
 def test_zeros_stand_at_the_foot_of_a_logarithmic_axis(tmp_path):
     values = [1.0, 0.1, 2e-3, 0.0, 0.0]
-    found = draw(drift_figure(rows(bn_global_change=values), 4, ["x"]), tmp_path)
+    found = draw(drift_figure(rows(bn_global_change=values, fixbn_freeze_round=[3] * 5), ["x"]), tmp_path)
     drawn = lines(found)
     assert drawn["the server's running ones: change in a round"].get_ydata().tolist() == values
     axis = found.axes[0].yaxis
     places = axis.get_transform().transform([0.0, *[v for v in axis.get_majorticklocs() if v > 0], 1.0])
     assert (np.diff(places[:-1]) > 0.1 * places[-1]).all()
     assert axis.get_view_interval()[0] < 0
-    assert drawn["statistics frozen from round 4"].get_xdata() == [3.5, 3.5]
+    assert drawn["BN frozen from round 4"].get_xdata() == [3.5, 3.5]
 
 
 def test_figures_survive_numbers_that_no_axis_can_show(tmp_path):
     bad = [float("nan"), float("inf"), 1e300, 1.0]
-    draw(
-        drift_figure(rows(bn_global_change=bad, bn_train_eval_gap=bad, train_loss=bad), None, ["x"]), tmp_path
-    )
+    draw(drift_figure(rows(bn_global_change=bad, bn_train_eval_gap=bad, train_loss=bad), ["x"]), tmp_path)
     values = {"gradient_deviation": {r: {"a": value, "b": 0.0} for r, value in enumerate(bad, 1)}}
-    draw(layers_figure(values, {"a": "a", "b": "b"}, ["x"]), tmp_path)
+    draw(layers_figure(values, ["x"]), tmp_path)
     nothing = {"gradient_deviation": {1: {"a": float("nan")}}}
-    draw(layers_figure(nothing, {"a": "a"}, ["x"]), tmp_path)
+    draw(layers_figure(nothing, ["x"]), tmp_path)
 
 
 @pytest.mark.parametrize("log", [True, False])
 def test_heat_maps_have_the_layers_from_first_to_last_and_columns_half_way_to_the_next_round(log, tmp_path):
-    labels = {"first": "first (Conv2d)", "norm": "norm (BatchNorm2d)", "last": "last (Linear)"}
     low = 1e-9 if log else 0.4
     by_round = {
-        1: {"last": 0.5, "first": 1.0},
-        10: {"last": low, "first": 0.5},
-        20: {"last": low, "first": 0.5},
+        1: {"first": 1.0, "last": 0.5},
+        10: {"first": 0.5, "last": low},
+        20: {"first": 0.5, "last": low},
     }
-    found = draw(layers_figure({"gradient_deviation": by_round}, labels, ["x"]), tmp_path)
+    found = draw(layers_figure({"gradient_deviation": by_round}, ["x"]), tmp_path)
     axes = found.axes[0]
-    assert [text.get_text() for text in axes.get_yticklabels()] == ["first (Conv2d)", "last (Linear)"]
+    assert [text.get_text() for text in axes.get_yticklabels()] == ["first", "last"]
     assert axes.yaxis_inverted()
     mesh = axes.collections[0]
     assert mesh.get_array().filled(np.nan).tolist() == [[1.0, 0.5, 0.5], [0.5, low, low]]
@@ -92,20 +83,11 @@ def test_heat_maps_have_the_layers_from_first_to_last_and_columns_half_way_to_th
 
 
 def test_many_layers_keep_their_labels_apart(tmp_path):
-    labels = {f"layer{i}": f"stage{i}.0.conv1 (Conv2d)" for i in range(150)}
-    values = {quantity: {1: dict.fromkeys(labels, 1.0), 2: dict.fromkeys(labels, 0.1)} for quantity in LAYERS}
-    figure = draw(layers_figure(values, labels, ["x"]), tmp_path)
+    names = [f"stage{i}.0.conv1" for i in range(150)]
+    values = {quantity: {1: dict.fromkeys(names, 1.0), 2: dict.fromkeys(names, 0.1)} for quantity in LAYERS}
+    figure = draw(layers_figure(values, ["x"]), tmp_path)
     boxes = [text.get_window_extent() for text in figure.axes[0].get_yticklabels()]
     assert all(not one.overlaps(two) for one, two in pairwise(boxes))
-
-
-def test_layers_are_called_by_place_and_kind_also_under_a_method_that_swaps_them():
-    model = nn.Sequential(nn.Conv2d(1, 2, 1), nn.BatchNorm2d(2, affine=False), nn.ReLU(), nn.Linear(2, 2))
-    names = {"0": "0 (Conv2d)", "1": "1 (BatchNorm2d)", "3": "3 (Linear)"}
-    assert layer_labels(model) == names
-    swap_batch_norm(model, SharedBatchNorm)
-    assert layer_labels(model) == names
-    assert layer_labels(nn.Linear(1, 1)) == {"": "Linear"}
 
 
 def test_before_the_first_round_there_is_nothing_to_show():
@@ -155,8 +137,8 @@ def test_a_word_where_a_list_belongs_is_told_with_the_list(capsys):
 
 
 def test_no_title_of_a_heat_map_leaves_the_figure(tmp_path):
-    values = {quantity: {1: {"a": 1.0}} for quantity in LAYERS}
-    figure = draw(layers_figure(values, {"a": "features.12 (BatchNorm2d)"}, ["x"]), tmp_path)
+    values = {quantity: {1: {"features.12": 1.0}} for quantity in LAYERS}
+    figure = draw(layers_figure(values, ["x"]), tmp_path)
     FigureCanvasAgg(figure).draw()
     titles = [text for text in figure.findobj(Text) if text.get_text() in LAYERS.values()]
     assert len(titles) == len(LAYERS)
@@ -165,9 +147,9 @@ def test_no_title_of_a_heat_map_leaves_the_figure(tmp_path):
 
 def test_rounding_looks_like_rounding(tmp_path):
     values = [5e-7, 8e-7]
-    axes = draw(drift_figure(rows(bn_gradient_deviation=values), None, ["x"]), tmp_path).axes[0]
+    axes = draw(drift_figure(rows(bn_gradient_deviation=values), ["x"]), tmp_path).axes[0]
     assert axes.get_yscale() == "log"
     assert axes.get_ylim()[1] > 1
     by_round = {r: {"a": value} for r, value in enumerate(values, 1)}
-    mesh = layers_figure({"gradient_deviation": by_round}, {"a": "a"}, ["x"]).axes[0].collections[0]
+    mesh = layers_figure({"gradient_deviation": by_round}, ["x"]).axes[0].collections[0]
     assert mesh.norm.vmax == 1

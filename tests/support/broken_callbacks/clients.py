@@ -5,7 +5,7 @@ from callbacks import FedBN, MaintainedMomentum
 from fl_lightning import FederatedCallback, LocalState
 
 
-@fails("absent clients", "client numbers", "clients' own state")
+@fails("absent clients", "client numbers", "clients own state")
 class MomentumByRow(MaintainedMomentum):
     """Keys its memory by the row in the cohort, not by the client."""
 
@@ -43,7 +43,7 @@ class ForgetfulFedBN(FedBN):
         super().on_round_start(trainer, pl_module, cohort)
 
 
-@fails("local state", "clients' own state")
+@fails("local state", "clients own state")
 class OverwrittenLocal(FederatedCallback):
     """Says that statistics are local, but clients start from the server's copy."""
 
@@ -60,7 +60,7 @@ class NeighboursStatistics(FederatedCallback):
             cohort.buffers[name].copy_(cohort.mean(cohort.buffers[name]).expand_as(cohort.buffers[name]))
 
 
-@fails("payload", "clients' own state")
+@fails("payload", "clients own state")
 class LeakedMomentum(MaintainedMomentum):
     """Shares momentum through its memory, without declaring what is sent."""
 
@@ -71,7 +71,7 @@ class LeakedMomentum(MaintainedMomentum):
         return 0, 0
 
 
-@fails("clients' own state")
+@fails("clients own state")
 class KeptReset(FederatedCallback):
     """Says that statistics are reset, but hands them on."""
 
@@ -91,7 +91,7 @@ class NegativePayload(FederatedCallback):
         return 0, -0.5
 
 
-@fails("clients' own state")
+@fails("clients own state")
 class CountsTheOthers(LocalState):
     """Scales gradients by the server's copy of the counter, the largest of those that clients keep for themselves."""
 
@@ -103,7 +103,7 @@ class CountsTheOthers(LocalState):
             gradients /= 1 + count
 
 
-@fails("clients' own state")
+@fails("clients own state")
 class HandsOnResetCounters(FederatedCallback):
     """Says that counters are reset, but hands the largest on."""
 
@@ -162,7 +162,7 @@ class MemoryUnderTheNextName(FederatedCallback):
         self.memory = state_dict["memory"]
 
 
-@fails("payload", "clients' own state")
+@fails("payload", "clients own state")
 class UnderstatedMomentum(MaintainedMomentum):
     """Shares momentum, and declares one float."""
 
@@ -173,7 +173,7 @@ class UnderstatedMomentum(MaintainedMomentum):
         return 1, 1
 
 
-@fails("clients' own state")
+@fails("clients own state")
 class UnderstatedUpload(MaintainedMomentum):
     """Shares momentum, and declares what is received and no more than one float of what is sent."""
 

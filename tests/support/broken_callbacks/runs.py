@@ -34,7 +34,7 @@ class NoisyGradients(FederatedCallback):
             gradients *= 1 + 0.1 * self.number(pl_module, cohort)
 
 
-@fails("random numbers", "resume")
+@fails("observers", "resume")
 class OwnGenerator(NoisyGradients):
     """Draws from a generator that it keeps."""
 
@@ -45,7 +45,7 @@ class OwnGenerator(NoisyGradients):
         return self.generator.random()
 
 
-@fails("random numbers")
+@fails("observers")
 class SavedGenerator(NoisyGradients):
     """The same with a generator whose position is saved: it resumes, but its draws still depend on call order."""
 
@@ -62,7 +62,7 @@ class SavedGenerator(NoisyGradients):
         self.generator.set_state(state_dict["generator"])
 
 
-@fails("random numbers", "resume")
+@fails("observers", "resume")
 class GlobalNumpy(NoisyGradients):
     """Draws from numpy's global generator."""
 
@@ -92,7 +92,7 @@ class SharedMemory(MaintainedMomentum):
         return {}
 
 
-@fails("observers", "random numbers", "clients' own state")
+@fails("observers", "clients own state")
 class CountsItsNeighbours(NoisyGradients):
     """Does something else where another callback runs beside it."""
 
@@ -108,7 +108,7 @@ class FirstClientCounts(NoisyGradients):
         return float(0 in cohort.client_ids)
 
 
-@fails("sequential = vectorised", "vectorised in blocks")
+@fails("executors")
 class CountsForwardCalls(NoisyGradients):
     """A forward hook counts calls: one per client, or one per block."""
 

@@ -6,7 +6,7 @@ from fl_lightning import FederatedCallback
 from fl_lightning.batch_norm.layers import batch_norm_layers
 
 
-@fails("averaged state")
+@fails("server state")
 class UnweightedStatistics(FederatedCallback):
     """Averages statistics with 1/n whatever the clients' sizes."""
 
@@ -24,7 +24,7 @@ class LeavesMomentum(FederatedCallback):
             layer.momentum = 0.5
 
 
-@fails("counters")
+@fails("server state")
 class AveragedCounter(FederatedCallback):
     """Averages the counter as a float."""
 
@@ -87,7 +87,7 @@ class SteppedStatistics(FederatedCallback):
             buffer.copy_(before - rate * (before - buffer))
 
 
-@fails("pooled state")
+@fails("server state")
 class NeverPooled(FederatedCallback):
     """Says that it aggregates statistics itself, and does not."""
 
@@ -95,7 +95,7 @@ class NeverPooled(FederatedCallback):
         return {"mean": "pooled", "var": "pooled"}
 
 
-@fails("variances")
+@fails("trains")
 class NegativeVariance(FederatedCallback):
     """Overshoots: the server's variance goes below zero."""
 
@@ -158,7 +158,7 @@ class ShrinksInEvaluation(ShrinkingStatistics):
         self.shrink(pl_module)
 
 
-@fails("averaged state")
+@fails("server state")
 class ShrinksInTheServerStep(ShrinkingStatistics):
     """In the hook of the server step."""
 
