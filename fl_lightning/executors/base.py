@@ -42,15 +42,6 @@ class ClientTask(Protocol):
     def client_loss(self, batch: Any) -> Tensor:
         """A client's loss on its batch, a scalar."""
 
-    def modules(self) -> Iterator[nn.Module]:
-        """The module itself and all in it, as ``nn.Module`` has them; likewise the next three."""
-
-    def named_modules(self) -> Iterator[tuple[str, nn.Module]]: ...  # noqa: D102
-
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]: ...  # noqa: D102
-
-    def named_buffers(self) -> Iterator[tuple[str, Tensor]]: ...  # noqa: D102
-
 
 class Executor(ABC):
     """Computes one local step's losses and gradients for some rows of a cohort."""
