@@ -2,13 +2,12 @@
 
 import time
 from datetime import timedelta
-from typing import Any
 
 import lightning as L
 from lightning.pytorch.callbacks import ProgressBar
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn
-from rich.table import Column
+from rich.live import Live
+from rich.text import Text
 
 from fl_lightning.errors import ConfigurationError
 
@@ -34,7 +33,7 @@ class RoundProgress(ProgressBar):
             raise ConfigurationError(f"every_n_seconds must be >= 0, found {every_n_seconds}")
         self.every_n_seconds = every_n_seconds
         self.is_enabled = True  # ``LightningModule.print`` asks
-        self._live: Progress | None = None
+        self._live: Live | None = None
         self._next_time = self._started_at = 0.0
         self._first_round = 0
         self._score = ""
@@ -53,11 +52,8 @@ class RoundProgress(ProgressBar):
         self._score, self._first_round, self._started_at = "", trainer.current_epoch, time.monotonic()
         console = Console()
         if self.is_enabled and console.is_interactive:
-            text = TextColumn("{task.fields[text]}", table_column=Column(no_wrap=True, overflow="ellipsis"))
-            columns = ("{task.description}", BarColumn(bar_width=None), text)
             # no thread that refreshes: worker processes are forked, and it might hold a lock just then
-            self._live = Progress(*columns, console=console, auto_refresh=False, expand=True)
-            self._live.add_task("", text="")
+            self._live = Live(console=console, auto_refresh=False)
             self._live.start()
         self._next_time = self._started_at + (0.0 if self._live else self.every_n_seconds)
 
@@ -76,19 +72,6 @@ class RoundProgress(ProgressBar):
         """
         if self._live:
             self._show(f"step {step}/{of}", step / max(of, 1))
-
-    def on_validation_batch_end(
-        self,
-        trainer: L.Trainer,
-        pl_module: L.LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
-        """Show the position inside an evaluation of the server."""
-        if self._live:
-            self._show(f"evaluating {batch_idx + 1}/{sum(trainer.num_val_batches)}", 1.0)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Show the last round and leave its line."""
@@ -114,8 +97,8 @@ class RoundProgress(ProgressBar):
         self._next_time = now + (_REFRESH_SECONDS if self._live else self.every_n_seconds)
         metrics = getattr(self.trainer.lightning_module, "metrics", {})
         done, total = self.trainer.current_epoch, self.trainer.max_epochs or 0
-        name = f"round {done:{len(str(total))}}/{total}"
         texts = [
+            f"round {done:{len(str(total))}}/{total}",
             f"loss {float(metrics['train/loss']):.4g}" if "train/loss" in metrics else "",
             self._score,
             f"{float(metrics['time/samples_per_s']):,.0f} samples/s"
@@ -124,14 +107,11 @@ class RoundProgress(ProgressBar):
             self._clock(now - self._started_at, done + fraction, total),
             steps,
         ]
-        text = "  ".join(filter(None, texts))
+        line = "  ".join(filter(None, texts))
         if self._live:
-            task, completed = self._live.task_ids[0], done + fraction
-            self._live.update(
-                task, description=name, completed=completed, total=total, text=text, refresh=True
-            )
+            self._live.update(Text(line, no_wrap=True, overflow="ellipsis"), refresh=True)
         else:
-            print(f"{name}  {text}", flush=True)
+            print(line, flush=True)
 
     def _clock(self, elapsed: float, done: float, total: int) -> str:
         if done >= total:

@@ -8,9 +8,8 @@ import torch
 from command_line import attempts, message_of, rows, run, write_config
 
 from fl_lightning.__main__ import main
-from fl_lightning.cli import freeze_branches
-from fl_lightning.cli.freeze_branches import Branch
-from fl_lightning.cli.search_freeze import freeze_rounds, summary
+from fl_lightning.cli import search_freeze
+from fl_lightning.cli.search_freeze import Branch, freeze_rounds, summary
 from fl_lightning.run_directory.directory import Attempt
 
 GRID = [0, 1, 3]
@@ -85,7 +84,7 @@ def test_the_choice_is_the_largest_validation_accuracy_after_the_last_round(in_f
     assert in_finished["test/accuracy"] == result["test/accuracy"]
 
 
-def test_test_data_play_no_part_in_the_choice(monkeypatch, tmp_path):
+def test_test_data_play_no_part_in_the_choice(monkeypatch):
     found = {1: (0.5, 0.9), 2: (0.6, 0.1), 3: (0.6, 0.8)}
 
     def result(branch):
@@ -94,15 +93,16 @@ def test_test_data_play_no_part_in_the_choice(monkeypatch, tmp_path):
         return {**found_so, "diverged": False, "continued_from": []}
 
     monkeypatch.setattr(Branch, "result", property(result))
-    table = summary([Branch(freeze_round, {}, tmp_path) for freeze_round in found])
+    config = {"trainer": {"callbacks": [{"class_path": "FixBN", "init_args": {}}]}, "checkpoint": {}}
+    table = summary([Branch(config, freeze_round, found) for freeze_round in found])
     assert (table["chosen"], table["test/accuracy"]) == (2, 0.1)
 
 
 def test_the_same_command_again_trains_nothing_and_prints_the_table(in_finished, monkeypatch, capsys):
-    before, trained, real = attempts(), [], freeze_branches.run
-    monkeypatch.setattr(freeze_branches, "run", lambda args: trained.append(args) or real(args))
+    before, called, real = attempts(), [], search_freeze.run
+    monkeypatch.setattr(search_freeze, "run", lambda args: called.append(args) or real(args))
     assert search() == in_finished
-    assert (trained, attempts()) == ([], before)
+    assert (len(called), attempts()) == (1, before)  # the one that reads the settings
     lines = capsys.readouterr().out.split("Search of T*\n")[1].splitlines()
     assert lines[0] == "T*      val/accuracy  test/accuracy  files"
     tested = [line.split()[0] for line in lines[1:4] if f"{in_finished['test/accuracy']:.4f}" in line]
@@ -113,22 +113,25 @@ def test_the_same_command_again_trains_nothing_and_prints_the_table(in_finished,
 
 def test_a_stopped_search_goes_on_where_it_was(monkeypatch):
     write_config()
-    real = freeze_branches.run
+    real = search_freeze.run
 
     def stopped(args):
         real(args)
         raise SystemExit(130)
 
-    monkeypatch.setattr(freeze_branches, "run", stopped)
+    monkeypatch.setattr(search_freeze, "run", stopped)
     with pytest.raises(SystemExit):
         search(grid="1,2")
     (first,) = Path("runs/tiny").glob("*/result.json")
     first.unlink()  # as if it had been stopped before its end
     trained = []
-    monkeypatch.setattr(freeze_branches, "run", lambda args: trained.append(args[1:]) or real(args))
+    monkeypatch.setattr(search_freeze, "run", lambda args: trained.append(args[1:]) or real(args))
     found = search(grid="1,2")
     last, kept = (first.parent / "checkpoints" / name for name in ("last.ckpt", "round_1.ckpt"))
-    assert [args[1] for args in trained] == [f"--ckpt_path={last}", f"--ckpt_path={kept}"]
+    assert [args[1] for args in trained if args[-1] != "--print_config"] == [
+        f"--ckpt_path={last}",
+        f"--ckpt_path={kept}",
+    ]
     assert found["rounds_trained"] == 4 + 3
     assert len(attempts()) == 3
 
@@ -171,7 +174,7 @@ def test_its_own_mistakes_are_one_line(args, line, capsys):
 
 
 def test_fractions_are_of_all_rounds():
-    assert freeze_rounds("100, 0.5,0.29,1.0,0", 100) == [0, 29, 50, 100]
+    assert freeze_rounds("100, 0.5,0.29,1.0,0", 100) == {0, 29, 50, 100}
 
 
 def test_help_names_the_command(capsys):
