@@ -95,11 +95,8 @@ class FederatedCLI(LightningCLI):
                 "weights_only: false in a file would run what a checkpoint holds; leave it out there"
             )
         seed = config.seed_everything
-        # a bool is an int: true would draw a seed that the links to data and model never see
-        if isinstance(seed, bool) or not 0 <= seed < 2**32:
-            raise ConfigurationError(
-                f"seed_everything: {str(seed).lower()} must be a whole number from 0 to {2**32 - 1}"
-            )
+        if not 0 <= seed < 2**32:
+            raise ConfigurationError(f"seed_everything: {seed} must be a whole number from 0 to {2**32 - 1}")
         for setting in ("data.seed", "model.seed"):
             own = self.given.get(setting, seed)
             if own != seed:

@@ -2,7 +2,6 @@
 
 import io
 import json
-import sys
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout
@@ -18,7 +17,6 @@ from fl_lightning.console import print_table
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.files import folder_below, write_json, write_text
 from fl_lightning.milestones import in_run, round_at
-from fl_lightning.run.interruption import Stopped
 from fl_lightning.run_directory.checkpoint_io import load_run
 from fl_lightning.run_directory.checkpoints import kept_name
 from fl_lightning.run_directory.directory import Attempt, class_name, config_hash, directory_of
@@ -80,16 +78,8 @@ def search(configs: Sequence[str], grid: str, fit_options: Sequence[str]) -> Non
     known = json.loads(path.read_text())["branches"] if path.is_file() else []
     rounds = sorted({*rounds, *(row["freeze_round"] for row in known)})
     branches = [Branch(config, freeze_round, rounds) for freeze_round in rounds]
-    try:
-        for branch in reversed(branches):
-            train(branch, branches, folder / f"freeze_round_{branch.freeze_round}.yaml")
-    except SystemExit as stop:
-        kept = f"{folder} keeps what is finished; the same search-freeze command goes on from there"
-        if isinstance(stop, Stopped):
-            stop.kept = kept
-        else:
-            print(kept, file=sys.stderr)
-        raise
+    for branch in reversed(branches):
+        train(branch, branches, folder / f"freeze_round_{branch.freeze_round}.yaml")
     found = summary(branches)
     write_json(path, found)
     print_search(found, path)
@@ -235,25 +225,15 @@ def summary(branches: Sequence[Branch]) -> dict[str, Any]:
     Of equal validation accuracies the smallest T* is chosen.
     """
     results = [branch.result for branch in branches]
-    rows = [
-        {
-            "freeze_round": branch.freeze_round,
-            # the round of stage I that it went on from
-            "first_round": max((place["round"] for place in result["continued_from"]), default=0),
-            "val/accuracy": result["val/accuracy"],
-            "diverged": result["diverged"],
-            "directory": result["directory"],
-        }
-        for branch, result in zip(branches, results, strict=True)
-    ]
     best = max(range(len(branches)), key=lambda index: results[index]["val/accuracy"])
-    total = sum(result["rounds"] for result in results)
+    shown = ("val/accuracy", "diverged", "directory")
     return {
-        "branches": rows,
+        "branches": [
+            {"freeze_round": branch.freeze_round, **{name: result[name] for name in shown}}
+            for branch, result in zip(branches, results, strict=True)
+        ],
         "chosen": branches[best].freeze_round,
         "test/accuracy": results[best].get("test/accuracy"),
-        "rounds_trained": total - sum(row["first_round"] for row in rows),
-        "rounds_of_separate_runs": total,
     }
 
 
@@ -269,8 +249,5 @@ def print_search(found: Mapping[str, Any], path: Path) -> None:
             f"{'  (diverged)' if branch['diverged'] else ''}"
         )
     rows["chosen"] = f"T* = {found['chosen']}, by validation accuracy after the last round"
-    rows["rounds"] = (
-        f"{found['rounds_trained']:,} trained; separate runs: {found['rounds_of_separate_runs']:,}"
-    )
     rows["file"] = str(path)
     print_table("Search of T*", rows)

@@ -43,8 +43,6 @@ def main(args: Sequence[str]) -> None:
             "verify: give one of --callback and --all, such as --callback FixBN, --callback methods.Mine or --all"
         )
     file = Path(given.json) if given.json is not None else None
-    if file is not None and not file.resolve().parent.is_dir():
-        raise ConfigurationError(f"json: {file} is in a folder that does not exist")
     # imported now: the battery's own callbacks are no methods that the parser should know
     from fl_lightning.verification.battery import certify
     from fl_lightning.verification.certificate import Certificate, print_certificate, print_summary

@@ -62,12 +62,6 @@ class FinishRound(L.Callback):
         """Give the signals back."""
         _give_back(self._previous)
 
-    def on_exception(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException
-    ) -> None:
-        """Give the signals back."""
-        _give_back(self._previous)
-
     def _note(self, number: int, frame: FrameType | None) -> None:
         if self.signal is not None or self._trainer is None:
             raise Stopped(number)

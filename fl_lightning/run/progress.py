@@ -38,20 +38,11 @@ class RoundProgress(ProgressBar):
         self._first_round = 0
         self._score = ""
 
-    def enable(self) -> None:
-        """Show the progress (the default on the first process)."""
-        self.is_enabled = True
-
-    def disable(self) -> None:
-        """Show nothing."""
-        self._close()
-        self.is_enabled = False
-
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Open the line; a resumed run starts at its round."""
         self._score, self._first_round, self._started_at = "", trainer.current_epoch, time.monotonic()
         console = Console()
-        if self.is_enabled and console.is_interactive:
+        if console.is_interactive:
             # no thread that refreshes: worker processes are forked, and it might hold a lock just then
             self._live = Live(console=console, auto_refresh=False)
             self._live.start()
@@ -92,7 +83,7 @@ class RoundProgress(ProgressBar):
 
     def _show(self, steps: str = "", fraction: float = 0.0, at_once: bool = False) -> None:
         now = time.monotonic()
-        if not self.is_enabled or (now < self._next_time and not at_once):
+        if now < self._next_time and not at_once:
             return
         self._next_time = now + (_REFRESH_SECONDS if self._live else self.every_n_seconds)
         metrics = getattr(self.trainer.lightning_module, "metrics", {})

@@ -106,16 +106,6 @@ def test_time_left_counts_only_the_rounds_of_this_fit(tmp_path, capsys, monkeypa
     assert (lines[-1][:13], lines[-1][-10:]) == ("round 110/110", "in 0:10:00")
 
 
-@pytest.mark.parametrize("stage", ["fit", "validate", "test", "predict"])
-@pytest.mark.parametrize("terminal", [True, False])
-def test_disabled_progress_is_silent_in_every_stage(tmp_path, capsys, monkeypatch, stage, terminal):
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
-    progress = RoundProgress(every_n_seconds=0.0)
-    progress.disable()
-    start(tmp_path, progress, stage)
-    assert capsys.readouterr().out == ""
-
-
 def test_terminal_shows_local_steps_and_gets_its_cursor_back(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "120")
