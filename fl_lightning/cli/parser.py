@@ -28,7 +28,6 @@ class ConciseParser(LightningArgumentParser):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         # An abbreviation would make a misspelt setting (--model.local_step) pass as another one.
         super().__init__(*args, **{"allow_abbrev": False, **kwargs})
-        self._commands: Any = None
 
     def add_class_arguments(
         self, class_type: type, nested_key: str | None = None, *args: Any, **kwargs: Any
@@ -52,11 +51,6 @@ class ConciseParser(LightningArgumentParser):
             names.append(self.add_argument("--num_classes", type=int | None, default=None).dest)
         return names
 
-    def add_subcommands(self, *args: Any, **kwargs: Any) -> Any:
-        """Add the place of the subcommands, and remember it."""
-        self._commands = super().add_subcommands(*args, **kwargs)
-        return self._commands
-
     def instantiate(self, *args: Any, **kwargs: Any) -> Namespace:
         """Make the classes that the settings name; an exception of theirs notes which one, and with which values."""
         made: Namespace = super().instantiate(*args, instantiators=[(_make, object, True)], **kwargs)
@@ -64,7 +58,7 @@ class ConciseParser(LightningArgumentParser):
 
     def settings(self) -> list[str]:
         """The names of the settings that the parser and its subcommands take, without ``init_args``."""
-        parsers = self._commands.choices.values() if self._commands else [self]
+        parsers = self._subcommands_action.choices.values() if self._subcommands_action else [self]
         return list(
             dict.fromkeys(plain_name(name) for parser in parsers for name, _ in parser.get_defaults().items())
         )

@@ -23,18 +23,14 @@ from fl_lightning.run_directory.directory import Attempt, class_name, config_has
 
 _PROGRAM = "python -m fl_lightning search-freeze"
 _DESCRIPTION = """\
-Search FixBN's T* over a grid, by validation accuracy after the last round.
-
-Until T* FixBN is FedAvg with BN. So the run of the largest T* is trained first and keeps a checkpoint of every other
-one; each of these goes on from its checkpoint, bit for bit as if it had been trained alone. All are ordinary runs. The
-table is also written to runs/NAME/search-.../search.json. Test data play no part in the choice. The same command again
-goes on where it was stopped and trains nothing that is finished; another grid adds to the table."""
+Search FixBN's T* over a grid, by validation accuracy after the last round. The run of the largest T* is trained first, and the
+others go on from its checkpoints. The same command again goes on where it was stopped; another grid adds to the table."""
 _EPILOG = "All other options are those of fit, such as --seed_everything 1 or --trainer.max_epochs 200."
 
 
 @command()
 def main(args: Sequence[str]) -> None:
-    """Run the command.
+    """Train a run for each T*, choose one and print the table.
 
     Args:
         args: Arguments after ``search-freeze``.
@@ -52,31 +48,17 @@ def main(args: Sequence[str]) -> None:
     grid = "rounds (100,200,300) or fractions (0.25,0.5)"
     parser.add_argument("--freeze_rounds", metavar="T,T,...", required=True, help=grid)
     own, fit_options = parser.parse_known_args(args)
-    search(own.config, own.freeze_rounds, fit_options)
-
-
-def search(configs: Sequence[str], grid: str, fit_options: Sequence[str]) -> None:
-    """Train a run for each T* and choose one.
-
-    Args:
-        configs: YAML files, later ones win.
-        grid: The values of T*, separated by commas.
-        fit_options: Further options of ``fit``.
-
-    Raises:
-        ConfigurationError: A value of T* or a setting of the run is not fit for a search.
-    """
-    config = resolve([*(f"--config={path}" for path in configs), *fit_options])
-    config["name"] = config["name"] or Path(configs[-1]).stem
+    config = resolve([*(f"--config={path}" for path in own.config), *fit_options])
+    config["name"] = config["name"] or Path(own.config[-1]).stem
     # a T* that diverges is an answer, not the end of the search
     config["model"]["on_divergence"] = "record"
     check(config)
-    rounds = freeze_rounds(grid, config["trainer"]["max_epochs"])
+    asked = freeze_rounds(own.freeze_rounds, config["trainer"]["max_epochs"])
     folder = search_folder(config)
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "search.json"
     known = json.loads(path.read_text())["branches"] if path.is_file() else []
-    rounds = sorted({*rounds, *(row["freeze_round"] for row in known)})
+    rounds = sorted({*asked, *(row["freeze_round"] for row in known)})
     branches = [Branch(config, freeze_round, rounds) for freeze_round in rounds]
     for branch in reversed(branches):
         train(branch, branches, folder / f"freeze_round_{branch.freeze_round}.yaml")
@@ -131,9 +113,9 @@ def train(branch: Branch, branches: Sequence[Branch], file: Path) -> None:
         shared = range(1, min(branch.freeze_round, other.freeze_round) + 1)
         names = ["last.ckpt"] * (other is branch) + [kept_name(round_number) for round_number in shared]
         for path in [other.attempt.checkpoints / name for name in names] if other.attempt else []:
-            checkpoint = load_run(path) if path.is_file() else {"global_step": 0}
+            checkpoint = load_run(path) if path.is_file() else {}
             if (
-                checkpoint["global_step"] > reached
+                checkpoint.get("global_step", 0) > reached
                 and checkpoint["fl_lightning"]["total_rounds"] == branch.config["trainer"]["max_epochs"]
             ):
                 reached, source = checkpoint["global_step"], path

@@ -2,6 +2,7 @@
 
 import time
 from datetime import timedelta
+from typing import Any
 
 import lightning as L
 from lightning.pytorch.callbacks import ProgressBar
@@ -12,7 +13,14 @@ from rich.text import Text
 from fl_lightning.errors import ConfigurationError
 
 _REFRESH_SECONDS = 0.1
-_SCORES = ("val/accuracy", "val/mean_iou", "test/accuracy", "test/mean_iou")
+_SHOWN = {
+    "train/loss": "loss {:.4g}",
+    "val/accuracy": "val/accuracy {:.4g}",
+    "val/mean_iou": "val/mean_iou {:.4g}",
+    "test/accuracy": "test/accuracy {:.4g}",
+    "test/mean_iou": "test/mean_iou {:.4g}",
+    "time/samples_per_s": "{:,.0f} samples/s",
+}
 
 
 class RoundProgress(ProgressBar):
@@ -36,11 +44,11 @@ class RoundProgress(ProgressBar):
         self._live: Live | None = None
         self._next_time = self._started_at = 0.0
         self._first_round = 0
-        self._score = ""
+        self._metrics: dict[str, Any] = {}  # the newest of each name: most rounds are not evaluated
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Open the line; a resumed run starts at its round."""
-        self._score, self._first_round, self._started_at = "", trainer.current_epoch, time.monotonic()
+        self._metrics, self._first_round, self._started_at = {}, trainer.current_epoch, time.monotonic()
         console = Console()
         if console.is_interactive:
             # no thread that refreshes: worker processes are forked, and it might hold a lock just then
@@ -50,7 +58,7 @@ class RoundProgress(ProgressBar):
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Show the round before this one: its metrics came after this callback's ``on_train_epoch_end``."""
-        self._note_score()
+        self._metrics |= getattr(pl_module, "metrics", {})
         if self._live or trainer.current_epoch > self._first_round:
             self._show()
 
@@ -66,7 +74,7 @@ class RoundProgress(ProgressBar):
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Show the last round and leave its line."""
-        self._note_score()
+        self._metrics |= getattr(pl_module, "metrics", {})
         self._show(at_once=True)
         self._close()
 
@@ -86,15 +94,11 @@ class RoundProgress(ProgressBar):
         if now < self._next_time and not at_once:
             return
         self._next_time = now + (_REFRESH_SECONDS if self._live else self.every_n_seconds)
-        metrics = getattr(self.trainer.lightning_module, "metrics", {})
         done, total = self.trainer.current_epoch, self.trainer.max_epochs or 0
+        found = [(text, self._metrics[name]) for name, text in _SHOWN.items() if name in self._metrics]
         texts = [
             f"round {done:{len(str(total))}}/{total}",
-            f"loss {float(metrics['train/loss']):.4g}" if "train/loss" in metrics else "",
-            self._score,
-            f"{float(metrics['time/samples_per_s']):,.0f} samples/s"
-            if "time/samples_per_s" in metrics
-            else "",
+            *(text.format(float(value)) for text, value in found),
             self._clock(now - self._started_at, done + fraction, total),
             steps,
         ]
@@ -109,9 +113,3 @@ class RoundProgress(ProgressBar):
             return f"in {timedelta(seconds=round(elapsed))}"
         here = done - self._first_round
         return f"ETA {timedelta(seconds=round(elapsed / here * (total - done)))}" if here > 0 else ""
-
-    def _note_score(self) -> None:
-        # most rounds are not evaluated: the last score stays on show
-        metrics = getattr(self.trainer.lightning_module, "metrics", {})
-        found = (f"{key} {float(metrics[key]):.4g}" for key in _SCORES if key in metrics)
-        self._score = next(found, self._score)

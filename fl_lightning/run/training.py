@@ -80,7 +80,7 @@ class Training:
         self,
         settings: Mapping[str, Any],
         wandb: WandbSettings,
-        ckpt_path: str | None = None,
+        ckpt_path: str | os.PathLike[str] | None = None,
         weights_only: bool | None = None,
     ) -> L.Trainer:
         """Make the run's folder, or find that of the checkpoint, and make the trainer.
@@ -102,7 +102,7 @@ class Training:
                 self._held.enter_context(owner.lock())  # before its checkpoint is read
             checkpoint = load_run(path, weights_only)
             check_run(path, checkpoint, self.module.model, self.module.configure_optimizers())
-        self._fit_arguments = {"ckpt_path": path, "weights_only": weights_only}
+        self._fit_arguments: dict[str, Any] = {"ckpt_path": path, "weights_only": weights_only}
         if not settings.get("fast_dev_run"):
             if path is None:
                 self.start = Start(self.directory.next_attempt(self._held))
@@ -116,7 +116,7 @@ class Training:
             profiler.filename = profiler.filename or "profile"
         return self._trainer
 
-    def found(self, ckpt_path: str | None) -> Path | None:
+    def found(self, ckpt_path: str | os.PathLike[str] | None) -> Path | None:
         """The file that ``--ckpt_path`` means, None where it is None, or ``"auto"`` and there is none yet.
 
         Raises:
