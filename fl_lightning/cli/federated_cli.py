@@ -23,9 +23,8 @@ from fl_lightning.run_directory.directory import Attempt
 from fl_lightning.run_directory.result import write_predictions
 
 _MODEL_LINKS = ("num_classes", "in_channels", "image_size")
-_Threads: Any = restricted_number_type(
-    "int_from_1_to_1024", int, [(">=", 1), ("<=", 1024)]
-)  # more end the process
+# more end the process
+_Threads: Any = restricted_number_type("int_from_1_to_1024", int, [(">=", 1), ("<=", 1024)])
 
 
 class FederatedCLI(LightningCLI):

@@ -30,6 +30,9 @@ _SHIPPED = {
 }
 """The modules with the shipped classes that a setting takes, by the last part of its name."""
 
+_OF_LIGHTNING = ("conditioned on metric", "more than one stateful callback")
+"""Words of Lightning's errors that a user can mend: a metric to stop early on, a callback that is given twice."""
+
 SHAPES = {
     "setting": r'Parser key "(.+?)":',
     "unknown setting": r"(?:[Oo]ption '(?P<name>[^']+)' is not accepted|does not accept option '(?P<of_command>[^']+)'"
@@ -169,13 +172,7 @@ def told(error: BaseException | None) -> str | None:
         if isinstance(error, getattr(sys.modules.get("wandb"), "Error", ())):
             wrong = str(error).partition("\n")[0].partition(". ")[0].rstrip(".")
             return f"W&B: {wrong}; store a key with wandb login, or set the environment variable WANDB_MODE=offline"
-        missing = re.search(r"conditioned on metric `(.*?)` which is not available", str(error))
-        if missing:
-            logged = re.findall(r"`([^`]+)`", str(error))[2:]
-            among = ", ".join(logged) or "nothing yet"
-            return f"EarlyStopping.monitor: {missing[1]!r} is not logged; logged are {among}{nearest(missing[1], logged)}"
-        twice = re.search(r"more than one stateful callback of type `(\w+)`", str(error))
-        if twice:
-            return f"trainer.callbacks: {twice[1]} is given twice; keep one (of RoundCheckpoint: set checkpoint.* instead)"
+        if any(words in str(error) for words in _OF_LIGHTNING):
+            return _one_line(str(error))
         error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     return None

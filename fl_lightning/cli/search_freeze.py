@@ -61,7 +61,7 @@ def main(args: Sequence[str]) -> None:
     rounds = sorted({*asked, *(row["freeze_round"] for row in known)})
     branches = [Branch(config, freeze_round, rounds) for freeze_round in rounds]
     for branch in reversed(branches):
-        train(branch, branches, folder / f"freeze_round_{branch.freeze_round}.yaml")
+        _train(branch, branches, folder / f"freeze_round_{branch.freeze_round}.yaml")
     found = summary(branches)
     write_json(path, found)
     print_search(found, path)
@@ -96,14 +96,8 @@ class Branch:
         return found if all_rounds else {}
 
 
-def train(branch: Branch, branches: Sequence[Branch], file: Path) -> None:
-    """Train a branch that is not finished, from the latest checkpoint that it shares with one of the branches.
-
-    Args:
-        branch: The branch.
-        branches: All branches.
-        file: The YAML for it.
-    """
+def _train(branch: Branch, branches: Sequence[Branch], file: Path) -> None:
+    """Train a branch that is not finished, from the latest checkpoint that it shares with one of the branches."""
     if branch.result:
         print(f"T* = {branch.freeze_round}: finished in {branch.result['directory']}", flush=True)
         return

@@ -38,11 +38,12 @@ def stoppable() -> Iterator[None]:
         stopped.kept = ""
         raise
     finally:
-        _give_back(previous)
+        for number, handler in previous.items():
+            signal.signal(number, handler)
 
 
 class FinishRound(L.Callback):
-    """Turns the first Ctrl-C, SIGTERM or SIGHUP into a stop at the end of the round; a second one stops at once.
+    """Within :func:`stoppable`, turns the first signal into a stop at the end of the round; a second one stops at once.
 
     Attributes:
         signal: The signal that asked for the stop, None where there was none.
@@ -50,24 +51,22 @@ class FinishRound(L.Callback):
 
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None
-        self._trainer: L.Trainer | None = None
-        self._previous: dict[signal.Signals, Any] = {}
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Take over the signals."""
-        self._trainer = trainer
-        self._previous = _listen(self._note)
+
+        def note(number: int, frame: FrameType | None) -> None:
+            if self.signal is not None:
+                raise Stopped(number)
+            self.signal = signal.Signals(number)
+            trainer.should_stop = True
+            print(f"\nstopping after this round; {_WAYS[self.signal]} again stops at once", file=sys.stderr)
+
+        _listen(note)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Give the signals back."""
-        _give_back(self._previous)
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        if self.signal is not None or self._trainer is None:
-            raise Stopped(number)
-        self.signal = signal.Signals(number)
-        self._trainer.should_stop = True
-        print(f"\nstopping after this round; {_WAYS[self.signal]} again stops at once", file=sys.stderr)
+        """Let a signal stop at once again."""
+        _listen(_stop)
 
 
 def _stop(number: int, frame: FrameType | None) -> None:
@@ -80,8 +79,3 @@ def _listen(handler: Callable[[int, FrameType | None], None]) -> dict[signal.Sig
         return {}
     heard = [number for number in _WAYS if signal.getsignal(number) is not signal.SIG_IGN]
     return {number: signal.signal(number, handler) for number in heard}
-
-
-def _give_back(previous: dict[signal.Signals, Any]) -> None:
-    for number in list(previous):
-        signal.signal(number, previous.pop(number))

@@ -128,12 +128,9 @@ class Training:
 
     def _equipment(self, settings: Mapping[str, Any], wandb: WandbSettings) -> dict[str, Any]:
         """Callbacks, loggers and folder of the trainer, as its arguments."""
-        if settings.get("logger") is True:
-            raise ConfigurationError(
-                "trainer.logger: true names no logger; use a class such as lightning.pytorch.loggers.WandbLogger, or false "
-                "(metrics.jsonl is written in any case)"
-            )
-        callbacks, loggers = as_list(settings.get("callbacks")), as_list(settings.get("logger"))
+        callbacks = as_list(settings.get("callbacks"))
+        # true asks for some logger: metrics.jsonl is written in any case
+        loggers = [logger for logger in as_list(settings.get("logger")) if logger is not True]
         if settings.get("enable_progress_bar") is not False and not has_progress_bar(callbacks):
             callbacks.append(RoundProgress())
         own = [OwnServerSettings()] if self.start.own_settings else []
