@@ -173,6 +173,6 @@ def told(error: BaseException | None) -> str | None:
             wrong = str(error).partition("\n")[0].partition(". ")[0].rstrip(".")
             return f"W&B: {wrong}; store a key with wandb login, or set the environment variable WANDB_MODE=offline"
         if any(words in str(error) for words in _OF_LIGHTNING):
-            return _one_line(str(error))
+            return " ".join(str(error).split())
         error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     return None
