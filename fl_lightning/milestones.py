@@ -44,7 +44,8 @@ def one_milestone(
     setting = f"{owner}.{name}"
     if round_number is not None and fraction is not None:
         raise ConfigurationError(
-            f"{setting}_round: {round_number} and {setting}_fraction: {fraction} both say when; give one of them (null for the other)"
+            f"{setting}_round: {round_number} and {setting}_fraction: {fraction} both say when; give one of them (null for "
+            "the other)"
         )
     if fraction is None:
         name, moment = "round", default if round_number is None else round_number

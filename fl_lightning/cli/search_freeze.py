@@ -84,7 +84,7 @@ class Branch:
     @property
     def attempt(self) -> Attempt | None:
         """Its newest attempt."""
-        return directory_of(self.config).newest_attempt()
+        return next(iter(directory_of(self.config).attempts()), None)
 
     @property
     def result(self) -> dict[str, Any]:

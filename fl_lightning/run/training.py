@@ -14,6 +14,7 @@ import yaml
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar
+from lightning.pytorch.loggers import WandbLogger
 from lightning.pytorch.profilers import PassThroughProfiler
 
 from fl_lightning.client_data.federated import FederatedDataModule
@@ -26,10 +27,9 @@ from fl_lightning.run.interruption import FinishRound, Stopped
 from fl_lightning.run.progress import RoundProgress
 from fl_lightning.run_directory.checkpoint_io import AtomicCheckpointIO, check_run, load_run
 from fl_lightning.run_directory.checkpoints import RoundCheckpoint
-from fl_lightning.run_directory.continuation import OwnServerSettings, Start, find_start
+from fl_lightning.run_directory.continuation import Start, find_start
 from fl_lightning.run_directory.directory import directory_of
-from fl_lightning.run_directory.drawings import draw_pictures
-from fl_lightning.run_directory.files import RunFiles
+from fl_lightning.run_directory.files import RunStart, draw_pictures
 from fl_lightning.run_directory.metrics import JSONLinesLogger
 from fl_lightning.run_directory.result import finish_run
 
@@ -95,20 +95,24 @@ class Training:
             ConfigurationError: There is no such checkpoint, it is another model's, another process trains in its folder, or the
                 trainer refuses a setting.
         """
-        path, checkpoint = self.found(ckpt_path), {}
+        path, checkpoint, resumed = self.found(ckpt_path), {}, None
+        writes = not settings.get("fast_dev_run")
         if path is not None:
-            owner = self.directory.attempt_of(path)
-            if owner is not None and self.directory.owns(owner) and not settings.get("fast_dev_run"):
-                self._held.enter_context(owner.lock())  # before its checkpoint is read
+            owner = self.directory.attempt_of(path) if path.name == "last.ckpt" else None
+            if owner in self.directory.attempts() and writes:
+                resumed = owner
+                self._held.enter_context(resumed.lock())  # before its checkpoint is read
             checkpoint = load_run(path, weights_only)
             check_run(path, checkpoint, self.module.model, self.module.configure_optimizers())
         self._fit_arguments: dict[str, Any] = {"ckpt_path": path, "weights_only": weights_only}
-        if not settings.get("fast_dev_run"):
-            if path is None:
-                self.start = Start(self.directory.next_attempt(self._held))
-            else:
-                found = (path, checkpoint, settings.get("max_epochs"), self.config, self.keeper)
-                self.start = find_start(self.directory, *found, self._held)
+        if writes:
+            self.start = (
+                Start(self.directory.new_attempt())
+                if path is None
+                else find_start(self.directory, path, checkpoint, self.config, resumed)
+            )
+        if self.start.is_new and self.start.attempt is not None:
+            self._held.enter_context(self.start.attempt.lock())
         self._trainer = make_trainer(settings, **self._equipment(settings, wandb))
         profiler: Any = self._trainer.profiler  # type: ignore[attr-defined]  # set in a helper of the trainer
         if self.start.attempt is not None and not isinstance(profiler, PassThroughProfiler):
@@ -133,15 +137,14 @@ class Training:
         loggers = [logger for logger in as_list(settings.get("logger")) if logger is not True]
         if settings.get("enable_progress_bar") is not False and not has_progress_bar(callbacks):
             callbacks.append(RoundProgress())
-        own = [OwnServerSettings()] if self.start.own_settings else []
-        # RunFiles first, so that it prints before a progress bar takes the terminal
-        callbacks = [RunFiles(self.start, self.config), *callbacks, *own, self._interruption, self.keeper]
+        # RunStart first, so that it prints before a progress bar takes the terminal
+        callbacks = [RunStart(self.start, self.config), *callbacks, self._interruption, self.keeper]
         attempt = self.start.attempt
         if attempt is None:
             return {"callbacks": callbacks, "logger": loggers or False}
         loggers.append(JSONLinesLogger(attempt.path))
-        self._wandb = wandb_logger(wandb, loggers, attempt, self.config, self.module, self.data, callbacks)
-        if self._wandb is not None:
+        if wandb.asked != "disabled" and not any(isinstance(logger, WandbLogger) for logger in loggers):
+            self._wandb = RoundWandbLogger(attempt, self.module, wandb, self.config)
             loggers.append(self._wandb)
         for callback in callbacks:
             if isinstance(callback, ModelCheckpoint) and callback.dirpath is None:
@@ -164,8 +167,8 @@ class Training:
             trainer.fit(self.module, datamodule=self.data, **self._fit_arguments)
             if start.round and trainer.global_step == start.round and start.is_new and not signal.signal:
                 raise ConfigurationError(
-                    f"ckpt_path: the checkpoint is of round {start.round}, and the run of {trainer.max_epochs} rounds "
-                    "(model.budget_epochs): nothing is left to train; use a larger budget, or python -m fl_lightning test"
+                    f"trainer.max_epochs: {trainer.max_epochs}, but {start.checkpoint} is of round {start.round}: nothing is left "
+                    "to train; use more rounds or a larger model.budget_epochs, or python -m fl_lightning test"
                 )
             if signal.signal and trainer.global_step != trainer.max_epochs:
                 draw_pictures(start.attempt, self.module)

@@ -57,8 +57,6 @@ class RunStart(L.Callback):
                 reason = f"{choice.reason}; model.executor sets another"
                 print_table("Executor", {type(choice.executor).__name__: reason})
         if self.attempt is not None:
-            if trainer.global_step and self.attempt.metrics.exists():
-                cut_back(self.attempt.metrics, trainer.global_step)
             for path in (self.attempt.result, self.attempt.class_accuracy):
                 path.unlink(missing_ok=True)  # of a run that this one takes further
             origin = "".join(f"# {line}\n" for line in origin_in_words(pl_module.record.continued_from))
