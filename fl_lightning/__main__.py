@@ -3,12 +3,18 @@
 import io
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 
 from fl_lightning import __version__
 from fl_lightning.errors import nearest
 
 _RUNS = ("fit", "validate", "test", "predict")
-_COMMANDS = (*_RUNS, "verify", "search-freeze", "list")
+_OTHERS = {
+    "verify": "fl_lightning.cli.verify",
+    "search-freeze": "fl_lightning.cli.search_freeze",
+    "list": "fl_lightning.cli.listing",
+}
+_COMMANDS = (*_RUNS, *_OTHERS)
 
 _HELP = """\
 usage: python -m fl_lightning {fit,validate,test,predict,verify,search-freeze,list} --config FILE [--key value ...]
@@ -62,26 +68,12 @@ def _run(arguments: list[str]) -> None:
             sys.exit(2)
     elif arguments == ["--version"]:
         print(f"fl_lightning {__version__}")
-    elif arguments[0] == "search-freeze":
-        from fl_lightning.cli.search_freeze import main as search_freeze
-
-        search_freeze(arguments[1:])
-    elif arguments[0] == "list":
-        from fl_lightning.cli.listing import main as show
-
-        show(arguments[1:])
-    elif arguments[0] == "verify":
-        from fl_lightning.cli.verify import main as verify
-
-        sys.exit(verify(arguments[1:]))
+    elif arguments[0] in _OTHERS:
+        import_module(_OTHERS[arguments[0]]).main(arguments[1:])
     elif not set(arguments) & set(_COMMANDS):
-        first = arguments[0]
-        wrong = (
-            "no command is given"
-            if first.startswith("-")
-            else f"there is no command {first!r}{nearest(first, _COMMANDS)}"
-        )
-        print(f"error: {wrong}; use one of {', '.join(_COMMANDS)}", file=sys.stderr)
+        near = nearest(arguments[0], _COMMANDS)
+        wrong = f"error: there is no command {arguments[0]!r}{near}; use one of {', '.join(_COMMANDS)}"
+        print(wrong, file=sys.stderr)
         sys.exit(2)
     else:
         if arguments[-2:] == ["--help", "all"]:

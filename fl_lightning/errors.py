@@ -48,12 +48,14 @@ def check_choice(setting: str, value: object, choices: Iterable[str]) -> None:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """A clause such as ``"; did you mean FixBN?"``, empty where nothing known comes near.
+    """A clause such as ``"; did you mean FixBN?"``, empty where nothing known begins so or comes near.
 
     Args:
         name: The name that was found.
         known: The names that exist. Upper and lower case are taken as equal.
     """
     by_lower = {candidate.lower(): candidate for candidate in known}
-    matches = [by_lower[match] for match in get_close_matches(name.lower(), by_lower, n=3, cutoff=0.6)]
+    longer = [match for match in by_lower if match.startswith(name.lower())][:3]
+    close = longer or get_close_matches(name.lower(), by_lower, n=3, cutoff=0.6)
+    matches = [by_lower[match] for match in close]
     return f"; did you mean {' or '.join(matches)}?" if matches else ""

@@ -44,13 +44,13 @@ def one_milestone(
     setting = f"{owner}.{name}"
     if round_number is not None and fraction is not None:
         raise ConfigurationError(
-            f"{setting}_round: {round_number} and {setting}_fraction: {fraction} both say when; give one of them"
+            f"{setting}_round: {round_number} and {setting}_fraction: {fraction} both say when; give one of them (null for "
+            "the other)"
         )
-    if round_number is not None and not in_run(round_number, ends=True):
-        raise ConfigurationError(f"{setting}_round: {round_number} must be a round number >= 0")
-    if round_number is not None:
-        return round_number
-    milestone = default if fraction is None else float(fraction)
-    if not in_run(milestone, ends=True):
-        raise ConfigurationError(f"{setting}_fraction: {fraction} must lie in [0, 1]")
-    return milestone
+    if fraction is None:
+        name, moment = "round", default if round_number is None else round_number
+    else:
+        name, moment = "fraction", float(fraction)
+    if not in_run(moment, ends=True):
+        raise ConfigurationError(f"{setting}_{name}: {moment} must be a round >= 0, or a fraction in [0, 1]")
+    return moment

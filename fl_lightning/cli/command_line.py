@@ -15,13 +15,12 @@ import fl_lightning.models
 import fl_lightning.optimizers.schedules
 import fl_lightning.optimizers.server  # imported so that bare class names resolve in YAML
 from fl_lightning.cli.federated_cli import FederatedCLI
-from fl_lightning.cli.messages import fail
+from fl_lightning.cli.messages import command
 from fl_lightning.cli.parser import ConciseParser
 from fl_lightning.client_data.federated import FederatedDataModule
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.round.module import FederatedModule
-from fl_lightning.run.interruption import command
-from fl_lightning.run.training import TRAINER_DEFAULTS, quiet_host
+from fl_lightning.run.training import TRAINER_DEFAULTS
 
 _HOME = Path(fl_lightning.__file__).resolve().parent.parent
 
@@ -39,25 +38,20 @@ def main(
     Returns:
         The finished command line, with its trainer, model and data.
     """
-    quiet_host()
-    arguments = list(sys.argv[1:] if args is None else args)
-    try:
-        import_shipped()
-        return FederatedCLI(
-            model_class,
-            FederatedDataModule,
-            save_config_callback=None,
-            parser_class=ConciseParser,
-            parser_kwargs={"prog": "python -m fl_lightning"},
-            trainer_defaults=TRAINER_DEFAULTS,
-            seed_everything_default=0,
-            subclass_mode_data=True,
-            auto_configure_optimizers=False,
-            load_from_checkpoint_support=False,
-            args=_with_shipped_configs(arguments),
-        )
-    except Exception as error:  # noqa: BLE001  # whatever it is, the user gets one line
-        fail(error)
+    import_shipped()
+    return FederatedCLI(
+        model_class,
+        FederatedDataModule,
+        save_config_callback=None,
+        parser_class=ConciseParser,
+        parser_kwargs={"prog": "python -m fl_lightning"},
+        trainer_defaults=TRAINER_DEFAULTS,
+        seed_everything_default=0,
+        subclass_mode_data=True,
+        auto_configure_optimizers=False,
+        load_from_checkpoint_support=False,
+        args=_with_shipped_configs(list(sys.argv[1:] if args is None else args)),
+    )
 
 
 def _with_shipped_configs(arguments: list[str]) -> list[str]:
@@ -84,8 +78,7 @@ def import_shipped() -> dict[str, ModuleType]:
     packages = {}
     for name in ("callbacks", "datamodules"):
         found = find_spec(name)
-        places = [found.origin, *(found.submodule_search_locations or [])] if found else []
-        home = Path(next(filter(None, places), "")).resolve()
+        home = Path((found and found.origin) or "").resolve()
         if _HOME / name not in home.parents:
             raise ConfigurationError(
                 f"the package {name!r} found at {home} is not fl_lightning's; rename it or start from another folder"

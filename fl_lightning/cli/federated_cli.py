@@ -1,5 +1,6 @@
 """LightningCLI with the run directory, checkpoints of whole rounds and the result table."""
 
+import math
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -7,35 +8,29 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
-from jsonargparse import Namespace
-from jsonargparse.typing import PositiveInt
-from lightning.fabric.utilities.exceptions import MisconfigurationException
+from jsonargparse.typing import restricted_number_type
 from lightning.pytorch import Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
-from lightning.pytorch.profilers import PassThroughProfiler
 
-from fl_lightning.cli.messages import keep_traceback
-from fl_lightning.cli.parser import ConciseParser, check_settings
+from fl_lightning.cli.parser import ConciseParser, given_settings
 from fl_lightning.dashboard.settings import WandbSettings
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.round.module import FederatedModule
-from fl_lightning.round.trainer import check_trainer
-from fl_lightning.run.training import Training, as_list, has_progress_bar, lock_resumed, plugins_of
+from fl_lightning.run.training import Training, as_list, has_progress_bar, make_trainer
 from fl_lightning.run_directory.checkpoint_io import check_run, load_run
 from fl_lightning.run_directory.checkpoints import RoundCheckpoint
-from fl_lightning.run_directory.directory import Attempt, directory_of
+from fl_lightning.run_directory.directory import Attempt
 from fl_lightning.run_directory.result import write_predictions
 
 _MODEL_LINKS = ("num_classes", "in_channels", "image_size")
+# more end the process
+_Threads: Any = restricted_number_type("int_from_1_to_1024", int, [(">=", 1), ("<=", 1024)])
 
 
 class FederatedCLI(LightningCLI):
     """Adds to LightningCLI the run directory, checkpoints of whole rounds and the result table."""
 
     training: Training | None = None
-    resumed: Attempt | None = None
-    checkpoint: dict[str, Any] | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._asked = next(iter(kwargs.get("args") or ()), None)
@@ -62,7 +57,7 @@ class FederatedCLI(LightningCLI):
         )
         parser.add_argument("--run_root", type=str, default="runs", help="the folder of all runs")
         parser.add_argument(
-            "--threads", type=PositiveInt | None, default=None, help="CPU threads (default: torch's choice)"
+            "--threads", type=_Threads | None, default=None, help="CPU threads (default: torch's choice)"
         )
         parser.add_argument(
             "--accept_data", action="store_true", help="go on with other data than those of --ckpt_path"
@@ -77,18 +72,36 @@ class FederatedCLI(LightningCLI):
             )
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
-        """Read the settings, and refuse those that another setting or the data set decides."""
-        super().parse_arguments(parser, args)
+        """Read the settings, and refuse those that nothing behind the parser refuses, or that another one decides."""
         assert isinstance(parser, ConciseParser)
-        self.given = parser.given
+        command = next((argument for argument in args if argument in LightningCLI.subcommands()), "")
+        known = parser.settings()
+        # a file for all commands has a section for each
+        self.given = {name.removeprefix(f"{command}."): x for name, x in given_settings(args).items()}
+        for name, value in self.given.items():
+            if isinstance(value, float) and math.isnan(
+                value
+            ):  # every comparison is false: ranges let it pass
+                raise ConfigurationError(f"{name}: nan is no number; give one")
+            inner = [setting for setting in known if setting.startswith(f"{name}.")]
+            if inner and name not in known:
+                shown = "null" if value is None else value
+                raise ConfigurationError(f"{name}: {shown} holds no settings such as {inner[0]}")
+        super().parse_arguments(parser, args)
         config = self.config[self.config.subcommand]
-        if config.get("weights_only") is False and "--weights_only" not in {
-            argument.partition("=")[0] for argument in args
-        }:
+        if config.get("weights_only") is False and not any(x.startswith("--weights_only") for x in args):
             raise ConfigurationError(
                 "weights_only: false in a file would run what a checkpoint holds; leave it out there"
             )
-        check_settings(config, self.given)
+        seed = config.seed_everything
+        if not 0 <= seed < 2**32:
+            raise ConfigurationError(f"seed_everything: {seed} must be a whole number from 0 to {2**32 - 1}")
+        for setting in ("data.seed", "model.seed"):
+            own = self.given.get(setting, seed)
+            if own != seed:
+                raise ConfigurationError(
+                    f"{setting}: {own} contradicts seed_everything: {seed}, which decides; leave it out"
+                )
 
     def _decide(self, name: str) -> Callable[[Any], Any]:
         """What a setting of the model that is linked to the data set becomes: a link alone would ignore what is given."""
@@ -112,7 +125,7 @@ class FederatedCLI(LightningCLI):
         return of_data
 
     def before_instantiate_classes(self) -> None:
-        """Find out where the run lives, before any logger exists."""
+        """Name the run, and keep its configuration as it is before the classes are made."""
         config = self.config[self.subcommand]
         if config.threads is not None:
             torch.set_num_threads(config.threads)
@@ -122,84 +135,38 @@ class FederatedCLI(LightningCLI):
         # the saved configuration starts a run, also that of a resumed one
         again.ckpt_path, again.accept_data = None, False
         self.config_yaml = self._parser(self.subcommand).dump(again, "yaml", False)  # False keeps nulls
-        self.directory = directory_of(yaml.safe_load(self.config_yaml))
-        if config.ckpt_path == "auto":
-            config.ckpt_path = self.directory.newest_checkpoint()
-        if config.ckpt_path:
-            path = self.directory.resolve_checkpoint(str(config.ckpt_path))
-            config.ckpt_path = str(path)
-            if self.subcommand == "fit" and not config.trainer.fast_dev_run:
-                self.resumed = lock_resumed(self.directory, path, self.held)
-            self.checkpoint = load_run(config.ckpt_path, config.get("weights_only"))
-        elif self.subcommand != "fit":
+
+    def instantiate_trainer(self, **kwargs: Any) -> Trainer:
+        """Make the trainer: for ``fit`` that of a run, for the other subcommands one that evaluates a checkpoint."""
+        config = self.config_init[self.subcommand]
+        settings, ckpt_path = vars(config.trainer), config.ckpt_path
+        assert isinstance(self.model, FederatedModule)
+        way_on = "the same command with --ckpt_path last"
+        training = Training(self.model, self.datamodule, self.config_yaml, config.checkpoint, way_on)
+        if self.subcommand == "fit":
+            self.model.accept_data = config.accept_data
+            self.training = self.held.enter_context(training)
+            return self.training.begin(settings, config.wandb, ckpt_path, config.weights_only)
+        path = training.found(ckpt_path)
+        if path is None:
             raise ConfigurationError(
                 f"ckpt_path: {self.subcommand} needs a trained model; use --ckpt_path last or a file"
             )
-
-    def instantiate_trainer(self, **kwargs: Any) -> Trainer:
-        """Make the trainer with this project's logger, checkpoints, progress and, for ``fit``, the run's folder."""
-        settings = self._get(self.config_init, "trainer")
-        path = self._get(self.config_init, "ckpt_path")
-        assert isinstance(self.model, FederatedModule)
-        if self.checkpoint is not None:
-            self.model.accept_data = self._get(self.config_init, "accept_data")
-            optimizer = self.model.configure_optimizers() if self.subcommand == "fit" else None
-            check_run(path, self.checkpoint, self.model.model, optimizer)
-        if self.subcommand == "fit":
-            run = (
-                self.model,
-                self.datamodule,
-                self.config_yaml,
-                self.directory,
-                self._get(self.config_init, "checkpoint"),
-            )
-            self.training = Training(*run, "the same command with --ckpt_path last")
-            self.held.push(self._keep_traceback)
-            self.held.enter_context(self.training)
-            if not settings.fast_dev_run:
-                source = Path(path) if path else None
-                self.training.begin(source, self.checkpoint or {}, self.resumed)
-            kwargs |= self.training.equipment(vars(settings), self._get(self.config_init, "wandb"))
-        elif not has_progress_bar(as_list(settings.callbacks)) and settings.enable_progress_bar is None:
+        check_run(path, load_run(path, config.get("weights_only")), self.model.model)
+        config.ckpt_path, self._source = str(path), training.directory.attempt_of(path)
+        callbacks = as_list(config.trainer.callbacks)
+        if config.trainer.enable_progress_bar is None and not has_progress_bar(callbacks):
             kwargs["enable_progress_bar"] = sys.stdout.isatty()  # no bar in a log file
-        self.checkpoint = None  # the trainer reads it again; two of them need not fit into memory
-        return self._make_trainer(settings, **kwargs)
-
-    def _make_trainer(self, settings: Namespace, **kwargs: Any) -> Trainer:
-        try:
-            trainer = super().instantiate_trainer(plugins=plugins_of(vars(settings)), **kwargs)
-        except (ValueError, TypeError, MisconfigurationException) as error:
-            place = f"accelerator: {settings.accelerator}, devices: {settings.devices}"
-            raise ConfigurationError(f"trainer ({place}): {error}") from error
-        check_trainer(trainer)
-        profiler: Any = trainer.profiler  # type: ignore[attr-defined]  # set in a helper of the trainer
-        if (
-            self.attempt is not None
-            and profiler.dirpath is None
-            and not isinstance(profiler, PassThroughProfiler)
-        ):
-            profiler.dirpath, profiler.filename = self.attempt.path, profiler.filename or "profile"
-        return trainer
-
-    def _keep_traceback(self, kind: Any, error: Any, trace: Any) -> None:
-        """Write what ended the run into its folder, where it is kept."""
-        if isinstance(error, Exception) and self.attempt is not None and self.attempt.path.exists():
-            keep_traceback(error, self.attempt.path)
+        return make_trainer(settings, **{**kwargs, "callbacks": [*callbacks, config.checkpoint]})
 
     def fit(self, **kwargs: Any) -> None:
-        """Train in the run's folder."""
+        """Train in the run's folder; print and write the result."""
         assert self.training is not None
-        self.training.fit(self.trainer, **kwargs)
+        self.training.run()
 
     def predict(self, **kwargs: Any) -> None:
         """Write the predictions on the test data to ``predictions.csv`` in the run's folder."""
         outputs: list[Any] = self.trainer.predict(**{**kwargs, "return_predictions": True}) or []
-        attempt = self.directory.attempt_of(Path(kwargs["ckpt_path"]))
-        path = (attempt.path if attempt is not None else Path()) / "predictions.csv"
+        path = (self._source.path if self._source is not None else Path()) / "predictions.csv"
         count = write_predictions(path, outputs, self.datamodule.predict_dataloader())
         print(f"{count:,} predictions written to {path}")
-
-    def after_fit(self) -> None:
-        """Evaluate the final server model on the test data; print and write the result."""
-        assert self.training is not None
-        self.training.finish(self.trainer)

@@ -9,10 +9,10 @@ from torch import nn
 
 from fl_lightning import aggregation, models
 from fl_lightning.cli.command_line import import_shipped
-from fl_lightning.cli.messages import fail
+from fl_lightning.cli.messages import command
 from fl_lightning.client_data.federated import FederatedDataModule
 from fl_lightning.console import print_table
-from fl_lightning.errors import ConfigurationError
+from fl_lightning.errors import check_choice
 from fl_lightning.models.norm import NORMS
 
 KINDS = {
@@ -26,20 +26,17 @@ KINDS = {
 """What can be listed, and the setting that takes it."""
 
 
+@command()
 def main(args: Sequence[str]) -> None:
     """Print the names of some kinds, each with the first line of its docstring.
 
     Args:
         args: Arguments after ``list``: kinds, all of them where there is none.
     """
-    try:
-        for kind in args:
-            if kind not in KINDS:
-                raise ConfigurationError(f"list: there is no {kind!r}; use some of {', '.join(KINDS)}")
-        for kind in args or KINDS:
-            print_table(f"{kind.capitalize()} ({KINDS[kind]})", named(kind))
-    except Exception as error:  # noqa: BLE001  # whatever it is, the user gets one line
-        fail(error)
+    for kind in args:
+        check_choice("list", kind, KINDS)
+    for kind in args or KINDS:
+        print_table(f"{kind.capitalize()} ({KINDS[kind]})", named(kind))
 
 
 def named(kind: str) -> dict[str, str]:
@@ -52,22 +49,18 @@ def named(kind: str) -> dict[str, str]:
         return dict(NORMS)
     shipped = import_shipped()
     data = shipped["datamodules"]
-    module, base, only_bases = {
-        "methods": (shipped["callbacks"], Callback, ()),
-        "models": (models, nn.Module, ()),
-        "data": (data, FederatedDataModule, (data.InMemoryDataModule,)),
-        "partitions": (data, data.Partition, (data.Partition,)),
-        "aggregators": (aggregation, aggregation.Aggregator, ()),
+    module, base = {
+        "methods": (shipped["callbacks"], Callback),
+        "models": (models, nn.Module),
+        "data": (data, FederatedDataModule),
+        "partitions": (data, data.Partition),
+        "aggregators": (aggregation, aggregation.Aggregator),
     }[kind]
     found = {}
     for name in sorted(module.__all__, key=str.lower):
         thing = getattr(module, name)
-        if (
-            isinstance(thing, type)
-            and issubclass(thing, base)
-            and not isabstract(thing)
-            and thing not in only_bases
-        ):
+        is_base = thing in (data.InMemoryDataModule, data.Partition) or isabstract(thing)
+        if isinstance(thing, type) and issubclass(thing, base) and not is_base:
             line = (thing.__doc__ or "").partition("\n")[0]
             found[name] = re.sub(r":\w+:`~?(?:[\w.]*\.)?(\w+)`", r"\1", line).replace("``", "")
     return found

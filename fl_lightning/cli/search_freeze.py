@@ -2,54 +2,40 @@
 
 import io
 import json
-import sys
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout
 from copy import deepcopy
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import yaml
 
 from fl_lightning.cli.command_line import main as run
-from fl_lightning.cli.freeze_branches import Branch, fixbn_settings, make_branches, train_branches
-from fl_lightning.cli.messages import explain, fail
+from fl_lightning.cli.messages import command, refuse
 from fl_lightning.console import print_table
-from fl_lightning.errors import ConfigurationError, nearest
+from fl_lightning.errors import ConfigurationError
 from fl_lightning.files import folder_below, write_json, write_text
 from fl_lightning.milestones import in_run, round_at
-from fl_lightning.run.interruption import Stopped, command
-from fl_lightning.run_directory.directory import config_hash
+from fl_lightning.run_directory.checkpoint_io import load_run
+from fl_lightning.run_directory.checkpoints import kept_name
+from fl_lightning.run_directory.directory import Attempt, class_name, config_hash, directory_of
 
 _PROGRAM = "python -m fl_lightning search-freeze"
 _DESCRIPTION = """\
-Search FixBN's T* over a grid, by validation accuracy after the last round.
-
-Until T* FixBN is FedAvg with BN. So the run of the largest T* is trained first and keeps a checkpoint of every other
-one; each of these goes on from its checkpoint, bit for bit as if it had been trained alone. All are ordinary runs. The
-table is also written to runs/NAME/search-.../search.json. Test data play no part in the choice. The same command again
-goes on where it was stopped and trains nothing that is finished; another grid adds to the table."""
+Search FixBN's T* over a grid, by validation accuracy after the last round. The run of the largest T* is trained first, and the
+others go on from its checkpoints. The same command again goes on where it was stopped; another grid adds to the table."""
 _EPILOG = "All other options are those of fit, such as --seed_everything 1 or --trainer.max_epochs 200."
-
-
-class _Parser(ArgumentParser):
-    """Words its errors as ``fit`` does."""
-
-    def error(self, message: str) -> NoReturn:
-        """Print one line to stderr and exit with status 2."""
-        print(f"error: {explain(message, ['config', 'freeze_rounds'])}", file=sys.stderr)
-        sys.exit(2)
 
 
 @command()
 def main(args: Sequence[str]) -> None:
-    """Run the command.
+    """Train a run for each T*, choose one and print the table.
 
     Args:
         args: Arguments after ``search-freeze``.
     """
-    parser = _Parser(
+    parser = ArgumentParser(
         prog=_PROGRAM,
         usage="%(prog)s --config FILE --freeze_rounds T,T,... [options of fit]",
         description=_DESCRIPTION,
@@ -57,64 +43,93 @@ def main(args: Sequence[str]) -> None:
         formatter_class=RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--config", action="append", help="a YAML with FixBN; may be repeated")
-    parser.add_argument(
-        "--freeze_rounds", metavar="T,T,...", help="rounds (100,200,300) or fractions (0.25,0.5)"
-    )
+    parser.error = refuse  # type: ignore[assignment]  # without pages of usage
+    parser.add_argument("--config", action="append", required=True, help="a YAML with FixBN; may be repeated")
+    grid = "rounds (100,200,300) or fractions (0.25,0.5)"
+    parser.add_argument("--freeze_rounds", metavar="T,T,...", required=True, help=grid)
     own, fit_options = parser.parse_known_args(args)
-    for name in ("config", "freeze_rounds"):
-        if getattr(own, name) is None:
-            near = next((option for option in fit_options if nearest(option, [f"--{name}"])), None)
-            parser.error(f"unrecognized arguments: {near}" if near else f"search-freeze needs --{name}")
-    try:
-        search(own.config, own.freeze_rounds, fit_options)
-    except Exception as error:  # noqa: BLE001  # whatever it is, the user gets one line
-        fail(error)
-
-
-def search(configs: Sequence[str], grid: str, fit_options: Sequence[str]) -> None:
-    """Train a run for each T* and choose one.
-
-    Args:
-        configs: YAML files, later ones win.
-        grid: The values of T*, separated by commas.
-        fit_options: Further options of ``fit``.
-
-    Raises:
-        ConfigurationError: A value of T* or a setting of the run is not fit for a search.
-    """
-    config = resolve([*(f"--config={path}" for path in configs), *fit_options])
-    config["name"] = config["name"] or Path(configs[-1]).stem
+    config = resolve([*(f"--config={path}" for path in own.config), *fit_options])
+    config["name"] = config["name"] or Path(own.config[-1]).stem
     # a T* that diverges is an answer, not the end of the search
     config["model"]["on_divergence"] = "record"
     check(config)
-    rounds = freeze_rounds(grid, config["trainer"]["max_epochs"])
+    asked = freeze_rounds(own.freeze_rounds, config["trainer"]["max_epochs"])
     folder = search_folder(config)
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "search.json"
     known = json.loads(path.read_text())["branches"] if path.is_file() else []
-    first_rounds = {branch["freeze_round"]: branch["first_round"] for branch in known}
-    finished = {branch["freeze_round"] for branch in known if branch["directory"]}
-    branches = make_branches(config, sorted({*rounds, *finished}), folder)
-    for branch in branches:
-        branch.first_round = first_rounds.get(branch.freeze_round, 0)
-        write_text(branch.yaml, yaml.safe_dump(branch.config, sort_keys=False))
+    rounds = sorted({*asked, *(row["freeze_round"] for row in known)})
+    branches = [Branch(config, freeze_round, rounds) for freeze_round in rounds]
+    for branch in reversed(branches):
+        _train(branch, branches, folder / f"freeze_round_{branch.freeze_round}.yaml")
+    found = summary(branches)
+    write_json(path, found)
+    print_search(found, path)
 
-    def save() -> dict[str, Any]:
-        found = summary(branches)
-        write_json(path, found)
-        return found
 
-    try:
-        train_branches(branches, save)
-    except SystemExit as stop:
-        kept = f"{folder} keeps what is finished; the same search-freeze command goes on from there"
-        if isinstance(stop, Stopped):
-            stop.kept = kept
-        else:
-            print(kept, file=sys.stderr)
-        raise
-    print_search(save(), path)
+class Branch:
+    """The run with one T*; it keeps checkpoints for those of a smaller one.
+
+    Args:
+        config: The resolved configuration of a run with FixBN, its name too.
+        freeze_round: T*.
+        grid: All values of T*.
+    """
+
+    def __init__(self, config: Mapping[str, Any], freeze_round: int, grid: Sequence[int]) -> None:
+        self.freeze_round, self.config = freeze_round, deepcopy(dict(config))
+        fixbn_settings(self.config).update(freeze_round=freeze_round, freeze_fraction=None)
+        self.config["checkpoint"]["keep_rounds"] = [other for other in grid if 0 < other < freeze_round]
+
+    @property
+    def attempt(self) -> Attempt | None:
+        """Its newest attempt."""
+        return next(iter(directory_of(self.config).attempts()), None)
+
+    @property
+    def result(self) -> dict[str, Any]:
+        """Its ``result.json``, empty until it has been trained for all rounds."""
+        if self.attempt is None or not self.attempt.result.is_file():
+            return {}
+        found: dict[str, Any] = json.loads(self.attempt.result.read_text())
+        all_rounds = found["rounds"] == found["planned_rounds"] == self.config["trainer"]["max_epochs"]
+        return found if all_rounds else {}
+
+
+def _train(branch: Branch, branches: Sequence[Branch], file: Path) -> None:
+    """Train a branch that is not finished, from the latest checkpoint that it shares with one of the branches."""
+    if branch.result:
+        print(f"T* = {branch.freeze_round}: finished in {branch.result['directory']}", flush=True)
+        return
+    write_text(file, yaml.safe_dump(branch.config, sort_keys=False))
+    reached, source = 0, None
+    for other in branches:
+        shared = range(1, min(branch.freeze_round, other.freeze_round) + 1)
+        names = ["last.ckpt"] * (other is branch) + [kept_name(round_number) for round_number in shared]
+        for path in [other.attempt.checkpoints / name for name in names] if other.attempt else []:
+            checkpoint = load_run(path) if path.is_file() else {}
+            if (
+                checkpoint.get("global_step", 0) > reached
+                and checkpoint["fl_lightning"]["total_rounds"] == branch.config["trainer"]["max_epochs"]
+            ):
+                reached, source = checkpoint["global_step"], path
+    print(f"T* = {branch.freeze_round}" + (f", from {source}" if source else ""), flush=True)
+    run(["fit", f"--config={file}", *([f"--ckpt_path={source}"] if source else [])])
+
+
+def fixbn_settings(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of the one FixBN of a resolved configuration, to be read and written.
+
+    Raises:
+        ConfigurationError: There is none, or more than one.
+    """
+    callbacks = config["trainer"]["callbacks"] or []
+    found: list[dict[str, Any]] = [
+        callback["init_args"] for callback in callbacks if class_name(callback) == "FixBN"
+    ]
+    if len(found) != 1:
+        raise ConfigurationError(f"trainer.callbacks: search-freeze needs one FixBN and found {len(found)}")
+    return found[0]
 
 
 def resolve(fit_options: Sequence[str]) -> dict[str, Any]:
@@ -134,29 +149,26 @@ def check(config: Mapping[str, Any]) -> None:
     """Refuse a run in which T* cannot be searched.
 
     Raises:
-        ConfigurationError: No FixBN, no validation data, or a setting that the search decides.
+        ConfigurationError: No validation data, no number of rounds, or a setting that the search decides.
     """
-    fixbn_settings(config)
     if not (config["data"].get("init_args") or {}).get("val_fraction"):
         raise ConfigurationError(
             "data.val_fraction: search-freeze chooses T* on validation data and there are none; set "
             "--data.val_fraction 0.1, say"
         )
-    for setting, value in (
-        ("ckpt_path", config["ckpt_path"]),
-        ("checkpoint.dirpath", config["checkpoint"]["dirpath"]),
-        ("trainer.fast_dev_run", config["trainer"]["fast_dev_run"]),
-    ):
+    if config["trainer"]["max_epochs"] < 1:
+        raise ConfigurationError("trainer.max_epochs: search-freeze needs the number of rounds; set it")
+    for setting, value in {
+        "ckpt_path": config["ckpt_path"],
+        "checkpoint.dirpath": config["checkpoint"]["dirpath"],
+        "trainer.fast_dev_run": config["trainer"]["fast_dev_run"],
+    }.items():
         if value:
             raise ConfigurationError(f"{setting}: {value} cannot be used in search-freeze; leave it out")
 
 
-def freeze_rounds(grid: str, total_rounds: int) -> list[int]:
-    """The values of T* in a grid, in increasing order.
-
-    Args:
-        grid: Rounds or fractions, separated by commas.
-        total_rounds: The number of rounds, -1 where only the data tell it.
+def freeze_rounds(grid: str, total_rounds: int) -> set[int]:
+    """The values of T* in a grid of rounds or fractions, separated by commas.
 
     Raises:
         ConfigurationError: A value is neither a round of the run nor a fraction in [0, 1].
@@ -167,17 +179,12 @@ def freeze_rounds(grid: str, total_rounds: int) -> list[int]:
             moment = float(text) if "." in text else int(text)
         except ValueError:
             moment = -1
-        if isinstance(moment, float) and total_rounds < 0:
+        if not in_run(moment, ends=True) or round_at(moment, total_rounds) > total_rounds:
             raise ConfigurationError(
-                f"freeze_rounds: {text} is a fraction of trainer.max_epochs, which is not set; give rounds"
-            )
-        if not in_run(moment, ends=True) or 0 <= total_rounds < round_at(moment, total_rounds):
-            within = f"0, 1, ..., {total_rounds}" if total_rounds >= 0 else "0, 1, 2, ..."
-            raise ConfigurationError(
-                f"freeze_rounds: {text.strip()!r} must be a round ({within}) or a fraction in [0.0, 1.0]"
+                f"freeze_rounds: {text.strip()!r} must be a round (0, 1, ..., {total_rounds}) or a fraction in [0.0, 1.0]"
             )
         found.add(round_at(moment, total_rounds))
-    return sorted(found)
+    return found
 
 
 def search_folder(config: Mapping[str, Any]) -> Path:
@@ -189,24 +196,21 @@ def search_folder(config: Mapping[str, Any]) -> Path:
 
 
 def summary(branches: Sequence[Branch]) -> dict[str, Any]:
-    """What ``search.json`` holds: every branch, and once all are finished the chosen T* with its test accuracy.
+    """What ``search.json`` holds: every branch, all of them finished, and the chosen T* with its test accuracy.
 
     Of equal validation accuracies the smallest T* is chosen.
     """
-    found: dict[str, Any] = {"branches": [branch.record() for branch in branches]}
     results = [branch.result for branch in branches]
-    if all(results):
-        best = max(range(len(branches)), key=lambda index: results[index]["val/accuracy"])
-        found |= {
-            "chosen": branches[best].freeze_round,
-            "test/accuracy": results[best].get("test/accuracy"),
-            "rounds_trained": sum(
-                result["rounds"] - branch.first_round
-                for branch, result in zip(branches, results, strict=True)
-            ),
-            "rounds_of_separate_runs": sum(result["rounds"] for result in results),
-        }
-    return found
+    best = max(range(len(branches)), key=lambda index: results[index]["val/accuracy"])
+    shown = ("val/accuracy", "diverged", "directory")
+    return {
+        "branches": [
+            {"freeze_round": branch.freeze_round, **{name: result[name] for name in shown}}
+            for branch, result in zip(branches, results, strict=True)
+        ],
+        "chosen": branches[best].freeze_round,
+        "test/accuracy": results[best].get("test/accuracy"),
+    }
 
 
 def print_search(found: Mapping[str, Any], path: Path) -> None:
@@ -221,8 +225,5 @@ def print_search(found: Mapping[str, Any], path: Path) -> None:
             f"{'  (diverged)' if branch['diverged'] else ''}"
         )
     rows["chosen"] = f"T* = {found['chosen']}, by validation accuracy after the last round"
-    rows["rounds"] = (
-        f"{found['rounds_trained']:,} trained; separate runs: {found['rounds_of_separate_runs']:,}"
-    )
     rows["file"] = str(path)
     print_table("Search of T*", rows)

@@ -1,38 +1,28 @@
 """``python -m fl_lightning verify``: its settings, read like those of ``fit``."""
 
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
 from fl_lightning.cli.command_line import import_shipped
-from fl_lightning.cli.messages import fail
+from fl_lightning.cli.messages import command
 from fl_lightning.cli.parser import ConciseParser
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.files import write_json
 from fl_lightning.round.callback import FederatedCallback
-from fl_lightning.run.interruption import command
-from fl_lightning.run.training import quiet_host
 
 
 @command()
-def main(args: Sequence[str]) -> int:
+def main(args: Sequence[str]) -> None:
     """Check what a method promises, or what all shipped ones do, and print a certificate.
+
+    Exits with status 1 where something failed, and 2 where the arguments cannot be used.
 
     Args:
         args: Arguments after ``verify``.
-
-    Returns:
-        The exit status: 0 where nothing failed, 1 where something did; it is 2 where the arguments cannot be used.
     """
-    quiet_host()
-    try:
-        return _verify(args)
-    except Exception as error:  # noqa: BLE001  # whatever it is, the user gets one line
-        fail(error)
-
-
-def _verify(args: Sequence[str]) -> int:
     shipped = import_shipped()["callbacks"]
     parser = ConciseParser(
         prog="python -m fl_lightning verify",
@@ -53,30 +43,27 @@ def _verify(args: Sequence[str]) -> int:
             "verify: give one of --callback and --all, such as --callback FixBN, --callback methods.Mine or --all"
         )
     file = Path(given.json) if given.json is not None else None
-    if file is not None and not file.resolve().parent.is_dir():
-        raise ConfigurationError(f"json: {file} is in a folder that does not exist")
     # imported now: the battery's own callbacks are no methods that the parser should know
     from fl_lightning.verification.battery import certify
     from fl_lightning.verification.certificate import Certificate, print_certificate, print_summary
     from fl_lightning.verification.comparison import Finding
 
-    if not given.all:
-        certificate = certify(lambda: parser.instantiate(given).callback)
-        print_certificate(certificate)
-        if file is not None:
-            write_json(file, asdict(certificate))
-        return int(bool(certificate.failed))
-    exported = [getattr(shipped, name) for name in shipped.__all__]
-    methods = [one for one in exported if issubclass(one, FederatedCallback)]
-    certificates = []
-    for cls, settings in [(one, settings) for one in methods for settings in one.examples]:
-        try:
-            # a table of all has no room for distances to references
-            certificates.append(certify(partial(cls, **settings), references=file is not None))
-        except ConfigurationError as error:  # the others still have their certificates
-            failure = Finding("runs", "FAILED", str(error))
-            certificates.append(Certificate(f"{cls.__name__}({settings})", cls.paper, [failure]))
-    print_summary(certificates)
+    if given.all:
+        exported = [getattr(shipped, name) for name in shipped.__all__]
+        methods = [one for one in exported if issubclass(one, FederatedCallback)]
+        certificates = []
+        for cls, settings in [(one, settings) for one in methods for settings in one.examples]:
+            try:
+                # a table of all has no room for distances to references
+                certificates.append(certify(partial(cls, **settings), references=file is not None))
+            except ConfigurationError as error:  # the others still have their certificates
+                failure = Finding("runs", "FAILED", str(error))
+                certificates.append(Certificate(f"{cls.__name__}({settings})", cls.paper, [failure]))
+        print_summary(certificates)
+    else:
+        certificates = [certify(lambda: parser.instantiate(given).callback)]
+        print_certificate(certificates[0])
     if file is not None:
-        write_json(file, [asdict(one) for one in certificates])
-    return int(any(one.failed for one in certificates))
+        found = [asdict(one) for one in certificates]
+        write_json(file, found if given.all else found[0])
+    sys.exit(int(any(one.failed for one in certificates)))

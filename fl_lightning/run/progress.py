@@ -7,13 +7,20 @@ from typing import Any
 import lightning as L
 from lightning.pytorch.callbacks import ProgressBar
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn
-from rich.table import Column
+from rich.live import Live
+from rich.text import Text
 
 from fl_lightning.errors import ConfigurationError
 
 _REFRESH_SECONDS = 0.1
-_SCORES = ("val/accuracy", "val/mean_iou", "test/accuracy", "test/mean_iou")
+_SHOWN = {
+    "train/loss": "loss {:.4g}",
+    "val/accuracy": "val/accuracy {:.4g}",
+    "val/mean_iou": "val/mean_iou {:.4g}",
+    "test/accuracy": "test/accuracy {:.4g}",
+    "test/mean_iou": "test/mean_iou {:.4g}",
+    "time/samples_per_s": "{:,.0f} samples/s",
+}
 
 
 class RoundProgress(ProgressBar):
@@ -34,36 +41,24 @@ class RoundProgress(ProgressBar):
             raise ConfigurationError(f"every_n_seconds must be >= 0, found {every_n_seconds}")
         self.every_n_seconds = every_n_seconds
         self.is_enabled = True  # ``LightningModule.print`` asks
-        self._live: Progress | None = None
+        self._live: Live | None = None
         self._next_time = self._started_at = 0.0
         self._first_round = 0
-        self._score = ""
-
-    def enable(self) -> None:
-        """Show the progress (the default on the first process)."""
-        self.is_enabled = True
-
-    def disable(self) -> None:
-        """Show nothing."""
-        self._close()
-        self.is_enabled = False
+        self._metrics: dict[str, Any] = {}  # the newest of each name: most rounds are not evaluated
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Open the line; a resumed run starts at its round."""
-        self._score, self._first_round, self._started_at = "", trainer.current_epoch, time.monotonic()
+        self._metrics, self._first_round, self._started_at = {}, trainer.current_epoch, time.monotonic()
         console = Console()
-        if self.is_enabled and console.is_interactive:
-            text = TextColumn("{task.fields[text]}", table_column=Column(no_wrap=True, overflow="ellipsis"))
-            columns = ("{task.description}", BarColumn(bar_width=None), text)
+        if console.is_interactive:
             # no thread that refreshes: worker processes are forked, and it might hold a lock just then
-            self._live = Progress(*columns, console=console, auto_refresh=False, expand=True)
-            self._live.add_task("", text="")
+            self._live = Live(console=console, auto_refresh=False)
             self._live.start()
         self._next_time = self._started_at + (0.0 if self._live else self.every_n_seconds)
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Show the round before this one: its metrics came after this callback's ``on_train_epoch_end``."""
-        self._note_score()
+        self._metrics |= getattr(pl_module, "metrics", {})
         if self._live or trainer.current_epoch > self._first_round:
             self._show()
 
@@ -77,22 +72,9 @@ class RoundProgress(ProgressBar):
         if self._live:
             self._show(f"step {step}/{of}", step / max(of, 1))
 
-    def on_validation_batch_end(
-        self,
-        trainer: L.Trainer,
-        pl_module: L.LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
-        """Show the position inside an evaluation of the server."""
-        if self._live:
-            self._show(f"evaluating {batch_idx + 1}/{sum(trainer.num_val_batches)}", 1.0)
-
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Show the last round and leave its line."""
-        self._note_score()
+        self._metrics |= getattr(pl_module, "metrics", {})
         self._show(at_once=True)
         self._close()
 
@@ -109,38 +91,25 @@ class RoundProgress(ProgressBar):
 
     def _show(self, steps: str = "", fraction: float = 0.0, at_once: bool = False) -> None:
         now = time.monotonic()
-        if not self.is_enabled or (now < self._next_time and not at_once):
+        if now < self._next_time and not at_once:
             return
         self._next_time = now + (_REFRESH_SECONDS if self._live else self.every_n_seconds)
-        metrics = getattr(self.trainer.lightning_module, "metrics", {})
         done, total = self.trainer.current_epoch, self.trainer.max_epochs or 0
-        name = f"round {done:{len(str(total))}}/{total}"
+        found = [(text, self._metrics[name]) for name, text in _SHOWN.items() if name in self._metrics]
         texts = [
-            f"loss {float(metrics['train/loss']):.4g}" if "train/loss" in metrics else "",
-            self._score,
-            f"{float(metrics['time/samples_per_s']):,.0f} samples/s"
-            if "time/samples_per_s" in metrics
-            else "",
+            f"round {done:{len(str(total))}}/{total}",
+            *(text.format(float(value)) for text, value in found),
             self._clock(now - self._started_at, done + fraction, total),
             steps,
         ]
-        text = "  ".join(filter(None, texts))
+        line = "  ".join(filter(None, texts))
         if self._live:
-            task, completed = self._live.task_ids[0], done + fraction
-            self._live.update(
-                task, description=name, completed=completed, total=total, text=text, refresh=True
-            )
+            self._live.update(Text(line, no_wrap=True, overflow="ellipsis"), refresh=True)
         else:
-            print(f"{name}  {text}", flush=True)
+            print(line, flush=True)
 
     def _clock(self, elapsed: float, done: float, total: int) -> str:
         if done >= total:
             return f"in {timedelta(seconds=round(elapsed))}"
         here = done - self._first_round
         return f"ETA {timedelta(seconds=round(elapsed / here * (total - done)))}" if here > 0 else ""
-
-    def _note_score(self) -> None:
-        # most rounds are not evaluated: the last score stays on show
-        metrics = getattr(self.trainer.lightning_module, "metrics", {})
-        found = (f"{key} {float(metrics[key]):.4g}" for key in _SCORES if key in metrics)
-        self._score = next(found, self._score)

@@ -1,10 +1,8 @@
 """A run from Python, in a run directory as those of the command line."""
 
 import os
-import sys
 import warnings
 from collections.abc import Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,12 +13,11 @@ from fl_lightning.client_data.federated import FederatedDataModule
 from fl_lightning.dashboard.settings import WandbSettings
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.round.module import FederatedModule
-from fl_lightning.run.interruption import Stopped
+from fl_lightning.run.interruption import stoppable
 from fl_lightning.run.settings import settings_of
-from fl_lightning.run.training import TRAINER_DEFAULTS, Training, lock_resumed, plugins_of, quiet_host
-from fl_lightning.run_directory.checkpoint_io import check_run, load_run
+from fl_lightning.run.training import TRAINER_DEFAULTS, Training, quiet_host
 from fl_lightning.run_directory.checkpoints import RoundCheckpoint
-from fl_lightning.run_directory.directory import Attempt, directory_of, inside_the_hash
+from fl_lightning.run_directory.directory import Attempt, inside_the_hash
 
 
 class Run:
@@ -94,36 +91,17 @@ class Run:
             raise ConfigurationError(
                 "fit: the module is trained already; make a new one for a new run, or go on with fit(resume=True)"
             )
-        with warnings.catch_warnings(), ExitStack() as held:
-            quiet_host()
-            try:
-                return self._fit("last" if resume is True else str(resume or ""), accept_data, held)
-            except Stopped as stopped:
-                print(f"stopped by {stopped.way}; {stopped.kept}", file=sys.stderr)
-                raise
-
-    def _fit(self, resume: str, accept_data: bool, held: ExitStack) -> dict[str, Any]:
-        directory, settings = directory_of(self.config), dict(self.trainer_settings)
-        path, resumed, checkpoint = None, None, {}
-        if resume == "auto":
-            resume = str(directory.newest_checkpoint() or "")
-        if resume:
-            path = directory.resolve_checkpoint(resume)
-            resumed, checkpoint = lock_resumed(directory, path, held), load_run(path)
-            check_run(path, checkpoint, self.module.model, self.module.configure_optimizers())
         self.module.accept_data = accept_data
         text = "# of a script: what names the run, not a configuration of the command line\n"
         config = text + yaml.safe_dump(self.config, sort_keys=False)
-        run = (self.module, self.data, config, directory, self.checkpoint)
-        with Training(*run, "fit(resume=True)") as training:
-            if not settings.get("fast_dev_run"):
-                training.begin(path, checkpoint, resumed)
-            self.attempt = training.start.attempt
-            settings["callbacks"] = [*self.callbacks, self.checkpoint]
-            equipment = training.equipment(settings, self.wandb) | {"plugins": plugins_of(settings)}
-            trainer = L.Trainer(**(settings | equipment))
-            training.fit(trainer, model=self.module, datamodule=self.data, ckpt_path=path)
-            return training.finish(trainer)
+        settings = {**self.trainer_settings, "callbacks": self.callbacks}
+        training = Training(self.module, self.data, config, self.checkpoint, "fit(resume=True)")
+        with warnings.catch_warnings(), stoppable():
+            quiet_host()
+            with training:
+                training.begin(settings, self.wandb, "last" if resume is True else resume or None)
+                self.attempt = training.start.attempt
+                return training.run()
 
     @property
     def path(self) -> Path:

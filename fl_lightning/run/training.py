@@ -10,21 +10,25 @@ from types import TracebackType
 from typing import Any, Self
 
 import lightning as L
+import yaml
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar
 from lightning.pytorch.loggers import WandbLogger
+from lightning.pytorch.profilers import PassThroughProfiler
 
 from fl_lightning.client_data.federated import FederatedDataModule
 from fl_lightning.dashboard.logger import RoundWandbLogger
 from fl_lightning.dashboard.settings import WandbSettings
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.round.module import FederatedModule
+from fl_lightning.round.trainer import check_trainer
 from fl_lightning.run.interruption import FinishRound, Stopped
 from fl_lightning.run.progress import RoundProgress
-from fl_lightning.run_directory.checkpoint_io import AtomicCheckpointIO
+from fl_lightning.run_directory.checkpoint_io import AtomicCheckpointIO, check_run, load_run
 from fl_lightning.run_directory.checkpoints import RoundCheckpoint
 from fl_lightning.run_directory.continuation import Start, find_start
-from fl_lightning.run_directory.directory import Attempt, RunDirectory
+from fl_lightning.run_directory.directory import directory_of
 from fl_lightning.run_directory.files import RunStart, draw_pictures
 from fl_lightning.run_directory.metrics import JSONLinesLogger
 from fl_lightning.run_directory.result import finish_run
@@ -48,14 +52,12 @@ class Training:
         module: The module.
         data: Its data.
         config: The resolved configuration as YAML.
-        directory: All attempts at it.
         keeper: The run's own checkpoints.
         way_on: What goes on with a run that was stopped, in words.
 
     Attributes:
+        directory: All attempts at the run.
         start: The folder, and what it goes on from; without a folder until :meth:`begin`.
-        interruption: Whether a signal has asked for a stop.
-        wandb: The logger of the run at W&B, None where there is none.
     """
 
     def __init__(
@@ -63,107 +65,119 @@ class Training:
         module: FederatedModule,
         data: FederatedDataModule,
         config: str,
-        directory: RunDirectory,
         keeper: RoundCheckpoint,
         way_on: str,
     ) -> None:
-        self.module, self.data, self.config, self.directory = module, data, config, directory
+        self.module, self.data, self.config = module, data, config
         self.keeper, self.way_on = keeper, way_on
-        self.start, self.interruption = Start(), FinishRound()
-        self.wandb: RoundWandbLogger | None = None
+        self.directory = directory_of(yaml.safe_load(config))
+        self.start = Start()
+        self._interruption = FinishRound()
+        self._wandb: RoundWandbLogger | None = None
         self._held = ExitStack()
 
-    def begin(self, ckpt_path: Path | None, checkpoint: Mapping[str, Any], resumed: Attempt | None) -> None:
-        """Make the run's folder, or find that of the checkpoint (:func:`~fl_lightning.run_directory.continuation.find_start`).
+    def begin(
+        self,
+        settings: Mapping[str, Any],
+        wandb: WandbSettings,
+        ckpt_path: str | os.PathLike[str] | None = None,
+        weights_only: bool | None = None,
+    ) -> L.Trainer:
+        """Make the run's folder, or find that of the checkpoint, and make the trainer.
 
         Args:
-            ckpt_path: The checkpoint to go on from, None for a new run.
-            checkpoint: What it holds.
-            resumed: The folder that is locked already (:func:`lock_resumed`).
-        """
-        if ckpt_path is None:
-            self.start = Start(self.directory.next_attempt(self._held))
-        else:
-            self.start = find_start(self.directory, ckpt_path, checkpoint, self.config, resumed, self._held)
-
-    def equipment(self, settings: Mapping[str, Any], wandb: WandbSettings) -> dict[str, Any]:
-        """Callbacks, loggers, plugins and folder of the trainer, as its arguments.
-
-        Args:
-            settings: The trainer's arguments that the user gives.
+            settings: The trainer's arguments that the user gives. With ``fast_dev_run`` there is no folder.
             wandb: Whether and where the run is logged to W&B.
+            ckpt_path: The checkpoint to go on from: a path, ``"last"``, ``"best"`` or ``"auto"``; None for a new run.
+            weights_only: Whether the checkpoint may hold nothing but tensors and plain values.
 
         Raises:
-            ConfigurationError: The logger is ``True``, which names none.
+            ConfigurationError: There is no such checkpoint, it is another model's, another process trains in its folder, or the
+                trainer refuses a setting.
         """
-        if settings.get("logger") is True:
-            raise ConfigurationError(
-                "trainer.logger: true names no logger; use a class such as lightning.pytorch.loggers.WandbLogger, or false "
-                "(metrics.jsonl is written in any case)"
+        path, checkpoint, resumed = self.found(ckpt_path), {}, None
+        writes = not settings.get("fast_dev_run")
+        if path is not None:
+            owner = self.directory.attempt_of(path) if path.name == "last.ckpt" else None
+            if owner in self.directory.attempts() and writes:
+                resumed = owner
+                self._held.enter_context(resumed.lock())  # before its checkpoint is read
+            checkpoint = load_run(path, weights_only)
+            check_run(path, checkpoint, self.module.model, self.module.configure_optimizers())
+        self._fit_arguments: dict[str, Any] = {"ckpt_path": path, "weights_only": weights_only}
+        if writes:
+            self.start = (
+                Start(self.directory.next_attempt(self._held))
+                if path is None
+                else find_start(self.directory, path, checkpoint, self.config, resumed, self._held)
             )
-        callbacks, loggers = as_list(settings.get("callbacks")), as_list(settings.get("logger"))
+        self._trainer = make_trainer(settings, **self._equipment(settings, wandb))
+        profiler: Any = self._trainer.profiler  # type: ignore[attr-defined]  # set in a helper of the trainer
+        if self.start.attempt is not None and not isinstance(profiler, PassThroughProfiler):
+            profiler.dirpath = profiler.dirpath or self.start.attempt.path
+            profiler.filename = profiler.filename or "profile"
+        return self._trainer
+
+    def found(self, ckpt_path: str | os.PathLike[str] | None) -> Path | None:
+        """The file that ``--ckpt_path`` means, None where it is None, or ``"auto"`` and there is none yet.
+
+        Raises:
+            ConfigurationError: There is no such checkpoint.
+        """
+        if ckpt_path == "auto":
+            return self.directory.newest_checkpoint()
+        return None if ckpt_path is None else self.directory.resolve_checkpoint(str(ckpt_path))
+
+    def _equipment(self, settings: Mapping[str, Any], wandb: WandbSettings) -> dict[str, Any]:
+        """Callbacks, loggers and folder of the trainer, as its arguments."""
+        callbacks = as_list(settings.get("callbacks"))
+        # true asks for some logger: metrics.jsonl is written in any case
+        loggers = [logger for logger in as_list(settings.get("logger")) if logger is not True]
         if settings.get("enable_progress_bar") is not False and not has_progress_bar(callbacks):
             callbacks.append(RoundProgress())
         # RunStart first, so that it prints before a progress bar takes the terminal
-        callbacks = [RunStart(self.start, self.config), *callbacks, self.interruption]
+        callbacks = [RunStart(self.start, self.config), *callbacks, self._interruption, self.keeper]
         attempt = self.start.attempt
         if attempt is None:
             return {"callbacks": callbacks, "logger": loggers or False}
-        loggers = [*loggers, JSONLinesLogger(attempt.path)]
+        loggers.append(JSONLinesLogger(attempt.path))
         if wandb.asked != "disabled" and not any(isinstance(logger, WandbLogger) for logger in loggers):
-            self.wandb = RoundWandbLogger(attempt, self.module, wandb, self.config)
+            self._wandb = RoundWandbLogger(attempt, self.module, wandb, self.config)
+            loggers.append(self._wandb)
         for callback in callbacks:
             if isinstance(callback, ModelCheckpoint) and callback.dirpath is None:
                 # a logger with a folder of its own, such as W&B's, would draw the checkpoints there
                 callback.dirpath = str(attempt.checkpoints.resolve())
-        return {
-            "callbacks": callbacks,
-            "logger": [*loggers, self.wandb] if self.wandb is not None else loggers,
-            "default_root_dir": str(attempt.path),
-        }
+        return {"callbacks": callbacks, "logger": loggers, "default_root_dir": str(attempt.path)}
 
-    def fit(self, trainer: L.Trainer, **kwargs: Any) -> None:
-        """Train, and draw what a run that fails has found until then.
-
-        Args:
-            trainer: The trainer, made with the :meth:`equipment`.
-            kwargs: Arguments of its ``fit``.
-
-        Raises:
-            ConfigurationError: A new attempt has nothing left to train.
-        """
-        start = self.start
-        try:
-            trainer.fit(**kwargs)
-            untrained = start.round and trainer.global_step == start.round
-            if untrained and start.is_new and not self.interruption.signal:
-                raise ConfigurationError(
-                    f"trainer.max_epochs: {trainer.max_epochs}, but {start.checkpoint} is of round {start.round}: nothing is left "
-                    "to train; use more rounds or a larger model.budget_epochs, or python -m fl_lightning test"
-                )
-        except Exception:  # not on a signal: who stops a run does not wait for pictures
-            if trainer.global_step > start.round:  # not a resume that was refused
-                draw_pictures(start.attempt, self.module)
-            raise
-
-    def finish(self, trainer: L.Trainer) -> dict[str, Any]:
-        """Evaluate the final server model, print and write the result.
-
-        Args:
-            trainer: The trainer that has fitted.
+    def run(self) -> dict[str, Any]:
+        """Train, evaluate the final server model, print and write the result.
 
         Returns:
             What ``result.json`` holds.
 
         Raises:
+            ConfigurationError: A new attempt has nothing left to train.
             Stopped: A signal has stopped the run before its last round.
         """
-        if self.interruption.signal and trainer.global_step != trainer.max_epochs:
-            draw_pictures(self.start.attempt, self.module)
-            raise Stopped(self.interruption.signal)
-        result = finish_run(self.module, self.start.attempt)
-        if self.wandb is not None:
-            self.wandb.log_result(result)
+        start, trainer, signal = self.start, self._trainer, self._interruption
+        try:
+            trainer.fit(self.module, datamodule=self.data, **self._fit_arguments)
+            if start.round and trainer.global_step == start.round and start.is_new and not signal.signal:
+                raise ConfigurationError(
+                    f"trainer.max_epochs: {trainer.max_epochs}, but {start.checkpoint} is of round {start.round}: nothing is left "
+                    "to train; use more rounds or a larger model.budget_epochs, or python -m fl_lightning test"
+                )
+            if signal.signal and trainer.global_step != trainer.max_epochs:
+                draw_pictures(start.attempt, self.module)
+                raise Stopped(signal.signal)
+        except Exception:  # not on a signal: who stops a run does not wait for pictures
+            if trainer.global_step > start.round:  # not a resume that was refused
+                draw_pictures(start.attempt, self.module)
+            raise
+        result = finish_run(self.module, start.attempt)
+        if self._wandb is not None:
+            self._wandb.log_result(result)
         return result
 
     def __enter__(self) -> Self:
@@ -172,19 +186,41 @@ class Training:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        attempt = self.start.attempt
-        if attempt is None:
-            return
         with self._held:
-            if self.wandb is not None:
-                self.wandb.close(kind is not None)
+            attempt = self.start.attempt
+            if attempt is None:
+                return
+            if self._wandb is not None:
+                self._wandb.close(kind is not None)
             if kind is not None:
                 self.start.discard_untrained()
             saved = self.keeper.saved_round or self.start.round
             if isinstance(error, Stopped) and saved and attempt.path.exists():
                 error.kept = f"{attempt.path} keeps round {saved}; {self.way_on} goes on"
-            if self.wandb is not None and self.wandb.place is not None and attempt.path.exists():
-                print(self.wandb.place, flush=True)
+            if error is not None and attempt.path.exists():
+                error.traceback_file = attempt.error  # type: ignore[attr-defined]  # where the command line writes it
+            if self._wandb is not None and self._wandb.place is not None and attempt.path.exists():
+                print(self._wandb.place, flush=True)
+
+
+def make_trainer(settings: Mapping[str, Any], **equipment: Any) -> L.Trainer:
+    """A trainer with this project's checkpoints, in one process whatever a launcher has started.
+
+    Args:
+        settings: The trainer's arguments that the user gives.
+        equipment: Those that take their place.
+
+    Raises:
+        ConfigurationError: The trainer refuses one.
+    """
+    plugins = [*as_list(settings.get("plugins")), AtomicCheckpointIO(), LightningEnvironment()]
+    try:
+        trainer = L.Trainer(**{**settings, **equipment, "plugins": plugins})
+    except (ValueError, TypeError, MisconfigurationException) as error:
+        place = f"accelerator: {settings.get('accelerator')}, devices: {settings.get('devices')}"
+        raise ConfigurationError(f"trainer ({place}): {error}") from error
+    check_trainer(trainer)
+    return trainer
 
 
 def as_list(setting: Any) -> list[Any]:
@@ -197,26 +233,6 @@ def as_list(setting: Any) -> list[Any]:
 def has_progress_bar(callbacks: Sequence[L.Callback]) -> bool:
     """Whether the user has a progress bar of another kind."""
     return any(isinstance(callback, ProgressBar) for callback in callbacks)
-
-
-def plugins_of(settings: Mapping[str, Any]) -> list[Any]:
-    """The trainer's plugins: the user's, and those of a run, which is one process whatever a launcher has started."""
-    return [*as_list(settings.get("plugins")), AtomicCheckpointIO(), LightningEnvironment()]
-
-
-def lock_resumed(directory: RunDirectory, ckpt_path: Path, held: ExitStack) -> Attempt | None:
-    """Lock the folder of a checkpoint that its run may go on in, before it is read; None where it is another run's.
-
-    Args:
-        directory: All attempts of the run.
-        ckpt_path: The checkpoint.
-        held: Keeps the lock.
-    """
-    resumed = directory.attempt_of(ckpt_path) if ckpt_path.name == "last.ckpt" else None
-    if resumed is None or resumed not in directory.attempts():
-        return None
-    held.enter_context(resumed.lock())
-    return resumed
 
 
 def quiet_host() -> None:

@@ -233,9 +233,9 @@ def test_same_command_makes_a_second_attempt_and_leaves_the_first_alone():
     second = run("--trainer.max_epochs", 2).attempt
     assert second.path == first.path.with_name(f"{first.path.name}.2")
     assert digests(first.path) == before
-    assert run("--trainer.max_epochs", 2, "--ckpt_path", "last", command="test").config.test.ckpt_path == str(
-        second.checkpoints / "last.ckpt"
-    )
+    assert run(
+        "--trainer.max_epochs", 2, "--ckpt_path", "last", command="test"
+    ).config_init.test.ckpt_path == str(second.checkpoints / "last.ckpt")
 
 
 def test_seed_changes_everything_random_and_equal_seeds_nothing():

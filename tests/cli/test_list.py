@@ -37,5 +37,5 @@ def test_without_a_kind_all_are_listed_and_an_unknown_one_is_refused(capsys):
         main(["list", "method"])
     assert stop.value.code == 2
     assert capsys.readouterr().err == (
-        "error: list: there is no 'method'; use some of methods, models, data, partitions, norms, aggregators\n"
+        "error: list: 'method' must be one of methods, models, data, partitions, norms, aggregators\n"
     )

@@ -18,22 +18,15 @@ def full_device():
     return open("/dev/full", "w", buffering=1)
 
 
-@pytest.mark.parametrize(
-    ("stream", "said"),
-    [
-        (closed_pipe, "standard output: Broken pipe; the command goes on without it\n"),
-        (full_device, "standard output: No space left on device; the command goes on without it\n"),
-        (lambda: None, ""),
-    ],
-)
-def test_run_whose_output_nobody_takes_ends_with_its_result(stream, said, monkeypatch, capsys):
+@pytest.mark.parametrize("stream", [closed_pipe, full_device, lambda: None])
+def test_run_whose_output_nobody_takes_ends_with_its_result(stream, monkeypatch, capsys):
     every_round = {"class_path": "RoundProgress", "init_args": {"every_n_seconds": 0}}
     write_config({"trainer.callbacks": [every_round]})
     with stream() or nullcontext() as output:
         monkeypatch.setattr(sys, "stdout", output)
         attempt = run().attempt
         assert sys.stdout is output
-    assert capsys.readouterr().err == said
+    assert capsys.readouterr().err == ""
     assert [row["round"] for row in rows(attempt)] == [0, 1, 2, 3, 4]
     assert attempt.result.exists()
 

@@ -7,8 +7,8 @@ from command_line import message_of
 
 import callbacks  # noqa: F401  # makes their bare names known
 from fl_lightning import FederatedCallback
-from fl_lightning.cli.given import given_settings
-from fl_lightning.cli.parser import ConciseParser
+from fl_lightning.cli.parser import ConciseParser, given_settings
+from fl_lightning.errors import ConfigurationError
 
 
 def alone():
@@ -30,7 +30,7 @@ def test_parser_without_subcommands_reads_the_settings_of_a_class():
         ("--callback FixBNN", "callback: there is no class 'FixBNN'; did you mean FixBN or "),
         ("--callback FixBN --callback.freeze_rond 3", "FixBN: there is no setting 'freeze_rond' among freeze_round, "),
         ("--round 3", "there is no setting 'round'; did you mean rounds?"),
-        ("--rounds x", "rounds: x is not valid; it takes a whole number"),
+        ("--rounds x", "rounds: x is not valid; it takes int"),
     ],
 )  # fmt: skip
 def test_parser_without_subcommands_words_its_errors_as_fit_does(arguments, line, capsys):
@@ -61,3 +61,17 @@ def test_given_settings_have_plain_names_and_the_last_one_wins():
         "print_config": "--seed",
         "seed": -1,
     }
+
+
+@pytest.mark.parametrize("text", ["2025-02-30", "[1, ", "0x_"])
+def test_text_that_is_no_yaml_stays_text(text):
+    assert given_settings(["fit", "--name", text]) == {"name": text}
+
+
+def test_a_file_below_the_home_is_found_where_the_shell_leaves_the_tilde(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "x.yaml").write_text("model:\n  seed: 5\n")
+    assert given_settings(["fit", "--config=~/x.yaml"]) == {"model.seed": 5}
+    (tmp_path / "x.yaml").write_text("date: 2025-02-30\n")
+    with pytest.raises(ConfigurationError, match=r"x\.yaml is not YAML"):
+        given_settings(["fit", "--config=~/x.yaml"])

@@ -106,24 +106,14 @@ def test_time_left_counts_only_the_rounds_of_this_fit(tmp_path, capsys, monkeypa
     assert (lines[-1][:13], lines[-1][-10:]) == ("round 110/110", "in 0:10:00")
 
 
-@pytest.mark.parametrize("stage", ["fit", "validate", "test", "predict"])
-@pytest.mark.parametrize("terminal", [True, False])
-def test_disabled_progress_is_silent_in_every_stage(tmp_path, capsys, monkeypatch, stage, terminal):
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
-    progress = RoundProgress(every_n_seconds=0.0)
-    progress.disable()
-    start(tmp_path, progress, stage)
-    assert capsys.readouterr().out == ""
-
-
-def test_terminal_shows_local_steps_and_evaluations_and_gets_its_cursor_back(tmp_path, capsys, monkeypatch):
+def test_terminal_shows_local_steps_and_gets_its_cursor_back(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "120")
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     monkeypatch.setattr("fl_lightning.run.progress._REFRESH_SECONDS", 0.0)
     start(tmp_path, RoundProgress())
     shown = capsys.readouterr().out
-    for text in ("step 2/3", "evaluating 2/2", "loss 0.25", "val/accuracy 0.3", "round 5/5"):
+    for text in ("step 2/3", "loss 0.25", "val/accuracy 0.3", "round 5/5"):
         assert text in shown
     assert shown.rfind("\x1b[?25h") > shown.rfind("\x1b[?25l") >= 0
 

@@ -188,7 +188,7 @@ def test_resume_under_other_settings_is_a_new_attempt_of_its_own_configuration(c
         f"new attempt {new.path} goes on from round 2 of {source.checkpoints / 'last.ckpt'}"
         in capsys.readouterr().out
     )
-    assert new.path.name == cli.directory.stem != source.path.name
+    assert new.path.name == cli.training.directory.stem != source.path.name
     assert [row["round"] for row in rows(new)] == [0, 1, 2, 3, 4]
     assert rows(new)[:3] == rows(source)
     assert yaml.safe_load(new.config.read_text())["seed_everything"] == cli.model.seed
