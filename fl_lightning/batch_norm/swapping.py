@@ -1,5 +1,7 @@
-"""Other forward passes for BN layers, swapped by type: the only way in which a method changes a forward pass."""
+"""Other forward passes for BN layers, swapped by type: the only way in which a method changes one; and other modes for a while."""
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import torch
@@ -74,3 +76,31 @@ def restore_batch_norm(model: nn.Module) -> None:
             for name in layer.scratch:
                 delattr(layer, name)
             layer.__class__ = layer.original  # type: ignore[assignment]  # the class that it came with
+
+
+@contextmanager
+def batch_statistics(layers: Sequence[_BatchNorm]) -> Iterator[None]:
+    """Let BN layers normalise with the statistics of their input, whatever forward pass a method has given them."""
+    before = [(layer.__class__, layer.training, layer.track_running_stats) for layer in layers]
+    try:
+        for layer in layers:
+            if isinstance(layer, SwappedBatchNorm):
+                layer.__class__ = layer.original  # type: ignore[assignment]  # the class that it came with
+            layer.training, layer.track_running_stats = True, False
+        yield
+    finally:
+        for layer, (kind, training, tracking) in zip(layers, before, strict=True):
+            layer.__class__ = kind
+            layer.training, layer.track_running_stats = training, tracking
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Put a model in eval mode; afterwards every module is in the mode that it was in."""
+    modes = {module: module.training for module in model.modules()}
+    try:
+        model.eval()
+        yield
+    finally:
+        for module, training in modes.items():
+            module.training = training

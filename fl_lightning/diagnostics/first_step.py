@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fl_lightning.batch_norm.joint import one_client_for_all
 from fl_lightning.batch_norm.layers import batch_norm_layers, has_statistics
-from fl_lightning.batch_norm.modes import evaluating
+from fl_lightning.batch_norm.swapping import evaluating
 from fl_lightning.cohort.cohort import Cohort
 from fl_lightning.cohort.round_cohort import RoundCohort
 from fl_lightning.cohort.slots import StateSlots

@@ -4,8 +4,12 @@ from types import FunctionType
 from typing import NamedTuple
 
 from fl_lightning.executors.base import ClientTask, Executor
-from fl_lightning.executors.cores import cores_of_a_run
-from fl_lightning.executors.processes import ProcessExecutor, cannot_fork, shared_memory_left
+from fl_lightning.executors.processes import (
+    ProcessExecutor,
+    cannot_fork,
+    cores_of_a_run,
+    shared_memory_left,
+)
 from fl_lightning.executors.sequential import SequentialExecutor
 from fl_lightning.executors.vectorized import VectorizedExecutor
 

@@ -11,6 +11,7 @@ import warnings
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from math import ceil
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -24,10 +25,10 @@ from fl_lightning.client_data.cohort_batch import CohortBatch
 from fl_lightning.cohort.round_cohort import RoundCohort
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.executors.base import ClientTask, Executor
-from fl_lightning.executors.cores import usable_cores
 from fl_lightning.executors.sequential import SequentialExecutor
 
 _SHARED_MEMORY = Path("/dev/shm")
+_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 _PATIENCE = 600  # seconds that a worker may be behind this process in a local step
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -177,6 +178,22 @@ class _Worker:
             f"executor ProcessExecutor: a worker process ended in round {self.round} (exit code {code}{memory}); use fewer "
             "num_workers, or SequentialExecutor"
         )
+
+
+def usable_cores() -> int:
+    """Cores that this process may use: those it may run on, at most what a container's quota of processor time amounts to."""
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        quota, period = _QUOTA.read_text().split()
+        return max(1, min(allowed, ceil(int(quota) / int(period))))
+    except (OSError, ValueError):  # no such file, or no quota, which is "max"
+        return allowed
+
+
+def cores_of_a_run() -> int:
+    """What ``OMP_NUM_THREADS`` says, at most :func:`usable_cores`."""
+    told = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
+    return min(usable_cores(), int(told)) if told.isdecimal() and int(told) else usable_cores()
 
 
 def cannot_fork() -> str | None:

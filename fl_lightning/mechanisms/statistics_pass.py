@@ -12,8 +12,8 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
 
 from fl_lightning.batch_norm.layers import batch_norm_layers
-from fl_lightning.batch_norm.modes import batch_statistics, evaluating
 from fl_lightning.batch_norm.moments import merge_, total_variance
+from fl_lightning.batch_norm.swapping import batch_statistics, evaluating
 from fl_lightning.executors.base import client_loss
 
 if TYPE_CHECKING:

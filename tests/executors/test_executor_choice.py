@@ -13,7 +13,7 @@ from fl_lightning import FederatedModule, ProcessExecutor, SequentialExecutor, V
 from fl_lightning.executors import choice as executor_choice
 from fl_lightning.executors import processes
 from fl_lightning.executors.choice import choose_executor
-from fl_lightning.executors.cores import cores_of_a_run, usable_cores
+from fl_lightning.executors.processes import cores_of_a_run, usable_cores
 
 
 def module(cls=FederatedModule, **settings):
@@ -122,7 +122,7 @@ def test_where_processes_would_fail_there_are_none(monkeypatch, owner, name, val
 )
 def test_omp_num_threads_is_the_number_of_cores_to_use(monkeypatch, tmp_path, told, cores):
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: range(4))
-    monkeypatch.setattr("fl_lightning.executors.cores._QUOTA", tmp_path / "absent")
+    monkeypatch.setattr("fl_lightning.executors.processes._QUOTA", tmp_path / "absent")
     if told is None:
         monkeypatch.delenv("OMP_NUM_THREADS")
     else:
@@ -136,7 +136,7 @@ def test_omp_num_threads_is_the_number_of_cores_to_use(monkeypatch, tmp_path, to
 )
 def test_a_containers_quota_of_processor_time_counts(monkeypatch, tmp_path, quota, cores):
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: range(4))
-    monkeypatch.setattr("fl_lightning.executors.cores._QUOTA", tmp_path / "cpu.max")
+    monkeypatch.setattr("fl_lightning.executors.processes._QUOTA", tmp_path / "cpu.max")
     (tmp_path / "cpu.max").write_text(f"{quota}\n")
     assert usable_cores() == cores
 
