@@ -10,10 +10,25 @@ from typing import Any
 
 import lightning as L
 import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.instancenorm import _InstanceNorm
 
 from fl_lightning.aggregation import WeightedMean
-from fl_lightning.models.describe import norm_names
+from fl_lightning.models.convolutions import ScaledStandardizedConv2d, StandardizedConv2d, WeightNormConv2d
+from fl_lightning.models.fixup import FixupBlock
 from fl_lightning.round.module import FederatedModule
+
+_LAYERS: dict[str, type[nn.Module]] = {
+    "BN": _BatchNorm,
+    "GN": nn.GroupNorm,
+    "LN": nn.LayerNorm,
+    "IN": _InstanceNorm,
+    "WS": StandardizedConv2d,
+    "scaled WS": ScaledStandardizedConv2d,
+    "weight norm": WeightNormConv2d,
+    "FixUp": FixupBlock,
+}
 
 
 def method_name(module: FederatedModule, callbacks: Sequence[object]) -> str:
@@ -46,6 +61,18 @@ def run_title(module: FederatedModule) -> list[str]:
     data = f"{type(module.data).__name__}: {module.data.describe_partition()}"
     lines = [method_name(module, module.federated_callbacks), f"{model}; {data}; seed {module.seed}"]
     return [*lines, *origin_in_words(module.record.continued_from)]
+
+
+def norm_names(model: nn.Module) -> list[str]:
+    """The kinds of norm layers in a model, or of what stands in their place, such as ``["GN", "WS"]``."""
+    found = {_name(module) for module in model.modules()}
+    return [name for name in _LAYERS if name in found]
+
+
+def _name(module: nn.Module) -> str:
+    if isinstance(module, nn.GroupNorm) and module.num_groups in (1, module.num_channels):
+        return "LN" if module.num_groups == 1 else "IN"
+    return next((name for name, kind in _LAYERS.items() if isinstance(module, kind)), "")
 
 
 def origin_in_words(continued_from: Sequence[Mapping[str, Any]]) -> list[str]:
