@@ -31,9 +31,6 @@ class Choice(NamedTuple):
     executor: Executor
     reason: str
 
-    def __str__(self) -> str:
-        return f"{type(self.executor).__name__}, {self.reason}; model.executor sets another"
-
 
 def choose_executor(module: ClientTask, num_clients: int, client_steps: int) -> Choice:
     """The executor that is likely to be the fastest for a run, with results that depend on the choice by rounding alone.
@@ -52,12 +49,11 @@ def choose_executor(module: ClientTask, num_clients: int, client_steps: int) -> 
         return Choice(
             VectorizedExecutor(where_possible=True), f"{num_clients} clients at once on {module.device}"
         )
-    sequential = SequentialExecutor()
-    if module.device.type != "cpu":
-        return Choice(sequential, f"for {module.device}")
     cores = cores_of_a_run()
     workers = min(cores, num_clients)
-    if workers == 1:
+    if module.device.type != "cpu":
+        reason = f"for {module.device}"
+    elif workers == 1:
         reason = "one client" if num_clients == 1 else "one core"
     elif client_steps < _WORTH_A_FORK:
         reason = f"{client_steps} local steps a round"
@@ -69,7 +65,7 @@ def choose_executor(module: ClientTask, num_clients: int, client_steps: int) -> 
         reason = f"little shared memory, {shared_memory_left() / 1e6:,.0f} MB"
     else:
         return Choice(ProcessExecutor(workers), f"{num_clients} clients on {cores} cores")
-    return Choice(sequential, reason)
+    return Choice(SequentialExecutor(), reason)
 
 
 def _of_ones_own(module: ClientTask) -> str | None:

@@ -11,6 +11,7 @@ import warnings
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import islice
 from math import ceil
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -74,15 +75,14 @@ class ProcessExecutor(Executor):
         if self._made_for is None or self._made_for[0] is not cohort or self._made_for[1] != cohort.round:
             self.close()
             self._start(module, cohort)
-        shares, batches = split_evenly(rows, len(self._workers) + 1), batch.batches()
-        ends = [sum(map(len, shares[: part + 1])) for part in range(len(shares))]
-        busy = [worker for worker, share in zip(self._workers, shares[1:], strict=True) if share]
+        batches, shares = iter(batch.batches()), split_evenly(rows, len(self._workers) + 1)
+        own, *others = [(share, list(islice(batches, len(share)))) for share in shares if share]
+        busy = self._workers[: len(others)]
         try:
-            for worker, share, start, end in zip(busy, shares[1:], ends, ends[1:], strict=False):
-                worker.send(cohort.step, share, batches[start:end])
+            for worker, part in zip(busy, others, strict=True):
+                worker.send(cohort.step, *part)
             with self.during_round():
-                own = CohortBatch(batches=batches[: ends[0]])
-                losses = [self._own.backward(module, cohort, own, shares[0])]
+                losses = [self._own.backward(module, cohort, CohortBatch(batches=own[1]), own[0])]
             losses += [torch.tensor(worker.losses(), dtype=losses[0].dtype) for worker in busy]
         except BaseException:
             self.close()  # whatever they are at

@@ -1,6 +1,5 @@
 """The federated LightningModule: ``training_step`` is one communication round."""
 
-import logging
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -286,7 +285,6 @@ class FederatedModule(ServerModule):
             clients, steps = self.plan.trained(1)
             self.executor_choice = choose_executor(self, len(clients), sum(steps))
             self.executor = self.executor_choice.executor
-            logging.getLogger("fl_lightning").info("executor: %s", self.executor_choice)
         self.tracking_layers = [x for x in batch_norm_layers(self.model).values() if x.training]
         self._modes = {layer: layer.training for layer in self.modules()}
         self._cohort = None

@@ -1,7 +1,6 @@
 """Which executor computes a run that names none, and that the choice changes no result."""
 
 import json
-import logging
 
 import pytest
 import torch
@@ -157,14 +156,13 @@ def trained(model, rounds=3):
     return model.state_dict()
 
 
-def test_the_choice_changes_no_bit_and_is_made_anew_in_each_fit(monkeypatch, caplog):
+def test_the_choice_changes_no_bit_and_is_made_anew_in_each_fit(monkeypatch):
     reference = trained(module(executor=SequentialExecutor()))
     on_cores(monkeypatch, 2)
     chosen = module()
-    with caplog.at_level(logging.INFO, "fl_lightning"):
-        found = trained(chosen)
+    found = trained(chosen)
     assert type(chosen.executor) is ProcessExecutor
-    assert "executor: ProcessExecutor, 4 clients on 2 cores" in caplog.text
+    assert chosen.executor_choice.reason == "4 clients on 2 cores"
     assert all(torch.equal(reference[name], found[name]) for name in reference)
     on_cores(monkeypatch, 1)
     trained(chosen, 1)

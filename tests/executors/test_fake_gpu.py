@@ -143,7 +143,8 @@ def test_a_choice_is_to_compute_all_clients_at_once():
     module = FederatedModule(model(), SGD, local_steps=1)
     fit(module, digits(), 1)
     assert isinstance(module.executor, VectorizedExecutor)
-    assert str(module.executor_choice).startswith("VectorizedExecutor, 4 clients at once on cuda:0")
+    assert isinstance(module.executor, VectorizedExecutor)
+    assert module.executor_choice.reason == "4 clients at once on cuda:0"
 
 
 def test_mixed_precision_keeps_to_the_device(monkeypatch):
