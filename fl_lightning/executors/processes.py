@@ -18,6 +18,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NoReturn
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
@@ -210,9 +211,7 @@ def shared_memory_left() -> float:
 
 def split_evenly(rows: Sequence[int], parts: int) -> list[list[int]]:
     """Split rows into consecutive shares whose sizes differ by one at most, the larger first."""
-    size, larger = divmod(len(rows), parts)
-    ends = [size * (part + 1) + min(part + 1, larger) for part in range(parts)]
-    return [list(rows[start:end]) for start, end in zip([0, *ends], ends, strict=False)]
+    return [part.tolist() for part in np.array_split(rows, parts)]
 
 
 def _share(blocks: Sequence[Tensor]) -> None:
