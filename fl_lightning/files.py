@@ -57,10 +57,10 @@ def user_path(setting: str, text: str | os.PathLike[str]) -> Path:
     """The path that a user gave; ``~`` is a home.
 
     Raises:
-        ConfigurationError: It is a URL, has a NUL character or is in the home of an unknown user.
+        ConfigurationError: It is empty or a URL, has a NUL character or is in the home of an unknown user.
     """
     path = os.path.expanduser(text)
-    if "\0" in path or "://" in path or path.startswith("~"):
+    if not path or "\0" in path or "://" in path or path.startswith("~"):
         raise ConfigurationError(
             f"{setting}: {str(text)!r} is no path of a local or mounted file system; give another path"
         )

@@ -12,7 +12,7 @@ from jsonargparse.typing import restricted_number_type
 from lightning.pytorch import Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
-from fl_lightning.cli.parser import ConciseParser, given_settings
+from fl_lightning.cli.parser import ConciseParser, given_settings, one_milestone_each
 from fl_lightning.dashboard.settings import WandbSettings
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.round.module import FederatedModule
@@ -79,15 +79,14 @@ class FederatedCLI(LightningCLI):
         # a file for all commands has a section for each
         self.given = {name.removeprefix(f"{command}."): x for name, x in given_settings(args).items()}
         for name, value in self.given.items():
-            if isinstance(value, float) and math.isnan(
-                value
-            ):  # every comparison is false: ranges let it pass
+            # every comparison is false: ranges let it pass
+            if isinstance(value, float) and math.isnan(value):
                 raise ConfigurationError(f"{name}: nan is no number; give one")
             inner = [setting for setting in known if setting.startswith(f"{name}.")]
             if inner and name not in known:
                 shown = "null" if value is None else value
                 raise ConfigurationError(f"{name}: {shown} holds no settings such as {inner[0]}")
-        super().parse_arguments(parser, args)
+        super().parse_arguments(parser, one_milestone_each(args, self.given))
         config = self.config[self.config.subcommand]
         if config.get("weights_only") is False and not any(x.startswith("--weights_only") for x in args):
             raise ConfigurationError(

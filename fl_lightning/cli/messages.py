@@ -5,32 +5,28 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import chain
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.callbacks import Callback
+from torch.nn import Module
+from torch.nn.modules.loss import _Loss
+from torch.optim import Optimizer
 
+from fl_lightning.aggregation import Aggregator
+from fl_lightning.client_data.federated import FederatedDataModule
 from fl_lightning.errors import ConfigurationError, nearest
+from fl_lightning.executors.base import Executor
+from fl_lightning.optimizers.schedules import LRSchedule
+from fl_lightning.round.callback import FederatedCallback
 from fl_lightning.run.interruption import stoppable
 from fl_lightning.run.training import quiet_host
 
-_SHIPPED = {
-    "aggregator": ["fl_lightning.aggregation"],
-    "callback": ["callbacks"],
-    "callbacks": ["callbacks", "lightning.pytorch.callbacks"],
-    "client_lr_schedule": ["fl_lightning.optimizers.schedules"],
-    "client_optimizer": ["torch.optim"],
-    "data": ["datamodules"],
-    "executor": ["fl_lightning.executors.vectorized", "fl_lightning.executors.sequential"],
-    "loss": ["torch.nn"],
-    "model": ["fl_lightning.models"],
-    "partition": ["datamodules"],
-    "server_optimizer": ["torch.optim", "fl_lightning.optimizers.server"],
-}
-"""The modules with the shipped classes that a setting takes, by the last part of its name."""
+_SHIPPED = ("fl_lightning", "callbacks", "datamodules", "torch", "torchvision", "lightning")
+"""The packages whose classes have bare names."""
 
 _OF_LIGHTNING = ("conditioned on metric", "more than one stateful callback")
 """Words of Lightning's errors that a user can mend: a metric to stop early on, a callback that is given twice."""
@@ -77,21 +73,45 @@ def explain(message: str, settings: Sequence[str] = (), owner: str = "") -> str:
         types = re.sub(r"<class '(?:\w+\.)*(\w+)'>|typing\.(?:Literal)?", r"\1", value[1])
         return f"{setting}{_one_line(value[2])} is not valid; it takes {types.replace('NoneType', 'null')}"
     if missing := found["unknown class"]:
-        known = _class_names(_SHIPPED.get(key.rpartition(".")[2], []))
-        wrong = f"there is no class {missing[1]!r}"
-        if missing[1] in _class_names(chain(*_SHIPPED.values())):
-            wrong = f"the class {missing[1]!r} is of another kind"
+        kinds = _kinds()
+        known = _class_names(kinds[last]) if (last := key.rpartition(".")[2]) in kinds else set()
+        remedy = "give one that this setting takes, or the dotted path of your own"
+        remedy = f"there are {', '.join(sorted(known))}" if 0 < len(known) <= 12 else remedy
+        if any(missing[1] in _class_names(kind) for kind in kinds.values()):
+            return f"{setting}the class {missing[1]!r} is of another kind; {remedy}"
         near = nearest(missing[1].rpartition(".")[2], known)
-        return (
-            f"{setting}{wrong}{near or '; give one that this setting takes, or the dotted path of your own'}"
-        )
+        near = f"; give one class, or for a list [{missing[1]}]" if "," in missing[1] else near
+        return f"{setting}there is no class {missing[1]!r}{near or '; ' + remedy}"
     return setting + _one_line(message.partition(f'"{key}":')[2] if key else message)
 
 
-def _class_names(shipped: Iterable[str]) -> set[str]:
-    """The names of the classes in some modules; those of one's own go by their dotted path."""
-    modules = (vars(sys.modules[name]) for name in shipped if name in sys.modules)
-    return {name for names in modules for name, thing in names.items() if isinstance(thing, type)}
+def _kinds() -> dict[str, type]:
+    """The class that those are subclasses of which a setting takes, by the last part of its name."""
+    from datamodules.partitions import Partition  # not before main() has found out whose package this is
+
+    return {
+        "aggregator": Aggregator,
+        "callback": FederatedCallback,
+        "callbacks": Callback,
+        "client_lr_schedule": LRSchedule,
+        "client_optimizer": Optimizer,
+        "data": FederatedDataModule,
+        "executor": Executor,
+        "loss": _Loss,
+        "model": Module,
+        "partition": Partition,
+        "server_optimizer": Optimizer,
+    }
+
+
+def _class_names(base: type) -> set[str]:
+    """The bare names of a class's subclasses; those of one's own go by their dotted path."""
+    names = set()
+    for kind in type.__subclasses__(base):
+        names |= _class_names(kind)
+        if kind.__module__.partition(".")[0] in _SHIPPED and not kind.__name__.startswith("_"):
+            names.add(kind.__name__)
+    return names
 
 
 def _one_line(text: str) -> str:

@@ -1,7 +1,7 @@
 """A LightningCLI parser whose errors are one line, and what the user gave before it adds defaults, types and links."""
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NoReturn, get_type_hints
@@ -28,6 +28,7 @@ class ConciseParser(LightningArgumentParser):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         # An abbreviation would make a misspelt setting (--model.local_step) pass as another one.
         super().__init__(*args, **{"allow_abbrev": False, **kwargs})
+        self._commands: Any = None
 
     def add_class_arguments(
         self, class_type: type, nested_key: str | None = None, *args: Any, **kwargs: Any
@@ -51,6 +52,11 @@ class ConciseParser(LightningArgumentParser):
             names.append(self.add_argument("--num_classes", type=int | None, default=None).dest)
         return names
 
+    def add_subcommands(self, *args: Any, **kwargs: Any) -> Any:
+        """Add the place of the subcommands, and remember it."""
+        self._commands = super().add_subcommands(*args, **kwargs)
+        return self._commands
+
     def instantiate(self, *args: Any, **kwargs: Any) -> Namespace:
         """Make the classes that the settings name; an exception of theirs notes which one, and with which values."""
         made: Namespace = super().instantiate(*args, instantiators=[(_make, object, True)], **kwargs)
@@ -58,7 +64,7 @@ class ConciseParser(LightningArgumentParser):
 
     def settings(self) -> list[str]:
         """The names of the settings that the parser and its subcommands take, without ``init_args``."""
-        parsers = self._subcommands_action.choices.values() if self._subcommands_action else [self]
+        parsers = self._commands.choices.values() if self._commands else [self]
         return list(
             dict.fromkeys(plain_name(name) for parser in parsers for name, _ in parser.get_defaults().items())
         )
@@ -92,6 +98,18 @@ def given_settings(arguments: Sequence[str]) -> dict[str, Any]:
             name = "" if option in ("-c", "--config") else option.removeprefix("--")
             given |= dict(_walk(_value(value if equals else following), name, Path()))
     return given
+
+
+def one_milestone_each(arguments: Sequence[str], given: Mapping[str, Any]) -> list[str]:
+    """Let ``--trainer.callbacks.freeze_round 2`` replace the ``freeze_fraction`` that a file gives, and the other way round."""
+    options, found = [argument.partition("=")[0] for argument in arguments], []
+    for option, argument in zip(options, arguments, strict=True):
+        name, _, unit = option.rpartition("_")
+        other = f"{name}_{ {'round': 'fraction', 'fraction': 'round'}.get(unit) }"
+        if other.removeprefix("--") in given and not {other, name.rpartition(".")[0]} & {*options}:
+            found.append(f"{other}=null")
+        found.append(argument)
+    return found
 
 
 def plain_name(setting: str) -> str:
