@@ -4,13 +4,9 @@ import re
 from collections.abc import Sequence
 from inspect import isabstract
 
-from lightning.pytorch.callbacks import Callback
-from torch import nn
-
 from fl_lightning import aggregation, models
 from fl_lightning.cli.command_line import import_shipped
-from fl_lightning.cli.messages import command
-from fl_lightning.client_data.federated import FederatedDataModule
+from fl_lightning.cli.messages import command, kinds_of_settings
 from fl_lightning.console import print_table
 from fl_lightning.errors import check_choice
 from fl_lightning.models.norm import NORMS
@@ -49,13 +45,8 @@ def named(kind: str) -> dict[str, str]:
         return dict(NORMS)
     shipped = import_shipped()
     data = shipped["datamodules"]
-    module, base = {
-        "methods": (shipped["callbacks"], Callback),
-        "models": (models, nn.Module),
-        "data": (data, FederatedDataModule),
-        "partitions": (data, data.Partition),
-        "aggregators": (aggregation, aggregation.Aggregator),
-    }[kind]
+    modules = {"methods": shipped["callbacks"], "models": models, "aggregators": aggregation}
+    module, base = modules.get(kind, data), kinds_of_settings()[KINDS[kind].rpartition(".")[2]]
     found = {}
     for name in sorted(module.__all__, key=str.lower):
         thing = getattr(module, name)

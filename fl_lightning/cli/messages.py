@@ -73,7 +73,7 @@ def explain(message: str, settings: Sequence[str] = (), owner: str = "") -> str:
         types = re.sub(r"<class '(?:\w+\.)*(\w+)'>|typing\.(?:Literal)?", r"\1", value[1])
         return f"{setting}{_one_line(value[2])} is not valid; it takes {types.replace('NoneType', 'null')}"
     if missing := found["unknown class"]:
-        kinds = _kinds()
+        kinds = kinds_of_settings()
         known = _class_names(kinds[last]) if (last := key.rpartition(".")[2]) in kinds else set()
         remedy = "give one that this setting takes, or the dotted path of your own"
         remedy = f"there are {', '.join(sorted(known))}" if 0 < len(known) <= 12 else remedy
@@ -85,7 +85,7 @@ def explain(message: str, settings: Sequence[str] = (), owner: str = "") -> str:
     return setting + _one_line(message.partition(f'"{key}":')[2] if key else message)
 
 
-def _kinds() -> dict[str, type]:
+def kinds_of_settings() -> dict[str, type]:
     """The class that those are subclasses of which a setting takes, by the last part of its name."""
     from datamodules.partitions import Partition  # not before main() has found out whose package this is
 
@@ -106,8 +106,8 @@ def _kinds() -> dict[str, type]:
 
 def _class_names(base: type) -> set[str]:
     """The bare names of a class's subclasses; those of one's own go by their dotted path."""
-    names = set()
-    for kind in type.__subclasses__(base):
+    names, subclasses = set(), list[type](type.__subclasses__(base))
+    for kind in subclasses:
         names |= _class_names(kind)
         if kind.__module__.partition(".")[0] in _SHIPPED and not kind.__name__.startswith("_"):
             names.add(kind.__name__)
@@ -205,10 +205,6 @@ def told(error: BaseException | None) -> str | None:
     while error is not None:
         if isinstance(error, ConfigurationError | MisconfigurationException):
             return " ".join(str(error).split())
-        # not imported for this: only a logger of the user's own lets an exception of W&B through
-        if isinstance(error, getattr(sys.modules.get("wandb"), "Error", ())):
-            wrong = str(error).partition("\n")[0].partition(". ")[0].rstrip(".")
-            return f"W&B: {wrong}; store a key with wandb login, or set the environment variable WANDB_MODE=offline"
         if any(words in str(error) for words in _OF_LIGHTNING):
             return " ".join(str(error).split())
         error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)

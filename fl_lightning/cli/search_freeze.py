@@ -21,11 +21,10 @@ from fl_lightning.run_directory.checkpoint_io import load_run
 from fl_lightning.run_directory.checkpoints import kept_name
 from fl_lightning.run_directory.directory import Attempt, class_name, config_hash, directory_of
 
-_PROGRAM = "python -m fl_lightning search-freeze"
 _DESCRIPTION = """\
 Search FixBN's T* over a grid, by validation accuracy after the last round. The run of the largest T* is trained first, and the
-others go on from its checkpoints. The same command again goes on where it was stopped; another grid adds to the table."""
-_EPILOG = "All other options are those of fit, such as --seed_everything 1 or --trainer.max_epochs 200."
+others go on from its checkpoints. The same command again goes on where it was stopped; another grid adds to the table.
+All other options are those of fit, such as --seed_everything 1 or --trainer.max_epochs 200."""
 
 
 @command()
@@ -36,10 +35,9 @@ def main(args: Sequence[str]) -> None:
         args: Arguments after ``search-freeze``.
     """
     parser = ArgumentParser(
-        prog=_PROGRAM,
+        prog="python -m fl_lightning search-freeze",
         usage="%(prog)s --config FILE --freeze_rounds T,T,... [options of fit]",
         description=_DESCRIPTION,
-        epilog=_EPILOG,
         formatter_class=RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )

@@ -2,15 +2,12 @@
 
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
 from functools import partial
-from pathlib import Path
 
 from fl_lightning.cli.command_line import import_shipped
 from fl_lightning.cli.messages import command
 from fl_lightning.cli.parser import ConciseParser
 from fl_lightning.errors import ConfigurationError
-from fl_lightning.files import write_json
 from fl_lightning.round.callback import FederatedCallback
 
 
@@ -34,15 +31,11 @@ def main(args: Sequence[str]) -> None:
         help="a shipped method, or the dotted path of a class of your own; --callback.KEY VALUE sets its settings",
     )
     parser.add_argument("--all", action="store_true", help="all shipped methods, each with its examples")
-    parser.add_argument(
-        "--json", type=str | None, default=None, help="a file that the certificate is written to, too"
-    )
     given = parser.parse_args(list(args))
     if given.all == (given.callback is not None):
         raise ConfigurationError(
             "verify: give one of --callback and --all, such as --callback FixBN, --callback methods.Mine or --all"
         )
-    file = Path(given.json) if given.json is not None else None
     # imported now: the battery's own callbacks are no methods that the parser should know
     from fl_lightning.verification.battery import certify
     from fl_lightning.verification.certificate import Certificate, print_certificate, print_summary
@@ -55,7 +48,7 @@ def main(args: Sequence[str]) -> None:
         for cls, settings in [(one, settings) for one in methods for settings in one.examples]:
             try:
                 # a table of all has no room for distances to references
-                certificates.append(certify(partial(cls, **settings), references=file is not None))
+                certificates.append(certify(partial(cls, **settings), references=False))
             except ConfigurationError as error:  # the others still have their certificates
                 failure = Finding("runs", "FAILED", str(error))
                 certificates.append(Certificate(f"{cls.__name__}({settings})", cls.paper, [failure]))
@@ -63,7 +56,4 @@ def main(args: Sequence[str]) -> None:
     else:
         certificates = [certify(lambda: parser.instantiate(given).callback)]
         print_certificate(certificates[0])
-    if file is not None:
-        found = [asdict(one) for one in certificates]
-        write_json(file, found if given.all else found[0])
     sys.exit(int(any(one.failed for one in certificates)))

@@ -16,7 +16,7 @@ from fl_lightning.run_directory.describe import (
     origin_in_words,
 )
 from fl_lightning.run_directory.directory import Attempt
-from fl_lightning.run_directory.report import reports_of
+from fl_lightning.run_directory.report import Report
 
 SUMMARIES = {
     f"{split}/{name}": kept
@@ -37,7 +37,7 @@ def tables(module: FederatedModule) -> dict[str, Any]:
         "policy": wandb.Table(columns=["state of the model", "in a round"], data=rows),
         "clients": wandb.Table(columns=columns, data=clients),
     }
-    for report in reports_of(module.federated_callbacks):
+    for report in (cb for cb in module.federated_callbacks if isinstance(cb, Report)):
         for name, table in report.tables().items():
             found[f"{name}_table"] = wandb.Table(columns=list(table.columns), data=[*map(list, table.rows)])
         for name, values in report.histograms().items():

@@ -49,6 +49,10 @@ def choose_executor(module: ClientTask, num_clients: int, client_steps: int) -> 
         return Choice(
             VectorizedExecutor(where_possible=True), f"{num_clients} clients at once on {module.device}"
         )
+    parameters = list(module.model.parameters())
+    row = sum(
+        tensor.nbytes for tensor in (*parameters, *parameters, *module.model.buffers())
+    )  # with gradients
     cores = cores_of_a_run()
     workers = min(cores, num_clients)
     if module.device.type != "cpu":
@@ -61,7 +65,7 @@ def choose_executor(module: ClientTask, num_clients: int, client_steps: int) -> 
         reason = blocked
     elif own := _of_ones_own(module):
         reason = f"{own} is your own, and worker processes could miss what it keeps or changes"
-    elif 2 * _state_bytes(module, num_clients) > shared_memory_left():  # batches go there as well
+    elif num_clients * row > shared_memory_left():
         reason = f"little shared memory, {shared_memory_left() / 1e6:,.0f} MB"
     else:
         return Choice(ProcessExecutor(workers), f"{num_clients} clients on {cores} cores")
@@ -79,9 +83,3 @@ def _of_ones_own(module: ClientTask) -> str | None:
         if (kind.__module__ or "").partition(".")[0] not in _KNOWN:
             return kind.__name__
     return None
-
-
-def _state_bytes(module: ClientTask, num_clients: int) -> int:
-    """What the stacked state of the clients takes: parameters, their gradients, buffers."""
-    parameters = sum(2 * p.numel() * p.element_size() for p in module.model.parameters())
-    return num_clients * (parameters + sum(b.numel() * b.element_size() for b in module.model.buffers()))

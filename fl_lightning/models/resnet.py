@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -59,11 +60,10 @@ class CIFARResNet(nn.Module):
         make_block: Callable[[int, int, int], ResidualBlock] = (
             FixupBlock if fixup else partial(BasicBlock, norm=norm, groups=groups)
         )
-        blocks_per_stage = (depth - 2) // 6
         blocks = []
         channels = width
         for stage in range(3):
-            for block in range(blocks_per_stage):
+            for block in range((depth - 2) // 6):
                 stride = 2 if stage > 0 and block == 0 else 1
                 blocks.append(make_block(channels, width * 2**stage, stride))
                 channels = width * 2**stage
@@ -97,25 +97,19 @@ def initialise_he(model: nn.Module) -> None:
 class ResNet8(CIFARResNet):
     """:class:`CIFARResNet` of depth 8: one block a stage, 75,290 trainable floats at the defaults."""
 
-    def __init__(
-        self, num_classes: int = 10, in_channels: int = 3, norm: str = "bn", groups: int = 2, width: int = 16
-    ) -> None:
-        super().__init__(8, num_classes, in_channels, norm, groups, width)
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(depth=8, **settings)
 
 
 class ResNet20(CIFARResNet):
     """:class:`CIFARResNet` of depth 20: three blocks a stage, 269,722 trainable floats at the defaults."""
 
-    def __init__(
-        self, num_classes: int = 10, in_channels: int = 3, norm: str = "bn", groups: int = 2, width: int = 16
-    ) -> None:
-        super().__init__(20, num_classes, in_channels, norm, groups, width)
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(depth=20, **settings)
 
 
 class ResNet32(CIFARResNet):
     """:class:`CIFARResNet` of depth 32: five blocks a stage, 464,154 trainable floats at the defaults."""
 
-    def __init__(
-        self, num_classes: int = 10, in_channels: int = 3, norm: str = "bn", groups: int = 2, width: int = 16
-    ) -> None:
-        super().__init__(32, num_classes, in_channels, norm, groups, width)
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(depth=32, **settings)

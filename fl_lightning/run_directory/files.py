@@ -23,7 +23,7 @@ from fl_lightning.run_directory.continuation import Start, deciding_settings
 from fl_lightning.run_directory.describe import describe_computing, origin_in_words, run_title
 from fl_lightning.run_directory.directory import Attempt
 from fl_lightning.run_directory.metrics import read_metrics
-from fl_lightning.run_directory.report import reports_of
+from fl_lightning.run_directory.report import Report
 
 
 class RunStart(L.Callback):
@@ -127,7 +127,7 @@ def draw_pictures(attempt: Attempt | None, module: FederatedModule) -> None:
             if found is not None:
                 figure = class_accuracy_figure(found["accuracy"], found["classes"], found["split"], title)
                 write_figure(attempt.class_accuracy, figure)
-    for report in reports_of(module.federated_callbacks):
+    for report in (cb for cb in module.federated_callbacks if isinstance(cb, Report)):
         with _harmless(f"a picture of {type(report).__name__}"):
             for name, draw in report.figures(read_metrics(attempt.metrics)).items():
                 write_figure(attempt.path / f"{name}.png", draw(title))

@@ -1,6 +1,6 @@
 """What a callback adds to the report of a run: pictures, tables, histograms and lines of the result."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -55,8 +55,3 @@ class Report:
     def result_lines(self) -> Mapping[str, str]:
         """Lines of the printed result table, by what stands before them."""
         return {}
-
-
-def reports_of(callbacks: Iterable[object]) -> list[Report]:
-    """The callbacks that report something."""
-    return [callback for callback in callbacks if isinstance(callback, Report)]

@@ -15,7 +15,7 @@ from fl_lightning.round.policy import policy_table, stages_in_words
 from fl_lightning.run_directory.describe import describe, describe_environment, method_name, origin_in_words
 from fl_lightning.run_directory.directory import Attempt
 from fl_lightning.run_directory.files import draw_pictures
-from fl_lightning.run_directory.report import reports_of
+from fl_lightning.run_directory.report import Report
 
 
 def finish_run(module: FederatedModule, attempt: Attempt | None) -> dict[str, Any]:
@@ -53,7 +53,8 @@ def _collect(
     record = module.record
     kinds = [*([own] for own in PERSONAL), module.evaluation.metrics]
     order = sorted(metrics, key=lambda x: (x[:4] == "test", *(x.partition("/")[2] not in y for y in kinds)))
-    reports, rounds = reports_of(module.federated_callbacks), module.trainer.global_step
+    reports = [cb for cb in module.federated_callbacks if isinstance(cb, Report)]
+    rounds = module.trainer.global_step
     stages = policy_table(module.model, module.federated_callbacks, module.planned_rounds).get("mean", [])
     return {
         "method": method_name(module, module.federated_callbacks),
