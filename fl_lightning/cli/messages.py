@@ -16,7 +16,7 @@ from torch.nn import Module
 from torch.nn.modules.loss import _Loss
 from torch.optim import Optimizer
 
-from fl_lightning.aggregation import Aggregator
+from fl_lightning.aggregation import Aggregator, PreAggregator
 from fl_lightning.client_data.federated import FederatedDataModule
 from fl_lightning.errors import ConfigurationError, nearest
 from fl_lightning.executors.base import Executor
@@ -100,6 +100,7 @@ def kinds_of_settings() -> dict[str, type]:
         "loss": _Loss,
         "model": Module,
         "partition": Partition,
+        "pre": PreAggregator,
         "server_optimizer": Optimizer,
     }
 

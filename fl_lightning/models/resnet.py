@@ -97,19 +97,19 @@ def initialise_he(model: nn.Module) -> None:
 class ResNet8(CIFARResNet):
     """:class:`CIFARResNet` of depth 8: one block a stage, 75,290 trainable floats at the defaults."""
 
-    def __init__(self, **settings: Any) -> None:
-        super().__init__(depth=8, **settings)
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(8, *args, **settings)
 
 
 class ResNet20(CIFARResNet):
     """:class:`CIFARResNet` of depth 20: three blocks a stage, 269,722 trainable floats at the defaults."""
 
-    def __init__(self, **settings: Any) -> None:
-        super().__init__(depth=20, **settings)
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(20, *args, **settings)
 
 
 class ResNet32(CIFARResNet):
     """:class:`CIFARResNet` of depth 32: five blocks a stage, 464,154 trainable floats at the defaults."""
 
-    def __init__(self, **settings: Any) -> None:
-        super().__init__(depth=32, **settings)
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(32, *args, **settings)
