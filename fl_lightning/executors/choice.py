@@ -49,10 +49,7 @@ def choose_executor(module: ClientTask, num_clients: int, client_steps: int) -> 
         return Choice(
             VectorizedExecutor(where_possible=True), f"{num_clients} clients at once on {module.device}"
         )
-    parameters = list(module.model.parameters())
-    row = sum(
-        tensor.nbytes for tensor in (*parameters, *parameters, *module.model.buffers())
-    )  # with gradients
+    row = sum(x.nbytes for x in 2 * [*module.model.parameters()] + [*module.model.buffers()])
     cores = cores_of_a_run()
     workers = min(cores, num_clients)
     if module.device.type != "cpu":

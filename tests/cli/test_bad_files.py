@@ -123,6 +123,7 @@ def test_row_of_metrics_whose_round_is_no_number_is_refused(capsys):
     )
 
 
+@pytest.mark.slow
 def test_a_name_that_the_terminal_cannot_show_ends_no_run(tmp_path):
 
     write_config({"name": "Zürich"})

@@ -273,6 +273,7 @@ def test_run_needs_no_network(monkeypatch):
     assert run().attempt.result.exists()
 
 
+@pytest.mark.slow
 def test_a_process_of_its_own_knows_methods_by_dotted_path_writes_below_its_folder_and_leaves_no_worker(
     tmp_path,
 ):

@@ -76,10 +76,10 @@ def test_unreachable_server_turns_the_run_offline_with_one_line(offline, monkeyp
     assert [row["round"] for row in read_run(folder).history] == [0, 1]
 
 
-def error_line(capsys, *args):
+def error_line(capsys, *args, status=1):
     with pytest.raises(SystemExit) as stop:
         run(*args)
-    assert stop.value.code == 1
+    assert stop.value.code == status
     lines = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("wandb: ")]
     assert not list(Path("runs").glob("*/*"))
     (line,) = lines
@@ -175,6 +175,6 @@ def test_setting_that_wandb_refuses_is_one_line_and_the_run_goes_on(
 
 
 def test_mode_that_there_is_not_is_an_error_of_one_line(capsys):
-    line = error_line(capsys, "--wandb.mode", "on")
+    line = error_line(capsys, "--wandb.mode", "on", status=2)
     assert "wandb.mode" in line
     assert "offline" in line

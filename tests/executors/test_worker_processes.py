@@ -147,6 +147,7 @@ def test_a_worker_takes_no_signal_from_its_first_moment_on():
     assert not signal.pthread_sigmask(signal.SIG_BLOCK, ()) & {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
 
 
+@pytest.mark.slow
 def test_a_run_that_is_killed_leaves_no_worker_behind():
     script = f"""
 import os, sys, torch

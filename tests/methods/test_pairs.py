@@ -47,6 +47,7 @@ def run(pair, rounds=3, extra=(), ckpt_path=None, **settings):
     return module
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pair", sorted(ALLOWED, key=ids), ids=ids)
 def test_an_allowed_pair_trains_resumes_exactly_and_runs_alike_under_both_executors(pair, tmp_path):
     states = {}
