@@ -23,7 +23,7 @@ class Median(RobustAggregator):
     """Coordinate-wise median; for an even number of clients the mean of the two middle values.
 
     A value that is not a number counts as the largest: fewer than n/2 of them in a column leave its median between the
-    others. The rule needs no f; ``pre`` may. See :class:`RobustAggregator` for the settings.
+    others. The rule needs no f; ``pre`` may. See :class:`~fl_lightning.aggregation.base.RobustAggregator` for the settings.
     """
 
     def aggregate(self, blocks: Sequence[Tensor]) -> list[Tensor]:
@@ -35,7 +35,7 @@ class TrimmedMean(RobustAggregator):
     """Coordinate-wise trimmed mean: without the f smallest and the f largest values, the mean of the other n - 2f.
 
     A value that is not a number counts as the largest, so that up to f of them in a column are dropped. With f = 0 it is
-    the mean. See :class:`RobustAggregator` for the settings.
+    the mean. See :class:`~fl_lightning.aggregation.base.RobustAggregator` for the settings.
     """
 
     f: int

@@ -21,7 +21,7 @@ class GeometricMedian(RobustAggregator):
     Smoothed Weiszfeld iteration (Pillutla et al. 2022, "Robust Aggregation for Federated Learning", arXiv 1912.13445) to
     convergence. The point is a mean of the rows with shares that are inverse to their distances to it; these follow from
     the rows' inner products, so that the iteration handles n numbers, not d. Rows that hold a value that is not finite are
-    left out. The rule needs no f; ``pre`` may. See :class:`RobustAggregator` for the settings.
+    left out. The rule needs no f; ``pre`` may. See :class:`~fl_lightning.aggregation.base.RobustAggregator` for the settings.
     """
 
     def aggregate(self, blocks: Sequence[Tensor]) -> list[Tensor]:
