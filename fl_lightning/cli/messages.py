@@ -61,7 +61,7 @@ def explain(message: str, settings: Sequence[str] = (), owner: str = "") -> str:
     setting = f"{name}: " if name else ""
     if unknown := found["unknown setting"]:
         option = str(unknown[unknown.lastgroup or 0])
-        among = f" among {', '.join(settings) or 'none'}" if owner else ""
+        among = f" among {', '.join(settings) or 'none, or its class_path is missing'}" if owner else ""
         sections = (known.partition(".")[0] for known in settings)
         return f"{setting}there is no setting {option!r}{among}{nearest(option, [*settings, *sections])}"
     if said := found["what a class says"]:

@@ -10,7 +10,7 @@ import traceback
 import warnings
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import islice
 from math import ceil
 from multiprocessing import Pipe
@@ -242,7 +242,7 @@ def _fork(executor: SequentialExecutor, module: ClientTask, cohort: RoundCohort)
                 ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: it ends with this process
                 _serve(theirs, executor, module, cohort)
             finally:
-                os._exit(0)
+                os._exit(1)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
     theirs.close()
@@ -265,17 +265,19 @@ def _serve(
         except ConfigurationError as mistake:
             error = ConfigurationError, str(mistake), getattr(mistake, "__notes__", []), ""
         except BaseException as failure:  # noqa: BLE001  # the other process raises it again
-            said, notes = f"{type(failure).__name__}: {failure}", getattr(failure, "__notes__", [])
-            error = RuntimeError, said, notes, traceback.format_exc()
+            said = traceback.format_exception_only(failure)[0].strip()  # also of one that cannot be printed
+            error = RuntimeError, said, getattr(failure, "__notes__", []), traceback.format_exc()
         connection.send_bytes(pickle.dumps((losses, error)))
 
 
 def _kill(workers: list[_Worker]) -> None:
-    living = [worker.pid for worker in workers if worker.pid]
+    ended = [workers.pop() for _ in range(len(workers))]
+    living = [worker.pid for worker in ended if worker.pid]
     for pid in living:
-        os.kill(pid, signal.SIGKILL)
+        with suppress(ProcessLookupError):  # somebody else may have waited for it
+            os.kill(pid, signal.SIGKILL)
     for pid in living:
-        os.waitpid(pid, 0)
-    for worker in workers:
+        with suppress(ChildProcessError):
+            os.waitpid(pid, 0)
+    for worker in ended:
         worker.connection.close()
-    workers.clear()

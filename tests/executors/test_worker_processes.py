@@ -96,6 +96,32 @@ def test_a_bug_in_a_worker_is_raised_with_the_workers_traceback(monkeypatch):
     assert_same(states(SequentialExecutor()), states(ProcessExecutor(2)))
 
 
+class Unprintable(Exception):
+    def __str__(self):
+        raise ZeroDivisionError
+
+
+class FailsSilently(Fails):
+    def forward(self, x):
+        if os.environ.get("FAILS_IN") != str(os.getpid()):
+            raise Unprintable
+        return x
+
+
+def test_an_error_that_cannot_be_printed_is_told_by_its_type(monkeypatch):
+    monkeypatch.setenv("FAILS_IN", str(os.getpid()))
+    with pytest.raises(RuntimeError, match="Unprintable"):
+        states(ProcessExecutor(2), model=nn.Sequential(FailsSilently(), small_cnn()))
+
+
+def test_workers_that_somebody_else_has_waited_for_end_no_run():
+    reference, before = states(SequentialExecutor()), signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    try:
+        assert_same(reference, states(ProcessExecutor(3)))
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+
+
 def test_a_mistake_that_a_worker_finds_is_one_line():
     clients = [
         ArrayClient(torch.randn(4, 2, 5, 5, dtype=torch.float64), torch.arange(4) % 3, size)
