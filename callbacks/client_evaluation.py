@@ -62,7 +62,6 @@ class ClientEvaluation(Report, FederatedCallback):
         loader = pl_module.data.own_dataloader(client, split)
         if loader is not None:
             own = ServerEvaluation()
-            own.start()
             with isolate_rng(), pl_module.trainer.precision_plugin.val_step_context():
                 for batch in loader:
                     pl_module.evaluate_batch(pl_module.on_device(batch), own)

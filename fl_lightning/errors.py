@@ -55,7 +55,6 @@ def nearest(name: str, known: Iterable[str]) -> str:
         known: The names that exist. Upper and lower case are taken as equal.
     """
     by_lower = {candidate.lower(): candidate for candidate in known}
-    longer = [match for match in by_lower if match.startswith(name.lower())][:3]
-    close = longer or get_close_matches(name.lower(), by_lower, n=3, cutoff=0.6)
-    matches = [by_lower[match] for match in close]
-    return f"; did you mean {' or '.join(matches)}?" if matches else ""
+    found = [match for match in by_lower if match.startswith(name.lower())][:3]
+    found = found or get_close_matches(name.lower(), by_lower, n=3, cutoff=0.6)
+    return f"; did you mean {' or '.join(by_lower[match] for match in found)}?" if found else ""

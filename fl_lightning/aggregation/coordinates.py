@@ -57,6 +57,7 @@ class TrimmedMean(RobustAggregator):
         return results
 
 
+@torch.no_grad()
 def median(rows: Tensor) -> Tensor:
     """Coordinate-wise median of ``rows [n, d]``, shape ``[d]``; NaN counts as the largest value."""
     n = len(rows)

@@ -13,6 +13,7 @@ from fl_lightning.aggregation.weiszfeld import GeometricMedian
 
 def trimmed_mean(rows: Tensor, f: int) -> Tensor:
     """:class:`~fl_lightning.aggregation.coordinates.TrimmedMean` of ``rows [n, d]``, shape ``[d]``."""
+    check_byzantine("trimmed_mean f", f, len(rows))
     return TrimmedMean(f)(rows)
 
 
@@ -24,11 +25,13 @@ def nearest_neighbor_mixing(rows: Tensor, f: int) -> Tensor:
 
 def krum(rows: Tensor, f: int, *, score: KrumScore = "byzfl") -> Tensor:
     """:class:`~fl_lightning.aggregation.distances.Krum` of ``rows [n, d]``, shape ``[d]``."""
+    check_byzantine("krum f", f, len(rows))
     return Krum(f, score=score)(rows)
 
 
 def multi_krum(rows: Tensor, f: int, *, score: KrumScore = "byzfl") -> Tensor:
     """:class:`~fl_lightning.aggregation.distances.MultiKrum` of ``rows [n, d]``, shape ``[d]``."""
+    check_byzantine("multi_krum f", f, len(rows))
     return MultiKrum(f, score=score)(rows)
 
 

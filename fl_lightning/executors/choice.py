@@ -46,9 +46,8 @@ def choose_executor(module: ClientTask, num_clients: int, client_steps: int) -> 
         client_steps: Local steps of all of them in a round.
     """
     if module.device.type == "cuda":
-        return Choice(
-            VectorizedExecutor(where_possible=True), f"{num_clients} clients at once on {module.device}"
-        )
+        reason = f"{num_clients} clients at once on {module.device}"
+        return Choice(VectorizedExecutor(where_possible=True), reason)
     row = sum(x.nbytes for x in 2 * [*module.model.parameters()] + [*module.model.buffers()])
     cores = cores_of_a_run()
     workers = min(cores, num_clients)

@@ -11,7 +11,6 @@ import warnings
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from itertools import islice
 from math import ceil
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -76,8 +75,9 @@ class ProcessExecutor(Executor):
         if self._made_for is None or self._made_for[0] is not cohort or self._made_for[1] != cohort.round:
             self.close()
             self._start(module, cohort)
-        batches, shares = iter(batch.batches()), split_evenly(rows, len(self._workers) + 1)
-        own, *others = [(share, list(islice(batches, len(share)))) for share in shares if share]
+        batches, shares = iter(batch.batches()), np.array_split(rows, len(self._workers) + 1)
+        parts = [share.tolist() for share in shares if len(share)]
+        own, *others = [(part, [next(batches) for _ in part]) for part in parts]
         busy = self._workers[: len(others)]
         try:
             for worker, part in zip(busy, others, strict=True):
@@ -207,11 +207,6 @@ def cannot_fork() -> str | None:
 def shared_memory_left() -> float:
     """Bytes of shared memory that a run may take."""
     return shutil.disk_usage(_SHARED_MEMORY).free if _SHARED_MEMORY.is_dir() else float("inf")
-
-
-def split_evenly(rows: Sequence[int], parts: int) -> list[list[int]]:
-    """Split rows into consecutive shares whose sizes differ by one at most, the larger first."""
-    return [part.tolist() for part in np.array_split(rows, parts)]
 
 
 def _share(blocks: Sequence[Tensor]) -> None:

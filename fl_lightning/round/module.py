@@ -196,9 +196,8 @@ class FederatedModule(ServerModule):
             executor = self.executor if joint is None else joint_executor(joint)
             losses = executor.backward(self, cohort, batches, indices)
             cohort.add_losses(indices, losses, batches.sizes())
-        show = getattr(
-            self.trainer.progress_bar_callback, "local_step", None
-        )  # Lightning's own bars have none
+        # Lightning's own bars have none
+        show = getattr(self.trainer.progress_bar_callback, "local_step", None)
         if show is not None:
             show(step + 1, max(cohort.local_steps))
 

@@ -251,7 +251,9 @@ class ServerModule(L.LightningModule):
         with doing(place), doing(lambda: computation(self, batch)):
             self.evaluate_batch(batch, self.evaluation)
 
-    test_step = validation_step
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        """Evaluate the server model on a batch of test data."""
+        self.validation_step(batch, batch_idx)
 
     def predict_step(self, batch: Any, batch_idx: int) -> Any:
         """The server model's outputs on a batch."""

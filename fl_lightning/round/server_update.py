@@ -114,12 +114,14 @@ def _check_variances(cohort: RoundCohort) -> None:
     names = [name for name, kind in cohort.buffer_kinds.items() if kind == "var"]
     clients = [f"client {client}" for client in cohort.client_ids]
     for owners, buffers in ((clients, cohort.buffers), (["the server"], cohort.server_buffers)):
-        found = [buffers[name].reshape(len(owners), -1) for name in names]
-        if not found or bool(torch.cat(found, 1).amin() >= 0):
+        found = {name: buffers[name].reshape(len(owners), -1) for name in names}
+        if not found or bool(torch.cat([*found.values()], 1).amin() >= 0):
             continue
-        negative = (torch.cat(found, 1) < 0).any(1).tolist()
-        if any(negative):  # the others are not finite
-            raise ConfigurationError(
-                f"round {cohort.round}: {owners[negative.index(True)]} holds a negative running variance of a BN layer; "
-                "statistics must be aggregated by a rule that keeps variances >= 0, such as WeightedMean"
-            )
+        for name, rows in found.items():
+            negative = (rows < 0).any(1).tolist()
+            if any(negative):  # the others are not finite
+                raise ConfigurationError(
+                    f"round {cohort.round}: {owners[negative.index(True)]} holds a negative running variance in BN layer "
+                    f"{name.rpartition('.')[0]!r}; statistics must be aggregated by a rule that keeps variances >= 0, such as "
+                    "WeightedMean"
+                )

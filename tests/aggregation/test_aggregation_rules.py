@@ -8,36 +8,17 @@ import torch
 
 from fl_lightning import ConfigurationError
 from fl_lightning.aggregation import (
-    NNM,
-    GeometricMedian,
-    Krum,
-    Median,
-    MultiKrum,
-    TrimmedMean,
     coordinates,
     distances,
+    geometric_median,
+    krum,
+    median,
+    multi_krum,
+    nearest_neighbor_mixing,
+    trimmed_mean,
 )
 
 F = 3
-
-
-def trimmed_mean(rows, f):
-    return TrimmedMean(f)(rows)
-
-
-def nearest_neighbor_mixing(rows, f):
-    return NNM()([rows], f)[0]
-
-
-def krum(rows, f, score="byzfl"):
-    return Krum(f, score=score)(rows)
-
-
-def multi_krum(rows, f):
-    return MultiKrum(f)(rows)
-
-
-median, geometric_median = Median(), GeometricMedian()
 RULES = {
     "median": median,
     "trimmed_mean": partial(trimmed_mean, f=F),
@@ -342,9 +323,9 @@ def test_a_geometric_median_balances_the_directions_to_all_clients():
     ("call", "message"),
     [
         (lambda rows: trimmed_mean(rows, 5),
-         "TrimmedMean.f: 5 must be less than half of a round's 10 clients; use at most 4, or at least 11 clients in a round"),
-        (lambda rows: krum(rows, 0.3), "Krum.f: 0.3 must be a whole number of at least 0"),
-        (lambda rows: multi_krum(rows, True), "MultiKrum.f: True must be a whole number of at least 0"),
+         "trimmed_mean f: 5 must be less than half of a round's 10 clients; use at most 4, or at least 11 clients in a round"),
+        (lambda rows: krum(rows, 0.3), "krum f: 0.3 must be a whole number of at least 0"),
+        (lambda rows: multi_krum(rows, True), "multi_krum f: True must be a whole number of at least 0"),
         (lambda rows: krum(rows[:3], 1, score="blanchard"),
          "Krum.score: blanchard needs at least f + 3 = 4 clients in a round, not 3; use byzfl"),
     ],

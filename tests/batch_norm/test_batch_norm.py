@@ -149,7 +149,9 @@ def test_an_unknown_or_half_frozen_policy_is_refused(declared):
 
 
 def test_a_negative_variance_names_layer_client_and_round():
-    with pytest.raises(ConfigurationError, match=r"round 2: client 1 holds a negative running variance"):
+    with pytest.raises(
+        ConfigurationError, match=r"round 2: client 1 holds a negative running variance in BN layer '4'"
+    ):
         train(small_cnn(), blobs(), 3, [Overwrites(2, 1, "4.running_var", -0.5)])
 
 
@@ -158,7 +160,9 @@ def test_a_negative_variance_that_an_aggregation_rule_makes_is_the_servers():
         def __call__(self, rows, weights):
             return -rows.abs().amax(0)
 
-    with pytest.raises(ConfigurationError, match=r"round 1: the server holds a negative running variance"):
+    with pytest.raises(
+        ConfigurationError, match=r"round 1: the server holds a negative running variance in BN layer '1'"
+    ):
         train(small_cnn(), blobs(), 1, aggregator=Negative())
 
 

@@ -18,7 +18,6 @@ from fl_lightning import (
     ProcessExecutor,
     SequentialExecutor,
 )
-from fl_lightning.executors.processes import split_evenly
 
 
 @EVERY_ROW
@@ -203,19 +202,6 @@ def test_a_round_has_one_thread_and_evaluations_have_those_that_torch_was_told()
         fit(module, blobs(), 2, [threads])
         assert (threads.inside, threads.outside) == (inside, {2})
     assert torch.get_num_threads() == 2
-
-
-@pytest.mark.parametrize(
-    ("rows_", "parts", "expected"),
-    [
-        ([0, 1, 2, 3, 4], 2, [[0, 1, 2], [3, 4]]),
-        ([1, 4, 6], 3, [[1], [4], [6]]),
-        ([2], 3, [[2], [], []]),
-        (list(range(7)), 3, [[0, 1, 2], [3, 4], [5, 6]]),
-    ],
-)
-def test_rows_are_shared_out_evenly(rows_, parts, expected):
-    assert split_evenly(rows_, parts) == expected
 
 
 def test_the_command_line_takes_it_by_name():
