@@ -1,6 +1,7 @@
 """What a scheduler does to a run: it starts the same command again, however early it killed the last one."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -95,6 +96,15 @@ def test_trained_rounds_are_never_discarded_for_want_of_a_checkpoint(monkeypatch
     resumed = run("--ckpt_path", "~/ck/last.ckpt", "--checkpoint.dirpath", "~/ck").attempt
     assert resumed.path == killed.path
     assert [row["round"] for row in rows(resumed)] == list(range(5))
+
+
+def test_trained_rounds_whose_checkpoints_are_gone_are_kept(monkeypatch):
+    killed_in_round(3, monkeypatch)
+    (killed,) = [Attempt(path) for path in Path("runs/tiny").iterdir()]
+    shutil.rmtree(killed.checkpoints)
+    before = killed.metrics.read_bytes()
+    assert run().attempt.path.name == f"{killed.path.name}.2"
+    assert killed.metrics.read_bytes() == before
 
 
 def test_a_folder_is_locked_before_its_checkpoint_is_read(monkeypatch, capsys):
