@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from fl_lightning.client_data.federated import FederatedDataModule
 from fl_lightning.errors import ConfigurationError, doing
 from fl_lightning.executors.base import computation
+from fl_lightning.executors.ranks import Ranks
 from fl_lightning.optimizers import OptimizerCallable
 from fl_lightning.optimizers.checks import check_server_optimizer
 from fl_lightning.round.clock import RoundClock
@@ -78,6 +79,11 @@ class ServerModule(L.LightningModule):
                 "datamodule=FederatedDataModule(clients=[...]) to fit()"
             )
         return data
+
+    @property
+    def ranks(self) -> Ranks:
+        """The processes of the run; one where the trainer has another strategy than this project's."""
+        return getattr(self.trainer.strategy, "ranks", Ranks())
 
     @property
     def round(self) -> int:

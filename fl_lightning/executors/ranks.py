@@ -1,0 +1,114 @@
+"""The processes of a run, which share its work and keep the same state."""
+
+import pickle
+import traceback
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+import torch.distributed as dist
+from torch import Tensor
+
+from fl_lightning.errors import ConfigurationError
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+class Ranks:
+    """The processes of a run: each computes its share, and all of them know all results.
+
+    Args:
+        rank: This process, from 0.
+        size: How many there are.
+    """
+
+    def __init__(self, rank: int = 0, size: int = 1) -> None:
+        self.rank, self.size = rank, size
+
+    def share(self, count: int, rank: int | None = None) -> range:
+        """Which of ``count`` things a rank computes (None: this one): neighbours, as many as others have or one less."""
+        mine = np.array_split(np.arange(count), self.size)[self.rank if rank is None else rank]
+        return range(int(mine[0]), int(mine[-1]) + 1) if len(mine) else range(0)
+
+    def map(self, function: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
+        """``[function(item) for item in items]``, each computed by one rank and known to all, in the order of the items.
+
+        Args:
+            function: What is computed of an item; the same on every rank. What it returns is pickled: tensors of a GPU go to
+                the CPU first.
+            items: The same on every rank.
+        """
+        items = list(items)
+        parts = self.exchange(lambda: [function(items[index]) for index in self.share(len(items))])
+        return [result for part in parts for result in part]
+
+    def exchange(self, compute: Callable[[], Result]) -> list[Result]:
+        """What every rank has computed, by rank. An exception of one of them is raised on all.
+
+        Args:
+            compute: Computes what this rank has to tell, which is pickled.
+
+        Raises:
+            ConfigurationError: A rank has found a mistake of the user's.
+            RuntimeError: Another one has failed.
+        """
+        if self.size == 1:
+            return [compute()]
+        own: Exception | None = None
+        try:
+            told = pickle.dumps((compute(), None))
+        except Exception as error:  # noqa: BLE001  # all ranks raise it
+            own, told = error, pickle.dumps((None, _described(error)))
+        everyone: list[Any] = [None] * self.size
+        dist.all_gather_object(everyone, told)
+        results = []
+        for rank, (result, failure) in enumerate(map(pickle.loads, everyone)):
+            if failure is not None:
+                raise _shared(own if rank == self.rank and own is not None else _failure(rank, *failure))
+            results.append(result)
+        return results
+
+    def complete(self, blocks: Sequence[Tensor]) -> None:
+        """Fill in, in place, the rows of ``blocks [C, columns]`` that other ranks have computed: those of :meth:`share`."""
+        if self.size == 1:
+            return
+        sent = []
+        for rank in range(self.size):
+            rows = self.share(len(blocks[0]) if blocks else 0, rank)
+            if rows:
+                sent += [dist.broadcast(x[rows.start : rows.stop], rank, async_op=True) for x in blocks]
+        for work in sent:
+            work.wait()
+
+
+def is_shared(error: BaseException) -> bool:
+    """Whether every rank raises this exception, so that one of them may say so for all."""
+    return getattr(error, "shared_by_ranks", False)
+
+
+def _shared(error: Exception) -> Exception:
+    error.shared_by_ranks = True  # type: ignore[attr-defined]  # see is_shared
+    return error
+
+
+def _described(error: Exception) -> tuple[bool, str, list[str], str]:
+    said = (
+        str(error)
+        if isinstance(error, ConfigurationError)
+        else traceback.format_exception_only(error)[0].strip()
+    )
+    return (
+        isinstance(error, ConfigurationError),
+        said,
+        getattr(error, "__notes__", []),
+        traceback.format_exc(),
+    )
+
+
+def _failure(rank: int, mistake: bool, said: str, notes: Sequence[str], trace: str) -> Exception:
+    failure: Exception = ConfigurationError(said) if mistake else RuntimeError(said)
+    for note in notes:
+        failure.add_note(note)
+    failure.__cause__ = RuntimeError(f"in rank {rank}:\n{trace}")
+    return failure
