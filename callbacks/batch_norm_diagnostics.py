@@ -85,6 +85,7 @@ class BatchNormDiagnostics(BatchNormReport, VariantEvaluation):
     """
 
     paper = "(an observer: measurement only)"
+    role = "observer"
     claims = ("weights_of_fedavg", "one_client_is_plain_training")
     examples = ({}, {"every_n_rounds": 1, "window": 2})
 
@@ -128,16 +129,7 @@ class BatchNormDiagnostics(BatchNormReport, VariantEvaluation):
         self.channels = {name: layer.num_features for name, layer in layers.items()}
 
     def on_round_start(self, trainer: L.Trainer, pl_module: "FederatedModule", cohort: "Cohort") -> None:
-        """Where a round is measured, have the cohort keep what it starts from."""
-        if self._is_measured(cohort):
-            cohort.keep_start()
-
-    def on_after_local_backward(
-        self, trainer: L.Trainer, pl_module: "FederatedModule", cohort: "Cohort", step: int
-    ) -> None:
-        """Measure the first local step: all methods are ready for it by now, and no client has moved."""
-        if step > 0:
-            return
+        """Measure the first local step, where a round is measured: all methods are ready for it by now."""
         if self._is_measured(cohort):
             gradients = "gradients" in self._chosen
             first = first_step(pl_module, cohort, union=gradients)

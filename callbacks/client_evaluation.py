@@ -35,6 +35,7 @@ class ClientEvaluation(Report, FederatedCallback):
     """
 
     paper = "(an observer: measurement only)"
+    role = "observer"
     claims = ("weights_of_fedavg", "one_client_is_plain_training")
 
     def __init__(self) -> None:

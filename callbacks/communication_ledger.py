@@ -45,6 +45,7 @@ class CommunicationLedger(Report, FederatedCallback):
     """
 
     paper = "(an observer: measurement only)"
+    role = "observer"
     claims = ("weights_of_fedavg", "one_client_is_plain_training")
 
     def __init__(self, link: NetworkLink | None = None) -> None:

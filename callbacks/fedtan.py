@@ -169,7 +169,7 @@ class FedTAN(FederatedCallback):
 
     def on_round_start(self, trainer: L.Trainer, pl_module: "FederatedModule", cohort: "Cohort") -> None:
         """The first local step is joint."""
-        self._before = _calls(cohort)
+        cohort.extra["FedTAN calls"] = _calls(cohort)
         for layer in self.layers:
             layer.joint = JointStep(len(cohort), self.backward, self.var_correction)
 
@@ -178,7 +178,8 @@ class FedTAN(FederatedCallback):
     ) -> None:
         """All further ones are ordinary, with a client optimizer of their own."""
         if step == 0:
-            self._called = _calls(cohort) - self._before
+            calls = cohort.extra["FedTAN calls"]
+            calls.copy_(_calls(cohort) - calls)
             for layer in self.layers:
                 layer.joint = None
             if self.restart_momentum:
@@ -187,15 +188,17 @@ class FedTAN(FederatedCallback):
     def extra_payload(self, cohort: "Cohort") -> tuple[int, int]:
         """A mean and a variance of each channel at each call of a layer, and what is returned of their gradients."""
         channels = torch.tensor([layer.num_features for layer in self.layers])
-        floats = int(self._called.cpu() @ channels) * (4 if self.backward == "aggregated" else 2)
+        floats = int(cohort.extra["FedTAN calls"][0].cpu() @ channels) * (
+            4 if self.backward == "aggregated" else 2
+        )
         return floats, floats
 
     def extra_exchanges(self, cohort: "Cohort") -> int:
         """One of means and one of variances at each call of a layer, and with gradients one more."""
-        return int(self._called.sum()) * (3 if self.backward == "aggregated" else 2)
+        return int(cohort.extra["FedTAN calls"][0].sum()) * (3 if self.backward == "aggregated" else 2)
 
 
 def _calls(cohort: "Cohort") -> Tensor:
-    """How often each BN layer has taken statistics in: the counters of the first client, which are everyone's in a joint step."""
+    """How often each client's BN layers have taken statistics in, ``[C, layers]``; in a joint step all clients' alike."""
     kinds = cohort.buffer_kinds
-    return torch.stack([cohort.buffers[name][0] for name in kinds if kinds[name] == "counter"])
+    return torch.stack([cohort.buffers[name] for name in kinds if kinds[name] == "counter"], 1)

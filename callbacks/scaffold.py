@@ -45,7 +45,7 @@ class SCAFFOLD(FederatedCallback):
 
     def on_round_start(self, trainer: L.Trainer, pl_module: "FederatedModule", cohort: "Cohort") -> None:
         """Clients receive c and take up their c_i."""
-        self._own, self._correction, self._sum = {}, {}, {}
+        self._own, self._correction = {}, {}
         for block in self._blocks(cohort):
             gradients = cohort.grads.blocks[block]
             variates = gradients.new_zeros(1 + len(cohort), gradients.shape[1])
@@ -53,23 +53,23 @@ class SCAFFOLD(FederatedCallback):
                 if block in self.memory.get(owner, {}):
                     row.copy_(self.memory[owner][block])
             self._own[block], self._correction[block] = variates[1:], variates[0] - variates[1:]
-            self._sum[block] = torch.zeros_like(gradients)
+            cohort.extra[f"SCAFFOLD {block}"] = torch.zeros_like(gradients)
 
     def on_after_local_backward(
         self, trainer: L.Trainer, pl_module: "FederatedModule", cohort: "Cohort", step: int
     ) -> None:
         """``g <- g - c_i + c``."""
-        rows = cohort.index(cohort.active_rows())
+        active = cohort.index(cohort.active_rows())
         for block, correction in self._correction.items():
             gradients = cohort.grads.blocks[block]
-            self._sum[block][rows] += gradients[rows]
-            gradients += correction
+            cohort.extra[f"SCAFFOLD {block}"][active] += gradients[active]
+            gradients += correction[cohort.rows]
 
     def on_before_aggregate(self, trainer: L.Trainer, pl_module: "FederatedModule", cohort: "Cohort") -> None:
         """``c_i <- mean of g`` and ``c <- c + |S|/n mean(delta c_i)``."""
         share = pl_module.weight_share(cohort)
         steps = torch.tensor(cohort.local_steps, device=pl_module.device).unsqueeze(1)
-        own = {block: total / steps for block, total in self._sum.items()}
+        own = {block: cohort.extra[f"SCAFFOLD {block}"] / steps for block in self._own}
         changes = [rows - self._own[block] for block, rows in own.items()]
         means = pl_module.aggregator.blocks(changes, cohort.weights)
         for (block, rows), mean in zip(own.items(), means, strict=True):

@@ -67,6 +67,7 @@ class StatisticsSources(VariantEvaluation):
     """
 
     paper = "(an observer: evaluation only)"
+    role = "observer"
     claims = ("weights_of_fedavg", "one_client_is_plain_training")
 
     def __init__(self, sources: Sequence[str] | None = None, evaluate_clients: int | None = None) -> None:

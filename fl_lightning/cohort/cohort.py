@@ -10,6 +10,7 @@ from fl_lightning.cohort.rows import Rows, buffer_layout, parameter_layout
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.optimizers import GroupSettings
 from fl_lightning.optimizers.client import ClientOptimizer
+from fl_lightning.randomness import generator
 
 SERVER = -1
 """Stands among client ids for the server: what a method remembers under it is the server's, or what every client starts with."""
@@ -23,6 +24,9 @@ class Cohort:
     to ``client_ids[i]``. What is here is for methods; the module drives a round through
     :class:`~fl_lightning.cohort.round_cohort.RoundCohort`.
 
+    Where several ranks share a run, the hooks of a local step see a part of the cohort: the clients that this rank computes,
+    maybe none, at ``rows`` of the whole one.
+
     Args:
         model: The server's model.
         num_clients: Number of clients C.
@@ -30,6 +34,9 @@ class Cohort:
 
     Attributes:
         client_ids: The clients, in increasing order.
+        rows: Which rows of the round's whole cohort these are: all, but in local steps.
+        extra: What a method gives each client in ``on_round_start`` and keeps for it in local steps, tensors ``[C, ...]`` by a
+            name of its own; in ``on_before_aggregate`` the rows of all ranks are there. A round begins without any.
         weights: Aggregation weights p_i, shape ``[C]``, sum 1.
         round: The communication round, from 1.
         step: The present local step, from 0.
@@ -46,7 +53,6 @@ class Cohort:
         policy: What happens to each kind of state in this round (see ``fl_lightning.round.policy``).
         losses: Mean training loss of each client over its local steps of this round, shape ``[C]``; known from
             ``on_before_aggregate`` on.
-        start_buffers: What the buffers held before the first local step, likewise, where :meth:`keep_start` has asked for it.
     """
 
     losses: Tensor
@@ -66,8 +72,10 @@ class Cohort:
         self.weights = torch.empty(0)
         self.local_steps: list[int] = []
         self.policy: dict[str, str] = {}
-        self.start_buffers: dict[str, Tensor] | None = None
-        self._over = False
+        self.rows = slice(0, num_clients)
+        self.extra: dict[str, Tensor] = {}
+        self._seed = 0
+        self._over = self._in_local_steps = False
 
     def __len__(self) -> int:
         return len(next(iter(self.params.blocks.values())))
@@ -82,7 +90,16 @@ class Cohort:
         return self.treatment(block) != "frozen"
 
     def mean(self, stacked: Tensor) -> Tensor:
-        """Weighted mean over the clients, ``[C, *shape] -> [*shape]``, with the round's aggregation weights."""
+        """Weighted mean over the clients, ``[C, *shape] -> [*shape]``, with the round's aggregation weights.
+
+        Raises:
+            ConfigurationError: In a local step, where clients know nothing of each other.
+        """
+        if self._in_local_steps:
+            raise ConfigurationError(
+                "cohort.mean: in a local step clients know nothing of each other, and other ranks have some of them; use it in "
+                "on_round_start, on_before_aggregate or on_round_end"
+            )
         return (self.weights.to(stacked.dtype) @ stacked.reshape(len(self), -1)).view(stacked.shape[1:])
 
     @property
@@ -99,11 +116,18 @@ class Cohort:
 
         A slice where they follow each other, which is copied as one piece; others are gathered.
         """
-        first, last = rows[0], rows[-1]
-        if last - first + 1 == len(rows):
-            return slice(first, last + 1)
+        if not rows or rows[-1] - rows[0] + 1 == len(rows):
+            return slice(rows[0], rows[-1] + 1) if rows else slice(0, 0)
         index, device = torch.tensor(rows), next(iter(self.params.blocks.values())).device
         return index.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else index
+
+    def generators(self, purpose: str) -> list[torch.Generator]:
+        """A random generator for each row, a function of (seed, purpose, round, client, local step), whichever rank has the client.
+
+        Args:
+            purpose: What is drawn, such as ``"noise"``: equal clients and steps of different purposes are independent.
+        """
+        return [generator(self._seed, purpose, self.round, client, self.step) for client in self.client_ids]
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -125,8 +149,12 @@ class Cohort:
                 f"client_optimizer {type(self.optimizer).__name__} keeps no state {key!r} (it keeps: "
                 f"{', '.join(states) or 'nothing; set momentum > 0'})"
             )
-        blocks = states[key]
+        blocks = {name: block[self.rows] for name, block in self._everyones(key).items()}
         return Rows({name: self.params.layout[name] for name in blocks}, blocks)
+
+    def _everyones(self, key: str) -> dict[str, Tensor]:
+        """State of the client optimizer with all that other ranks know of it."""
+        return self._optimizer.states()[key]
 
     @property
     def optimizer_state_keys(self) -> list[str]:
@@ -137,7 +165,7 @@ class Cohort:
     def optimizer_steps(self) -> dict[str, Tensor]:
         """How many steps each client's optimizer state has seen, int64 ``[C]`` by parameter block: settable at the start of a round."""
         taken, before = torch.tensor(self.local_steps), self._optimizer.initial_steps
-        return {name: before.get(name, 0) + taken for name in self.params.blocks}
+        return {n: before[n][self.rows] + taken if n in before else taken for n in self.params.blocks}
 
     @optimizer_steps.setter
     def optimizer_steps(self, steps: Mapping[str, Tensor]) -> None:
@@ -146,10 +174,6 @@ class Cohort:
     def restart_optimizer(self) -> None:
         """Give every client a fresh client optimizer, without state."""
         self._optimizer.restart()
-
-    def keep_start(self) -> None:
-        """Ask in ``on_round_start`` for ``start_buffers``: what is there when every callback has had that hook."""
-        self.start_buffers = {}
 
     def recall(self, memory: dict[int, dict[str, Tensor]]) -> None:
         """Give each client the state that it kept: what the policy of this round declares ``local``.

@@ -1,7 +1,8 @@
 """The cohort as the module drives it through a communication round."""
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from copy import copy
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +12,7 @@ from fl_lightning.cohort.rows import Rows, join_columns
 from fl_lightning.models.dropout import Dropout, dropout_keys
 from fl_lightning.optimizers import GroupSettings, OptimizerCallable
 from fl_lightning.optimizers.client import ClientOptimizer
+from fl_lightning.ranks import Ranks
 
 
 class RowState(NamedTuple):
@@ -34,20 +36,30 @@ class RoundCohort(Cohort):
         model: The server's model.
         num_clients: Number of clients C.
         parameter_groups: Client optimizer settings by parameter group. Default: none.
+        ranks: The processes that share its clients. Default: one.
 
     Attributes:
         parameter_groups: Client optimizer settings by parameter group.
         pseudo_gradient: Storage of the server's gradients, ``[1, *shape]`` by name.
         buffer_aggregate: Storage of the aggregate of the clients' buffers, likewise.
+        own_rows: The rows that this rank computes.
         samples: Training samples that each client has processed in this round.
         trained_blocks: The parameter blocks that are trained in this round; others get no gradient.
         trained_names: The parameters in them.
     """
 
     def __init__(
-        self, model: nn.Module, num_clients: int, parameter_groups: GroupSettings | None = None
+        self,
+        model: nn.Module,
+        num_clients: int,
+        parameter_groups: GroupSettings | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         super().__init__(model, num_clients, parameter_groups or {})
+        self.ranks = ranks or Ranks()
+        share = self.ranks.share(num_clients)
+        self.own_rows = slice(share.start, share.stop)
+        self._completed: set[str] = set()
         self.parameter_groups = parameter_groups or {}
         self.pseudo_gradient = Rows.empty(self.params.layout, self.server_parameters, 1)
         self.buffer_aggregate = Rows.empty(self.buffers.layout, self.server_buffers, 1)
@@ -85,7 +97,7 @@ class RoundCohort(Cohort):
         self.round, self.step, self._over = round_number, 0, False
         self.client_ids, self.weights = list(client_ids), weights
         self.local_steps, self.policy, self._seed = list(local_steps), dict(policy), seed
-        self.start_buffers = None
+        self.extra, self._completed = {}, set()
         self._finished.clear()
         self.samples = [0] * len(self)
         self.losses = torch.zeros(len(self), device=next(iter(self.params.blocks.values())).device)
@@ -102,7 +114,43 @@ class RoundCohort(Cohort):
             self._row_state.clear()
         groups = {name: self.parameter_groups.get(self.params.layout[name].group, {}) for name in trained}
         blocks, gradients = ({n: rows.blocks[n] for n in trained} for rows in (self.params, self.grads))
-        self._optimizer = ClientOptimizer(optimizer, blocks, gradients, groups, lr_factor)
+        self._optimizer = ClientOptimizer(optimizer, blocks, gradients, groups, lr_factor, self.own_rows)
+
+    def part(self) -> Self:
+        """The clients that this rank computes, as a cohort of their own in the same memory: what a local step sees."""
+        part, rows = copy(self), self.own_rows
+        for name in ("params", "grads", "buffers"):
+            setattr(part, name, getattr(self, name).part(rows))
+        part.rows, part._in_local_steps = rows, True
+        part.client_ids, part.local_steps = self.client_ids[rows], self.local_steps[rows]
+        part.samples, part.losses, part.weights = self.samples[rows], self.losses[rows], self.weights[rows]
+        part.extra = {name: value[rows] for name, value in self.extra.items()}
+        return part
+
+    def finish_steps(self, part: Self, samples: Sequence[int], *, weigh_samples: bool = False) -> None:
+        """End the local steps: the rows of all ranks come together, and losses become means.
+
+        Args:
+            part: The clients that this rank has computed.
+            samples: Training samples that each client of the cohort has processed.
+            weigh_samples: Whether the aggregation weights become those of these samples.
+        """
+        part.put_back()
+        self.ranks.complete([*self._state(), self.losses, *self.extra.values()])
+        self._over, self.step, self.samples = True, max(self.local_steps) - 1, list(samples)
+        self.losses = self.losses / torch.tensor(self.local_steps, device=self.losses.device)
+        if weigh_samples:
+            self.weights = (torch.tensor(self.samples).double() / sum(self.samples)).to(self.losses.device)
+
+    def _state(self) -> list[Tensor]:
+        return [*self.params.blocks.values(), *self.buffers.blocks.values()]
+
+    def _everyones(self, key: str) -> dict[str, Tensor]:
+        blocks = super()._everyones(key)
+        if self._over and key not in self._completed:
+            self.ranks.complete([*blocks.values()])
+            self._completed.add(key)
+        return blocks
 
     def begin_step(self, step: int) -> list[int]:
         """Begin a local step: rows that do not take it get a zero gradient, dropout layers their keys.
@@ -113,8 +161,6 @@ class RoundCohort(Cohort):
         Returns:
             Indices of the rows that take it.
         """
-        if step == 0 and self.start_buffers is not None:
-            self.start_buffers = {name: value.clone() for name, value in self.buffers.items()}
         self.step = step
         for row in (row for row, steps in enumerate(self.local_steps) if step == steps):
             for block in self.grads.blocks.values():
@@ -154,27 +200,19 @@ class RoundCohort(Cohort):
         """Let the client optimizer take one local step of every row."""
         self._optimizer.step()
 
-    def finish_step(self, step: int) -> None:
-        """Keep aside the state of clients whose last local step was ``step`` while others go on."""
-        if step + 1 < max(self.local_steps):
+    def finish_step(self, step: int, last: int) -> None:
+        """Keep aside the state of clients whose last local step was ``step`` while others, up to step ``last``, go on."""
+        if step < last:
             for row, steps in enumerate(self.local_steps):
                 if step + 1 == steps:
                     self._finished[row] = [block[row].clone() for block in self._storage()]
 
-    def finish_steps(self, *, weigh_samples: bool = False) -> None:
-        """End the local steps: clients that finished early take part with exactly their own, and losses are means.
-
-        Args:
-            weigh_samples: Whether the aggregation weights become those of the samples that each client has processed.
-        """
+    def put_back(self) -> None:
+        """Clients that finished early take part with exactly their own state."""
         for row, kept in self._finished.items():
             for block, value in zip(self._storage(), kept, strict=True):
                 block[row].copy_(value)
-        self._over = True
-        self.losses = self.losses / torch.tensor(self.local_steps, device=self.losses.device)
-        if weigh_samples:
-            self.weights = (torch.tensor(self.samples).double() / sum(self.samples)).to(self.losses.device)
 
     def _storage(self) -> list[Tensor]:
-        states = [block for blocks in self._optimizer.states().values() for block in blocks.values()]
-        return [*self.params.blocks.values(), *self.buffers.blocks.values(), *states]
+        states = self._optimizer.states().values()
+        return [*self._state(), *(block[self.rows] for blocks in states for block in blocks.values())]

@@ -46,6 +46,7 @@ class Rows(Mapping[str, Tensor]):
         self.blocks = blocks
         self._views: dict[str, Tensor] = {}
         self._by_row: dict[int, dict[str, Tensor]] = {}
+        self._part: tuple[slice, Rows] | None = None
         self._vectors = {name for name, own in layout.items() if all(len(s) < 2 for s in own.shapes.values())}
         self._orders: dict[str, Tensor] = {}
         for name, block in layout.items():
@@ -64,6 +65,15 @@ class Rows(Mapping[str, Tensor]):
     def zeros_like(self) -> "Rows":
         """Rows of the same layout, all zero."""
         return Rows(self.layout, {name: torch.zeros_like(block) for name, block in self.blocks.items()})
+
+    def part(self, rows: slice) -> "Rows":
+        """Some rows in the same memory; made once and kept."""
+        if rows == slice(0, len(next(iter(self.blocks.values()), ()))):
+            return self
+        if self._part is None or self._part[0] != rows:
+            blocks = {name: block[rows] for name, block in self.blocks.items()}
+            self._part = rows, Rows(self.layout, blocks)
+        return self._part[1]
 
     def row(self, index: int) -> dict[str, Tensor]:
         """The named views ``[*shape]`` of one row."""

@@ -53,7 +53,7 @@ def first_step(pl_module: "FederatedModule", cohort: Cohort, *, union: bool = Tr
 
     Args:
         pl_module: The federated module, inside a round.
-        cohort: The round's cohort before the first step of the client optimizer, with its ``start_buffers``.
+        cohort: The round's cohort before its first local step, when every method has had ``on_round_start``.
         union: Whether the union is computed too; without it there is no ``union_gradient``.
     """
     slots, rows = pl_module.slots, list(range(len(cohort)))
@@ -91,17 +91,13 @@ def _copy_start(cohort: Cohort, own: Cohort, *, common: bool) -> None:
 
     With ``common`` for the union: what all clients started from alike; where each has its own, it keeps the server's.
     """
-    assert cohort.start_buffers is not None
-    for rows, copies, start in (
-        (cohort.params, own.params, cohort.params),
-        (cohort.buffers, own.buffers, cohort.start_buffers),
-    ):
+    for rows, copies in ((cohort.params, own.params), (cohort.buffers, own.buffers)):
         for block in rows.layout:
             for name in rows.layout[block].shapes:
                 if not common:
-                    copies[name].copy_(start[name])
-                elif cohort.treatment(block) != "local" and bool((start[name] == start[name][:1]).all()):
-                    copies[name].copy_(start[name][:1])
+                    copies[name].copy_(rows[name])
+                elif cohort.treatment(block) != "local" and bool((rows[name] == rows[name][:1]).all()):
+                    copies[name].copy_(rows[name][:1])
 
 
 def _beside(pl_module: "FederatedModule", cohort: Cohort, client_ids: Sequence[int]) -> RoundCohort:

@@ -36,6 +36,7 @@ class ClientOptimizer:
         gradients: Gradient blocks of the same names and shapes.
         overrides: For a block name the settings that differ from the optimizer's own.
         lr_factor: Factor on every learning rate.
+        rows: The rows that this process steps; None for all.
 
     Attributes:
         torch: The torch optimizer.
@@ -49,9 +50,13 @@ class ClientOptimizer:
         gradients: Mapping[str, Tensor],
         overrides: GroupSettings,
         lr_factor: float = 1.0,
+        rows: slice | None = None,
     ) -> None:
         self._factory, self._overrides, self._lr_factor = factory, overrides, lr_factor
-        self._blocks, self._gradients = dict(blocks), dict(gradients)
+        self._rows = rows or slice(None)
+        self._clients = len(next(iter(blocks.values()), ()))
+        self._blocks = {name: block[self._rows] for name, block in blocks.items()}
+        self._gradients = {name: block[self._rows] for name, block in gradients.items()}
         self.restart()
 
     def restart(self) -> None:
@@ -84,6 +89,8 @@ class ClientOptimizer:
     def states(self) -> dict[str, dict[str, Tensor]]:
         """What the optimizer remembers: for each of its names blocks ``[C, columns]`` that can be read and written.
 
+        Of rows that other processes step they hold what was written to them.
+
         Before the first local step of a round all starts from zeros, as it would after a reset. Left out is what all rows
         share: step counts, and NAdam's ``mu_product``.
 
@@ -106,8 +113,18 @@ class ClientOptimizer:
                     state[key] = torch.tensor(0.0) if key == "step" else torch.zeros_like(block)
             for key in keys:
                 if state[key].shape == block.shape:
-                    self._states.setdefault(key, {})[name] = state[key]
+                    self._states.setdefault(key, {})[name] = self._of_all(state, key)
         return self._states
+
+    def _of_all(self, state: dict[str, Tensor], key: str) -> Tensor:
+        """A state ``[C, columns]``, whose own rows are what the optimizer goes on with."""
+        own = state[key]
+        if len(own) == self._clients:
+            return own
+        everyones = own.new_zeros(self._clients, *own.shape[1:])
+        everyones[self._rows] = own
+        state[key] = everyones[self._rows]
+        return everyones
 
     def restore_steps(self, steps: Mapping[str, Tensor]) -> None:
         """Start each row of each block from its own step count ``[C]``; only optimizers that count steps (Adam) take notice.
@@ -124,10 +141,11 @@ class ClientOptimizer:
         ]
         self.torch = self._factory(groups)
         for name, group in zip(self._blocks, groups, strict=True):
-            for row, leaf in enumerate(group["params"]):
+            own = {key: blocks[name][self._rows] for key, blocks in states.items()}
+            for row, (leaf, taken) in enumerate(zip(group["params"], steps[name][self._rows], strict=True)):
                 leaf.grad = self._gradients[name][row]
-                self.torch.state[leaf] = {key: blocks[name][row] for key, blocks in states.items()}
-                self.torch.state[leaf]["step"] = torch.tensor(float(steps[name][row]))
+                self.torch.state[leaf] = {key: block[row] for key, block in own.items()}
+                self.torch.state[leaf]["step"] = torch.tensor(float(taken))
 
     def _make(self, leaves: Mapping[str, Tensor]) -> Optimizer:
         optimizer = self._factory([{**self._overrides.get(n, {}), "params": [leaves[n]]} for n in leaves])

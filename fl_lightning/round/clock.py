@@ -15,7 +15,7 @@ class RoundClock:
         seconds: Seconds of each part since :meth:`start`; ``other`` is what :meth:`stop` finds beside them.
     """
 
-    PARTS = ("data", "forward_backward", "optimizer", "callbacks", "aggregation", "other")
+    PARTS = ("data", "forward_backward", "optimizer", "callbacks", "gather", "aggregation", "other")
 
     def __init__(self) -> None:
         self.start()

@@ -2,9 +2,12 @@
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from fl_lightning.cohort.cohort import Cohort
+
+ROLES = ("method", "attack", "observer")
+"""In this order hooks are called."""
 
 
 class Declarations:
@@ -17,6 +20,8 @@ class Declarations:
             show most of it in a few rounds last.
         needs_joint_forward: Whether the first local step of a round runs one forward pass over all clients together, so
             that layers may exchange inside of it (see ``fl_lightning.batch_norm.joint.cohort_mean``), under any executor.
+        role: A hook is called for methods first, then for attacks, which rewrite what clients send, then for observers, which
+            change nothing; within a role in the order of the list.
         takes: What only one method of a run can decide, in words (``"client drift"``, ``"the round of the freeze"``, ``"the
             client optimizer's state"``), each with what may be set instead of leaving one of two such methods out; empty
             where nothing may. Two methods that take the same are refused.
@@ -26,6 +31,7 @@ class Declarations:
     claims: tuple[str, ...] = ()
     examples: ClassVar[tuple[Mapping[str, Any], ...]] = ({},)
     needs_joint_forward: ClassVar[bool] = False
+    role: ClassVar[Literal["method", "attack", "observer"]] = "method"
     takes: Mapping[str, str] = MappingProxyType({})
 
     def policy(self, round_number: int, total_rounds: int) -> Mapping[str, str]:

@@ -25,7 +25,7 @@ from fl_lightning.optimizers.checks import check_elementwise, check_overrides
 from fl_lightning.optimizers.schedules import LRSchedule, lr_factor
 from fl_lightning.randomness import derive_seed, seed_global
 from fl_lightning.round.communication import Communication, round_communication
-from fl_lightning.round.declarations import Declarations
+from fl_lightning.round.declarations import ROLES, Declarations
 from fl_lightning.round.plan import RoundPlan, Weighting, check_local_work, cohort_size
 from fl_lightning.round.policy import check_together, resolve_policy
 from fl_lightning.round.server import ServerModule
@@ -147,20 +147,33 @@ class FederatedModule(ServerModule):
         """Broadcast, local steps, aggregation, server step."""
         cohort = self.start_round()
         self._call("on_round_start", cohort)
-        for step in range(max(cohort.local_steps)):
-            self.compute_gradients(cohort, step)
-            self._call("on_after_local_backward", cohort, step)
-            with self.clock.part("optimizer"):
-                cohort.take_step()
-            self._call("on_local_step_end", cohort, step)
-            cohort.finish_step(step)
-        cohort.finish_steps(weigh_samples=self.weighting == "samples")
+        part = cohort.part()
+        counts = self.ranks.exchange(lambda: self._local_steps(cohort, part))
+        with self.clock.part("gather"):
+            samples = [number for count in counts for number in count]
+            cohort.finish_steps(part, samples, weigh_samples=self.weighting == "samples")
         self._call("on_before_aggregate", cohort)
         with self.clock.part("aggregation"):
             update_server(cohort, self.aggregator, self.record, self.on_divergence, self.client_batches)
             self.server_step()
         self._call("on_round_end", cohort)
         self.log_round(cohort)
+
+    def _local_steps(self, cohort: RoundCohort, part: RoundCohort) -> list[int]:
+        """The local steps of the clients that this rank computes; returns the samples that each has processed."""
+        last = max(cohort.local_steps) - 1
+        for step in range(last + 1):
+            self.compute_gradients(cohort if step == 0 and self.joint_method else part, step)
+            self._call("on_after_local_backward", part, step)
+            with self.clock.part("optimizer"):
+                part.take_step()
+            self._call("on_local_step_end", part, step)
+            part.finish_step(step, last)
+            # Lightning's own bars have none
+            show = getattr(self.trainer.progress_bar_callback, "local_step", None)
+            if show is not None:
+                show(step + 1, last + 1)
+        return part.samples
 
     def start_round(self) -> RoundCohort:
         """Sample the cohort of this round and broadcast the server's state to it."""
@@ -172,7 +185,7 @@ class FederatedModule(ServerModule):
                 layer.train(policy["mean"] != "frozen")
             made_for = (len(clients), self.parameter_groups)
             if self._cohort is None or (len(self._cohort), self._cohort.parameter_groups) != made_for:
-                self._cohort = RoundCohort(self.model, *made_for)
+                self._cohort = RoundCohort(self.model, *made_for, self.ranks)
             self._cohort.broadcast(
                 round_number=self.round,
                 client_ids=clients,
@@ -188,6 +201,8 @@ class FederatedModule(ServerModule):
     def compute_gradients(self, cohort: RoundCohort, step: int) -> None:
         """The active clients' forward and backward passes of a local step: fills the gradient rows and the buffers."""
         indices = cohort.begin_step(step)
+        if not indices:
+            return
         place = f"round {cohort.round}, local step {step + 1}"
         with self.clock.part("data"), doing(place):
             batches = self.client_batches(cohort, indices, step)
@@ -196,10 +211,6 @@ class FederatedModule(ServerModule):
             executor = self.executor if joint is None else joint_executor(joint)
             losses = executor.backward(self, cohort, batches, indices)
             cohort.add_losses(indices, losses, batches.sizes())
-        # Lightning's own bars have none
-        show = getattr(self.trainer.progress_bar_callback, "local_step", None)
-        if show is not None:
-            show(step + 1, max(cohort.local_steps))
 
     def client_batches(self, cohort: Cohort, indices: Sequence[int], step: int) -> CohortBatch:
         """The batches of some rows at local step ``step`` of the round, on this module's device and in its precision."""
@@ -239,8 +250,9 @@ class FederatedModule(ServerModule):
 
     @property
     def federated_callbacks(self) -> list[Any]:
-        """The methods that are active in this run, in the order in which their hooks are called."""
-        return [cb for cb in self.trainer.callbacks if isinstance(cb, Declarations)]  # type: ignore[attr-defined]  # set in a helper of the trainer
+        """The methods that are active in this run, in the order in which their hooks are called: by role, then as in the list."""
+        found = [cb for cb in self.trainer.callbacks if isinstance(cb, Declarations)]  # type: ignore[attr-defined]  # set in a helper of the trainer
+        return sorted(found, key=lambda callback: ROLES.index(callback.role))
 
     @property
     def joint_method(self) -> str | None:

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from fl_lightning.client_data.federated import FederatedDataModule
 from fl_lightning.errors import ConfigurationError, doing
 from fl_lightning.executors.base import computation
-from fl_lightning.executors.ranks import Ranks
 from fl_lightning.optimizers import OptimizerCallable
 from fl_lightning.optimizers.checks import check_server_optimizer
+from fl_lightning.ranks import Ranks
 from fl_lightning.round.clock import RoundClock
 from fl_lightning.round.evaluation import ServerEvaluation
 from fl_lightning.round.plan import RoundPlan

@@ -7,38 +7,35 @@ from lightning.pytorch.callbacks import StochasticWeightAveraging
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
 from fl_lightning.errors import ConfigurationError
+from fl_lightning.executors.strategy import CohortStrategy
 
 
 def check_trainer(trainer: L.Trainer) -> None:
     """Refuse settings of the trainer that a federated round cannot keep.
 
     Raises:
-        ConfigurationError: Rounds of none or more than all clients' batches, several processes, scaled losses, or a
+        ConfigurationError: Rounds of none or more than all clients' batches, another strategy, scaled losses, or a
             setting that would be ignored.
     """
     given: Any = trainer  # several are set in helpers of the trainer
     averaging = [type(x).__name__ for x in given.callbacks if isinstance(x, StochasticWeightAveraging)]
     synchronised = given._accelerator_connector._layer_sync is not None
-    one_device = isinstance(given.strategy, SingleDeviceStrategy)
+    of_ranks = isinstance(given.strategy, SingleDeviceStrategy | CohortStrategy)
     unscaled = not str(given.precision).startswith("16")
     every = given.check_val_every_n_epoch
     shown = {
-        "devices": given.world_size,
         "strategy": type(given.strategy).__name__,
         "sync_batchnorm": True,
         "callbacks": ", ".join(averaging),
     }
-    processes = "is for several processes; leave it out"
     rounds = (
         "means nothing where a batch is a round; leave it out, and use trainer.max_epochs for fewer rounds"
     )
     ignored = "would be ignored; use trainer.check_val_every_n_epoch, in rounds"
     for setting, ok, remedy in (
         ("max_epochs", given.max_epochs != 0, "trains nothing; use at least 1 round"),
-        ("num_nodes", given.num_nodes == 1, "is not possible yet; use num_nodes: 1"),
-        ("devices", given.world_size == 1, "is not possible yet; use devices: 1"),
-        ("strategy", one_device, processes),
-        ("sync_batchnorm", not synchronised, f"{processes}, or use FBN"),
+        ("strategy", of_ranks, "would mix the gradients of clients; use strategy: cohort"),
+        ("sync_batchnorm", not synchronised, "would turn FedAvg into FBN; leave it out, or use FBN"),
         ("precision", unscaled, "scales losses; use bf16-mixed or 32-true"),
         ("gradient_clip_val", not given.gradient_clip_val, "would clip nothing; use ClientGradientClipping"),
         ("overfit_batches", given.overfit_batches == 0, rounds),

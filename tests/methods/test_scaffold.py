@@ -123,7 +123,7 @@ class OfCorrectedGradients(SCAFFOLD):
     def on_before_aggregate(self, trainer, pl_module, cohort):
         steps = torch.tensor(cohort.local_steps).unsqueeze(1)
         for block, correction in self._correction.items():
-            self._sum[block] += steps * correction
+            cohort.extra[f"SCAFFOLD {block}"] += steps * correction
         super().on_before_aggregate(trainer, pl_module, cohort)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -70,14 +71,15 @@ class Ranks:
         return results
 
     def complete(self, blocks: Sequence[Tensor]) -> None:
-        """Fill in, in place, the rows of ``blocks [C, columns]`` that other ranks have computed: those of :meth:`share`."""
-        if self.size == 1:
-            return
+        """Fill in, in place, the rows of contiguous ``blocks [C, ...]`` that other ranks have computed: those of :meth:`share`."""
         sent = []
-        for rank in range(self.size):
-            rows = self.share(len(blocks[0]) if blocks else 0, rank)
-            if rows:
-                sent += [dist.broadcast(x[rows.start : rows.stop], rank, async_op=True) for x in blocks]
+        for block in blocks if self.size > 1 else ():
+            for rank in range(self.size):
+                rows = self.share(len(block), rank)
+                if rows and block.numel():
+                    # bytes: not every backend sends every type
+                    part = block[rows.start : rows.stop].view(torch.uint8)
+                    sent.append(dist.broadcast(part, rank, async_op=True))
         for work in sent:
             work.wait()
 

@@ -1,0 +1,158 @@
+"""Ranks that are copies of this process."""
+
+import ctypes
+import os
+import pickle
+import select
+import signal
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+import lightning as L
+import torch
+from lightning.pytorch.strategies.launchers.launcher import _Launcher
+
+from fl_lightning.errors import ConfigurationError
+from fl_lightning.ranks import is_shared
+
+if TYPE_CHECKING:
+    from fl_lightning.executors.strategy import CohortStrategy
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_GRACE = 10.0  # seconds in which a rank that has failed says why
+
+
+class ForkLauncher(_Launcher):
+    """Starts the other ranks of this machine as copies of this process (``fork``), which have all that it has.
+
+    This process stays rank 0 of its machine: loggers, terminal and signals are its own. The others end with it, or with what
+    was launched. On CPUs every rank computes on one thread.
+
+    Args:
+        strategy: Whose ranks they are.
+    """
+
+    def __init__(self, strategy: "CohortStrategy") -> None:
+        self._strategy = strategy
+        self._others: dict[int, tuple[int, int]] = {}
+
+    @property
+    def is_interactive_compatible(self) -> bool:
+        """Notebooks work."""
+        return True
+
+    def launch(
+        self, function: Callable[..., Any], *args: Any, trainer: L.Trainer | None = None, **kwargs: Any
+    ) -> Any:
+        """Run a function on all ranks; returns what it returns here.
+
+        Raises:
+            ConfigurationError: A rank has ended, or processes cannot be copied here.
+        """
+        strategy, threads = self._strategy, torch.get_num_threads()
+        if strategy.world_size == 1:
+            return function(*args, **kwargs)
+        if reason := cannot_fork():
+            raise ConfigurationError(
+                f"trainer.devices: {strategy.num_processes}: {reason}; start the ranks by torchrun"
+            )
+        assert strategy.cluster_environment is not None
+        strategy.cluster_environment.main_port  # noqa: B018  # found once, for all ranks
+        if strategy.root_device.type == "cpu":
+            torch.set_num_threads(1)
+        try:
+            for rank in range(1, strategy.num_processes):
+                self._others[rank] = self._fork(rank, lambda: function(*args, **kwargs), trainer)
+            return function(*args, **kwargs)
+        except Exception as error:
+            if not is_shared(error) and (reason := self._why_others_ended()):
+                raise ConfigurationError(reason) from error
+            raise
+        finally:
+            self.kill(signal.SIGKILL)
+            strategy.part()
+            torch.set_num_threads(threads)
+
+    def kill(self, signum: Any) -> None:
+        """End the other ranks."""
+        for pid, pipe in self._others.values():
+            with suppress(ProcessLookupError):  # somebody else may have waited for it
+                os.kill(pid, signum)
+            with suppress(ChildProcessError):
+                os.waitpid(pid, 0)
+            os.close(pipe)
+        self._others = {}
+
+    def _fork(self, rank: int, run: Callable[[], Any], trainer: L.Trainer | None) -> tuple[int, int]:
+        """Copy this process; the copy never returns. Gives its number and a pipe that tells why it has failed."""
+        ours, theirs = os.pipe()
+        # signals wait: a copy that starts now ignores them for good
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+        try:
+            with warnings.catch_warnings():
+                # Python 3.12 on forks beside threads: a rank takes nobody else's locks
+                warnings.filterwarnings("ignore", ".*multi-threaded", DeprecationWarning)
+                pid = os.fork()
+            if pid == 0:
+                try:
+                    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: it ends with this process
+                    for number in _SIGNALS:  # whoever stops a run lets it finish its round: rank 0 hears
+                        signal.signal(number, signal.SIG_IGN)
+                    signal.pthread_sigmask(signal.SIG_SETMASK, before)
+                    _serve(rank, run, trainer, theirs)
+                finally:
+                    os._exit(1)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        os.close(theirs)
+        return pid, ours
+
+    def _why_others_ended(self) -> str | None:
+        """Why a rank of this machine has ended, in one line; None where all live."""
+        until = time.monotonic() + _GRACE
+        while time.monotonic() < until:
+            for rank, (pid, pipe) in self._others.items():
+                found, status = os.waitpid(pid, os.WNOHANG)
+                if not found or not status:
+                    continue
+                said = (
+                    b"".join(iter(lambda pipe=pipe: os.read(pipe, 65536), b""))
+                    if select.select([pipe], [], [], 0)[0]
+                    else b""
+                )
+                if said:
+                    return f"rank {rank} (process {pid}): {pickle.loads(said)}"
+                code = os.waitstatus_to_exitcode(status)
+                memory = ": killed, perhaps for want of memory" if code == -signal.SIGKILL else ""
+                return f"rank {rank} (process {pid}) has ended, exit code {code}{memory}; use fewer trainer.devices"
+            time.sleep(0.05)
+        return None
+
+
+def _serve(rank: int, run: Callable[[], Any], trainer: L.Trainer | None, pipe: int) -> None:
+    """Be another rank: nothing is logged or printed here."""
+    os.environ["LOCAL_RANK"] = str(rank)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    warnings.filterwarnings("ignore")
+    if trainer is not None:
+        trainer.loggers = []
+    try:
+        run()
+    except BaseException as error:  # the first rank says so
+        if not is_shared(error):
+            said = traceback.format_exception_only(error)[0].strip()
+            os.write(pipe, pickle.dumps(str(error) if isinstance(error, ConfigurationError) else said))
+        raise
+    os._exit(0)
+
+
+def cannot_fork() -> str | None:
+    """Why a process cannot be copied here; None where it can."""
+    if sys.platform != "linux":
+        return f"processes cannot be copied on {sys.platform}"
+    return "a process that uses a GPU cannot be copied" if torch.cuda.is_initialized() else None

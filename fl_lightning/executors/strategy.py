@@ -1,0 +1,157 @@
+"""The strategy of a run on several devices or cores: clients are shared between ranks, the server is on each of them."""
+
+import os
+from datetime import timedelta
+from typing import Any
+
+import lightning as L
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.fabric.utilities.rank_zero import rank_zero_only
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import ParallelStrategy, StrategyRegistry
+from torch import Tensor
+
+from fl_lightning.executors.fork import ForkLauncher
+from fl_lightning.ranks import Ranks
+
+
+class CohortStrategy(ParallelStrategy):
+    """Every rank computes the local steps of its clients, and all of them the server's part of a round, over the whole cohort.
+
+    The module stays as it is: no gradient is reduced and no buffer broadcast, no loader gets another sampler. With the same
+    threads per rank and the same CPU capability the numbers are those of one process, bit for bit, where clients are computed one
+    after the other. Ranks on one machine are copies of the process (``fork``), with one CPU thread each; under ``torchrun`` or Slurm
+    they are what these have started. CPUs talk by gloo, GPUs by NCCL.
+
+    Args:
+        timeout: How long the ranks wait for one of them.
+        accelerator: Set by the trainer, as what follows.
+        parallel_devices: A device for each rank of this machine.
+        cluster_environment: Where the ranks are.
+        checkpoint_io: How checkpoints are written.
+        precision_plugin: The precision.
+
+    Attributes:
+        ranks: The ranks; one outside of ``fit`` and its like.
+    """
+
+    is_distributed = True  # Lightning asks
+    strategy_name = "cohort"
+
+    def __init__(
+        self,
+        timeout: timedelta = timedelta(minutes=30),
+        accelerator: Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+    ) -> None:
+        super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
+        self.timeout = timeout
+        self.num_nodes = 1
+        self.ranks = Ranks()
+
+    @property
+    def root_device(self) -> torch.device:
+        """The device of this rank."""
+        assert self.parallel_devices is not None
+        return self.parallel_devices[self.local_rank]
+
+    @property
+    def num_processes(self) -> int:
+        """Ranks on this machine."""
+        return len(self.parallel_devices or ())
+
+    def set_world_ranks(self) -> None:
+        """Tell everybody who this process is."""
+        assert self.cluster_environment is not None
+        self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
+        self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
+        rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]  # an attribute of the function
+
+    def _configure_launcher(self) -> None:
+        environment = self.cluster_environment
+        if environment is not None and not environment.creates_processes_externally:
+            self._launcher = ForkLauncher(self)
+
+    def setup_environment(self) -> None:
+        """Meet the other ranks."""
+        super().setup_environment()
+        self.set_world_ranks()
+        self.meet()
+
+    def meet(self) -> None:
+        """Meet the other ranks, if there are any and they have not met yet."""
+        environment, device = self.cluster_environment, self.root_device
+        assert environment is not None
+        if self.world_size == 1:
+            return
+        if not dist.is_initialized():
+            os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = (
+                environment.main_address,
+                str(environment.main_port),
+            )
+            if self.num_nodes == 1:
+                os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+            gpu = device if device.type == "cuda" else None
+            dist.init_process_group(
+                "nccl" if gpu else "gloo",
+                timeout=self.timeout, rank=self.global_rank, world_size=self.world_size, device_id=gpu,
+            )  # fmt: skip
+        self.ranks = Ranks(self.global_rank, self.world_size)
+
+    def part(self) -> None:
+        """Part from the other ranks."""
+        self.ranks = Ranks()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    def setup(self, trainer: L.Trainer) -> None:
+        """Begin on every rank with the model of the first."""
+        trainer._accelerator_connector.use_distributed_sampler = False
+        super().setup(trainer)
+        if self.ranks.size > 1:
+            assert self.model is not None
+            for tensor in self.model.state_dict().values():
+                dist.broadcast(tensor, 0)
+
+    def model_to_device(self) -> None:
+        """Move the module to this rank's device."""
+        assert self.model is not None
+        self.model.to(self.root_device)
+
+    def barrier(self, name: str | None = None) -> None:
+        """Wait for all ranks."""
+        if self.ranks.size > 1:
+            dist.barrier()
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """What rank ``src`` has, on every rank."""
+        box = [obj]
+        if self.ranks.size > 1:
+            dist.broadcast_object_list(box, src)
+        return box[0]
+
+    def reduce(self, tensor: Tensor | Any, *args: Any, **kwargs: Any) -> Any:
+        """The tensor as it is: every rank has the number of the whole run."""
+        return tensor
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """The decision of the first rank."""
+        return bool(self.broadcast(decision))
+
+    def teardown(self) -> None:
+        """Part from the other ranks, once all are here."""
+        if self.launcher is not None:
+            self.barrier()
+            self.part()
+        super().teardown()
+
+
+StrategyRegistry.register(
+    "cohort", CohortStrategy, description="clients shared between ranks, the server on each of them"
+)
