@@ -169,7 +169,7 @@ class FedTAN(FederatedCallback):
 
     def on_round_start(self, trainer: L.Trainer, pl_module: "FederatedModule", cohort: "Cohort") -> None:
         """The first local step is joint."""
-        cohort.extra["FedTAN calls"] = _calls(cohort)
+        cohort.extra["calls"] = _calls(cohort)
         for layer in self.layers:
             layer.joint = JointStep(len(cohort), self.backward, self.var_correction)
 
@@ -178,8 +178,7 @@ class FedTAN(FederatedCallback):
     ) -> None:
         """All further ones are ordinary, with a client optimizer of their own."""
         if step == 0:
-            calls = cohort.extra["FedTAN calls"]
-            calls.copy_(_calls(cohort) - calls)
+            cohort.extra["calls"].neg_().add_(_calls(cohort))
             for layer in self.layers:
                 layer.joint = None
             if self.restart_momentum:
@@ -188,14 +187,12 @@ class FedTAN(FederatedCallback):
     def extra_payload(self, cohort: "Cohort") -> tuple[int, int]:
         """A mean and a variance of each channel at each call of a layer, and what is returned of their gradients."""
         channels = torch.tensor([layer.num_features for layer in self.layers])
-        floats = int(cohort.extra["FedTAN calls"][0].cpu() @ channels) * (
-            4 if self.backward == "aggregated" else 2
-        )
+        floats = int(cohort.extra["calls"][0].cpu() @ channels) * (4 if self.backward == "aggregated" else 2)
         return floats, floats
 
     def extra_exchanges(self, cohort: "Cohort") -> int:
         """One of means and one of variances at each call of a layer, and with gradients one more."""
-        return int(cohort.extra["FedTAN calls"][0].sum()) * (3 if self.backward == "aggregated" else 2)
+        return int(cohort.extra["calls"][0].sum()) * (3 if self.backward == "aggregated" else 2)
 
 
 def _calls(cohort: "Cohort") -> Tensor:

@@ -155,7 +155,9 @@ class Kept(BatchNormDiagnostics):
     def _measure_gradients(self, pl_module, cohort, first):
         super()._measure_gradients(pl_module, cohort, first)
         self.first = first.mean_gradient
-        self.own = {name: cohort.grads[name].mean(0) for name in first.mean_gradient}
+
+    def on_after_local_backward(self, trainer, pl_module, cohort, step):
+        self.own = {name: cohort.grads[name].mean(0) for name in self.first}
 
 
 class Shift(FederatedCallback):

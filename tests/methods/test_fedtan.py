@@ -90,7 +90,7 @@ class Gradients(FederatedCallback):
         self.steps = {}
 
     def on_after_local_backward(self, trainer, pl_module, cohort, step):
-        self.steps[step] = {name: cohort.mean(gradient).clone() for name, gradient in cohort.grads.items()}
+        self.steps[step] = {name: gradient.mean(0) for name, gradient in cohort.grads.items()}
 
 
 class MeanModels(FederatedCallback):
@@ -101,7 +101,7 @@ class MeanModels(FederatedCallback):
 
     def on_local_step_end(self, trainer, pl_module, cohort, step):
         floats = {n: v for n, v in {**cohort.params, **cohort.buffers}.items() if v.is_floating_point()}
-        self.steps[step] = {name: cohort.mean(value).clone() for name, value in floats.items()}
+        self.steps[step] = {name: value.mean(0) for name, value in floats.items()}
 
 
 def first_gradient(method, model=None, data=None, **settings):
