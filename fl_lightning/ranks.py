@@ -2,15 +2,19 @@
 
 import pickle
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from fl_lightning.errors import ConfigurationError
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -60,15 +64,39 @@ class Ranks:
         try:
             told = pickle.dumps((compute(), None))
         except Exception as error:  # noqa: BLE001  # all ranks raise it
-            own, told = error, pickle.dumps((None, _described(error)))
+            own, told = error, pickle.dumps((None, described(error)))
         everyone: list[Any] = [None] * self.size
         dist.all_gather_object(everyone, told)
         results = []
         for rank, (result, failure) in enumerate(map(pickle.loads, everyone)):
             if failure is not None:
-                raise _shared(own if rank == self.rank and own is not None else _failure(rank, *failure))
+                raise _shared(own if rank == self.rank and own is not None else failure_of(rank, *failure))
             results.append(result)
         return results
+
+    def agree(self, state: Callable[[], Mapping[str, Any]], place: str) -> None:
+        """Check that every rank has the same.
+
+        Args:
+            state: Gives trees of tensors and plain values, by a name for messages.
+            place: Where in the run this is.
+
+        Raises:
+            ConfigurationError: A rank has something else; it is named.
+        """
+        if self.size == 1:
+            return
+        first, *others = self.exchange(lambda: {name: checksum(value) for name, value in state().items()})
+        for rank, found in enumerate(others, 1):
+            for name in {**first, **found}:
+                if first.get(name) != found.get(name):
+                    raise _shared(
+                        ConfigurationError(
+                            f"{place}: rank {rank} has another {name} than rank 0; outside of local steps hooks must compute the same on "
+                            "every rank (no clock, no process number, no random numbers but torch's global ones), and in them "
+                            "change nothing but rows; CPUs must be of one kind"
+                        )
+                    )
 
     def complete(self, blocks: Sequence[Tensor]) -> None:
         """Fill in, in place, the rows of contiguous ``blocks [C, ...]`` that other ranks have computed: those of :meth:`share`."""
@@ -84,6 +112,18 @@ class Ranks:
             work.wait()
 
 
+def checksum(state: Any) -> list[int]:
+    """A number for each tensor and value of a tree, which another content would change."""
+    return [_number(leaf) for leaf in tree_leaves(state)]
+
+
+def _number(leaf: Any) -> int:
+    if not isinstance(leaf, Tensor):
+        return zlib.crc32(repr(leaf).encode())
+    bits = leaf.detach().contiguous().flatten().view(_BITS[leaf.element_size()])
+    return int(bits.sum(dtype=torch.int64))
+
+
 def is_shared(error: BaseException) -> bool:
     """Whether every rank raises this exception, so that one of them may say so for all."""
     return getattr(error, "shared_by_ranks", False)
@@ -94,7 +134,8 @@ def _shared(error: Exception) -> Exception:
     return error
 
 
-def _described(error: Exception) -> tuple[bool, str, list[str], str]:
+def described(error: Exception) -> tuple[bool, str, list[str], str]:
+    """An exception as another process can raise it: whether it is a mistake of the user's, its line, notes and traceback."""
     said = (
         str(error)
         if isinstance(error, ConfigurationError)
@@ -108,7 +149,8 @@ def _described(error: Exception) -> tuple[bool, str, list[str], str]:
     )
 
 
-def _failure(rank: int, mistake: bool, said: str, notes: Sequence[str], trace: str) -> Exception:
+def failure_of(rank: int, mistake: bool, said: str, notes: Sequence[str], trace: str) -> Exception:
+    """An exception that another rank has described."""
     failure: Exception = ConfigurationError(said) if mistake else RuntimeError(said)
     for note in notes:
         failure.add_note(note)

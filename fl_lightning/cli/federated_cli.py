@@ -57,7 +57,10 @@ class FederatedCLI(LightningCLI):
         )
         parser.add_argument("--run_root", type=str, default="runs", help="the folder of all runs")
         parser.add_argument(
-            "--threads", type=_Threads | None, default=None, help="CPU threads (default: torch's choice)"
+            "--threads",
+            type=_Threads | None,
+            default=None,
+            help="CPU threads; more than 1: in one process (default: a rank per core)",
         )
         parser.add_argument(
             "--accept_data", action="store_true", help="go on with other data than those of --ckpt_path"
@@ -128,6 +131,8 @@ class FederatedCLI(LightningCLI):
         config = self.config[self.subcommand]
         if config.threads is not None:
             torch.set_num_threads(config.threads)
+            if config.threads > 1 and config.trainer.devices == "auto":
+                config.trainer.devices = 1  # ranks have one thread each
         stem = Path(config.config[-1].relative).stem if config.get("config") else "run"
         config.name = config.name or stem  # saved too: the saved configuration runs beside this run
         again = config.clone()

@@ -1,8 +1,7 @@
 """What an executor is: it computes the losses and gradients of one local step for some rows of a cohort."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import lightning as L
@@ -61,16 +60,6 @@ class Executor(ABC):
         Returns:
             The local losses, detached, shape ``[len(rows)]``.
         """
-
-    @contextmanager
-    def during_round(self) -> Iterator[None]:
-        """Settings of the whole process that a round with this executor needs, until the block ends."""
-        yield
-
-    @property
-    def threads(self) -> int:
-        """CPU threads that compute a client."""
-        return torch.get_num_threads()
 
     def clients_together(self, clients: int) -> int | None:
         """How many of some clients are computed in one pass; None where each is computed by itself."""

@@ -1,23 +1,18 @@
-"""Which executor computes a run whose configuration names none."""
+"""What computes a run whose configuration does not say it: how many ranks, and which executor."""
 
-from types import FunctionType
+import os
+from math import ceil
+from pathlib import Path
 from typing import NamedTuple
 
+import torch
+
 from fl_lightning.executors.base import ClientTask, Executor
-from fl_lightning.executors.processes import (
-    ProcessExecutor,
-    cannot_fork,
-    cores_of_a_run,
-    shared_memory_left,
-)
+from fl_lightning.executors.fork import cannot_fork
 from fl_lightning.executors.sequential import SequentialExecutor
 from fl_lightning.executors.vectorized import VectorizedExecutor
 
-_KNOWN = ("fl_lightning", "callbacks", "torch", "torchvision", "torchmetrics", "lightning")
-"""Packages whose classes keep nothing that a process of its own would miss."""
-
-_WORTH_A_FORK = 20
-"""Local steps of all clients in a round; in a shorter one the start of processes takes longer than they save."""
+_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 
 class Choice(NamedTuple):
@@ -32,50 +27,45 @@ class Choice(NamedTuple):
     reason: str
 
 
-def choose_executor(module: ClientTask, num_clients: int, client_steps: int) -> Choice:
+def choose_executor(module: ClientTask, num_clients: int) -> Choice:
     """The executor that is likely to be the fastest for a run, with results that depend on the choice by rounding alone.
 
-    On a GPU all clients at once, one after the other where the model or its batches do not allow it. On a CPU one process
-    for each core (``OMP_NUM_THREADS``, where it is set, is the number of cores to use), but only where a round is long enough
-    and the model, the loss and the callbacks are of this project, torch and Lightning: what code of one's own keeps or changes,
-    a process could miss.
+    On a GPU all clients at once, one after the other where the model or its batches do not allow it; else one after the other.
 
     Args:
         module: The federated module, on its device.
         num_clients: Clients in a round.
-        client_steps: Local steps of all of them in a round.
     """
     if module.device.type == "cuda":
         reason = f"{num_clients} clients at once on {module.device}"
         return Choice(VectorizedExecutor(where_possible=True), reason)
-    row = sum(x.nbytes for x in 2 * [*module.model.parameters()] + [*module.model.buffers()])
-    cores = cores_of_a_run()
-    workers = min(cores, num_clients)
-    if module.device.type != "cpu":
-        reason = f"for {module.device}"
-    elif workers == 1:
-        reason = "one client" if num_clients == 1 else "one core"
-    elif client_steps < _WORTH_A_FORK:
-        reason = f"{client_steps} local steps a round"
-    elif blocked := cannot_fork():
-        reason = blocked
-    elif own := _of_ones_own(module):
-        reason = f"{own} is your own, and worker processes could miss what it keeps or changes"
-    elif num_clients * row > shared_memory_left():
-        reason = f"little shared memory, {shared_memory_left() / 1e6:,.0f} MB"
-    else:
-        return Choice(ProcessExecutor(workers), f"{num_clients} clients on {cores} cores")
+    threads = torch.get_num_threads()
+    ranks = module.trainer.world_size if getattr(module, "_trainer", None) is not None else 1
+    reason = f"{ranks} rank{'s' * (ranks > 1)}, {threads} thread{'s' * (threads > 1)}{' each' * (ranks > 1)}"
     return Choice(SequentialExecutor(), reason)
 
 
-def _of_ones_own(module: ClientTask) -> str | None:
-    """The class of something that computes or changes clients' losses and is nobody's whose code is known; None without."""
-    if "client_loss" in vars(module):
-        return type(module).__name__
-    # ``trainer`` raises where there is none
-    callbacks = module.trainer.callbacks if getattr(module, "_trainer", None) is not None else []  # type: ignore[attr-defined]  # set in a helper of the trainer
-    for thing in (module, *module.model.modules(), module.loss, *callbacks):
-        kind = thing if isinstance(thing, FunctionType) else type(thing)
-        if (kind.__module__ or "").partition(".")[0] not in _KNOWN:
-            return kind.__name__
-    return None
+def cpu_ranks(clients: int | None = None) -> int:
+    """How many ranks a run on CPUs has unless it is told: one for each core that it may use.
+
+    Args:
+        clients: The most clients of a round, where that is known.
+    """
+    cores = 1 if cannot_fork() else cores_of_a_run()
+    return min(cores, clients or cores)
+
+
+def cores_of_a_run() -> int:
+    """What ``OMP_NUM_THREADS`` says, at most :func:`usable_cores`."""
+    told = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
+    return min(usable_cores(), int(told)) if told.isdecimal() and int(told) else usable_cores()
+
+
+def usable_cores() -> int:
+    """Cores that this process may use: those it may run on, at most what a container's quota of processor time amounts to."""
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        quota, period = _QUOTA.read_text().split()
+        return max(1, min(allowed, ceil(int(quota) / int(period))))
+    except (OSError, ValueError):  # no such file, or no quota, which is "max"
+        return allowed

@@ -7,7 +7,6 @@ import select
 import signal
 import sys
 import time
-import traceback
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
@@ -18,7 +17,7 @@ import torch
 from lightning.pytorch.strategies.launchers.launcher import _Launcher
 
 from fl_lightning.errors import ConfigurationError
-from fl_lightning.ranks import is_shared
+from fl_lightning.ranks import described, failure_of, is_shared
 
 if TYPE_CHECKING:
     from fl_lightning.executors.strategy import CohortStrategy
@@ -71,7 +70,7 @@ class ForkLauncher(_Launcher):
             return function(*args, **kwargs)
         except Exception as error:
             if not is_shared(error) and (reason := self._why_others_ended()):
-                raise ConfigurationError(reason) from error
+                raise reason from error
             raise
         finally:
             self.kill(signal.SIGKILL)
@@ -112,8 +111,8 @@ class ForkLauncher(_Launcher):
         os.close(theirs)
         return pid, ours
 
-    def _why_others_ended(self) -> str | None:
-        """Why a rank of this machine has ended, in one line; None where all live."""
+    def _why_others_ended(self) -> Exception | None:
+        """Why a rank of this machine has ended; None where all live."""
         until = time.monotonic() + _GRACE
         while time.monotonic() < until:
             for rank, (pid, pipe) in self._others.items():
@@ -126,10 +125,12 @@ class ForkLauncher(_Launcher):
                     else b""
                 )
                 if said:
-                    return f"rank {rank} (process {pid}): {pickle.loads(said)}"
+                    return failure_of(rank, *pickle.loads(said))
                 code = os.waitstatus_to_exitcode(status)
                 memory = ": killed, perhaps for want of memory" if code == -signal.SIGKILL else ""
-                return f"rank {rank} (process {pid}) has ended, exit code {code}{memory}; use fewer trainer.devices"
+                return ConfigurationError(
+                    f"rank {rank} (process {pid}) has ended, exit code {code}{memory}; use fewer trainer.devices"
+                )
             time.sleep(0.05)
         return None
 
@@ -137,7 +138,7 @@ class ForkLauncher(_Launcher):
 def _serve(rank: int, run: Callable[[], Any], trainer: L.Trainer | None, pipe: int) -> None:
     """Be another rank: nothing is logged or printed here."""
     os.environ["LOCAL_RANK"] = str(rank)
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    silence()
     warnings.filterwarnings("ignore")
     if trainer is not None:
         trainer.loggers = []
@@ -145,10 +146,20 @@ def _serve(rank: int, run: Callable[[], Any], trainer: L.Trainer | None, pipe: i
         run()
     except BaseException as error:  # the first rank says so
         if not is_shared(error):
-            said = traceback.format_exception_only(error)[0].strip()
-            os.write(pipe, pickle.dumps(str(error) if isinstance(error, ConfigurationError) else said))
+            os.write(pipe, pickle.dumps(described(error)))
         raise
     os._exit(0)
+
+
+def silence() -> None:
+    """Let nothing that is printed from now on be seen: another rank says it."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+
+
+def launched_rank() -> int:
+    """The rank of this process as ``torchrun``, Slurm or the user (``NODE_RANK``) has numbered it, 0 where nobody has."""
+    named = (os.environ[name] for name in ("RANK", "SLURM_PROCID", "NODE_RANK") if name in os.environ)
+    return int(next(named, 0))
 
 
 def cannot_fork() -> str | None:

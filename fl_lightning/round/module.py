@@ -136,7 +136,7 @@ class FederatedModule(ServerModule):
     def training_step(self, batch: Any, batch_idx: int) -> None:
         """One communication round, in the precision of the weights: only clients' losses are computed in mixed precision."""
         try:
-            with self.executor.during_round(), torch.autocast(self.device.type, enabled=False):
+            with torch.autocast(self.device.type, enabled=False):
                 self.communication_round()
         except BaseException:
             restore_batch_norm(self.model)
@@ -157,7 +157,18 @@ class FederatedModule(ServerModule):
             update_server(cohort, self.aggregator, self.record, self.on_divergence, self.client_batches)
             self.server_step()
         self._call("on_round_end", cohort)
+        self.ranks.agree(self._server_phase, f"round {cohort.round}")
         self.log_round(cohort)
+
+    def _server_phase(self) -> dict[str, Any]:
+        """What every rank must have alike after a round, by its name."""
+        found = {
+            "server model": self.state_dict(),
+            "server optimizer": self.trainer.optimizers[0].state_dict(),
+        }
+        for method in self.federated_callbacks:
+            found |= {f"{type(method).__name__}.{key}": value for key, value in method.state_dict().items()}
+        return found
 
     def _local_steps(self, cohort: RoundCohort, part: RoundCohort) -> list[int]:
         """The local steps of the clients that this rank computes; returns the samples that each has processed."""
@@ -293,8 +304,7 @@ class FederatedModule(ServerModule):
         self.data.keep_on(self.device)
         if self.chooses_executor:
             self.executor.close()  # of a fit that an error ended
-            clients, steps = self.plan.trained(1)
-            self.executor_choice = choose_executor(self, len(clients), sum(steps))
+            self.executor_choice = choose_executor(self, len(self.plan.trained(1)[0]))
             self.executor = self.executor_choice.executor
         self.tracking_layers = [x for x in batch_norm_layers(self.model).values() if x.training]
         self._modes = {layer: layer.training for layer in self.modules()}

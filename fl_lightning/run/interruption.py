@@ -64,6 +64,10 @@ class FinishRound(L.Callback):
 
         _listen(note)
 
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Every rank ends with the first one."""
+        self.signal, trainer.should_stop = trainer.strategy.broadcast((self.signal, trainer.should_stop))
+
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Let a signal stop at once again."""
         _listen(_stop)

@@ -46,11 +46,15 @@ class RoundProgress(ProgressBar):
         self._first_round = 0
         self._metrics: dict[str, Any] = {}  # the newest of each name: most rounds are not evaluated
 
+    def disable(self) -> None:
+        """Show nothing: another rank does."""
+        self.is_enabled = False
+
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Open the line; a resumed run starts at its round."""
         self._metrics, self._first_round, self._started_at = {}, trainer.current_epoch, time.monotonic()
         console = Console()
-        if console.is_interactive:
+        if console.is_interactive and self.is_enabled:
             # no thread that refreshes: worker processes are forked, and it might hold a lock just then
             self._live = Live(console=console, auto_refresh=False)
             self._live.start()
@@ -91,7 +95,7 @@ class RoundProgress(ProgressBar):
 
     def _show(self, steps: str = "", fraction: float = 0.0, at_once: bool = False) -> None:
         now = time.monotonic()
-        if now < self._next_time and not at_once:
+        if not self.is_enabled or (now < self._next_time and not at_once):
             return
         self._next_time = now + (_REFRESH_SECONDS if self._live else self.every_n_seconds)
         done, total = self.trainer.current_epoch, self.trainer.max_epochs or 0

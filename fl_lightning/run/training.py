@@ -5,6 +5,7 @@ import os
 import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -13,6 +14,7 @@ import lightning as L
 import yaml
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.accelerators import CUDAAccelerator, MPSAccelerator
 from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar
 from lightning.pytorch.loggers import WandbLogger
 from lightning.pytorch.profilers import PassThroughProfiler
@@ -21,6 +23,9 @@ from fl_lightning.client_data.federated import FederatedDataModule
 from fl_lightning.dashboard.logger import RoundWandbLogger
 from fl_lightning.dashboard.settings import WandbSettings
 from fl_lightning.errors import ConfigurationError
+from fl_lightning.executors.choice import cpu_ranks
+from fl_lightning.executors.fork import launched_rank, silence
+from fl_lightning.executors.strategy import CohortStrategy
 from fl_lightning.round.module import FederatedModule
 from fl_lightning.round.trainer import check_trainer
 from fl_lightning.run.interruption import FinishRound, Stopped
@@ -35,7 +40,7 @@ from fl_lightning.run_directory.result import finish_run
 
 TRAINER_DEFAULTS: dict[str, Any] = {
     "accelerator": "auto",
-    "devices": 1,
+    "devices": "auto",
     "max_epochs": -1,
     "logger": False,
     "num_sanity_val_steps": -1,
@@ -95,8 +100,11 @@ class Training:
             ConfigurationError: There is no such checkpoint, it is another model's, another process trains in its folder, or the
                 trainer refuses a setting.
         """
-        path, checkpoint, resumed = self.found(ckpt_path), {}, None
-        writes = not settings.get("fast_dev_run")
+        rank = launched_rank() if is_launched(settings) else 0
+        path, checkpoint, resumed = None if rank else self.found(ckpt_path), {}, None
+        writes = not settings.get("fast_dev_run") and not rank
+        if rank:
+            silence()
         if path is not None:
             owner = self.directory.attempt_of(path) if path.name == "last.ckpt" else None
             if owner in self.directory.attempts() and writes:
@@ -104,14 +112,20 @@ class Training:
                 self._held.enter_context(resumed.lock())  # before its checkpoint is read
             checkpoint = load_run(path, weights_only)
             check_run(path, checkpoint, self.module.model, self.module.configure_optimizers())
-        self._fit_arguments: dict[str, Any] = {"ckpt_path": path, "weights_only": weights_only}
         if writes:
             self.start = (
                 Start(self.directory.next_attempt(self._held))
                 if path is None
                 else find_start(self.directory, path, checkpoint, self.config, resumed, self._held)
             )
-        self._trainer = make_trainer(settings, **self._equipment(settings, wandb))
+        # 1 client, not 1.0 of all
+        alone = self.module.centralised or repr(self.module.participation) == "1"
+        self._trainer = make_trainer(settings, 1 if alone else None, **self._equipment(settings, wandb))
+        strategy = self._trainer.strategy
+        if isinstance(strategy, CohortStrategy) and strategy.launcher is None:
+            strategy.meet()
+            path, self._beginning.start = strategy.broadcast((path, replace(self.start, attempt=None)))
+        self._fit_arguments: dict[str, Any] = {"ckpt_path": path, "weights_only": weights_only}
         profiler: Any = self._trainer.profiler  # type: ignore[attr-defined]  # set in a helper of the trainer
         if self.start.attempt is not None and not isinstance(profiler, PassThroughProfiler):
             profiler.dirpath = profiler.dirpath or self.start.attempt.path
@@ -136,7 +150,8 @@ class Training:
         if settings.get("enable_progress_bar") is not False and not has_progress_bar(callbacks):
             callbacks.append(RoundProgress())
         # RunStart first, so that it prints before a progress bar takes the terminal
-        callbacks = [RunStart(self.start, self.config), *callbacks, self._interruption, self.keeper]
+        self._beginning = RunStart(self.start, self.config)
+        callbacks = [self._beginning, *callbacks, self._interruption, self.keeper]
         attempt = self.start.attempt
         if attempt is None:
             return {"callbacks": callbacks, "logger": loggers or False}
@@ -203,24 +218,49 @@ class Training:
                 print(self._wandb.place, flush=True)
 
 
-def make_trainer(settings: Mapping[str, Any], **equipment: Any) -> L.Trainer:
-    """A trainer with this project's checkpoints, in one process whatever a launcher has started.
+def make_trainer(settings: Mapping[str, Any], clients: int | None = None, **equipment: Any) -> L.Trainer:
+    """A trainer with this project's checkpoints and, for several ranks, its strategy.
 
     Args:
         settings: The trainer's arguments that the user gives.
-        equipment: Those that take their place.
+        clients: The most clients of a round, where that is known.
+        equipment: Arguments that take their place.
 
     Raises:
         ConfigurationError: The trainer refuses one.
     """
-    plugins = [*as_list(settings.get("plugins")), AtomicCheckpointIO(), LightningEnvironment()]
+    plugins = [*as_list(settings.get("plugins")), AtomicCheckpointIO()]
+    if not is_launched(settings):  # a scheduler numbers runs that know nothing of each other
+        plugins.append(LightningEnvironment())
+    if settings.get("devices", "auto") == "auto":
+        equipment["devices"] = devices_of(settings, clients)
+    given = {**settings, **equipment, "plugins": plugins}
+    if given.get("strategy", "auto") == "auto" and (
+        given["devices"] not in (1, "1") or given.get("num_nodes", 1) != 1
+    ):
+        given["strategy"] = CohortStrategy()
     try:
-        trainer = L.Trainer(**{**settings, **equipment, "plugins": plugins})
+        trainer = L.Trainer(**given)
     except (ValueError, TypeError, MisconfigurationException) as error:
-        place = f"accelerator: {settings.get('accelerator')}, devices: {settings.get('devices')}"
+        place = f"accelerator: {settings.get('accelerator')}, devices: {given['devices']}"
         raise ConfigurationError(f"trainer ({place}): {error}") from error
     check_trainer(trainer)
     return trainer
+
+
+def is_launched(settings: Mapping[str, Any]) -> bool:
+    """Whether other ranks may be processes that somebody else starts: ``torchrun``, or where they are asked for Slurm."""
+    asked = settings.get("devices", "auto") not in ("auto", 1, "1") or settings.get("num_nodes", 1) != 1
+    return asked or ("LOCAL_WORLD_SIZE" in os.environ and settings.get("devices", "auto") == "auto")
+
+
+def devices_of(settings: Mapping[str, Any], clients: int | None) -> int:
+    """What ``devices: auto`` means: what ``torchrun`` has started, one GPU, or a rank for each core."""
+    if "LOCAL_WORLD_SIZE" in os.environ:
+        return int(os.environ["LOCAL_WORLD_SIZE"])
+    accelerator = settings.get("accelerator", "auto")
+    other = accelerator == "auto" and (CUDAAccelerator.is_available() or MPSAccelerator.is_available())
+    return 1 if other or accelerator not in ("auto", "cpu") else cpu_ranks(clients)
 
 
 def as_list(setting: Any) -> list[Any]:

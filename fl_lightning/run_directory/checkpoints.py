@@ -100,7 +100,7 @@ class RoundCheckpoint(Checkpoint):
                 f"trainer.max_steps {trainer.max_steps} cannot be resumed by rounds; set trainer.max_epochs"
             )
         if self.dirpath is None or (self.in_the_run and stage == "fit"):
-            self.dirpath = Path(trainer.default_root_dir) / "checkpoints"
+            self.dirpath = Path(trainer.strategy.broadcast(trainer.default_root_dir)) / "checkpoints"
         if stage == "fit":  # a checkpoint that is resumed brings its own
             self.best_score, self.best_round, self.best_model_path = None, None, ""
         if stage == "fit" and trainer.is_global_zero and self._active(trainer):

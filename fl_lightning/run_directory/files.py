@@ -56,7 +56,7 @@ class RunStart(L.Callback):
             if choice is not None:
                 reason = f"{choice.reason}; model.executor sets another"
                 print_table("Executor", {type(choice.executor).__name__: reason})
-        if self.attempt is not None:
+        if self.attempt is not None and trainer.is_global_zero:
             for path in (self.attempt.result, self.attempt.class_accuracy, self.attempt.error):
                 path.unlink(missing_ok=True)  # of a run that this one takes further
             if self.start.metrics:
