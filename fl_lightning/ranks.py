@@ -1,9 +1,11 @@
 """The processes of a run, which share its work and keep the same state."""
 
 import pickle
+import time
 import traceback
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import numpy as np
@@ -14,10 +16,15 @@ from torch.utils._pytree import tree_leaves
 
 from fl_lightning.errors import ConfigurationError
 
+_GRACE = 10.0  # seconds that ranks have to notice that one is lost
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
+
+
+class LostRank(ConfigurationError):
+    """Another rank has ended, or has not answered."""
 
 
 class Ranks:
@@ -26,10 +33,11 @@ class Ranks:
     Args:
         rank: This process, from 0.
         size: How many there are.
+        patience: Seconds for which the others wait for one.
     """
 
-    def __init__(self, rank: int = 0, size: int = 1) -> None:
-        self.rank, self.size = rank, size
+    def __init__(self, rank: int = 0, size: int = 1, patience: float = 1800.0) -> None:
+        self.rank, self.size, self.patience = rank, size, patience
 
     def share(self, count: int, rank: int | None = None) -> range:
         """Which of ``count`` things a rank computes (None: this one): neighbours, as many as others have or one less."""
@@ -66,7 +74,8 @@ class Ranks:
         except Exception as error:  # noqa: BLE001  # all ranks raise it
             own, told = error, pickle.dumps((None, described(error)))
         everyone: list[Any] = [None] * self.size
-        dist.all_gather_object(everyone, told)
+        with self.meeting():
+            dist.all_gather_object(everyone, told)
         results = []
         for rank, (result, failure) in enumerate(map(pickle.loads, everyone)):
             if failure is not None:
@@ -101,15 +110,49 @@ class Ranks:
     def complete(self, blocks: Sequence[Tensor]) -> None:
         """Fill in, in place, the rows of contiguous ``blocks [C, ...]`` that other ranks have computed: those of :meth:`share`."""
         sent = []
-        for block in blocks if self.size > 1 else ():
-            for rank in range(self.size):
-                rows = self.share(len(block), rank)
-                if rows and block.numel():
-                    # bytes: not every backend sends every type
-                    part = block[rows.start : rows.stop].view(torch.uint8)
-                    sent.append(dist.broadcast(part, rank, async_op=True))
-        for work in sent:
-            work.wait()
+        with self.meeting():
+            for block in blocks if self.size > 1 else ():
+                for rank in range(self.size):
+                    rows = self.share(len(block), rank)
+                    if rows and block.numel():
+                        # bytes: not every backend sends every type
+                        part = block[rows.start : rows.stop].view(torch.uint8)
+                        sent.append(dist.broadcast(part, rank, async_op=True))
+            for work in sent:
+                work.wait()
+
+    @contextmanager
+    def meeting(self) -> Iterator[None]:
+        """Where ranks talk to each other.
+
+        Raises:
+            LostRank: One does not; it is named.
+        """
+        try:
+            yield
+        except RuntimeError as error:
+            late = "imed out" in str(error)
+            who = " and ".join(f"rank {rank}" for rank in self._lost()) or "a rank"
+            raise LostRank(
+                f"{who} has not answered for {self.patience:g} s; if it was stopped, let it go on (kill -CONT), and let a "
+                "long round have a longer CohortStrategy.timeout"
+                if late
+                else f"{who} has ended, and this one with it; its own output says why"
+            ) from error
+
+    def _lost(self) -> list[int]:
+        """The ranks that do not say that they have lost another one: all that do part, so that each comes to know of it."""
+        try:
+            store: Any = dist.distributed_c10d._get_default_store()
+            store.set(f"here {self.rank}", "")
+            dist.destroy_process_group()
+            until, others = time.monotonic() + _GRACE, list(range(self.size))
+            while len(others) > 1 and time.monotonic() < until:
+                others = [rank for rank in others if not store.check([f"here {rank}"])]
+                time.sleep(0.05)
+        except (RuntimeError, ValueError):  # the first one has the store
+            return [0]
+        return others
 
 
 def checksum(state: Any) -> list[int]:
@@ -145,7 +188,7 @@ def described(error: Exception) -> tuple[bool, str, list[str], str]:
         isinstance(error, ConfigurationError),
         said,
         getattr(error, "__notes__", []),
-        traceback.format_exc(),
+        traceback.format_exc()[-20_000:],
     )
 
 

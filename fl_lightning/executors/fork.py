@@ -1,15 +1,16 @@
 """Ranks that are copies of this process."""
 
 import ctypes
+import gc
 import os
 import pickle
 import select
 import signal
 import sys
-import time
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import lightning as L
@@ -17,13 +18,14 @@ import torch
 from lightning.pytorch.strategies.launchers.launcher import _Launcher
 
 from fl_lightning.errors import ConfigurationError
-from fl_lightning.ranks import described, failure_of, is_shared
+from fl_lightning.ranks import LostRank, described, failure_of, is_shared
 
 if TYPE_CHECKING:
     from fl_lightning.executors.strategy import CohortStrategy
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_GRACE = 10.0  # seconds in which a rank that has failed says why
+_MISSES_ANOTHER = 3
+_MOST = 65536  # bytes that a pipe holds
 
 
 class ForkLauncher(_Launcher):
@@ -60,22 +62,22 @@ class ForkLauncher(_Launcher):
             raise ConfigurationError(
                 f"trainer.devices: {strategy.num_processes}: {reason}; start the ranks by torchrun"
             )
-        assert strategy.cluster_environment is not None
-        strategy.cluster_environment.main_port  # noqa: B018  # found once, for all ranks
         if strategy.root_device.type == "cpu":
             torch.set_num_threads(1)
-        try:
-            for rank in range(1, strategy.num_processes):
-                self._others[rank] = self._fork(rank, lambda: function(*args, **kwargs), trainer)
-            return function(*args, **kwargs)
-        except Exception as error:
-            if not is_shared(error) and (reason := self._why_others_ended()):
-                raise reason from error
-            raise
-        finally:
-            self.kill(signal.SIGKILL)
-            strategy.part()
-            torch.set_num_threads(threads)
+        with TemporaryDirectory() as folder:
+            try:
+                strategy.meeting_place = f"{folder}/ranks" if strategy.num_nodes == 1 else None
+                for rank in range(1, strategy.num_processes):
+                    self._others[rank] = self._fork(rank, lambda: function(*args, **kwargs), trainer)
+                return function(*args, **kwargs)
+            except LostRank:
+                if ended := self._why_one_ended():
+                    raise ended  # noqa: B904  # its cause is that of the other rank
+                raise
+            finally:
+                self.kill(signal.SIGKILL)
+                strategy.part()
+                torch.set_num_threads(threads)
 
     def kill(self, signum: Any) -> None:
         """End the other ranks."""
@@ -90,7 +92,7 @@ class ForkLauncher(_Launcher):
     def _fork(self, rank: int, run: Callable[[], Any], trainer: L.Trainer | None) -> tuple[int, int]:
         """Copy this process; the copy never returns. Gives its number and a pipe that tells why it has failed."""
         ours, theirs = os.pipe()
-        # signals wait: a copy that starts now ignores them for good
+        # the copy never hears them, whoever sets a handler: who stops a run lets it finish its round, which rank 0 decides
         before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
         try:
             with warnings.catch_warnings():
@@ -100,9 +102,6 @@ class ForkLauncher(_Launcher):
             if pid == 0:
                 try:
                     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: it ends with this process
-                    for number in _SIGNALS:  # whoever stops a run lets it finish its round: rank 0 hears
-                        signal.signal(number, signal.SIG_IGN)
-                    signal.pthread_sigmask(signal.SIG_SETMASK, before)
                     _serve(rank, run, trainer, theirs)
                 finally:
                     os._exit(1)
@@ -111,32 +110,27 @@ class ForkLauncher(_Launcher):
         os.close(theirs)
         return pid, ours
 
-    def _why_others_ended(self) -> Exception | None:
-        """Why a rank of this machine has ended; None where all live."""
-        until = time.monotonic() + _GRACE
-        while time.monotonic() < until:
-            for rank, (pid, pipe) in self._others.items():
+    def _why_one_ended(self) -> Exception | None:
+        """Why a rank of this machine has ended; None where none has, but of those that miss another one."""
+        for rank, (pid, pipe) in self._others.items():
+            found = status = 0
+            with suppress(ChildProcessError):
                 found, status = os.waitpid(pid, os.WNOHANG)
-                if not found or not status:
-                    continue
-                said = (
-                    b"".join(iter(lambda pipe=pipe: os.read(pipe, 65536), b""))
-                    if select.select([pipe], [], [], 0)[0]
-                    else b""
-                )
-                if said:
-                    return failure_of(rank, *pickle.loads(said))
-                code = os.waitstatus_to_exitcode(status)
-                memory = ": killed, perhaps for want of memory" if code == -signal.SIGKILL else ""
-                return ConfigurationError(
-                    f"rank {rank} (process {pid}) has ended, exit code {code}{memory}; use fewer trainer.devices"
-                )
-            time.sleep(0.05)
+            code = os.waitstatus_to_exitcode(status)
+            if not found or code == _MISSES_ANOTHER:
+                continue
+            if select.select([pipe], [], [], 0)[0] and (said := os.read(pipe, _MOST)):
+                return failure_of(rank, *pickle.loads(said))
+            memory = ": killed, perhaps for want of memory" if code == -signal.SIGKILL else ""
+            return ConfigurationError(
+                f"rank {rank} (process {pid}) has ended, exit code {code}{memory}; use fewer trainer.devices"
+            )
         return None
 
 
 def _serve(rank: int, run: Callable[[], Any], trainer: L.Trainer | None, pipe: int) -> None:
     """Be another rank: nothing is logged or printed here."""
+    gc.freeze()  # a process group of an earlier run would wait for threads that only the first rank has
     os.environ["LOCAL_RANK"] = str(rank)
     silence()
     warnings.filterwarnings("ignore")
@@ -144,8 +138,10 @@ def _serve(rank: int, run: Callable[[], Any], trainer: L.Trainer | None, pipe: i
         trainer.loggers = []
     try:
         run()
-    except BaseException as error:  # the first rank says so
-        if not is_shared(error):
+    except LostRank:
+        os._exit(_MISSES_ANOTHER)
+    except Exception as error:
+        if not is_shared(error):  # the first rank says so
             os.write(pipe, pickle.dumps(described(error)))
         raise
     os._exit(0)
@@ -154,6 +150,7 @@ def _serve(rank: int, run: Callable[[], Any], trainer: L.Trainer | None, pipe: i
 def silence() -> None:
     """Let nothing that is printed from now on be seen: another rank says it."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    sys.stdout = os.fdopen(1, "w")  # it may have been another one
 
 
 def launched_rank() -> int:

@@ -36,6 +36,7 @@ class CohortStrategy(ParallelStrategy):
 
     Attributes:
         ranks: The ranks; one outside of ``fit`` and its like.
+        meeting_place: The file by which copies of a process find each other; None where an address is known.
     """
 
     is_distributed = True  # Lightning asks
@@ -54,6 +55,7 @@ class CohortStrategy(ParallelStrategy):
         self.timeout = timeout
         self.num_nodes = 1
         self.ranks = Ranks()
+        self.meeting_place: str | None = None
 
     @property
     def root_device(self) -> torch.device:
@@ -91,18 +93,16 @@ class CohortStrategy(ParallelStrategy):
         if self.world_size == 1:
             return
         if not dist.is_initialized():
-            os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = (
-                environment.main_address,
-                str(environment.main_port),
-            )
-            if self.num_nodes == 1:
-                os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
             gpu = device if device.type == "cuda" else None
-            dist.init_process_group(
-                "nccl" if gpu else "gloo",
-                timeout=self.timeout, rank=self.global_rank, world_size=self.world_size, device_id=gpu,
-            )  # fmt: skip
-        self.ranks = Ranks(self.global_rank, self.world_size)
+            settings = {"timeout": self.timeout, "rank": self.global_rank, "world_size": self.world_size}
+            if self.meeting_place is not None:
+                settings["store"] = dist.FileStore(self.meeting_place, self.world_size)
+                os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+            else:
+                os.environ["MASTER_ADDR"] = environment.main_address
+                os.environ["MASTER_PORT"] = str(environment.main_port)
+            dist.init_process_group("nccl" if gpu else "gloo", device_id=gpu, **settings)
+        self.ranks = Ranks(self.global_rank, self.world_size, self.timeout.total_seconds())
 
     def part(self) -> None:
         """Part from the other ranks."""
@@ -127,13 +127,15 @@ class CohortStrategy(ParallelStrategy):
     def barrier(self, name: str | None = None) -> None:
         """Wait for all ranks."""
         if self.ranks.size > 1:
-            dist.barrier()
+            with self.ranks.meeting():
+                dist.barrier()
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """What rank ``src`` has, on every rank."""
         box = [obj]
         if self.ranks.size > 1:
-            dist.broadcast_object_list(box, src)
+            with self.ranks.meeting():
+                dist.broadcast_object_list(box, src)
         return box[0]
 
     def reduce(self, tensor: Tensor | Any, *args: Any, **kwargs: Any) -> Any:

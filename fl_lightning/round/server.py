@@ -216,7 +216,7 @@ class ServerModule(L.LightningModule):
         self.record.add(name, value)
         given = {key: setting for key, setting in kwargs.items() if setting is not None}  # log_dict gives all
         defaults = {"on_step": False, "on_epoch": True, "batch_size": 1, "logger": logger}
-        super().log(name, value, **{**defaults, **given})
+        super().log(name, value, **{**defaults, **given, "sync_dist": True})
 
     def log_numbers(self, metrics: Mapping[str, float], prog_bar: bool = False) -> None:
         """Log numbers of this round without the bookkeeping of :meth:`log` over steps and devices, which takes longer.

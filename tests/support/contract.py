@@ -55,11 +55,11 @@ def method_of(row):
     return getattr(home, name)(**row.settings)
 
 
-def run(row, rounds=4, extra=(), ckpt_path=None, **settings):
+def run(row, rounds=4, extra=(), ckpt_path=None, trainer=None, **settings):
     """A module after training with the method of a row."""
     settings = {"client_optimizer": SGD, "local_steps": 2, **row.module, **settings}
     module = FederatedModule(small_cnn(), **settings)
-    fit(module, blobs(4, (24, 40, 32)), rounds, [method_of(row), *extra], ckpt_path)
+    fit(module, blobs(4, (24, 40, 32)), rounds, [method_of(row), *extra], ckpt_path, **(trainer or {}))
     return module
 
 

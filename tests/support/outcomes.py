@@ -8,7 +8,7 @@ from helpers import States, blobs, fit, small_cnn
 from torch.utils._pytree import tree_leaves
 
 from callbacks import FixBN, MaintainedMomentum
-from fl_lightning import FederatedModule
+from fl_lightning import FederatedModule, SequentialExecutor
 
 MOMENTUM = partial(torch.optim.SGD, lr=0.05, momentum=0.9, weight_decay=0.01)
 METHODS = {
@@ -36,11 +36,12 @@ def same(first, second):
     return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
 
 
-def states(executor, data=None, model=None, rounds=3, module=FederatedModule, **settings):
-    """The server's state after each round."""
+def states(ranks=1, data=None, model=None, rounds=3, module=FederatedModule, callbacks=(), **settings):
+    """The server's state after each round of a run on some ranks, each with one thread."""
     seen = States()
-    settings = {"client_optimizer": MOMENTUM, "local_steps": 2, **settings}
-    fit(module(model or small_cnn(), executor=executor, **settings), data or blobs(), rounds, [seen])
+    settings = {"client_optimizer": MOMENTUM, "local_steps": 2, "executor": SequentialExecutor(), **settings}
+    own = module(model or small_cnn(), **settings)
+    fit(own, data or blobs(), rounds, [*callbacks, seen], devices=ranks, strategy="cohort")
     return seen.states
 
 

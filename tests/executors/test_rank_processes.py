@@ -1,0 +1,257 @@
+"""Ranks that are copies of a process: how they start, end, fail and drift apart."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import ArrayClient, blobs, fit, small_cnn
+from outcomes import MOMENTUM, assert_same, states
+from torch import nn
+
+from fl_lightning import ConfigurationError, FederatedCallback, FederatedDataModule, FederatedModule
+from fl_lightning.executors import fork
+from fl_lightning.executors.strategy import CohortStrategy
+
+
+def children():
+    """The processes that this one has started and that it has not waited for."""
+    return {
+        int(pid)
+        for task in Path("/proc/self/task").iterdir()
+        for pid in (task / "children").read_text().split()
+    }
+
+
+class Looks(FederatedCallback):
+    """Which other ranks there are after each round, and what the system says of them."""
+
+    def __init__(self):
+        self.before, self.seen, self.status = children(), [], []
+
+    def on_round_end(self, trainer, pl_module, cohort):
+        if pl_module.ranks.rank == 0:
+            self.seen.append(children() - self.before)
+            self.status += [Path(f"/proc/{pid}/status").read_text().split() for pid in self.seen[-1]]
+
+
+def train(ranks, *callbacks, rounds=3, **trainer):
+    module = FederatedModule(small_cnn(), MOMENTUM, local_steps=2)
+    fit(module, blobs(), rounds, callbacks, **{"devices": ranks, "strategy": "cohort", **trainer})
+    return module
+
+
+def test_a_run_has_the_same_ranks_in_every_round_and_leaves_none():
+    looks = Looks()
+    for _ in range(2):
+        train(3, looks)
+        assert children() == looks.before
+    assert [len(pids) for pids in looks.seen] == [2] * 6
+    assert len(set.union(*looks.seen)) == 4
+
+
+class Fails(FederatedCallback):
+    """Raises on one rank, in a hook."""
+
+    def __init__(self, hook, error, rank=1):
+        self.rank, self.error = rank, error
+        setattr(self, hook, self.fail)
+
+    def fail(self, trainer, pl_module, *_):
+        if pl_module.ranks.rank == self.rank and pl_module.round == 2:
+            raise self.error
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+@pytest.mark.parametrize("hook", ["on_after_local_backward", "on_before_aggregate", "on_train_epoch_end"])
+def test_a_rank_that_raises_ends_all_with_its_own_line(hook, rank):
+    before = children()
+    with pytest.raises(ConfigurationError, match="my own mistake"):
+        train(3, Fails(hook, ConfigurationError("my own mistake"), rank))
+    with pytest.raises((RuntimeError, ZeroDivisionError), match="a bug of one's own") as failure:
+        train(3, Fails(hook, ZeroDivisionError("a bug of one's own"), rank))
+    if rank:
+        assert re.search(rf"in rank {rank}:(.|\n)*in fail", str(failure.value.__cause__))
+    assert children() == before
+
+
+class Broken(nn.Module):
+    def forward(self, x):
+        if os.environ.get("LOCAL_RANK"):
+            raise ZeroDivisionError("a bug of one's own")
+        return x
+
+
+def test_a_bug_in_the_model_says_where_it_was():
+    with pytest.raises(RuntimeError, match="ZeroDivisionError: a bug of one's own") as failure:
+        states(2, model=nn.Sequential(Broken(), small_cnn()))
+    assert failure.value.__notes__[1:] == ["computing client 2", "round 1, local step 1"]
+    assert_same(states(), states(2))
+
+
+class Unprintable(Exception):
+    def __str__(self):
+        raise ZeroDivisionError
+
+
+def test_an_error_that_cannot_be_printed_is_told_by_its_type():
+    with pytest.raises(RuntimeError, match="Unprintable"):
+        train(2, Fails("on_local_step_end", Unprintable()))
+
+
+def test_ranks_that_somebody_else_has_waited_for_end_no_run():
+    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    try:
+        assert_same(states(), states(3))
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+
+
+def test_a_mistake_that_a_rank_finds_in_its_data_is_one_line():
+    clients = [
+        ArrayClient(torch.randn(4, 2, 5, 5, dtype=torch.float64), torch.arange(4) % 3, size)
+        for size in (2, 1)
+    ]
+    model = nn.Sequential(nn.Conv2d(2, 3, 5), nn.BatchNorm2d(3), nn.Flatten(), nn.Linear(3, 3))
+    with pytest.raises(ConfigurationError, match="batch") as mistake:
+        states(2, FederatedDataModule(clients, clients[0]), model)
+    assert "\n" not in str(mistake.value)
+
+
+class Sends(FederatedCallback):
+    """Sends a signal to rank 1 in the middle of the second round."""
+
+    def __init__(self, number):
+        self.number, self.before = number, children()
+
+    def on_local_step_end(self, trainer, pl_module, cohort, step):
+        if pl_module.ranks.rank == 0 and cohort.round == 2 and step == 0:
+            os.kill(min(children() - self.before), self.number)
+
+
+def test_a_rank_that_is_killed_ends_the_run_in_one_line_and_the_next_run_works():
+    started = time.monotonic()
+    with pytest.raises(ConfigurationError, match=r"rank 1 \(process \d+\) has ended.*want of memory"):
+        train(3, Sends(signal.SIGKILL))
+    assert time.monotonic() - started < 30
+    assert_same(states(), states(3))
+
+
+def test_a_rank_that_is_stopped_ends_the_run_in_one_line():
+    callback = Sends(signal.SIGSTOP)
+    strategy = CohortStrategy(timeout=timedelta(seconds=3))
+    with pytest.raises(ConfigurationError, match=r"rank 1 has not answered for 3 s.*kill -CONT"):
+        train(2, callback, strategy=strategy)
+    assert children() == callback.before
+
+
+class Late(FederatedCallback):
+    def on_local_step_end(self, trainer, pl_module, cohort, step):
+        if pl_module.ranks.rank == 1:
+            time.sleep(0.3)
+
+
+def test_a_late_rank_changes_no_bit():
+    assert_same(states(), states(2, callbacks=[Late()]))
+
+
+class Drifts(FederatedCallback):
+    """Keeps or changes something that is not the same on every rank."""
+
+    def __init__(self, what):
+        self.what, self.kept = what, 0.0
+
+    def on_round_end(self, trainer, pl_module, cohort):
+        if cohort.round == 2:
+            match self.what:
+                case "clock":
+                    self.kept = time.monotonic()
+                case "process":
+                    next(pl_module.model.parameters()).data.mul_(1 + 1e-9 * pl_module.ranks.rank)
+                case "optimizer":
+                    trainer.optimizers[0].param_groups[0]["lr"] = 1.0 - 0.1 * pl_module.ranks.rank
+
+    def on_local_step_end(self, trainer, pl_module, cohort, step):
+        if self.what == "own rows":
+            self.kept += float(cohort.grads["0.weight"].sum())
+
+    def state_dict(self):
+        return {"kept": self.kept}
+
+
+@pytest.mark.parametrize(
+    ("what", "key", "round_number"),
+    [
+        ("clock", "Drifts.kept", 2),
+        ("process", "server model", 2),
+        ("optimizer", "server optimizer", 2),
+        ("own rows", "Drifts.kept", 1),
+    ],
+)
+def test_ranks_that_drift_apart_are_told(what, key, round_number):
+    with pytest.raises(ConfigurationError, match=f"^round {round_number}: rank 1 has another {key} than"):
+        train(2, Drifts(what))
+
+
+def test_other_ranks_take_no_signal_from_their_first_moment_on():
+    looks = Looks()
+    train(2, looks, rounds=1)
+    (status,) = looks.status
+    bits = int(status[status.index("SigBlk:") + 1], 16)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        assert bits & 1 << number - 1
+    assert not signal.pthread_sigmask(signal.SIG_BLOCK, ()) & {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
+
+
+@pytest.mark.slow
+def test_a_run_that_is_killed_leaves_no_rank_behind():
+    script = f"""
+import os, sys, torch
+sys.path[:0] = [{str(Path(__file__).parent)!r}, {str(Path(__file__).parents[1] / "support")!r}]
+from test_rank_processes import Looks, train
+
+class Tells(Looks):
+    def on_round_end(self, trainer, pl_module, cohort):
+        super().on_round_end(trainer, pl_module, cohort)
+        if pl_module.ranks.rank == 0:
+            print(*self.seen[-1], flush=True)
+            os.kill(os.getpid(), 9)
+
+train(3, Tells())
+"""
+    Path("script.py").write_text(script)
+    done = subprocess.run([sys.executable, "script.py"], capture_output=True, text=True, check=False)
+    assert done.returncode == -signal.SIGKILL
+    ranks = [int(number) for number in done.stdout.split()[-2:]]
+    assert len(ranks) == 2
+    for _ in range(100):
+        alive = [number for number in ranks if Path(f"/proc/{number}").exists() and _runs(number)]
+        if not alive:
+            return
+        signal.sigtimedwait([], 0.1)
+    pytest.fail(f"ranks {alive} live on")
+
+
+def _runs(process):
+    return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "value", "reason"),
+    [
+        (fork.sys, "platform", "darwin", "processes cannot be copied on darwin"),
+        (torch.cuda, "is_initialized", lambda: True, "a process that uses a GPU cannot be copied"),
+    ],
+)
+def test_where_a_process_cannot_be_copied_is_said(monkeypatch, owner, name, value, reason):
+    monkeypatch.setattr(owner, name, value)
+    with pytest.raises(
+        ConfigurationError, match=f"trainer.devices: 2: {reason}; start the ranks by torchrun"
+    ):
+        train(2)

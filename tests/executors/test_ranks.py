@@ -1,0 +1,208 @@
+"""Clients shared between ranks: the numbers of one process, bit for bit."""
+
+import pytest
+import torch
+from command_line import rows, run
+from contract import TABLE
+from contract import run as run_method
+from helpers import ArrayClient, States, small_cnn
+from outcomes import assert_same, same, states
+from torch import nn
+
+from fl_lightning import (
+    ConfigurationError,
+    FederatedCallback,
+    FederatedDataModule,
+    FederatedModule,
+    SequentialExecutor,
+)
+
+UNEVEN = {"participation": 3, "local_steps": None, "local_epochs": 1}
+EVERYBODY = {"local_steps": 2}
+
+
+def left_behind(row, ranks, settings, rounds=4):
+    """The server's state after each round, what the method remembers and what the record holds, of a run on some ranks."""
+    seen, record = States(), {}
+
+    class Keeps(FederatedCallback):
+        def on_train_end(self, trainer, pl_module):
+            record.update(pl_module.record.state_dict())
+            record["callbacks"] = [method.state_dict() for method in pl_module.federated_callbacks]
+
+    trainer = {"devices": ranks, "strategy": "cohort"}
+    run_method(row, rounds, [seen, Keeps()], trainer=trainer, executor=SequentialExecutor(), **settings)
+    kept = {name: record[name] for name in ("clients", "samples", "holders", "diverged", "upload_bytes")}
+    metrics = {name: value for name, value in record["row"].items() if not name.startswith("time/")}
+    return seen.states, flat([record["callbacks"], kept, metrics])
+
+
+def flat(tree):
+    leaves = torch.utils._pytree.tree_leaves(tree)
+    return [leaf.tolist() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+
+
+QUICK = ("FBN", "FedTAN", "FixBN", "MaintainedMomentum", "SCAFFOLD")
+"""Methods whose first row is tested each time; what they do to a round is what others do, too."""
+
+
+def quick_ones_first(rows):
+    seen = set()
+    for row in rows:
+        marks = [] if row.callback in QUICK and row.callback not in seen else [pytest.mark.slow]
+        seen.add(row.callback)
+        yield pytest.param(row, marks=marks, id=f"{row.callback}-{row.settings}")
+
+
+@pytest.mark.parametrize("row", quick_ones_first(TABLE))
+@pytest.mark.parametrize("settings", [EVERYBODY, UNEVEN], ids=["everybody", "uneven"])
+def test_every_method_gives_the_same_bits_on_any_number_of_ranks(row, settings):
+    row = row._replace(module={**row.module, **settings})
+    one, remembered = left_behind(row, 1, settings)
+    for ranks in (2, 3):
+        several, memory = left_behind(row, ranks, settings)
+        assert_same(one, several)
+        assert repr(remembered) == repr(memory)  # NaN equals NaN
+
+
+def test_batches_of_different_shape_and_dropout_change_no_bit():
+    generator = torch.Generator().manual_seed(0)
+
+    def data():
+        clients = [
+            ArrayClient(
+                torch.randn(24, 2, 6, 6, dtype=torch.float64, generator=generator.manual_seed(i)),
+                torch.arange(24) % 3,
+                size,
+            )
+            for i, size in enumerate((4, 8, 6, 12))
+        ]
+        return FederatedDataModule(clients, clients[0])
+
+    def model():
+        return small_cnn(dropout=0.3)
+
+    assert_same(states(1, data(), model()), states(2, data(), model()))
+
+
+class Weighted(FederatedModule):
+    """A loss of its own, as a subclass may have."""
+
+    scale = 1.0
+
+    def client_loss(self, batch):
+        return self.scale * super().client_loss(batch) + sum(
+            p.square().sum() for p in self.model.parameters()
+        )
+
+
+def test_a_loss_of_ones_own_is_that_of_every_rank():
+    reference = states(module=Weighted)
+    assert_same(reference, states(2, module=Weighted))
+    assert not same(reference[-1], states()[-1])
+
+
+class WeightedLoss(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("by_class", torch.ones(3, dtype=torch.float64))
+
+    def forward(self, outputs, targets):
+        return nn.functional.cross_entropy(outputs, targets, self.by_class)
+
+
+class Changes(FederatedCallback):
+    """Changes what is no part of a cohort while the run goes on."""
+
+    def on_round_start(self, trainer, pl_module, cohort):
+        pl_module.scale = 1.0 / cohort.round
+        for layer in pl_module.model.modules():
+            if isinstance(layer, nn.BatchNorm2d):
+                layer.momentum = 0.5 / cohort.round
+        pl_module.loss.by_class[0] = cohort.round
+
+
+class RoundInTheLoss(Weighted):
+    def client_loss(self, batch):
+        return self.round * super().client_loss(batch)
+
+
+def test_numbers_that_callbacks_change_are_those_of_every_rank():
+    def run(ranks):
+        settings = {"module": RoundInTheLoss, "callbacks": [Changes()], "loss": WeightedLoss()}
+        return states(ranks, **settings)
+
+    assert_same(run(1), run(2))
+
+
+class Noisy(nn.Module):
+    """Draws from torch's global generator, as stochastic depth does."""
+
+    def forward(self, x):
+        return x * (1 + 0.1 * torch.rand(len(x), 1, 1, 1, dtype=x.dtype))
+
+
+def test_random_numbers_of_a_model_are_those_of_its_client():
+    def model():
+        return nn.Sequential(Noisy(), small_cnn())
+
+    assert_same(states(model=model()), states(3, model=model()))
+
+
+@pytest.mark.parametrize("ranks", [2, 5])
+def test_more_ranks_than_clients_and_a_single_client_change_no_bit(ranks):
+    assert_same(states(centralised=True), states(ranks, centralised=True))
+    assert_same(states(), states(ranks))
+
+
+class DrawsByClient(FederatedCallback):
+    """Adds noise to gradients that is the client's own."""
+
+    def on_after_local_backward(self, trainer, pl_module, cohort, step):
+        for row, generator in enumerate(cohort.generators("noise")):
+            for gradient in cohort.grads.values():
+                noise = torch.randn(gradient.shape[1:], generator=generator, dtype=gradient.dtype)
+                gradient[row] += 0.1 * noise
+
+
+def test_what_is_drawn_for_a_client_does_not_depend_on_its_rank():
+    reference = states(callbacks=[DrawsByClient()])
+    assert_same(reference, states(2, callbacks=[DrawsByClient()]))
+    assert not same(reference[-1], states()[-1])
+    first, second = (states(callbacks=[DrawsByClient()], seed=seed)[-1] for seed in (0, 1))
+    assert not same(first, second)
+
+
+class Threads(FederatedCallback):
+    """Looks how many threads there are inside rounds."""
+
+    def __init__(self):
+        self.inside = set()
+
+    def on_local_step_end(self, trainer, pl_module, cohort, step):
+        self.inside.add(torch.get_num_threads())
+
+
+def test_ranks_have_one_thread_each_and_threads_come_back_after_the_run():
+    torch.set_num_threads(2)  # of this test: the next one begins with one
+    for ranks, inside in ((2, {1}), (1, {2})):
+        threads = Threads()
+        states(ranks, callbacks=[threads])
+        assert threads.inside == inside
+        assert torch.get_num_threads() == 2
+
+
+def test_clients_know_nothing_of_each_other_in_a_local_step():
+    class Averages(FederatedCallback):
+        def on_local_step_end(self, trainer, pl_module, cohort, step):
+            cohort.mean(cohort.grads["0.weight"])
+
+    with pytest.raises(ConfigurationError, match=r"cohort\.mean: in a local step"):
+        states(callbacks=[Averages()])
+
+
+def test_the_command_line_takes_the_number_of_ranks():
+    one = run("--name", "one").attempt
+    two = run("--name", "two", "--trainer.devices", 2)
+    assert two.trainer.strategy.strategy_name == "cohort"
+    assert rows(one) == rows(two.attempt)
