@@ -1,11 +1,11 @@
 """Evaluation of variants of the server's model, beside the server's own and on the same batches."""
 
 from collections.abc import Mapping
+from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import lightning as L
-from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 
 from fl_lightning.batch_norm.layers import explain_batch_of_one
@@ -86,9 +86,10 @@ class VariantEvaluation(FederatedCallback):
         dataloader_idx: int = 0,
     ) -> None:
         """Evaluate every variant on a batch; the server's own evaluation does not notice."""
-        with isolate_rng():
-            for name, tensors in self._tensors.items():
-                self.evaluate(pl_module, tensors, batch, self._evaluations[name])
+        # there may be few batches: each rank takes some of a batch's variants
+        for turn, (name, tensors) in enumerate(self._tensors.items()):
+            evaluate = partial(self.evaluate, pl_module, tensors)
+            self._evaluations[name].divide(pl_module, batch, batch_idx, evaluate, turn)
 
     def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: "FederatedModule") -> None:  # type: ignore[override]  # rounds have one
         """Log the variants' metrics."""
