@@ -36,6 +36,9 @@ which the union batches keep, so a deeper layer's moments are those of training 
 Statistics = dict[str, tuple[Tensor, Tensor]]
 """Mean and variance ``[channels]`` by the qualified name of the BN layer."""
 
+Sums = tuple[Tensor, Tensor, Tensor]
+"""Of the values as a whole: count, mean and sum of squared deviations. Else of batches: number, sum of means, of unbiased variances."""
+
 Batch = tuple[list[int], int]
 """The union of what some clients draw at a local step: clients that have no batch left are absent."""
 
@@ -97,33 +100,30 @@ def measured_statistics(trainer: L.Trainer, pl_module: "FederatedModule", mode: 
 
 def _measure(
     pl_module: "FederatedModule", parts: Iterable[Sequence[Batch]], whole: bool
-) -> list[dict[str, list[Tensor]]]:
-    """What each part of the batches gives, which one rank computes: three float64 tensors of each BN layer, on the CPU.
-
-    They are count, mean and sum of squared deviations of all values, if these are wanted as a ``whole``, and else the number
-    of batches, the sum of their means and that of their unbiased variances.
-    """
-    model, precision, found = pl_module.model, pl_module.trainer.precision_plugin, dict[str, list[Tensor]]()
+) -> list[dict[str, Sums]]:
+    """What each part of the batches gives, by BN layer: one rank computes it, on the CPU all have it in float64."""
+    model, precision, found = pl_module.model, pl_module.trainer.precision_plugin, dict[str, Sums]()
 
     def look(layer: nn.Module, inputs: tuple[Tensor, ...], _outputs: Any, name: str) -> None:
-        count, mean, m2 = moments(inputs[0].transpose(0, 1).flatten(1).to(layer.get_buffer("running_mean")))
-        new = (count, mean, m2) if whole else (1, mean, m2 / (count - 1))
+        new = moments(inputs[0].transpose(0, 1).flatten(1).to(layer.get_buffer("running_mean")))
+        if not whole:
+            new = 1, new[1], new[2] / (new[0] - 1)
         if name not in found:
-            found[name] = [torch.tensor(float(new[0]), dtype=torch.float64), *new[1:]]
+            found[name] = torch.tensor(float(new[0]), dtype=torch.float64), new[1], new[2]
         elif whole:
             merge_(*found[name], *new)
         else:
             for total, one in zip(found[name], new, strict=True):
-                total.add_(one)
+                total.add_(one)  # type: ignore[arg-type]  # a number or a tensor
 
-    def measure(part: tuple[int, Sequence[Batch]]) -> dict[str, list[Tensor]]:
+    def measure(part: tuple[int, Sequence[Batch]]) -> dict[str, Sums]:
         found.clear()
         # what a model draws for itself here, others shall not miss
         with seeded(derive_seed(pl_module.seed, "statistics pass", part[0])):
             for clients, step in part[1]:
                 union = pl_module.data.cohort_batch(clients, [step] * len(clients)).union()
                 client_loss(pl_module, pl_module.on_device(union.batches()[0]))
-        return {name: [x.cpu().double() for x in own] for name, own in found.items()}
+        return {name: _on_cpu(*own) for name, own in found.items()}
 
     with (
         evaluating(model),
@@ -135,3 +135,7 @@ def _measure(
             if layer in pl_module.tracking_layers:
                 hooks.enter_context(layer.register_forward_hook(partial(look, name=name)))
         return pl_module.ranks.map(measure, enumerate(parts))
+
+
+def _on_cpu(count: Tensor, mean: Tensor, spread: Tensor) -> Sums:
+    return count, mean.cpu().double(), spread.cpu().double()

@@ -1,7 +1,7 @@
 """Evaluation of the server model on the server's data."""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,10 +10,6 @@ from fl_lightning.errors import doing
 from fl_lightning.executors.base import computation
 from fl_lightning.randomness import derive_seed, seeded
 from fl_lightning.ranks import Ranks
-
-if TYPE_CHECKING:
-    from fl_lightning.round.server import ServerModule
-
 
 _Found = tuple[dict[str, Tensor], Tensor]
 
@@ -49,7 +45,7 @@ class ServerEvaluation:
 
     def divide(
         self,
-        module: "ServerModule",
+        module: Any,
         batch: Any,
         batch_idx: int,
         evaluate: Callable[[Any, "ServerEvaluation"], None],
@@ -58,7 +54,7 @@ class ServerEvaluation:
         """Let one of the ranks evaluate a batch; the others learn in :meth:`finish` what it has found, or its error.
 
         Args:
-            module: The module whose model is evaluated.
+            module: The federated module whose model is evaluated.
             batch: The batch.
             batch_idx: Its number, from 0.
             evaluate: Adds a batch to an evaluation. What it draws is a function of seed, round and batch.
@@ -122,11 +118,13 @@ class ServerEvaluation:
             total.add(*part)
         counts, losses = total.on_cpu()
         # the sum of sorted numbers does not depend on who has computed which batch
-        loss, samples = losses.sort(0).values.sum(0).tolist()
-        found = {"loss": (loss, samples)}
+        loss, samples = losses.double().sort(0).values.sum(0)
+        found = {"loss": (loss, samples, losses.dtype)}
         if "counted" in counts:
-            found["accuracy"] = (int(counts["right"]), int(counts["counted"]))
-        self.metrics = {name: part / whole for name, (part, whole) in found.items() if whole > 0}
+            found["accuracy"] = (counts["right"].double(), counts["counted"], torch.float32)
+        self.metrics = {
+            name: (part / whole).to(dtype).item() for name, (part, whole, dtype) in found.items() if whole > 0
+        }
         self.diverged = "not finite" in counts and bool(counts["not finite"])
         by_class = counts["by class"].tolist() if "by class" in counts else []
         self.class_samples = [wrong + right for wrong, right in by_class]
@@ -156,7 +154,7 @@ class _Sums:
 
     def on_cpu(self) -> _Found:
         losses = torch.cat(self.losses) if self.losses else torch.zeros(0, 2)
-        return {name: x.cpu() for name, x in self.counts.items()}, losses.cpu().double()
+        return {name: x.cpu() for name, x in self.counts.items()}, losses.cpu()
 
 
 def _count_by_class(right: Tensor, targets: Tensor, classes: int) -> Tensor:

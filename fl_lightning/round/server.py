@@ -38,13 +38,10 @@ class ServerModule(L.LightningModule):
         record: What the run has logged and counted.
         clock: Where the time of the round goes.
         accept_data: Whether a run may go on with other data than those of its checkpoint, False by default.
-        seed: The run's seed.
 
     Raises:
         ConfigurationError: The model has no trainable parameters, or the optimizer cannot step them.
     """
-
-    seed: int
 
     def __init__(
         self,

@@ -57,6 +57,10 @@ class Noisy(nn.Module):
         return inputs + torch.randn_like(inputs)
 
 
+def noisy():
+    return nn.Sequential(Noisy(), *small_cnn())
+
+
 class Own(FederatedModule):
     """A validation step of its own, with a metric of its own."""
 
@@ -112,9 +116,7 @@ def run(size, callbacks, module=FederatedModule, model=small_cnn, **sources):
 RUNS = {
     "one's own step": lambda size: run(size, [], module=Own),
     "a step that shares some batches": lambda size: run(size, [], module=Half),
-    "a model that draws": lambda size: run(
-        size, [StatisticsSources(), ClientEvaluation()], model=lambda: nn.Sequential(Noisy(), *small_cnn())
-    ),
+    "a model that draws": lambda size: run(size, [StatisticsSources(), ClientEvaluation()], model=noisy),
     "observers": lambda size: run(
         size,
         [
@@ -128,7 +130,7 @@ RUNS = {
     "clients' own data": lambda size: run(size, [FedBN(), ClientEvaluation()]),
     "clients without own data": lambda size: run(size, [FedBN(3), ClientEvaluation()], client=NoOwnData),
     "a pass after each round": lambda size: run(size, [StaticBN()]),
-    "FedEx": lambda size: run(size, [FedExFixBN()]),
+    "FedEx": lambda size: run(size, [FedExFixBN()], model=noisy),
     "shuffled data": lambda size: run(size, [], server=Shuffled),
 }
 
@@ -158,6 +160,17 @@ def test_every_pass_over_the_clients_data_measures_the_same(size):
     assert len(found[0]) == 16
     assert found[0].keys() == found[1].keys()
     assert distance(*found) == 0
+
+
+@pytest.mark.parametrize("stage", ["validate", "test"])
+def test_evaluations_outside_of_fit_are_shared_likewise(stage):
+    found = []
+    for ranks in ({}, {"strategy": "cohort", "devices": 2}):
+        module = FederatedModule(small_cnn(), SGD, local_steps=1)
+        trainer = fit(module, data(), 1, [FedBN(), ClientEvaluation()], **EVALUATED, **ranks)
+        found += getattr(trainer, stage)(module, datamodule=data(), verbose=False)
+    assert len(found[0]) == 10
+    assert found[0] == found[1]
 
 
 def test_the_batches_of_an_evaluation_are_divided():

@@ -1,5 +1,7 @@
 """Ranks share work, and tell each other results and errors."""
 
+from itertools import chain
+
 import pytest
 import torch
 from in_ranks import in_ranks
@@ -14,7 +16,7 @@ SIZES = pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("count", [0, 1, 4, 7])
 def test_shares_are_neighbours_of_nearly_equal_number(size, count):
     shares = [list(Ranks(rank, size).share(count)) for rank in range(size)]
-    assert sum(shares, []) == list(range(count))
+    assert list(chain(*shares)) == list(range(count))
     assert max(map(len, shares)) - min(map(len, shares)) <= 1
     assert [list(Ranks(0, size).share(count, rank)) for rank in range(size)] == shares
 
@@ -29,7 +31,7 @@ def test_map_computes_every_item_once_and_keeps_their_order(size, tmp_path):
 
     results = in_ranks(size, mapped, tmp_path)
     assert [found for found, _ in results] == [[[], [0], [0, -1], [-item for item in range(7)]]] * size
-    everything = sum((computed for _, computed in results), [])
+    everything = chain(*(computed for _, computed in results))
     assert sorted(everything) == [0, 0, 0, 1, 1, 2, 3, 4, 5, 6]
 
 
@@ -60,7 +62,7 @@ def failures(size, fail, folder):
 
         try:
             ranks.exchange(compute)
-        except Exception as error:
+        except (ConfigurationError, OfATest, RuntimeError) as error:
             return type(error).__name__, str(error), error.__notes__, is_shared(error), str(error.__cause__)
         return None
 
@@ -78,7 +80,9 @@ def test_a_mistake_that_one_rank_finds_is_one_of_all(tmp_path):
 def test_any_other_error_of_one_rank_is_told_by_its_name(tmp_path):
     *others, own = failures(2, lambda: OfATest(3, 4), tmp_path)
     assert own[:2] == ("OfATest", "3 and 4")
-    assert [x[:3] for x in others] == [("RuntimeError", f"{__name__}.OfATest: 3 and 4", ["computing client 7"])]
+    assert [x[:3] for x in others] == [
+        ("RuntimeError", f"{__name__}.OfATest: 3 and 4", ["computing client 7"])
+    ]
 
 
 def test_the_ranks_go_on_together_after_an_error(tmp_path):
