@@ -10,6 +10,7 @@ import random
 import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 
 import numpy as np
 import torch
@@ -50,14 +51,22 @@ def seed_global(seed: int, device: torch.device) -> None:
         torch.cuda.default_generators[device.index or 0].manual_seed(seed)
 
 
+_has_accelerator = cache(torch.accelerator.is_available)
+
+
+def seed_everything(seed: int) -> None:
+    """Seed torch's (of all devices), numpy's and Python's global generators from one integer."""
+    if _has_accelerator():
+        torch.manual_seed(seed)
+    else:  # the same, which keeps a traceback for each kind of device that might come later: slow
+        torch.default_generator.manual_seed(seed)
+    np.random.seed(seed % 2**32)
+    random.seed(seed)
+
+
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Seed torch's (of all devices), numpy's and Python's global generators for a block, and give them back as they were."""
+    """:func:`seed_everything` for a block; afterwards the generators are as they were."""
     with isolate_rng():
-        if torch.accelerator.is_available():
-            torch.manual_seed(seed)
-        else:  # the same, which keeps a traceback for each kind of device that might come later: slow
-            torch.default_generator.manual_seed(seed)
-        np.random.seed(seed % 2**32)
-        random.seed(seed)
+        seed_everything(seed)
         yield

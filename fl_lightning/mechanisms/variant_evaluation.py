@@ -6,13 +6,14 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import lightning as L
+from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 
 from fl_lightning.batch_norm.layers import explain_batch_of_one
 from fl_lightning.batch_norm.swapping import batch_statistics
 from fl_lightning.cohort.slots import StateSlots
 from fl_lightning.round.callback import FederatedCallback
-from fl_lightning.round.evaluation import ServerEvaluation
+from fl_lightning.round.evaluation import ServerEvaluation, finish_together
 
 if TYPE_CHECKING:
     from fl_lightning.round.module import FederatedModule
@@ -86,17 +87,17 @@ class VariantEvaluation(FederatedCallback):
         dataloader_idx: int = 0,
     ) -> None:
         """Evaluate every variant on a batch; the server's own evaluation does not notice."""
-        # there may be few batches: each rank takes some of a batch's variants
-        for turn, (name, tensors) in enumerate(self._tensors.items()):
-            evaluate = partial(self.evaluate, pl_module, tensors)
-            self._evaluations[name].divide(pl_module, batch, batch_idx, evaluate, turn)
+        with isolate_rng():
+            # there may be few batches: each rank takes some of a batch's variants
+            for turn, (name, tensors) in enumerate(self._tensors.items()):
+                evaluate = partial(self.evaluate, pl_module, tensors)
+                self._evaluations[name].divide(pl_module, batch, batch_idx, evaluate, turn)
 
     def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: "FederatedModule") -> None:  # type: ignore[override]  # rounds have one
         """Log the variants' metrics."""
         split = "test" if trainer.testing else pl_module.data.fit_split
-        for evaluation in self._evaluations.values():
-            evaluation.finish()
-            pl_module.record.diverged |= evaluation.diverged
+        finish_together(self._evaluations.values())
+        pl_module.record.diverged |= any(evaluation.diverged for evaluation in self._evaluations.values())
         for name, value in self.variant_metrics(pl_module, split, self._evaluations).items():
             pl_module.log(f"{split}/{name}", value)
         del self._tensors, self._evaluations, self._slots

@@ -1,6 +1,6 @@
 """Evaluation of the server model on the server's data."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fl_lightning.errors import doing
 from fl_lightning.executors.base import computation
-from fl_lightning.randomness import derive_seed, seeded
+from fl_lightning.randomness import derive_seed, seed_everything
 from fl_lightning.ranks import Ranks
 
 _Found = tuple[dict[str, Tensor], Tensor]
@@ -57,7 +57,8 @@ class ServerEvaluation:
             module: The federated module whose model is evaluated.
             batch: The batch.
             batch_idx: Its number, from 0.
-            evaluate: Adds a batch to an evaluation. What it draws is a function of seed, round and batch.
+            evaluate: Adds a batch to an evaluation. What it draws is a function of seed, round and batch; the caller isolates
+                the global generators, once for all evaluations of the batch.
             turn: Added to ``batch_idx``, it says whose turn it is: that of the rank which is the sum modulo their number.
         """
 
@@ -70,7 +71,8 @@ class ServerEvaluation:
         seed = derive_seed(module.seed, "evaluation", module.trainer.global_step, batch_idx)
         self._into = self._own
         try:
-            with seeded(seed), doing(place), doing(lambda: computation(module, batch)):
+            seed_everything(seed)
+            with doing(place), doing(lambda: computation(module, batch)):
                 evaluate(batch, self)
         except Exception as error:
             if ranks.size == 1:
@@ -110,9 +112,10 @@ class ServerEvaluation:
 
         All ranks call it together; again, it costs nothing.
         """
-        if self._ranks is not None:
-            self._told += self._ranks.exchange(self._tell)
-            self._own, self._ranks = _Sums(), None
+        finish_together([self])
+        return self.metrics
+
+    def _conclude(self) -> None:
         total = _Sums()
         for part in (self._common.on_cpu(), *self._told):
             total.add(*part)
@@ -131,12 +134,24 @@ class ServerEvaluation:
         self.class_accuracy = [
             right / (wrong + right) if wrong + right else None for wrong, right in by_class
         ]
-        return self.metrics
 
     def _tell(self) -> "_Found":
         if self._failure is not None:
             raise self._failure
         return self._own.on_cpu()
+
+
+def finish_together(evaluations: Collection[ServerEvaluation]) -> None:
+    """Finish evaluations with one exchange between the ranks for all of them."""
+    divided = [evaluation for evaluation in evaluations if evaluation._ranks is not None]
+    if divided:
+        assert divided[0]._ranks is not None
+        parts = divided[0]._ranks.exchange(lambda: [evaluation._tell() for evaluation in divided])
+        for evaluation, told in zip(divided, zip(*parts, strict=True), strict=True):
+            evaluation._told += told
+            evaluation._own, evaluation._ranks = _Sums(), None
+    for evaluation in evaluations:
+        evaluation._conclude()
 
 
 class _Sums:

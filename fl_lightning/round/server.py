@@ -10,6 +10,7 @@ import torch
 from lightning.fabric.utilities import move_data_to_device
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
 from torchmetrics import Metric
 
@@ -258,7 +259,8 @@ class ServerModule(L.LightningModule):
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         """Evaluate the server model on a batch of evaluation data."""
-        self.evaluation.divide(self, batch, batch_idx, self.evaluate_batch)
+        with isolate_rng():
+            self.evaluation.divide(self, batch, batch_idx, self.evaluate_batch)
 
     def test_step(self, batch: Any, batch_idx: int) -> None:
         """Evaluate the server model on a batch of test data."""
