@@ -6,11 +6,9 @@ from statistics import fmean, pvariance
 from typing import TYPE_CHECKING
 
 import lightning as L
-from lightning.pytorch.utilities.seed import isolate_rng
 
 from fl_lightning import FederatedCallback, Report, Table
-from fl_lightning.mechanisms.local_state import weighed_accuracy
-from fl_lightning.round.evaluation import ServerEvaluation
+from fl_lightning.mechanisms.local_state import evaluate_client, weighed_accuracy
 
 if TYPE_CHECKING:
     from fl_lightning import FederatedModule
@@ -46,7 +44,8 @@ class ClientEvaluation(Report, FederatedCallback):
         split = "test" if trainer.testing else pl_module.data.fit_split
         pl_module.evaluation.finish()
         clients = range(pl_module.data.num_clients)
-        self.values = {client: self._evaluate(pl_module, client, split) for client in clients}
+        values = pl_module.ranks.map(lambda client: self._evaluate(pl_module, client, split), clients)
+        self.values = dict(zip(clients, values, strict=True))
         for metric, sign in (("accuracy", 1), ("loss", -1)):
             found = sorted(
                 (own[metric] for own in self.values.values() if metric in own), key=lambda x: sign * x
@@ -60,13 +59,10 @@ class ClientEvaluation(Report, FederatedCallback):
     on_test_epoch_end = on_validation_epoch_end  # type: ignore[assignment]  # rounds have one
 
     def _evaluate(self, pl_module: "FederatedModule", client: int, split: str) -> dict[str, float]:
-        loader = pl_module.data.own_dataloader(client, split)
-        if loader is not None:
-            own = ServerEvaluation()
-            with isolate_rng(), pl_module.trainer.precision_plugin.val_step_context():
-                for batch in loader:
-                    pl_module.evaluate_batch(pl_module.on_device(batch), own)
-            return own.finish()
+        with pl_module.trainer.precision_plugin.val_step_context():
+            own = evaluate_client(pl_module, client, split, pl_module.evaluate_batch)
+        if own is not None:
+            return own.metrics
         histograms = pl_module.data.class_histograms() or [[]] * pl_module.data.num_clients
         accuracy = weighed_accuracy(pl_module.evaluation.class_accuracy, histograms[client])
         return {} if accuracy is None else {"accuracy": accuracy}

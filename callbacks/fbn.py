@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from fl_lightning import ConfigurationError, FederatedCallback
 from fl_lightning.batch_norm.layers import ONE_VALUE, batch_norm_layers
-from fl_lightning.batch_norm.moments import merge_
+from fl_lightning.batch_norm.moments import merge_, moments
 from fl_lightning.batch_norm.swapping import SwappedBatchNorm, swap_batch_norm
 from fl_lightning.errors import check_choice
 
@@ -32,7 +32,7 @@ class SharedBatchNorm(SwappedBatchNorm):
         """Lines 3 and 4 of Algorithm 2: ``gamma (x - m) / sqrt(v + eps) + beta``, and the moments of x."""
         if self.training:
             count, mean, m2, batches = map(self.get_buffer, (*self.scratch, "num_batches_tracked"))
-            merge_(count, mean, m2, inputs.transpose(0, 1).flatten(1))
+            merge_(count, mean, m2, *moments(inputs.transpose(0, 1).flatten(1).to(mean.dtype)))
             batches.add_(1)
         return F.batch_norm(inputs, self.running_mean, self.running_var, self.weight, self.bias, eps=self.eps)
 

@@ -17,7 +17,7 @@ from fl_lightning.batch_norm.layers import batch_norm_layers
 from fl_lightning.batch_norm.swapping import SwappedBatchNorm, evaluating, swap_batch_norm
 from fl_lightning.errors import check_choice
 from fl_lightning.mechanisms.freezing import FoundFreezing
-from fl_lightning.randomness import generator
+from fl_lightning.randomness import derive_seed, generator, seeded
 
 if TYPE_CHECKING:
     from fl_lightning import Cohort, FederatedModule
@@ -230,11 +230,13 @@ def held_out_losses(pl_module: "FederatedModule", cohort: "Cohort") -> Tensor:
         plan.first_step(client, cohort.round) + steps
         for client, steps in zip(clients, cohort.local_steps, strict=True)
     ]
-    losses = []
+
+    def loss(row: int) -> float:
+        (batch,) = pl_module.data.cohort_batch([clients[row]], [positions[row]]).batches()
+        own = {**cohort.params.row(row), **cohort.buffers.row(row)}
+        seed = derive_seed(pl_module.seed, "FedEx loss", cohort.round, clients[row])
+        with seeded(seed), pl_module.slots.filled(own):
+            return float(pl_module.client_loss(pl_module.on_device(batch)))
+
     with evaluating(pl_module.model):
-        for row, batch in enumerate(pl_module.data.cohort_batch(clients, positions).batches()):
-            own = {**cohort.params.row(row), **cohort.buffers.row(row)}
-            with pl_module.slots.filled(own):
-                loss = pl_module.client_loss(pl_module.on_device(batch))
-            losses.append(loss.double().cpu())
-    return torch.stack(losses)
+        return torch.tensor(pl_module.ranks.map(loss, range(len(cohort))), dtype=torch.float64)

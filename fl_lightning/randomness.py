@@ -6,9 +6,15 @@ alone, and a resumed run needs no saved generator state.
 """
 
 import hashlib
+import random
 import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
 
+import numpy as np
 import torch
+from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 
 
@@ -43,3 +49,24 @@ def seed_global(seed: int, device: torch.device) -> None:
     torch.default_generator.manual_seed(seed)
     if device.type == "cuda":
         torch.cuda.default_generators[device.index or 0].manual_seed(seed)
+
+
+_has_accelerator = cache(torch.accelerator.is_available)
+
+
+def seed_everything(seed: int) -> None:
+    """Seed torch's (of all devices), numpy's and Python's global generators from one integer."""
+    if _has_accelerator():
+        torch.manual_seed(seed)
+    else:  # the same, which keeps a traceback for each kind of device that might come later: slow
+        torch.default_generator.manual_seed(seed)
+    np.random.seed(seed % 2**32)
+    random.seed(seed)
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """:func:`seed_everything` for a block; afterwards the generators are as they were."""
+    with isolate_rng():
+        seed_everything(seed)
+        yield

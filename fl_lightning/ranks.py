@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 import torch.distributed as dist
+from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
@@ -60,17 +61,22 @@ class Ranks:
         """What every rank has computed, by rank. An exception of one of them is raised on all.
 
         Args:
-            compute: Computes what this rank has to tell, which is pickled.
+            compute: Computes what this rank has to tell, which is pickled. Global generators are given back as they were.
 
         Raises:
             ConfigurationError: A rank has found a mistake of the user's.
             RuntimeError: Another one has failed.
         """
+
+        def computed() -> Result:
+            with isolate_rng():  # ranks that have computed something else go on with the same generators
+                return compute()
+
         if self.size == 1:
-            return [compute()]
+            return [computed()]
         own: Exception | None = None
         try:
-            told = pickle.dumps((compute(), None))
+            told = pickle.dumps((computed(), None))
         except Exception as error:  # noqa: BLE001  # all ranks raise it
             own, told = error, pickle.dumps((None, described(error)))
         everyone: list[Any] = [None] * self.size

@@ -33,21 +33,31 @@ def total_variance(
 
 
 @torch.no_grad()
-def merge_(count: Tensor, mean: Tensor, m2: Tensor, values: Tensor) -> None:
-    """Add values to a running count, mean and sum of squared deviations, in place (Chan, Golub and LeVeque 1983).
+def moments(values: Tensor) -> tuple[int, Tensor, Tensor]:
+    """Number of values of a channel, their mean and their sum of squared deviations from it; no gradient flows.
 
-    No gradient flows through any of it.
+    Args:
+        values: Shape ``[channels, K]``.
+
+    Returns:
+        K and two tensors ``[channels]``.
+    """
+    return values.shape[1], values.mean(1), values.var(1, correction=0) * values.shape[1]
+
+
+@torch.no_grad()
+def merge_(count: Tensor, mean: Tensor, m2: Tensor, *new: *tuple[int, Tensor, Tensor]) -> None:
+    """Add :func:`moments` to running ones, in place (Chan, Golub and LeVeque 1983).
 
     Args:
         count: Number of values of a channel so far, a scalar or ``[channels]``.
         mean: Their mean, shape ``[channels]``.
         m2: Their sum of squared deviations from it, ``[channels]``.
-        values: The new values, shape ``[channels, K]``.
+        new: The moments of other values.
     """
-    values, new = values.to(mean.dtype), values.shape[1]
-    variance, batch_mean = values.var(1, correction=0), values.mean(1)
-    total = count + new
-    delta = batch_mean - mean
-    m2.add_(variance * new + delta**2 * (count * new / total))
-    mean.add_(delta * (new / total))
-    count.add_(new)
+    new_count, new_mean, new_m2 = new
+    total = count + new_count
+    delta = new_mean - mean
+    m2.add_(new_m2 + delta**2 * (count * new_count / total))
+    mean.add_(delta * (new_count / total))
+    count.add_(new_count)

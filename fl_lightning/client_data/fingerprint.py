@@ -6,11 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, uint8
 from torch.utils.data import ConcatDataset, IterableDataset, Subset, TensorDataset
 
-from fl_lightning.client_data.loaders import seed_global_generators
+from fl_lightning.randomness import seeded
 
 
 def digest(*parts: Any) -> str:
@@ -87,8 +86,7 @@ def sample(read: Callable[[], Any]) -> str | None:
     """The digest of what is read under fixed seeds; None where that is not the same twice."""
 
     def once() -> str:
-        with isolate_rng():
-            seed_global_generators(0)
+        with seeded(0):
             return digest(read())
 
     first = once()

@@ -1,18 +1,15 @@
 """Batches of a client whose data come from a DataLoader of its own."""
 
-import random
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
 import lightning as L
-import numpy as np
 import torch
-from lightning.pytorch.utilities.seed import isolate_rng
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
 
 from fl_lightning.errors import ConfigurationError
-from fl_lightning.randomness import derive_seed
+from fl_lightning.randomness import derive_seed, seeded
 
 
 class LoaderBatches:
@@ -128,18 +125,5 @@ class LoaderBatches:
         with self._seeded("client batch", epoch, index):
             return next(self._iterator)
 
-    @contextmanager
-    def _seeded(self, purpose: str, *coordinates: int) -> Iterator[None]:
-        with isolate_rng():
-            seed_global_generators(derive_seed(self.seed, purpose, self.client_id, *coordinates))
-            yield
-
-
-def seed_global_generators(seed: int) -> None:
-    """Seed torch's (of all devices), numpy's and Python's global generators from one integer."""
-    if torch.accelerator.is_available():
-        torch.manual_seed(seed)
-    else:  # the same, which keeps a traceback for each kind of device that might come later: slow
-        torch.default_generator.manual_seed(seed)
-    np.random.seed(seed % 2**32)
-    random.seed(seed)
+    def _seeded(self, purpose: str, *coordinates: int) -> AbstractContextManager[None]:
+        return seeded(derive_seed(self.seed, purpose, self.client_id, *coordinates))

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from fl_lightning.batch_norm.joint import one_client_for_all
 from fl_lightning.batch_norm.layers import batch_norm_layers, has_statistics
 from fl_lightning.batch_norm.swapping import evaluating
+from fl_lightning.client_data.cohort_batch import CohortBatch
 from fl_lightning.cohort.cohort import Cohort
 from fl_lightning.cohort.round_cohort import RoundCohort
 from fl_lightning.cohort.slots import StateSlots
@@ -56,7 +57,9 @@ def first_step(pl_module: "FederatedModule", cohort: Cohort, *, union: bool = Tr
         cohort: The round's cohort before its first local step, when every method has had ``on_round_start``.
         union: Whether the union is computed too; without it there is no ``union_gradient``.
     """
-    slots, rows = pl_module.slots, list(range(len(cohort)))
+    slots, ranks, everyone = pl_module.slots, pl_module.ranks, list(range(len(cohort)))
+    joint = pl_module.joint_method is not None
+    own = everyone if joint else list(ranks.share(len(cohort)))
     with isolate_rng(), ExitStack() as without_dropout, _observed(pl_module.model) as layers:
         for layer in pl_module.model.modules():
             if isinstance(layer, Dropout):
@@ -65,8 +68,18 @@ def first_step(pl_module: "FederatedModule", cohort: Cohort, *, union: bool = Tr
         try:
             clients = _beside(pl_module, cohort, cohort.client_ids)
             _copy_start(cohort, clients, common=False)
-            batches = pl_module.client_batches(clients, rows, 0)
-            _executor(pl_module).backward(pl_module, clients, batches, rows)
+            batches = pl_module.client_batches(clients, everyone, 0)
+
+            def compute() -> None:
+                part = batches
+                if own != everyone:
+                    part = CohortBatch(batches=[batches.batches()[row] for row in own])
+                if own:
+                    _executor(pl_module).backward(pl_module, clients, part, own)
+
+            ranks.exchange(compute)
+            if not joint:
+                ranks.complete([*clients.grads.blocks.values(), *clients.buffers.blocks.values()])
             twin = _beside(pl_module, cohort, cohort.client_ids[:1]) if union else None
             if twin is not None:
                 _copy_start(cohort, twin, common=True)

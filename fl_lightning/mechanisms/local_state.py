@@ -1,10 +1,10 @@
 """Clients that keep part of the state to themselves: the mechanism of FedBN, SiloBN and their like."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import lightning as L
-from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 
 from fl_lightning.batch_norm.kinds import buffer_kinds, parameter_kinds
@@ -12,6 +12,7 @@ from fl_lightning.cohort.cohort import SERVER
 from fl_lightning.cohort.rows import buffer_layout, parameter_layout, split_columns
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.mechanisms.variant_evaluation import VariantEvaluation
+from fl_lightning.randomness import derive_seed, seeded
 from fl_lightning.round.evaluation import ServerEvaluation
 
 if TYPE_CHECKING:
@@ -114,28 +115,51 @@ class LocalState(VariantEvaluation):
     ) -> Mapping[str, float]:
         """``personal_accuracy`` and ``own_accuracy``, for class labels."""
         histograms = pl_module.data.class_histograms() or [[]] * pl_module.data.num_clients
-        personal, own = [], []
-        for name, evaluation in evaluations.items():
-            personal.append(evaluation.metrics.get("accuracy"))
-            loader = pl_module.data.own_dataloader(int(name), split)
-            if loader is None:
-                own.append(weighed_accuracy(evaluation.class_accuracy, histograms[int(name)]))
-            else:
-                own.append(self._accuracy_on(loader, pl_module, name))
+
+        def own_accuracy(name: str) -> tuple[float | None, bool]:
+            evaluate = partial(self.evaluate, pl_module, self._tensors[name])
+            own = evaluate_client(pl_module, int(name), split, evaluate)
+            if own is None:
+                return weighed_accuracy(evaluations[name].class_accuracy, histograms[int(name)]), False
+            return own.metrics.get("accuracy"), own.diverged
+
+        found = pl_module.ranks.map(own_accuracy, evaluations)
+        pl_module.record.diverged |= any(diverged for _, diverged in found)
+        personal = [evaluation.metrics.get("accuracy") for evaluation in evaluations.values()]
+        own = [accuracy for accuracy, _ in found]
         means = {}
-        for metric, found in (("personal_accuracy", personal), ("own_accuracy", own)):
-            if known := [accuracy for accuracy in found if accuracy is not None]:
+        for metric, accuracies in (("personal_accuracy", personal), ("own_accuracy", own)):
+            if known := [accuracy for accuracy in accuracies if accuracy is not None]:
                 means[metric] = sum(known) / len(known)
         return means
 
-    def _accuracy_on(self, loader: Any, pl_module: "FederatedModule", variant: str) -> float | None:
-        own = ServerEvaluation()
-        with isolate_rng():  # a loader draws a seed for each pass
-            for batch in loader:
-                self.evaluate(pl_module, self._tensors[variant], pl_module.on_device(batch), own)
-        own.finish()
-        pl_module.record.diverged |= own.diverged
-        return own.metrics.get("accuracy")
+
+def evaluate_client(
+    pl_module: "FederatedModule",
+    client: int,
+    split: str,
+    evaluate: Callable[[Any, ServerEvaluation], None],
+) -> ServerEvaluation | None:
+    """Evaluate a client's own data, on the rank that calls it.
+
+    Args:
+        pl_module: The federated module.
+        client: The client.
+        split: ``"val"`` or ``"test"``.
+        evaluate: Adds a batch to an evaluation. What it, data set and loader draw is a function of seed and client.
+
+    Returns:
+        The finished evaluation, None where the client has no data for it.
+    """
+    own = ServerEvaluation()
+    with seeded(derive_seed(pl_module.seed, "own evaluation", client)):
+        loader = pl_module.data.own_dataloader(client, split)
+        if loader is None:
+            return None
+        for batch in loader:
+            evaluate(pl_module.on_device(batch), own)
+    own.finish()
+    return own
 
 
 def weighed_accuracy(class_accuracy: Sequence[float | None], weights: Sequence[float]) -> float | None:

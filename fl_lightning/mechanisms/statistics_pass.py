@@ -1,20 +1,20 @@
 """A pass over the clients' training data that measures BN statistics under the server's weights."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
-from itertools import chain
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import lightning as L
 import torch
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
 
 from fl_lightning.batch_norm.layers import batch_norm_layers
-from fl_lightning.batch_norm.moments import merge_, total_variance
+from fl_lightning.batch_norm.moments import merge_, moments, total_variance
 from fl_lightning.batch_norm.swapping import batch_statistics, evaluating
 from fl_lightning.executors.base import client_loss
+from fl_lightning.randomness import derive_seed, seeded
 
 if TYPE_CHECKING:
     from fl_lightning.round.module import FederatedModule
@@ -36,11 +36,11 @@ which the union batches keep, so a deeper layer's moments are those of training 
 Statistics = dict[str, tuple[Tensor, Tensor]]
 """Mean and variance ``[channels]`` by the qualified name of the BN layer."""
 
+Sums = tuple[Tensor, Tensor, Tensor]
+"""Of the values as a whole: count, mean and sum of squared deviations. Else of batches: number, sum of means, of unbiased variances."""
+
 Batch = tuple[list[int], int]
 """The union of what some clients draw at a local step: clients that have no batch left are absent."""
-
-Observer = Callable[[str, Tensor], None]
-"""Called with a BN layer's qualified name and the values ``[channels, K]`` that it has normalised."""
 
 
 @torch.inference_mode(mode=False)  # what data modules keep of it must serve training as well
@@ -69,10 +69,19 @@ def collect(pl_module: "FederatedModule", mode: Mode) -> Statistics:
         ]
     else:
         parts = [[([client], step) for step in range(length)] for client, length in enumerate(lengths)]
-    if mode == "per_client_total_variance":
-        return _total(pl_module, parts)
-    batches = list(chain.from_iterable(parts))
-    return _total(pl_module, [batches]) if mode == "pooled_total_variance" else _average(pl_module, batches)
+    whole = mode.endswith("total_variance")
+    found = _measure(pl_module, parts, whole)
+    statistics = {}
+    for layer in dict.fromkeys(layer for part in found for layer in part):
+        seen = zip(*(part[layer] for part in found if layer in part), strict=True)
+        count, mean, spread = map(torch.stack, seen)
+        if whole:
+            mean, spread = total_variance(mean, spread / count.view(-1, 1), count / count.sum())
+        else:
+            mean, spread = mean.sum(0) / count.sum(), spread.sum(0) / count.sum()
+        held = pl_module.model.get_buffer(f"{layer}.running_mean")
+        statistics[layer] = mean.to(held), spread.to(held)
+    return statistics
 
 
 def measured_statistics(trainer: L.Trainer, pl_module: "FederatedModule", mode: Mode) -> dict[str, Tensor]:
@@ -89,59 +98,44 @@ def measured_statistics(trainer: L.Trainer, pl_module: "FederatedModule", mode: 
     return means | {f"{layer}.running_var": variance for layer, (_, variance) in statistics.items()}
 
 
-def _average(pl_module: "FederatedModule", batches: Iterable[Batch]) -> Statistics:
-    """Cumulative averages of batch means and unbiased batch variances."""
-    statistics: Statistics = {}
-    counts: dict[str, int] = {}
+def _measure(
+    pl_module: "FederatedModule", parts: Iterable[Sequence[Batch]], whole: bool
+) -> list[dict[str, Sums]]:
+    """What each part of the batches gives, by BN layer: one rank computes it, on the CPU all have it in float64."""
+    model, precision, found = pl_module.model, pl_module.trainer.precision_plugin, dict[str, Sums]()
 
-    def add(layer: str, values: Tensor) -> None:
-        mean, variance = values.mean(1), values.var(1)
-        old = statistics.get(layer, (mean, variance))
-        count = counts[layer] = counts.get(layer, 0) + 1
-        statistics[layer] = old[0] + (mean - old[0]) / count, old[1] + (variance - old[1]) / count
+    def look(layer: nn.Module, inputs: tuple[Tensor, ...], _outputs: Any, name: str) -> None:
+        new = moments(inputs[0].transpose(0, 1).flatten(1).to(layer.get_buffer("running_mean")))
+        if not whole:
+            new = 1, new[1], new[2] / (new[0] - 1)
+        if name not in found:
+            found[name] = torch.tensor(float(new[0]), dtype=torch.float64), new[1], new[2]
+        elif whole:
+            merge_(*found[name], *new)
+        else:
+            for total, one in zip(found[name], new, strict=True):
+                total.add_(one)  # type: ignore[arg-type]  # a number or a tensor
 
-    _observe(pl_module, batches, add)
-    return statistics
+    def measure(part: tuple[int, Sequence[Batch]]) -> dict[str, Sums]:
+        found.clear()
+        # what a model draws for itself here, others shall not miss
+        with seeded(derive_seed(pl_module.seed, "statistics pass", part[0])):
+            for clients, step in part[1]:
+                union = pl_module.data.cohort_batch(clients, [step] * len(clients)).union()
+                client_loss(pl_module, pl_module.on_device(union.batches()[0]))
+        return {name: _on_cpu(*own) for name, own in found.items()}
 
-
-def _total(pl_module: "FederatedModule", parts: Iterable[Iterable[Batch]]) -> Statistics:
-    """Mean and variance of all values, from count, mean and sum of squared deviations of each part of the batches."""
-    moments = []
-    for batches in parts:
-        found: dict[str, tuple[Tensor, Tensor, Tensor]] = {}
-
-        def add(layer: str, values: Tensor, found: dict[str, tuple[Tensor, Tensor, Tensor]] = found) -> None:
-            zero = torch.zeros_like(values[:, 0])
-            merge_(*found.setdefault(layer, (zero[0].long(), zero, zero.clone())), values)
-
-        _observe(pl_module, batches, add)
-        moments.append(found)
-    statistics = {}
-    for layer in moments[0]:
-        count, mean, m2 = (
-            torch.stack(pieces) for pieces in zip(*(seen[layer] for seen in moments), strict=True)
-        )
-        statistics[layer] = total_variance(mean, m2 / count.view(-1, 1), count.double() / count.sum())
-    return statistics
-
-
-def _observe(pl_module: "FederatedModule", batches: Iterable[Batch], observer: Observer) -> None:
-    model, precision = pl_module.model, pl_module.trainer.precision_plugin
     with (
-        isolate_rng(),  # what a model draws for itself here, others shall not miss
         evaluating(model),
         batch_statistics(pl_module.tracking_layers),
         precision.val_step_context(),
         ExitStack() as hooks,
     ):
         for name, layer in batch_norm_layers(model).items():
-            if layer not in pl_module.tracking_layers:
-                continue
+            if layer in pl_module.tracking_layers:
+                hooks.enter_context(layer.register_forward_hook(partial(look, name=name)))
+        return pl_module.ranks.map(measure, enumerate(parts))
 
-            def look(layer: nn.Module, inputs: tuple[Tensor, ...], _outputs: Any, name: str = name) -> None:
-                observer(name, inputs[0].transpose(0, 1).flatten(1).to(layer.get_buffer("running_mean")))
 
-            hooks.enter_context(layer.register_forward_hook(look))
-        for clients, step in batches:
-            union = pl_module.data.cohort_batch(clients, [step] * len(clients)).union()
-            client_loss(pl_module, pl_module.on_device(union.batches()[0]))
+def _on_cpu(count: Tensor, mean: Tensor, spread: Tensor) -> Sums:
+    return count, mean.cpu().double(), spread.cpu().double()

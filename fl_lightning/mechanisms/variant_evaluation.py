@@ -1,6 +1,7 @@
 """Evaluation of variants of the server's model, beside the server's own and on the same batches."""
 
 from collections.abc import Mapping
+from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,7 @@ from fl_lightning.batch_norm.layers import explain_batch_of_one
 from fl_lightning.batch_norm.swapping import batch_statistics
 from fl_lightning.cohort.slots import StateSlots
 from fl_lightning.round.callback import FederatedCallback
-from fl_lightning.round.evaluation import ServerEvaluation
+from fl_lightning.round.evaluation import ServerEvaluation, finish_together
 
 if TYPE_CHECKING:
     from fl_lightning.round.module import FederatedModule
@@ -87,15 +88,16 @@ class VariantEvaluation(FederatedCallback):
     ) -> None:
         """Evaluate every variant on a batch; the server's own evaluation does not notice."""
         with isolate_rng():
-            for name, tensors in self._tensors.items():
-                self.evaluate(pl_module, tensors, batch, self._evaluations[name])
+            # there may be few batches: each rank takes some of a batch's variants
+            for turn, (name, tensors) in enumerate(self._tensors.items()):
+                evaluate = partial(self.evaluate, pl_module, tensors)
+                self._evaluations[name].divide(pl_module, batch, batch_idx, evaluate, turn)
 
     def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: "FederatedModule") -> None:  # type: ignore[override]  # rounds have one
         """Log the variants' metrics."""
         split = "test" if trainer.testing else pl_module.data.fit_split
-        for evaluation in self._evaluations.values():
-            evaluation.finish()
-            pl_module.record.diverged |= evaluation.diverged
+        finish_together(self._evaluations.values())
+        pl_module.record.diverged |= any(evaluation.diverged for evaluation in self._evaluations.values())
         for name, value in self.variant_metrics(pl_module, split, self._evaluations).items():
             pl_module.log(f"{split}/{name}", value)
         del self._tensors, self._evaluations, self._slots

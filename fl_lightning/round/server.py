@@ -10,11 +10,12 @@ import torch
 from lightning.fabric.utilities import move_data_to_device
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
+from torchmetrics import Metric
 
 from fl_lightning.client_data.federated import FederatedDataModule
-from fl_lightning.errors import ConfigurationError, doing
-from fl_lightning.executors.base import computation
+from fl_lightning.errors import ConfigurationError
 from fl_lightning.optimizers import OptimizerCallable
 from fl_lightning.optimizers.checks import check_server_optimizer
 from fl_lightning.ranks import Ranks
@@ -143,6 +144,9 @@ class ServerModule(L.LightningModule):
         rank_zero_only.rank = self.trainer.global_rank  # type: ignore[attr-defined]  # an attribute of the function
         # Lightning converts after it has loaded a checkpoint: a float64 checkpoint would pass through float32.
         self.trainer.precision_plugin.convert_module(self)
+        if self.ranks.size > 1:
+            for metric in (child for child in self.modules() if isinstance(child, Metric)):
+                metric.sync_on_compute = metric._to_sync = False  # every rank updates it with every batch
         torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = self.tf32
 
     def teardown(self, stage: str) -> None:
@@ -216,7 +220,7 @@ class ServerModule(L.LightningModule):
         self.record.add(name, value)
         given = {key: setting for key, setting in kwargs.items() if setting is not None}  # log_dict gives all
         defaults = {"on_step": False, "on_epoch": True, "batch_size": 1, "logger": logger}
-        super().log(name, value, **{**defaults, **given, "sync_dist": True})
+        super().log(name, value, **{**defaults, **given, "sync_dist": True})  # or Lightning warns
 
     def log_numbers(self, metrics: Mapping[str, float], prog_bar: bool = False) -> None:
         """Log numbers of this round without the bookkeeping of :meth:`log` over steps and devices, which takes longer.
@@ -242,7 +246,11 @@ class ServerModule(L.LightningModule):
         return self.model(inputs)
 
     def evaluate_batch(self, batch: Any, evaluation: ServerEvaluation) -> None:
-        """Add the model's outputs on a batch to an evaluation: override it where a batch is not ``(inputs, targets)``."""
+        """Add the model's outputs on a batch to an evaluation: override it where a batch is not ``(inputs, targets)``.
+
+        One rank calls it with a batch, and nothing but the evaluation tells the others; metrics of your own belong into
+        ``validation_step``, which sees all batches.
+        """
         inputs, targets = batch
         outputs = self.model(inputs)
         ignored = getattr(self.loss, "ignore_index", -100)
@@ -250,12 +258,8 @@ class ServerModule(L.LightningModule):
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         """Evaluate the server model on a batch of evaluation data."""
-
-        def place() -> str:
-            return f"evaluating the server after round {self.trainer.global_step}, batch {batch_idx + 1}"
-
-        with doing(place), doing(lambda: computation(self, batch)):
-            self.evaluate_batch(batch, self.evaluation)
+        with isolate_rng():
+            self.evaluation.divide(self, batch, batch_idx, self.evaluate_batch)
 
     def test_step(self, batch: Any, batch_idx: int) -> None:
         """Evaluate the server model on a batch of test data."""

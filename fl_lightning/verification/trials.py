@@ -12,11 +12,10 @@ import lightning as L
 import numpy as np
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.utilities.seed import isolate_rng
 
-from fl_lightning.client_data.loaders import seed_global_generators
 from fl_lightning.cohort.cohort import Cohort
 from fl_lightning.executors.sequential import SequentialExecutor
+from fl_lightning.randomness import seeded
 from fl_lightning.round.callback import FederatedCallback
 from fl_lightning.round.module import FederatedModule
 from fl_lightning.verification.federation import SIZES, Disturbance, federation, reference_model
@@ -213,10 +212,9 @@ class Trials:
             folder = self.folder / str(SAVED.index(setup))
             callbacks.append(ModelCheckpoint(folder, "{epoch}", save_top_k=-1, save_on_train_epoch_end=True))
         data = federation(setup.identities, batch_sizes=setup.batch_sizes, disturbance=setup.disturbance)
-        with isolate_rng(), warnings.catch_warnings():
+        with seeded(0), warnings.catch_warnings():
             # Lightning's advice on the tiny data, none of the method's business
             warnings.simplefilter("ignore")
-            seed_global_generators(0)
             try:
                 trainer = L.Trainer(
                     max_epochs=len(setup.script), callbacks=callbacks, enable_checkpointing=saved, **_TRAINER

@@ -160,7 +160,7 @@ def test_targets_that_the_loss_ignores_count_neither_as_wrong_nor_as_right(ignor
     module = FederatedModule(small_cnn(), SGD, local_steps=1, loss=nn.CrossEntropyLoss(ignore_index=ignored))
     module.model = nn.Identity()
     for batch in zip(outputs.split(4), targets.split(4), strict=True):
-        module.validation_step(batch, 0)
+        module.evaluate_batch(batch, module.evaluation)
     metrics = module.evaluation.finish()
     kept = targets != ignored
     scores = outputs.movedim(1, -1)[kept]
