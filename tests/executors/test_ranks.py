@@ -54,7 +54,7 @@ def quick_ones_first(rows):
         yield pytest.param(row, marks=marks, id=f"{row.callback}-{row.settings}")
 
 
-@pytest.mark.parametrize("row", quick_ones_first(TABLE))
+@pytest.mark.parametrize("row", [*quick_ones_first(TABLE)])
 @pytest.mark.parametrize("settings", [EVERYBODY, UNEVEN], ids=["everybody", "uneven"])
 def test_every_method_gives_the_same_bits_on_any_number_of_ranks(row, settings):
     row = row._replace(module={**row.module, **settings})
