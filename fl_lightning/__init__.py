@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from fl_lightning.cohort.cohort import Cohort as Cohort
     from fl_lightning.diagnostics.network_link import NetworkLink as NetworkLink
     from fl_lightning.errors import ConfigurationError as ConfigurationError
-    from fl_lightning.executors.processes import ProcessExecutor as ProcessExecutor
     from fl_lightning.executors.sequential import SequentialExecutor as SequentialExecutor
     from fl_lightning.executors.vectorized import VectorizedExecutor as VectorizedExecutor
     from fl_lightning.mechanisms.freezing import Freezing as Freezing
@@ -52,7 +51,6 @@ HOMES = {
     "LocalState": "mechanisms.local_state",
     "MultiStep": "optimizers.schedules",
     "NetworkLink": "diagnostics.network_link",
-    "ProcessExecutor": "executors.processes",
     "Report": "run_directory.report",
     "RoundCheckpoint": "run_directory.checkpoints",
     "RoundProgress": "run.progress",

@@ -9,7 +9,6 @@ from types import ModuleType
 
 import fl_lightning
 import fl_lightning.aggregation
-import fl_lightning.executors.processes
 import fl_lightning.executors.vectorized
 import fl_lightning.models
 import fl_lightning.optimizers.schedules

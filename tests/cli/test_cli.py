@@ -274,20 +274,20 @@ def test_run_needs_no_network(monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_process_of_its_own_knows_methods_by_dotted_path_writes_below_its_folder_and_leaves_no_worker(
+def test_a_process_of_its_own_knows_methods_by_dotted_path_writes_below_its_folder_and_leaves_no_rank(
     tmp_path,
 ):
     for name in ("home", "work"):
         (tmp_path / name).mkdir()
-    temporary = Path(tempfile.mkdtemp())  # tmp_path is too long for the sockets of worker processes
+    temporary = Path(tempfile.mkdtemp())  # tmp_path is too long for the sockets of processes
     places = {"HOME": tmp_path / "home", "XDG_CACHE_HOME": tmp_path / "home", "TMPDIR": temporary}
     methods = [{"class_path": f"methods.{name}"} for name in METHOD_BLOCKS]
     Path("work/methods.py").write_text("\n\n".join(METHOD_BLOCKS.values()))
     write_config({"trainer.callbacks": methods, "trainer.max_epochs": 2}, "work/tiny.yaml")
     command = [sys.executable, "-m", "fl_lightning", "fit", "--config", "tiny.yaml"]
-    executor = ["--model.executor", "ProcessExecutor", "--model.executor.num_workers", "2"]
+    ranks = ["--trainer.devices", "2"]
     done = subprocess.run(
-        [*command, *executor],
+        [*command, *ranks],
         cwd=tmp_path / "work",
         # the list of fonts takes seconds to make
         env=os.environ

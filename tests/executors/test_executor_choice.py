@@ -1,119 +1,37 @@
-"""Which executor computes a run that names none, and that the choice changes no result."""
+"""How many ranks and which executor compute a run that names none, and that the choice changes no result."""
 
 import json
 
 import pytest
 import torch
-from command_line import run
-from helpers import SGD, States, blobs, fit, small_cnn
+from command_line import rows, run
+from helpers import SGD, blobs, fit, small_cnn
 
-from callbacks import FixBN
-from fl_lightning import FederatedModule, ProcessExecutor, SequentialExecutor, VectorizedExecutor
-from fl_lightning.executors import choice as executor_choice
-from fl_lightning.executors import processes
-from fl_lightning.executors.choice import choose_executor
-from fl_lightning.executors.processes import cores_of_a_run, usable_cores
+from fl_lightning import FederatedModule, SequentialExecutor, VectorizedExecutor
+from fl_lightning.executors import choice, fork
+from fl_lightning.executors.choice import choose_executor, cores_of_a_run, cpu_ranks, usable_cores
 
 
 def module(cls=FederatedModule, **settings):
     return cls(small_cnn("bn"), SGD, local_steps=5, **settings)
 
 
-def on_cores(monkeypatch, count):
-    monkeypatch.setattr(executor_choice, "cores_of_a_run", lambda: count)
+@pytest.mark.parametrize(
+    ("cores", "clients", "ranks"), [(1, 10, 1), (2, 1, 1), (2, 5, 2), (16, 10, 10), (16, None, 16)]
+)
+def test_several_clients_on_several_cores_get_a_rank_on_each(monkeypatch, cores, clients, ranks):
+    monkeypatch.setattr(choice, "cores_of_a_run", lambda: cores)
+    assert cpu_ranks(clients) == ranks
 
 
 @pytest.mark.parametrize(
-    ("cores", "clients", "workers"),
-    [
-        (1, 10, None),
-        (2, 1, None),
-        (2, 2, 2),
-        (2, 3, 2),
-        (2, 5, 2),
-        (2, 7, 2),
-        (2, 10, 2),
-        (16, 10, 10),
-        (16, 20, 16),
-        (16, 1, None),
-    ],
+    ("owner", "name", "value"),
+    [(fork.sys, "platform", "darwin"), (torch.cuda, "is_initialized", lambda: True)],
 )
-def test_several_clients_on_several_cores_get_a_process_on_each(monkeypatch, cores, clients, workers):
-    on_cores(monkeypatch, cores)
-    executor = choose_executor(module(), clients, 20).executor
-    if workers is None:
-        assert type(executor) is SequentialExecutor
-    else:
-        assert type(executor) is ProcessExecutor
-        assert executor.num_workers == workers
-
-
-class OwnLoss(FederatedModule):
-    def client_loss(self, batch):
-        return super().client_loss(batch)
-
-
-def test_what_a_worker_could_miss_is_computed_in_this_process(monkeypatch):
-    on_cores(monkeypatch, 2)
-    choice = choose_executor(module(OwnLoss), 10, 20)
-    assert type(choice.executor) is SequentialExecutor
-    assert "OwnLoss is your own" in choice.reason
-
-
-class OwnLayer(torch.nn.Flatten):
-    pass
-
-
-class OwnCriterion(torch.nn.CrossEntropyLoss):
-    pass
-
-
-def own_loss(outputs, targets):
-    return torch.nn.functional.cross_entropy(outputs, targets)
-
-
-@pytest.mark.parametrize(
-    ("settings", "name"),
-    [
-        ({"loss": own_loss}, "own_loss"),
-        ({"loss": OwnCriterion()}, "OwnCriterion"),
-        ({"loss": torch.nn.functional.cross_entropy}, None),
-        ({"loss": torch.nn.CrossEntropyLoss(label_smoothing=0.1)}, None),
-        ({"model": torch.nn.Sequential(OwnLayer(), torch.nn.Linear(72, 3))}, "OwnLayer"),
-        ({"model": torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(72, 3))}, None),
-    ],
-)
-def test_code_of_ones_own_is_computed_in_one_process_unless_processes_are_asked_for(
-    monkeypatch, settings, name
-):
-    on_cores(monkeypatch, 2)
-    own = FederatedModule(**{"model": small_cnn("bn"), "client_optimizer": SGD, "local_steps": 1, **settings})
-    choice = choose_executor(own, 10, 20)
-    assert (type(choice.executor) is SequentialExecutor) == (name is not None)
-    assert name is None or f"{name} is your own" in choice.reason
-    own.client_loss = lambda batch: None
-    assert type(choose_executor(own, 10, 20).executor) is SequentialExecutor
-
-
-def test_callbacks_of_ones_own_are_too_and_those_of_the_project_are_not(monkeypatch):
-    on_cores(monkeypatch, 2)
-    for callbacks, chosen in (([States()], SequentialExecutor), ([FixBN(2)], ProcessExecutor)):
-        own = module()
-        fit(own, blobs(4), 1, callbacks)
-        assert type(own.executor) is chosen
-
-
-@pytest.mark.parametrize(("owner", "name", "value", "reason"), [
-    (processes.sys, "platform", "darwin", "copied on darwin"),
-    (torch.cuda, "is_available", lambda: True, "copied where it sees a GPU"),
-    (executor_choice, "shared_memory_left", lambda: 1000.0, "shared memory"),
-])  # fmt: skip
-def test_where_processes_would_fail_there_are_none(monkeypatch, owner, name, value, reason):
-    on_cores(monkeypatch, 2)
+def test_where_processes_would_fail_there_is_one(monkeypatch, owner, name, value):
+    monkeypatch.setattr(choice, "cores_of_a_run", lambda: 4)
     monkeypatch.setattr(owner, name, value)
-    choice = choose_executor(module(), 10, 20)
-    assert type(choice.executor) is SequentialExecutor
-    assert reason in choice.reason
+    assert cpu_ranks(10) == 1
 
 
 @pytest.mark.parametrize(
@@ -121,7 +39,7 @@ def test_where_processes_would_fail_there_are_none(monkeypatch, owner, name, val
 )
 def test_omp_num_threads_is_the_number_of_cores_to_use(monkeypatch, tmp_path, told, cores):
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: range(4))
-    monkeypatch.setattr("fl_lightning.executors.processes._QUOTA", tmp_path / "absent")
+    monkeypatch.setattr(choice, "_QUOTA", tmp_path / "absent")
     if told is None:
         monkeypatch.delenv("OMP_NUM_THREADS")
     else:
@@ -135,7 +53,7 @@ def test_omp_num_threads_is_the_number_of_cores_to_use(monkeypatch, tmp_path, to
 )
 def test_a_containers_quota_of_processor_time_counts(monkeypatch, tmp_path, quota, cores):
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: range(4))
-    monkeypatch.setattr("fl_lightning.executors.processes._QUOTA", tmp_path / "cpu.max")
+    monkeypatch.setattr(choice, "_QUOTA", tmp_path / "cpu.max")
     (tmp_path / "cpu.max").write_text(f"{quota}\n")
     assert usable_cores() == cores
 
@@ -145,64 +63,46 @@ class OnGPU(FederatedModule):
 
 
 def test_a_gpu_computes_all_clients_at_once():
-    executor = choose_executor(module(OnGPU), 10, 20).executor
+    executor = choose_executor(module(OnGPU), 10).executor
     assert isinstance(executor, VectorizedExecutor)
     assert executor.block_size is None
     assert executor.where_possible
 
 
-def trained(model, rounds=3):
-    fit(model, blobs(4), rounds)
-    return model.state_dict()
-
-
-def test_the_choice_changes_no_bit_and_is_made_anew_in_each_fit(monkeypatch):
-    reference = trained(module(executor=SequentialExecutor()))
-    on_cores(monkeypatch, 2)
-    chosen = module()
-    found = trained(chosen)
-    assert type(chosen.executor) is ProcessExecutor
-    assert chosen.executor_choice.reason == "4 clients on 2 cores"
-    assert all(torch.equal(reference[name], found[name]) for name in reference)
-    on_cores(monkeypatch, 1)
-    trained(chosen, 1)
-    assert type(chosen.executor) is SequentialExecutor
-
-
-def test_an_executor_that_is_given_stays(monkeypatch):
-    on_cores(monkeypatch, 2)
+def test_an_executor_that_is_given_stays():
     given = SequentialExecutor()
     own = module(executor=given)
-    trained(own, 1)
+    fit(own, blobs(4), 1)
     assert own.executor is given
     assert own.executor_choice is None
 
 
-def test_a_round_that_is_shorter_than_the_start_of_processes_has_none(monkeypatch):
-    on_cores(monkeypatch, 2)
-    assert type(choose_executor(module(), 10, 20).executor) is ProcessExecutor
-    choice = choose_executor(module(), 10, 19)
-    assert type(choice.executor) is SequentialExecutor
-    assert choice.reason == "19 local steps a round"
+@pytest.mark.parametrize(
+    ("settings", "ranks"),
+    [
+        ((), 2),
+        (("--threads", 2), 1),
+        (("--trainer.devices", 1), 1),
+        (("--model.participation", 1), 1),
+        (("--model.participation", 1.0), 2),
+        (("--model.centralised", "true"), 1),
+    ],
+)
+def test_a_run_has_a_rank_for_each_core_where_that_helps(monkeypatch, settings, ranks):
+    monkeypatch.setattr(choice, "cores_of_a_run", lambda: 2)
+    assert run("--trainer.max_epochs", 1, *settings).trainer.num_devices == ranks
+    torch.set_num_threads(1)
 
 
-def test_a_centralised_run_has_one_client(monkeypatch):
-    on_cores(monkeypatch, 2)
-    own = module(centralised=True)
-    trained(own, 1)
-    assert type(own.executor) is SequentialExecutor
-
-
-def test_the_command_line_says_what_it_chose(capsys):
-    cli = run()
+def test_the_number_of_ranks_is_said_and_changes_no_number(capsys, monkeypatch):
+    one = run()
+    monkeypatch.setattr(choice, "cores_of_a_run", lambda: 2)
+    several = run()
     lines = capsys.readouterr().out.splitlines()
-    found = lines[lines.index("Executor") + 1]
-    assert found == "SequentialExecutor  one core; model.executor sets another"
-    assert json.loads(cli.attempt.result.read_text())["executor"] == "SequentialExecutor()"
-
-
-def test_processes_is_what_asks_for_shared_memory(tmp_path, monkeypatch):
-    monkeypatch.setattr(processes, "_SHARED_MEMORY", tmp_path / "absent")
-    assert processes.shared_memory_left() == float("inf")
-    monkeypatch.setattr(processes, "_SHARED_MEMORY", tmp_path)
-    assert 0 < processes.shared_memory_left() < float("inf")
+    found = [lines[place + 1] for place, line in enumerate(lines) if line == "Executor"]
+    assert found == [
+        "SequentialExecutor  1 rank, 1 thread; model.executor sets another",
+        "SequentialExecutor  2 ranks, 1 thread each; model.executor sets another",
+    ]
+    assert rows(one.attempt) == rows(several.attempt)
+    assert json.loads(one.attempt.result.read_text())["executor"] == "SequentialExecutor()"

@@ -15,7 +15,6 @@ from fl_lightning import (
     ConfigurationError,
     FederatedCallback,
     FederatedModule,
-    ProcessExecutor,
     SequentialExecutor,
     VectorizedExecutor,
 )
@@ -185,15 +184,13 @@ def check_compiled_steps(executor):
 
     trained, fast = model(), executor(compile=True)
     assert distance(run(executor(), model()), run(fast, trained)) < 1e-10
-    steps = fast if executor is SequentialExecutor else fast._own
-    assert steps._compiled is not None
+    assert fast._compiled is not None
     assert trained._compiled_call_impl is None
 
 
-@pytest.mark.parametrize("executor", [SequentialExecutor, ProcessExecutor])
-def test_compiled_steps_are_those_of_the_model_and_evaluation_is_not_compiled(executor, monkeypatch):
+def test_compiled_steps_are_those_of_the_model_and_evaluation_is_not_compiled(monkeypatch):
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
-    check_compiled_steps(executor)
+    check_compiled_steps(SequentialExecutor)
 
 
 @pytest.mark.slow
@@ -289,12 +286,10 @@ def _all_batches(client):
 
 
 def test_a_copy_of_an_executor_compiles_its_own_model():
-    for executor in (SequentialExecutor(compile=True), ProcessExecutor(2, compile=True)):
-        own = getattr(executor, "_own", executor)
-        own._compiled = (nn.Identity(), print)
-        copied = deepcopy(executor)
-        assert getattr(copied, "_own", copied)._compiled is None
-        assert own._compiled is not None
+    executor = SequentialExecutor(compile=True)
+    executor._compiled = (nn.Identity(), print)
+    assert deepcopy(executor)._compiled is None
+    assert executor._compiled is not None
 
 
 def test_an_error_of_one_client_after_the_other_is_no_matter_of_vectorising(monkeypatch):

@@ -8,7 +8,6 @@ from torch import nn
 
 from fl_lightning import (
     FederatedCallback,
-    ProcessExecutor,
     SequentialExecutor,
     VectorizedExecutor,
 )
@@ -74,7 +73,7 @@ def test_a_buffer_that_takes_anothers_place_keeps_the_others_numbers():
             else:
                 assert torch.equal(cohort.buffers["0.before"], self.first)
 
-    for executor in (SequentialExecutor(), VectorizedExecutor(), ProcessExecutor(2)):
+    for executor in (SequentialExecutor(), VectorizedExecutor()):
         outcome(nn.Sequential(Remembers(), *small_cnn("bn")), blobs(), executor, [LastTwo()], rounds=2)
 
 

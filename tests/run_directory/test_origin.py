@@ -113,7 +113,7 @@ def test_resuming_with_another_executor_or_number_of_threads_says_that_rounding_
     for settings, told in (
         (("--model.executor", "VectorizedExecutor"), ["block_size None -> 3"]),
         (("--threads", 2), ["threads 1 -> 2"]),
-        (("--model.executor", "ProcessExecutor", "--threads", 2), []),
+        (("--trainer.devices", 2), []),
     ):
         capsys.readouterr()
         run("--ckpt_path", "first.ckpt", "--trainer.max_epochs", 2, *settings)
