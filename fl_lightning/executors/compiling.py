@@ -119,8 +119,11 @@ def _count(module: ClientTask, batch: Any) -> _Values | None:
 
 def _trouble() -> str | None:
     """Why nothing can be compiled here; None if it can."""
-    from torch._inductor.cpp_builder import get_cpp_compiler  # takes a second, and few runs need it
+    # takes a second, and few runs need it
+    from torch._inductor.async_compile import AsyncCompile
+    from torch._inductor.cpp_builder import get_cpp_compiler
 
+    AsyncCompile.pool.cache_clear()  # a rank may be a copy of a process that has compiled: a pool without its threads
     try:
         get_cpp_compiler()
         _try()
