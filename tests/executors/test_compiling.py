@@ -84,8 +84,8 @@ def test_a_resumed_run_goes_on_as_before(compiler, before):
         assert decision(ResNet8(), 1, before, setting).compiled == setting
 
 
-def test_without_a_compiler_auto_does_without_and_true_is_one_line(monkeypatch):
-    monkeypatch.setattr(torch._inductor.config.cpp, "cxx", ("no-such-compiler",))
+@torch._inductor.config.patch({"cpp.cxx": ("no-such-compiler",)})
+def test_without_a_compiler_auto_does_without_and_true_is_one_line():
     assert not decision(ResNet8()).compiled
     assert not decision(ResNet8(), before=True).compiled
     with pytest.raises(
