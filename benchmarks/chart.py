@@ -10,6 +10,7 @@ from benchmarks.scale import FACTORS
 from fl_lightning.pictures.style import (
     BLACK,
     BLUE,
+    GREEN,
     GREY,
     LIGHT_GREY,
     SKY,
@@ -20,7 +21,7 @@ from fl_lightning.pictures.style import (
     write_figure,
 )
 
-_SHADES = {"sequential": SKY, "vectorized": VERMILLION, "processes": BLUE}
+_SHADES = {"sequential": SKY, "vectorized": VERMILLION, "processes": BLUE, "compiled": GREEN}
 _MARKS = "osD^vP"
 _PAPER: Any = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}  # a number on it hides the line behind
 

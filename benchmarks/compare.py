@@ -5,9 +5,19 @@ from typing import Any
 
 import torch
 
-from benchmarks.contenders import EXECUTORS, Contender
+from benchmarks.contenders import COMPILED, OURS, Contender
 from benchmarks.recipe import BATCH_SIZE
-from benchmarks.roster import MULTI_PROCESS, NAMES, ON_CUDA, PEERS, enter, present, version
+from benchmarks.roster import (
+    MULTI_PROCESS,
+    NAMES,
+    ON_CUDA,
+    ONE_THREAD,
+    PEERS,
+    bound_of,
+    enter,
+    present,
+    version,
+)
 from benchmarks.stopwatch import Spread
 from benchmarks.workloads import WORKLOADS, SyntheticImages
 
@@ -28,7 +38,8 @@ def compare(
     """Time contenders on a workload with a model, alternating.
 
     Each repetition runs all of them in turn; a ratio is taken within a repetition, so what slows the machine for a while
-    slows both of its sides. One round of each beforehand is not counted, unless a round is long, as it is on a CPU. Those
+    slows both of its sides. One round of each beforehand is not counted, unless a round is long, as it is on a CPU, and nothing
+    is compiled in it. Those
     with one process run with each number of threads, and the number with the smaller median of wall time counts; one that takes more than
     four times that of another in the first repetition does not run again.
 
@@ -47,7 +58,7 @@ def compare(
         Spreads: ``ms_per_client_step[contender][clock]``, ``speedup[contender][clock]``, which is the naive loop's time
         divided by the contender's, and ``ahead[executor][other]``, the other's wall time divided by that of the framework
         with this executor. ``compute_share[executor]`` is the wall time of the forward and backward passes alone on all
-        cores, divided by the framework's, where ``compute`` is among the contenders. ``ms`` has the measurements
+        cores, divided by the framework's, where they (``roster.bound_of``) are among the contenders. ``ms`` has the measurements
         themselves, ``threads`` what each contender ran with, ``versions`` those of the other frameworks, and ``missing``
         which of them are not installed.
     """
@@ -61,11 +72,12 @@ def compare(
     data.setup("fit")
     running = ["naive", *(name for name in able if name != "naive" and present(name))]
     contenders = {name: enter(name, workload, model_name, data, device) for name in running}
-    variants = [(name, count) for name in running for count in ([1] if name in MULTI_PROCESS else threads)]
+    variants = [(name, count) for name in running for count in ([1] if name in ONE_THREAD else threads)]
     before = torch.get_num_threads()
     try:
-        if model_name == "tiny" or workload.client_steps < 50 or device == "cuda":
-            for name, count in variants:
+        short = model_name == "tiny" or workload.client_steps < 50 or device == "cuda"
+        for name, count in variants:
+            if short or name in COMPILED:
                 _run(contenders[name], 1, count)
         taken = _alternate(contenders, variants, repeats, rounds, rounds * workload.client_steps, say)
     finally:
@@ -101,12 +113,12 @@ def compare(
                 if other == "naive" or other in PEERS
             }
             for own in running
-            if own in EXECUTORS
+            if own in OURS
         },
         "compute_share": {
-            own: Spread.of(_ratios(ms["compute"]["wall"], ms[own]["wall"]))
+            own: Spread.of(_ratios(ms[bound_of(own)]["wall"], ms[own]["wall"]))
             for own in running
-            if own in EXECUTORS and "compute" in running
+            if own in OURS and bound_of(own) in running
         },
     }
 

@@ -26,7 +26,7 @@ class Compute:
         workload: The federation and its local work; only the number of its client steps matters.
         model_name: A name of ``recipe.MODELS``.
         num_processes: How many processes; None for as many as there are cores that this process may use.
-        kind: ``"compute"``, or ``"convolutions"`` for these alone.
+        kind: ``"compute"``, ``"convolutions"`` for these alone, or ``"compute_compiled"`` for compiled passes.
     """
 
     def __init__(

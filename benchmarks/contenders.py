@@ -4,6 +4,7 @@ import logging
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import lightning as L
@@ -20,11 +21,16 @@ from fl_lightning import FederatedModule, ProcessExecutor, SequentialExecutor, V
 from fl_lightning.executors.base import Executor
 from fl_lightning.round.plan import sample_cohort
 
-EXECUTORS: dict[str, type[Executor]] = {
-    "sequential": SequentialExecutor,
+EXECUTORS: dict[str, Callable[[], Executor]] = {
+    "sequential": partial(SequentialExecutor, compile=False),
     "vectorized": VectorizedExecutor,
     "processes": ProcessExecutor,
 }
+COMPILED: dict[str, Callable[[], Executor]] = {"compiled": partial(SequentialExecutor, compile=True)}
+"""Executors with ``torch.compile``, on one thread; a first round compiles and does not count."""
+
+OURS = {**EXECUTORS, **COMPILED}
+"""Everybody of this framework in float32."""
 
 
 @dataclass

@@ -30,11 +30,22 @@ class Passes:
         self.labels = torch.randint(10, (BATCH_SIZE,), generator=generator)
         self.gradients: tuple[Tensor, ...] = ()
 
+    def loss(self) -> Tensor:
+        """The model's loss on the batch."""
+        return F.cross_entropy(self.model(self.images), self.labels)
+
     def run(self, times: int) -> None:
         """Compute the loss and the gradients of all parameters again and again."""
         for _ in range(times):
-            loss = F.cross_entropy(self.model(self.images), self.labels)
-            self.gradients = torch.autograd.grad(loss, self.parameters)
+            self.gradients = torch.autograd.grad(self.loss(), self.parameters)
+
+
+class CompiledPasses(Passes):
+    """The same passes with ``torch.compile``, the loss included; the first one compiles."""
+
+    def __init__(self, model_name: str) -> None:
+        super().__init__(model_name)
+        self.loss = torch.compile(self.loss, dynamic=False)  # type: ignore[method-assign]  # the same, compiled
 
 
 @dataclass
@@ -120,7 +131,11 @@ class Convolutions:
             self.gradients = [part.backward()[1] for part in reversed(self.parts)][::-1]
 
 
-KINDS: dict[str, type[Passes] | type[Convolutions]] = {"compute": Passes, "convolutions": Convolutions}
+KINDS: dict[str, type[Passes] | type[Convolutions]] = {
+    "compute": Passes,
+    "convolutions": Convolutions,
+    "compute_compiled": CompiledPasses,
+}
 """What a process can be asked for."""
 
 

@@ -5,7 +5,7 @@ import importlib.metadata
 import os
 
 from benchmarks.compute import Compute
-from benchmarks.contenders import EXECUTORS, Contender, Framework, NaiveLoop
+from benchmarks.contenders import COMPILED, EXECUTORS, OURS, Contender, Framework, NaiveLoop
 from benchmarks.recipe import make_model
 from benchmarks.workloads import SyntheticImages, Workload
 from fl_lightning import ProcessExecutor
@@ -13,20 +13,29 @@ from fl_lightning import ProcessExecutor
 PEERS = {"pfl": "pfl", "fluke": "fluke-fl", "byzfl": "byzfl", "flower": "flwr"}
 """Other frameworks and the names under which they are installed; ``benchmarks/peers`` has a file for each."""
 
-BOUNDS = ("compute", "convolutions")
-"""No contenders: what none of them can undercut in float32 on a CPU."""
+BOUNDS = ("compute", "convolutions", "compute_compiled")
+"""No contenders: what none of them can undercut in float32 on a CPU, the last one with ``torch.compile``."""
 
-NAMES = ("naive", *EXECUTORS, "processes_bf16", *BOUNDS, *PEERS)
+NAMES = ("naive", *OURS, "processes_bf16", *BOUNDS, *PEERS)
 """Everybody who can be measured."""
 
 ON_CUDA = ("naive", "sequential", "vectorized")
 """Those who can run on a GPU."""
 
-FRAMEWORKS = tuple(name for name in NAMES if name not in (*BOUNDS, "processes_bf16"))
-"""Those who run whole rounds on a CPU in float32."""
+FRAMEWORKS = ("naive", *EXECUTORS, *PEERS)
+"""Those who run whole rounds on a CPU in float32, not compiled."""
 
 MULTI_PROCESS = ("processes", "processes_bf16", *BOUNDS, "flower")
 """Those who use the machine by processes, each of them on one thread."""
+
+
+ONE_THREAD = (*MULTI_PROCESS, *COMPILED)
+"""Those for whom the number of threads is not tried."""
+
+
+def bound_of(name: str) -> str:
+    """The forward and backward passes alone of one of :data:`~benchmarks.contenders.OURS`."""
+    return "compute_compiled" if name in COMPILED else "compute"
 
 
 def version(peer: str) -> str | None:
@@ -67,8 +76,8 @@ def enter(
         module = importlib.import_module(f"benchmarks.peers.{name}")
         contender: Contender = module.Peer(workload, model_name, data)
         return contender
-    if name in EXECUTORS:
-        return Framework(workload, make_model(model_name), data, EXECUTORS[name](), device)
+    if name in OURS:
+        return Framework(workload, make_model(model_name), data, OURS[name](), device)
     if name == "processes_bf16":
         executor = ProcessExecutor()
         return Framework(workload, make_model(model_name), data, executor, precision="bf16-mixed")

@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import lightning as L
 import torch
@@ -13,6 +13,18 @@ from fl_lightning.client_data.cohort_batch import CohortBatch, describe_batch
 from fl_lightning.cohort.round_cohort import RoundCohort
 from fl_lightning.cohort.slots import StateSlots
 from fl_lightning.errors import CannotVectorize, doing
+
+
+class Compilation(NamedTuple):
+    """Whether clients' passes are compiled, and why or why not.
+
+    Attributes:
+        compiled: Whether they are.
+        reason: Why, in a few words; empty where there was nothing to decide.
+    """
+
+    compiled: bool
+    reason: str = ""
 
 
 class ClientTask(Protocol):
@@ -43,7 +55,13 @@ class ClientTask(Protocol):
 
 
 class Executor(ABC):
-    """Computes one local step's losses and gradients for some rows of a cohort."""
+    """Computes one local step's losses and gradients for some rows of a cohort.
+
+    Attributes:
+        compilation: Whether passes are compiled; the module sets it before the first round.
+    """
+
+    compilation = Compilation(False)
 
     @abstractmethod
     def backward(
@@ -60,6 +78,19 @@ class Executor(ABC):
         Returns:
             The local losses, detached, shape ``[len(rows)]``.
         """
+
+    def decide_compilation(
+        self, module: ClientTask, client_steps: int, batch: Callable[[], Any], before: bool | None
+    ) -> Compilation:
+        """Whether a run's passes are to be compiled; most executors never do.
+
+        Args:
+            module: The federated module.
+            client_steps: Local steps of all clients in the whole run.
+            batch: Gives a client's first batch.
+            before: What the run has done up to its checkpoint, None for a run from the start.
+        """
+        return Compilation(False)
 
     def clients_together(self, clients: int) -> int | None:
         """How many of some clients are computed in one pass; None where each is computed by itself."""

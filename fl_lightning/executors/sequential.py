@@ -1,16 +1,17 @@
 """One client after the other."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from fl_lightning.client_data.cohort_batch import CohortBatch
 from fl_lightning.cohort.round_cohort import RoundCohort
-from fl_lightning.errors import doing
-from fl_lightning.executors.base import ClientTask, Executor, client_loss
+from fl_lightning.errors import ConfigurationError, doing
+from fl_lightning.executors.base import ClientTask, Compilation, Executor, client_loss
+from fl_lightning.executors.compiling import compiled_calls, decide
 from fl_lightning.randomness import derive_seed, seed_global
 
 
@@ -18,17 +19,30 @@ class SequentialExecutor(Executor):
     """One client after the other: a loop over rows. The reference, and the right choice on one core.
 
     Args:
-        compile: Whether the model is compiled (``torch.compile``), once for all clients: a minute at the start (again
-            where a method switches BN to frozen statistics), and numbers that differ by rounding. Evaluation is not compiled.
+        compile: Whether the model is compiled (``torch.compile``), once for all clients: half a minute at the start (again
+            for batches of another size, and where a method switches BN to frozen statistics), and numbers that differ by
+            rounding. ``"auto"`` does so where a run is long enough and has enough BN, on a CPU. Evaluation is not compiled.
+
+    Raises:
+        ConfigurationError: ``compile`` is neither true, false nor ``"auto"``.
     """
 
-    def __init__(self, compile: bool = False) -> None:
+    def __init__(self, compile: bool | Literal["auto"] = "auto") -> None:
+        if compile not in (True, False, "auto"):
+            raise ConfigurationError(f"SequentialExecutor.compile: {compile!r} must be true, false or auto")
         self.compile = compile
+        self.compilation = Compilation(compile is True)
         self._compiled: tuple[nn.Module, Any] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy compiles its own model."""
         return {**vars(self), "_compiled": None}
+
+    def decide_compilation(
+        self, module: ClientTask, client_steps: int, batch: Callable[[], Any], before: bool | None
+    ) -> Compilation:
+        """What ``compile`` says, or what is worth it; see :meth:`~fl_lightning.executors.base.Executor.decide_compilation`."""
+        return decide(self.compile, module, client_steps, batch, before)
 
     def compiled_for(self, model: nn.Module) -> bool:
         """Whether there is compiled code of this model."""
@@ -39,28 +53,19 @@ class SequentialExecutor(Executor):
     ) -> Tensor:
         """Fill ``cohort.grads`` and update ``cohort.buffers`` for ``rows``; see :meth:`~fl_lightning.executors.base.Executor.backward`."""
         batches = zip(rows, batch.batches(), strict=True)
-        with self._fast(module.model):
+        with self._fast(module.model) if self.compilation.compiled else nullcontext():
             losses = []
             for row, own in batches:
                 with doing(f"computing client {cohort.client_ids[row]}"):
                     losses.append(self._one(module, cohort, row, own))
             return torch.stack(losses)
 
-    @contextmanager
-    def _fast(self, model: nn.Module) -> Iterator[None]:
-        """Let calls of the model run compiled code, if that is wanted."""
-        if not self.compile:
-            yield
-            return
+    def _fast(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Let calls of the model run compiled code."""
         if not self.compiled_for(model):
-            self._compiled = model, torch.compile(model._call_impl)
+            self._compiled = model, torch.compile(model._call_impl, dynamic=False)
         assert self._compiled is not None
-        before = model._compiled_call_impl
-        model._compiled_call_impl = self._compiled[1]
-        try:
-            yield
-        finally:
-            model._compiled_call_impl = before
+        return compiled_calls(*self._compiled)
 
     def _one(self, module: ClientTask, cohort: RoundCohort, row: int, batch: Any) -> Tensor:
         """One client's loss. Nothing of it is left when the next client's begins: memory does not fall into pieces."""
@@ -75,8 +80,8 @@ class SequentialExecutor(Executor):
                 for name, value in module.slots.read(buffers).items()
                 if value is not buffers[name]
             }
-            for name, value in replaced.items():
-                buffers[name].copy_(value)
         gradients = torch.autograd.grad(loss, state.trained, allow_unused=True, materialize_grads=True)
+        for name, value in replaced.items():  # not before: a compiled backward pass may read the old ones
+            buffers[name].copy_(value)
         torch._foreach_copy_(state.gradients, list(gradients))
         return loss.detach()

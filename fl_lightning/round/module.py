@@ -225,8 +225,10 @@ class FederatedModule(ServerModule):
 
     def client_batches(self, cohort: Cohort, indices: Sequence[int], step: int) -> CohortBatch:
         """The batches of some rows at local step ``step`` of the round, on this module's device and in its precision."""
-        active = [cohort.client_ids[row] for row in indices]
-        batches = self.data.cohort_batch(*self.plan.sources(active, self.round, step))
+        return self._batches([cohort.client_ids[row] for row in indices], step)
+
+    def _batches(self, clients: Sequence[int], step: int) -> CohortBatch:
+        batches = self.data.cohort_batch(*self.plan.sources(clients, self.round, step))
         return (batches.union() if self.centralised else batches).map(self.on_device)
 
     def client_loss(self, batch: Any) -> Tensor:
@@ -302,10 +304,17 @@ class FederatedModule(ServerModule):
             resolve_policy(self.federated_callbacks, round_number, rounds)
         self.slots = StateSlots(self.model)
         self.data.keep_on(self.device)
+        clients, steps = self.plan.trained(1)
         if self.chooses_executor:
             self.executor.close()  # of a fit that an error ended
-            self.executor_choice = choose_executor(self, len(self.plan.trained(1)[0]))
+            self.executor_choice = choose_executor(self, len(clients))
             self.executor = self.executor_choice.executor
+        work = rounds * sum(steps), lambda: self._batches(clients[:1], 0).batches()[0]
+        found = self.ranks.exchange(
+            lambda: self.executor.decide_compilation(self, *work, self.record.compiled)
+        )
+        self.executor.compilation = next((each for each in found if not each.compiled), found[0])
+        self.record.compiled = self.executor.compilation.compiled
         self.tracking_layers = [x for x in batch_norm_layers(self.model).values() if x.training]
         self._modes = {layer: layer.training for layer in self.modules()}
         self._cohort = None

@@ -28,6 +28,7 @@ class RunRecord:
         data: What the data are (:meth:`~fl_lightning.client_data.federated.FederatedDataModule.fingerprint`).
         settings: The resolved configuration; empty where the run has none.
         computed_by: The executor and what else its rounding depends on; empty where the run does not say.
+        compiled: Whether clients' passes are compiled, None before that was decided.
         continued_from: Each checkpoint from which the run went on otherwise: ``checkpoint``, ``round``, and in ``differs`` the
             two values of each setting by its dotted name.
     """
@@ -36,6 +37,7 @@ class RunRecord:
         self.data: dict[str, str] = {}
         self.settings: dict[str, Any] = {}
         self.computed_by: dict[str, Any] = {}
+        self.compiled: bool | None = None
         self.continued_from: list[dict[str, Any]] = []
         self.metrics: dict[str, float] = {}
         self.samples = self.upload_bytes = self.download_bytes = 0
@@ -131,6 +133,7 @@ class RunRecord:
         return {"row" if name == "metrics" else name: value for name, value in kept.items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up the totals of a checkpoint."""
+        """Take up the totals of a checkpoint; one that does not say whether passes were compiled is of a time when they were not."""
+        self.compiled = False
         for name, value in state.items():
             setattr(self, "metrics" if name == "row" else name, value)

@@ -97,6 +97,7 @@ def describe_computing(module: FederatedModule) -> dict[str, Any]:
     return {
         "executor": describe(module.executor),
         "block_size": module.executor.clients_together(clients),
+        "compiled": module.executor.compilation.compiled,
         "threads": torch.get_num_threads(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,

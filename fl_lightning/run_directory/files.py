@@ -52,10 +52,14 @@ class RunStart(L.Callback):
         if not trainer.global_step:
             rows = {KIND_LABELS[kind]: stages_in_words(stages) for kind, stages in table.items()}
             print_table("State of the model", rows)
-            choice = pl_module.executor_choice
+            choice, compilation = pl_module.executor_choice, pl_module.executor.compilation
+            rows = {}
             if choice is not None:
-                reason = f"{choice.reason}; model.executor sets another"
-                print_table("Executor", {type(choice.executor).__name__: reason})
+                rows[type(choice.executor).__name__] = f"{choice.reason}; model.executor sets another"
+            if compilation.reason:
+                rows["compiled" if compilation.compiled else "not compiled"] = compilation.reason
+            if rows:
+                print_table("Executor", rows)
         if self.attempt is not None and trainer.is_global_zero:
             for path in (self.attempt.result, self.attempt.class_accuracy, self.attempt.error):
                 path.unlink(missing_ok=True)  # of a run that this one takes further

@@ -95,7 +95,13 @@ def test_settings_go_by_dotted_names_and_classes_by_theirs():
 def test_a_result_says_how_it_was_computed():
     attempt = run("--trainer.max_epochs", 1).attempt
     capability = torch.backends.cpu.get_cpu_capability()
-    computed = {"block_size": None, "threads": 1, "cpu_capability": capability, "device": "cpu"}
+    computed = {
+        "block_size": None,
+        "compiled": False,
+        "threads": 1,
+        "cpu_capability": capability,
+        "device": "cpu",
+    }
     assert result(attempt)["computed_by"] == {"executor": "SequentialExecutor()", **computed}
     many = ("--model.executor", "VectorizedExecutor", "--model.executor.block_size", 2)
     together = run("--trainer.max_epochs", 1, *many).attempt

@@ -12,7 +12,7 @@ from benchmarks.__main__ import main
 from benchmarks.compute import Compute
 from benchmarks.contenders import Framework, Timing
 from benchmarks.inside import compute_watched
-from benchmarks.passes import Convolutions, Passes
+from benchmarks.passes import CompiledPasses, Convolutions, Passes
 from benchmarks.process_tree import running
 from benchmarks.recipe import BATCH_SIZE, make_model
 from benchmarks.roster import enter
@@ -53,6 +53,14 @@ def test_convolutions_alone_give_the_gradients_of_the_whole_pass(model_name):
     for found, gradient in zip(alone.gradients, expected, strict=True):
         torch.testing.assert_close(found, gradient)
     assert [part.reaches_images for part in alone.parts] == [True] + [False] * (len(expected) - 1)
+
+
+def test_compiled_passes_are_those_that_are_not():
+    compiled, plain = CompiledPasses("tiny"), Passes("tiny")
+    for passes in (compiled, plain):
+        passes.run(2)
+    for found, expected in zip(compiled.gradients, plain.gradients, strict=True):
+        torch.testing.assert_close(found, expected)
 
 
 class Answering:

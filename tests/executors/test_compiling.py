@@ -1,0 +1,227 @@
+"""Compiled passes: when a run takes them, and that their numbers depend on neither order, ranks nor resuming."""
+
+import os
+import shutil
+from functools import partial
+
+import pytest
+import torch
+from command_line import run as run_command
+from contract import EVERY_ROW
+from contract import run as run_method
+from helpers import SGD, SaveRounds, blobs, distance, fit, small_cnn
+from outcomes import outcome, same
+from torch import nn
+from torch.utils.data import DataLoader
+
+from callbacks import FixBN
+from fl_lightning import ConfigurationError, FederatedModule, SequentialExecutor
+from fl_lightning.cohort.slots import StateSlots
+from fl_lightning.executors import compiling
+from fl_lightning.executors.compiling import decide
+from fl_lightning.executors.strategy import CohortStrategy
+from fl_lightning.models import LeNet, ResNet8
+
+needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
+
+
+@pytest.fixture
+def compiler(monkeypatch):
+    """A compiler that works, without its time."""
+    monkeypatch.setattr(compiling, "_trouble", lambda: None)
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+
+
+def decision(model, client_steps=10**9, before=None, setting="auto", shape=(4, 3, 32, 32)):
+    module = FederatedModule(model, SGD, local_steps=1)
+    module.slots = StateSlots(model)
+    batch = torch.ones(shape), torch.arange(shape[0])
+    return decide(setting, module, client_steps, lambda: batch, before)
+
+
+class OwnLayer(nn.Flatten):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("model", "client_steps", "compiled", "reason"),
+    [
+        # 294,912 values: 4 images, 3 layers of 16 channels at 32x32, 2 of 32 at 16x16, 2 of 64 at 8x8
+        (ResNet8, 508_627, True, "508,627 local steps with 294,912 values in BN layers"),
+        (ResNet8, 508_626, False, "508,626 local steps with 294,912 values in BN layers"),
+        (ResNet8, 999, False, "999 local steps in all"),
+        (partial(ResNet8, norm="gn"), 10**9, False, "with 0 values in BN layers"),
+        (LeNet, 10**9, False, "in max pooling"),
+        (lambda: nn.Sequential(OwnLayer(), nn.Linear(3072, 10)), 10**9, False, "OwnLayer is your own"),
+    ],
+)
+def test_auto_asks_for_enough_steps_and_enough_batch_norm(compiler, model, client_steps, compiled, reason):
+    found = decision(model(), client_steps)
+    assert found.compiled == compiled
+    assert reason in found.reason
+
+
+def test_a_model_that_cannot_run_without_numbers_is_not_compiled(compiler):
+    found = decision(
+        nn.Sequential(nn.Flatten(), nn.Linear(3072, 10), nn.AdaptiveLogSoftmaxWithLoss(10, 10, [5]))
+    )
+    assert not found.compiled
+
+
+def test_counting_changes_neither_the_model_nor_random_numbers(compiler):
+    model = nn.Sequential(ResNet8(), nn.Dropout(0.5))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    state = torch.get_rng_state()
+    assert decision(model).compiled
+    assert same(before, model.state_dict())
+    assert torch.equal(state, torch.get_rng_state())
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_a_resumed_run_goes_on_as_before(compiler, before):
+    assert decision(ResNet8(), 10**9 if not before else 1, before).compiled == before
+    for setting in (True, False):
+        assert decision(ResNet8(), 1, before, setting).compiled == setting
+
+
+@torch._inductor.config.patch({"cpp.cxx": ("no-such-compiler",)})
+def test_without_a_compiler_auto_does_without_and_true_is_one_line():
+    assert not decision(ResNet8()).compiled
+    assert not decision(ResNet8(), before=True).compiled
+    with pytest.raises(
+        ConfigurationError, match=r"compile: True does not work here: .*no-such-compiler"
+    ) as error:
+        decision(ResNet8(), setting=True)
+    assert "\n" not in str(error.value)
+
+
+def test_compile_is_true_false_or_auto():
+    with pytest.raises(ConfigurationError, match="'always' must be true, false or auto"):
+        SequentialExecutor("always")
+
+
+def test_the_decision_is_kept_in_the_checkpoint(compiler, monkeypatch, tmp_path):
+    monkeypatch.setattr(compiling, "_WORTH_IT", 1)
+    monkeypatch.setattr(compiling, "_FEWEST_STEPS", 1)
+    modules = [
+        FederatedModule(small_cnn(), SGD, local_steps=1, executor=SequentialExecutor()) for _ in range(2)
+    ]
+    fit(modules[0], blobs(), 2, [SaveRounds(tmp_path)])
+    monkeypatch.setattr(compiling, "_WORTH_IT", float("inf"))
+    fit(modules[1], blobs(), 3, ckpt_path=tmp_path / "1.ckpt")
+    assert [module.executor.compiled_for(module.model) for module in modules] == [True, True]
+
+
+def test_a_checkpoint_of_a_time_without_compiling_goes_on_without(compiler, monkeypatch, tmp_path):
+    modules = [
+        FederatedModule(small_cnn(), SGD, local_steps=1, executor=SequentialExecutor()) for _ in range(2)
+    ]
+    fit(modules[0], blobs(), 1, [SaveRounds(tmp_path)])
+    checkpoint = torch.load(tmp_path / "1.ckpt", weights_only=True)
+    del checkpoint["fl_lightning"]["record"]["compiled"]
+    torch.save(checkpoint, tmp_path / "old.ckpt")
+    monkeypatch.setattr(compiling, "_WORTH_IT", 1)
+    monkeypatch.setattr(compiling, "_FEWEST_STEPS", 1)
+    fit(modules[1], blobs(), 2, ckpt_path=tmp_path / "old.ckpt")
+    assert not modules[1].executor.compilation.compiled
+
+
+def test_where_one_rank_cannot_compile_none_does(compiler, monkeypatch):
+    def trouble():
+        return "no compiler there" if os.environ.get("LOCAL_RANK") == "1" else None
+
+    monkeypatch.setattr(compiling, "_trouble", trouble)
+    monkeypatch.setattr(compiling, "_WORTH_IT", 1)
+    monkeypatch.setattr(compiling, "_FEWEST_STEPS", 1)
+    module = FederatedModule(small_cnn(), SGD, local_steps=1, executor=SequentialExecutor())
+    fit(module, blobs(), 1, devices=2, strategy=CohortStrategy())
+    assert module.executor.compilation == (False, "no compiler there")
+
+
+def test_a_short_run_says_that_it_is_not_compiled(capsys):
+    run_command()
+    lines = capsys.readouterr().out.splitlines()
+    assert "not compiled" in lines[lines.index("Executor") + 2]
+
+
+def test_a_model_that_changes_in_each_step_is_one_line(compiler, monkeypatch):
+    class Counting(nn.Flatten):
+        steps = 0
+
+        def forward(self, x):
+            self.steps += 1
+            return super().forward(x) * self.steps
+
+    monkeypatch.setattr(compiling, "_MOST_GRAPHS", 3)
+    model = nn.Sequential(Counting(), nn.Linear(72, 3))
+    module = FederatedModule(model, SGD, local_steps=9, executor=SequentialExecutor(compile=True))
+    with pytest.raises(ConfigurationError, match=r"Sequential was compiled 3 times.* set compile: false"):
+        fit(module, blobs(), 1)
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    """A folder of its own for compiled code, which the tests of this file share."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("compiled")))
+        yield
+
+
+@needs_compiler
+@pytest.mark.slow
+@EVERY_ROW
+def test_compiled_passes_of_every_method_are_those_that_are_not(row, cache):
+    torch._dynamo.reset()
+    plain, fast = (run_method(row, executor=SequentialExecutor(compile=setting)) for setting in (False, True))
+    assert fast.executor.compiled_for(fast.model)
+    assert distance(plain.state_dict(), fast.state_dict()) < 1e-10
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_a_models_own_random_numbers_and_dropout_are_those_that_are_not_compiled(cache):
+    class Noisy(nn.Sequential):
+        def forward(self, x):
+            return super().forward(x + 0.1 * torch.randn_like(x))
+
+    model = Noisy(*small_cnn("bn", dropout=0.5))
+    plain, fast = (outcome(model, blobs(), SequentialExecutor(setting)) for setting in (False, True))
+    assert distance(plain, fast) < 1e-10
+
+
+def uneven():
+    """Clients whose last batch of a pass is smaller."""
+    data = blobs(sizes=(20, 12, 20), shape=(2, 2, 2))
+    for client in data.clients:
+        client.train_dataloader = partial(DataLoader, client.dataset, 8, shuffle=True)
+    return data
+
+
+def trained_unevenly(folder, ckpt_path=None, **trainer):
+    """A run with batches of 8 and 4 whose statistics freeze after round 2, compiled without code of an earlier one."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
+    executor = SequentialExecutor(compile=True)
+    module = FederatedModule(model, SGD, local_epochs=1, executor=executor)
+    fit(module, uneven(), 4, [FixBN(freeze_round=2), SaveRounds(folder)], ckpt_path, **trainer)
+    return module.state_dict()
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize("done", [1, 3])
+def test_a_resumed_run_compiles_the_same_code_whatever_shapes_it_meets_first(done, cache, tmp_path):
+    with torch._inductor.utils.fresh_cache():
+        reference = trained_unevenly(tmp_path)
+    assert same(reference, trained_unevenly(tmp_path, ckpt_path=tmp_path / f"{done}.ckpt"))
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*sync_dist")  # Lightning's advice where every rank logs the same
+def test_ranks_that_compile_at_the_same_time_have_the_numbers_of_one_process(cache, tmp_path):
+    reference = trained_unevenly(tmp_path)
+    with torch._inductor.utils.fresh_cache():
+        found = trained_unevenly(tmp_path, devices=2, strategy=CohortStrategy())
+    assert same(reference, found)
