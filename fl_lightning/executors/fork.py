@@ -62,6 +62,11 @@ class ForkLauncher(_Launcher):
             raise ConfigurationError(
                 f"trainer.devices: {strategy.num_processes}: {reason}; start the ranks by torchrun"
             )
+        if strategy.num_nodes > 1 and "MASTER_ADDR" not in os.environ:
+            raise ConfigurationError(
+                f"trainer.num_nodes: {strategy.num_nodes} needs MASTER_ADDR, MASTER_PORT and NODE_RANK in each node's environment; "
+                "torchrun sets them"
+            )
         if strategy.root_device.type == "cpu":
             torch.set_num_threads(1)
         with TemporaryDirectory() as folder:

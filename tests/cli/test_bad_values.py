@@ -139,7 +139,7 @@ TABLE = [
     ("--trainer.max_epochs x", "trainer.max_epochs: x is not valid; it takes int, null"),
     ("--trainer.max_epochs 1.5", "trainer.max_epochs: 1.5 is not valid; it takes int, null"),
     ("--trainer.max_epochs nan", "trainer.max_epochs: nan is not valid; it takes int, null"),
-    ("--trainer.num_nodes 2", "trainer.num_nodes: 2 is not possible yet; use num_nodes: 1"),
+    ("--trainer.num_nodes 2", "trainer.num_nodes: 2 needs MASTER_ADDR, MASTER_PORT and NODE_RANK in each node's environment; torchrun sets them"),
     ("--trainer.num_nodes x", "trainer.num_nodes: x is not valid; it takes int"),
     ("--trainer.fast_dev_run x", "trainer.fast_dev_run: x is not valid; it takes int, bool"),
     ("--trainer.log_every_n_steps x", "trainer.log_every_n_steps: x is not valid; it takes int, null"),
