@@ -21,7 +21,7 @@ from fl_lightning.pictures.style import (
     write_figure,
 )
 
-_SHADES = {"sequential": SKY, "vectorized": VERMILLION, "processes": BLUE, "compiled": GREEN}
+_SHADES = {"sequential": SKY, "vectorized": VERMILLION, "ranks": BLUE, "compiled": GREEN}
 _MARKS = "osD^vP"
 _PAPER: Any = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}  # a number on it hides the line behind
 
@@ -58,7 +58,7 @@ def draw_speedups(path: Path, results: Sequence[dict[str, Any]], machine: str) -
                 bar: dict[str, Any] = {"color": colour}
                 if name in BOUNDS:
                     bar = {"color": "white", "edgecolor": GREY}
-                elif name == "processes_bf16":
+                elif name == "ranks_bf16":
                     bar = {"color": "white", "edgecolor": BLUE, "hatch": "////"}
                 axes.barh(row, middle, 0.7, xerr=spread, ecolor=BLACK, capsize=2, **bar)
                 place, text = speedup["max"] + 0.04, f"{middle:.2f}"
@@ -80,7 +80,7 @@ def _remarks(names: Sequence[str]) -> list[str]:
     remarks = []
     if set(BOUNDS) & set(names):
         remarks.append("In outline forward and backward passes, or their convolutions, alone on all cores")
-    if "processes_bf16" in names:
+    if "ranks_bf16" in names:
         remarks.append("Hatched: passes in bfloat16, with fewer digits")
     return remarks
 

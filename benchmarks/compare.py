@@ -11,7 +11,6 @@ from benchmarks.roster import (
     MULTI_PROCESS,
     NAMES,
     ON_CUDA,
-    ONE_THREAD,
     PEERS,
     bound_of,
     enter,
@@ -72,7 +71,7 @@ def compare(
     data.setup("fit")
     running = ["naive", *(name for name in able if name != "naive" and present(name))]
     contenders = {name: enter(name, workload, model_name, data, device) for name in running}
-    variants = [(name, count) for name in running for count in ([1] if name in ONE_THREAD else threads)]
+    variants = [(name, count) for name in running for count in ([1] if name in MULTI_PROCESS else threads)]
     before = torch.get_num_threads()
     try:
         short = model_name == "tiny" or workload.client_steps < 50 or device == "cuda"

@@ -17,17 +17,20 @@ from benchmarks.process_tree import cpu_seconds
 from benchmarks.recipe import AUGMENTATION, BATCH_SIZE, CLIENT_OPTIMIZER
 from benchmarks.stopwatch import Stopwatch, nothing
 from benchmarks.workloads import SyntheticImages, Workload
-from fl_lightning import FederatedModule, ProcessExecutor, SequentialExecutor, VectorizedExecutor
+from fl_lightning import FederatedModule, SequentialExecutor, VectorizedExecutor
 from fl_lightning.executors.base import Executor
 from fl_lightning.round.plan import sample_cohort
 
 EXECUTORS: dict[str, Callable[[], Executor]] = {
     "sequential": partial(SequentialExecutor, compile=False),
     "vectorized": VectorizedExecutor,
-    "processes": ProcessExecutor,
+    "ranks": partial(SequentialExecutor, compile=False),
 }
 COMPILED: dict[str, Callable[[], Executor]] = {"compiled": partial(SequentialExecutor, compile=True)}
-"""Executors with ``torch.compile``, on one thread; a first round compiles and does not count."""
+"""Executors with ``torch.compile``; a first round compiles and does not count."""
+
+RANKED = ("ranks", "compiled", "ranks_bf16")
+"""Those who have a rank on each core."""
 
 OURS = {**EXECUTORS, **COMPILED}
 """Everybody of this framework in float32."""
@@ -107,6 +110,7 @@ class Framework:
         executor: Who computes the clients' gradients.
         device: Where everything runs, ``"cpu"`` or ``"cuda"``.
         precision: Lightning's ``precision``, such as ``"bf16-mixed"``.
+        ranks: Processes that share the clients.
     """
 
     def __init__(
@@ -117,8 +121,12 @@ class Framework:
         executor: Executor,
         device: str = "cpu",
         precision: Any = "32-true",
+        ranks: int = 1,
     ) -> None:
-        self.data, self.device, self.precision = data, device, precision
+        self.data, self.device = data, device
+        self.settings: dict[str, Any] = {"precision": precision, "devices": ranks}
+        if ranks > 1:
+            self.settings["strategy"] = "cohort"
         self.module = FederatedModule(
             model,
             CLIENT_OPTIMIZER,
@@ -130,7 +138,7 @@ class Framework:
     def run(self, rounds: int) -> Timing:
         """Run rounds in a ``fit`` of their own; preparing the fit is not counted."""
         clock = _RoundClock(Timing.on(self.device))
-        fit(self.module, self.data, rounds, [clock], self.device, precision=self.precision)
+        fit(self.module, self.data, rounds, [clock], self.device, **self.settings)
         return clock.timing
 
 
@@ -170,7 +178,6 @@ def fit(
         trainer = L.Trainer(
             max_epochs=rounds,
             accelerator="gpu" if device == "cuda" else "cpu",
-            devices=1,
             callbacks=callbacks,
             logger=False,
             enable_checkpointing=False,
@@ -178,7 +185,7 @@ def fit(
             enable_model_summary=False,
             limit_val_batches=0,
             num_sanity_val_steps=0,
-            **settings,
+            **{"devices": 1, **settings},
         )
         trainer.fit(module, datamodule=data)
 

@@ -58,7 +58,6 @@ CONFIGURATIONS: dict[str, tuple[list[Any], dict[str, Any]]] = {
 EXECUTORS: dict[str, dict[str, Any]] = {
     "sequential": {"class_path": "SequentialExecutor"},
     "vectorized": {"class_path": "VectorizedExecutor"},
-    "processes": {"class_path": "ProcessExecutor", "init_args": {"num_workers": 2}},
 }
 
 _PROCESSES = multiprocessing.get_context("forkserver")

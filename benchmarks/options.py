@@ -23,7 +23,7 @@ Times communication rounds: a naive FedAvg loop, this framework with each execut
   compare      (default) whole rounds, ms per client step and how many times as fast as the naive loop, each with the
                better number of threads; "compute" is no contender but the bound of them all, forward and backward passes
                alone on all cores, "convolutions" only that part of them, "compute_compiled" all of them with
-               torch.compile, the bound of "compiled" (one thread); "processes_bf16" computes in bfloat16; on a GPU
+               torch.compile, the bound of "compiled" (one thread); "ranks_bf16" computes in bfloat16; on a GPU
                with --device cuda
   memory       peak memory of each, all its processes together, beyond what its imports take
   scale        cost per client step while clients, participation, local steps or the model grow, on one thread
@@ -43,7 +43,7 @@ Numbers are "median [smallest, largest]".
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "models": {"overhead": ["tiny"], "memory": ["resnet20"], "scale": ["tiny"], "gpu": ["resnet20"]},
     "contenders": {
-        "scale": ["naive", "sequential", "processes"],
+        "scale": ["naive", "sequential", "ranks"],
         "memory": list(FRAMEWORKS),
         "gpu": list(ON_CUDA[1:]),
     },

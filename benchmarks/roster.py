@@ -5,10 +5,11 @@ import importlib.metadata
 import os
 
 from benchmarks.compute import Compute
-from benchmarks.contenders import COMPILED, EXECUTORS, OURS, Contender, Framework, NaiveLoop
+from benchmarks.contenders import COMPILED, EXECUTORS, OURS, RANKED, Contender, Framework, NaiveLoop
 from benchmarks.recipe import make_model
 from benchmarks.workloads import SyntheticImages, Workload
-from fl_lightning import ProcessExecutor
+from fl_lightning import SequentialExecutor
+from fl_lightning.executors.choice import cores_of_a_run
 
 PEERS = {"pfl": "pfl", "fluke": "fluke-fl", "byzfl": "byzfl", "flower": "flwr"}
 """Other frameworks and the names under which they are installed; ``benchmarks/peers`` has a file for each."""
@@ -16,7 +17,7 @@ PEERS = {"pfl": "pfl", "fluke": "fluke-fl", "byzfl": "byzfl", "flower": "flwr"}
 BOUNDS = ("compute", "convolutions", "compute_compiled")
 """No contenders: what none of them can undercut in float32 on a CPU, the last one with ``torch.compile``."""
 
-NAMES = ("naive", *OURS, "processes_bf16", *BOUNDS, *PEERS)
+NAMES = ("naive", *OURS, "ranks_bf16", *BOUNDS, *PEERS)
 """Everybody who can be measured."""
 
 ON_CUDA = ("naive", "sequential", "vectorized")
@@ -25,12 +26,8 @@ ON_CUDA = ("naive", "sequential", "vectorized")
 FRAMEWORKS = ("naive", *EXECUTORS, *PEERS)
 """Those who run whole rounds on a CPU in float32, not compiled."""
 
-MULTI_PROCESS = ("processes", "processes_bf16", *BOUNDS, "flower")
+MULTI_PROCESS = (*RANKED, *BOUNDS, "flower")
 """Those who use the machine by processes, each of them on one thread."""
-
-
-ONE_THREAD = (*MULTI_PROCESS, *COMPILED)
-"""Those for whom the number of threads is not tried."""
 
 
 def bound_of(name: str) -> str:
@@ -76,11 +73,14 @@ def enter(
         module = importlib.import_module(f"benchmarks.peers.{name}")
         contender: Contender = module.Peer(workload, model_name, data)
         return contender
+    ranks = cores_of_a_run() if name in RANKED else 1
     if name in OURS:
-        return Framework(workload, make_model(model_name), data, OURS[name](), device)
-    if name == "processes_bf16":
-        executor = ProcessExecutor()
-        return Framework(workload, make_model(model_name), data, executor, precision="bf16-mixed")
+        return Framework(workload, make_model(model_name), data, OURS[name](), device, ranks=ranks)
+    if name == "ranks_bf16":
+        executor = SequentialExecutor(compile=False)
+        return Framework(
+            workload, make_model(model_name), data, executor, precision="bf16-mixed", ranks=ranks
+        )
     if name in BOUNDS:
         return Compute(workload, model_name, kind=name)
     return NaiveLoop(workload, make_model(model_name), data, device)

@@ -115,7 +115,7 @@ class Ranks:
 
     def complete(self, blocks: Sequence[Tensor]) -> None:
         """Fill in, in place, the rows of contiguous ``blocks [C, ...]`` that other ranks have computed: those of :meth:`share`."""
-        sent = []
+        sent: list[Any] = []
         with self.meeting():
             for block in blocks if self.size > 1 else ():
                 for rank in range(self.size):

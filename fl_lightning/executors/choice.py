@@ -1,9 +1,10 @@
 """What computes a run whose configuration does not say it: how many ranks, and which executor."""
 
 import os
+from collections.abc import Callable
 from math import ceil
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -43,6 +44,22 @@ def choose_executor(module: ClientTask, num_clients: int) -> Choice:
     ranks = module.trainer.world_size if getattr(module, "_trainer", None) is not None else 1
     reason = f"{ranks} rank{'s' * (ranks > 1)}, {threads} thread{'s' * (threads > 1)}{' each' * (ranks > 1)}"
     return Choice(SequentialExecutor(), reason)
+
+
+def decide_compilation(module: Any, client_steps: int, batch: Callable[[], Any]) -> None:
+    """Let the module's executor decide whether it compiles: where one rank cannot, none does.
+
+    Args:
+        module: The federated module, whose record keeps the decision for a run that goes on.
+        client_steps: Local steps of all clients in the whole run.
+        batch: Gives a client's first batch.
+    """
+    executor, record = module.executor, module.record
+    found = module.ranks.exchange(
+        lambda: executor.decide_compilation(module, client_steps, batch, record.compiled)
+    )
+    executor.compilation = next((each for each in found if not each.compiled), found[0])
+    record.compiled = executor.compilation.compiled
 
 
 def cpu_ranks(clients: int | None = None) -> int:

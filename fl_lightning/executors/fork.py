@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import lightning as L
 import torch
@@ -19,9 +19,6 @@ from lightning.pytorch.strategies.launchers.launcher import _Launcher
 
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.ranks import LostRank, described, failure_of, is_shared
-
-if TYPE_CHECKING:
-    from fl_lightning.executors.strategy import CohortStrategy
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _MISSES_ANOTHER = 3
@@ -35,10 +32,10 @@ class ForkLauncher(_Launcher):
     was launched. On CPUs every rank computes on one thread.
 
     Args:
-        strategy: Whose ranks they are.
+        strategy: Whose ranks they are, a ``CohortStrategy``.
     """
 
-    def __init__(self, strategy: "CohortStrategy") -> None:
+    def __init__(self, strategy: Any) -> None:
         self._strategy = strategy
         self._others: dict[int, tuple[int, int]] = {}
 
@@ -168,4 +165,4 @@ def cannot_fork() -> str | None:
     """Why a process cannot be copied here; None where it can."""
     if sys.platform != "linux":
         return f"processes cannot be copied on {sys.platform}"
-    return "a process that uses a GPU cannot be copied" if torch.cuda.is_initialized() else None
+    return "a process that uses a GPU cannot be copied" if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]  # torch gives it no types

@@ -94,9 +94,13 @@ class CohortStrategy(ParallelStrategy):
             return
         if not dist.is_initialized():
             gpu = device if device.type == "cuda" else None
-            settings = {"timeout": self.timeout, "rank": self.global_rank, "world_size": self.world_size}
+            settings: dict[str, Any] = {
+                "timeout": self.timeout,
+                "rank": self.global_rank,
+                "world_size": self.world_size,
+            }
             if self.meeting_place is not None:
-                settings["store"] = dist.FileStore(self.meeting_place, self.world_size)
+                settings["store"] = dist.FileStore(self.meeting_place, self.world_size)  # type: ignore[attr-defined]  # torch's own pages name it so
                 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
             else:
                 os.environ["MASTER_ADDR"] = environment.main_address

@@ -16,7 +16,7 @@ from fl_lightning.cohort.round_cohort import RoundCohort
 from fl_lightning.cohort.slots import StateSlots
 from fl_lightning.errors import ConfigurationError, doing
 from fl_lightning.executors.base import Executor
-from fl_lightning.executors.choice import Choice, choose_executor
+from fl_lightning.executors.choice import Choice, choose_executor, decide_compilation
 from fl_lightning.executors.sequential import SequentialExecutor
 from fl_lightning.executors.vectorized import joint_executor
 from fl_lightning.models.dropout import convert_dropout
@@ -26,6 +26,7 @@ from fl_lightning.optimizers.schedules import LRSchedule, lr_factor
 from fl_lightning.randomness import derive_seed, seed_global
 from fl_lightning.round.communication import Communication, round_communication
 from fl_lightning.round.declarations import ROLES, Declarations
+from fl_lightning.round.local_steps import shared_state, take_local_steps
 from fl_lightning.round.plan import RoundPlan, Weighting, check_local_work, cohort_size
 from fl_lightning.round.policy import check_together, resolve_policy
 from fl_lightning.round.server import ServerModule
@@ -146,45 +147,19 @@ class FederatedModule(ServerModule):
     def communication_round(self) -> None:
         """Broadcast, local steps, aggregation, server step."""
         cohort = self.start_round()
-        self._call("on_round_start", cohort)
+        self.call_hook("on_round_start", cohort)
         part = cohort.part()
-        counts = self.ranks.exchange(lambda: self._local_steps(cohort, part))
+        counts = self.ranks.exchange(lambda: take_local_steps(self, cohort, part))
         with self.clock.part("gather"):
             samples = [number for count in counts for number in count]
             cohort.finish_steps(part, samples, weigh_samples=self.weighting == "samples")
-        self._call("on_before_aggregate", cohort)
+        self.call_hook("on_before_aggregate", cohort)
         with self.clock.part("aggregation"):
             update_server(cohort, self.aggregator, self.record, self.on_divergence, self.client_batches)
             self.server_step()
-        self._call("on_round_end", cohort)
-        self.ranks.agree(self._server_phase, f"round {cohort.round}")
+        self.call_hook("on_round_end", cohort)
+        self.ranks.agree(lambda: shared_state(self), f"round {cohort.round}")
         self.log_round(cohort)
-
-    def _server_phase(self) -> dict[str, Any]:
-        """What every rank must have alike after a round, by its name."""
-        found = {
-            "server model": self.state_dict(),
-            "server optimizer": self.trainer.optimizers[0].state_dict(),
-        }
-        for method in self.federated_callbacks:
-            found |= {f"{type(method).__name__}.{key}": value for key, value in method.state_dict().items()}
-        return found
-
-    def _local_steps(self, cohort: RoundCohort, part: RoundCohort) -> list[int]:
-        """The local steps of the clients that this rank computes; returns the samples that each has processed."""
-        last = max(cohort.local_steps) - 1
-        for step in range(last + 1):
-            self.compute_gradients(cohort if step == 0 and self.joint_method else part, step)
-            self._call("on_after_local_backward", part, step)
-            with self.clock.part("optimizer"):
-                part.take_step()
-            self._call("on_local_step_end", part, step)
-            part.finish_step(step, last)
-            # Lightning's own bars have none
-            show = getattr(self.trainer.progress_bar_callback, "local_step", None)
-            if show is not None:
-                show(step + 1, last + 1)
-        return part.samples
 
     def start_round(self) -> RoundCohort:
         """Sample the cohort of this round and broadcast the server's state to it."""
@@ -253,7 +228,7 @@ class FederatedModule(ServerModule):
         """The cohort's part of all clients' aggregation weight: ``|S| / n`` where all weigh alike."""
         return self.plan.weight_share(cohort.client_ids, self.round)
 
-    def _call(self, hook: str, cohort: RoundCohort, *step: int) -> None:
+    def call_hook(self, hook: str, cohort: RoundCohort, *step: int) -> None:
         """Call a hook of every method: what it draws depends on neither the executor nor on earlier draws."""
         for method in self.federated_callbacks:
             own = f"{type(method).__name__}.{hook}"
@@ -309,12 +284,7 @@ class FederatedModule(ServerModule):
             self.executor.close()  # of a fit that an error ended
             self.executor_choice = choose_executor(self, len(clients))
             self.executor = self.executor_choice.executor
-        work = rounds * sum(steps), lambda: self._batches(clients[:1], 0).batches()[0]
-        found = self.ranks.exchange(
-            lambda: self.executor.decide_compilation(self, *work, self.record.compiled)
-        )
-        self.executor.compilation = next((each for each in found if not each.compiled), found[0])
-        self.record.compiled = self.executor.compilation.compiled
+        decide_compilation(self, rounds * sum(steps), lambda: self._batches(clients[:1], 0).batches()[0])
         self.tracking_layers = [x for x in batch_norm_layers(self.model).values() if x.training]
         self._modes = {layer: layer.training for layer in self.modules()}
         self._cohort = None

@@ -107,9 +107,9 @@ class Run(FederatedModule):
         )
         return cohort
 
-    def _call(self, hook: str, cohort: RoundCohort, *args: int) -> None:
+    def call_hook(self, hook: str, cohort: RoundCohort, *args: int) -> None:
         """A hook of all callbacks, and what they leave: a callback that computes batches of its own comes by no second time."""
-        super()._call(hook, cohort, *args)
+        super().call_hook(hook, cohort, *args)
         seen = self.rounds[-1]
         if hook == "on_round_start":
             seen.start = self._rows(cohort)

@@ -134,13 +134,13 @@ def test_ratios_are_taken_within_a_repetition(monkeypatch):
 
 
 def test_the_better_number_of_threads_counts(monkeypatch):
-    sides = {"naive": {1: 4.0, 2: 3.0}, "sequential": {1: 1.0, 2: 9.0}, "processes": {1: 0.5}}
+    sides = {"naive": {1: 4.0, 2: 3.0}, "sequential": {1: 1.0, 2: 9.0}, "ranks": {1: 0.5}}
     result, entered = compare_slowing(monkeypatch, [1, 2], **sides)
-    assert result["threads"] == {"naive": 2, "sequential": 1, "processes": 1}
+    assert result["threads"] == {"naive": 2, "sequential": 1, "ranks": 1}
     assert result["speedup"]["sequential"]["wall"] == Spread(3.0, 3.0, 3.0)
     # a round that is not timed and three that are; two threads are hopeless for sequential after the first of them
     runs = {name: [one.threads.count(count) for count in (1, 2)] for name, one in entered.items()}
-    assert runs == {"naive": [4, 4], "sequential": [4, 2], "processes": [4, 0]}
+    assert runs == {"naive": [4, 4], "sequential": [4, 2], "ranks": [4, 0]}
     assert torch.get_num_threads() == 1
 
 

@@ -114,7 +114,7 @@ def test_compute_has_a_process_on_every_core_that_may_be_used(monkeypatch):
 def test_one_contender_computes_in_bfloat16_and_the_others_do_not():
     data = SyntheticImages(200, 3)
     data.setup("fit")
-    contenders = {name: enter(name, THREE_STEPS, "tiny", data) for name in ("processes", "processes_bf16")}
+    contenders = {name: enter(name, THREE_STEPS, "tiny", data) for name in ("ranks", "ranks_bf16")}
     found = {}
     for name, contender in contenders.items():
         contender.module.executor = SequentialExecutor()  # in this process, where the hook is
@@ -122,7 +122,7 @@ def test_one_contender_computes_in_bfloat16_and_the_others_do_not():
             lambda module, inputs, output, name=name: found.update({name: output.dtype})
         )
         contender.run(1)
-    assert found == {"processes": torch.float32, "processes_bf16": torch.bfloat16}
+    assert found == {"ranks": torch.float32, "ranks_bf16": torch.bfloat16}
 
 
 def test_a_process_that_fails_is_told(monkeypatch):

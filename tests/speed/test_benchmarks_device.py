@@ -82,7 +82,9 @@ def test_who_cannot_run_on_cuda_is_left_out_in_one_line(monkeypatch):
     monkeypatch.setattr("benchmarks.compare.enter", enter)
     result = compare("W3", "tiny", NAMES, [1], 200, 1, 1, lines.append, "cuda")
     assert entered == [(name, "cuda") for name in ON_CUDA]
-    left_out = "processes, compiled, processes_bf16, compute, convolutions, compute_compiled, pfl, fluke, byzfl, flower"
+    left_out = (
+        "ranks, compiled, ranks_bf16, compute, convolutions, compute_compiled, pfl, fluke, byzfl, flower"
+    )
     assert f"  not on cuda, left out: {left_out}" in lines
     assert result["device"] == "cuda"
     assert result["missing"] == []
