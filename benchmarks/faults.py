@@ -55,10 +55,12 @@ CONFIGURATIONS: dict[str, tuple[list[Any], dict[str, Any]]] = {
 }  # fmt: skip
 """Callbacks and settings of the module, by name."""
 
-EXECUTORS: dict[str, dict[str, Any]] = {
-    "sequential": {"class_path": "SequentialExecutor"},
-    "vectorized": {"class_path": "VectorizedExecutor"},
+EXECUTORS: dict[str, tuple[str, int]] = {
+    "sequential": ("SequentialExecutor", 1),
+    "vectorized": ("VectorizedExecutor", 1),
+    "two ranks": ("SequentialExecutor", 2),
 }
+"""Executors and numbers of ranks, by name."""
 
 _PROCESSES = multiprocessing.get_context("forkserver")
 
@@ -115,15 +117,15 @@ def _killed(
     name: str, executor: str, kills: int, rounds: int, draw: random.Random, folder: Path
 ) -> Counter[str]:
     """Kill runs of a cell at random moments, let them end, and compare them with one that nobody killed."""
-    callbacks, settings = CONFIGURATIONS[name]
+    (callbacks, settings), (computed_by, ranks) = CONFIGURATIONS[name], EXECUTORS[executor]
     config = {
         "name": "faults",
-        "trainer": {"max_epochs": rounds, "check_val_every_n_epoch": 5, "accelerator": "cpu", "callbacks": callbacks},
+        "trainer": {"max_epochs": rounds, "check_val_every_n_epoch": 5, "accelerator": "cpu", "devices": ranks, "callbacks": callbacks},
         "model": {
             "model": {"class_path": "LeNet"},
             "client_optimizer": {"class_path": "SGD", "init_args": {"lr": 0.05}},
             "local_steps": 2,
-            "executor": EXECUTORS[executor],
+            "executor": {"class_path": computed_by},
             **settings,
         },
         "data": {

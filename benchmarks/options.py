@@ -89,7 +89,7 @@ def _parser() -> argparse.ArgumentParser:
         choices=list(MODELS),
         help="tiny resnet20 (overhead, scale: tiny; memory, gpu: resnet20)",
     )
-    add("--contenders", nargs="+", choices=NAMES, help="all (scale: naive sequential processes)")
+    add("--contenders", nargs="+", choices=NAMES, help="all (scale: naive sequential ranks)")
     add(
         "--device",
         choices=["cpu", "cuda"],
