@@ -1,14 +1,11 @@
 """The part of a round that ranks share between them, and what they must have in common after it."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fl_lightning.cohort.round_cohort import RoundCohort
 
-if TYPE_CHECKING:
-    from fl_lightning.round.module import FederatedModule
 
-
-def take_local_steps(module: "FederatedModule", cohort: RoundCohort, part: RoundCohort) -> list[int]:
+def take_local_steps(module: Any, cohort: RoundCohort, part: RoundCohort) -> list[int]:
     """Take the local steps of the clients that this rank computes: all ranks as many as the cohort's busiest client.
 
     Args:
@@ -34,7 +31,7 @@ def take_local_steps(module: "FederatedModule", cohort: RoundCohort, part: Round
     return part.samples
 
 
-def shared_state(module: "FederatedModule") -> dict[str, Any]:
+def shared_state(module: Any) -> dict[str, Any]:
     """What every rank must have alike after a round, by its name."""
     found = {
         "server model": module.state_dict(),
