@@ -28,7 +28,8 @@ def take_local_steps(module: Any, cohort: RoundCohort, part: RoundCohort) -> lis
         show = getattr(module.trainer.progress_bar_callback, "local_step", None)
         if show is not None:
             show(step + 1, last + 1)
-    return part.samples
+    # those of a joint step are counted in the whole cohort
+    return [a + b for a, b in zip(cohort.samples[part.rows], part.samples, strict=True)]
 
 
 def shared_state(module: Any) -> dict[str, Any]:

@@ -490,3 +490,9 @@ def test_a_union_of_one_value_per_channel_is_refused():
     client = ArrayClient(images, torch.arange(3), 1)
     with pytest.raises(ConfigurationError, match="gets one value per channel"):
         train(small_cnn(), FederatedDataModule([client], client), 1, [FedTAN()])
+
+
+def test_samples_of_the_joint_step_are_counted():
+    module = FederatedModule(small_cnn(), client_optimizer=SGD, local_steps=3)
+    fit(module, blobs(num_clients=2, batch_size=8), 2, [FedTAN()])
+    assert module.record.samples == 2 * 2 * 3 * 8
