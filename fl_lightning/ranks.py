@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from fl_lightning.errors import ConfigurationError
 
@@ -101,13 +101,13 @@ class Ranks:
         """
         if self.size == 1:
             return
-        first, *others = self.exchange(lambda: {name: checksum(value) for name, value in state().items()})
+        first, *others = self.exchange(lambda: checksums(state()))
         for rank, found in enumerate(others, 1):
-            for name in {**first, **found}:
-                if first.get(name) != found.get(name):
+            for key in {**first, **found}:
+                if first.get(key) != found.get(key):
                     raise _shared(
                         ConfigurationError(
-                            f"{place}: rank {rank} has another {name} than rank 0; outside of local steps hooks must compute the same on "
+                            f"{place}: rank {rank} has another {key} than rank 0; outside of local steps hooks must compute the same on "
                             "every rank (no clock, no process number, no random numbers but torch's global ones), and in them "
                             "change nothing but rows; CPUs must be of one kind"
                         )
@@ -161,9 +161,13 @@ class Ranks:
         return others
 
 
-def checksum(state: Any) -> list[int]:
-    """A number for each tensor and value of a tree, which another content would change."""
-    return [_number(leaf) for leaf in tree_leaves(state)]
+def checksums(state: Mapping[str, Any]) -> dict[str, int]:
+    """A number for each tensor and value of some trees, which another content would change, by its place."""
+    return {
+        f"{name}{keystr(place)}": _number(leaf)
+        for name, tree in state.items()
+        for place, leaf in tree_flatten_with_path(tree)[0]
+    }
 
 
 def _number(leaf: Any) -> int:
