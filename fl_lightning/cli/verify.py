@@ -1,5 +1,6 @@
 """``python -m fl_lightning verify``: its settings, read like those of ``fit``."""
 
+import os
 import sys
 from collections.abc import Sequence
 from functools import partial
@@ -20,6 +21,7 @@ def main(args: Sequence[str]) -> None:
     Args:
         args: Arguments after ``verify``.
     """
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a process that uses a GPU cannot be copied
     shipped = import_shipped()["callbacks"]
     parser = ConciseParser(
         prog="python -m fl_lightning verify",

@@ -38,6 +38,7 @@ RULES: dict[str, Check] = {
         several_runs.clients_own_state,
         several_runs.resume,
         several_runs.executors,
+        several_runs.ranks,
         several_runs.observers,
         several_runs.client_numbers,
     )

@@ -85,10 +85,10 @@ class Run(FederatedModule):
     script: tuple[tuple[int, ...], ...] = ()
     method: FederatedCallback | None
     error: Exception | None = None
+    rounds: list[Round]
 
     def setup(self, stage: str) -> None:
         """Plan the cohorts of the script."""
-        self.rounds: list[Round] = []
         super().setup(stage)
         self.plan = ScriptedPlan(
             **{**vars(self.plan), "cohort_size": len(self.script[0])}, script=self.script

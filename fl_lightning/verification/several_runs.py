@@ -6,6 +6,8 @@ from typing import Any
 import torch
 
 from fl_lightning.batch_norm.kinds import STATISTICS
+from fl_lightning.errors import ConfigurationError
+from fl_lightning.executors.fork import cannot_fork
 from fl_lightning.executors.vectorized import VectorizedExecutor
 from fl_lightning.verification.comparison import (
     TOLERANCE,
@@ -18,6 +20,11 @@ from fl_lightning.verification.federation import Disturbance
 from fl_lightning.verification.memory import memory_apart, relabelled, renamed_memory_apart
 from fl_lightning.verification.observation import Run
 from fl_lightning.verification.trials import SCRIPT, WITH_SERVER_MOMENTUM, Trials
+
+_ON_RANKS = (
+    "local steps change only the rows of their rank and keep what they need in cohort.extra, all other hooks do the "
+    "same on every rank"
+)
 
 
 def runs_repeat(trials: Trials) -> str:
@@ -44,6 +51,24 @@ def resume(trials: Trials) -> str:
 def executors(trials: Trials) -> str:
     """Clients one after the other and in vectorised blocks of two give the same rounds."""
     return _close(trials.run(), trials.run(executor=VectorizedExecutor(2)))
+
+
+def ranks(trials: Trials) -> str:
+    """Two processes that share the clients end every round, bit for bit, as one does: server, memory, losses, metrics."""
+    if reason := cannot_fork():
+        raise NotApplicable(reason)
+    usual, shared = trials.run(), trials.attempt(ranks=2)
+    finished = shared.rounds[: len(shared.rounds) - (shared.error is not None)]
+    for number, (one, two) in enumerate(zip(usual.rounds, finished, strict=False), 1):
+        place = difference(*({"server": x.server, "memory": x.memory, "loss": x.loss} for x in (one, two)))
+        if place is not None:
+            raise Violated(f"{place} is another one after round {number} on two ranks; {_ON_RANKS}")
+    if shared.error is not None:
+        said = " ".join(f"{shared.error}, {', '.join(getattr(shared.error, '__notes__', []))}".split())
+        known = isinstance(shared.error, ConfigurationError)
+        raise Violated(f"stops on two ranks: {said}" + ("" if known else f"; {_ON_RANKS}"))
+    _equal(usual, shared, "on two ranks it")
+    return "bit-exact on two ranks"
 
 
 def observers(trials: Trials) -> str:

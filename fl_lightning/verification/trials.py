@@ -4,6 +4,7 @@ import random
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, Literal
@@ -14,10 +15,13 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from fl_lightning.cohort.cohort import Cohort
+from fl_lightning.errors import ConfigurationError
 from fl_lightning.executors.sequential import SequentialExecutor
+from fl_lightning.executors.strategy import CohortStrategy
 from fl_lightning.randomness import seeded
 from fl_lightning.round.callback import FederatedCallback
 from fl_lightning.round.module import FederatedModule
+from fl_lightning.verification.comparison import Violated
 from fl_lightning.verification.federation import SIZES, Disturbance, federation, reference_model
 from fl_lightning.verification.observation import Run
 
@@ -106,6 +110,7 @@ class Setup:
         norm: The model's norm layers.
         observed: Have an :class:`Observer` on both sides of the method.
         disturbance: What is changed about a client.
+        ranks: Processes that share the clients.
         resume: Continue from the checkpoint that the federated run of this set-up, one of :data:`SAVED`, wrote after this round.
         repetition: Tells equal runs apart.
         module: Settings of ``FederatedModule`` by name.
@@ -118,6 +123,7 @@ class Setup:
     norm: Literal["bn", "gn"] = "bn"
     observed: bool = False
     disturbance: Disturbance | None = None
+    ranks: int = 1
     resume: int = 0
     repetition: int = 0
     module: frozenset[tuple[str, Any]] = frozenset(
@@ -183,8 +189,11 @@ class Trials:
 
         Raises:
             Exception: What stopped the run.
+            Violated: That was no refusal of the set-up: a round had ended.
         """
         run = self.attempt(setup, **changes)
+        if isinstance(run.error, ConfigurationError) and len(run.rounds) > 1:
+            raise Violated(f"the run stops: {run.error}")
         if run.error is not None:
             raise run.error
         return run
@@ -201,7 +210,7 @@ class Trials:
             source = self.checkpoint(setup.but(resume=0, centralised=False), setup.resume)
         settings = {"executor": SequentialExecutor(), **dict(setup.module), **self.settings}
         run = Run(reference_model(setup.norm), **settings)
-        run.script, run.method = setup.script, method
+        run.script, run.method, run.rounds = setup.script, method, []
         callbacks: list[L.Callback] = [] if method is None else [method]
         if setup.disturbance is not None and setup.disturbance.what != ("data",):
             callbacks.insert(0, Disturb(setup.disturbance))
@@ -211,13 +220,20 @@ class Trials:
         if saved:
             folder = self.folder / str(SAVED.index(setup))
             callbacks.append(ModelCheckpoint(folder, "{epoch}", save_top_k=-1, save_on_train_epoch_end=True))
+        processes: dict[str, Any] = {}
+        if setup.ranks > 1:  # ranks that wait for each other longer than this wait for ever
+            processes = {"devices": setup.ranks, "strategy": CohortStrategy(timedelta(minutes=1))}
         data = federation(setup.identities, batch_sizes=setup.batch_sizes, disturbance=setup.disturbance)
         with seeded(0), warnings.catch_warnings():
             # Lightning's advice on the tiny data, none of the method's business
             warnings.simplefilter("ignore")
             try:
                 trainer = L.Trainer(
-                    max_epochs=len(setup.script), callbacks=callbacks, enable_checkpointing=saved, **_TRAINER
+                    max_epochs=len(setup.script),
+                    callbacks=callbacks,
+                    enable_checkpointing=saved,
+                    **_TRAINER,
+                    **processes,
                 )
                 trainer.fit(run, datamodule=data, ckpt_path=source)
             except Exception as error:  # noqa: BLE001  # whatever a method raises is a finding

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from broken_callbacks import FAILS
+from broken_callbacks import FAILS, RIGHT, ranks
 from readme_code import METHOD_BLOCKS
 
 import callbacks
@@ -12,6 +12,8 @@ from fl_lightning.errors import ConfigurationError
 from fl_lightning.verification import certify
 from fl_lightning.verification.battery import RULES
 from fl_lightning.verification.claims import CLAIMS
+from fl_lightning.verification.comparison import NotApplicable, Violated
+from fl_lightning.verification.trials import Trials
 
 
 def verify(*arguments):
@@ -40,6 +42,44 @@ def test_a_broken_callback_fails_on_exactly_its_lines(broken):
     assert all(finding.detail for finding in certificate.failed)
     # what fails is what is wrong with it: no rule stumbles over it
     assert not [finding for finding in certificate.failed if finding.detail.startswith("raises ")]
+
+
+@pytest.mark.parametrize("right", RIGHT, ids=lambda cls: cls.__name__)
+def test_what_forgets_other_ranks_passes_in_its_right_form(right):
+    certificate = certify(right, references=False)
+    assert certificate.failed == []
+    assert next(one.status for one in certificate.rules if one.line == "ranks") == "PASSED"
+
+
+@pytest.mark.parametrize(
+    ("broken", "told"),
+    [
+        (ranks.CountsItsRows, r"\['server'\]\['0\.weight'\] .* after round 1 on two ranks; local steps change only "),
+        (ranks.SumOnSelf, r"stops on two ranks: round 1: rank 1 has another SumOnSelf\.mean than rank 0; .* in them change nothing"),
+        (ranks.NamesTheProcess, r"stops on two ranks: round 1: rank 1 has another NamesTheProcess\.process than rank 0; .*no process"),
+        (ranks.RowsOfTheWholeCohort, r"stops on two ranks: The size .* RowsOfTheWholeCohort\.on_after_local_backward, round 1.*; local"),
+    ],
+)  # fmt: skip
+def test_what_forgets_other_ranks_is_told_the_place_the_round_and_the_rule(broken, told, tmp_path):
+    with pytest.raises(Violated, match=f"^{told}"):
+        RULES["ranks"](Trials(broken, tmp_path))
+
+
+def test_where_processes_cannot_be_copied_ranks_do_not_apply(tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.platform", "darwin")
+    with pytest.raises(NotApplicable, match=r"^processes cannot be copied on darwin$"):
+        RULES["ranks"](Trials(FederatedCallback, tmp_path))
+
+
+def test_a_mean_over_the_clients_in_a_local_step_stops_an_ordinary_run():
+    class Averages(FederatedCallback):
+        def on_local_step_end(self, trainer, pl_module, cohort, step):
+            cohort.mean(cohort.losses)
+
+    with pytest.raises(
+        ConfigurationError, match=r"^Averages cannot be .*in on_local_step_end.*cohort\.mean: in a local step"
+    ):
+        certify(Averages)
 
 
 def test_every_line_rejects_some_broken_callback():

@@ -15,6 +15,7 @@ from callbacks import (
     SiloBN,
     StaticBN,
 )
+from fl_lightning import ConfigurationError, FederatedCallback
 from fl_lightning.batch_norm.layers import batch_norm_layers
 from fl_lightning.cohort.cohort import SERVER
 
@@ -91,15 +92,19 @@ class ShrinksGammas(SiloBN):
 
 @fails("own_twin_when_frozen")
 class FreezesBatchStatistics(FixBN):
-    """FixBN whose clients scale what they learn by their size in stage II."""
+    """FixBN whose clients scale what they learn by their number in stage II."""
 
     def __init__(self):
         super().__init__(freeze_round=2)
 
+    def on_round_start(self, trainer, pl_module, cohort):
+        super().on_round_start(trainer, pl_module, cohort)
+        self.clients = len(cohort)
+
     def on_after_local_backward(self, trainer, pl_module, cohort, step):
         if cohort.policy["mean"] == "frozen":
             for gradients in cohort.grads.blocks.values():
-                gradients.mul_(len(cohort))
+                gradients.mul_(self.clients)
 
 
 @fails("own_twin_without_bn")
@@ -119,6 +124,17 @@ class FedBNTakesOneStepMore(FedBN):
         super().on_local_step_end(trainer, pl_module, cohort, step)
         for name in of_kind(cohort, "affine"):
             cohort.params[name].sub_(0.05 * cohort.grads[name])
+
+
+@fails("one_client_is_plain_training")
+class StopsWithOneClient(FederatedCallback):
+    """Trains one client for two rounds, and then says that it does not."""
+
+    claims = ("one_client_is_plain_training",)
+
+    def on_round_start(self, trainer, pl_module, cohort):
+        if len(cohort) == 1 and cohort.round == 3:
+            raise ConfigurationError("one client is not enough")
 
 
 def with_equal_weights(cohort, hook, *arguments):

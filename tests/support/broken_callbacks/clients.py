@@ -51,13 +51,13 @@ class OverwrittenLocal(FederatedCallback):
         return dict.fromkeys(("mean", "var", "counter"), "local")
 
 
-@fails("exchange in a round")
+@fails("exchange in a round", "ranks")
 class NeighboursStatistics(FederatedCallback):
-    """Gives every client the mean of all clients' statistics in the middle of a round, without declaring an exchange."""
+    """Gives every client the mean of its rank's clients' statistics in the middle of a round, without declaring an exchange."""
 
     def on_local_step_end(self, trainer, pl_module, cohort, step):
         for name in of_kind(cohort, "mean", "var"):
-            cohort.buffers[name].copy_(cohort.mean(cohort.buffers[name]).expand_as(cohort.buffers[name]))
+            cohort.buffers[name].copy_(cohort.buffers[name].mean(0).expand_as(cohort.buffers[name]))
 
 
 @fails("payload", "clients own state")
@@ -117,12 +117,12 @@ class HandsOnResetCounters(FederatedCallback):
 
 @fails("exchange in a round")
 class LateExchange(FederatedCallback):
-    """From round 3 on, gives every client the mean of all clients' gradients."""
+    """From round 3 on, gives every client the mean of all clients' weights before it sends its own."""
 
-    def on_after_local_backward(self, trainer, pl_module, cohort, step):
+    def on_before_aggregate(self, trainer, pl_module, cohort):
         if cohort.round >= 3:
-            for gradients in cohort.grads.blocks.values():
-                gradients.copy_(cohort.mean(gradients).expand_as(gradients))
+            for weights in cohort.params.blocks.values():
+                weights.copy_(cohort.mean(weights).expand_as(weights))
 
 
 @fails("absent clients")

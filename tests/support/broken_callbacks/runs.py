@@ -66,8 +66,11 @@ class SavedGenerator(NoisyGradients):
 class GlobalNumpy(NoisyGradients):
     """Draws from numpy's global generator."""
 
+    def on_round_start(self, trainer, pl_module, cohort):
+        self.drawn = np.random.rand()
+
     def number(self, pl_module, cohort):
-        return np.random.rand()
+        return self.drawn
 
 
 @fails("runs repeat")
@@ -101,16 +104,18 @@ class CountsItsNeighbours(NoisyGradients):
 
 
 @fails("client numbers")
-class FirstClientCounts(NoisyGradients):
+class FirstClientCounts(FederatedCallback):
     """Treats client 0 differently."""
 
-    def number(self, pl_module, cohort):
-        return float(0 in cohort.client_ids)
+    def on_after_local_backward(self, trainer, pl_module, cohort, step):
+        for row in (row for row, client in enumerate(cohort.client_ids) if client == 0):
+            for gradients in cohort.grads.blocks.values():
+                gradients[row] *= 1.1
 
 
 @fails("executors")
 class CountsForwardCalls(NoisyGradients):
-    """A forward hook counts calls: one per client, or one per block."""
+    """A forward hook counts calls for each client: one, or one per block."""
 
     def configure_batch_norm(self, pl_module):
         self.calls = 0
@@ -121,7 +126,7 @@ class CountsForwardCalls(NoisyGradients):
 
     def number(self, pl_module, cohort):
         calls, self.calls = self.calls, 0
-        return calls * len(cohort)
+        return calls / max(1, len(cohort.active_rows()))
 
     def on_round_start(self, trainer, pl_module, cohort):
         self.calls = 0
@@ -137,7 +142,7 @@ class LateFirstRow(FederatedCallback):
     round = 2
 
     def on_after_local_backward(self, trainer, pl_module, cohort, step):
-        if cohort.round == self.round:
+        if cohort.round == self.round and cohort.rows.start == 0:
             for gradients in cohort.grads.blocks.values():
                 gradients[0] *= 2
 
