@@ -38,6 +38,14 @@ class FederatedCallback(Declarations, L.Callback):
     Before each hook torch's global generator is seeded from (seed, class, hook, round, step): what a hook draws with
     ``torch.rand`` and its like depends on neither the executor nor on earlier draws, and is the same after a resume.
 
+    Several ranks share the clients of a run, and give the numbers of one, if hooks keep to this:
+
+    - ``on_round_start``, ``on_before_aggregate``, ``on_round_end`` and Lightning's hooks see the whole cohort on every rank, and
+      must do the same on each: no clock, no process number, no random numbers but torch's global ones.
+    - ``on_after_local_backward`` and ``on_local_step_end`` get the rows of their rank, ``cohort.rows`` of the whole cohort, maybe
+      none. They change nothing but rows, and ``cohort.mean`` raises there. What they keep for clients lies in ``cohort.extra``,
+      which ``on_round_start`` fills with tensors ``[C, ...]``, not on ``self``; what they draw comes from ``cohort.generators``.
+
     A hook name that does not exist (``on_rond_start``) is an error when the class is made, in a mixin too.
     """
 

@@ -98,7 +98,8 @@ def test_every_command_of_a_page_runs_in_its_order_for_two_rounds(name, write_me
 
 
 @pytest.mark.parametrize(
-    "name", [*METHOD_BLOCKS, "OwnStatistics", "FrozenAffine", "AsEvaluated", "Measured", "Updates"]
+    "name",
+    [*METHOD_BLOCKS, "OwnStatistics", "FrozenAffine", "AsEvaluated", "GradientNorm", "Measured", "Updates"],
 )
 def test_the_methods_of_the_pages_keep_what_they_promise(name):
     namespace = {"__name__": "methods"}
@@ -107,7 +108,7 @@ def test_the_methods_of_the_pages_keep_what_they_promise(name):
 
 
 def test_every_python_block_is_tried():
-    used = {"README.md": 1, "docs/own-method.md": 7, "docs/own-data.md": 2, "docs/python.md": 2}
+    used = {"README.md": 1, "docs/own-method.md": 8, "docs/own-data.md": 2, "docs/python.md": 2}
     assert {name: len(found) for name in PAGES if (found := blocks(name, "python"))} == used
 
 
