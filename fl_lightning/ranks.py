@@ -11,7 +11,6 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 import torch.distributed as dist
-from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
@@ -61,7 +60,7 @@ class Ranks:
         """What every rank has computed, by rank. An exception of one of them is raised on all.
 
         Args:
-            compute: Computes what this rank has to tell, which is pickled. Global generators are given back as they were.
+            compute: Computes what this rank has to tell, which is pickled. torch's global generators are given back as they were.
 
         Raises:
             ConfigurationError: A rank has found a mistake of the user's.
@@ -69,7 +68,9 @@ class Ranks:
         """
 
         def computed() -> Result:
-            with isolate_rng():  # ranks that have computed something else go on with the same generators
+            # ranks that have computed something else go on with the same generators
+            gpus = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]  # torch gives it no types
+            with torch.random.fork_rng(gpus):
                 return compute()
 
         if self.size == 1:
