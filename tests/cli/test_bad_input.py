@@ -115,7 +115,7 @@ TABLE = {
     "no number of rounds": ({"trainer.max_epochs": None}, ["trainer.max_epochs", "model.budget_epochs"]),
     "budget below one step": ("--model.budget_epochs 1e-6", ["budget_epochs: 1e-06", "raise it"]),
     "validation fraction above one": (f"{DATA}val_fraction 1.5", ["val_fraction", "[0, 1)", "found 1.5"]),
-    "two devices": ("--trainer.devices 2", ["trainer.devices: 2", "devices: 1"]),
+    "no device": ("--trainer.devices 0", ["trainer", "devices: 0"]),
     "unknown accelerator": ("--trainer.accelerator gpuu", ["accelerator: gpuu", "Available names"]),
     "evaluation every zero rounds": (
         "--trainer.check_val_every_n_epoch 0",

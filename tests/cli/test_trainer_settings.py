@@ -6,13 +6,11 @@ from helpers import SGD, blobs, fit, small_cnn
 
 from fl_lightning import ConfigurationError, FederatedModule
 
-PROCESSES = "is for several processes; leave it out"
 ROUNDS = "means nothing where a batch is a round; leave it out, and use trainer.max_epochs for fewer rounds"
 REFUSED = {
     ("max_epochs", 0): "0 trains nothing; use at least 1 round",
-    ("num_nodes", 2): "2 is not possible yet; use num_nodes: 1",
-    ("strategy", "ddp"): f"DDPStrategy {PROCESSES}",
-    ("sync_batchnorm", True): f"True {PROCESSES}, or use FBN",
+    ("strategy", "ddp"): "DDPStrategy would mix the gradients of clients; use strategy: cohort",
+    ("sync_batchnorm", True): "True would turn FedAvg into FBN; leave it out, or use FBN",
     ("precision", "16-true"): "16-true scales losses; use bf16-mixed or 32-true",
     ("gradient_clip_val", 1.0): "1.0 would clip nothing; use ClientGradientClipping",
     ("limit_train_batches", 3): f"3 {ROUNDS}",
