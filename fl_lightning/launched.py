@@ -23,5 +23,5 @@ def launched_rank() -> int:
 def silence() -> None:
     """Let nothing that is printed from now on be seen, nor a warning: another rank says it."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-    sys.stdout = sys.stderr = os.fdopen(1, "w")  # they may have been others
+    sys.stdout = sys.stderr = os.fdopen(1, "w", closefd=False)  # they may have been others
     warnings.filterwarnings("ignore")

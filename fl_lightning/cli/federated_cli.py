@@ -172,6 +172,8 @@ class FederatedCLI(LightningCLI):
     def predict(self, **kwargs: Any) -> None:
         """Write the predictions on the test data to ``predictions.csv`` in the run's folder."""
         outputs: list[Any] = self.trainer.predict(**{**kwargs, "return_predictions": True}) or []
+        if not self.trainer.is_global_zero:
+            return
         path = (self._source.path if self._source is not None else Path()) / "predictions.csv"
         count = write_predictions(path, outputs, self.datamodule.predict_dataloader())
         print(f"{count:,} predictions written to {path}")

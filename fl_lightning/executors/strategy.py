@@ -11,12 +11,14 @@ import lightning as L
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ParallelStrategy, StrategyRegistry
 from torch import Tensor
 
+from fl_lightning.errors import ConfigurationError
 from fl_lightning.executors.fork import ForkLauncher
 from fl_lightning.ranks import LostRank, Ranks
 
@@ -80,7 +82,14 @@ class CohortStrategy(ParallelStrategy):
 
     def _configure_launcher(self) -> None:
         environment = self.cluster_environment
-        if environment is not None and not environment.creates_processes_externally:
+        assert environment is not None
+        environment.validate_settings(self.num_processes, self.num_nodes)
+        numbered_by_hand = isinstance(environment, LightningEnvironment) and self.num_nodes > 1
+        if numbered_by_hand and not {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
+            raise ConfigurationError(
+                f"trainer.num_nodes: {self.num_nodes}: set NODE_RANK, MASTER_ADDR and MASTER_PORT on each machine, or use torchrun"
+            )
+        if not environment.creates_processes_externally:
             self._launcher = ForkLauncher(self)
 
     def setup_environment(self) -> None:
@@ -128,7 +137,7 @@ class CohortStrategy(ParallelStrategy):
         except dist.DistError as error:
             late = [f"rank {rank}" for rank, key in enumerate(keys) if store and not store.check([key])]
             raise LostRank(
-                f"{' and '.join(late) or 'rank 0'} has not come within {self.timeout}; start all of them, with the same "
+                f"{' and '.join(late) or 'a rank'} has not come within {self.timeout}; start all of them, with the same "
                 "MASTER_ADDR and MASTER_PORT"
             ) from error
         return store

@@ -239,7 +239,7 @@ def make_trainer(settings: Mapping[str, Any], clients: int | None = None, **equi
         equipment["num_nodes"] = int(os.environ["WORLD_SIZE"]) // int(os.environ["LOCAL_WORLD_SIZE"])
     given = {**settings, **equipment, "plugins": plugins}
     if given.get("strategy", "auto") == "auto" and (
-        given["devices"] not in (1, "1") or given.get("num_nodes", 1) != 1
+        given["devices"] not in (1, "1") or given.get("num_nodes", 1) != 1 or under_torchrun()
     ):
         given["strategy"] = CohortStrategy()
     try:
