@@ -11,14 +11,12 @@ import lightning as L
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
-from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ParallelStrategy, StrategyRegistry
 from torch import Tensor
 
-from fl_lightning.errors import ConfigurationError
 from fl_lightning.executors.fork import ForkLauncher
 from fl_lightning.ranks import LostRank, Ranks
 
@@ -84,11 +82,6 @@ class CohortStrategy(ParallelStrategy):
         environment = self.cluster_environment
         assert environment is not None
         environment.validate_settings(self.num_processes, self.num_nodes)
-        numbered_by_hand = isinstance(environment, LightningEnvironment) and self.num_nodes > 1
-        if numbered_by_hand and not {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
-            raise ConfigurationError(
-                f"trainer.num_nodes: {self.num_nodes}: set NODE_RANK, MASTER_ADDR and MASTER_PORT on each machine, or use torchrun"
-            )
         if not environment.creates_processes_externally:
             self._launcher = ForkLauncher(self)
 
@@ -106,7 +99,7 @@ class CohortStrategy(ParallelStrategy):
         if not dist.is_initialized():
             gpu = device if device.type == "cuda" else None
             # in a thread: a signal ends the waiting, which it cannot in C++
-            found: Future[dist.Store] = Future()
+            found: Future[Any] = Future()
             Thread(target=_fulfil, args=(found, self._find_others), daemon=True).start()
             dist.init_process_group(
                 "nccl" if gpu else "gloo",
@@ -118,20 +111,21 @@ class CohortStrategy(ParallelStrategy):
             )
         self.ranks = Ranks(self.global_rank, self.world_size, self.timeout.total_seconds())
 
-    def _find_others(self) -> dist.Store:
+    def _find_others(self) -> Any:
         """Where the ranks leave their addresses, once all have come."""
-        environment, store = self.cluster_environment, None
+        environment = self.cluster_environment
         assert environment is not None
+        store: Any = None
         keys = [f"came {rank}" for rank in range(self.world_size)]
         try:
             if self.meeting_place is not None:
                 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-                store = dist.FileStore(self.meeting_place, self.world_size)
+                store = dist.FileStore(self.meeting_place, self.world_size)  # type: ignore[attr-defined]  # torch's own pages name it so
             else:
                 os.environ["MASTER_ADDR"] = environment.main_address
                 os.environ["MASTER_PORT"] = str(environment.main_port)
-                place = dist.rendezvous("env://", self.global_rank, self.world_size, timeout=self.timeout)
-                store, _, _ = next(place)
+                where = ("env://", self.global_rank, self.world_size)
+                store, _, _ = next(dist.rendezvous(*where, timeout=self.timeout))  # type: ignore[attr-defined]  # likewise
             store.set(keys[self.global_rank], "")
             store.wait(keys, self.timeout)
         except dist.DistError as error:
@@ -165,7 +159,8 @@ class CohortStrategy(ParallelStrategy):
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """What a checkpoint holds; only the first rank needs to have the file."""
         own = super().load_checkpoint(checkpoint_path, weights_only) if self.is_global_zero else None
-        return self.broadcast(own)
+        found: dict[str, Any] = self.broadcast(own)
+        return found
 
     def barrier(self, name: str | None = None) -> None:
         """Wait for all ranks."""
