@@ -44,7 +44,11 @@ METHODS = [
         "trainer.callbacks": [{"class_path": "MaintainedMomentum", "init_args": {"scope": "local"}}],
         "model.client_optimizer": SGD,
     },
-    {"trainer.callbacks": [{"class_path": "SlidingWindowFixBN"}]},
+    {
+        "trainer.callbacks": [
+            {"class_path": "SlidingWindowFixBN", "init_args": {"window": 2, "threshold": 0.5}}
+        ]
+    },
 ]
 
 
