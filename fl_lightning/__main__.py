@@ -7,6 +7,7 @@ from importlib import import_module
 
 from fl_lightning import __version__
 from fl_lightning.errors import nearest
+from fl_lightning.launched import launched_rank
 
 _RUNS = ("fit", "validate", "test", "predict")
 _OTHERS = {
@@ -55,7 +56,8 @@ def main(args: Sequence[str] | None = None) -> None:
     try:
         _run(list(sys.argv[1:] if args is None else args))
     except KeyboardInterrupt:  # while torch is imported; a command that has begun hears the signals itself
-        print("stopped by Ctrl-C; nothing is kept", file=sys.stderr)
+        if not launched_rank():
+            print("stopped by Ctrl-C; nothing is kept", file=sys.stderr)
         sys.exit(130)
 
 
@@ -78,7 +80,9 @@ def _run(arguments: list[str]) -> None:
     else:
         if arguments[-2:] == ["--help", "all"]:
             arguments.pop()
-        elif not any(argument.startswith(("--print_config", "--help", "-h")) for argument in arguments):
+        elif not (
+            launched_rank() or any(x.startswith(("--print_config", "--help", "-h")) for x in arguments)
+        ):
             print(f"fl_lightning {__version__}: loading PyTorch and Lightning", flush=True)
         from fl_lightning.cli.command_line import main as run
 

@@ -15,6 +15,7 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from fl_lightning.cli.parser import ConciseParser, given_settings, one_milestone_each
 from fl_lightning.dashboard.settings import WandbSettings
 from fl_lightning.errors import ConfigurationError
+from fl_lightning.launched import under_torchrun
 from fl_lightning.round.module import FederatedModule
 from fl_lightning.run.training import Training, as_list, has_progress_bar, make_trainer
 from fl_lightning.run_directory.checkpoint_io import check_run, load_run
@@ -131,7 +132,7 @@ class FederatedCLI(LightningCLI):
         config = self.config[self.subcommand]
         if config.threads is not None:
             torch.set_num_threads(config.threads)
-            if config.threads > 1 and config.trainer.devices == "auto":
+            if config.threads > 1 and config.trainer.devices == "auto" and not under_torchrun():
                 config.trainer.devices = 1  # ranks have one thread each
         stem = Path(config.config[-1].relative).stem if config.get("config") else "run"
         config.name = config.name or stem  # saved too: the saved configuration runs beside this run
@@ -171,6 +172,8 @@ class FederatedCLI(LightningCLI):
     def predict(self, **kwargs: Any) -> None:
         """Write the predictions on the test data to ``predictions.csv`` in the run's folder."""
         outputs: list[Any] = self.trainer.predict(**{**kwargs, "return_predictions": True}) or []
+        if not self.trainer.is_global_zero:
+            return
         path = (self._source.path if self._source is not None else Path()) / "predictions.csv"
         count = write_predictions(path, outputs, self.datamodule.predict_dataloader())
         print(f"{count:,} predictions written to {path}")

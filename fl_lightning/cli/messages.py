@@ -3,13 +3,16 @@
 import errno
 import os
 import re
+import signal
 import sys
+import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
+import torch.distributed as dist
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import Callback
 from torch.nn import Module
@@ -20,10 +23,14 @@ from fl_lightning.aggregation import Aggregator, PreAggregator
 from fl_lightning.client_data.federated import FederatedDataModule
 from fl_lightning.errors import ConfigurationError, nearest
 from fl_lightning.executors.base import Executor
+from fl_lightning.launched import launched_rank, silence, under_torchrun
 from fl_lightning.optimizers.schedules import LRSchedule
+from fl_lightning.ranks import is_shared
 from fl_lightning.round.callback import FederatedCallback
 from fl_lightning.run.interruption import stoppable
 from fl_lightning.run.training import quiet_host
+
+_PATIENCE = 10.0  # seconds
 
 _SHIPPED = ("fl_lightning", "callbacks", "datamodules", "torch", "torchvision", "lightning")
 """The packages whose classes have bare names."""
@@ -124,6 +131,8 @@ def _one_line(text: str) -> str:
 def command() -> Iterator[None]:
     """Run a command such that an error or a signal ends it with one line, and an output that is closed or full ends nothing."""
     quiet_host()
+    if under_torchrun() and launched_rank():
+        silence()
     shown = sys.stdout, sys.stderr
     with open(os.devnull, "w") as nowhere:
         outputs: Any = [_Output(stream or nowhere, nowhere) for stream in shown]
@@ -164,8 +173,22 @@ class _Output:
 
 def refuse(line: str, status: int = 2) -> NoReturn:
     """Print the one line of an error and exit."""
-    print(f"error: {line}", file=sys.stderr)
+    rank = launched_rank() if under_torchrun() else 0
+    if rank:
+        _let_the_first_rank_speak()
+    print(f"error: rank {rank}: {line}" if rank else f"error: {line}", file=_errors())
     sys.exit(status)
+
+
+def _let_the_first_rank_speak() -> None:
+    """Wait until ``torchrun`` ends this rank, as it does once the first one has ended with an error that is likely the same."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    time.sleep(_PATIENCE)
+
+
+def _errors() -> TextIO:
+    """Where errors are printed: other ranks are silent but for them."""
+    return (sys.__stderr__ if launched_rank() else None) or sys.stderr
 
 
 def fail(error: Exception) -> NoReturn:
@@ -175,8 +198,11 @@ def fail(error: Exception) -> NoReturn:
     ``FL_LIGHTNING_TRACEBACK`` is set.
     """
     line = told(error)
+    if is_shared(error) and dist.is_initialized() and dist.get_rank():
+        _let_the_first_rank_speak()
+        sys.exit(1)
     if os.environ.get("FL_LIGHTNING_TRACEBACK"):
-        traceback.print_exception(error)
+        traceback.print_exception(error, file=_errors())
     if line is not None:
         refuse(line)
     kept = _keep_traceback(error)
@@ -196,7 +222,7 @@ def _keep_traceback(error: Exception) -> str:
             raise FileExistsError(errno.EEXIST, "a file of another kind is there")
         path.write_text(text, errors="backslashreplace")
     except OSError as unwritable:
-        print(text, file=sys.stderr)
+        print(text, file=_errors())
         return f"the traceback is above, since {path} cannot be written: {unwritable.strerror}"
     return f"the traceback is in {path}"
 

@@ -18,6 +18,7 @@ import torch
 from lightning.pytorch.strategies.launchers.launcher import _Launcher
 
 from fl_lightning.errors import ConfigurationError
+from fl_lightning.launched import silence
 from fl_lightning.ranks import LostRank, described, failure_of, is_shared
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -135,7 +136,6 @@ def _serve(rank: int, run: Callable[[], Any], trainer: L.Trainer | None, pipe: i
     gc.freeze()  # a process group of an earlier run would wait for threads that only the first rank has
     os.environ["LOCAL_RANK"] = str(rank)
     silence()
-    warnings.filterwarnings("ignore")
     if trainer is not None:
         trainer.loggers = []
     try:
@@ -147,18 +147,6 @@ def _serve(rank: int, run: Callable[[], Any], trainer: L.Trainer | None, pipe: i
             os.write(pipe, pickle.dumps(described(error)))
         raise
     os._exit(0)
-
-
-def silence() -> None:
-    """Let nothing that is printed from now on be seen: another rank says it."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-    sys.stdout = os.fdopen(1, "w")  # it may have been another one
-
-
-def launched_rank() -> int:
-    """The rank of this process as ``torchrun``, Slurm or the user (``NODE_RANK``) has numbered it, 0 where nobody has."""
-    named = (os.environ[name] for name in ("RANK", "SLURM_PROCID", "NODE_RANK") if name in os.environ)
-    return int(next(named, 0))
 
 
 def cannot_fork() -> str | None:

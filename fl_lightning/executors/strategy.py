@@ -1,7 +1,10 @@
 """The strategy of a run on several devices or cores: clients are shared between ranks, the server is on each of them."""
 
 import os
+from collections.abc import Callable
+from concurrent.futures import Future
 from datetime import timedelta
+from threading import Thread
 from typing import Any
 
 import lightning as L
@@ -15,7 +18,7 @@ from lightning.pytorch.strategies import ParallelStrategy, StrategyRegistry
 from torch import Tensor
 
 from fl_lightning.executors.fork import ForkLauncher
-from fl_lightning.ranks import Ranks
+from fl_lightning.ranks import LostRank, Ranks
 
 
 class CohortStrategy(ParallelStrategy):
@@ -77,7 +80,9 @@ class CohortStrategy(ParallelStrategy):
 
     def _configure_launcher(self) -> None:
         environment = self.cluster_environment
-        if environment is not None and not environment.creates_processes_externally:
+        assert environment is not None
+        environment.validate_settings(self.num_processes, self.num_nodes)
+        if not environment.creates_processes_externally:
             self._launcher = ForkLauncher(self)
 
     def setup_environment(self) -> None:
@@ -88,25 +93,48 @@ class CohortStrategy(ParallelStrategy):
 
     def meet(self) -> None:
         """Meet the other ranks, if there are any and they have not met yet."""
-        environment, device = self.cluster_environment, self.root_device
-        assert environment is not None
+        device = self.root_device
         if self.world_size == 1:
             return
         if not dist.is_initialized():
             gpu = device if device.type == "cuda" else None
-            settings: dict[str, Any] = {
-                "timeout": self.timeout,
-                "rank": self.global_rank,
-                "world_size": self.world_size,
-            }
+            # in a thread: a signal ends the waiting, which it cannot in C++
+            found: Future[Any] = Future()
+            Thread(target=_fulfil, args=(found, self._find_others), daemon=True).start()
+            dist.init_process_group(
+                "nccl" if gpu else "gloo",
+                timeout=self.timeout,
+                world_size=self.world_size,
+                rank=self.global_rank,
+                store=found.result(),
+                device_id=gpu,
+            )
+        self.ranks = Ranks(self.global_rank, self.world_size, self.timeout.total_seconds())
+
+    def _find_others(self) -> Any:
+        """Where the ranks leave their addresses, once all have come."""
+        environment = self.cluster_environment
+        assert environment is not None
+        store: Any = None
+        keys = [f"came {rank}" for rank in range(self.world_size)]
+        try:
             if self.meeting_place is not None:
-                settings["store"] = dist.FileStore(self.meeting_place, self.world_size)  # type: ignore[attr-defined]  # torch's own pages name it so
                 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+                store = dist.FileStore(self.meeting_place, self.world_size)  # type: ignore[attr-defined]  # torch's own pages name it so
             else:
                 os.environ["MASTER_ADDR"] = environment.main_address
                 os.environ["MASTER_PORT"] = str(environment.main_port)
-            dist.init_process_group("nccl" if gpu else "gloo", device_id=gpu, **settings)
-        self.ranks = Ranks(self.global_rank, self.world_size, self.timeout.total_seconds())
+                where = ("env://", self.global_rank, self.world_size)
+                store, _, _ = next(dist.rendezvous(*where, timeout=self.timeout))  # type: ignore[attr-defined]  # likewise
+            store.set(keys[self.global_rank], "")
+            store.wait(keys, self.timeout)
+        except dist.DistError as error:
+            late = [f"rank {rank}" for rank, key in enumerate(keys) if store and not store.check([key])]
+            raise LostRank(
+                f"{' and '.join(late) or 'a rank'} has not come within {self.timeout}; start all of them, with the same "
+                "MASTER_ADDR and MASTER_PORT"
+            ) from error
+        return store
 
     def part(self) -> None:
         """Part from the other ranks."""
@@ -127,6 +155,12 @@ class CohortStrategy(ParallelStrategy):
         """Move the module to this rank's device."""
         assert self.model is not None
         self.model.to(self.root_device)
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """What a checkpoint holds; only the first rank needs to have the file."""
+        own = super().load_checkpoint(checkpoint_path, weights_only) if self.is_global_zero else None
+        found: dict[str, Any] = self.broadcast(own)
+        return found
 
     def barrier(self, name: str | None = None) -> None:
         """Wait for all ranks."""
@@ -156,6 +190,13 @@ class CohortStrategy(ParallelStrategy):
             self.barrier()
             self.part()
         super().teardown()
+
+
+def _fulfil(future: "Future[Any]", compute: Callable[[], Any]) -> None:
+    try:
+        future.set_result(compute())
+    except Exception as error:  # noqa: BLE001  # whoever waits raises it
+        future.set_exception(error)
 
 
 StrategyRegistry.register(

@@ -3,6 +3,7 @@
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -10,7 +11,11 @@ from typing import Any
 
 import lightning as L
 
+from fl_lightning.launched import under_torchrun
+from fl_lightning.ranks import LostRank, Ranks
+
 _WAYS = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM", signal.SIGHUP: "SIGHUP"}
+_ECHO = 2.0  # seconds in which torchrun passes on a signal that the terminal has sent to all
 
 
 class Stopped(SystemExit):
@@ -34,7 +39,8 @@ def stoppable() -> Iterator[None]:
         yield
     except Stopped as stopped:
         if stopped.kept:
-            print(f"stopped by {stopped.way}; {stopped.kept}", file=sys.stderr)
+            lost = f" after: {stopped.__context__}" if isinstance(stopped.__context__, LostRank) else ""
+            print(f"stopped by {stopped.way}{lost}; {stopped.kept}", file=sys.stderr)
         stopped.kept = ""
         raise
     finally:
@@ -51,22 +57,29 @@ class FinishRound(L.Callback):
 
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None
+        self._heard_at = 0.0
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Take over the signals."""
 
         def note(number: int, frame: FrameType | None) -> None:
             if self.signal is not None:
+                if under_torchrun() and time.monotonic() - self._heard_at < _ECHO:
+                    return
                 raise Stopped(number)
-            self.signal = signal.Signals(number)
+            self.signal, self._heard_at = signal.Signals(number), time.monotonic()
             trainer.should_stop = True
             print(f"\nstopping after this round; {_WAYS[self.signal]} again stops at once", file=sys.stderr)
 
         _listen(note)
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Every rank ends with the first one."""
-        self.signal, trainer.should_stop = trainer.strategy.broadcast((self.signal, trainer.should_stop))
+        """All ranks end where one is to stop."""
+        ranks: Ranks = pl_module.ranks  # type: ignore[assignment]  # of a FederatedModule
+        if ranks.size > 1:
+            asked = ranks.exchange(lambda: (self.signal, trainer.should_stop))
+            self.signal = next((number for number, _ in asked if number is not None), None)
+            trainer.should_stop = any(stop for _, stop in asked)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Let a signal stop at once again."""

@@ -5,7 +5,6 @@ import os
 import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -24,8 +23,8 @@ from fl_lightning.dashboard.logger import RoundWandbLogger
 from fl_lightning.dashboard.settings import WandbSettings
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.executors.choice import cpu_ranks
-from fl_lightning.executors.fork import launched_rank, silence
 from fl_lightning.executors.strategy import CohortStrategy
+from fl_lightning.launched import launched_rank, silence, under_torchrun
 from fl_lightning.round.module import FederatedModule
 from fl_lightning.round.trainer import check_trainer
 from fl_lightning.run.interruption import FinishRound, Stopped
@@ -124,7 +123,9 @@ class Training:
         strategy = self._trainer.strategy
         if isinstance(strategy, CohortStrategy) and strategy.launcher is None:
             strategy.meet()
-            path, self._beginning.start = strategy.broadcast((path, replace(self.start, attempt=None)))
+            path = strategy.broadcast(path)
+        elif rank:  # a node whose ranks are yet to be copied
+            path = self.found(ckpt_path)
         self._fit_arguments: dict[str, Any] = {"ckpt_path": path, "weights_only": weights_only}
         profiler: Any = self._trainer.profiler  # type: ignore[attr-defined]  # set in a helper of the trainer
         if self.start.attempt is not None and not isinstance(profiler, PassThroughProfiler):
@@ -234,9 +235,11 @@ def make_trainer(settings: Mapping[str, Any], clients: int | None = None, **equi
         plugins.append(LightningEnvironment())
     if settings.get("devices", "auto") == "auto":
         equipment["devices"] = devices_of(settings, clients)
+    if under_torchrun() and settings.get("num_nodes", 1) == 1:
+        equipment["num_nodes"] = int(os.environ["WORLD_SIZE"]) // int(os.environ["LOCAL_WORLD_SIZE"])
     given = {**settings, **equipment, "plugins": plugins}
     if given.get("strategy", "auto") == "auto" and (
-        given["devices"] not in (1, "1") or given.get("num_nodes", 1) != 1
+        given["devices"] not in (1, "1") or given.get("num_nodes", 1) != 1 or under_torchrun()
     ):
         given["strategy"] = CohortStrategy()
     try:
@@ -251,12 +254,12 @@ def make_trainer(settings: Mapping[str, Any], clients: int | None = None, **equi
 def is_launched(settings: Mapping[str, Any]) -> bool:
     """Whether other ranks may be processes that somebody else starts: ``torchrun``, or where they are asked for Slurm."""
     asked = settings.get("devices", "auto") not in ("auto", 1, "1") or settings.get("num_nodes", 1) != 1
-    return asked or ("LOCAL_WORLD_SIZE" in os.environ and settings.get("devices", "auto") == "auto")
+    return asked or under_torchrun()
 
 
 def devices_of(settings: Mapping[str, Any], clients: int | None) -> int:
     """What ``devices: auto`` means: what ``torchrun`` has started, one GPU, or a rank for each core."""
-    if "LOCAL_WORLD_SIZE" in os.environ:
+    if under_torchrun():
         return int(os.environ["LOCAL_WORLD_SIZE"])
     accelerator = settings.get("accelerator", "auto")
     other = accelerator == "auto" and (CUDAAccelerator.is_available() or MPSAccelerator.is_available())

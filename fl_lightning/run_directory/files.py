@@ -5,6 +5,7 @@ import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 
@@ -43,6 +44,7 @@ class RunStart(L.Callback):
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Write ``config.yaml``, ``partition.json`` and ``policy.json``, and draw the partition."""
         assert isinstance(pl_module, FederatedModule)
+        self.start = trainer.strategy.broadcast(replace(self.start, attempt=None))
         self._note_origin(pl_module)
         if self.start.differs:
             groups = trainer.optimizers[0].param_groups

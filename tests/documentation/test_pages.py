@@ -25,9 +25,12 @@ BY_HAND = (
     ".venv/bin/python docs/scripts/",
     ".venv/bin/ruff",
     ".venv/bin/mypy",
+    ".venv/bin/torchrun",
     ".venv/bin/wandb sync",
     ".venv/bin/wandb leet",
     "OMP_NUM_THREADS=1 .venv/bin/python -m pytest",
+    "OMP_NUM_THREADS=1 .venv/bin/torchrun",
+    "NODE_RANK=",
 )
 """What other tests, developers or readers run."""
 
@@ -43,6 +46,7 @@ LEFT = {
     "docs/own-method.md": "quickstart/*/updates.csv",
     "docs/results.md": "digits_fedavg_bn/*/result.json",
     "docs/run-directory.md": "quickstart/*/predictions.csv",
+    "docs/scaling.md": "digits_fixbn_momentum_local/*/result.json",
     "docs/speed.md": "quickstart/*/fit-profile.txt",
 }
 """A file below ``runs`` that a page's commands leave."""
