@@ -15,6 +15,7 @@ from typing import Any
 
 import lightning as L
 import torch
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.pytorch.strategies.launchers.launcher import _Launcher
 
 from fl_lightning.errors import ConfigurationError
@@ -24,6 +25,25 @@ from fl_lightning.ranks import LostRank, described, failure_of, is_shared
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _MISSES_ANOTHER = 3
 _MOST = 65536  # bytes that a pipe holds
+
+
+class OneMachine(LightningEnvironment):
+    """Ranks of this machine that a run starts itself, whatever number a scheduler has given to the run.
+
+    Attributes:
+        own_rank: That of this process.
+    """
+
+    own_rank = 0
+    creates_processes_externally = False
+
+    def local_rank(self) -> int:
+        """The rank on this machine."""
+        return self.own_rank
+
+    def node_rank(self) -> int:
+        """There is one machine."""
+        return 0
 
 
 class ForkLauncher(_Launcher):
@@ -105,6 +125,7 @@ class ForkLauncher(_Launcher):
             if pid == 0:
                 try:
                     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: it ends with this process
+                    self._strategy.cluster_environment.own_rank = rank
                     _serve(rank, run, trainer, theirs)
                 finally:
                     os._exit(1)

@@ -11,7 +11,6 @@ from typing import Any, Self
 
 import lightning as L
 import yaml
-from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.accelerators import CUDAAccelerator, MPSAccelerator
 from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar
@@ -23,6 +22,7 @@ from fl_lightning.dashboard.logger import RoundWandbLogger
 from fl_lightning.dashboard.settings import WandbSettings
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.executors.choice import cpu_ranks
+from fl_lightning.executors.fork import OneMachine
 from fl_lightning.executors.strategy import CohortStrategy
 from fl_lightning.launched import launched_rank, silence, under_torchrun
 from fl_lightning.round.module import FederatedModule
@@ -232,7 +232,7 @@ def make_trainer(settings: Mapping[str, Any], clients: int | None = None, **equi
     """
     plugins = [*as_list(settings.get("plugins")), AtomicCheckpointIO()]
     if not is_launched(settings):  # a scheduler numbers runs that know nothing of each other
-        plugins.append(LightningEnvironment())
+        plugins.append(OneMachine())
     if settings.get("devices", "auto") == "auto":
         equipment["devices"] = devices_of(settings, clients)
     if under_torchrun() and settings.get("num_nodes", 1) == 1:

@@ -1,4 +1,4 @@
-"""A scheduler numbers the runs that it starts at once; each of them is still one process, the first and only one."""
+"""A scheduler numbers the runs that it starts at once; each of them is still a run of its own."""
 
 import pytest
 from command_line import rows, run
@@ -25,6 +25,13 @@ def test_run_that_a_scheduler_has_numbered_writes_its_rows_and_goes_on(numbered,
     assert [row["round"] for row in rows(attempt)] == [0, 1, 2]
     run("--ckpt_path", "last", "--trainer.max_epochs", 3)
     assert [row["round"] for row in rows(attempt)] == [0, 1, 2, 3]
+
+
+def test_a_numbered_run_starts_ranks_of_its_own(numbered, monkeypatch):
+    monkeypatch.setattr("fl_lightning.executors.choice.cores_of_a_run", lambda: 2)
+    cli = run("--trainer.max_epochs", 2)
+    assert cli.trainer.num_devices == 2
+    assert [row["round"] for row in rows(cli.attempt)] == [0, 1, 2]
 
 
 def test_trainer_in_a_script_writes_its_rows_under_any_rank(numbered, tmp_path):
