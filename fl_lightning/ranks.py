@@ -16,6 +16,7 @@ from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from fl_lightning.errors import ConfigurationError
 
+_LARGE = 200_000  # bytes of a block that travels by itself
 _GRACE = 10.0  # seconds that ranks have to notice that one is lost
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -116,17 +117,40 @@ class Ranks:
 
     def complete(self, blocks: Sequence[Tensor]) -> None:
         """Fill in, in place, the rows of contiguous ``blocks [C, ...]`` that other ranks have computed: those of :meth:`share`."""
+        if self.size == 1:
+            return
+        # bytes: not every backend sends every type
+        blocks = [block.view(len(block), -1).view(torch.uint8) for block in blocks if block.numel()]
+        large = [block for block in blocks if block.numel() > _LARGE]
         sent: list[Any] = []
         with self.meeting():
-            for block in blocks if self.size > 1 else ():
+            for block in large:
                 for rank in range(self.size):
-                    rows = self.share(len(block), rank)
-                    if rows and block.numel():
-                        # bytes: not every backend sends every type
-                        part = block[rows.start : rows.stop].view(torch.uint8)
+                    if rows := self.share(len(block), rank):
+                        part = block[rows.start : rows.stop]
                         sent.append(dist.broadcast(part, rank, async_op=True))
+            self._complete_together([block for block in blocks if block.numel() <= _LARGE])
             for work in sent:
                 work.wait()
+
+    def _complete_together(self, blocks: Sequence[Tensor]) -> None:
+        """Small blocks travel in one piece: on one machine a message takes longer than their bytes."""
+
+        def parts(rank: int) -> list[Tensor]:
+            shares = [self.share(len(block), rank) for block in blocks]
+            return [block[rows.start : rows.stop] for block, rows in zip(blocks, shares, strict=True)]
+
+        if not blocks:
+            return
+        sizes = [sum(part.numel() for part in parts(rank)) for rank in range(self.size)]
+        own, *pieces = [blocks[0].new_zeros(max(sizes)) for _ in range(1 + self.size)]
+        torch.cat([part.flatten() for part in parts(self.rank)], out=own[: sizes[self.rank]])
+        dist.all_gather(pieces, own)
+        for rank in set(range(self.size)) - {self.rank}:
+            places = parts(rank)
+            found = torch.split(pieces[rank][: sizes[rank]], [place.numel() for place in places])
+            for place, values in zip(places, found, strict=True):
+                place.copy_(values.view_as(place))
 
     @contextmanager
     def meeting(self) -> Iterator[None]:
