@@ -43,7 +43,7 @@ nitpick_ignore_regex = [
         r"Figure|Axes|Axis|Connection",
     ),  # of matplotlib and multiprocessing, imported for type checkers alone
     (r"py:class", r"dict\[\w+"),  # an annotation in quotes, which Sphinx cuts at its comma
-    (r"py:class", r".*\.Key"),  # a type variable
+    (r"py:class", r".*\.(Key|Item|Result)"),  # type variables
     (
         r"py:.*",
         r"(abc|argparse|collections|contextlib|enum|logging|multiprocessing|os|pathlib|random|signal|types)\..*",
