@@ -23,7 +23,7 @@ from callbacks import (
 from fl_lightning import FederatedDataModule, FederatedModule
 from fl_lightning.mechanisms.statistics_pass import collect
 
-SIZES = pytest.mark.parametrize("size", [2, 3])
+SIZES = pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
 EVALUATED = {"limit_val_batches": None, "num_sanity_val_steps": -1}
 MODES = ["pooled", "pooled_total_variance", "per_client", "per_client_total_variance"]
 

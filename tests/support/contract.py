@@ -45,7 +45,17 @@ TABLE = [
     Row("README's FedProx", {"mu": 0.5}, {}),
     Row("README's FedBN", {}, {}),
 ]
-EVERY_ROW = pytest.mark.parametrize("row", TABLE, ids=lambda row: f"{row.callback}-{row.settings}")
+
+
+def _slow_if_again(rows):
+    """The first row of each method is tested each time, its others where ``slow`` tests run."""
+    names = [row.callback for row in rows]
+    for place, row in enumerate(rows):
+        marks = [pytest.mark.slow] if row.callback in names[:place] else []
+        yield pytest.param(row, marks=marks, id=f"{row.callback}-{row.settings}")
+
+
+EVERY_ROW = pytest.mark.parametrize("row", [*_slow_if_again(TABLE)])
 
 
 def method_of(row):

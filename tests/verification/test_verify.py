@@ -35,7 +35,13 @@ def own_code(tmp_path, monkeypatch):
     monkeypatch.delitem(__import__("sys").modules, "methods", raising=False)
 
 
-@pytest.mark.parametrize("broken", FAILS, ids=lambda cls: cls.__name__)
+@pytest.mark.parametrize(
+    "broken",
+    [
+        pytest.param(broken, marks=[pytest.mark.slow] if place % 4 else [], id=broken.__name__)
+        for place, broken in enumerate(FAILS)
+    ],
+)
 def test_a_broken_callback_fails_on_exactly_its_lines(broken):
     certificate = certify(broken, references=False)
     assert {finding.line for finding in certificate.failed} == FAILS[broken]
