@@ -17,7 +17,8 @@ from fl_lightning.dashboard.settings import WandbSettings
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.launched import under_torchrun
 from fl_lightning.round.module import FederatedModule
-from fl_lightning.run.training import Training, as_list, has_progress_bar, make_trainer
+from fl_lightning.run.trainer import as_list, make_trainer
+from fl_lightning.run.training import Training, has_progress_bar
 from fl_lightning.run_directory.checkpoint_io import check_run, load_run
 from fl_lightning.run_directory.checkpoints import RoundCheckpoint
 from fl_lightning.run_directory.directory import Attempt

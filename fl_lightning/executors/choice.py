@@ -62,14 +62,9 @@ def decide_compilation(module: Any, client_steps: int, batch: Callable[[], Any])
     record.compiled = executor.compilation.compiled
 
 
-def cpu_ranks(clients: int | None = None) -> int:
-    """How many ranks a run on CPUs has unless it is told: one for each core that it may use.
-
-    Args:
-        clients: The most clients of a round, where that is known.
-    """
-    cores = 1 if cannot_fork() else cores_of_a_run()
-    return min(cores, clients or cores)
+def cpu_ranks() -> int:
+    """The most ranks that a run on CPUs has unless it is told: one for each core that it may use."""
+    return 1 if cannot_fork() else cores_of_a_run()
 
 
 def cores_of_a_run() -> int:

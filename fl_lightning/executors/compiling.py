@@ -70,7 +70,7 @@ def _worth_it(module: ClientTask, client_steps: int, batch: Callable[[], Any]) -
     if module.device.type != "cpu":
         return Compilation(False, f"never measured on {module.device.type}")
     if client_steps < _FEWEST_STEPS:
-        return Compilation(False, f"{client_steps:,} local steps in all")
+        return Compilation(False, f"it would not pay: {client_steps:,} local steps in all")
     kinds = [type(layer) for layer in module.model.modules()]
     own = next((kind.__name__ for kind in kinds if kind.__module__.partition(".")[0] not in _KNOWN), None)
     if own is not None:
@@ -78,10 +78,10 @@ def _worth_it(module: ClientTask, client_steps: int, batch: Callable[[], Any]) -
     values = _count(module, batch())
     if values is None:
         return Compilation(False, f"{type(module.model).__name__} asks for numbers on its way")
-    gain = client_steps * (values.normalised - 2 * values.pooled)
+    compiled = client_steps * (values.normalised - 2 * values.pooled) >= _WORTH_IT
     words = f"{client_steps:,} local steps with {values.normalised:,} values in BN layers"
     words += f", {values.pooled:,} in max pooling" if values.pooled else ""
-    return Compilation(gain >= _WORTH_IT, words)
+    return Compilation(compiled, words if compiled else f"it would not pay: {words}")
 
 
 class _Values(NamedTuple):

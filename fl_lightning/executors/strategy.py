@@ -78,6 +78,12 @@ class CohortStrategy(ParallelStrategy):
         self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
         rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]  # an attribute of the function
 
+    def limit(self, ranks: int) -> None:
+        """Have at most so many ranks on this machine."""
+        assert self.parallel_devices is not None
+        self.parallel_devices = self.parallel_devices[:ranks]
+        self.set_world_ranks()
+
     def _configure_launcher(self) -> None:
         environment = self.cluster_environment
         assert environment is not None

@@ -11,8 +11,6 @@ from typing import Any, Self
 
 import lightning as L
 import yaml
-from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.accelerators import CUDAAccelerator, MPSAccelerator
 from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar
 from lightning.pytorch.loggers import WandbLogger
 from lightning.pytorch.profilers import PassThroughProfiler
@@ -22,14 +20,13 @@ from fl_lightning.dashboard.logger import RoundWandbLogger
 from fl_lightning.dashboard.settings import WandbSettings
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.executors.choice import cpu_ranks
-from fl_lightning.executors.fork import OneMachine
 from fl_lightning.executors.strategy import CohortStrategy
-from fl_lightning.launched import launched_rank, silence, under_torchrun
+from fl_lightning.launched import launched_rank, silence
 from fl_lightning.round.module import FederatedModule
-from fl_lightning.round.trainer import check_trainer
 from fl_lightning.run.interruption import FinishRound, Stopped
 from fl_lightning.run.progress import RoundProgress
-from fl_lightning.run_directory.checkpoint_io import AtomicCheckpointIO, check_run, load_run
+from fl_lightning.run.trainer import as_list, is_launched, make_trainer, useful_ranks
+from fl_lightning.run_directory.checkpoint_io import check_run, load_run
 from fl_lightning.run_directory.checkpoints import RoundCheckpoint
 from fl_lightning.run_directory.continuation import Start, find_start
 from fl_lightning.run_directory.directory import directory_of
@@ -117,9 +114,8 @@ class Training:
                 if path is None
                 else find_start(self.directory, path, checkpoint, self.config, resumed, self._held)
             )
-        # 1 client, not 1.0 of all
-        alone = self.module.centralised or repr(self.module.participation) == "1"
-        self._trainer = make_trainer(settings, 1 if alone else None, **self._equipment(settings, wandb))
+        self._chooses_ranks = settings.get("devices", "auto") == "auto"
+        self._trainer = make_trainer(settings, cpu_ranks(), **self._equipment(settings, wandb))
         strategy = self._trainer.strategy
         if isinstance(strategy, CohortStrategy) and strategy.launcher is None:
             strategy.meet()
@@ -178,6 +174,14 @@ class Training:
         """
         start, trainer, signal = self.start, self._trainer, self._interruption
         try:
+            strategy = trainer.strategy
+            if (
+                self._chooses_ranks
+                and isinstance(strategy, CohortStrategy)
+                and strategy.launcher
+                and strategy.num_nodes == 1
+            ):
+                strategy.limit(useful_ranks(self.module, self.data))
             trainer.fit(self.module, datamodule=self.data, **self._fit_arguments)
             if start.round and trainer.global_step == start.round and start.is_new and not signal.signal:
                 raise ConfigurationError(
@@ -217,60 +221,6 @@ class Training:
                 error.traceback_file = attempt.error  # type: ignore[attr-defined]  # where the command line writes it
             if self._wandb is not None and self._wandb.place is not None and attempt.path.exists():
                 print(self._wandb.place, flush=True)
-
-
-def make_trainer(settings: Mapping[str, Any], clients: int | None = None, **equipment: Any) -> L.Trainer:
-    """A trainer with this project's checkpoints and, for several ranks, its strategy.
-
-    Args:
-        settings: The trainer's arguments that the user gives.
-        clients: The most clients of a round, where that is known.
-        equipment: Arguments that take their place.
-
-    Raises:
-        ConfigurationError: The trainer refuses one.
-    """
-    plugins = [*as_list(settings.get("plugins")), AtomicCheckpointIO()]
-    if not is_launched(settings):  # a scheduler numbers runs that know nothing of each other
-        plugins.append(OneMachine())
-    if settings.get("devices", "auto") == "auto":
-        equipment["devices"] = devices_of(settings, clients)
-    if under_torchrun() and settings.get("num_nodes", 1) == 1:
-        equipment["num_nodes"] = int(os.environ["WORLD_SIZE"]) // int(os.environ["LOCAL_WORLD_SIZE"])
-    given = {**settings, **equipment, "plugins": plugins}
-    if given.get("strategy", "auto") == "auto" and (
-        given["devices"] not in (1, "1") or given.get("num_nodes", 1) != 1 or under_torchrun()
-    ):
-        given["strategy"] = CohortStrategy()
-    try:
-        trainer = L.Trainer(**given)
-    except (ValueError, TypeError, MisconfigurationException) as error:
-        place = f"accelerator: {settings.get('accelerator')}, devices: {given['devices']}"
-        raise ConfigurationError(f"trainer ({place}): {error}") from error
-    check_trainer(trainer)
-    return trainer
-
-
-def is_launched(settings: Mapping[str, Any]) -> bool:
-    """Whether other ranks may be processes that somebody else starts: ``torchrun``, or where they are asked for Slurm."""
-    asked = settings.get("devices", "auto") not in ("auto", 1, "1") or settings.get("num_nodes", 1) != 1
-    return asked or under_torchrun()
-
-
-def devices_of(settings: Mapping[str, Any], clients: int | None) -> int:
-    """What ``devices: auto`` means: what ``torchrun`` has started, one GPU, or a rank for each core."""
-    if under_torchrun():
-        return int(os.environ["LOCAL_WORLD_SIZE"])
-    accelerator = settings.get("accelerator", "auto")
-    other = accelerator == "auto" and (CUDAAccelerator.is_available() or MPSAccelerator.is_available())
-    return 1 if other or accelerator not in ("auto", "cpu") else cpu_ranks(clients)
-
-
-def as_list(setting: Any) -> list[Any]:
-    """A setting that may be missing, one thing or a list of them, as a list."""
-    if not setting:
-        return []
-    return list(setting) if isinstance(setting, list | tuple) else [setting]
 
 
 def has_progress_bar(callbacks: Sequence[L.Callback]) -> bool:

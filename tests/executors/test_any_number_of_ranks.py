@@ -5,16 +5,18 @@ import torch
 from command_line import rows, run
 from contract import TABLE
 from contract import run as run_method
-from helpers import ArrayClient, States, small_cnn
+from helpers import ArrayClient, States, blobs, distance, small_cnn
 from outcomes import assert_same, same, states
 from torch import nn
 
+from callbacks import BatchNormDiagnostics, FedTAN
 from fl_lightning import (
     ConfigurationError,
     FederatedCallback,
     FederatedDataModule,
     FederatedModule,
     SequentialExecutor,
+    VectorizedExecutor,
 )
 
 UNEVEN = {"participation": 3, "local_steps": None, "local_epochs": 1}
@@ -147,6 +149,19 @@ def test_random_numbers_of_a_model_are_those_of_its_client():
         return nn.Sequential(Noisy(), small_cnn())
 
     assert_same(states(model=model()), states(3, model=model()))
+
+
+@pytest.mark.parametrize(
+    "methods", [list, lambda: [FedTAN()], lambda: [BatchNormDiagnostics(every_n_rounds=1)]]
+)
+def test_vectorised_ranks_are_equal_to_rounding(methods):
+    def run(ranks):
+        return states(ranks, callbacks=methods(), executor=VectorizedExecutor(), data=blobs(4))
+
+    reference = run(1)
+    for ranks in (2, 3):
+        found = run(ranks)
+        assert max(distance(*pair) for pair in zip(reference, found, strict=True)) < 1e-10
 
 
 @pytest.mark.parametrize("ranks", [2, 5])

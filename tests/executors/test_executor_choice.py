@@ -17,21 +17,13 @@ def module(cls=FederatedModule, **settings):
 
 
 @pytest.mark.parametrize(
-    ("cores", "clients", "ranks"), [(1, 10, 1), (2, 1, 1), (2, 5, 2), (16, 10, 10), (16, None, 16)]
-)
-def test_several_clients_on_several_cores_get_a_rank_on_each(monkeypatch, cores, clients, ranks):
-    monkeypatch.setattr(choice, "cores_of_a_run", lambda: cores)
-    assert cpu_ranks(clients) == ranks
-
-
-@pytest.mark.parametrize(
     ("owner", "name", "value"),
     [(fork.sys, "platform", "darwin"), (torch.cuda, "is_initialized", lambda: True)],
 )
 def test_where_processes_would_fail_there_is_one(monkeypatch, owner, name, value):
     monkeypatch.setattr(choice, "cores_of_a_run", lambda: 4)
     monkeypatch.setattr(owner, name, value)
-    assert cpu_ranks(10) == 1
+    assert cpu_ranks() == 1
 
 
 @pytest.mark.parametrize(
@@ -77,27 +69,34 @@ def test_an_executor_that_is_given_stays():
     assert own.executor_choice is None
 
 
+LONG = ("--model.local_steps", 7)
+"""21 local steps of three clients in a round."""
+
+
 @pytest.mark.parametrize(
-    ("settings", "ranks"),
+    ("cores", "settings", "ranks"),
     [
-        ((), 2),
-        (("--threads", 2), 1),
-        (("--trainer.devices", 1), 1),
-        (("--model.participation", 1), 1),
-        (("--model.participation", 1.0), 2),
-        (("--model.centralised", "true"), 1),
+        (2, LONG, 2),
+        (16, LONG, 3),
+        (2, ("--model.local_steps", 6), 1),
+        (2, (*LONG, "--threads", 2), 1),
+        (2, (*LONG, "--trainer.devices", 1), 1),
+        (16, ("--model.local_steps", 1, "--trainer.devices", 2), 2),
+        (2, ("--model.local_steps", 30, "--model.participation", 1), 1),
+        (2, (*LONG, "--model.participation", 1.0), 2),
+        (2, ("--model.local_steps", 30, "--model.centralised", "true"), 1),
     ],
 )
-def test_a_run_has_a_rank_for_each_core_where_that_helps(monkeypatch, settings, ranks):
-    monkeypatch.setattr(choice, "cores_of_a_run", lambda: 2)
+def test_a_run_has_a_rank_for_each_core_where_that_helps(monkeypatch, cores, settings, ranks):
+    monkeypatch.setattr(choice, "cores_of_a_run", lambda: cores)
     assert run("--trainer.max_epochs", 1, *settings).trainer.num_devices == ranks
     torch.set_num_threads(1)
 
 
 def test_the_number_of_ranks_is_said_and_changes_no_number(capsys, monkeypatch):
-    one = run()
+    one = run(*LONG)
     monkeypatch.setattr(choice, "cores_of_a_run", lambda: 2)
-    several = run()
+    several = run(*LONG)
     lines = capsys.readouterr().out.splitlines()
     found = [lines[place + 1] for place, line in enumerate(lines) if line == "Executor"]
     assert found == [
