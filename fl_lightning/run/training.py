@@ -174,14 +174,7 @@ class Training:
         """
         start, trainer, signal = self.start, self._trainer, self._interruption
         try:
-            strategy = trainer.strategy
-            if (
-                self._chooses_ranks
-                and isinstance(strategy, CohortStrategy)
-                and strategy.launcher
-                and strategy.num_nodes == 1
-            ):
-                strategy.limit(useful_ranks(self.module, self.data))
+            self._prepare_ranks()
             trainer.fit(self.module, datamodule=self.data, **self._fit_arguments)
             if start.round and trainer.global_step == start.round and start.is_new and not signal.signal:
                 raise ConfigurationError(
@@ -199,6 +192,14 @@ class Training:
         if self._wandb is not None:
             self._wandb.log_result(result)
         return result
+
+    def _prepare_ranks(self) -> None:
+        """Set up the data in the process that is copied, and have no more copies than are of use unless they are asked for."""
+        strategy = self._trainer.strategy
+        if isinstance(strategy, CohortStrategy) and strategy.launcher is not None:
+            ranks = useful_ranks(self.module, self.data)
+            if self._chooses_ranks and strategy.num_nodes == 1:
+                strategy.limit(ranks)
 
     def __enter__(self) -> Self:
         return self

@@ -188,6 +188,18 @@ def test_what_is_drawn_for_a_client_does_not_depend_on_its_rank():
     assert not same(first, second)
 
 
+def test_each_client_step_round_and_purpose_has_draws_of_its_own():
+    drawn = []
+
+    class Draws(FederatedCallback):
+        def on_local_step_end(self, trainer, pl_module, cohort, step):
+            for purpose in ("noise", "labels"):
+                drawn.extend(float(torch.rand(1, generator=one)) for one in cohort.generators(purpose))
+
+    states(callbacks=[Draws()], rounds=2)
+    assert len(set(drawn)) == len(drawn) == 2 * 2 * 2 * 3
+
+
 class Threads(FederatedCallback):
     """Looks how many threads there are inside rounds."""
 
