@@ -17,6 +17,7 @@ from torch.utils._pytree import keystr, tree_flatten_with_path
 from fl_lightning.errors import ConfigurationError
 
 _LARGE = 200_000  # bytes of a block that travels by itself
+_SHORT = 4096  # bytes that ranks tell each other in one message
 _GRACE = 10.0  # seconds that ranks have to notice that one is lost
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -79,17 +80,33 @@ class Ranks:
         own: Exception | None = None
         try:
             told = pickle.dumps((computed(), None))
-        except Exception as error:  # noqa: BLE001  # all ranks raise it
+        except Exception as error:
+            if is_shared(error) or isinstance(error, LostRank):
+                raise  # of an exchange within this one, where the others have heard of it
             own, told = error, pickle.dumps((None, described(error)))
-        everyone: list[Any] = [None] * self.size
         with self.meeting():
-            dist.all_gather_object(everyone, told)
+            everyone = self._tell(told)
         results = []
         for rank, (result, failure) in enumerate(map(pickle.loads, everyone)):
             if failure is not None:
                 raise _shared(own if rank == self.rank and own is not None else failure_of(rank, *failure))
             results.append(result)
         return results
+
+    def _tell(self, told: bytes) -> list[bytes]:
+        """What every rank tells, by rank; what does not fit in the first message comes in a second one."""
+        heads = self._gather(len(told).to_bytes(8) + told[:_SHORT], 8 + _SHORT)
+        lengths = [int.from_bytes(head[:8]) for head in heads]
+        longest = max(lengths) - _SHORT
+        rests = self._gather(told[_SHORT:], longest) if longest > 0 else [b""] * self.size
+        return [(head[8:] + rest)[:length] for head, rest, length in zip(heads, rests, lengths, strict=True)]
+
+    def _gather(self, own: bytes, size: int) -> list[bytes]:
+        told = torch.frombuffer(bytearray(own.ljust(size, b"\0")), dtype=torch.uint8)
+        told = told.to("cuda" if dist.get_backend() == "nccl" else "cpu")
+        everyone = [torch.empty_like(told) for _ in range(self.size)]
+        dist.all_gather(everyone, told)
+        return [one.cpu().numpy().tobytes() for one in everyone]
 
     def agree(self, state: Callable[[], Mapping[str, Any]], place: str) -> None:
         """Check that every rank has the same.
@@ -103,7 +120,15 @@ class Ranks:
         """
         if self.size == 1:
             return
-        first, *others = self.exchange(lambda: checksums(state()))
+        own: dict[str, int] = {}
+
+        def together() -> int:
+            own.update(checksums(state()))
+            return zlib.crc32(repr(own).encode())
+
+        if len(set(self.exchange(together))) == 1:
+            return
+        first, *others = self.exchange(lambda: own)
         for rank, found in enumerate(others, 1):
             for key in {**first, **found}:
                 if first.get(key) != found.get(key):

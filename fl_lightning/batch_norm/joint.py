@@ -1,6 +1,6 @@
 """Exchanges inside a forward pass: the one operation with which a layer sees the other clients."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -10,7 +10,25 @@ from torch import Tensor
 
 from fl_lightning.errors import ConfigurationError
 
-_one_for_all: ContextVar[bool] = ContextVar("_one_for_all", default=False)
+
+def mean_of_all(stacked: Tensor, clients: int) -> Tensor:
+    """Mean over the rows of ``stacked [C, ...]``, for each of them.
+
+    Args:
+        stacked: The clients' tensors.
+        clients: How many there have to be.
+
+    Raises:
+        ConfigurationError: There are more or fewer.
+    """
+    if len(stacked) != clients:
+        raise ConfigurationError(
+            f"cohort_mean: the forward pass runs {len(stacked)} of the cohort's {clients} clients; JointExecutor runs all"
+        )
+    return stacked.mean(0, keepdim=True).expand_as(stacked)
+
+
+_mean: ContextVar[Callable[[Tensor, int], Tensor]] = ContextVar("_mean", default=mean_of_all)
 
 
 @torch.library.custom_op("fl_lightning::cohort_mean", mutates_args=())
@@ -38,19 +56,14 @@ def cohort_mean(own: Tensor, clients: int) -> Tensor:
 
 @cohort_mean.register_vmap
 def _(info: Any, in_dims: tuple[int, None], own: Tensor, clients: int) -> tuple[Tensor, int]:
-    if info.batch_size != (1 if _one_for_all.get() else clients):
-        raise ConfigurationError(
-            f"cohort_mean: the forward pass runs {info.batch_size} of the cohort's {clients} clients; a joint forward pass "
-            "needs all of them at once, as joint_executor() gives it"
-        )
-    return own.mean(in_dims[0], keepdim=True).expand_as(own), in_dims[0]
+    return _mean.get()(own.movedim(in_dims[0], 0), clients), 0
 
 
 @contextmanager
-def one_client_for_all() -> Iterator[None]:
-    """Let one client with the union of all batches stand for the cohort in a joint forward pass."""
-    token = _one_for_all.set(True)
+def averaging_by(mean: Callable[[Tensor, int], Tensor]) -> Iterator[None]:
+    """Let a function of the stacked rows and the size of the cohort give the mean in joint forward passes."""
+    token = _mean.set(mean)
     try:
         yield
     finally:
-        _one_for_all.reset(token)
+        _mean.reset(token)

@@ -1,6 +1,6 @@
 """The batches of a cohort's local step."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -55,9 +55,7 @@ class CohortBatch:
         if self._stack is None:
             assert self._batches is not None
             flat = [tree_flatten(batch) for batch in self._batches]
-            shapes = {tuple(tuple(leaf.shape) for leaf in leaves) for leaves, _ in flat}
-            if len(shapes) > 1:
-                raise CannotVectorize(f"the clients sent {len(shapes)} different shapes")
+            require_one([tuple(tuple(leaf.shape) for leaf in leaves) for leaves, _ in flat])
             columns = zip(*(leaves for leaves, _ in flat), strict=True)
             self._stack = tree_unflatten([torch.stack(column) for column in columns], flat[0][1])
         return self._stack
@@ -67,6 +65,16 @@ class CohortBatch:
         if self._batches is None:
             return CohortBatch(stack=tree_map(lambda leaf: leaf.flatten(0, 1)[None], self._stack))
         return CohortBatch(batches=[tree_map(lambda *leaves: torch.cat(leaves), *self._batches)])
+
+
+def require_one(shapes: Iterable[Any]) -> None:
+    """Refuse batches of different shapes.
+
+    Raises:
+        CannotVectorize: There are some.
+    """
+    if (kinds := len(set(shapes))) > 1:
+        raise CannotVectorize(f"the clients sent {kinds} different shapes")
 
 
 def describe_batch(batch: Any) -> str:

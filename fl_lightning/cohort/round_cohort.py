@@ -116,9 +116,9 @@ class RoundCohort(Cohort):
         blocks, gradients = ({n: rows.blocks[n] for n in trained} for rows in (self.params, self.grads))
         self._optimizer = ClientOptimizer(optimizer, blocks, gradients, groups, lr_factor, self.own_rows)
 
-    def part(self) -> Self:
-        """The clients that this rank computes, as a cohort of their own in the same memory: what a local step sees."""
-        part, rows = copy(self), self.own_rows
+    def part(self, rows: slice | None = None) -> Self:
+        """Clients that this rank computes (None: its own), as a cohort of their own in the same memory: what a local step sees."""
+        part, rows = copy(self), rows or self.own_rows
         for name in ("params", "grads", "buffers"):
             setattr(part, name, getattr(self, name).part(rows))
         part.rows, part._in_local_steps = rows, True

@@ -9,7 +9,7 @@ import torch
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
 
-from fl_lightning.batch_norm.joint import one_client_for_all
+from fl_lightning.batch_norm.joint import averaging_by, mean_of_all
 from fl_lightning.batch_norm.layers import batch_norm_layers, has_statistics
 from fl_lightning.batch_norm.swapping import evaluating
 from fl_lightning.client_data.cohort_batch import CohortBatch
@@ -17,8 +17,9 @@ from fl_lightning.cohort.cohort import Cohort
 from fl_lightning.cohort.round_cohort import RoundCohort
 from fl_lightning.cohort.slots import StateSlots
 from fl_lightning.executors.base import Executor
+from fl_lightning.executors.joint import JointExecutor
 from fl_lightning.executors.sequential import SequentialExecutor
-from fl_lightning.executors.vectorized import VectorizedExecutor, joint_executor
+from fl_lightning.executors.vectorized import VectorizedExecutor
 from fl_lightning.models.dropout import Dropout
 
 if TYPE_CHECKING:
@@ -83,7 +84,7 @@ def first_step(pl_module: "FederatedModule", cohort: Cohort, *, union: bool = Tr
             twin = _beside(pl_module, cohort, cohort.client_ids[:1]) if union else None
             if twin is not None:
                 _copy_start(cohort, twin, common=True)
-                with one_client_for_all():
+                with averaging_by(lambda own, _: mean_of_all(own, 1)):
                     _executor(pl_module).backward(pl_module, twin, batches.union(), [0])
         finally:
             pl_module.slots = slots
@@ -130,7 +131,7 @@ def _beside(pl_module: "FederatedModule", cohort: Cohort, client_ids: Sequence[i
 def _executor(pl_module: "FederatedModule") -> Executor:
     joint = pl_module.joint_method
     if joint is not None:
-        return joint_executor(joint)
+        return JointExecutor(joint)
     # any other computes the same, maybe with models of its own elsewhere, that nobody observes
     own = pl_module.executor
     return own if isinstance(own, VectorizedExecutor) else SequentialExecutor()

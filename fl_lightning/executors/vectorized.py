@@ -88,12 +88,15 @@ class VectorizedExecutor(Executor):
 
     def _stacked(self, batch: CohortBatch) -> Any:
         try:
-            return batch.stack()
+            return self._stack(batch)
         except CannotVectorize as error:
             raise CannotVectorize(
                 f"{self.user} needs batches of equal shape from every client, but {error}; give the client loaders "
                 f"drop_last=True or {self.instead}"
             ) from None
+
+    def _stack(self, batch: CohortBatch) -> Any:
+        return batch.stack()
 
     def _block(self, module: ClientTask, cohort: RoundCohort, batch: Any, rows: list[int]) -> Tensor:
         slots, trained, index = module.slots, cohort.trained_names, cohort.index(rows)
@@ -116,18 +119,6 @@ class VectorizedExecutor(Executor):
         for block in cohort.buffers.layout:
             cohort.buffers.write(index, block, updated)
         return losses.detach()
-
-
-def joint_executor(method: str) -> VectorizedExecutor:
-    """The executor of a step for which a method needs one forward pass over all clients together.
-
-    Args:
-        method: Name of the method, for messages.
-    """
-    executor = VectorizedExecutor()
-    executor.user = f"the joint forward pass of {method} in the first local step"
-    executor.instead = "the same batch_size"
-    return executor
 
 
 @contextmanager

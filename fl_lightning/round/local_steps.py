@@ -10,7 +10,7 @@ def take_local_steps(module: Any, cohort: RoundCohort, part: RoundCohort) -> lis
 
     Args:
         module: The federated module.
-        cohort: The round's cohort, which a joint forward pass needs as a whole.
+        cohort: The round's cohort.
         part: Its clients on this rank.
 
     Returns:
@@ -18,7 +18,9 @@ def take_local_steps(module: Any, cohort: RoundCohort, part: RoundCohort) -> lis
     """
     last = max(cohort.local_steps) - 1
     for step in range(last + 1):
-        module.compute_gradients(cohort if step == 0 and module.joint_method else part, step)
+        # in a joint step a rank without clients takes part with another's, and nobody hears of what it finds
+        joint = step == 0 and module.joint_method is not None
+        module.compute_gradients(cohort.part(slice(0, 1)) if joint and not part else part, step)
         module.call_hook("on_after_local_backward", part, step)
         with module.clock.part("optimizer"):
             part.take_step()
@@ -28,8 +30,7 @@ def take_local_steps(module: Any, cohort: RoundCohort, part: RoundCohort) -> lis
         show = getattr(module.trainer.progress_bar_callback, "local_step", None)
         if show is not None:
             show(step + 1, last + 1)
-    # those of a joint step are counted in the whole cohort
-    return [a + b for a, b in zip(cohort.samples[part.rows], part.samples, strict=True)]
+    return part.samples
 
 
 def shared_state(module: Any) -> dict[str, Any]:

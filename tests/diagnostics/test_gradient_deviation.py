@@ -17,7 +17,7 @@ from fl_lightning import (
     SequentialExecutor,
     VectorizedExecutor,
 )
-from fl_lightning.batch_norm.joint import cohort_mean, one_client_for_all
+from fl_lightning.batch_norm.joint import averaging_by, cohort_mean, mean_of_all
 from fl_lightning.client_data.cohort_batch import CohortBatch
 from fl_lightning.diagnostics.measurements import relative_deviation
 
@@ -209,7 +209,7 @@ def test_mixed_precision_has_the_rounding_of_bfloat16(executor):
 def test_part_of_a_cohort_is_refused_again_after_a_union():
     own = torch.tensor([[1.0, 2.0]])
     mean = torch.func.vmap(lambda row: cohort_mean(row, 3))
-    with one_client_for_all():
+    with averaging_by(lambda own, _: mean_of_all(own, 1)):
         assert torch.equal(mean(own), own)
         with pytest.raises(ConfigurationError, match="runs 3"):
             mean(own.expand(3, 2))

@@ -170,6 +170,42 @@ def test_more_ranks_than_clients_and_a_single_client_change_no_bit(ranks):
     assert_same(states(), states(ranks))
 
 
+def clients(sizes, targets=3):
+    """Clients with batches of some sizes, the last of which has its labels from 0 to ``targets``."""
+    generator = torch.Generator().manual_seed(0)
+    images = [torch.randn(24, 2, 6, 6, dtype=torch.float64, generator=generator) for _ in sizes]
+    last = len(sizes) - 1
+    kinds = [torch.arange(24) % (targets if i == last else 3) for i in range(len(sizes))]
+    own = [ArrayClient(*each) for each in zip(images, kinds, sizes, strict=True)]
+    return FederatedDataModule(own, own[0])
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 5])
+@pytest.mark.parametrize("backward", ["aggregated", "own"])
+def test_ranks_share_a_joint_step_whose_layers_exchange_between_them(ranks, backward):
+    class Counts(FederatedModule):
+        def client_batches(self, cohort, indices, step):
+            computed.append(len(indices))
+            return super().client_batches(cohort, indices, step)
+
+    def run(ranks):
+        settings = {"callbacks": [FedTAN(backward)], "module": Counts, "local_steps": 1}
+        return states(ranks, clients([8] * 4), **settings)
+
+    computed = []
+    reference, found = run(1), run(ranks)
+    assert max(distance(*pair) for pair in zip(reference, found, strict=True)) < 1e-10
+    assert computed == [4] * 3 + [-(-4 // ranks)] * 3
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 5])
+def test_an_error_in_one_ranks_part_of_a_joint_step_is_everyones(ranks):
+    with pytest.raises(RuntimeError, match="index 3 is out of bounds"):
+        states(ranks, clients([8] * 4, targets=4), callbacks=[FedTAN()])
+    with pytest.raises(ConfigurationError, match=r"batches of equal shape .* the clients sent 2 different"):
+        states(ranks, clients([8, 8, 8, 6]), callbacks=[FedTAN()])
+
+
 class DrawsByClient(FederatedCallback):
     """Adds noise to gradients that is the client's own."""
 

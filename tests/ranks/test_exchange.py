@@ -43,6 +43,30 @@ def test_exchange_tells_everybody_what_each_rank_has(tmp_path):
         assert torch.equal(torch.stack(found), torch.tensor([[0, 0], [1, 1], [2, 2]]))
 
 
+@pytest.mark.parametrize("size", [4095, 4096, 50_000])
+def test_long_and_short_tales_arrive_together(size, tmp_path):
+    def exchanged(ranks):
+        return ranks.exchange(lambda: bytes([ranks.rank]) * (size if ranks.rank == 1 else 1))
+
+    for found in in_ranks(3, exchanged, tmp_path):
+        assert found == [b"\0", b"\1" * size, b"\2"]
+
+
+def test_an_error_beside_an_exchange_within_another_one_is_everyones(tmp_path):
+    def exchanged(ranks):
+        def compute():
+            if ranks.rank == 2:
+                raise ConfigurationError("lr: -1 must be positive")
+            ranks.exchange(lambda: ranks.rank)
+
+        for _ in range(2):  # and all meet at the same place after it
+            with pytest.raises(ConfigurationError, match="lr: -1"):
+                ranks.exchange(compute)
+        return ranks.exchange(lambda: ranks.rank)
+
+    assert in_ranks(3, exchanged, tmp_path) == [[0, 1, 2]] * 3
+
+
 class OfATest(Exception):
     """An exception whose class other processes need not be able to make."""
 

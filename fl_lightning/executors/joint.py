@@ -1,0 +1,59 @@
+"""One forward pass over all clients, on whichever rank they are."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from fl_lightning.batch_norm.joint import averaging_by, mean_of_all
+from fl_lightning.client_data.cohort_batch import CohortBatch, require_one
+from fl_lightning.cohort.round_cohort import RoundCohort
+from fl_lightning.executors.base import ClientTask
+from fl_lightning.executors.vectorized import VectorizedExecutor
+from fl_lightning.ranks import Ranks
+
+
+class JointExecutor(VectorizedExecutor):
+    """The executor of a step for which a method needs one forward pass over all clients together.
+
+    Args:
+        method: Name of the method, for messages.
+        ranks: Those that take part, each with its clients; one without any takes part with another's, of which the others
+            hear nothing. None: this process alone, with all clients.
+    """
+
+    def __init__(self, method: str, ranks: Ranks | None = None) -> None:
+        super().__init__()
+        self._ranks = ranks or Ranks()
+        self.user = f"the joint forward pass of {method} in the first local step"
+        self.instead = "the same batch_size"
+
+    def backward(
+        self, module: ClientTask, cohort: RoundCohort, batch: CohortBatch, rows: Sequence[int]
+    ) -> Tensor:
+        """Fill ``cohort.grads`` and update ``cohort.buffers`` for ``rows``; see :meth:`~fl_lightning.executors.base.Executor.backward`."""
+        if self._ranks.size == 1:
+            return super().backward(module, cohort, batch, rows)
+        with averaging_by(self._mean):
+            return super().backward(module, cohort, batch, rows)
+
+    def _stack(self, batch: CohortBatch) -> Any:
+        stack = batch.stack()
+        require_one(self._ranks.exchange(lambda: tuple(leaf.shape[1:] for leaf in tree_leaves(stack))))
+        return stack
+
+    def _mean(self, own: Tensor, clients: int) -> Tensor:
+        """The mean over the clients of all ranks; in the backward pass, of their gradients."""
+        found = own.clone()
+        with torch.no_grad():
+            found.copy_(self._mean_of_values(own, clients))
+        if found.requires_grad:
+            found.register_hook(lambda gradients: self._mean_of_values(gradients, clients))  # type: ignore[no-untyped-call]  # torch gives it no types
+        return found
+
+    def _mean_of_values(self, own: Tensor, clients: int) -> Tensor:
+        told = own.detach()[: len(self._ranks.share(clients))].cpu()
+        everyone = torch.cat(self._ranks.exchange(told.clone))  # a view would take all that it is of along
+        return mean_of_all(everyone.to(own.device), clients)[:1].expand_as(own)
