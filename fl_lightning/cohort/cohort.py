@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from fl_lightning.batch_norm.kinds import buffer_kinds, parameter_kinds
-from fl_lightning.cohort.rows import Rows, buffer_layout, parameter_layout
+from fl_lightning.cohort.rows import Rows, buffer_layout, check_room, parameter_layout
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.optimizers import GroupSettings
 from fl_lightning.optimizers.client import ClientOptimizer
@@ -31,6 +31,9 @@ class Cohort:
         model: The server's model.
         num_clients: Number of clients C.
         parameter_groups: Client optimizer settings by parameter group.
+
+    Raises:
+        ConfigurationError: The device has less memory than the rows take.
 
     Attributes:
         client_ids: The clients, in increasing order.
@@ -60,6 +63,7 @@ class Cohort:
 
     def __init__(self, model: nn.Module, num_clients: int, parameter_groups: GroupSettings) -> None:
         parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
+        check_room([*parameters.values(), *parameters.values(), *buffers.values()], num_clients)
         self.params = Rows.empty(parameter_layout(model, parameter_groups), parameters, num_clients)
         self.grads = self.params.zeros_like()
         self.buffers = Rows.empty(buffer_layout(model), buffers, num_clients)

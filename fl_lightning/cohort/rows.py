@@ -1,12 +1,14 @@
 """The layout of a cohort, and its storage: stacked tensors that are named views of whole blocks."""
 
-from collections.abc import Iterator, Mapping
+import os
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from fl_lightning.batch_norm.kinds import buffer_kinds, parameter_kinds
+from fl_lightning.errors import ConfigurationError
 from fl_lightning.optimizers import GroupSettings
 
 
@@ -192,6 +194,31 @@ def _layout(tensors: Mapping[str, Tensor], kinds: Mapping[str, str], groups: Map
         )
         for block, names in members.items()
     }
+
+
+def check_room(tensors: Collection[Tensor], clients: int) -> None:
+    """Refuse rows that a device cannot hold; every rank holds all of them.
+
+    Args:
+        tensors: What each client has a copy of, all on one device.
+        clients: How many rows there are.
+
+    Raises:
+        ConfigurationError: They take more than the memory of the device.
+    """
+    if not tensors or not hasattr(os, "sysconf"):  # Windows has none
+        return
+    device = next(iter(tensors)).device
+    if device.type == "cuda":
+        room = torch.cuda.mem_get_info(device)[1]
+    else:
+        room = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    need = clients * sum(tensor.nbytes for tensor in tensors)
+    if need > room:
+        raise ConfigurationError(
+            f"a round of {clients:,} clients takes {need / 1e9:,.1f} GB for their weights, gradients and buffers, on every rank, and "
+            f"{device.type} memory is {room / 1e9:,.1f} GB; let fewer take part (model.participation), or use a smaller model"
+        )
 
 
 def _as(tensor: Tensor, shape: torch.Size) -> Tensor:

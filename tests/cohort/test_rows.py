@@ -2,10 +2,12 @@
 
 from functools import partial
 
+import pytest
 import torch
 from helpers import small_cnn
 from torch import nn
 
+from fl_lightning import ConfigurationError
 from fl_lightning.cohort.round_cohort import RoundCohort
 from fl_lightning.cohort.rows import buffer_layout, parameter_layout
 
@@ -57,3 +59,10 @@ def test_the_policy_treats_a_block_by_its_kind():
         "var": "averaged",
         "counter": "max",
     }
+
+
+def test_a_cohort_that_no_memory_holds_is_refused_in_one_line():
+    with pytest.raises(
+        ConfigurationError, match=r"a round of 1,000,000,000,000 clients takes [\d,.]+ GB .*; let fewer"
+    ):
+        RoundCohort(small_cnn(), 10**12)

@@ -171,7 +171,7 @@ def fake_gpu():
         patch.setattr(
             torch.cuda, "is_available", lambda: False
         )  # every fake tensor asks, and looks for the driver
-        patch.setattr(torch.cuda, "mem_get_info", lambda device=None: (FREE, FREE))
+        patch.setattr(torch.cuda, "mem_get_info", lambda device=None: (FREE, 10**12))
         patch.setattr(torch.cuda, "default_generators", [_Generator()])
         patch.setattr(torch.autograd, "grad", _no_gradients)  # its engine looks for the device itself
         patch.setattr(torch, "load", _outside(torch.load))
