@@ -188,12 +188,13 @@ class Ranks:
             yield
         except RuntimeError as error:
             late = "imed out" in str(error)
-            who = " and ".join(f"rank {rank}" for rank in self._lost()) or "a rank"
+            lost = self._lost()
+            who, has = " and ".join(f"rank {rank}" for rank in lost) or "a rank", "have" if len(lost) > 1 else "has"
             raise LostRank(
-                f"{who} has not answered for {self.patience:g} s; if it was stopped, let it go on (kill -CONT), and let a "
+                f"{who} {has} not answered for {self.patience:g} s; if it was stopped, let it go on (kill -CONT), and let a "
                 "long round have a longer CohortStrategy.timeout"
                 if late
-                else f"{who} has ended, and this one with it; its own output says why"
+                else f"{who} {has} ended, and this one with it; its own output says why"
             ) from error
 
     def _lost(self) -> list[int]:

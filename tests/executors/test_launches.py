@@ -196,6 +196,28 @@ def test_machines_that_copy_their_own_ranks_give_the_numbers_of_one_process():
     assert list(Path("second").iterdir()) == []
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("tasks_per_node", [1, 2])
+def test_tasks_of_slurm_are_one_run_with_the_numbers_of_one_process(tasks_per_node):
+    write_config()
+    reference = run("--trainer.devices", 1).attempt
+    job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "job.sh", "SLURM_NODELIST": "localhost", "SLURM_NTASKS": "2"}
+    job |= {"SLURM_NTASKS_PER_NODE": str(tasks_per_node), "MASTER_PORT": str(free_port())}
+    tasks = []
+    for task in range(2):
+        node, local = divmod(task, tasks_per_node)
+        names = {"SLURM_PROCID": task, "SLURM_NODEID": node, "SLURM_LOCALID": local}
+        tasks.append({**job, **{name: str(number) for name, number in names.items()}})
+    settings = ("--trainer.num_nodes", 2 // tasks_per_node, "--trainer.devices", tasks_per_node)
+    both = Launched(["first", "second"], [[sys.executable]] * 2, *settings, environments=tasks).ended()
+    assert [(status, own_lines(errors)) for status, _, errors in both] == [(0, [])] * 2
+    assert "2 ranks, 1 thread each" in both[0][1]
+    assert both[1][1] == ""
+    assert_like("first", reference)
+    assert list(Path("second").iterdir()) == []
+
+
 def fault(what, ranks):
     Path("faults.py").write_text(FAULT)
     callback = {"class_path": "faults.Fault", "init_args": {"what": what, "ranks": ranks}}
