@@ -240,6 +240,7 @@ def quiet_host() -> None:
         ".*does not have many workers.*",  # in-memory data need none
         ".*isinstance\\(treespec, LeafSpec\\).*",  # Lightning 2.6 on torch 2.12 and later, harmless
         "Implicitly cleaning up <TemporaryDirectory",  # W&B's, for the pictures of a run
+        ".*The `srun` command is available.*",  # on a cluster's login node, where a run is its own
         ".*Total length of `list` across ranks is zero.*",  # a federation without evaluation data
     ):
         warnings.filterwarnings("ignore", message)
