@@ -202,7 +202,12 @@ def test_machines_that_copy_their_own_ranks_give_the_numbers_of_one_process():
 def test_tasks_of_slurm_are_one_run_with_the_numbers_of_one_process(tasks_per_node):
     write_config()
     reference = run("--trainer.devices", 1).attempt
-    job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "job.sh", "SLURM_NODELIST": "localhost", "SLURM_NTASKS": "2"}
+    job = {
+        "SLURM_JOB_ID": "7",
+        "SLURM_JOB_NAME": "job.sh",
+        "SLURM_NODELIST": "localhost",
+        "SLURM_NTASKS": "2",
+    }
     job |= {"SLURM_NTASKS_PER_NODE": str(tasks_per_node), "MASTER_PORT": str(free_port())}
     tasks = []
     for task in range(2):
