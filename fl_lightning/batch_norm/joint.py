@@ -23,7 +23,7 @@ def mean_of_all(stacked: Tensor, clients: int) -> Tensor:
     """
     if len(stacked) != clients:
         raise ConfigurationError(
-            f"cohort_mean: the forward pass runs {len(stacked)} of the cohort's {clients} clients; JointExecutor runs all"
+            f"cohort_mean: the forward pass runs {len(stacked)} of the cohort's {clients} clients; joint_executor() runs all"
         )
     return stacked.mean(0, keepdim=True).expand_as(stacked)
 

@@ -17,7 +17,7 @@ from fl_lightning.cohort.cohort import Cohort
 from fl_lightning.cohort.round_cohort import RoundCohort
 from fl_lightning.cohort.slots import StateSlots
 from fl_lightning.executors.base import Executor
-from fl_lightning.executors.joint import JointExecutor
+from fl_lightning.executors.joint import joint_executor
 from fl_lightning.executors.sequential import SequentialExecutor
 from fl_lightning.executors.vectorized import VectorizedExecutor
 from fl_lightning.models.dropout import Dropout
@@ -131,7 +131,7 @@ def _beside(pl_module: "FederatedModule", cohort: Cohort, client_ids: Sequence[i
 def _executor(pl_module: "FederatedModule") -> Executor:
     joint = pl_module.joint_method
     if joint is not None:
-        return JointExecutor(joint)
+        return joint_executor(joint)
     # any other computes the same, maybe with models of its own elsewhere, that nobody observes
     own = pl_module.executor
     return own if isinstance(own, VectorizedExecutor) else SequentialExecutor()

@@ -15,7 +15,7 @@ from fl_lightning.executors.vectorized import VectorizedExecutor
 from fl_lightning.ranks import Ranks
 
 
-class JointExecutor(VectorizedExecutor):
+def joint_executor(method: str, ranks: Ranks | None = None) -> VectorizedExecutor:
     """The executor of a step for which a method needs one forward pass over all clients together.
 
     Args:
@@ -23,10 +23,13 @@ class JointExecutor(VectorizedExecutor):
         ranks: Those that take part, each with its clients; one without any takes part with another's, of which the others
             hear nothing. None: this process alone, with all clients.
     """
+    return _JointExecutor(method, ranks or Ranks())
 
-    def __init__(self, method: str, ranks: Ranks | None = None) -> None:
+
+class _JointExecutor(VectorizedExecutor):
+    def __init__(self, method: str, ranks: Ranks) -> None:
         super().__init__()
-        self._ranks = ranks or Ranks()
+        self._ranks = ranks
         self.user = f"the joint forward pass of {method} in the first local step"
         self.instead = "the same batch_size"
 

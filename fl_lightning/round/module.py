@@ -17,7 +17,7 @@ from fl_lightning.cohort.slots import StateSlots
 from fl_lightning.errors import ConfigurationError, doing
 from fl_lightning.executors.base import Executor
 from fl_lightning.executors.choice import Choice, choose_executor, decide_compilation
-from fl_lightning.executors.joint import JointExecutor
+from fl_lightning.executors.joint import joint_executor
 from fl_lightning.executors.sequential import SequentialExecutor
 from fl_lightning.models.dropout import convert_dropout
 from fl_lightning.optimizers import OptimizerCallable
@@ -194,7 +194,7 @@ class FederatedModule(ServerModule):
             batches = self.client_batches(cohort, indices, step)
         with self.clock.part("forward_backward"), doing(place):
             joint = self.joint_method if step == 0 else None
-            executor = self.executor if joint is None else JointExecutor(joint, self.ranks)
+            executor = self.executor if joint is None else joint_executor(joint, self.ranks)
             losses = executor.backward(self, cohort, batches, indices)
             cohort.add_losses(indices, losses, batches.sizes())
 
