@@ -19,7 +19,6 @@ from fl_lightning.errors import ConfigurationError
 _LARGE = 200_000  # bytes of a block that travels by itself
 _SHORT = 4096  # bytes that ranks tell each other in one message
 _GRACE = 10.0  # seconds that ranks have to notice that one is lost
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -36,10 +35,12 @@ class Ranks:
         rank: This process, from 0.
         size: How many there are.
         patience: Seconds for which the others wait for one.
+        here: How many of them share this machine's memory.
     """
 
-    def __init__(self, rank: int = 0, size: int = 1, patience: float = 1800.0) -> None:
-        self.rank, self.size, self.patience = rank, size, patience
+    def __init__(self, rank: int = 0, size: int = 1, patience: float = 1800.0, here: int = 1) -> None:
+        self.rank, self.size, self.patience, self.here = rank, size, patience, here
+        self._depth = 0  # of exchanges within exchanges
 
     def share(self, count: int, rank: int | None = None) -> range:
         """Which of ``count`` things a rank computes (None: this one): neighbours, as many as others have or one less."""
@@ -78,20 +79,30 @@ class Ranks:
         if self.size == 1:
             return [computed()]
         own: Exception | None = None
+        self._depth += 1
         try:
-            told = pickle.dumps((computed(), None))
+            told = pickle.dumps((computed(), None, self._depth))
         except Exception as error:
             if is_shared(error) or isinstance(error, LostRank):
-                raise  # of an exchange within this one, where the others have heard of it
-            own, told = error, pickle.dumps((None, described(error)))
+                # of an exchange within this one, where the others have heard of it: what this rank did is not to blame
+                error.__notes__ = getattr(error, "shared_by_ranks", getattr(error, "__notes__", []))
+                raise
+            own, told = error, pickle.dumps((None, described(error), 0))
+        finally:
+            self._depth -= 1
         with self.meeting():
-            everyone = self._tell(told)
-        results = []
-        for rank, (result, failure) in enumerate(map(pickle.loads, everyone)):
+            everyone = [*map(pickle.loads, self._tell(told))]
+        for rank, (_, failure, _) in enumerate(everyone):
             if failure is not None:
                 raise _shared(own if rank == self.rank and own is not None else failure_of(rank, *failure))
-            results.append(result)
-        return results
+        if len({depth for *_, depth in everyone}) > 1:
+            raise _shared(
+                ConfigurationError(
+                    "ranks are at different places: a layer, loss or hook of your own calls cohort_mean or ranks.exchange for some "
+                    "clients only; all must call it equally often"
+                )
+            )
+        return [result for result, *_ in everyone]
 
     def _tell(self, told: bytes) -> list[bytes]:
         """What every rank tells, by rank; what does not fit in the first message comes in a second one."""
@@ -225,19 +236,22 @@ def checksums(state: Mapping[str, Any]) -> dict[str, int]:
 
 
 def _number(leaf: Any) -> int:
-    if not isinstance(leaf, Tensor):
-        return zlib.crc32(repr(leaf).encode())
-    bits = leaf.detach().contiguous().flatten().view(_BITS[leaf.element_size()])
-    return int(bits.sum(dtype=torch.int64))
+    if isinstance(leaf, Tensor):
+        values = leaf.detach().cpu()
+        values = values if values.layout == torch.strided else values.to_dense()
+        return zlib.crc32(values.contiguous().flatten().view(torch.uint8).numpy().data)
+    if isinstance(leaf, set | frozenset):  # their order is each process's own
+        leaf = sorted(map(repr, leaf))
+    return zlib.crc32(repr(leaf).encode())
 
 
 def is_shared(error: BaseException) -> bool:
     """Whether every rank raises this exception, so that one of them may say so for all."""
-    return getattr(error, "shared_by_ranks", False)
+    return hasattr(error, "shared_by_ranks")
 
 
 def _shared(error: Exception) -> Exception:
-    error.shared_by_ranks = True  # type: ignore[attr-defined]  # see is_shared
+    error.shared_by_ranks = [*getattr(error, "__notes__", [])]  # type: ignore[attr-defined]  # see is_shared
     return error
 
 
@@ -251,7 +265,7 @@ def described(error: Exception) -> tuple[bool, str, list[str], str]:
     return (
         isinstance(error, ConfigurationError),
         said,
-        getattr(error, "__notes__", []),
+        [str(note) for note in getattr(error, "__notes__", [])],
         traceback.format_exc()[-20_000:],
     )
 

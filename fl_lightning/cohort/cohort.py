@@ -31,6 +31,7 @@ class Cohort:
         model: The server's model.
         num_clients: Number of clients C.
         parameter_groups: Client optimizer settings by parameter group.
+        copies: Processes on this machine that hold all of it.
 
     Raises:
         ConfigurationError: The device has less memory than the rows take.
@@ -61,9 +62,11 @@ class Cohort:
     losses: Tensor
     _optimizer: ClientOptimizer
 
-    def __init__(self, model: nn.Module, num_clients: int, parameter_groups: GroupSettings) -> None:
+    def __init__(
+        self, model: nn.Module, num_clients: int, parameter_groups: GroupSettings, copies: int = 1
+    ) -> None:
         parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
-        check_room([*parameters.values(), *parameters.values(), *buffers.values()], num_clients)
+        check_room([*parameters.values(), *parameters.values(), *buffers.values()], num_clients, copies)
         self.params = Rows.empty(parameter_layout(model, parameter_groups), parameters, num_clients)
         self.grads = self.params.zeros_like()
         self.buffers = Rows.empty(buffer_layout(model), buffers, num_clients)

@@ -55,8 +55,8 @@ class RoundCohort(Cohort):
         parameter_groups: GroupSettings | None = None,
         ranks: Ranks | None = None,
     ) -> None:
-        super().__init__(model, num_clients, parameter_groups or {})
         self.ranks = ranks or Ranks()
+        super().__init__(model, num_clients, parameter_groups or {}, self.ranks.here)
         share = self.ranks.share(num_clients)
         self.own_rows = slice(share.start, share.stop)
         self._completed: set[str] = set()

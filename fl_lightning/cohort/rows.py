@@ -3,6 +3,7 @@
 import os
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -10,6 +11,8 @@ from torch import Tensor, nn
 from fl_lightning.batch_norm.kinds import buffer_kinds, parameter_kinds
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.optimizers import GroupSettings
+
+_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 
 @dataclass(frozen=True)
@@ -196,29 +199,36 @@ def _layout(tensors: Mapping[str, Tensor], kinds: Mapping[str, str], groups: Map
     }
 
 
-def check_room(tensors: Collection[Tensor], clients: int) -> None:
-    """Refuse rows that a device cannot hold; every rank holds all of them.
+def check_room(tensors: Collection[Tensor], clients: int, copies: int = 1) -> None:
+    """Refuse rows that a device, or a machine with several processes, cannot hold.
 
     Args:
         tensors: What each client has a copy of, all on one device.
         clients: How many rows there are.
+        copies: Processes on this machine that hold all rows; each has a GPU of its own.
 
     Raises:
-        ConfigurationError: They take more than the memory of the device.
+        ConfigurationError: They take more than the memory there is.
     """
     if not tensors or not hasattr(os, "sysconf"):  # Windows has none
         return
     device = next(iter(tensors)).device
-    if device.type == "cuda":
-        room = torch.cuda.mem_get_info(device)[1]
-    else:
-        room = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    on_gpu = device.type == "cuda"
+    room = torch.cuda.mem_get_info(device)[1] if on_gpu else _memory()
     need = clients * sum(tensor.nbytes for tensor in tensors)
-    if need > room:
+    if need * (1 if on_gpu else copies) > room:
         raise ConfigurationError(
-            f"a round of {clients:,} clients takes {need / 1e9:,.1f} GB for their weights, gradients and buffers, on every rank, and "
-            f"{device.type} memory is {room / 1e9:,.1f} GB; let fewer take part (model.participation), or use a smaller model"
+            f"a round of {clients:,} clients takes {need / 1e9:,.1f} GB for their weights, gradients and buffers, on each of {copies} "
+            f"ranks here, and {device.type} memory is {room / 1e9:,.1f} GB; let fewer take part (model.participation), or use a smaller "
+            "model or fewer trainer.devices"
         )
+
+
+def _memory() -> int:
+    """Bytes of this machine, or of the container that this process is in."""
+    room = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit = _LIMIT.read_text().strip() if _LIMIT.is_file() else "max"
+    return room if limit == "max" else min(room, int(limit))
 
 
 def _as(tensor: Tensor, shape: torch.Size) -> Tensor:

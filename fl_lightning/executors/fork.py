@@ -7,6 +7,7 @@ import pickle
 import select
 import signal
 import sys
+import traceback
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
@@ -145,10 +146,12 @@ class ForkLauncher(_Launcher):
                 continue
             if select.select([pipe], [], [], 0)[0] and (said := os.read(pipe, _MOST)):
                 return failure_of(rank, *pickle.loads(said))
-            memory = ": killed, perhaps for want of memory" if code == -signal.SIGKILL else ""
-            return ConfigurationError(
-                f"rank {rank} (process {pid}) has ended, exit code {code}{memory}; use fewer trainer.devices"
+            memory = (
+                ": killed, perhaps for want of memory; use fewer trainer.devices"
+                if code == -signal.SIGKILL
+                else ""
             )
+            return ConfigurationError(f"rank {rank} (process {pid}) has ended, exit code {code}{memory}")
         return None
 
 
@@ -165,7 +168,10 @@ def _serve(rank: int, run: Callable[[], Any], trainer: L.Trainer | None, pipe: i
         os._exit(_MISSES_ANOTHER)
     except Exception as error:
         if not is_shared(error):  # the first rank says so
-            os.write(pipe, pickle.dumps(described(error)))
+            told = pickle.dumps(described(error))
+            if len(told) > _MOST:  # nobody empties the pipe before this process has ended
+                told = pickle.dumps((False, traceback.format_exception_only(error)[0][:1000], [], ""))
+            os.write(pipe, told)
         raise
     os._exit(0)
 

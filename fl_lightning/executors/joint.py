@@ -27,6 +27,8 @@ def joint_executor(method: str, ranks: Ranks | None = None) -> VectorizedExecuto
 
 
 class _JointExecutor(VectorizedExecutor):
+    _in_blocks = False
+
     def __init__(self, method: str, ranks: Ranks) -> None:
         super().__init__()
         self._ranks = ranks

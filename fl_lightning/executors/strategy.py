@@ -115,7 +115,9 @@ class CohortStrategy(ParallelStrategy):
                 store=found.result(),
                 device_id=gpu,
             )
-        self.ranks = Ranks(self.global_rank, self.world_size, self.timeout.total_seconds())
+        self.ranks = Ranks(
+            self.global_rank, self.world_size, self.timeout.total_seconds(), self.num_processes
+        )
 
     def _find_others(self) -> Any:
         """Where the ranks leave their addresses, once all have come."""

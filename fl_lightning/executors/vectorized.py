@@ -34,6 +34,8 @@ class VectorizedExecutor(Executor):
         ConfigurationError: ``block_size`` is below 1.
     """
 
+    _in_blocks = True  # whether fewer clients can be computed at once
+
     def __init__(self, block_size: int | None = None, where_possible: bool = False) -> None:
         if block_size is not None and block_size < 1:
             raise ConfigurationError(
@@ -61,7 +63,7 @@ class VectorizedExecutor(Executor):
                 with doing(f"computing clients {ids[0]} to {ids[1]} at once"):
                     losses.append(self._block(module, cohort, part, rows[done : done + size]))
             except torch.OutOfMemoryError:
-                if size == 1:
+                if size == 1 or not self._in_blocks:
                     raise
                 self._largest, size = size // 2, 0  # nothing of this block was written
                 torch.cuda.empty_cache()

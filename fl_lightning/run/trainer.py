@@ -72,7 +72,8 @@ def useful_ranks(module: FederatedModule, data: FederatedDataModule) -> int:
 
     The data are set up for it, before the ranks that will share their memory are copied.
     """
-    with isolate_rng():  # they will be set up again, with the same draws
+    # nothing here asks a GPU: a process that uses one cannot be copied
+    with isolate_rng(include_cuda=False):  # they will be set up again, with the same draws
         data.prepare_data()
         data.setup("fit")
     if not data.num_clients:

@@ -10,6 +10,7 @@ from torch import nn
 from fl_lightning import ConfigurationError
 from fl_lightning.cohort.round_cohort import RoundCohort
 from fl_lightning.cohort.rows import buffer_layout, parameter_layout
+from fl_lightning.ranks import Ranks
 
 POLICY = {"weight": "averaged", "affine": "frozen", "mean": "averaged", "var": "averaged", "counter": "max"}
 
@@ -59,6 +60,27 @@ def test_the_policy_treats_a_block_by_its_kind():
         "var": "averaged",
         "counter": "max",
     }
+
+
+def test_ranks_share_the_memory_of_a_machine_or_a_container(monkeypatch, tmp_path):
+    limit = tmp_path / "memory.max"
+    monkeypatch.setattr("fl_lightning.cohort.rows._LIMIT", limit)
+    rows = RoundCohort(small_cnn(), 10)
+    size = sum(
+        rows.nbytes for part in (rows.params, rows.grads, rows.buffers) for rows in part.blocks.values()
+    )
+    for bytes_, ranks, fits in (
+        (size, 1, True),
+        (size - 1, 1, False),
+        (2 * size, 3, False),
+        (3 * size, 3, True),
+    ):
+        limit.write_text(f"{bytes_}\n")
+        if fits:
+            RoundCohort(small_cnn(), 10, ranks=Ranks(0, ranks, here=ranks))
+        else:
+            with pytest.raises(ConfigurationError, match=f"on each of {ranks} ranks here, and cpu memory is"):
+                RoundCohort(small_cnn(), 10, ranks=Ranks(0, ranks, here=ranks))
 
 
 def test_a_cohort_that_no_memory_holds_is_refused_in_one_line():

@@ -206,6 +206,18 @@ def test_an_error_in_one_ranks_part_of_a_joint_step_is_everyones(ranks):
         states(ranks, clients([8, 8, 8, 6]), callbacks=[FedTAN()])
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_joint_step_that_memory_does_not_hold_says_so(ranks):
+    class TooLarge(FederatedModule):
+        def client_loss(self, batch):
+            if self.ranks.rank == 0:
+                raise torch.OutOfMemoryError("tried to allocate 80 GiB")
+            return super().client_loss(batch)
+
+    with pytest.raises(RuntimeError, match="tried to allocate 80 GiB"):
+        states(ranks, clients([8] * 4), callbacks=[FedTAN()], module=TooLarge)
+
+
 class DrawsByClient(FederatedCallback):
     """Adds noise to gradients that is the client's own."""
 

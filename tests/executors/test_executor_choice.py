@@ -10,6 +10,7 @@ from helpers import SGD, blobs, fit, small_cnn
 from fl_lightning import FederatedModule, SequentialExecutor, VectorizedExecutor
 from fl_lightning.executors import choice, fork
 from fl_lightning.executors.choice import choose_executor, cores_of_a_run, cpu_ranks, usable_cores
+from fl_lightning.run.trainer import useful_ranks
 
 
 def module(cls=FederatedModule, **settings):
@@ -105,3 +106,9 @@ def test_the_number_of_ranks_is_said_and_changes_no_number(capsys, monkeypatch):
     ]
     assert rows(one.attempt) == rows(several.attempt)
     assert json.loads(one.attempt.result.read_text())["executor"] == "SequentialExecutor()"
+
+
+def test_who_sets_up_data_for_ranks_to_come_asks_no_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_rng_state_all", lambda: pytest.fail("a GPU is asked"))
+    assert useful_ranks(FederatedModule(small_cnn(), SGD, local_steps=10), blobs()) == 3

@@ -105,6 +105,22 @@ def test_an_error_that_cannot_be_printed_is_told_by_its_type():
         train(2, Fails("on_local_step_end", Unprintable()))
 
 
+@pytest.mark.timeout(60)
+def test_an_error_longer_than_a_pipe_holds_ends_the_run():
+    with pytest.raises(RuntimeError, match="ValueError: xxx"):
+        train(2, Fails("on_round_start", ValueError("x" * 100_000)))
+
+
+def test_only_a_rank_that_was_killed_is_said_to_want_memory():
+    class Leaves(FederatedCallback):
+        def on_round_end(self, trainer, pl_module, cohort):
+            if pl_module.ranks.rank == 1:
+                os._exit(7)
+
+    with pytest.raises(ConfigurationError, match=r"rank 1 .* has ended, exit code 7$"):
+        train(2, Leaves())
+
+
 def test_ranks_that_somebody_else_has_waited_for_end_no_run():
     before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     try:

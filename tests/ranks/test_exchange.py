@@ -1,5 +1,6 @@
 """Ranks share work, and tell each other results and errors."""
 
+from copy import deepcopy
 from itertools import chain
 
 import pytest
@@ -7,7 +8,8 @@ import torch
 from in_ranks import in_ranks
 
 from fl_lightning import ConfigurationError
-from fl_lightning.ranks import Ranks, is_shared
+from fl_lightning.errors import doing
+from fl_lightning.ranks import Ranks, checksums, is_shared
 
 SIZES = pytest.mark.parametrize("size", [2, 3])
 
@@ -65,6 +67,52 @@ def test_an_error_beside_an_exchange_within_another_one_is_everyones(tmp_path):
         return ranks.exchange(lambda: ranks.rank)
 
     assert in_ranks(3, exchanged, tmp_path) == [[0, 1, 2]] * 3
+
+
+def test_exchanges_at_different_places_are_noticed(tmp_path):
+    def exchanged(ranks):
+        def compute():
+            return ranks.exchange(lambda: 1) if ranks.rank == 1 else None
+
+        with pytest.raises(ConfigurationError, match="ranks are at different places: a layer, loss or hook"):
+            ranks.exchange(compute)
+        return ranks.exchange(lambda: ranks.rank)
+
+    assert in_ranks(3, exchanged, tmp_path) == [[0, 1, 2]] * 3
+
+
+def test_who_hears_of_an_error_in_another_rank_adds_nothing_of_what_it_did_itself(tmp_path):
+    def exchanged(ranks):
+        def compute():
+            with doing(f"computing on rank {ranks.rank}"):
+                if ranks.rank == 1:
+                    raise ConfigurationError("lr: -1 must be positive")
+                ranks.exchange(lambda: None)
+
+        with pytest.raises(ConfigurationError) as failure:
+            ranks.exchange(compute)
+        return failure.value.__notes__
+
+    assert in_ranks(2, exchanged, tmp_path) == [["computing on rank 1"]] * 2
+
+
+STATES = {
+    "order": (torch.arange(5.0), torch.arange(5.0).roll(1)),
+    "sign of zero": (torch.zeros(2), -torch.zeros(2)),
+    "type": (torch.zeros(2, dtype=torch.int32), torch.zeros(2, dtype=torch.int64)),
+    "complex": (torch.ones(2, dtype=torch.complex128), torch.ones(2, dtype=torch.complex128) * 1j),
+    "sparse": (torch.eye(3).to_sparse(), torch.eye(3).roll(1).to_sparse()),
+    "set": ({"a", "b"}, {"a", "c"}),
+    "text": ("a", "b"),
+}
+
+
+@pytest.mark.parametrize("kind", STATES)
+def test_another_state_of_any_kind_has_another_checksum_and_an_equal_one_the_same(kind):
+    first, second = (checksums({"kept": {"value": value}}) for value in STATES[kind])
+    assert first.keys() == second.keys() == {"kept['value']"}
+    assert first != second
+    assert first == checksums({"kept": {"value": deepcopy(STATES[kind][0])}})
 
 
 class OfATest(Exception):
