@@ -214,14 +214,14 @@ class BatchNormDiagnostics(BatchNormReport, VariantEvaluation):
         """Log what evaluation has found."""
         variants = self._evaluations
         super().on_validation_epoch_end(trainer, pl_module)
-        own = pl_module.evaluation.finish().get("accuracy")
+        own = pl_module.evaluation.finish().get(pl_module.task.quality)
         metrics = {
             "batch_statistics": ("gap", "train_eval_gap"),
             "recalibrated": ("bias", "recalibration_gap"),
         }
         for name, (measure, metric) in metrics.items():
             if name in variants and own is not None:
-                gap = own - variants[name].metrics["accuracy"]
+                gap = own - variants[name].metrics[pl_module.task.quality]
                 self.log_measure(pl_module, measure, {f"bn/{metric}": gap})
         if self._true:
             held = dict(pl_module.model.named_buffers())

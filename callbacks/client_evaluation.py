@@ -46,7 +46,7 @@ class ClientEvaluation(Report, FederatedCallback):
         clients = range(pl_module.data.num_clients)
         values = pl_module.ranks.map(lambda client: self._evaluate(pl_module, client, split), clients)
         self.values = dict(zip(clients, values, strict=True))
-        for metric, sign in (("accuracy", 1), ("loss", -1)):
+        for metric, sign in ((pl_module.task.quality, 1), ("loss", -1)):
             found = sorted(
                 (own[metric] for own in self.values.values() if metric in own), key=lambda x: sign * x
             )
@@ -64,7 +64,7 @@ class ClientEvaluation(Report, FederatedCallback):
         if own is not None:
             return own.metrics
         histograms = pl_module.data.class_histograms() or [[]] * pl_module.data.num_clients
-        accuracy = weighed_accuracy(pl_module.evaluation.class_accuracy, histograms[client])
+        accuracy = weighed_accuracy(pl_module.evaluation.class_quality, histograms[client])
         return {} if accuracy is None else {"accuracy": accuracy}
 
     def tables(self) -> Mapping[str, Table]:
@@ -75,5 +75,7 @@ class ClientEvaluation(Report, FederatedCallback):
 
     def histograms(self) -> Mapping[str, Sequence[float]]:
         """The clients' accuracies in the last evaluation."""
-        found = [own["accuracy"] for own in self.values.values() if "accuracy" in own]
-        return {"client_accuracy": found} if found else {}
+        metrics = {metric for own in self.values.values() for metric in own} - {"loss"}
+        return {
+            f"client_{name}": [own[name] for own in self.values.values() if name in own] for name in metrics
+        }

@@ -28,6 +28,9 @@ if TYPE_CHECKING:
     from fl_lightning.optimizers.server import FedYogi as FedYogi
     from fl_lightning.round.callback import FederatedCallback as FederatedCallback
     from fl_lightning.round.module import FederatedModule as FederatedModule
+    from fl_lightning.round.tasks import Classification as Classification
+    from fl_lightning.round.tasks import Segmentation as Segmentation
+    from fl_lightning.round.tasks import Task as Task
     from fl_lightning.run.progress import RoundProgress as RoundProgress
     from fl_lightning.run.run import Run as Run
     from fl_lightning.run_directory.checkpoints import RoundCheckpoint as RoundCheckpoint
@@ -37,6 +40,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 HOMES = {
+    "Classification": "round.tasks",
     "ClientDataModule": "client_data.federated",
     "Cohort": "cohort.cohort",
     "ConfigurationError": "errors",
@@ -55,9 +59,11 @@ HOMES = {
     "RoundCheckpoint": "run_directory.checkpoints",
     "RoundProgress": "run.progress",
     "Run": "run.run",
+    "Segmentation": "round.tasks",
     "SequentialExecutor": "executors.sequential",
     "SwappedBatchNorm": "batch_norm.swapping",
     "Table": "run_directory.report",
+    "Task": "round.tasks",
     "VariantEvaluation": "mechanisms.variant_evaluation",
     "VectorizedExecutor": "executors.vectorized",
     "collect": "mechanisms.statistics_pass",

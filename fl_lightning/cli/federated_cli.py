@@ -22,7 +22,7 @@ from fl_lightning.run.training import Training, has_progress_bar
 from fl_lightning.run_directory.checkpoint_io import check_run, load_run
 from fl_lightning.run_directory.checkpoints import RoundCheckpoint
 from fl_lightning.run_directory.directory import Attempt
-from fl_lightning.run_directory.result import write_predictions
+from fl_lightning.run_directory.predictions import write_predictions
 
 _MODEL_LINKS = ("num_classes", "in_channels", "image_size")
 # more end the process
@@ -171,10 +171,9 @@ class FederatedCLI(LightningCLI):
         self.training.run()
 
     def predict(self, **kwargs: Any) -> None:
-        """Write the predictions on the test data to ``predictions.csv`` in the run's folder."""
+        """Write the predictions on the test data into the run's folder."""
         outputs: list[Any] = self.trainer.predict(**{**kwargs, "return_predictions": True}) or []
         if not self.trainer.is_global_zero:
             return
-        path = (self._source.path if self._source is not None else Path()) / "predictions.csv"
-        count = write_predictions(path, outputs, self.datamodule.predict_dataloader())
-        print(f"{count:,} predictions written to {path}")
+        folder = self._source.path if self._source is not None else Path()
+        print(write_predictions(folder, outputs, self.datamodule.predict_dataloader(), self.datamodule))

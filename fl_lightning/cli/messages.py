@@ -27,6 +27,7 @@ from fl_lightning.launched import launched_rank, silence, under_torchrun
 from fl_lightning.optimizers.schedules import LRSchedule
 from fl_lightning.ranks import is_shared
 from fl_lightning.round.callback import FederatedCallback
+from fl_lightning.round.tasks import Task
 from fl_lightning.run.interruption import stoppable
 from fl_lightning.run.training import quiet_host
 
@@ -109,6 +110,7 @@ def kinds_of_settings() -> dict[str, type]:
         "partition": Partition,
         "pre": PreAggregator,
         "server_optimizer": Optimizer,
+        "task": Task,
     }
 
 

@@ -61,7 +61,7 @@ def clients_table(module: FederatedModule) -> tuple[list[str | int], list[list[A
     for client in range(data.num_clients):
         rounds, steps, loss = module.record.clients.get(client, (0, 0, None))
         rows.append([client, data.num_examples(client), steps, rounds, loss, *histogram[client]])
-    return [*columns, *(f"class {name}" for name in names)], rows
+    return [*columns, *(f"class {name}" for name in names if histogram[0])], rows
 
 
 def pictures(attempt: Attempt) -> dict[str, Any]:

@@ -102,7 +102,7 @@ class Executor(ABC):
 
 def computation(module: Any, batch: Any) -> str:
     """What is computed of a batch and what can be, in words for the error that it ends in."""
-    model, loss = module.model, getattr(module.loss, "__name__", type(module.loss).__name__)
+    model, loss = module.model, getattr(module.loss, "__qualname__", type(module.loss).__name__)
     numbers = str(next(model.parameters()).dtype).removeprefix("torch.")
     wanted = (
         "inputs of the model's type and, for cross-entropy, integer labels below the number of its outputs"

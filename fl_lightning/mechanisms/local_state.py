@@ -113,22 +113,23 @@ class LocalState(VariantEvaluation):
     def variant_metrics(
         self, pl_module: "FederatedModule", split: str, evaluations: Mapping[str, ServerEvaluation]
     ) -> Mapping[str, float]:
-        """``personal_accuracy`` and ``own_accuracy``, for class labels."""
+        """``personal_accuracy`` and ``own_accuracy``, or what else the task calls good."""
+        quality = pl_module.task.quality
         histograms = pl_module.data.class_histograms() or [[]] * pl_module.data.num_clients
 
         def own_accuracy(name: str) -> tuple[float | None, bool]:
             evaluate = partial(self.evaluate, pl_module, self._tensors[name])
             own = evaluate_client(pl_module, int(name), split, evaluate)
             if own is None:
-                return weighed_accuracy(evaluations[name].class_accuracy, histograms[int(name)]), False
-            return own.metrics.get("accuracy"), own.diverged
+                return weighed_accuracy(evaluations[name].class_quality, histograms[int(name)]), False
+            return own.metrics.get(quality), own.diverged
 
         found = pl_module.ranks.map(own_accuracy, evaluations)
         pl_module.record.diverged |= any(diverged for _, diverged in found)
-        personal = [evaluation.metrics.get("accuracy") for evaluation in evaluations.values()]
+        personal = [evaluation.metrics.get(quality) for evaluation in evaluations.values()]
         own = [accuracy for accuracy, _ in found]
         means = {}
-        for metric, accuracies in (("personal_accuracy", personal), ("own_accuracy", own)):
+        for metric, accuracies in ((f"personal_{quality}", personal), (f"own_{quality}", own)):
             if known := [accuracy for accuracy in accuracies if accuracy is not None]:
                 means[metric] = sum(known) / len(known)
         return means

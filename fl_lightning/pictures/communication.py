@@ -7,12 +7,21 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from fl_lightning.pictures.series import Rows, Series, draw_curve
-from fl_lightning.pictures.style import COSTS, LOOKS, SPLITS, legend_above, literal, new_figure, paper_style
+from fl_lightning.pictures.style import (
+    COSTS,
+    LOOKS,
+    QUALITIES,
+    SPLITS,
+    legend_above,
+    literal,
+    new_figure,
+    paper_style,
+)
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_QUALITY = ("val/accuracy", "test/accuracy", "val/loss", "test/loss")
+_QUALITY = [f"{split}/{name}" for name in (*QUALITIES, "loss") for split in ("val", "test")]
 
 
 def has_communication(rows: Rows) -> bool:
@@ -46,9 +55,9 @@ def communication_figure(runs: Mapping[str, Rows], link: str, title: Sequence[st
             axes.set_xscale("log")
             axes.xaxis.set_major_formatter("{x:g}")
         axes.set_xlabel(label.format(unit=units[scale], link=link) + (" (log scale)" if several else ""))
-        axes.set_ylabel(f"{SPLITS[split][0]}\n{metric}")
+        axes.set_ylabel(f"{SPLITS[split][0]}\n{QUALITIES.get(metric, metric)}")
         axes.grid(color="0.9")
-    if metric == "accuracy":
+    if metric in QUALITIES:
         panels[0].set_ylim(0, 1.02)
     if several:
         legend_above(panels[0])

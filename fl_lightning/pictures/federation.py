@@ -59,18 +59,18 @@ def client_sizes_figure(sizes: Sequence[int], title: Sequence[str]) -> "Figure":
 
 
 @paper_style()
-def class_accuracy_figure(
-    accuracy: Sequence[float | None], class_names: Sequence[str] | None, split: str, title: Sequence[str]
+def class_quality_figure(
+    quality: Sequence[float | None], class_names: Sequence[str] | None, what: str, title: Sequence[str]
 ) -> "Figure":
-    """Accuracy of the server's model by class, in the order of the labels, and the mean of the classes.
+    """Accuracy of the server's model by class (or what else is good), in the order of the labels, and the mean of the classes.
 
     Args:
-        accuracy: Accuracy of each class in [0, 1], None for a class without samples.
+        quality: Of each class in [0, 1], None for a class without samples.
         class_names: Name of each class, None for their numbers.
-        split: The data it was measured on: ``"val"`` or ``"test"``.
+        what: What it is, on which data, such as ``"test accuracy"``.
         title: Lines of the title.
     """
-    values = np.array(accuracy, dtype=np.float64)  # None becomes NaN
+    values = np.array(quality, dtype=np.float64)  # None becomes NaN
     count, known = len(values), values[~np.isnan(values)]
     mean = known.mean() if len(known) else np.nan
     figure = new_figure(
@@ -85,7 +85,7 @@ def class_accuracy_figure(
         labels = [f"{name}   {text}" for name, text in zip(names, texts, strict=True)]
         axes.set_yticks(range(count), labels, size=7)
         axes.tick_params(axis="y", length=0)
-    axes.set(xlim=(0, 1.01), ylim=(count - 0.4, -0.6), xlabel=f"{split} accuracy")
+    axes.set(xlim=(0, 1.01), ylim=(count - 0.4, -0.6), xlabel=what)
     return figure
 
 

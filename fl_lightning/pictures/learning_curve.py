@@ -6,7 +6,15 @@ from typing import TYPE_CHECKING, Any
 
 from fl_lightning.batch_norm.kinds import JOINT_LABELS, KIND_LABELS
 from fl_lightning.pictures.series import Rows, Series, draw_curve, frozen_from, scale_values, series
-from fl_lightning.pictures.style import BLACK, PERSONAL, SPLITS, legend_above, new_figure, paper_style
+from fl_lightning.pictures.style import (
+    BLACK,
+    PERSONAL,
+    QUALITIES,
+    SPLITS,
+    legend_above,
+    new_figure,
+    paper_style,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -18,7 +26,7 @@ Policy = Mapping[str, Sequence[Sequence[Any]]]
 
 @paper_style()
 def learning_curve_figure(rows: Rows, policy: Policy, title: Sequence[str]) -> "Figure":
-    """Accuracy, where the model has one, and loss over communication rounds.
+    """Accuracy or mean IoU, where the model has one, and loss over communication rounds.
 
     A vertical line marks each round in which the policy changes; the legend says how. Where a value is not finite (or above 1e30) the
     line has a gap and a cross stands at the upper edge.
@@ -29,21 +37,21 @@ def learning_curve_figure(rows: Rows, policy: Policy, title: Sequence[str]) -> "
             ``{"mean": [[1, "averaged"], [201, "frozen"]]}``.
         title: Lines of the title.
     """
-    with_accuracy = any(f"{split}/accuracy" in row for row in rows for split in SPLITS)
-    metrics = ["accuracy", "loss"] if with_accuracy else ["loss"]
-    figure = new_figure(4.4 if with_accuracy else 2.6, title)
+    known = {name.partition("/")[2] for row in rows for name in row}
+    metrics = [*(name for name in QUALITIES if name in known), "loss"]
+    figure = new_figure(0.8 + 1.8 * len(metrics), title)
     panels = figure.subplots(len(metrics), 1, sharex=True, squeeze=False)[:, 0]
     last = max((row["round"] for row in rows), default=0)
     changes = {start: text for start, text in policy_changes(policy, rows).items() if start <= last}
     label = textwrap.shorten("; ".join(changes.values()), 90, placeholder=" …")
     for axes, metric in zip(panels, metrics, strict=True):
         axes.grid(color="0.9")
-        axes.set_ylabel(metric)
+        axes.set_ylabel(QUALITIES.get(metric, metric))
         if changes:
             lines = axes.vlines(list(changes), 0, 1, transform=axes.get_xaxis_transform(), colors=BLACK)
             lines.set(linewidth=1, linestyle="-.", label=label if axes is panels[0] else "_")
         drawn = _draw_metric(axes, rows, metric)
-        if metric == "accuracy":
+        if metric in QUALITIES:
             highest = max(values.max(initial=0) for values in drawn)
             axes.set_ylim(0, min(1.15 * highest, 1.03) or 1.03)
         else:
@@ -87,12 +95,12 @@ def _draw_metric(axes: "Axes", rows: Rows, metric: str) -> list[Series]:
     drawn = []
     for split, (name, look) in SPLITS.items():
         # where clients keep state the models that count are theirs
-        kinds = PERSONAL if metric == "accuracy" else {}
+        kinds = {f"{kind}_{metric}": look for kind, look in PERSONAL.items() if metric in QUALITIES}
         known = {kind: kinds[kind] for kind in kinds if any(f"{split}/{kind}" in row for row in rows)}
         for kind, (words, own_look) in {**known, metric: ("the server's model" * bool(known), look)}.items():
             rounds, values = series(rows, f"{split}/{kind}")
             if len(rounds):
-                newest = f": {values[-1]:.4f} after round {rounds[-1]:.0f}" if metric == "accuracy" else ""
+                newest = f": {values[-1]:.4f} after round {rounds[-1]:.0f}" if metric in QUALITIES else ""
                 label = ", ".join(filter(None, (name, words))) + newest
                 drawn.append(draw_curve(axes, rounds, values, own_look, label))
     return drawn

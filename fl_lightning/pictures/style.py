@@ -43,9 +43,12 @@ SPLITS = {
 }
 """What a figure calls the data that a metric is of, and how its curve looks."""
 
+QUALITIES = {"accuracy": "accuracy", "mean_iou": "mean IoU"}
+"""Metrics in [0, 1] that say how good a model is, and what a figure calls them."""
+
 PERSONAL = {
-    "own_accuracy": ("clients' own models, data like their own", (GREEN, "-", "D")),
-    "personal_accuracy": ("clients' own models, the server's data", (PURPLE, "-.", "^")),
+    "own": ("clients' own models, data like their own", (GREEN, "-", "D")),
+    "personal": ("clients' own models, the server's data", (PURPLE, "-.", "^")),
 }
 """What a figure calls the accuracies of a method whose clients keep state, and how their curves look; before the server's."""
 

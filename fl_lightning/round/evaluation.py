@@ -10,29 +10,29 @@ from fl_lightning.errors import doing
 from fl_lightning.executors.base import computation
 from fl_lightning.randomness import derive_seed, seed_everything
 from fl_lightning.ranks import Ranks
+from fl_lightning.round.tasks import Classification, Task
 
 _Found = tuple[dict[str, Tensor], Tensor]
 
 
 class ServerEvaluation:
-    """Loss and, for class labels, accuracy over an evaluation set, in total and by class.
+    """Loss and what the task counts over an evaluation set, in total and by class.
 
-    A sample whose outputs are not all finite counts as wrong: the argmax of NaN would otherwise look like a guess.
     The metrics are the same for any number of ranks, whoever has computed a batch.
 
     Attributes:
-        metrics: ``loss`` and ``accuracy`` of the last evaluation, as :meth:`finish` returned them.
+        metrics: ``loss`` and, for class labels, such as ``accuracy`` of the last evaluation, as :meth:`finish` returned them.
         diverged: Whether any outputs of the last evaluation were not finite.
         class_samples: Number of samples of each class in the last evaluation; empty without class labels.
-        class_accuracy: Share of them that was right, None for a class without samples; empty without class
-            labels. A label that is none of the classes, such as the 255 of unlabelled pixels, belongs to none.
+        class_quality: How good each class is, None for one that does not occur; empty without class labels.
     """
 
     def __init__(self) -> None:
         self.metrics: dict[str, float] = {}
         self.diverged = False
         self.class_samples: list[int] = []
-        self.class_accuracy: list[float | None] = []
+        self.class_quality: list[float | None] = []
+        self._task: Task = Classification()
         self.start()
 
     def start(self) -> None:
@@ -66,6 +66,7 @@ class ServerEvaluation:
             return f"evaluating the server after round {module.trainer.global_step}, batch {batch_idx + 1}"
 
         ranks = self._ranks = module.ranks
+        self._task = module.task
         if (batch_idx + turn) % ranks.size != ranks.rank or self._failure is not None:
             return
         seed = derive_seed(module.seed, "evaluation", module.trainer.global_step, batch_idx)
@@ -81,26 +82,23 @@ class ServerEvaluation:
         finally:
             self._into = self._common
 
-    def update(self, outputs: Tensor, targets: Tensor, loss: Tensor, ignored: int = -100) -> None:
+    def update(self, outputs: Any, targets: Tensor, loss: Tensor, task: Task | None = None) -> None:
         """Add a batch. Nothing waits for the device; numbers are read when the evaluation is finished.
 
         Outside of :meth:`divide` every rank adds every batch.
 
         Args:
-            outputs: Class scores ``[b, classes, ...]``, or anything else without accuracy.
-            targets: Class labels ``[b, ...]`` (integers), or anything else without accuracy.
+            outputs: The model's, such as class scores ``[b, classes, ...]``.
+            targets: Such as class labels ``[b, ...]`` (integers).
             loss: Mean loss of the batch, which weighs as many samples as it has targets that count.
-            ignored: The label that the loss leaves out, and accuracy too; torch's own is -100.
+            task: What of them is counted. Default: classification.
         """
-        finite = outputs.isfinite()
+        self._task = task = task or self._task
+        scores = task.scores(outputs)
+        counts = {"not finite": (~scores.isfinite().all()).long(), **task.count(scores, targets)}
         counted = torch.ones_like(targets, dtype=torch.bool)
-        counts = {"not finite": (~finite.all()).long()}
-        if not targets.is_floating_point() and targets.shape == outputs.shape[:1] + outputs.shape[2:]:
-            targets = targets.long()  # bytes know neither class 256 nor -100
-            counted = targets != ignored
-            right = (outputs.argmax(1) == targets) & finite.all(1) & counted
-            counts |= {"right": right.sum(), "counted": counted.sum()}
-            counts["by class"] = _count_by_class(right, targets.where(counted, -1), outputs.shape[1])
+        if len(counts) > 1:
+            counted = targets.long() != task.ignored  # bytes do not know -100
         # of the loss's own precision, but not of that of half floats
         samples = counted.reshape(len(counted), -1).to(torch.promote_types(loss.dtype, torch.float32)).mean(1)
         # a batch without a target that counts has no mean loss
@@ -108,7 +106,7 @@ class ServerEvaluation:
         self._into.add(counts, torch.stack([whole, samples.sum()]).detach()[None])
 
     def finish(self) -> dict[str, float]:
-        """The metrics of everything since :meth:`start`, by name: ``loss`` and ``accuracy``.
+        """The metrics of everything since :meth:`start`, by name, such as ``loss`` and ``accuracy``.
 
         All ranks call it together; again, it costs nothing.
         """
@@ -122,18 +120,10 @@ class ServerEvaluation:
         counts, losses = total.on_cpu()
         # the sum of sorted numbers does not depend on who has computed which batch
         loss, samples = losses.double().sort(0).values.sum(0)
-        found = {"loss": (loss, samples, losses.dtype)}
-        if "counted" in counts:
-            found["accuracy"] = (counts["right"].double(), counts["counted"], torch.float32)
-        self.metrics = {
-            name: (part / whole).to(dtype).item() for name, (part, whole, dtype) in found.items() if whole > 0
-        }
-        self.diverged = "not finite" in counts and bool(counts["not finite"])
-        by_class = counts["by class"].tolist() if "by class" in counts else []
-        self.class_samples = [wrong + right for wrong, right in by_class]
-        self.class_accuracy = [
-            right / (wrong + right) if wrong + right else None for wrong, right in by_class
-        ]
+        self.diverged = bool(counts.pop("not finite", False))
+        self.metrics = {"loss": (loss / samples).to(losses.dtype).item()} if samples > 0 else {}
+        self.metrics |= self._task.metrics(counts)
+        self.class_samples, self.class_quality = self._task.classes(counts)
 
     def _tell(self) -> "_Found":
         if self._failure is not None:
@@ -170,14 +160,3 @@ class _Sums:
     def on_cpu(self) -> _Found:
         losses = torch.cat(self.losses) if self.losses else torch.zeros(0, 2)
         return {name: x.cpu() for name, x in self.counts.items()}, losses.cpu()
-
-
-def _count_by_class(right: Tensor, targets: Tensor, classes: int) -> Tensor:
-    """Number of wrong and of right samples of each class, int64 ``[classes, 2]``."""
-    known = (targets >= 0) & (targets < classes)
-    labels = torch.where(known, targets, classes)
-    pairs = (2 * labels + right).flatten()
-    # as bincount would, which waits for a GPU
-    counts = torch.zeros(2 * (classes + 1), dtype=torch.int64, device=pairs.device)
-    counts.scatter_add_(0, pairs, torch.ones_like(pairs))
-    return counts.view(classes + 1, 2)[:classes]

@@ -31,6 +31,7 @@ from fl_lightning.round.plan import RoundPlan, Weighting, check_local_work, coho
 from fl_lightning.round.policy import check_together, resolve_policy
 from fl_lightning.round.server import ServerModule
 from fl_lightning.round.server_update import update_server
+from fl_lightning.round.tasks import Task
 from fl_lightning.round.trainer import check_trainer
 
 
@@ -57,7 +58,8 @@ class FederatedModule(ServerModule):
             ``"samples"`` (in proportion to the samples that a client processes in the round: with one local step its
             batch size, so that the mean gradient is that of the union batch; before the local steps they are those to
             be expected).
-        loss: Loss of (outputs, targets), averaged over the batch. Default: cross-entropy.
+        task: What is learnt, with its loss and metrics. Default: :class:`~fl_lightning.round.tasks.Classification`.
+        loss: Loss of (outputs, targets), averaged over the batch, in place of the task's.
         client_lr_schedule: Factor on the client learning rate, a function of (round, planned rounds).
         parameter_groups: Client optimizer settings by parameter group (``batch_norm``, ``scalars``, ``bias``): values
             override, ``lr_scale`` multiplies the learning rate.
@@ -97,6 +99,7 @@ class FederatedModule(ServerModule):
         weighting: Weighting = "examples",
         # nn.Module is a callable, named so that the command line knows torch's losses by their bare names
         loss: nn.Module | Callable[[Tensor, Tensor], Tensor] | None = None,
+        task: Task | None = None,
         client_lr_schedule: LRSchedule | Callable[[int, int], float] | None = None,
         parameter_groups: dict[str, dict[str, float]] | None = None,
         bn_momentum: float | None = None,
@@ -106,7 +109,7 @@ class FederatedModule(ServerModule):
         tf32: bool = False,
         seed: int = 0,
     ) -> None:
-        super().__init__(model, server_optimizer, loss, tf32)
+        super().__init__(model, server_optimizer, loss, tf32, task)
         check_local_work(local_steps, local_epochs, budget_epochs, participation)
         if bn_momentum is not None:
             set_momentum(model, bn_momentum)
@@ -119,13 +122,10 @@ class FederatedModule(ServerModule):
         self.executor = executor or SequentialExecutor()
         self.chooses_executor = executor is None
         self.aggregator = aggregator or WeightedMean()
-        self.weighting = weighting
-        self.client_lr_schedule = client_lr_schedule
+        self.weighting, self.client_lr_schedule = weighting, client_lr_schedule
         self.parameter_groups = parameter_groups or {}
         self.budget_epochs = budget_epochs
-        self.on_divergence = on_divergence
-        self.centralised = centralised
-        self.seed = seed
+        self.on_divergence, self.centralised, self.seed = on_divergence, centralised, seed
         self.plan: RoundPlan
         self.slots: StateSlots
         self.executor_choice: Choice | None = None

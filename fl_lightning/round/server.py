@@ -23,6 +23,7 @@ from fl_lightning.round.clock import RoundClock
 from fl_lightning.round.evaluation import ServerEvaluation
 from fl_lightning.round.plan import RoundPlan
 from fl_lightning.round.record import RunRecord
+from fl_lightning.round.tasks import Classification, Task
 
 
 class ServerModule(L.LightningModule):
@@ -31,7 +32,8 @@ class ServerModule(L.LightningModule):
     Args:
         model: The server's model.
         server_optimizer: Makes the server optimizer from parameters. Default: ``SGD(lr=1)``.
-        loss: Loss of (outputs, targets), averaged over the batch. Default: cross-entropy.
+        loss: Loss of (outputs, targets), averaged over the batch. Default: that of the task.
+        task: What is learnt: the loss and the metrics. Default: classification.
         tf32: Whether a GPU may compute float32 convolutions and matrix products in TF32.
 
     Attributes:
@@ -50,6 +52,7 @@ class ServerModule(L.LightningModule):
         server_optimizer: OptimizerCallable | None = None,
         loss: Callable[[Tensor, Tensor], Tensor] | None = None,
         tf32: bool = False,
+        task: Task | None = None,
     ) -> None:
         super().__init__()
         self.automatic_optimization = False
@@ -66,7 +69,8 @@ class ServerModule(L.LightningModule):
         self.accept_data = False
         self._resumed = False
         self._evaluate_every: int | None = None
-        self.loss = loss or nn.functional.cross_entropy
+        self.task = task or Classification(getattr(loss, "ignore_index", -100))
+        self.loss = loss or self.task.loss
         self.evaluation = ServerEvaluation()
         self.record = RunRecord()
 
@@ -252,9 +256,7 @@ class ServerModule(L.LightningModule):
         ``validation_step``, which sees all batches.
         """
         inputs, targets = batch
-        outputs = self.model(inputs)
-        ignored = getattr(self.loss, "ignore_index", -100)
-        evaluation.update(outputs, targets, self.loss(outputs, targets), ignored)
+        evaluation.update(outputs := self.model(inputs), targets, self.loss(outputs, targets), self.task)
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         """Evaluate the server model on a batch of evaluation data."""
@@ -267,7 +269,7 @@ class ServerModule(L.LightningModule):
 
     def predict_step(self, batch: Any, batch_idx: int) -> Any:
         """The server model's outputs on a batch."""
-        return self.model(batch[0] if isinstance(batch, list | tuple) else batch)
+        return self.task.scores(self.model(batch[0] if isinstance(batch, list | tuple) else batch))
 
     def on_validation_epoch_start(self) -> None:
         """Start an evaluation."""

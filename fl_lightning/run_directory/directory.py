@@ -96,7 +96,6 @@ class Attempt:
     policy = _File("policy.json")  # what happens to each kind of state in a round
     partition_picture = _File("partition.png")  # the samples of each class at each client
     learning_curve = _File("learning_curve.png")  # accuracy and loss over communication rounds
-    class_accuracy = _File("class_accuracy.png")  # of the final server model
     wandb_id = _File("wandb_id")  # the id of the run at W&B, which a resumed run keeps
     error = _File("error.txt")  # the traceback of what ended the run
 

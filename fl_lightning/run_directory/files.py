@@ -15,7 +15,7 @@ import yaml
 from fl_lightning.batch_norm.kinds import KIND_LABELS
 from fl_lightning.console import print_table
 from fl_lightning.files import write_bytes, write_json, write_text
-from fl_lightning.pictures.federation import class_accuracy_figure, client_sizes_figure, partition_figure
+from fl_lightning.pictures.federation import class_quality_figure, client_sizes_figure, partition_figure
 from fl_lightning.pictures.learning_curve import learning_curve_figure
 from fl_lightning.pictures.style import write_figure
 from fl_lightning.round.module import FederatedModule
@@ -24,6 +24,7 @@ from fl_lightning.run_directory.continuation import Start, deciding_settings
 from fl_lightning.run_directory.describe import describe_computing, origin_in_words, run_title
 from fl_lightning.run_directory.directory import Attempt
 from fl_lightning.run_directory.metrics import read_metrics
+from fl_lightning.run_directory.predictions import overlays
 from fl_lightning.run_directory.report import Report
 
 
@@ -63,7 +64,7 @@ class RunStart(L.Callback):
             if rows:
                 print_table("Executor", rows)
         if self.attempt is not None and trainer.is_global_zero:
-            for path in (self.attempt.result, self.attempt.class_accuracy, self.attempt.error):
+            for path in (self.attempt.result, self.attempt.error, *self.attempt.path.glob("class_*.png")):
                 path.unlink(missing_ok=True)  # of a run that this one takes further
             if self.start.metrics:
                 write_bytes(self.attempt.metrics, self.start.metrics)
@@ -114,7 +115,7 @@ def draw_partition(attempt: Attempt, module: FederatedModule) -> None:
 def draw_pictures(attempt: Attempt | None, module: FederatedModule) -> None:
     """Draw what a run has found into its folder, and write the tables of its reports as ``<name>.csv``.
 
-    ``learning_curve.png`` is drawn from ``metrics.jsonl``, ``class_accuracy.png`` from ``result.json`` where the run is finished.
+    ``learning_curve.png`` is drawn from ``metrics.jsonl``, ``class_accuracy.png``, or what else the task calls it, from ``result.json`` where the run is finished.
 
     Args:
         attempt: The run's folder, None where nothing is written (``fast_dev_run``).
@@ -128,11 +129,19 @@ def draw_pictures(attempt: Attempt | None, module: FederatedModule) -> None:
         figure = learning_curve_figure(read_metrics(attempt.metrics), policy, title)
         write_figure(attempt.learning_curve, figure)
     if attempt.result.exists():
-        with _harmless(attempt.class_accuracy):
-            found = json.loads(attempt.result.read_text())["class_accuracy"]
+        what = module.task.by_class
+        path = attempt.path / f"class_{what}.png"
+        with _harmless(path):
+            found = json.loads(attempt.result.read_text())[f"class_{what}"]
             if found is not None:
-                figure = class_accuracy_figure(found["accuracy"], found["classes"], found["split"], title)
-                write_figure(attempt.class_accuracy, figure)
+                figure = class_quality_figure(
+                    found[what], found["classes"], f"{found['split']} {what}", title
+                )
+                write_figure(path, figure)
+        path = attempt.path / "overlays.png"
+        with _harmless(path):
+            if (shown := overlays(module, title)) is not None:
+                write_figure(path, shown)
     for report in (cb for cb in module.federated_callbacks if isinstance(cb, Report)):
         with _harmless(f"a picture of {type(report).__name__}"):
             for name, draw in report.figures(read_metrics(attempt.metrics)).items():

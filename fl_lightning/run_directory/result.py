@@ -1,14 +1,10 @@
-"""How a run ends: its last evaluation, ``result.json`` and the table of it; predictions of a trained model."""
+"""How a run ends: its last evaluation, ``result.json`` and the table of it."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
-from torch import Tensor
-
 from fl_lightning.console import format_bytes, print_table
-from fl_lightning.errors import ConfigurationError
-from fl_lightning.files import write_json, write_text
+from fl_lightning.files import write_json
 from fl_lightning.pictures.style import PERSONAL
 from fl_lightning.round.module import FederatedModule
 from fl_lightning.round.policy import policy_table, stages_in_words
@@ -51,7 +47,7 @@ def _collect(
 ) -> dict[str, Any]:
     """What ``result.json`` holds; of the metrics those of clients' own models come first, then the server's."""
     record = module.record
-    kinds = [*([own] for own in PERSONAL), module.evaluation.metrics]
+    kinds = [*([f"{own}_{module.task.quality}"] for own in PERSONAL), module.evaluation.metrics]
     order = sorted(metrics, key=lambda x: (x[:4] == "test", *(x.partition("/")[2] not in y for y in kinds)))
     reports = [cb for cb in module.federated_callbacks if isinstance(cb, Report)]
     rounds = module.trainer.global_step
@@ -67,7 +63,7 @@ def _collect(
         ],
         "samples": record.samples,
         **{name: metrics[name] for name in order},
-        "class_accuracy": _class_accuracy(module, metrics),
+        f"class_{module.task.by_class}": _by_class(module, metrics),
         "diverged": record.diverged,
         "upload_bytes": record.upload_bytes,
         "download_bytes": record.download_bytes,
@@ -103,43 +99,17 @@ def _print(result: Mapping[str, Any]) -> None:
     print_table("Result", rows)
 
 
-def write_predictions(path: Path, outputs: Sequence[Tensor], batches: Iterable[Any]) -> int:
-    """Write class predictions as CSV: index, target, prediction and its probability.
-
-    Args:
-        path: The file.
-        outputs: Class scores ``[b, classes]`` of each batch.
-        batches: The batches ``(inputs, targets)`` that they belong to.
-
-    Returns:
-        The number of predictions.
-    """
-    lines = ["index,target,prediction,probability"]
-    for scores, (_, targets) in zip(outputs, batches, strict=True):
-        if scores.ndim != 2 or targets.shape != scores.shape[:1] or targets.is_floating_point():
-            raise ConfigurationError(
-                f"predict writes class predictions, but outputs {tuple(scores.shape)} and targets {tuple(targets.shape)} "
-                f"({targets.dtype}) are not those of a classifier; use Trainer.predict from Python"
-            )
-        probability, prediction = scores.float().softmax(1).max(1)
-        for target, guess, chance in zip(
-            targets.tolist(), prediction.tolist(), probability.tolist(), strict=True
-        ):
-            lines.append(f"{len(lines) - 1},{target},{guess},{chance:.6g}")
-    write_text(path, "\n".join(lines) + "\n")
-    return len(lines) - 1
-
-
-def _class_accuracy(module: FederatedModule, metrics: Mapping[str, float]) -> dict[str, Any] | None:
-    """Accuracy by class of the final server model in the last evaluation, that of the test data where there are any."""
-    split = next((split for split in ("test", "val") if f"{split}/accuracy" in metrics), None)
+def _by_class(module: FederatedModule, metrics: Mapping[str, float]) -> dict[str, Any] | None:
+    """How good the final server model is by class, in the last evaluation: that of the test data where there are any."""
+    task = module.task
+    split = next((split for split in ("test", "val") if f"{split}/{task.quality}" in metrics), None)
     if split is None:
         return None
     evaluation, names = module.evaluation, module.data.class_names
-    count = len(evaluation.class_accuracy)
+    count = len(evaluation.class_quality)
     return {
         "split": split,
         "classes": list(names) if names is not None and len(names) == count else list(map(str, range(count))),
-        "accuracy": evaluation.class_accuracy,
+        task.by_class: evaluation.class_quality,
         "samples": evaluation.class_samples,
     }

@@ -79,7 +79,7 @@ def net(**settings):
     return {"model.model": {"class_path": "own_parts.Net", "init_args": settings}}
 
 
-BATCH = "model Net of float32, loss cross_entropy, a batch of "
+BATCH = "model Net of float32, loss Classification.loss, a batch of "
 WANTED = "wanted: inputs of the model's type and, for cross-entropy, integer labels below the number of its outputs"
 EVALUATION = "evaluating the server after round 0, batch 1"
 
@@ -114,7 +114,7 @@ TABLE = {
     "a loss that takes no labels": (
         data() | net() | {"model.loss": "BCEWithLogitsLoss"},
         ("ValueError: Target size (torch.Size([10])) must be the same as input size (torch.Size([10, 10])) "
-        f"({BATCH.replace('cross_entropy', 'BCEWithLogitsLoss')}float32 [10, 1, 8, 8] and int64 [10] from 0 to 9; {WANTED}; {EVALUATION})"),
+        f"({BATCH.replace('Classification.loss', 'BCEWithLogitsLoss')}float32 [10, 1, 8, 8] and int64 [10] from 0 to 9; {WANTED}; {EVALUATION})"),
     ),
     "a data set that cannot be made": (
         data(table="data.csv"),

@@ -46,7 +46,7 @@ def test_without_own_data_the_classes_of_the_servers_are_weighed_as_the_clients_
     write_config({"trainer.callbacks": callbacks})
     cli = run()
     (callback,) = (c for c in cli.trainer.callbacks if isinstance(c, ClientEvaluation))
-    by_class, histograms = cli.model.evaluation.class_accuracy, cli.datamodule.class_histograms()
+    by_class, histograms = cli.model.evaluation.class_quality, cli.datamodule.class_histograms()
     expected = [
         sum(n * by_class[label] for label, n in enumerate(counts)) / sum(counts) for counts in histograms
     ]

@@ -12,8 +12,8 @@ from matplotlib import rcParams
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 
 from fl_lightning.pictures.federation import (
-    class_accuracy_figure,
     class_labels,
+    class_quality_figure,
     client_sizes_figure,
     partition_figure,
 )
@@ -195,7 +195,7 @@ def test_cells_are_the_histogram_clients_down_classes_across():
 
 
 def test_bars_are_the_classes_from_the_top_and_the_line_is_their_mean():
-    figure = class_accuracy_figure([0.25, None, 1.0, 0.0], ["a", "b", "c", "d"], "test", TITLE)
+    figure = class_quality_figure([0.25, None, 1.0, 0.0], ["a", "b", "c", "d"], "test accuracy", TITLE)
     (axes,) = figure.axes
     assert [bar.get_width() for bar in axes.patches] == [0.25, 0, 1, 0]
     assert names(axes.get_yticklabels()) == ["a   0.250", "b   no samples", "c   1.000", "d   0.000"]
@@ -206,7 +206,7 @@ def test_bars_are_the_classes_from_the_top_and_the_line_is_their_mean():
 
 
 def test_no_class_with_samples_has_no_mean():
-    figure = class_accuracy_figure([None, None], None, "test", TITLE)
+    figure = class_quality_figure([None, None], None, "test accuracy", TITLE)
     assert "mean of the classes nan" in figure.get_suptitle()
     png(figure)
 
@@ -239,7 +239,9 @@ def test_texts_of_any_federation_do_not_overlap(clients, classes, largest, known
     labels = known and known[:classes]
     assert not overlapping(partition_figure(counts.tolist(), labels, TITLE))
     assert not overlapping(client_sizes_figure(counts.sum(1).tolist(), TITLE))
-    assert not overlapping(class_accuracy_figure((counts[0] / largest).tolist(), labels, "test", TITLE))
+    assert not overlapping(
+        class_quality_figure((counts[0] / largest).tolist(), labels, "test accuracy", TITLE)
+    )
 
 
 # Names and style
@@ -252,7 +254,7 @@ def test_odd_names_are_drawn_without_a_warning():
     assert class_labels(["a"], 2) == class_labels(None, 2) == ["0", "1"]
     title = ["Метод_$\\frac{$ 猫", "x" * 2000, ""]
     png(partition_figure([list(range(10))] * 3, ODD, title))
-    png(class_accuracy_figure([0.5] * 10, ODD, "test", title))
+    png(class_quality_figure([0.5] * 10, ODD, "test accuracy", title))
 
 
 def test_settings_of_the_user_neither_count_nor_change():

@@ -72,10 +72,10 @@ def test_stopped_run_has_its_curve_and_the_resumed_run_draws_them_all(tmp_path, 
 
 def test_run_taken_further_drops_the_class_accuracy_of_the_shorter_one(monkeypatch):
     attempt = run("--trainer.max_epochs", 2).attempt
-    assert attempt.class_accuracy.exists()
+    assert (attempt.path / "class_accuracy.png").exists()
     monkeypatch.setattr("fl_lightning.run_directory.result.draw_pictures", lambda *_: None)
     run("--ckpt_path", "last", "--trainer.max_epochs", 3)
-    assert not attempt.class_accuracy.exists()
+    assert not (attempt.path / "class_accuracy.png").exists()
 
 
 def test_result_names_the_accuracy_of_each_class_on_the_test_set(finished):

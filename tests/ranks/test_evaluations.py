@@ -33,7 +33,7 @@ class Everywhere(L.Callback):
 
     def on_validation_end(self, trainer, pl_module):
         own = {name: float(value) for name, value in trainer.callback_metrics.items() if "time" not in name}
-        own |= {"classes": pl_module.evaluation.class_accuracy, "samples": pl_module.evaluation.class_samples}
+        own |= {"classes": pl_module.evaluation.class_quality, "samples": pl_module.evaluation.class_samples}
         ranks = pl_module.ranks
         assert ranks.exchange(lambda: own) == [own] * ranks.size
 

@@ -10,7 +10,7 @@ from callbacks import FixBN
 from fl_lightning import ConfigurationError, FederatedModule
 from fl_lightning.optimizers.schedules import MultiStep
 from fl_lightning.round.evaluation import ServerEvaluation
-from fl_lightning.run_directory.result import write_predictions
+from fl_lightning.run_directory.predictions import write_predictions
 
 
 def test_validate_fit_validate_work_one_after_the_other():
@@ -73,8 +73,8 @@ def test_fixbn_says_when_it_never_freezes(capsys):
 
 def test_predictions_of_a_regression_are_refused(tmp_path):
     outputs, targets = [torch.zeros(3, 1)], [(None, torch.zeros(3))]
-    with pytest.raises(ConfigurationError, match="not those of a classifier"):
-        write_predictions(tmp_path / "predictions.csv", outputs, targets)
+    with pytest.raises(ConfigurationError, match="not those of classes"):
+        write_predictions(tmp_path, outputs, targets, None)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -109,7 +109,7 @@ def test_accuracy_by_class_equals_a_count_sample_by_sample(place):
         samples[label] += 1
         right[label] += bool(scores.isfinite().all()) and int(scores.argmax()) == label
     assert evaluation.class_samples == samples
-    assert evaluation.class_accuracy == [r / n for r, n in zip(right[:4], samples[:4], strict=True)] + [None]
+    assert evaluation.class_quality == [r / n for r, n in zip(right[:4], samples[:4], strict=True)] + [None]
     assert sum(right) / sum(samples) == pytest.approx(metrics["accuracy"], abs=1e-6)
     assert 0 < sum(right) < sum(samples)
 
@@ -117,11 +117,11 @@ def test_accuracy_by_class_equals_a_count_sample_by_sample(place):
 def test_accuracy_by_class_starts_anew_with_each_evaluation():
     evaluation = ServerEvaluation()
     evaluate(evaluation, (torch.eye(3), torch.tensor([0, 0, 2])))
-    assert (evaluation.class_accuracy, evaluation.class_samples) == ([0.5, None, 1.0], [2, 0, 1])
+    assert (evaluation.class_quality, evaluation.class_samples) == ([0.5, None, 1.0], [2, 0, 1])
     evaluate(evaluation, (torch.eye(2), torch.tensor([1, 1])))
-    assert (evaluation.class_accuracy, evaluation.class_samples) == ([None, 0.5], [0, 2])
+    assert (evaluation.class_quality, evaluation.class_samples) == ([None, 0.5], [0, 2])
     evaluate(evaluation, (torch.zeros(2, 1), torch.zeros(2, 1)))
-    assert (evaluation.class_accuracy, evaluation.class_samples) == ([], [])
+    assert (evaluation.class_quality, evaluation.class_samples) == ([], [])
 
 
 def test_bytes_name_no_more_than_256_classes():
@@ -140,7 +140,7 @@ def test_unlabelled_pixels_belong_to_no_class(dtype):
     evaluation = ServerEvaluation()
     evaluate(evaluation, (outputs, targets))
     assert evaluation.class_samples == [1, 3]
-    assert evaluation.class_accuracy == [1.0, 2 / 3]
+    assert evaluation.class_quality == [1.0, 2 / 3]
 
 
 def test_counts_by_class_are_exact_beyond_the_integers_of_float32():

@@ -1,0 +1,187 @@
+"""What a model's outputs mean: the loss, what an evaluation counts, and the metrics that follow."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy, interpolate
+from torchmetrics.functional.classification import multiclass_confusion_matrix
+
+from fl_lightning.errors import ConfigurationError
+
+Counts = dict[str, Tensor]
+"""Whole numbers by name, which add up over batches and ranks."""
+
+
+class Task(ABC):
+    """What a federation learns.
+
+    Attributes:
+        quality: The metric that says how good a model is, in [0, 1], such as ``"accuracy"``.
+        by_class: What it is called of a single class.
+        ignored: The target that does not count.
+    """
+
+    quality: ClassVar[str]
+    by_class: ClassVar[str]
+    ignored: int
+
+    @abstractmethod
+    def loss(self, outputs: Any, targets: Any) -> Tensor:
+        """Mean loss of a batch, a scalar."""
+
+    def scores(self, outputs: Any) -> Any:
+        """Those outputs of a model that are evaluated: the first where it returns several."""
+        if isinstance(outputs, Mapping):
+            outputs = [*outputs.values()]
+        return outputs[0] if isinstance(outputs, Sequence) else outputs
+
+    @abstractmethod
+    def count(self, scores: Tensor, targets: Tensor) -> Counts:
+        """What adds up over batches; empty where these targets have no metric but the loss."""
+
+    @abstractmethod
+    def metrics(self, counts: Counts) -> dict[str, float]:
+        """The metrics that follow from the sums, by name; one without samples is left out."""
+
+    @abstractmethod
+    def classes(self, counts: Counts) -> tuple[list[int], list[float | None]]:
+        """Samples and quality of each class; None for a class that does not occur."""
+
+
+class Classification(Task):
+    """One class for each sample, or for each place in it: accuracy.
+
+    Args:
+        ignored: The label that does not count; torch's own is -100.
+    """
+
+    quality = "accuracy"
+    by_class = "accuracy"
+
+    def __init__(self, ignored: int = -100) -> None:
+        self.ignored = ignored
+
+    def loss(self, outputs: Any, targets: Any) -> Tensor:
+        """Cross-entropy."""
+        return cross_entropy(self.scores(outputs), targets, ignore_index=self.ignored)
+
+    def count(self, scores: Tensor, targets: Tensor) -> Counts:
+        """Right ones, all, and wrong and right ones of each class ``[classes, 2]``.
+
+        A sample whose outputs are not all finite counts as wrong: the argmax of NaN would otherwise look like a guess. A label that
+        is none of the classes, such as the 255 of unlabelled pixels, belongs to none.
+        """
+        if targets.is_floating_point() or targets.shape != scores.shape[:1] + scores.shape[2:]:
+            return {}
+        targets = targets.long()  # bytes know neither class 256 nor -100
+        counted = targets != self.ignored
+        right = (scores.argmax(1) == targets) & scores.isfinite().all(1) & counted
+        by_class = _count_by_class(right, targets.where(counted, -1), scores.shape[1])
+        return {"right": right.sum(), "counted": counted.sum(), "by class": by_class}
+
+    def metrics(self, counts: Counts) -> dict[str, float]:
+        """``accuracy``."""
+        if not counts or not counts["counted"]:
+            return {}
+        return {"accuracy": (counts["right"].double() / counts["counted"]).float().item()}
+
+    def classes(self, counts: Counts) -> tuple[list[int], list[float | None]]:
+        """Accuracy of each class."""
+        found = counts["by class"].tolist() if counts else []
+        samples = [wrong + right for wrong, right in found]
+        return samples, [right / (wrong + right) if wrong + right else None for wrong, right in found]
+
+
+class Segmentation(Task):
+    """A class for each pixel: mean intersection over union, and pixel accuracy.
+
+    A model may return several outputs, as a sequence or a mapping: the first is the prediction, the others are those of
+    auxiliary heads. Outputs that are smaller than the targets are enlarged to their size (bilinear).
+
+    Args:
+        ignored: The label of pixels that do not count; 255 in Cityscapes.
+        auxiliary_weights: What the loss of each auxiliary head weighs; the prediction's weighs 1.
+
+    Raises:
+        ConfigurationError: A model has more or fewer auxiliary heads than weights.
+    """
+
+    quality = "mean_iou"
+    by_class = "iou"
+
+    def __init__(self, ignored: int = 255, auxiliary_weights: Sequence[float] = ()) -> None:
+        self.ignored = ignored
+        self.auxiliary_weights = list(auxiliary_weights)
+
+    def loss(self, outputs: Any, targets: Any) -> Tensor:
+        """Mean cross-entropy of the pixels that count, summed over the heads; 0 where none counts."""
+        heads = outputs.values() if isinstance(outputs, Mapping) else outputs
+        heads = [heads] if isinstance(heads, Tensor) else [*heads]
+        weights = [1.0, *self.auxiliary_weights]
+        if len(heads) != len(weights):
+            raise ConfigurationError(
+                f"Segmentation.auxiliary_weights: {len(weights) - 1} weights, but the model has {len(heads) - 1} outputs beside its "
+                "prediction; give one weight for each"
+            )
+        targets = targets.long()
+        counted = (targets != self.ignored).sum().clamp(min=1)
+        sums = [
+            cross_entropy(_enlarged(head, targets), targets, ignore_index=self.ignored, reduction="sum")
+            for head in heads
+        ]
+        total: Tensor = sum(weight * one for weight, one in zip(weights, sums, strict=True)) / counted
+        return total
+
+    def count(self, scores: Tensor, targets: Tensor) -> Counts:
+        """The confusion matrix ``[classes, classes + 1]``: truth by prediction; the last column are outputs that are not finite."""
+        scores, classes = _enlarged(scores, targets), scores.shape[1]
+        guesses = scores.argmax(1).where(scores.isfinite().all(1), classes)
+        kept = targets != self.ignored
+        if targets.device.type == "cpu" and bool((targets[kept] >= classes).any()):  # nobody waits for a GPU
+            raise ConfigurationError(
+                f"Segmentation: label {int(targets[kept].max())} of a model with {classes} classes; labels are 0 to {classes - 1}, or "
+                f"{self.ignored} for pixels that do not count"
+            )
+        confusion = multiclass_confusion_matrix(
+            guesses, targets.long(), classes + 1, ignore_index=self.ignored, validate_args=False
+        )
+        return {"confusion": confusion[:classes]}
+
+    def metrics(self, counts: Counts) -> dict[str, float]:
+        """``mean_iou``, over the classes that occur in truth or prediction, and ``pixel_accuracy``."""
+        if not counts or not counts["confusion"].sum():
+            return {}
+        known = [iou for iou in self.classes(counts)[1] if iou is not None]
+        right, total = counts["confusion"].diagonal().sum(), counts["confusion"].sum()
+        return {"mean_iou": sum(known) / len(known), "pixel_accuracy": (right.double() / total).item()}
+
+    def classes(self, counts: Counts) -> tuple[list[int], list[float | None]]:
+        """Pixels and intersection over union of each class."""
+        if not counts:
+            return [], []
+        confusion = counts["confusion"].double()
+        both = confusion.diagonal()
+        either = confusion.sum(1) + confusion[:, :-1].sum(0) - both
+        shares = [i / u if u else None for i, u in zip(both.tolist(), either.tolist(), strict=True)]
+        return counts["confusion"].sum(1).tolist(), shares
+
+
+def _enlarged(scores: Tensor, targets: Tensor) -> Tensor:
+    """Scores ``[b, classes, h, w]`` of the size of targets ``[b, H, W]``."""
+    if scores.shape[-2:] == targets.shape[-2:]:
+        return scores
+    return interpolate(scores, targets.shape[-2:], mode="bilinear", align_corners=False)
+
+
+def _count_by_class(right: Tensor, targets: Tensor, classes: int) -> Tensor:
+    """Number of wrong and of right samples of each class, int64 ``[classes, 2]``."""
+    known = (targets >= 0) & (targets < classes)
+    labels = torch.where(known, targets, classes)
+    pairs = (2 * labels + right).flatten()
+    # as bincount would, which waits for a GPU
+    counts = torch.zeros(2 * (classes + 1), dtype=torch.int64, device=pairs.device)
+    counts.scatter_add_(0, pairs, torch.ones_like(pairs))
+    return counts.view(classes + 1, 2)[:classes]

@@ -1,0 +1,101 @@
+"""What a trained model predicts, as files to look at."""
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from fl_lightning.batch_norm.swapping import evaluating
+from fl_lightning.errors import ConfigurationError
+from fl_lightning.files import atomic_write, write_text
+from fl_lightning.pictures.overlays import colours, default_palette, overlay_figure
+from fl_lightning.round.module import FederatedModule
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_SHOWN = 4
+
+
+def write_predictions(folder: Path, outputs: Sequence[Tensor], batches: Iterable[Any], data: Any) -> str:
+    """Write the predictions of a classifier as ``predictions.csv``, those of a segmentation as images ``predictions/<index>.png``.
+
+    The CSV has index, target, prediction and its probability. The images have the colours of the classes.
+
+    Args:
+        folder: Where they go.
+        outputs: Class scores ``[b, classes]``, or ``[b, classes, H, W]``, of each batch.
+        batches: The batches ``(inputs, targets)`` that they belong to.
+        data: The data module, for the colours of its classes.
+
+    Returns:
+        What was written, in words.
+    """
+    lines, images = ["index,target,prediction,probability"], 0
+    for scores, (_, targets) in zip(outputs, batches, strict=True):
+        if targets.is_floating_point() or targets.shape != scores.shape[:1] + scores.shape[2:]:
+            raise ConfigurationError(
+                f"predict writes predicted classes, but outputs {tuple(scores.shape)} and targets {tuple(targets.shape)} "
+                f"({targets.dtype}) are not those of classes; use Trainer.predict from Python"
+            )
+        if scores.ndim > 2:
+            for guess in scores.argmax(1):
+                with atomic_write(folder / "predictions" / f"{images:05}.png") as file:
+                    Image.fromarray(colours(guess.cpu(), palette(data, scores.shape[1]))).save(file, "png")
+                images += 1
+            continue
+        probability, prediction = scores.float().softmax(1).max(1)
+        for target, guess, chance in zip(
+            targets.tolist(), prediction.tolist(), probability.tolist(), strict=True
+        ):
+            lines.append(f"{len(lines) - 1},{target},{guess},{chance:.6g}")
+    if images:
+        return f"{images:,} predictions written to {folder / 'predictions'}"
+    write_text(folder / "predictions.csv", "\n".join(lines) + "\n")
+    return f"{len(lines) - 1:,} predictions written to {folder / 'predictions.csv'}"
+
+
+def palette(data: Any, classes: int) -> Sequence[tuple[int, int, int]]:
+    """A colour for each class: those of the data module where it has some."""
+    return getattr(data, "palette", None) or default_palette(classes)
+
+
+@torch.no_grad()
+def overlays(module: FederatedModule, title: Sequence[str]) -> "Figure | None":
+    """The first evaluation images with labels and prediction; None where a model does not label pixels."""
+    images: list[Any] = []
+    truths: list[Any] = []
+    guesses: list[Any] = []
+    classes = 0
+    with evaluating(module.model):
+        for inputs, targets in module.data.test_dataloader() or module.data.val_dataloader() or ():
+            if not isinstance(inputs, Tensor) or targets.ndim != 3 or targets.is_floating_point():
+                return None
+            scores = module.task.scores(module.model(module.on_device(inputs)))
+            if scores.ndim != 4 or scores.shape[-2:] != targets.shape[-2:]:
+                return None
+            classes = scores.shape[1]
+            images += [_look(module.data, image) for image in inputs]
+            truths += [*targets.numpy()]
+            guesses += [*scores.argmax(1).cpu().numpy()]
+            if len(images) >= _SHOWN:
+                break
+    if not images:
+        return None
+    shown = slice(0, _SHOWN)
+    names = module.data.class_names
+    return overlay_figure(
+        images[shown], truths[shown], guesses[shown], palette(module.data, classes), names, title
+    )
+
+
+def _look(data: Any, image: Tensor) -> Any:
+    if hasattr(data, "picture"):
+        return data.picture(image).numpy()
+    low, high = image.min(), image.max()
+    pixels = ((image - low) / (high - low).clamp(min=1e-12) * 255).to(torch.uint8)
+    return np.moveaxis(pixels[:3].expand(3, -1, -1).numpy(), 0, -1)

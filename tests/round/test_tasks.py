@@ -1,0 +1,105 @@
+"""Segmentation: loss, metrics and what is refused; classification is tested where evaluations are."""
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+from torchmetrics.classification import MulticlassJaccardIndex
+
+from fl_lightning import ConfigurationError, Segmentation
+from fl_lightning.round.evaluation import ServerEvaluation
+
+
+def scenes(images, seed=0, classes=4, ignored=0.2):
+    """Scores and labels of some images; class 3 is never there."""
+    generator = torch.Generator().manual_seed(seed)
+    labels = torch.randint(classes - 1, (images, 5, 7), generator=generator)
+    scores = torch.randn(images, classes, 5, 7, generator=generator, dtype=torch.float64)
+    scores[:, 3] = -9
+    scores.scatter_add_(1, labels[:, None], torch.full_like(scores[:, :1], 0.7))
+    labels[torch.rand(labels.shape, generator=generator) < ignored] = 255
+    return scores, labels.to(torch.uint8)
+
+
+def evaluated(*batches, task=None):
+    task = task or Segmentation()
+    evaluation = ServerEvaluation()
+    for scores, labels in batches:
+        evaluation.update(scores, labels, task.loss(scores, labels), task)
+    evaluation.finish()
+    return evaluation
+
+
+def test_mean_iou_over_batches_is_torchmetrics():
+    batches = [scenes(3), scenes(2, seed=1)]
+    reference = MulticlassJaccardIndex(4, average="macro", ignore_index=255)
+    each = MulticlassJaccardIndex(4, average=None, ignore_index=255)
+    for scores, labels in batches:
+        reference.update(scores, labels.long())
+        each.update(scores, labels.long())
+    found = evaluated(*batches)
+    assert found.metrics["mean_iou"] == pytest.approx(reference.compute().item(), abs=1e-6)
+    assert found.class_quality[:3] == pytest.approx(each.compute()[:3].tolist(), abs=1e-6)
+    assert found.class_quality[3] is None  # it is neither there nor predicted
+    labels = torch.cat([labels for _, labels in batches])
+    scores = torch.cat([scores for scores, _ in batches])
+    kept = labels != 255
+    right = (scores.argmax(1) == labels) & kept
+    assert found.metrics["pixel_accuracy"] == pytest.approx((right.sum() / kept.sum()).item(), abs=1e-6)
+    assert found.class_samples == [int((labels == c).sum()) for c in range(4)]
+
+
+def test_the_loss_is_the_mean_over_the_pixels_that_count():
+    batches = [scenes(3), scenes(2, seed=1)]
+    for scores, labels in batches:
+        expected = cross_entropy(scores, labels.long(), ignore_index=255)
+        torch.testing.assert_close(Segmentation().loss(scores, labels), expected)
+    kept = [(labels != 255).flatten(1).double().mean(1).sum() for _, labels in batches]
+    means = [cross_entropy(s, x.long(), ignore_index=255) for s, x in batches]
+    expected = sum(m * k for m, k in zip(means, kept, strict=True)) / sum(kept)
+    assert evaluated(*batches).metrics["loss"] == pytest.approx(expected.item())
+
+
+def test_a_batch_of_nothing_that_counts_has_no_loss_and_no_metrics():
+    scores, labels = scenes(2, ignored=1.1)
+    scores.requires_grad_()
+    loss = Segmentation().loss(scores, labels)
+    loss.backward()
+    assert loss == 0
+    assert not scores.grad.any()
+    assert evaluated((scores.detach(), labels)).metrics == {}
+
+
+def test_outputs_that_are_not_finite_are_right_nowhere():
+    scores, labels = scenes(1, ignored=0)
+    best = torch.full_like(scores, -1.0).scatter_(1, labels.long()[:, None], 1.0)
+    assert evaluated((best, labels)).metrics["mean_iou"] == 1
+    best[:, :, 0] = torch.nan
+    found = evaluated((best, labels))
+    assert found.diverged
+    assert found.metrics["pixel_accuracy"] == pytest.approx(4 / 5)
+    assert found.metrics["mean_iou"] < 1
+
+
+def test_auxiliary_heads_have_weights_and_smaller_outputs_are_enlarged():
+    scores, labels = scenes(2)
+    small = scores[:, :, ::2, ::2]
+    large = torch.nn.functional.interpolate(small, scores.shape[-2:], mode="bilinear", align_corners=False)
+    task, plain = Segmentation(auxiliary_weights=[0.4]), Segmentation()
+    expected = plain.loss(scores, labels) + 0.4 * plain.loss(large, labels)
+    for outputs in ([scores, small], {"out": scores, "aux": small}):
+        torch.testing.assert_close(task.loss(outputs, labels), expected)
+        assert (
+            evaluated((outputs, labels), task=task).metrics["mean_iou"]
+            == evaluated((scores, labels)).metrics["mean_iou"]
+        )
+    with pytest.raises(ConfigurationError, match="auxiliary_weights: 1 weights, but the model has 0 outputs"):
+        task.loss(scores, labels)
+
+
+def test_a_label_that_is_no_class_is_named():
+    scores, labels = scenes(1)
+    labels[0, 0, 0] = 7
+    with pytest.raises(
+        ConfigurationError, match="label 7 of a model with 4 classes; labels are 0 to 3, or 255"
+    ):
+        Segmentation().count(scores, labels)
