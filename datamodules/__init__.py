@@ -1,19 +1,27 @@
 """Who the clients are: data sets, and how their training data are spread over the clients."""
 
 from datamodules.cifar10 import CIFAR10
+from datamodules.cityscapes import Cityscapes
 from datamodules.client import InMemoryClient
 from datamodules.digits import Digits
 from datamodules.gaussians import Gaussians
 from datamodules.image_folder import ImageFolder
 from datamodules.images import ImageData
 from datamodules.in_memory import InMemoryDataModule
+from datamodules.leaf import FEMNIST
 from datamodules.partitions import IID, Dirichlet, GammaSimilarity, Natural, Partition, Shards
+from datamodules.tiny_imagenet import TinyImageNet
+from datamodules.torchvision_images import CIFAR100, FashionMNIST, TorchvisionImages
 
 __all__ = [
     "CIFAR10",
+    "CIFAR100",
+    "FEMNIST",
     "IID",
+    "Cityscapes",
     "Digits",
     "Dirichlet",
+    "FashionMNIST",
     "GammaSimilarity",
     "Gaussians",
     "ImageData",
@@ -23,4 +31,6 @@ __all__ = [
     "Natural",
     "Partition",
     "Shards",
+    "TinyImageNet",
+    "TorchvisionImages",
 ]

@@ -2,7 +2,7 @@
 
 import fcntl
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from zlib import crc32
@@ -83,36 +83,68 @@ def cached_images(paths: Sequence[Path], root: Path, size: int, cache: Path) -> 
     Raises:
         ConfigurationError: An image cannot be read or the cache cannot be written.
     """
+
+    def decoded() -> dict[str, Tensor]:
+        images = torch.empty(len(paths), 3, size, size, dtype=torch.uint8)
+        pixels = images.numpy()
+        for index, path in enumerate(paths):
+            pixels[index] = np.asarray(decode(path, size)).transpose(2, 0, 1)
+        return {"images": images}
+
+    return cached_tensors(paths, root, cache, decoded)["images"]
+
+
+def cached_tensors(
+    paths: Sequence[Path], root: Path, cache: Path, read: Callable[[], dict[str, Tensor]]
+) -> dict[str, Tensor]:
+    """Read what files hold, or take it from the cache where it belongs to just these files and is intact.
+
+    Args:
+        paths: The files, all below ``root``.
+        root: The folder of the data set.
+        cache: The cache file; what is read from it lies there until it is used (it is mapped into memory).
+        read: Reads the files.
+
+    Returns:
+        Tensors by name.
+
+    Raises:
+        ConfigurationError: A file cannot be read or the cache cannot be written.
+    """
     if broken := next((path for path in paths if not path.is_file()), None):
         raise ConfigurationError(
             f"data_dir holds {broken}, which is no file that can be read (a link to nothing, a pipe); remove it"
         )
     status = [(path.relative_to(root), path.stat()) for path in paths]
     files = [(str(path), found.st_size, found.st_mtime_ns) for path, found in status]
-    images = _read(cache, files)
-    if images is not None:
-        return images
+    tensors = _read(cache, files)
+    if tensors is not None:
+        return tensors
     with building(cache):
-        images = _read(cache, files)  # of a process that was first
-        if images is None:
-            rank_zero_info(f"Decoding {len(paths)} images of {root} into {cache}")
-            images = torch.empty(len(paths), 3, size, size, dtype=torch.uint8)
-            pixels = images.numpy()
-            for index, path in enumerate(paths):
-                pixels[index] = np.asarray(decode(path, size)).transpose(2, 0, 1)
+        tensors = _read(cache, files)  # of a process that was first
+        if tensors is None:
+            rank_zero_info(f"Decoding {len(paths)} files of {root} into {cache}")
+            tensors = read()
             with atomic_write(cache) as file:
-                torch.save({"files": files, "crc32": crc32(pixels.data), "images": images}, file)
-    return images
+                torch.save({"files": files, "crc32": _checksum(tensors), "tensors": tensors}, file)
+    return tensors
 
 
-def _read(cache: Path, files: list[tuple[str, int, int]]) -> Tensor | None:
+def _read(cache: Path, files: list[tuple[str, int, int]]) -> dict[str, Tensor] | None:
     try:
-        content = torch.load(cache, weights_only=True)
-        images: Tensor = content["images"]
-        current = content["files"] == files and content["crc32"] == crc32(images.numpy().data)
+        content = torch.load(cache, weights_only=True, mmap=True)
+        tensors: dict[str, Tensor] = content["tensors"]
+        current = content["files"] == files and content["crc32"] == _checksum(tensors)
     except Exception:  # noqa: BLE001  # missing, damaged anywhere, no cache at all: torch.load has no list of what it raises
         return None
-    return images if current else None
+    return tensors if current else None
+
+
+def _checksum(tensors: Mapping[str, Tensor]) -> int:
+    found = 0
+    for name, tensor in tensors.items():
+        found = crc32(tensor.numpy().data, crc32(name.encode(), found))
+    return found
 
 
 @contextmanager

@@ -26,6 +26,7 @@ class ImageData:
         test_images: uint8, shape ``[M, C, H, W]``.
         test_labels: int64, shape ``[M]``.
         train_groups: For data that come in groups, the group of each training image, int64, shape ``[N]``.
+        test_groups: The group of each test image, int64, shape ``[M]``, where the same groups have test images of their own.
 
     Raises:
         ConfigurationError: Images or labels have another type or shape, or their numbers differ.
@@ -36,6 +37,7 @@ class ImageData:
     test_images: Tensor
     test_labels: Tensor
     train_groups: Tensor | None = None
+    test_groups: Tensor | None = None
 
     def __post_init__(self) -> None:
         for split in ("train", "test"):
@@ -183,7 +185,7 @@ class EvaluationImages(Dataset[Batch]):
     def __len__(self) -> int:
         return len(self.labels)
 
-    def __getitem__(self, index: int | slice) -> Batch:
+    def __getitem__(self, index: int | slice | Tensor) -> Batch:
         return self.normalize(self.pixels[index]), self.labels[index]
 
 

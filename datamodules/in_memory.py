@@ -18,7 +18,8 @@ from datamodules.images import (
     balanced_subset,
     channel_statistics,
 )
-from datamodules.partitions import IID, Partition
+from datamodules.partition import natural
+from datamodules.partitions import IID, Natural, Partition
 from fl_lightning.client_data.cohort_batch import CohortBatch
 from fl_lightning.client_data.federated import FederatedDataModule
 from fl_lightning.client_data.fingerprint import digest
@@ -101,6 +102,7 @@ class InMemoryDataModule(FederatedDataModule):
         self.fit_split: Literal["val", "test"] = "val" if val_fraction > 0 else "test"
         self._num_clients = num_clients
         self._shares: list[InMemoryClient] = []
+        self._own_test: list[Tensor] = []
         self._index_digests: list[str] = []
         self._class_histograms: list[list[int]] = []
 
@@ -165,6 +167,13 @@ class InMemoryDataModule(FederatedDataModule):
         """The server's test data."""
         return self._evaluation_loader(self.test_images)
 
+    def own_dataloader(self, client_id: int, split: str) -> DataLoader[Batch] | None:
+        """The test data of a client where its group has some; there are no others of its own."""
+        if split != "test" or not self._own_test or not len(self._own_test[client_id]):
+            return None
+        batches = torch.split(self._own_test[client_id], self.eval_batch_size)
+        return DataLoader(self.test_images, sampler=batches, batch_size=None)
+
     def describe_partition(self) -> str:
         """The partition and the number of clients, such as ``"Shards(class_fraction=0.2), 5 clients"``."""
         return f"{self.partition}, {self.num_clients} clients"
@@ -223,6 +232,10 @@ class InMemoryDataModule(FederatedDataModule):
         self.train_images = TrainImages(images, labels[train], normalize, self.crop_padding)
         self.val_images = EvaluationImages(data.train_images[val], labels[val], normalize)
         self.test_images = EvaluationImages(data.test_images, data.test_labels, normalize)
+        if data.test_groups is not None and groups is not None and isinstance(self.partition, Natural):
+            own = dict(zip(torch.unique(data.test_groups).tolist(), natural(data.test_groups), strict=True))
+            nothing = torch.zeros(0, dtype=torch.int64)
+            self._own_test = [own.get(group, nothing) for group in torch.unique(groups).tolist()]
         classes = self.num_classes or 0
         self._class_histograms = [labels[train[part]].bincount(minlength=classes).tolist() for part in parts]
         self._index_digests = [hashlib.sha256(train[part].numpy().tobytes()).hexdigest() for part in parts]

@@ -8,6 +8,10 @@ import pytest
 from command_line import message_of, run, write_config
 
 INF = math.inf
+DATA = (
+    "there are CIFAR10, CIFAR100, Cityscapes, Digits, FEMNIST, FashionMNIST, Gaussians, ImageFolder, InMemoryDataModule, TinyImageNet, "
+    "TorchvisionImages"
+)
 
 # (arguments or changes of the YAML, the line)
 TABLE = [
@@ -87,11 +91,13 @@ TABLE = [
     ("--model.model.in_channels 3", "model.model.init_args.in_channels: 3 contradicts the data set, which decides: its in_channels is 1; leave it out"),
     ("--model.model.image_size 9", "model.model.init_args.image_size: 9 contradicts the data set, which decides: its image_size is 8; leave it out"),
     ("--model.seed 3", "Linked \"model.seed\" must be given via \"seed_everything\"."),
+    ("--model.task Regression", "model.task: there is no class 'Regression'; there are Classification, Segmentation"),
+    ("--model.task LeNet", "model.task: the class 'LeNet' is of another kind; there are Classification, Segmentation"),
     ("--model 3", "model: 3 holds no settings such as model.model"),
     ("--model []", "model: [] holds no settings such as model.model"),
-    ("--data 3", "data: there is no class '3'; there are CIFAR10, Digits, Gaussians, ImageFolder, InMemoryDataModule"),
-    ("--data MNIST", "data: there is no class 'MNIST'; there are CIFAR10, Digits, Gaussians, ImageFolder, InMemoryDataModule"),
-    ("--data LeNet", "data: the class 'LeNet' is of another kind; there are CIFAR10, Digits, Gaussians, ImageFolder, InMemoryDataModule"),
+    ("--data 3", "data: there is no class '3'; " + DATA),
+    ("--data MNIST", "data: there is no class 'MNIST'; did you mean FEMNIST?"),
+    ("--data LeNet", "data: the class 'LeNet' is of another kind; " + DATA),
     ("--data nowhere.Data", "data: class 'nowhere.Data' cannot be imported: No module named 'nowhere'"),
     ("--data.num_clients 0", "num_clients must be at least 1, found 0"),
     ("--data.num_clients -1", "num_clients must be at least 1, found -1"),

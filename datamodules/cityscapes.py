@@ -1,0 +1,226 @@
+"""Cityscapes, and whatever lies in its layout: street scenes with a label for each pixel, by city."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from datamodules.images import Batch
+from datamodules.labelled_images import (
+    IGNORED,
+    UNKNOWN,
+    LabelledImages,
+    LabelledImagesClient,
+    Pair,
+    augmentation,
+)
+from fl_lightning.client_data.federated import FederatedDataModule
+from fl_lightning.errors import ConfigurationError
+
+LAYOUT = (
+    "leftImg8bit/<split>/<city>/<name>_leftImg8bit.png and gtFine/<split>/<city>/<name>_gtFine_labelIds.png"
+)
+_CLASSES = {
+    7: ("road", (128, 64, 128)),
+    8: ("sidewalk", (244, 35, 232)),
+    11: ("building", (70, 70, 70)),
+    12: ("wall", (102, 102, 156)),
+    13: ("fence", (190, 153, 153)),
+    17: ("pole", (153, 153, 153)),
+    19: ("traffic light", (250, 170, 30)),
+    20: ("traffic sign", (220, 220, 0)),
+    21: ("vegetation", (107, 142, 35)),
+    22: ("terrain", (152, 251, 152)),
+    23: ("sky", (70, 130, 180)),
+    24: ("person", (220, 20, 60)),
+    25: ("rider", (255, 0, 0)),
+    26: ("car", (0, 0, 142)),
+    27: ("truck", (0, 0, 70)),
+    28: ("bus", (0, 60, 100)),
+    31: ("train", (0, 80, 100)),
+    32: ("motorcycle", (0, 0, 230)),
+    33: ("bicycle", (119, 11, 32)),
+}
+"""The 19 classes that are trained: their label ids, names and colours."""
+
+
+def _labels() -> Tensor:
+    """The class of each label id; the other ids up to 33, and 255 (which is -1 in 8 bits), do not count."""
+    found = torch.full((256,), UNKNOWN, dtype=torch.uint8)
+    found[:34] = found[255] = IGNORED
+    found[list(_CLASSES)] = torch.arange(len(_CLASSES), dtype=torch.uint8)
+    return found
+
+
+class Cityscapes(FederatedDataModule):
+    """Street scenes with 19 classes (Cordts et al. 2016): one city, or one user of a split file, is one client.
+
+    Files are read when a batch needs them. Nothing is downloaded: Cityscapes is given to those who register at its site
+    (leftImg8bit_trainvaltest.zip and gtFine_trainvaltest.zip, unpacked into ``data_dir``). The labels of its test images are not
+    public, so the evaluation data are those of ``val``, or of ``evaluation_cities``.
+
+    Args:
+        data_dir: The folder that holds ``leftImg8bit`` and ``gtFine``.
+        split_file: A JSON file in FedDrive's layout (``{"users": [...], "user_data": {user: {"x": [...], "y": [...]}}}``, paths below
+            ``leftImg8bit`` and ``gtFine``) that says who the clients are; None: each city of ``train`` is one.
+        evaluation_cities: Cities of ``train`` that are no clients but the evaluation data, in place of ``val``.
+        batch_size: Images in a client's batch, 8 in the FixBN paper.
+        image_size: Height and width to which images and masks are resized first; None leaves them.
+        crop_size: Height and width of random crops of training images; 768, 768 in the FixBN paper. None for none.
+        scale: Smallest and largest random factor on the size of training images, before the crop.
+        horizontal_flip: Whether one of two training images is mirrored.
+        color_jitter: Of brightness, contrast and saturation of training images, 0 for none; 0.4 in FedDrive.
+        eval_batch_size: Images in a batch of the evaluation.
+        num_workers: Processes that read each client's images.
+        mean: Mean of each channel, in [0, 1].
+        std: Standard deviation of each channel.
+        seed: Seed of the data order and the augmentation.
+
+    Raises:
+        ConfigurationError: The folder is missing or laid out otherwise, a file is missing or cannot be read, or a setting is out of
+            its range.
+    """
+
+    num_classes = len(_CLASSES)
+    class_names = tuple(name for name, _ in _CLASSES.values())
+    palette = tuple(colour for _, colour in _CLASSES.values())
+    in_channels = 3
+    fit_split = "test"
+
+    def __init__(
+        self,
+        data_dir: str = "data/cityscapes",
+        split_file: str | None = None,
+        evaluation_cities: Sequence[str] = (),
+        batch_size: int = 8,
+        image_size: tuple[int, int] | None = None,
+        crop_size: tuple[int, int] | None = None,
+        scale: tuple[float, float] = (1.0, 1.0),
+        horizontal_flip: bool = False,
+        color_jitter: float = 0.0,
+        eval_batch_size: int = 4,
+        num_workers: int = 0,
+        mean: tuple[float, float, float] = (0.5, 0.5, 0.5),
+        std: tuple[float, float, float] = (0.5, 0.5, 0.5),
+        seed: int = 0,
+    ) -> None:
+        super().__init__(seed=seed)
+        for name, value in {"batch_size": batch_size, "eval_batch_size": eval_batch_size}.items():
+            if value < 1:
+                raise ConfigurationError(f"{name} must be at least 1, found {value}")
+        if not 0 < scale[0] <= scale[1]:
+            raise ConfigurationError(f"scale must be two factors such as [0.5, 1.5], found {list(scale)}")
+        self.data_dir = Path(data_dir).expanduser()
+        if not (self.data_dir / "leftImg8bit" / "train").is_dir():
+            found = "holds no leftImg8bit/train/" if self.data_dir.is_dir() else "does not exist"
+            raise ConfigurationError(
+                f"data_dir={self.data_dir} {found}; expected the layout {LAYOUT}: unpack the data set there, or set data_dir to where "
+                "it lies"
+            )
+        self.split_file, self.batch_size, self.eval_batch_size = split_file, batch_size, eval_batch_size
+        self.evaluation_cities, self.num_workers = list(evaluation_cities), num_workers
+        self._image_size, self._crop_size, self._scale = image_size, crop_size, scale
+        self._flip, self._jitter, self._mean, self._std = horizontal_flip, color_jitter, mean, std
+        self.names: list[str] = []
+
+    def prepare_data(self) -> None:
+        """Nothing is to be downloaded."""
+
+    def setup(self, stage: str) -> None:
+        """Find the files, once, and check that each image has its mask and each client a batch."""
+        if self.names:
+            return
+        cities = self._cities("train")
+        if unknown := sorted(set(self.evaluation_cities) - set(cities)):
+            raise ConfigurationError(
+                f"evaluation_cities: {unknown[0]!r} is none of the cities of train: {', '.join(cities)}"
+            )
+        own = {city: pairs for city, pairs in cities.items() if city not in self.evaluation_cities}
+        if self.split_file is not None:
+            own = self._users(Path(self.split_file).expanduser())
+        held_out = [pair for city in self.evaluation_cities for pair in cities[city]]
+        if not self.evaluation_cities:
+            held_out = [pair for pairs in self._cities("val").values() for pair in pairs]
+        for name, pairs in own.items():
+            if len(pairs) < self.batch_size:
+                raise ConfigurationError(
+                    f"batch_size={self.batch_size} is more than the {len(pairs)} images of client {name}; use a smaller one"
+                )
+        size = self._image_size or self._size_of(next(iter(own.values()))[0])
+        augment = augmentation(self._crop_size, self._scale, self._flip, self._jitter, size)
+        self._clients = [
+            LabelledImagesClient(self._images(pairs, augment), self.batch_size, self.num_workers)
+            for pairs in own.values()
+        ]
+        self.evaluation_images = self._images(held_out, None)
+        self.names = list(own)
+
+    def val_dataloader(self) -> DataLoader[Batch]:
+        """The evaluation data."""
+        return DataLoader(
+            self.evaluation_images, batch_size=self.eval_batch_size, num_workers=self.num_workers
+        )
+
+    def test_dataloader(self) -> DataLoader[Batch]:
+        """The evaluation data."""
+        return self.val_dataloader()
+
+    def describe_partition(self) -> str:
+        """Who the clients are."""
+        kind = "cities" if self.split_file is None else f"users of {Path(self.split_file).name}"
+        return f"{self.num_clients} {kind}, one client each"
+
+    def partition_record(self) -> dict[str, Any]:
+        """Sizes and names of the clients."""
+        return {**super().partition_record(), "clients": self.names}
+
+    def picture(self, inputs: Tensor) -> Tensor:
+        """A normalised image ``[3, H, W]`` as one to look at, uint8 ``[H, W, 3]``."""
+        return self.evaluation_images.picture(inputs)
+
+    def _images(self, pairs: Sequence[Pair], augment: Any) -> LabelledImages:
+        return LabelledImages(pairs, _labels(), self._image_size, augment, self._mean, self._std)
+
+    def _cities(self, split: str) -> dict[str, list[Pair]]:
+        images = self.data_dir / "leftImg8bit" / split
+        folders = sorted(path for path in images.iterdir() if path.is_dir()) if images.is_dir() else []
+        found = {
+            folder.name: [self._pair(path) for path in sorted(folder.glob("*_leftImg8bit.png"))]
+            for folder in folders
+        }
+        if not any(found.values()):
+            raise ConfigurationError(
+                f"data_dir={self.data_dir} has no image in leftImg8bit/{split}/; expected {LAYOUT}"
+            )
+        return {city: pairs for city, pairs in found.items() if pairs}
+
+    def _pair(self, image: Path, mask: Path | None = None) -> Pair:
+        if mask is None:
+            name = image.name.replace("_leftImg8bit", "_gtFine_labelIds")
+            mask = self.data_dir / "gtFine" / image.parent.relative_to(self.data_dir / "leftImg8bit") / name
+        for path in (image, mask):
+            if not path.is_file():
+                raise ConfigurationError(f"data: {path} is missing; expected {LAYOUT}")
+        return image, mask
+
+    def _users(self, path: Path) -> dict[str, list[Pair]]:
+        try:
+            content = json.loads(path.read_text())
+            data: Mapping[str, Any] = content["user_data"]
+            files = {user: list(zip(own["x"], own["y"], strict=True)) for user, own in data.items()}
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ConfigurationError(
+                f"split_file: {path} cannot be read ({type(error).__name__}: {error}); expected FedDrive's layout, "
+                '{"user_data": {user: {"x": [...], "y": [...]}}} with as many x as y'
+            ) from error
+        images, masks = self.data_dir / "leftImg8bit", self.data_dir / "gtFine"
+        return {user: [self._pair(images / x, masks / y) for x, y in own] for user, own in files.items()}
+
+    def _size_of(self, pair: Pair) -> tuple[int, int]:
+        with Image.open(pair[0]) as image:
+            return image.size[::-1]

@@ -1,0 +1,136 @@
+"""FEMNIST in the layout of LEAF (Caldas et al., arXiv 1812.01097): handwriting, one writer = one client."""
+
+import hashlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from datamodules.image_cache import cached_tensors
+from datamodules.images import ImageData
+from datamodules.in_memory import InMemoryDataModule
+from datamodules.partitions import Natural
+from fl_lightning.errors import ConfigurationError
+
+LAYOUT = 'train/*.json and test/*.json, each {"users": [...], "user_data": {user: {"x": [...], "y": [...]}}}'
+
+
+class FEMNIST(InMemoryDataModule):
+    """Greyscale images of 28x28 pixels in 62 classes (digits, upper and lower case) by about 3,500 writers; each is a client.
+
+    The files are what LEAF's ``./preprocess.sh -s niid --sf 1.0 -k 0 -t sample`` writes (nothing is downloaded). They are read once, one
+    after the other, into a cache of bytes, which later runs map into memory. LEAF enters the first image of most
+    writers twice: exact duplicates within a writer's part are dropped. In LEAF's pixels white is 1. The test images of a writer are
+    its own evaluation data as well as a part of the server's. The partition is ``Natural()`` unless another one is given.
+
+    Args:
+        data_dir: The folder that holds ``train`` and ``test``.
+        min_examples: Writers with fewer training images are left out.
+        cache_dir: Folder of the cache; None is ``data/cache`` below the working directory.
+        **settings: Those of :class:`~datamodules.in_memory.InMemoryDataModule`.
+
+    Raises:
+        ConfigurationError: The folder is missing or laid out otherwise, or (in ``setup``) a file cannot be read.
+    """
+
+    num_classes = 62
+    class_names = tuple("0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz")
+    in_channels = 1
+    image_size = 28
+
+    def __init__(
+        self,
+        data_dir: str = "data/femnist",
+        min_examples: int = 1,
+        *,
+        cache_dir: str | None = None,
+        **settings: Any,
+    ) -> None:
+        super().__init__(**{"partition": Natural(), **settings})
+        self.data_dir, self.min_examples = Path(data_dir).expanduser(), min_examples
+        self.cache_dir = Path("data/cache" if cache_dir is None else cache_dir).expanduser()
+        self.files = {split: sorted((self.data_dir / split).glob("*.json")) for split in ("train", "test")}
+        for split, files in self.files.items():
+            if not files:
+                found = f"holds no {split}/*.json" if self.data_dir.is_dir() else "does not exist"
+                raise ConfigurationError(
+                    f"data_dir={self.data_dir} {found}; expected LEAF's layout, {LAYOUT}"
+                )
+
+    def prepare_data(self) -> None:
+        """Build the cache where it is missing or out of date; nothing once the data are in memory."""
+        if not self.clients:
+            self.load()
+
+    def load(self) -> ImageData:
+        """Read the images, from the cache where it is up to date.
+
+        Raises:
+            ConfigurationError: A file cannot be read or has other contents.
+        """
+        place = hashlib.sha256(str(self.data_dir.resolve()).encode()).hexdigest()[:8]
+        cache = self.cache_dir / f"{self.data_dir.resolve().name}-leaf-{place}.pt"
+        paths = [path for files in self.files.values() for path in files]
+        found = cached_tensors(paths, self.data_dir, cache, self._read)
+        parts = [
+            [found[f"{split} {name}"] for name in ("images", "labels", "writers")]
+            for split in ("train", "test")
+        ]
+        sizes = parts[0][2].bincount(minlength=int(max(writers.max() for *_, writers in parts)) + 1)
+        kept = sizes >= max(self.min_examples, 1)
+        if not bool(kept.any()):
+            raise ConfigurationError(
+                f"min_examples={self.min_examples} leaves no writer; the largest has {int(sizes.max())} images"
+            )
+        if not bool(kept.all()):
+            parts = [[tensor[kept[part[2]]] for tensor in part] for part in parts]
+        new = kept.cumsum(0) - 1  # writers are counted anew
+        (images, labels, writers), (test_images, test_labels, test_writers) = parts
+        return ImageData(images, labels, test_images, test_labels, new[writers], new[test_writers])
+
+    def _read(self) -> dict[str, Tensor]:
+        names: dict[str, int] = {}
+        parts: dict[str, list[tuple[Any, Any, str]]] = {
+            split: [writer for path in files for writer in _writers(path)]
+            for split, files in self.files.items()
+        }
+        for name in sorted({name for part in parts.values() for *_, name in part}):
+            names[name] = len(names)
+        found: dict[str, Tensor] = {}
+        for split, writers in parts.items():
+            writers.sort(key=lambda writer: writer[2])
+            found[f"{split} images"] = torch.from_numpy(np.concatenate([x for x, _, _ in writers])).view(
+                -1, 1, 28, 28
+            )
+            found[f"{split} labels"] = torch.from_numpy(np.concatenate([y for _, y, _ in writers]))
+            sizes = torch.tensor([len(y) for _, y, _ in writers])
+            found[f"{split} writers"] = torch.tensor([names[name] for *_, name in writers]).repeat_interleave(
+                sizes
+            )
+        return found
+
+
+def _writers(path: Path) -> Iterator[tuple[Any, Any, str]]:
+    """Images ``[n, 784]`` as bytes, labels ``[n]`` and the name of each writer of a file, without exact duplicates."""
+    try:
+        data = json.loads(path.read_text())["user_data"]
+        for name, own in data.items():
+            x, y = np.asarray(own["x"], dtype=np.float64), np.asarray(own["y"], dtype=np.float64)
+            if x.shape != (len(y), 784) or not len(y) or x.min() < 0 or x.max() > 1:
+                raise ValueError(
+                    f"user {name} has x of shape {x.shape} for {len(y)} labels, wanted 784 values in [0, 1] each"
+                )
+            if (y != y.astype(np.int64)).any() or y.min() < 0 or y.max() > 61:
+                raise ValueError(f"user {name} has labels from {y.min():g} to {y.max():g}, wanted 0 to 61")
+            pixels, labels = (x * 255).round().astype(np.uint8), y.astype(np.int64)
+            _, first = np.unique(np.column_stack([pixels, labels]), axis=0, return_index=True)
+            first.sort()
+            yield pixels[first], labels[first], name
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigurationError(
+            f"data: {path} cannot be read as one of LEAF's files ({type(error).__name__}: {error}); expected {LAYOUT}"
+        ) from error

@@ -1,0 +1,158 @@
+"""Image classification data sets that torchvision reads and fetches."""
+
+from importlib import import_module
+from inspect import signature
+from pathlib import Path
+from typing import Any
+from urllib.error import URLError
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from datamodules.image_cache import building, square
+from datamodules.images import ImageData
+from datamodules.in_memory import InMemoryDataModule
+from fl_lightning.errors import ConfigurationError
+
+
+class TorchvisionImages(InMemoryDataModule):
+    """Any labelled data set of ``torchvision.datasets`` with a training and a test part, such as SVHN, MNIST or STL10.
+
+    Nothing is downloaded unless ``download`` is set; the files lie where torchvision puts them. Images become greyscale or
+    RGB, of one size. Mean and standard deviation of the normalisation are those of the training images.
+
+    Args:
+        dataset: Name of the class, such as ``"SVHN"``; its constructor takes ``train`` or ``split``.
+        num_classes: Number of classes.
+        data_dir: The folder that torchvision calls ``root``.
+        download: Fetch the data set into ``data_dir`` where it is not there.
+        image_size: Height and width in pixels to which the shorter side is resized, and which the centre is cropped to.
+        in_channels: 3 for colours, 1 for greyscale.
+        **settings: Those of :class:`~datamodules.in_memory.InMemoryDataModule`.
+
+    Raises:
+        ConfigurationError: There is no such data set, its files are missing or damaged, or a setting is out of its range.
+    """
+
+    num_classes: int
+    in_channels: int
+    image_size: int
+
+    def __init__(
+        self,
+        dataset: str,
+        num_classes: int,
+        data_dir: str = "data/torchvision",
+        download: bool = False,
+        image_size: int = 32,
+        in_channels: int = 3,
+        **settings: Any,
+    ) -> None:
+        super().__init__(**settings)
+        if image_size < 1 or in_channels not in (1, 3):
+            raise ConfigurationError(
+                f"image_size must be at least 1 pixel and in_channels 1 or 3, found {image_size} and {in_channels}"
+            )
+        self.dataset, self.num_classes, self.download = dataset, num_classes, download
+        self.data_dir, self.image_size, self.in_channels = (
+            Path(data_dir).expanduser(),
+            image_size,
+            in_channels,
+        )
+        self._parts: list[dict[str, Any]] = []
+        if not download:
+            self._files(0)  # say at once what is missing
+
+    def prepare_data(self) -> None:
+        """Download the data set where that is asked for and needed."""
+        if self.download and not self.clients:
+            with building(self.data_dir / self.dataset):  # of two runs that start together one downloads
+                self._files(0, download=True), self._files(1, download=True)
+
+    def load(self) -> ImageData:
+        """Read the images."""
+        (images, labels), (test_images, test_labels) = (self._tensors(self._files(part)) for part in (0, 1))
+        return ImageData(images, labels, test_images, test_labels)
+
+    def _files(self, part: int, download: bool = False) -> Any:
+        """The training (0) or test (1) part of torchvision's data set."""
+        kind: Any = getattr(import_module("torchvision.datasets"), self.dataset, None)
+        names = signature(kind).parameters if callable(kind) else {}
+        if not {"train", "split"} & set(names):
+            raise ConfigurationError(
+                f"dataset: torchvision.datasets has no {self.dataset!r} with a training and a test part; use MNIST, SVHN, STL10, ..."
+            )
+        which: dict[str, Any] = (
+            {"train": part == 0} if "train" in names else {"split": ("train", "test")[part]}
+        )
+        try:
+            return kind(
+                str(self.data_dir), **which, **({"download": download} if "download" in names else {})
+            )
+        except URLError as error:
+            raise ConfigurationError(
+                f"download: {self.dataset} could not be fetched ({error.reason}); try again, or put its files into {self.data_dir}"
+            ) from error
+        except (RuntimeError, EOFError, OSError, ValueError) as error:
+            raise ConfigurationError(
+                f"data_dir={self.data_dir} has no {self.dataset}, or a damaged one ({str(error).splitlines()[0]}); set download: true, or "
+                "data_dir to where torchvision has put it"
+            ) from error
+
+    def _tensors(self, files: Any) -> tuple[Tensor, Tensor]:
+        mode = "RGB" if self.in_channels == 3 else "L"
+        images = torch.empty(
+            len(files), self.in_channels, self.image_size, self.image_size, dtype=torch.uint8
+        )
+        labels = torch.empty(len(files), dtype=torch.int64)
+        for index in range(len(files)):
+            image, labels[index] = files[index]
+            if not isinstance(image, Image.Image):
+                raise ConfigurationError(
+                    f"dataset: {self.dataset} has {type(image).__name__} where images are wanted"
+                )
+            pixels = np.asarray(square(image.convert(mode), self.image_size))
+            images[index] = torch.from_numpy(pixels.reshape(*pixels.shape[:2], -1).copy()).permute(2, 0, 1)
+        return images, labels
+
+
+class CIFAR100(TorchvisionImages):
+    """60,000 colour images of 32x32 pixels in 100 classes (Krizhevsky 2009): 50,000 for training, 10,000 for testing.
+
+    Args:
+        data_dir: The folder that holds ``cifar-100-python``.
+        download: Fetch the data set (169 MB) into ``data_dir`` where it is not there.
+        image_size: Height and width in pixels to which the images are resized, for reduced runs; 32 leaves them.
+        **settings: Those of :class:`~datamodules.in_memory.InMemoryDataModule`.
+    """
+
+    def __init__(
+        self, data_dir: str = "data/cifar100", download: bool = False, image_size: int = 32, **settings: Any
+    ) -> None:
+        super().__init__("CIFAR100", 100, data_dir, download, image_size, **settings)
+
+
+class FashionMNIST(TorchvisionImages):
+    """70,000 greyscale images of 28x28 pixels in 10 kinds of clothes (Xiao et al. 2017): 60,000 for training, 10,000 for testing.
+
+    Args:
+        data_dir: The folder that holds ``FashionMNIST/raw`` with the four IDX files, unpacked.
+        download: Fetch the data set (31 MB) into ``data_dir`` where it is not there.
+        image_size: Height and width in pixels to which the images are resized; 28 leaves them.
+        **settings: Those of :class:`~datamodules.in_memory.InMemoryDataModule`.
+    """
+
+    class_names = (
+        "T-shirt", "trouser", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "ankle boot"
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        data_dir: str = "data/fashion_mnist",
+        download: bool = False,
+        image_size: int = 28,
+        **settings: Any,
+    ) -> None:
+        super().__init__("FashionMNIST", 10, data_dir, download, image_size, in_channels=1, **settings)
