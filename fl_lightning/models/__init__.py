@@ -1,12 +1,13 @@
 """The networks of the papers, each with its norm layer as one argument.
 
 Every model takes images ``[b, in_channels, height, width]`` (``BNProbe``: points ``[b, in_features]``), returns
-``[b, num_classes]``, and runs unchanged under ``torch.func.vmap`` over stacked parameters and buffers.
+``[b, num_classes]`` (``SmallDeepLab``: ``[b, num_classes, height, width]``), and runs unchanged under ``torch.func.vmap`` over stacked parameters and buffers.
 """
 
 from fl_lightning.models.bn_probe import BNProbe
+from fl_lightning.models.deeplab import SmallDeepLab
 from fl_lightning.models.fbn_cnn import FBNCNN
 from fl_lightning.models.lenet import LeNet
 from fl_lightning.models.resnet import CIFARResNet, ResNet8, ResNet20, ResNet32
 
-__all__ = ["FBNCNN", "BNProbe", "CIFARResNet", "LeNet", "ResNet8", "ResNet20", "ResNet32"]
+__all__ = ["FBNCNN", "BNProbe", "CIFARResNet", "LeNet", "ResNet8", "ResNet20", "ResNet32", "SmallDeepLab"]

@@ -7,6 +7,7 @@ import pytest
 import yaml
 from command_line import main
 from helpers import write_cifar10_folders
+from street_scenes import write_scenes
 
 import fl_lightning
 
@@ -17,6 +18,10 @@ SMALLER = {
         *("--model.model.init_args.width", "4"),
     ],
     "cifar10_small_": [],
+    "camvid_small_": [
+        *("--data.batch_size", "2", "--data.image_size", "[16, 24]", "--data.crop_size", "[16, 16]"),
+        *("--model.model.init_args.width", "4"),
+    ],
     "image_folder_": [
         *("--data.data_dir", "data/cifar10", "--data.image_size", "8"),
         *("--model.model.init_args.width", "4"),
@@ -34,14 +39,15 @@ def names():
 @pytest.fixture(scope="module")
 def pictures(tmp_path_factory):
     folder = tmp_path_factory.mktemp("pictures")
-    write_cifar10_folders(folder)
+    write_cifar10_folders(folder / "cifar10")
+    write_scenes(folder / "camvid", {"train/0016e5": 5, "train/0001tp": 4, "train/seq05vd": 3})
     return folder
 
 
 @pytest.fixture(autouse=True)
 def class_folders(pictures):
-    """A small data set in class folders, where the configurations expect the user's."""
-    shutil.copytree(pictures, "data/cifar10")
+    """Small data sets where the configurations expect the user's."""
+    shutil.copytree(pictures, "data")
 
 
 def arguments(name):

@@ -11,6 +11,7 @@ from command_line import main
 from helpers import SGD, blobs, fit, small_cnn, write_cifar10_folders
 from pages import OURS, PAGES, ROOT, blocks, commands, looped_configurations, methods_of
 from readme_code import METHOD_BLOCKS
+from street_scenes import write_scenes
 
 from fl_lightning import FederatedCallback, FederatedModule
 from fl_lightning.__main__ import main as program
@@ -91,6 +92,7 @@ def test_the_pages_show_every_subcommand():
 )
 def test_every_command_of_a_page_runs_in_its_order_for_two_rounds(name, write_methods, capsys):
     write_cifar10_folders()
+    write_scenes(Path("data/camvid"), {"train/0016e5": 8, "train/0001tp": 8, "train/seq05vd": 3})
     write_methods(name)
     for arguments in ours(name):
         shorter = ["--trainer.max_epochs", "2"] if arguments[0] in ("fit", "search-freeze") else []

@@ -1,0 +1,68 @@
+"""Methods on images whose pixels are classified: the same code, the same numbers from every executor."""
+
+from functools import cache
+
+import pytest
+import torch
+from contract import MOMENTUM, TABLE, method_of
+from helpers import SGD, States, distance, fit
+from street_scenes import write_scenes
+
+from datamodules import Cityscapes
+from fl_lightning import FederatedModule, Segmentation, SequentialExecutor, VectorizedExecutor
+from fl_lightning.models import SmallDeepLab
+
+
+@pytest.fixture(scope="module")
+def scenes(tmp_path_factory):
+    return write_scenes(tmp_path_factory.mktemp("scenes"))
+
+
+@cache
+def trained(root, executor, method=None, rounds=2, crop=(12, 16), width=4, **settings):
+    """The server's states and last metrics with a method on the scenes; ``method`` is the place of a row in the table."""
+    row, states = None if method is None else TABLE[method], States()
+    settings = {"client_optimizer": SGD, "local_steps": 2, **(row.module if row else {}), **settings}
+    data = Cityscapes(str(root), batch_size=2, crop_size=crop, horizontal_flip=True)
+    torch.manual_seed(0)
+    model = SmallDeepLab(19, width=width)
+    module = FederatedModule(model, executor=executor(), task=Segmentation(), **settings)
+    fit(module, data, rounds, [*([method_of(row)] if row else []), states], limit_val_batches=1.0)
+    return states.states, dict(module.metrics)
+
+
+def rows():
+    seen = set()
+    for place, row in enumerate(TABLE):
+        marks = (
+            []
+            if row.callback in ("FBN", "FedTAN", "FixBN") and row.callback not in seen
+            else [pytest.mark.slow]
+        )
+        seen.add(row.callback)
+        yield pytest.param(place, marks=marks, id=f"{row.callback}-{row.settings}")
+
+
+@pytest.mark.parametrize("method", [*rows()])
+def test_every_method_segments_with_the_same_numbers_from_every_executor(scenes, method):
+    one, metrics = trained(scenes, SequentialExecutor, method)
+    all_at_once, _ = trained(scenes, VectorizedExecutor, method)
+    assert max(distance(*pair) for pair in zip(one, all_at_once, strict=True)) < 1e-10
+    assert 0 <= metrics["test/mean_iou"] < 1
+    assert 0 <= metrics["test/pixel_accuracy"] < 1
+
+
+def test_fedtan_at_one_step_is_centralised_batch_norm_where_all_pixels_count(tmp_path):
+    scenes = write_scenes(tmp_path, kinds=4)
+    settings = {"local_steps": 1, "weighting": "uniform", "client_optimizer": SGD}
+    place = next(place for place, row in enumerate(TABLE) if row.callback == "FedTAN" and not row.settings)
+    federated, _ = trained(scenes, SequentialExecutor, place, **settings)
+    central, _ = trained(scenes, SequentialExecutor, centralised=True, **settings)
+    assert max(distance(*pair) for pair in zip(federated, central, strict=True)) < 1e-10
+
+
+def test_segmentation_is_learnt(tmp_path):
+    scenes = write_scenes(tmp_path, size=(32, 48), block=16)
+    settings = {"crop": None, "width": 8, "client_optimizer": MOMENTUM}
+    _, last = trained(scenes, SequentialExecutor, rounds=30, **settings)
+    assert last["test/pixel_accuracy"] > 0.8
