@@ -88,9 +88,8 @@ class FEMNIST(InMemoryDataModule):
             )
         if not bool(kept.all()):
             parts = [[tensor[kept[part[2]]] for tensor in part] for part in parts]
-        new = kept.cumsum(0) - 1  # writers are counted anew
         (images, labels, writers), (test_images, test_labels, test_writers) = parts
-        return ImageData(images, labels, test_images, test_labels, new[writers], new[test_writers])
+        return ImageData(images, labels, test_images, test_labels, writers, test_writers)
 
     def _read(self) -> dict[str, Tensor]:
         names: dict[str, int] = {}

@@ -76,6 +76,7 @@ def test_augmentation_moves_image_and_mask_together():
         near = (image[0].float() - mask.float()).abs()[inside]
         assert near.max() <= 8  # the nearest pixel beside a mean of neighbours
         assert not image[:, ~inside].any()
+        assert mask.min() >= 40  # what pads a mask is no label
         seen.add(tuple(mask.flatten()[::37].tolist()))
     assert len(seen) == 20
 

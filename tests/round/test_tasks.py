@@ -84,6 +84,7 @@ def test_auxiliary_heads_have_weights_and_smaller_outputs_are_enlarged():
     scores, labels = scenes(2)
     small = scores[:, :, ::2, ::2]
     large = torch.nn.functional.interpolate(small, scores.shape[-2:], mode="bilinear", align_corners=False)
+    assert evaluated((small, labels)).metrics == pytest.approx(evaluated((large, labels)).metrics)
     task, plain = Segmentation(auxiliary_weights=[0.4]), Segmentation()
     expected = plain.loss(scores, labels) + 0.4 * plain.loss(large, labels)
     for outputs in ([scores, small], {"out": scores, "aux": small}):
