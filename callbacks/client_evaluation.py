@@ -75,7 +75,7 @@ class ClientEvaluation(Report, FederatedCallback):
 
     def histograms(self) -> Mapping[str, Sequence[float]]:
         """The clients' accuracies in the last evaluation."""
-        metrics = {metric for own in self.values.values() for metric in own} - {"loss"}
+        metrics = sorted({metric for own in self.values.values() for metric in own} - {"loss"})
         return {
             f"client_{name}": [own[name] for own in self.values.values() if name in own] for name in metrics
         }

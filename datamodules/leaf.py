@@ -13,7 +13,7 @@ from torch import Tensor
 from datamodules.image_cache import cached_tensors
 from datamodules.images import ImageData
 from datamodules.in_memory import InMemoryDataModule
-from datamodules.partitions import Natural
+from datamodules.partitions import Natural, Partition
 from fl_lightning.errors import ConfigurationError
 
 LAYOUT = 'train/*.json and test/*.json, each {"users": [...], "user_data": {user: {"x": [...], "y": [...]}}}'
@@ -25,13 +25,14 @@ class FEMNIST(InMemoryDataModule):
     The files are what LEAF's ``./preprocess.sh -s niid --sf 1.0 -k 0 -t sample`` writes (nothing is downloaded). They are read once, one
     after the other, into a cache of bytes, which later runs map into memory. LEAF enters the first image of most
     writers twice: exact duplicates within a writer's part are dropped. In LEAF's pixels white is 1. The test images of a writer are
-    its own evaluation data as well as a part of the server's. The partition is ``Natural()`` unless another one is given.
+    its own evaluation data as well as a part of the server's.
 
     Args:
         data_dir: The folder that holds ``train`` and ``test``.
         min_examples: Writers with fewer training images are left out.
+        partition: How the images are spread over the clients; None is ``Natural()``: a writer each.
         cache_dir: Folder of the cache; None is ``data/cache`` below the working directory.
-        **settings: Those of :class:`~datamodules.in_memory.InMemoryDataModule`.
+        **settings: The others of :class:`~datamodules.in_memory.InMemoryDataModule`.
 
     Raises:
         ConfigurationError: The folder is missing or laid out otherwise, or (in ``setup``) a file cannot be read.
@@ -47,10 +48,11 @@ class FEMNIST(InMemoryDataModule):
         data_dir: str = "data/femnist",
         min_examples: int = 1,
         *,
+        partition: Partition | None = None,
         cache_dir: str | None = None,
         **settings: Any,
     ) -> None:
-        super().__init__(**{"partition": Natural(), **settings})
+        super().__init__(partition=partition or Natural(), **settings)
         self.data_dir, self.min_examples = Path(data_dir).expanduser(), min_examples
         self.cache_dir = Path("data/cache" if cache_dir is None else cache_dir).expanduser()
         self.files = {split: sorted((self.data_dir / split).glob("*.json")) for split in ("train", "test")}

@@ -200,10 +200,8 @@ class Ranks:
         except RuntimeError as error:
             late = "imed out" in str(error)
             lost = self._lost()
-            who, has = (
-                " and ".join(f"rank {rank}" for rank in lost) or "a rank",
-                "have" if len(lost) > 1 else "has",
-            )
+            who = " and ".join(f"rank {rank}" for rank in lost) or "a rank"
+            has = "have" if len(lost) > 1 else "has"
             raise LostRank(
                 f"{who} {has} not answered for {self.patience:g} s; if it was stopped, let it go on (kill -CONT), and let a "
                 "long round have a longer CohortStrategy.timeout"

@@ -172,8 +172,9 @@ class FederatedCLI(LightningCLI):
 
     def predict(self, **kwargs: Any) -> None:
         """Write the predictions on the test data into the run's folder."""
-        outputs: list[Any] = self.trainer.predict(**{**kwargs, "return_predictions": True}) or []
+        found: list[Any] = self.trainer.predict(**{**kwargs, "return_predictions": True}) or []
         if not self.trainer.is_global_zero:
             return
         folder = self._source.path if self._source is not None else Path()
+        outputs = [self.model.task.scores(output) for output in found]
         print(write_predictions(folder, outputs, self.datamodule.predict_dataloader(), self.datamodule))

@@ -1,7 +1,8 @@
 """The networks of the papers, each with its norm layer as one argument.
 
 Every model takes images ``[b, in_channels, height, width]`` (``BNProbe``: points ``[b, in_features]``), returns
-``[b, num_classes]`` (``SmallDeepLab``: ``[b, num_classes, height, width]``), and runs unchanged under ``torch.func.vmap`` over stacked parameters and buffers.
+``[b, num_classes]`` (``SmallDeepLab``: ``[b, num_classes, height, width]``), and runs unchanged under ``torch.func.vmap`` over
+stacked parameters and buffers.
 """
 
 from fl_lightning.models.bn_probe import BNProbe

@@ -12,8 +12,8 @@ class SmallDeepLab(nn.Module):
     """Segmentation for images of a hundred or two pixels: DeepLabv3+'s parts on a backbone of seven convolutions.
 
     The backbone has output stride 8, with dilation in its last two convolutions; atrous spatial pyramid pooling has a 1x1
-    convolution, one 3x3 for each rate and the mean over the image; the decoder joins features of stride 4. At the defaults 0.19
-    million trainable floats and 14 norm layers, one of them on the mean over the image: in training it wants two images in a batch.
+    convolution, one 3x3 for each rate and the mean over the image; the decoder joins features of stride 4. At the defaults 241,475
+    trainable floats and 14 norm layers, one of them on the mean over the image: in training it wants two images in a batch.
 
     Args:
         num_classes: Number of classes.

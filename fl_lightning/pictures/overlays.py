@@ -10,8 +10,6 @@ from fl_lightning.pictures.style import literal, new_figure, paper_style
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-Pixels = "np.ndarray[Any, Any]"
-
 
 def colours(labels: Any, palette: Sequence[tuple[int, int, int]]) -> Any:
     """Labels ``[H, W]`` in colours, uint8 ``[H, W, 3]``; what is none of the classes is black."""

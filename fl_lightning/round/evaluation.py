@@ -21,7 +21,7 @@ class ServerEvaluation:
     The metrics are the same for any number of ranks, whoever has computed a batch.
 
     Attributes:
-        metrics: ``loss`` and, for class labels, such as ``accuracy`` of the last evaluation, as :meth:`finish` returned them.
+        metrics: ``loss`` of the last evaluation and what the task adds, such as ``accuracy``, as :meth:`finish` returned them.
         diverged: Whether any outputs of the last evaluation were not finite.
         class_samples: Number of samples of each class in the last evaluation; empty without class labels.
         class_quality: How good each class is, None for one that does not occur; empty without class labels.

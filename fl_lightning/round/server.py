@@ -269,7 +269,7 @@ class ServerModule(L.LightningModule):
 
     def predict_step(self, batch: Any, batch_idx: int) -> Any:
         """The server model's outputs on a batch."""
-        return self.task.scores(self.model(batch[0] if isinstance(batch, list | tuple) else batch))
+        return self.model(batch[0] if isinstance(batch, list | tuple) else batch)
 
     def on_validation_epoch_start(self) -> None:
         """Start an evaluation."""

@@ -65,8 +65,8 @@ class Classification(Task):
         self.ignored = ignored
 
     def loss(self, outputs: Any, targets: Any) -> Tensor:
-        """Cross-entropy."""
-        return cross_entropy(self.scores(outputs), targets, ignore_index=self.ignored)
+        """Cross-entropy; a model with several outputs needs a loss of its own."""
+        return cross_entropy(outputs, targets, ignore_index=self.ignored)
 
     def count(self, scores: Tensor, targets: Tensor) -> Counts:
         """Right ones, all, and wrong and right ones of each class ``[classes, 2]``.
@@ -129,7 +129,7 @@ class Segmentation(Task):
         targets = targets.long()
         counted = (targets != self.ignored).sum().clamp(min=1)
         sums = [
-            cross_entropy(_enlarged(head, targets), targets, ignore_index=self.ignored, reduction="sum")
+            cross_entropy(enlarged(head, targets), targets, ignore_index=self.ignored, reduction="sum")
             for head in heads
         ]
         total: Tensor = sum(weight * one for weight, one in zip(weights, sums, strict=True)) / counted
@@ -137,7 +137,7 @@ class Segmentation(Task):
 
     def count(self, scores: Tensor, targets: Tensor) -> Counts:
         """The confusion matrix ``[classes, classes + 1]``: truth by prediction; the last column are outputs that are not finite."""
-        scores, classes = _enlarged(scores, targets), scores.shape[1]
+        scores, classes = enlarged(scores, targets), scores.shape[1]
         guesses = scores.argmax(1).where(scores.isfinite().all(1), classes)
         kept = targets != self.ignored
         if targets.device.type == "cpu" and bool((targets[kept] >= classes).any()):  # nobody waits for a GPU
@@ -169,7 +169,7 @@ class Segmentation(Task):
         return counts["confusion"].sum(1).tolist(), shares
 
 
-def _enlarged(scores: Tensor, targets: Tensor) -> Tensor:
+def enlarged(scores: Tensor, targets: Tensor) -> Tensor:
     """Scores ``[b, classes, h, w]`` of the size of targets ``[b, H, W]``."""
     if scores.shape[-2:] == targets.shape[-2:]:
         return scores

@@ -64,7 +64,12 @@ class RunStart(L.Callback):
             if rows:
                 print_table("Executor", rows)
         if self.attempt is not None and trainer.is_global_zero:
-            for path in (self.attempt.result, self.attempt.error, *self.attempt.path.glob("class_*.png")):
+            for path in (
+                self.attempt.result,
+                self.attempt.error,
+                *self.attempt.path.glob("class_*.png"),
+                self.attempt.path / "overlays.png",
+            ):
                 path.unlink(missing_ok=True)  # of a run that this one takes further
             if self.start.metrics:
                 write_bytes(self.attempt.metrics, self.start.metrics)
@@ -115,7 +120,8 @@ def draw_partition(attempt: Attempt, module: FederatedModule) -> None:
 def draw_pictures(attempt: Attempt | None, module: FederatedModule) -> None:
     """Draw what a run has found into its folder, and write the tables of its reports as ``<name>.csv``.
 
-    ``learning_curve.png`` is drawn from ``metrics.jsonl``, ``class_accuracy.png``, or what else the task calls it, from ``result.json`` where the run is finished.
+    ``learning_curve.png`` is drawn from ``metrics.jsonl``; where the run is finished ``class_accuracy.png``, or what else the task
+    calls it, from ``result.json``, and of a segmentation ``overlays.png``.
 
     Args:
         attempt: The run's folder, None where nothing is written (``fast_dev_run``).

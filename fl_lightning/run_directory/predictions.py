@@ -14,6 +14,7 @@ from fl_lightning.errors import ConfigurationError
 from fl_lightning.files import atomic_write, write_text
 from fl_lightning.pictures.overlays import colours, default_palette, overlay_figure
 from fl_lightning.round.module import FederatedModule
+from fl_lightning.round.tasks import Segmentation, enlarged
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -37,6 +38,8 @@ def write_predictions(folder: Path, outputs: Sequence[Tensor], batches: Iterable
     """
     lines, images = ["index,target,prediction,probability"], 0
     for scores, (_, targets) in zip(outputs, batches, strict=True):
+        if scores.ndim == 4 and targets.ndim == 3:
+            scores = enlarged(scores, targets)  # as in the evaluation
         if targets.is_floating_point() or targets.shape != scores.shape[:1] + scores.shape[2:]:
             raise ConfigurationError(
                 f"predict writes predicted classes, but outputs {tuple(scores.shape)} and targets {tuple(targets.shape)} "
@@ -66,22 +69,20 @@ def palette(data: Any, classes: int) -> Sequence[tuple[int, int, int]]:
 
 @torch.no_grad()
 def overlays(module: FederatedModule, title: Sequence[str]) -> "Figure | None":
-    """The first evaluation images with labels and prediction; None where a model does not label pixels."""
+    """The first evaluation images with labels and prediction; None where pixels have no labels."""
+    if not isinstance(module.task, Segmentation):
+        return None
     images: list[Any] = []
     truths: list[Any] = []
     guesses: list[Any] = []
     classes = 0
     with evaluating(module.model):
         for inputs, targets in module.data.test_dataloader() or module.data.val_dataloader() or ():
-            if not isinstance(inputs, Tensor) or targets.ndim != 3 or targets.is_floating_point():
-                return None
-            scores = module.task.scores(module.model(module.on_device(inputs)))
-            if scores.ndim != 4 or scores.shape[-2:] != targets.shape[-2:]:
-                return None
+            scores = enlarged(module.task.scores(module.model(module.on_device(inputs))).cpu(), targets)
             classes = scores.shape[1]
             images += [_look(module.data, image) for image in inputs]
             truths += [*targets.numpy()]
-            guesses += [*scores.argmax(1).cpu().numpy()]
+            guesses += [*scores.argmax(1).numpy()]
             if len(images) >= _SHOWN:
                 break
     if not images:

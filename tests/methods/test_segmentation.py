@@ -66,3 +66,10 @@ def test_segmentation_is_learnt(tmp_path):
     settings = {"crop": None, "width": 8, "client_optimizer": MOMENTUM}
     _, last = trained(scenes, SequentialExecutor, rounds=30, **settings)
     assert last["test/pixel_accuracy"] > 0.8
+
+
+def test_the_small_deeplab_is_as_large_as_its_page_says():
+    model = SmallDeepLab()
+    layers = [layer for layer in model.modules() if isinstance(layer, torch.nn.BatchNorm2d)]
+    assert (sum(p.numel() for p in model.parameters()), len(layers)) == (241_475, 14)
+    assert model(torch.rand(2, 3, 33, 50)).shape == (2, 19, 33, 50)

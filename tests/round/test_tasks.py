@@ -2,11 +2,13 @@
 
 import pytest
 import torch
+from PIL import Image
 from torch.nn.functional import cross_entropy
 from torchmetrics.classification import MulticlassJaccardIndex
 
-from fl_lightning import ConfigurationError, Segmentation
+from fl_lightning import Classification, ConfigurationError, Segmentation
 from fl_lightning.round.evaluation import ServerEvaluation
+from fl_lightning.run_directory.predictions import write_predictions
 
 
 def scenes(images, seed=0, classes=4, ignored=0.2):
@@ -104,3 +106,16 @@ def test_a_label_that_is_no_class_is_named():
         ConfigurationError, match="label 7 of a model with 4 classes; labels are 0 to 3, or 255"
     ):
         Segmentation().count(scores, labels)
+
+
+def test_a_classifier_with_several_outputs_does_not_silently_train_on_the_first():
+    with pytest.raises(TypeError):
+        Classification().loss((torch.zeros(2, 3), torch.zeros(2, 3)), torch.zeros(2, dtype=torch.int64))
+
+
+def test_predictions_smaller_than_the_labels_are_written_in_their_size(tmp_path):
+    scores, labels = scenes(2)
+    said = write_predictions(tmp_path, [scores[:, :, ::2, ::2]], [(None, labels)], None)
+    assert said.startswith("2 predictions written to")
+    with Image.open(tmp_path / "predictions" / "00001.png") as image:
+        assert image.size == (7, 5)

@@ -1,0 +1,32 @@
+"""The shipped data sets from the command line: each takes the settings that it documents."""
+
+import pytest
+import yaml
+from command_line import main, write_config
+
+import datamodules
+from datamodules import InMemoryDataModule
+
+NAMES = sorted(
+    name
+    for name in datamodules.__all__
+    if isinstance(getattr(datamodules, name), type)
+    and issubclass(getattr(datamodules, name), InMemoryDataModule)
+    and name != "InMemoryDataModule"
+)
+NEEDED = {
+    "ImageFolder": ["--data.data_dir", "x", "--data.image_size", "8"],
+    "TorchvisionImages": ["--data.dataset", "SVHN", "--data.num_classes", "10"],
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_settings_of_the_base_reach_every_data_set(name, capsys):
+    write_config({"data": {"class_path": name}})
+    given = {"batch_size": 3, "num_clients": 7, "val_fraction": 0.25, "crop_padding": 1}
+    arguments = [part for key, value in given.items() for part in (f"--data.{key}", str(value))]
+    with pytest.raises(SystemExit) as stop:
+        main(["fit", "--config", "tiny.yaml", *NEEDED.get(name, []), *arguments, "--print_config"])
+    assert stop.value.code in (0, None)
+    settings = yaml.safe_load(capsys.readouterr().out)["data"]["init_args"]
+    assert given.items() <= settings.items()
