@@ -50,7 +50,10 @@ def config_hash(config: Mapping[str, Any]) -> str:
     Args:
         config: Model, data and trainer, every default filled in; the order of keys does not matter.
     """
-    hashed = {**config, "trainer": inside_the_hash(config["trainer"])}
+    model = {
+        name: x for name, x in config["model"].items() if (name, x) != ("task", None)
+    }  # of no earlier run
+    hashed = {**config, "model": model, "trainer": inside_the_hash(config["trainer"])}
     canonical = json.dumps(hashed, sort_keys=True, separators=(",", ":"), default=str)
     return hashlib.sha256(canonical.encode()).hexdigest()[:8]
 

@@ -312,3 +312,10 @@ def test_environment_record_names_versions_and_commit(tmp_path, monkeypatch):
     assert describe_environment()["git_commit"] == f"{commit}-dirty"
     monkeypatch.setenv("PATH", "")
     assert describe_environment()["git_commit"] is None
+
+
+def test_a_setting_that_earlier_runs_did_not_have_changes_their_hash_only_where_it_is_given():
+    model = CONFIG["model"]
+    assert config_hash({**CONFIG, "model": {**model, "task": None}}) == config_hash(CONFIG)
+    segmentation = {"class_path": "fl_lightning.Segmentation"}
+    assert config_hash({**CONFIG, "model": {**model, "task": segmentation}}) != config_hash(CONFIG)
