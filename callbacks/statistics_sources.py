@@ -1,7 +1,7 @@
 """One training run, evaluated under every source of BN statistics."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import lightning as L
 import torch
@@ -28,10 +28,11 @@ _AGGREGATED: dict[str, Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
     "feddna_kl": FedDNA("kl").aggregate,
     "feddna_reverse_kl": FedDNA("reverse_kl").aggregate,
 }
-_MEASURED: dict[str, Mode] = {
+_MEASURED: dict[str, Mode | Literal["evaluation"]] = {
     "static_pooled": "pooled",
     "static_per_client": "per_client",
     "static_total_variance": "per_client_total_variance",
+    "test_set": "evaluation",
 }
 _SOURCES = (*_AGGREGATED, *_MEASURED, "silobn", "batch")
 
@@ -51,6 +52,10 @@ class StatisticsSources(VariantEvaluation):
       clients' training data.
     - ``silobn``: the mean accuracy over the clients' models, each with the running statistics that the client would keep.
     - ``batch``: those of the evaluation batch.
+    - ``test_set``: measured at each evaluation by a pass over the evaluation data, without their labels (AdaBN: Li et al.,
+      arXiv 1603.04779).
+
+    ``batch``, ``test_set`` and the static ones go with every method that has BN, the others with those that average statistics.
 
     Before the first round all sources but ``batch`` are the initial statistics.
 
@@ -75,24 +80,27 @@ class StatisticsSources(VariantEvaluation):
         self._chosen = list(_SOURCES if sources is None else sources)
         for source in self._chosen:
             check_choice("StatisticsSources.sources", source, _SOURCES)
+        self._followed = not {*_MEASURED, "batch"}.issuperset(self._chosen)
         self._silobn = SiloBN(evaluate_clients)
         self.server: dict[str, Tensor] = {}
         self.clients: dict[int, Tensor] = {}
 
     def policy(self, round_number: int, total_rounds: int) -> Mapping[str, str]:
-        """Statistics are FedAvg's: methods that do something else with them cannot be observed."""
-        return {"mean": "averaged", "var": "averaged"}
+        """Sources that are not measured follow FedAvg's statistics, and no method that does something else with them."""
+        return {"mean": "averaged", "var": "averaged"} if self._followed else {}
 
     def configure_batch_norm(self, pl_module: "FederatedModule") -> None:
         """Check that there are moving averages."""
         for name, layer in require_batch_norm(pl_module.model, "StatisticsSources").items():
-            if layer.momentum is None:
+            if self._followed and layer.momentum is None:
                 raise ConfigurationError(
                     f"StatisticsSources: BN layer {name!r} has momentum=None; set model.bn_momentum, such as 0.1"
                 )
 
     def on_before_aggregate(self, trainer: L.Trainer, pl_module: "FederatedModule", cohort: "Cohort") -> None:
         """What clients and server would hold after this round."""
+        if not self._followed:
+            return
         start, end = server_statistics(cohort), client_statistics(cohort)
         kept = _kept(batch_norm_layers(pl_module.model), cohort).to(end)
         for source in (source for source in self._chosen if source in _AGGREGATED):

@@ -1,7 +1,7 @@
-"""A pass over the clients' training data that measures BN statistics under the server's weights."""
+"""A pass over the clients' training data, or over evaluation data, that measures BN statistics under the server's weights."""
 
-from collections.abc import Iterable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -10,11 +10,12 @@ import torch
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 
-from fl_lightning.batch_norm.layers import batch_norm_layers
+from fl_lightning.batch_norm.layers import batch_norm_layers, explain_batch_of_one
 from fl_lightning.batch_norm.moments import merge_, moments, total_variance
 from fl_lightning.batch_norm.swapping import batch_statistics, evaluating
 from fl_lightning.executors.base import client_loss
 from fl_lightning.randomness import derive_seed, seeded
+from fl_lightning.round.evaluation import ServerEvaluation
 
 if TYPE_CHECKING:
     from fl_lightning.round.module import FederatedModule
@@ -38,9 +39,6 @@ Statistics = dict[str, tuple[Tensor, Tensor]]
 
 Sums = tuple[Tensor, Tensor, Tensor]
 """Of the values as a whole: count, mean and sum of squared deviations. Else of batches: number, sum of means, of unbiased variances."""
-
-Batch = tuple[list[int], int]
-"""The union of what some clients draw at a local step: clients that have no batch left are absent."""
 
 
 @torch.inference_mode(mode=False)  # what data modules keep of it must serve training as well
@@ -70,38 +68,77 @@ def collect(pl_module: "FederatedModule", mode: Mode) -> Statistics:
     else:
         parts = [[([client], step) for step in range(length)] for client, length in enumerate(lengths)]
     whole = mode.endswith("total_variance")
-    found = _measure(pl_module, parts, whole)
-    statistics = {}
-    for layer in dict.fromkeys(layer for part in found for layer in part):
-        seen = zip(*(part[layer] for part in found if layer in part), strict=True)
-        count, mean, spread = map(torch.stack, seen)
-        if whole:
-            mean, spread = total_variance(mean, spread / count.view(-1, 1), count / count.sum())
-        else:
-            mean, spread = mean.sum(0) / count.sum(), spread.sum(0) / count.sum()
-        held = pl_module.model.get_buffer(f"{layer}.running_mean")
-        statistics[layer] = mean.to(held), spread.to(held)
-    return statistics
+
+    def union(clients: list[int], step: int) -> Any:
+        return pl_module.data.cohort_batch(clients, [step] * len(clients)).union().batches()[0]
+
+    with _measuring(pl_module, partial(client_loss, pl_module), whole) as measure:
+
+        def measured(part: tuple[int, list[tuple[list[int], int]]]) -> dict[str, Sums]:
+            # clients that have no batch left at a step are absent
+            return measure(part[0], (union(*clients_and_step) for clients_and_step in part[1]))
+
+        return _joined(pl_module, pl_module.ranks.map(measured, enumerate(parts)), whole)
 
 
-def measured_statistics(trainer: L.Trainer, pl_module: "FederatedModule", mode: Mode) -> dict[str, Tensor]:
+@torch.no_grad()
+def collect_evaluation(pl_module: "FederatedModule", split: str) -> Statistics:
+    """Measure what the BN layers see in one pass over the server's evaluation data, whose labels are not used.
+
+    The weights are the server's and BN layers normalise with the batch, as in :func:`collect`; the moments are those of all
+    values together. Li et al., "Revisiting Batch Normalization For Practical Domain Adaptation", arXiv 1603.04779 (AdaBN),
+    evaluate with them.
+
+    Args:
+        pl_module: The federated module, attached to a trainer whose federated data are set up.
+        split: ``"val"`` or ``"test"``: whose data.
+
+    Returns:
+        Mean and biased variance of each BN layer's inputs.
+    """
+    ranks = pl_module.ranks
+
+    def forward(batch: Any) -> None:
+        with explain_batch_of_one():
+            pl_module.evaluate_batch(batch, ServerEvaluation())
+
+    with _measuring(pl_module, forward, whole=True) as measure:
+
+        def measured() -> list[dict[str, Sums]]:
+            batches = enumerate(getattr(pl_module.data, f"{split}_dataloader")())
+            return [measure(index, [batch]) for index, batch in batches if index % ranks.size == ranks.rank]
+
+        found = ranks.exchange(measured)
+    in_order = [found[i % ranks.size][i // ranks.size] for i in range(sum(map(len, found)))]
+    return _joined(pl_module, in_order, whole=True)
+
+
+def measured_statistics(
+    trainer: L.Trainer, pl_module: "FederatedModule", mode: Mode | Literal["evaluation"]
+) -> dict[str, Tensor]:
     """Running statistics that an evaluation may use in place of the server's: those of a pass, by the buffer's name.
 
-    Nothing before the first round, where the server has learnt none either.
+    Of a pass over the clients' data, or with ``"evaluation"`` of :func:`collect_evaluation` over the data of the evaluation
+    under way. Nothing before the first round, where the server has learnt none either.
     """
     if trainer.sanity_checking:
         return {}
-    if trainer.state.fn != TrainerFn.FITTING:
-        pl_module.data.setup("fit")  # validate and test have set up no clients
-    statistics = collect(pl_module, mode)
+    if mode == "evaluation":
+        split = "test" if trainer.testing else "val"
+        statistics = collect_evaluation(pl_module, split)
+    else:
+        if trainer.state.fn != TrainerFn.FITTING:
+            pl_module.data.setup("fit")  # validate and test have set up no clients
+        statistics = collect(pl_module, mode)
     means = {f"{layer}.running_mean": mean for layer, (mean, _) in statistics.items()}
     return means | {f"{layer}.running_var": variance for layer, (_, variance) in statistics.items()}
 
 
-def _measure(
-    pl_module: "FederatedModule", parts: Iterable[Sequence[Batch]], whole: bool
-) -> list[dict[str, Sums]]:
-    """What each part of the batches gives, by BN layer: one rank computes it, on the CPU all have it in float64."""
+@contextmanager
+def _measuring(
+    pl_module: "FederatedModule", forward: Callable[[Any], object], whole: bool
+) -> Iterator[Callable[[int, Iterable[Any]], dict[str, Sums]]]:
+    """What gives the sums over the forward passes of some batches by BN layer, on the CPU, where all ranks have them in float64."""
     model, precision, found = pl_module.model, pl_module.trainer.precision_plugin, dict[str, Sums]()
 
     def look(layer: nn.Module, inputs: tuple[Tensor, ...], _outputs: Any, name: str) -> None:
@@ -116,13 +153,12 @@ def _measure(
             for total, one in zip(found[name], new, strict=True):
                 total.add_(one)  # type: ignore[arg-type]  # a number or a tensor
 
-    def measure(part: tuple[int, Sequence[Batch]]) -> dict[str, Sums]:
+    def measure(index: int, batches: Iterable[Any]) -> dict[str, Sums]:
         found.clear()
         # what a model draws for itself here, others shall not miss
-        with seeded(derive_seed(pl_module.seed, "statistics pass", part[0])):
-            for clients, step in part[1]:
-                union = pl_module.data.cohort_batch(clients, [step] * len(clients)).union()
-                client_loss(pl_module, pl_module.on_device(union.batches()[0]))
+        with seeded(derive_seed(pl_module.seed, "statistics pass", index)):
+            for batch in batches:
+                forward(pl_module.on_device(batch))
         return {name: _on_cpu(*own) for name, own in found.items()}
 
     with (
@@ -134,7 +170,22 @@ def _measure(
         for name, layer in batch_norm_layers(model).items():
             if layer in pl_module.tracking_layers:
                 hooks.enter_context(layer.register_forward_hook(partial(look, name=name)))
-        return pl_module.ranks.map(measure, enumerate(parts))
+        yield measure
+
+
+def _joined(pl_module: "FederatedModule", parts: list[dict[str, Sums]], whole: bool) -> Statistics:
+    """Mean and variance of each BN layer from the sums of the parts."""
+    statistics = {}
+    for layer in dict.fromkeys(layer for part in parts for layer in part):
+        seen = zip(*(part[layer] for part in parts if layer in part), strict=True)
+        count, mean, spread = map(torch.stack, seen)
+        if whole:
+            mean, spread = total_variance(mean, spread / count.view(-1, 1), count / count.sum())
+        else:
+            mean, spread = mean.sum(0) / count.sum(), spread.sum(0) / count.sum()
+        held = pl_module.model.get_buffer(f"{layer}.running_mean")
+        statistics[layer] = mean.to(held), spread.to(held)
+    return statistics
 
 
 def _on_cpu(count: Tensor, mean: Tensor, spread: Tensor) -> Sums:

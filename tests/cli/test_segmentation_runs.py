@@ -39,7 +39,7 @@ def test_a_run_leaves_its_metrics_pictures_and_predictions():
     assert result["class_iou"]["classes"] == list(Cityscapes.class_names)
     known = [value for value in result["class_iou"]["iou"] if value is not None]
     assert result["test/mean_iou"] == pytest.approx(sum(known) / len(known), rel=1e-6)
-    sources = ("batch", "silobn", "static_pooled")
+    sources = ("batch", "test_set", "silobn", "static_pooled")
     assert all(f"test/mean_iou_{source}" in rows(attempt)[-1] for source in sources)
     for picture in ("overlays.png", "class_iou.png", "learning_curve.png"):
         with Image.open(attempt.path / picture) as image:

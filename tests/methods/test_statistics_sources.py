@@ -4,8 +4,9 @@ from itertools import pairwise
 
 import pytest
 import torch
-from helpers import SGD, SaveRounds, blobs, distance, fit, small_cnn, train
+from helpers import SGD, ArrayClient, SaveRounds, blobs, distance, fit, small_cnn, train
 from lightning.pytorch.callbacks import Callback
+from torch.utils.data import DataLoader
 
 from callbacks import FBN, FedBN, FedDNA, FixBN, MomentMatching, SiloBN, StaticBN, StatisticsSources
 from fl_lightning import ConfigurationError, FederatedModule, SequentialExecutor, VectorizedExecutor
@@ -90,6 +91,7 @@ def test_each_source_is_the_methods_own_run(settings, momentum):
     _, fedavg = run(**settings)
     assert all(sources[r]["val/loss"] == fedavg[r]["val/loss"] for r in (2, 4))
     found |= {"averaged": fedavg[4]["val/loss"], "batch": sources[4]["val/loss_batch"]}
+    found["test_set"] = sources[4]["val/loss_test_set"]
     # all sources differ, but for the two that are the same by their definition
     del found["feddna_kl"]
     values = sorted(found.values())
@@ -127,6 +129,51 @@ def test_a_server_that_forgot_what_it_would_hold_is_not_the_methods_own_run():
     assert abs(observer.server["moment_matching"] - joined(own.state_dict())).max() > 1e-3
 
 
+def evaluated(batch_size, permuted=False):
+    """Statistics that a pass over the evaluation data measures, and the metrics of round 2."""
+    kept = []
+
+    class Server(ArrayClient):
+        def val_dataloader(self):
+            return DataLoader(self.dataset, self.batch_size)
+
+    class Kept(StatisticsSources):
+        def variants(self, trainer, pl_module):
+            kept.append(super().variants(trainer, pl_module))
+            return kept[-1]
+
+    data = federation()
+    inputs, targets = data.server.dataset.tensors
+    data.server = Server(inputs, targets.flip(0) if permuted else targets, batch_size)
+    module, history = FederatedModule(small_cnn(), client_optimizer=SGD, local_steps=2), History()
+    fit(module, data, 2, [Kept(["batch", "test_set"]), history], **EVALUATED)
+    return module, inputs, kept[-1]["test_set"], history.rows[2]
+
+
+def test_statistics_of_the_test_set_are_those_of_all_its_values_and_know_no_labels():
+    module, inputs, statistics, whole = evaluated(batch_size=1000)
+    values = module.model[0](inputs).transpose(0, 1).flatten(1)
+    for batch_size in (1000, 8):
+        _, _, measured, row = evaluated(batch_size)
+        assert abs(measured["1.running_mean"] - values.mean(1)).max() < 1e-12
+        assert abs(measured["1.running_var"] - values.var(1, correction=0)).max() < 1e-12
+        assert row["val/loss"] == pytest.approx(whole["val/loss"], rel=1e-10)
+    # one batch of everything: BN in training mode normalises with the same
+    assert whole["val/loss_test_set"] == pytest.approx(whole["val/loss_batch"], rel=1e-10)
+    permuted, row = evaluated(1000, permuted=True)[2:]
+    assert all(torch.equal(permuted[name], value) for name, value in statistics.items())
+    assert row["val/loss"] != whole["val/loss"]
+
+
+@pytest.mark.parametrize("method", [lambda: FixBN(freeze_round=2), FBN, FedBN])
+def test_measured_statistics_go_with_every_method(method):
+    alone, _ = run(method())
+    observed, rows = run(method(), StatisticsSources(["batch", "test_set", "static_pooled"]))
+    assert distance(alone.state_dict(), observed.state_dict()) == 0
+    found = {rows[4][f"val/loss{source}"] for source in ("", "_batch", "_test_set", "_static_pooled")}
+    assert len(found) == 4
+
+
 @EXECUTORS
 def test_it_does_not_change_training_or_what_is_sent(executor):
     settings = {**UNEVEN, "local_steps": 2, "local_epochs": None, "executor": executor()}
@@ -156,7 +203,7 @@ def test_a_checkpoint_is_evaluated_under_every_source_without_a_fit(tmp_path):
     )  # fmt: skip
     found = trainer.validate(fresh, federation(), ckpt_path=tmp_path / "4.ckpt", verbose=False)[0]
     names = [name for name in rows[4] if name.startswith("val/")]
-    assert len(names) == 18
+    assert len(names) == 20
     assert all(abs(found[name] - rows[4][name]) < 1e-6 * max(rows[4][name], 1) for name in names)
 
 
@@ -178,7 +225,7 @@ def test_before_the_first_round_all_sources_but_the_batch_are_the_initial_statis
     monkeypatch.setattr(RunRecord, "write", lambda self, line, loggers: rows.append(line))
     fit(module, federation(), 1, [StatisticsSources()], num_sanity_val_steps=-1, limit_val_batches=1.0)
     losses = {name: value for name, value in rows[0].items() if "loss" in name}
-    assert len(losses) == 9
+    assert len(losses) == 10
     assert losses.pop("val/loss_batch") != losses["val/loss"]
     assert len({round(value, 10) for value in losses.values()}) == 1
 
