@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fl_lightning import ConfigurationError, FederatedCallback
+from fl_lightning.cohort.client_memory import ClientMemory
 from fl_lightning.cohort.cohort import SERVER
 from fl_lightning.errors import check_choice
 
@@ -38,7 +39,7 @@ class MaintainedMomentum(FederatedCallback):
     def __init__(self, scope: Literal["local", "global"] = "local") -> None:
         check_choice("MaintainedMomentum.scope", scope, ("local", "global"))
         self.scope = scope
-        self.memory: dict[int, dict[str, Tensor]] = {}
+        self.memory = ClientMemory()
 
     def on_round_start(self, trainer: L.Trainer, pl_module: "FederatedModule", cohort: "Cohort") -> None:
         """Put the remembered state back."""
@@ -48,9 +49,10 @@ class MaintainedMomentum(FederatedCallback):
                 "momentum > 0"
             )
         state, steps = _state(cohort), {}
+        kept = {owner: self.memory.get(owner, {}) for owner in (SERVER, *cohort.client_ids)}
         for block in cohort.params.blocks:
             owners = [SERVER if self._is_shared(cohort, block) else client for client in cohort.client_ids]
-            remembered = [self.memory.get(owner, {}) for owner in owners]
+            remembered = [kept[owner] for owner in owners]
             steps[block] = torch.stack([memory.get("steps", torch.tensor(0)) for memory in remembered])
             for name in (name for name, (of, _) in state.items() if of == block):
                 for row, memory in zip(state[name][1], remembered, strict=True):
@@ -84,14 +86,14 @@ class MaintainedMomentum(FederatedCallback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take up the remembered state of a checkpoint."""
-        self.memory = state_dict["memory"]
+        self.memory = ClientMemory(state_dict["memory"])
 
     def _is_shared(self, cohort: "Cohort", block: str) -> bool:
         """Whether a block's state is the server's: not that of parameters that clients keep for themselves."""
         return self.scope == "global" and cohort.treatment(block) != "local"
 
     def _remember(self, owner: int, state: dict[str, Tensor]) -> None:
-        self.memory.setdefault(owner, {}).update(state)
+        self.memory[owner] = {**self.memory.get(owner, {}), **state}
 
 
 def _state(cohort: "Cohort") -> dict[str, tuple[str, Tensor]]:

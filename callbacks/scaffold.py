@@ -5,9 +5,9 @@ from typing import TYPE_CHECKING, Any
 
 import lightning as L
 import torch
-from torch import Tensor
 
 from fl_lightning import FederatedCallback
+from fl_lightning.cohort.client_memory import ClientMemory
 from fl_lightning.cohort.cohort import SERVER
 
 if TYPE_CHECKING:
@@ -41,17 +41,18 @@ class SCAFFOLD(FederatedCallback):
     takes: Mapping[str, str] = {"the correction of client drift": ""}
 
     def __init__(self) -> None:
-        self.memory: dict[int, dict[str, Tensor]] = {}
+        self.memory = ClientMemory()
 
     def on_round_start(self, trainer: L.Trainer, pl_module: "FederatedModule", cohort: "Cohort") -> None:
         """Clients receive c and take up their c_i."""
         self._own, self._correction = {}, {}
+        kept = [self.memory.get(owner, {}) for owner in (SERVER, *cohort.client_ids)]
         for block in self._blocks(cohort):
             gradients = cohort.grads.blocks[block]
             variates = gradients.new_zeros(1 + len(cohort), gradients.shape[1])
-            for row, owner in zip(variates, (SERVER, *cohort.client_ids), strict=True):
-                if block in self.memory.get(owner, {}):
-                    row.copy_(self.memory[owner][block])
+            for row, entry in zip(variates, kept, strict=True):
+                if block in entry:
+                    row.copy_(entry[block])
             self._own[block], self._correction[block] = variates[1:], variates[0] - variates[1:]
             cohort.extra[f"SCAFFOLD {block}"] = torch.zeros_like(gradients)
 
@@ -72,11 +73,13 @@ class SCAFFOLD(FederatedCallback):
         own = {block: cohort.extra[f"SCAFFOLD {block}"] / steps for block in self._own}
         changes = [rows - self._own[block] for block, rows in own.items()]
         means = pl_module.aggregator.blocks(changes, cohort.weights)
-        for (block, rows), mean in zip(own.items(), means, strict=True):
-            server = self.memory.setdefault(SERVER, {}).get(block, torch.zeros_like(mean))
-            self.memory[SERVER][block] = server.to(mean) + share * mean
-            for client, row in zip(cohort.client_ids, rows, strict=True):
-                self.memory.setdefault(client, {})[block] = row.clone()
+        server = dict(self.memory.get(SERVER, {}))
+        for block, mean in zip(own, means, strict=True):
+            server[block] = server.get(block, torch.zeros_like(mean)).to(mean) + share * mean
+        self.memory[SERVER] = server
+        for index, client in enumerate(cohort.client_ids):
+            rows = {block: rows[index].clone() for block, rows in own.items()}
+            self.memory[client] = {**self.memory.get(client, {}), **rows}
 
     def extra_payload(self, cohort: "Cohort") -> tuple[int, int]:
         """Clients send the change of c_i and receive c."""
@@ -89,7 +92,7 @@ class SCAFFOLD(FederatedCallback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take up the control variates of a checkpoint."""
-        self.memory = state_dict["memory"]
+        self.memory = ClientMemory(state_dict["memory"])
 
     @staticmethod
     def _blocks(cohort: "Cohort") -> list[str]:

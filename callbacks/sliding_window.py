@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fl_lightning import ConfigurationError
+from fl_lightning.cohort.client_memory import ClientMemory
 from fl_lightning.mechanisms.freezing import FoundFreezing
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ class SlidingWindowFixBN(FoundFreezing):
             raise ConfigurationError(f"SlidingWindowFixBN.threshold: {threshold} must be >= 0")
         self.window, self.threshold = window, threshold
         self.changes: list[float] = []
-        self.statistics: dict[int, Tensor] = {}
+        self.statistics = ClientMemory()
 
     def on_before_aggregate(self, trainer: L.Trainer, pl_module: "FederatedModule", cohort: "Cohort") -> None:
         """Watch the statistics that the clients send."""
@@ -59,11 +60,13 @@ class SlidingWindowFixBN(FoundFreezing):
         sent = torch.cat([cohort.buffers[name].flatten(1) for name in names], 1)
         seen = [row for row, client in enumerate(cohort.client_ids) if client in self.statistics]
         if seen:
-            before = torch.stack([self.statistics[cohort.client_ids[row]] for row in seen]).to(sent)
+            kept = [self.statistics[cohort.client_ids[row]]["statistics"] for row in seen]
+            before = torch.stack(kept).to(sent)
             change = mean_change(sent[seen], before, cohort.weights[seen])
             self.changes = [*self.changes, change][-self.window :]
             pl_module.log("fixbn/statistics_change", change)
-        self.statistics |= {client: row.clone() for client, row in zip(cohort.client_ids, sent, strict=True)}
+        for client, row in zip(cohort.client_ids, sent, strict=True):
+            self.statistics[client] = {"statistics": row.clone()}
         if seen and len(self.changes) == self.window:
             variance = window_variance(self.changes)
             pl_module.log("fixbn/window_variance", variance)
@@ -78,7 +81,7 @@ class SlidingWindowFixBN(FoundFreezing):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take up the search of a checkpoint."""
         super().load_state_dict(state_dict)
-        self.changes, self.statistics = state_dict["changes"], state_dict["statistics"]
+        self.changes, self.statistics = state_dict["changes"], ClientMemory(state_dict["statistics"])
 
 
 def mean_change(now: Tensor, before: Tensor, weights: Tensor) -> float:

@@ -14,6 +14,8 @@ from fl_lightning import ConfigurationError
 from fl_lightning.batch_norm.kinds import buffer_kinds
 from fl_lightning.batch_norm.layers import batch_norm_layers, require_batch_norm
 from fl_lightning.batch_norm.moments import total_variance
+from fl_lightning.cohort.client_memory import ClientMemory
+from fl_lightning.cohort.cohort import SERVER
 from fl_lightning.errors import check_choice
 from fl_lightning.mechanisms.running_statistics import client_statistics, server_statistics, split_statistics
 from fl_lightning.mechanisms.statistics_pass import Mode, measured_statistics
@@ -68,7 +70,7 @@ class StatisticsSources(VariantEvaluation):
 
     Attributes:
         server: What the server would hold, by source: means and variances of all BN layers, ``[2, channels]``.
-        clients: What each client would keep, by its id; likewise.
+        clients: What each client would keep, by its id; likewise, as ``"statistics"``.
     """
 
     paper = "(an observer: evaluation only)"
@@ -83,7 +85,7 @@ class StatisticsSources(VariantEvaluation):
         self._followed = not {*_MEASURED, "batch"}.issuperset(self._chosen)
         self._silobn = SiloBN(evaluate_clients)
         self.server: dict[str, Tensor] = {}
-        self.clients: dict[int, Tensor] = {}
+        self.clients = ClientMemory()
 
     def policy(self, round_number: int, total_rounds: int) -> Mapping[str, str]:
         """Sources that are not measured follow FedAvg's statistics, and no method that does something else with them."""
@@ -108,11 +110,12 @@ class StatisticsSources(VariantEvaluation):
             means, variances = end + kept * (own - start).unsqueeze(1)
             self.server[source] = torch.stack(_AGGREGATED[source](means, variances, cohort.weights))
         if "silobn" in self._chosen:
-            initial = self.clients.setdefault(-1, start)
-            own = torch.stack([self.clients.get(i, initial).to(start) for i in cohort.client_ids], 1)
+            self.clients.setdefault(SERVER, {"statistics": start})
+            kept_by = [self._kept_by(client) for client in cohort.client_ids]
+            own = torch.stack([statistics.to(start) for statistics in kept_by], 1)
             rows = end + kept * (own - start.unsqueeze(1))
             for index, client in enumerate(cohort.client_ids):
-                self.clients[client] = rows[:, index].clone()
+                self.clients[client] = {"statistics": rows[:, index].clone()}
 
     def variants(
         self, trainer: L.Trainer, pl_module: "FederatedModule"
@@ -126,8 +129,8 @@ class StatisticsSources(VariantEvaluation):
                 found[source] = measured_statistics(trainer, pl_module, _MEASURED[source])
             elif source == "silobn":
                 for client in self._silobn.evaluated_clients(pl_module):
-                    statistics = self.clients.get(client, self.clients.get(-1))
-                    found[f"silobn {client}"] = _by_name(pl_module, statistics)
+                    own = self._kept_by(client) if self.clients else None
+                    found[f"silobn {client}"] = _by_name(pl_module, own)
             else:
                 found[source] = _by_name(pl_module, self.server.get(source))
         return found
@@ -148,7 +151,11 @@ class StatisticsSources(VariantEvaluation):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take up what server and clients would hold in a checkpoint."""
-        self.server, self.clients = state_dict["server"], state_dict["clients"]
+        self.server, self.clients = state_dict["server"], ClientMemory(state_dict["clients"])
+
+    def _kept_by(self, client: int) -> Tensor:
+        """What a client would keep; before its first round what was initial."""
+        return (self.clients.get(client) or self.clients[SERVER])["statistics"]
 
 
 def _kept(layers: Mapping[str, _BatchNorm], cohort: "Cohort") -> Tensor:

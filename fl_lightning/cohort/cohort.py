@@ -1,6 +1,7 @@
 """The cohort as a method sees it: the state of a round's clients, stacked along dimension 0."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -182,30 +183,34 @@ class Cohort:
         """Give every client a fresh client optimizer, without state."""
         self._optimizer.restart()
 
-    def recall(self, memory: dict[int, dict[str, Tensor]]) -> None:
+    def recall(self, memory: MutableMapping[int, Any]) -> None:
         """Give each client the state that it kept: what the policy of this round declares ``local``.
 
         A client without a memory starts from the server's initial state, which the first call puts into ``memory``
         under :data:`SERVER`.
 
         Args:
-            memory: What :meth:`remember` has filled: by client id, rows ``[columns]`` by block.
+            memory: What :meth:`remember` has filled: by client id, rows ``[columns]`` by block; a
+                :class:`~fl_lightning.cohort.client_memory.ClientMemory`, or a dict.
         """
-        initial = memory.setdefault(SERVER, {})
-        for name, block in self._local_blocks().items():
-            initial.setdefault(name, block[0].clone())
-            for row, client in zip(block, self.client_ids, strict=True):
-                row.copy_(memory.get(client, initial).get(name, initial[name]))
+        blocks = self._local_blocks()
+        initial = {name: block[0].clone() for name, block in blocks.items()} | {**memory.get(SERVER, {})}
+        memory[SERVER] = initial
+        for index, client in enumerate(self.client_ids):
+            kept = memory.get(client, initial)
+            for name, block in blocks.items():
+                block[index].copy_(kept.get(name, initial[name]))
 
-    def remember(self, memory: dict[int, dict[str, Tensor]]) -> None:
+    def remember(self, memory: MutableMapping[int, Any]) -> None:
         """Keep the state that each client ends its local steps with, for :meth:`recall`; others' stays untouched.
 
         Args:
             memory: The callback's memory, part of its ``state_dict()``.
         """
-        for name, block in self._local_blocks().items():
-            for row, client in zip(block, self.client_ids, strict=True):
-                memory.setdefault(client, {})[name] = row.clone()
+        blocks = self._local_blocks()
+        for index, client in enumerate(self.client_ids):
+            own = {name: block[index].clone() for name, block in blocks.items()}
+            memory[client] = {**memory.get(client, {}), **own}
 
     def _local_blocks(self) -> dict[str, Tensor]:
         blocks = {**self.params.blocks, **self.buffers.blocks}

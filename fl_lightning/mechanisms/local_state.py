@@ -8,6 +8,7 @@ import lightning as L
 from torch import Tensor
 
 from fl_lightning.batch_norm.kinds import buffer_kinds, parameter_kinds
+from fl_lightning.cohort.client_memory import ClientMemory
 from fl_lightning.cohort.cohort import SERVER
 from fl_lightning.cohort.rows import buffer_layout, parameter_layout, split_columns
 from fl_lightning.errors import ConfigurationError
@@ -55,7 +56,7 @@ class LocalState(VariantEvaluation):
                 f"{type(self).__name__}.evaluate_clients: {evaluate_clients} must be at least 1 (or null for all)"
             )
         self.evaluate_clients = evaluate_clients
-        self.memory: dict[int, dict[str, Tensor]] = {}
+        self.memory = ClientMemory()
 
     def policy(self, round_number: int, total_rounds: int) -> Mapping[str, str]:
         """These kinds are local."""
@@ -85,7 +86,7 @@ class LocalState(VariantEvaluation):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take up what the clients of a checkpoint kept."""
-        self.memory = state_dict["memory"]
+        self.memory = ClientMemory(state_dict["memory"])
 
     def evaluated_clients(self, pl_module: "FederatedModule") -> list[int]:
         """The clients whose models are evaluated."""

@@ -1,7 +1,9 @@
 """The part of a round that ranks share between them, and what they must have in common after it."""
 
+from pathlib import Path
 from typing import Any
 
+from fl_lightning.cohort.client_memory import memories
 from fl_lightning.cohort.round_cohort import RoundCohort
 
 
@@ -33,7 +35,20 @@ def take_local_steps(module: Any, cohort: RoundCohort, part: RoundCohort) -> lis
     return part.samples
 
 
-def shared_state(module: Any) -> dict[str, Any]:
+def open_memories(module: Any) -> None:
+    """Say where methods may write what they keep of clients."""
+    for name, memory in memories(module.federated_callbacks).items():
+        memory.open(Path(module.trainer.default_root_dir) / "memory" / name, module.ranks)
+
+
+def agree(module: Any, place: str) -> None:
+    """End a round: what methods keep of its clients is written, and every rank has the same."""
+    for memory in memories(module.federated_callbacks).values():
+        memory.flush()
+    module.ranks.agree(lambda: _shared_state(module), place)
+
+
+def _shared_state(module: Any) -> dict[str, Any]:
     """What every rank must have alike after a round, by its name."""
     found = {
         "server model": module.state_dict(),

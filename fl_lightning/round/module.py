@@ -26,7 +26,7 @@ from fl_lightning.optimizers.schedules import LRSchedule, lr_factor
 from fl_lightning.randomness import derive_seed, seed_global
 from fl_lightning.round.communication import Communication, round_communication
 from fl_lightning.round.declarations import ROLES, Declarations
-from fl_lightning.round.local_steps import shared_state, take_local_steps
+from fl_lightning.round.local_steps import agree, open_memories, take_local_steps
 from fl_lightning.round.plan import RoundPlan, Weighting, check_local_work, cohort_size
 from fl_lightning.round.policy import check_together, resolve_policy
 from fl_lightning.round.server import ServerModule
@@ -158,7 +158,7 @@ class FederatedModule(ServerModule):
             update_server(cohort, self.aggregator, self.record, self.on_divergence, self.client_batches)
             self.server_step()
         self.call_hook("on_round_end", cohort)
-        self.ranks.agree(lambda: shared_state(self), f"round {cohort.round}")
+        agree(self, f"round {cohort.round}")
         self.log_round(cohort)
 
     def start_round(self) -> RoundCohort:
@@ -277,6 +277,7 @@ class FederatedModule(ServerModule):
         rounds = self.fix_rounds(self.plan, self.budget_epochs)
         for round_number in range(1, rounds + 1):
             resolve_policy(self.federated_callbacks, round_number, rounds)
+        open_memories(self)
         self.slots = StateSlots(self.model)
         self.data.keep_on(self.device)
         clients, steps = self.plan.trained(1)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from fl_lightning.client_data.federated import FederatedDataModule
+from fl_lightning.cohort.client_memory import locate, saved
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.optimizers import OptimizerCallable
 from fl_lightning.optimizers.checks import check_server_optimizer
@@ -65,14 +66,11 @@ class ServerModule(L.LightningModule):
         self.server_optimizer = server_optimizer or partial(torch.optim.SGD, lr=1.0)
         self.tf32 = tf32
         self.total_rounds: int | None = None
-        self.clock = RoundClock()
-        self.accept_data = False
-        self._resumed = False
+        self.accept_data = self._resumed = False
         self._evaluate_every: int | None = None
         self.task = task or Classification(getattr(loss, "ignore_index", -100))
         self.loss = loss or self.task.loss
-        self.evaluation = ServerEvaluation()
-        self.record = RunRecord()
+        self.clock, self.record, self.evaluation = RoundClock(), RunRecord(), ServerEvaluation()
 
     @property
     def data(self) -> FederatedDataModule:
@@ -165,7 +163,8 @@ class ServerModule(L.LightningModule):
         optimizer.step()
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Keep what the run has planned and counted."""
+        """Keep what the run has planned and counted, and what methods keep of clients."""
+        checkpoint["callbacks"] = saved(checkpoint.get("callbacks", {}), self.trainer.global_step)
         checkpoint["fl_lightning"] = {"total_rounds": self.total_rounds, "record": self.record.state_dict()}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -178,6 +177,7 @@ class ServerModule(L.LightningModule):
         if state is None:
             raise ConfigurationError("ckpt_path: the checkpoint was not written by a FederatedModule")
         self._resumed = self._trainer is not None and self._trainer.state.fn == TrainerFn.FITTING
+        locate(checkpoint.get("callbacks"), str(self.trainer.ckpt_path))
         self.total_rounds = state["total_rounds"]
         self.record = RunRecord()
         self.record.load_state_dict(state["record"])

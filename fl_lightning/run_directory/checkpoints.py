@@ -10,6 +10,7 @@ from typing import Any, Literal
 import lightning as L
 from lightning.pytorch.callbacks import Checkpoint
 
+from fl_lightning.cohort.client_memory import memories
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.files import unwritable, user_path
 
@@ -203,7 +204,13 @@ class RoundCheckpoint(Checkpoint):
             logger.save()  # the rows reach the disk before the checkpoint that counts on them
         assert self.dirpath is not None
         path = str(self.dirpath / name)
+        kept = memories(trainer.callbacks).values()  # type: ignore[attr-defined]  # set in a helper of the trainer
+        for memory in kept:
+            memory.label = Path(name).stem
         trainer.save_checkpoint(path, weights_only=False)
+        for memory in kept:
+            memory.forget(trainer.global_step)
+            memory.label = ""
         return path
 
 

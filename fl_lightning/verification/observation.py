@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fl_lightning.cohort.client_memory import contents
 from fl_lightning.cohort.cohort import Cohort
 from fl_lightning.cohort.round_cohort import RoundCohort
 from fl_lightning.round.callback import FederatedCallback
@@ -130,7 +131,7 @@ class Run(FederatedModule):
         seen = self.rounds[-1]
         seen.loss = float(self.trainer.callback_metrics["train/loss"])
         if self.method is not None:
-            seen.memory = deepcopy(self.method.state_dict())
+            seen.memory = deepcopy(contents(self.method.state_dict()))
 
     def print(self, *args: Any, **kwargs: Any) -> None:
         """Nothing: the certificate is what is printed."""

@@ -115,7 +115,7 @@ def test_what_the_clients_would_keep_is_what_they_keep_with_silobn():
     assert observer.clients.keys() == silobn.memory.keys()
     for client, kept in observer.clients.items():
         rows = torch.stack([silobn.memory[client][kind] for kind in ("mean", "var")])
-        assert abs(kept - rows).max() < 1e-10
+        assert abs(kept["statistics"] - rows).max() < 1e-10
 
 
 def test_a_server_that_forgot_what_it_would_hold_is_not_the_methods_own_run():

@@ -1,0 +1,262 @@
+"""What methods keep of each client from one round to another: in memory, and in files once it is much."""
+
+import io
+import os
+import shutil
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from copy import deepcopy
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from fl_lightning.errors import ConfigurationError
+from fl_lightning.files import unwritable
+from fl_lightning.ranks import Ranks, checksums
+
+LIMIT = 256 * 2**20
+"""Bytes that a :class:`ClientMemory` holds before it writes files."""
+_RECORD = "files of a ClientMemory"
+
+
+class ClientMemory(MutableMapping[int, Mapping[str, Tensor]]):
+    """What a method keeps of each client from one round to another: tensors by name, by the client's number.
+
+    A client's entry is replaced as a whole, ``memory[client] = {"name": tensor}``, and cannot be changed in place. A method
+    has one as an attribute, returns it in ``state_dict()`` and makes it anew from what ``load_state_dict`` gets.
+
+    What it holds lies in memory, on every rank, and in the checkpoint. Beyond :data:`LIMIT` bytes it moves into files
+    under ``memory/`` of the trainer's ``default_root_dir``, which all ranks must be able to read: one for each client, written
+    at the end of a round by the one rank that owns the client. A round then costs what its own clients cost. A checkpoint
+    has a folder of hard links to the files that belong to it. Negative numbers are the server's and stay in memory.
+
+    Args:
+        state: What a checkpoint has of it, or its entries.
+
+    Raises:
+        ConfigurationError: The checkpoint's files are missing or damaged, or none can be written.
+
+    Attributes:
+        label: Name of the checkpoint to be written, of which only the newest is kept; empty for one that stays.
+    """
+
+    def __init__(self, state: Mapping[Any, Any] = MappingProxyType({})) -> None:
+        self.label = ""
+        self._kept: dict[int, Mapping[str, Tensor]] = {}
+        self._sums: dict[int, int] = {}
+        self._changed: set[int] = set()
+        self._written: set[int] = set()
+        self._unsynced: set[int] = set()
+        self._bytes = 0
+        self._folder: Path | None = None
+        self._live: Path | None = None
+        self._ranks = Ranks()
+        if _RECORD in state:
+            record = state[_RECORD]
+            self._folder, self._sums = Path(record["run"], record["folder"]), dict(record["sums"])
+            if not self._folder.is_dir():
+                raise ConfigurationError(
+                    f"ckpt_path: the checkpoint's folder {self._folder} is missing, where the memory of {len(self._sums)} clients "
+                    "was; keep the run's folder memory beside its folder checkpoints"
+                )
+            state = record["kept"]
+        self.update(state)
+
+    def __getitem__(self, client: int) -> Mapping[str, Tensor]:
+        if client in self._kept or client not in self._sums:
+            return self._kept[client]
+        return self._read(client)
+
+    def __setitem__(self, client: int, entry: Mapping[str, Tensor]) -> None:
+        self._bytes += _size(entry) - _size(self._kept.get(client, {}))
+        self._kept[client] = MappingProxyType(dict(entry))
+        self._changed.add(client)
+
+    def __delitem__(self, client: int) -> None:
+        known = self._sums.pop(client, None) is not None
+        if client in self._kept:
+            self._bytes -= _size(self._kept.pop(client))
+        elif not known:
+            raise KeyError(client)
+        self._changed.discard(client)
+        self._written.discard(client)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter({**self._kept, **self._sums})
+
+    def __len__(self) -> int:
+        return len({**self._kept, **self._sums})
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "ClientMemory":
+        """A copy that lies in memory."""
+        return ClientMemory(deepcopy(contents(self), memo))
+
+    def open(self, folder: Path, ranks: Ranks) -> None:
+        """Say where files may be written; called before training, by all ranks.
+
+        Args:
+            folder: The method's own, which need not exist.
+            ranks: The processes of the run.
+        """
+        self._ranks, self._live = ranks, folder / "now"
+        if self._folder not in (None, self._live):
+            assert self._folder is not None
+            self._link(self._folder, self._live)
+            self._folder = self._live
+
+    def flush(self) -> None:
+        """Write the clients that have changed, where they are kept in files; called at the end of a round, by all ranks.
+
+        Until the next time these clients are read from memory: other ranks may not have written theirs yet.
+        """
+        if self._folder is None:
+            if self._live is None or self._bytes <= LIMIT:
+                return
+            self._folder, self._changed = self._live, set(self._kept)
+        for client in self._written - self._changed:
+            del self._kept[client]
+        self._written = {client for client in self._changed if client >= 0}
+        for client in sorted(self._written):
+            self._sums[client] = _sum(self._kept[client])
+            if client % self._ranks.size == self._ranks.rank:
+                self._write(client)
+        self._changed = set()
+
+    def saved(self, round_number: int) -> dict[Any, Any]:
+        """What a checkpoint keeps of it, together with files of its own; called by all ranks.
+
+        Args:
+            round_number: The round after which the checkpoint is written.
+        """
+        self.flush()
+        if self._folder is None:
+            return {client: dict(entry) for client, entry in self.items()}
+        assert self._live is not None
+        for client in self._unsynced:
+            with self._file(client).open("rb") as file:
+                os.fsync(file.fileno())
+        self._unsynced = set()
+        target = self._live.with_name(f"{self.label or 'checkpoint'}_{round_number}")
+        self._link(self._folder, target)
+        run = self._live.parents[2]
+        kept = {client: dict(entry) for client, entry in self._kept.items() if client < 0}
+        record = {"run": str(run), "folder": str(target.relative_to(run)), "sums": self._sums, "kept": kept}
+        return {_RECORD: record}
+
+    def forget(self, round_number: int) -> None:
+        """Remove the files of earlier checkpoints with this :attr:`label`, now that a newer one is written."""
+        if self._folder is not None and self._ranks.rank == 0:
+            assert self._live is not None
+            for folder in self._live.parent.glob(f"{self.label}_*"):
+                if folder.name != f"{self.label}_{round_number}":
+                    shutil.rmtree(folder)
+
+    def checksum(self) -> int:
+        """A number that another content would change; what did not change since the last time costs nothing."""
+        server = {client: _sum(entry) for client, entry in self._kept.items() if client < 0}
+        for client in self._kept.keys() - server.keys():
+            if client in self._changed or client not in self._sums:
+                self._sums[client] = _sum(self._kept[client])
+        if self._folder is None:
+            self._changed = set()
+        return zlib.crc32(repr(sorted((self._sums | server).items())).encode())
+
+    def _file(self, client: int) -> Path:
+        assert self._folder is not None
+        return self._folder / f"{client}.pt"
+
+    def _read(self, client: int) -> Mapping[str, Tensor]:
+        path = self._file(client)
+        try:
+            entry = torch.load(path, weights_only=True)
+            if _sum(entry) == self._sums[client]:
+                return MappingProxyType(entry)
+            reason = "it holds something else"
+        except Exception as error:  # noqa: BLE001  # torch has many for a damaged file
+            reason = type(error).__name__
+        raise ConfigurationError(
+            f"{path}, the memory of client {client}, is missing or damaged ({reason}); go on from another checkpoint"
+        )
+
+    def _write(self, client: int) -> None:
+        path, content = self._file(client), io.BytesIO()
+        torch.save({name: tensor.cpu() for name, tensor in self._kept[client].items()}, content)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            temporary = path.with_suffix(".tmp")
+            temporary.write_bytes(content.getbuffer())
+            os.replace(temporary, path)  # checkpoints keep the file that had this name
+        except OSError as error:
+            raise unwritable(path, error) from error
+        self._unsynced.add(client)
+
+    def _link(self, source: Path, target: Path) -> None:
+        """Make a folder of the clients' files as they are, once all ranks have written theirs."""
+
+        def link() -> None:
+            if self._ranks.rank:
+                return
+            shutil.rmtree(target, ignore_errors=True)
+            try:
+                target.mkdir(parents=True)
+                for client in self._sums:
+                    _link(source / f"{client}.pt", target / f"{client}.pt")
+            except OSError as error:
+                raise unwritable(target, error) from error
+
+        self._ranks.exchange(lambda: None)
+        self._ranks.exchange(link)
+
+
+def memories(callbacks: Iterable[Any]) -> dict[str, ClientMemory]:
+    """The memories of callbacks by a name that can be a folder's."""
+    found: dict[str, ClientMemory] = {}
+    for callback in callbacks:
+        for name, value in vars(callback).items():
+            if isinstance(value, ClientMemory):
+                key = f"{type(callback).__name__}.{name}"
+                found[key if key not in found else f"{key}.{len(found)}"] = value
+    return found
+
+
+def contents(tree: Any) -> Any:
+    """A tree with what memories hold in their place."""
+    return _each(tree, lambda memory: {client: dict(entry) for client, entry in memory.items()})
+
+
+def saved(tree: Any, round_number: int) -> Any:
+    """A tree with what a checkpoint keeps of memories in their place (:meth:`ClientMemory.saved`)."""
+    return _each(tree, lambda memory: memory.saved(round_number))
+
+
+def locate(tree: Any, checkpoint: str) -> None:
+    """Let the records of memories in a checkpoint's state know where the run is now, if their files are there."""
+    run = Path(checkpoint).absolute().parents[1]
+    for record in [tree.get(_RECORD), *tree.values()] if isinstance(tree, dict) else []:
+        if isinstance(record, dict):
+            if record is tree.get(_RECORD) and (run / record["folder"]).is_dir():
+                record["run"] = str(run)
+            locate(record, checkpoint)
+
+
+def _each(tree: Any, function: Any) -> Any:
+    return tree_map(lambda leaf: function(leaf) if isinstance(leaf, ClientMemory) else leaf, tree)
+
+
+def _link(source: Path, target: Path) -> None:
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copyfile(source, target)
+
+
+def _size(entry: Mapping[str, Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in entry.values())
+
+
+def _sum(entry: Mapping[str, Tensor]) -> int:
+    return zlib.crc32(repr(checksums({"": dict(sorted(entry.items()))})).encode())
