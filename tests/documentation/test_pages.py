@@ -114,7 +114,13 @@ def test_the_methods_of_the_pages_keep_what_they_promise(name):
 
 
 def test_every_python_block_is_tried():
-    used = {"README.md": 1, "docs/own-method.md": 8, "docs/own-data.md": 2, "docs/python.md": 2}
+    used = {
+        "README.md": 1,
+        "docs/own-method.md": 8,
+        "docs/own-data.md": 2,
+        "docs/python.md": 2,
+        "docs/data.md": 2,
+    }
     assert {name: len(found) for name in PAGES if (found := blocks(name, "python"))} == used
 
 
