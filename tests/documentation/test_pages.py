@@ -40,6 +40,7 @@ ELSEWHERE = ("verify",)
 
 LEFT = {
     "README.md": "quickstart_lr0.05/*/result.json",
+    "docs/data.md": "quickstart/*/partition.json",
     "docs/diagnostics.md": "quickstart/*/bn_drift.png",
     "docs/first-run.md": "cifar10_small_fixbn/*/learning_curve.png",
     "docs/methods.md": "search/search-*/search.json",
@@ -83,7 +84,7 @@ def test_no_page_has_a_command_that_no_test_and_no_reader_runs():
 
 def test_the_pages_show_every_subcommand():
     shown = {line.partition(OURS)[2].split()[0] for name in PAGES for line in commands(name) if OURS in line}
-    assert shown == {"fit", "validate", "test", "predict", "search-freeze", "verify"}
+    assert shown == {"fit", "validate", "test", "predict", "search-freeze", "verify", "partition"}
 
 
 @pytest.mark.parametrize(
