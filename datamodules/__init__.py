@@ -9,6 +9,7 @@ from datamodules.image_folder import ImageFolder
 from datamodules.images import ImageData
 from datamodules.in_memory import InMemoryDataModule
 from datamodules.leaf import FEMNIST
+from datamodules.partition_file import FromFile
 from datamodules.partitions import IID, Dirichlet, GammaSimilarity, Natural, Partition, Shards
 from datamodules.tiny_imagenet import TinyImageNet
 from datamodules.torchvision_images import CIFAR100, FashionMNIST, TorchvisionImages
@@ -22,6 +23,7 @@ __all__ = [
     "Digits",
     "Dirichlet",
     "FashionMNIST",
+    "FromFile",
     "GammaSimilarity",
     "Gaussians",
     "ImageData",

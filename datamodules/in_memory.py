@@ -9,30 +9,28 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from datamodules.client import InMemoryClient
+from datamodules.distribution import Distribution, distribute, images_at
 from datamodules.images import (
     Batch,
     EvaluationImages,
     ImageData,
     Normalization,
     TrainImages,
-    balanced_subset,
     channel_statistics,
 )
-from datamodules.partition import natural
-from datamodules.partitions import IID, Natural, Partition
+from datamodules.partitions import IID, Partition
 from fl_lightning.client_data.cohort_batch import CohortBatch
 from fl_lightning.client_data.federated import FederatedDataModule
 from fl_lightning.client_data.fingerprint import digest
 from fl_lightning.errors import ConfigurationError
-from fl_lightning.randomness import generator
 
 
 class InMemoryDataModule(FederatedDataModule):
     """The base of the shipped image classification data sets: a subclass says how to :meth:`load` the images.
 
     Args:
-        num_clients: Number of clients; with ``Natural`` their number is that of the groups and this one is
-            not used.
+        num_clients: Number of clients; with ``Natural`` their number is that of the groups, with ``FromFile`` that of the
+            file, and this one is not used.
         batch_size: Samples in a client's batch, 20 in the FixBN paper. Every batch is complete: what is left
             of an epoch is dropped.
         partition: How the training data are spread over the clients; None is ``IID()``.
@@ -61,6 +59,7 @@ class InMemoryDataModule(FederatedDataModule):
     train_images: TrainImages
     val_images: EvaluationImages
     test_images: EvaluationImages
+    distribution: Distribution
 
     def __init__(
         self,
@@ -102,7 +101,7 @@ class InMemoryDataModule(FederatedDataModule):
         self.fit_split: Literal["val", "test"] = "val" if val_fraction > 0 else "test"
         self._num_clients = num_clients
         self._shares: list[InMemoryClient] = []
-        self._own_test: list[Tensor] = []
+        self._own: dict[str, tuple[EvaluationImages, list[Tensor]]] = {}
         self._index_digests: list[str] = []
         self._class_histograms: list[list[int]] = []
 
@@ -151,7 +150,13 @@ class InMemoryDataModule(FederatedDataModule):
 
     def keep_on(self, device: torch.device) -> None:
         """Hold all images in the memory of a GPU, as bytes, if they take less than half of what is free there."""
-        parts = (self.train_images, self.val_images, self.test_images)
+        own = (images for images, _ in self._own.values())
+        parts: set[TrainImages | EvaluationImages] = {
+            self.train_images,
+            self.val_images,
+            self.test_images,
+            *own,
+        }
         if device.type == "cuda":
             free, _ = torch.cuda.mem_get_info(device)
             if sum(part.pixels.nbytes for part in parts) > free / 2:
@@ -168,11 +173,12 @@ class InMemoryDataModule(FederatedDataModule):
         return self._evaluation_loader(self.test_images)
 
     def own_dataloader(self, client_id: int, split: str) -> DataLoader[Batch] | None:
-        """The test data of a client where its group has some; there are no others of its own."""
-        if split != "test" or not self._own_test or not len(self._own_test[client_id]):
+        """The evaluation data of a client where its group has some, or the file that the partition is from."""
+        if split not in self._own or not len(self._own[split][1][client_id]):
             return None
-        batches = torch.split(self._own_test[client_id], self.eval_batch_size)
-        return DataLoader(self.test_images, sampler=batches, batch_size=None)
+        images, own = self._own[split]
+        batches = torch.split(own[client_id], self.eval_batch_size)
+        return DataLoader(images, sampler=batches, batch_size=None)
 
     def describe_partition(self) -> str:
         """The partition and the number of clients, such as ``"Shards(class_fraction=0.2), 5 clients"``."""
@@ -208,42 +214,40 @@ class InMemoryDataModule(FederatedDataModule):
         return self._class_histograms
 
     def _distribute(self, data: ImageData) -> None:
-        labels = data.train_labels
-        self._check_labels("train_labels", labels)
+        self._check_labels("train_labels", data.train_labels)
         self._check_labels("test_labels", data.test_labels)
-        used = torch.arange(len(labels))
-        if self.max_examples is not None:
-            subset = generator(self.seed, "training subset")
-            used = balanced_subset(labels, min(self.max_examples, len(labels)), subset)
-        held_out = torch.zeros(len(used), dtype=torch.bool)
-        num_val = round(self.val_fraction * len(used))
-        if self.val_fraction > 0 and not 0 < num_val < len(used):
-            raise ConfigurationError(
-                f"val_fraction={self.val_fraction} takes {num_val} of {len(used)} training samples; "
-                "use a value that leaves samples for both, or 0 for no validation set"
-            )
-        held_out[balanced_subset(labels[used], num_val, generator(self.seed, "validation split"))] = True
-        val, train = used[held_out], used[~held_out]
-        groups = data.train_groups[train] if data.train_groups is not None else None
-        parts = self.partition(labels[train], self._num_clients, generator(self.seed, "partition"), groups)
-
+        found = self.distribution = distribute(
+            data, self.partition, self._num_clients, self.val_fraction, self.max_examples, self.seed
+        )
         normalize = self._normalization(data.train_images)
-        images = data.train_images if len(train) == len(labels) else data.train_images[train]
-        self.train_images = TrainImages(images, labels[train], normalize, self.crop_padding)
-        self.val_images = EvaluationImages(data.train_images[val], labels[val], normalize)
-        self.test_images = EvaluationImages(data.test_images, data.test_labels, normalize)
-        if data.test_groups is not None and groups is not None and isinstance(self.partition, Natural):
-            own = dict(zip(torch.unique(data.test_groups).tolist(), natural(data.test_groups), strict=True))
-            nothing = torch.zeros(0, dtype=torch.int64)
-            self._own_test = [own.get(group, nothing) for group in torch.unique(groups).tolist()]
+        train = torch.unique(torch.cat(found.clients))
+        images = images_at(data, train)
+        self.train_images = TrainImages(images, found.labels[train], normalize, self.crop_padding)
+
+        def evaluated(samples: Tensor) -> EvaluationImages:
+            return EvaluationImages(images_at(data, samples), found.labels[samples], normalize)
+
+        self.val_images, self.test_images = evaluated(found.val), evaluated(found.test)
+        for split, parts in found.own.items():
+            samples, own_images = found.test, self.test_images
+            if not bool(torch.isin(everyone := torch.unique(torch.cat(parts)), samples).all()):
+                samples, own_images = everyone, evaluated(everyone)
+            self._own[split] = own_images, [torch.searchsorted(samples, part) for part in parts]
         classes = self.num_classes or 0
-        self._class_histograms = [labels[train[part]].bincount(minlength=classes).tolist() for part in parts]
-        self._index_digests = [hashlib.sha256(train[part].numpy().tobytes()).hexdigest() for part in parts]
+        self._class_histograms = [
+            found.labels[part].bincount(minlength=classes).tolist() for part in found.clients
+        ]
+        self._index_digests = [hashlib.sha256(part.numpy().tobytes()).hexdigest() for part in found.clients]
         self._shares = [
             InMemoryClient(
-                client_id, self.train_images, part, self.batch_size, self.horizontal_flip, self.seed
+                client_id,
+                self.train_images,
+                torch.searchsorted(train, part),
+                self.batch_size,
+                self.horizontal_flip,
+                self.seed,
             )
-            for client_id, part in enumerate(parts)
+            for client_id, part in enumerate(found.clients)
         ]
 
     def _normalization(self, train_images: Tensor) -> Normalization:

@@ -13,12 +13,13 @@ _RUNS = ("fit", "validate", "test", "predict")
 _OTHERS = {
     "verify": "fl_lightning.cli.verify",
     "search-freeze": "fl_lightning.cli.search_freeze",
+    "partition": "fl_lightning.cli.partition",
     "list": "fl_lightning.cli.listing",
 }
 _COMMANDS = (*_RUNS, *_OTHERS)
 
 _HELP = """\
-usage: python -m fl_lightning {fit,validate,test,predict,verify,search-freeze,list} --config FILE [--key value ...]
+usage: python -m fl_lightning {fit,validate,test,predict,verify,search-freeze,partition,list} --config FILE [--key value ...]
 
 Batch Normalization in federated learning, on PyTorch Lightning.
 
@@ -29,6 +30,7 @@ commands:
   predict    write a checkpoint's predictions on the test data
   verify     check what a method promises: verify --callback FixBN, --callback methods.Mine, --all
   search-freeze   choose FixBN's T* over a grid on validation data; see search-freeze --help
+  partition  show who the clients are: sizes, classes, a picture; --save FILE.json keeps them
   list       what a YAML can name: list {methods,models,data,partitions,norms,aggregators}
 
 often used:

@@ -26,19 +26,22 @@ _HOME = Path(fl_lightning.__file__).resolve().parent.parent
 
 @command()
 def main(
-    args: Sequence[str] | None = None, model_class: type[FederatedModule] = FederatedModule
+    args: Sequence[str] | None = None,
+    model_class: type[FederatedModule] = FederatedModule,
+    cli_class: type[FederatedCLI] = FederatedCLI,
 ) -> FederatedCLI:
     """Run the command line.
 
     Args:
         args: Arguments without the program's name; those of the process when None.
         model_class: The module: a subclass of ``FederatedModule`` with a loss of its own, say.
+        cli_class: What is done with the settings.
 
     Returns:
         The finished command line, with its trainer, model and data.
     """
     import_shipped()
-    return FederatedCLI(
+    return cli_class(
         model_class,
         FederatedDataModule,
         save_config_callback=None,

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from fl_lightning.client_data.cohort_batch import CohortBatch
 from fl_lightning.client_data.fingerprint import dataset_digest, digest, sample
+from fl_lightning.client_data.heterogeneity import heterogeneity
 from fl_lightning.client_data.loaders import LoaderBatches
 from fl_lightning.errors import doing
 
@@ -162,9 +163,11 @@ class FederatedDataModule(L.LightningDataModule):
         return f"{self.num_clients} clients with data of their own"
 
     def partition_record(self) -> dict[str, Any]:
-        """What ``partition.json`` of the run directory holds: the sizes of the clients, and what a subclass adds."""
+        """What ``partition.json`` of the run directory holds: the sizes of the clients, how much their classes differ, and what a subclass adds."""
         sizes = [self.num_examples(client_id) for client_id in range(self.num_clients)]
-        return {"partition": self.describe_partition(), "num_clients": self.num_clients, "sizes": sizes}
+        record = {"partition": self.describe_partition(), "num_clients": self.num_clients, "sizes": sizes}
+        histograms = self.class_histograms()
+        return {**record, "heterogeneity": heterogeneity(histograms)} if histograms else record
 
     def fingerprint(self) -> dict[str, str]:
         """What the data are: a checkpoint keeps it, and a run goes on with other data only when that is asked for.

@@ -1,7 +1,7 @@
 """The clients and the classes of a run as figures: who holds what, and what the server's model knows."""
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -11,7 +11,23 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _MAX_NAMED = 25  # more clients or classes than this go by the numbers of an axis
+_MAX_ROWS = 250  # of more clients a row is the mean of several that are alike
 _MAX_BARS = 200  # of more classes the bars become thinner, and go by the numbers of an axis
+
+
+def clients_figure(
+    record: Mapping[str, Any], class_names: Sequence[str] | None, title: Sequence[str]
+) -> "Figure":
+    """What is known of the clients: samples by client and class, or sizes where there are no classes.
+
+    Args:
+        record: What ``partition.json`` holds.
+        class_names: Name of each class, None for their numbers.
+        title: Lines of the title.
+    """
+    if record.get("class_histogram"):
+        return partition_figure(record["class_histogram"], class_names, title)
+    return client_sizes_figure(record["sizes"], title)
 
 
 @paper_style()
@@ -19,6 +35,8 @@ def partition_figure(
     histogram: Sequence[Sequence[int]], class_names: Sequence[str] | None, title: Sequence[str]
 ) -> "Figure":
     """Samples of each class at each client: one row per client, with the bar of its size at the right.
+
+    More than 250 clients are sorted by their most frequent class and its share, and a row is the mean of several.
 
     Args:
         histogram: ``histogram[i][c]``, the samples of class c at client i, as in ``partition.json``.
@@ -29,19 +47,32 @@ def partition_figure(
 
     counts = np.asarray(histogram)
     clients, classes = counts.shape
+    label, first = "client", np.arange(clients + 1)  # of each row
+    if clients > _MAX_ROWS:
+        order = np.lexsort((-counts.max(1) / np.maximum(counts.sum(1), 1), counts.argmax(1)))
+        first = np.linspace(0, clients, _MAX_ROWS + 1).astype(int)
+        counts = np.add.reduceat(counts[order], first[:-1]) / np.diff(first)[:, None]
+        label = (
+            f"clients, sorted by most frequent class; a row is the mean of about {clients / _MAX_ROWS:.2g}"
+        )
     figure = new_figure(0.2 * min(clients, _MAX_NAMED) + 2.0, title)
     cells, sizes = figure.subplots(1, 2, sharey=True, width_ratios=(6, 1))
     norm = PowerNorm(0.5, vmin=0, vmax=max(counts.max(), 1))  # so that few samples can be seen too
-    image = cells.imshow(counts, cmap="Blues", norm=norm, aspect="auto", interpolation="nearest")
+    edges = (-0.5, classes - 0.5, clients - 0.5, -0.5)
+    image = cells.imshow(
+        counts, cmap="Blues", norm=norm, aspect="auto", interpolation="nearest", extent=edges
+    )
     text = "samples of a class (colours: square root)"
     bar = figure.colorbar(image, ax=(cells, sizes), location="bottom", shrink=0.5, aspect=40, label=text)
     bar.ax.locator_params(nbins=4)
-    sizes.barh(range(clients), counts.sum(1), color=GREY)
+    rows, gap = np.diff(first), 0.2 if clients <= 100 else 0.0  # of a few pixels it would be a moiré
+    lower = first[:-1] - 0.5 + gap / 2 * rows
+    sizes.barh(lower, counts.sum(1), (1 - gap) * rows, align="edge", color=GREY)
     cells.locator_params(integer=True, nbins=_MAX_NAMED, min_n_ticks=1)
     if class_names is not None and classes <= _MAX_NAMED:
         names = class_labels(class_names, classes)
         cells.set_xticks(range(classes), names, rotation=40, ha="right", rotation_mode="anchor")
-    cells.set(xlabel="class", ylabel="client")
+    cells.set(xlabel="class", ylabel=label)
     sizes.set(xlabel="samples")
     sizes.tick_params(axis="y", length=0)
     return figure
@@ -52,7 +83,7 @@ def client_sizes_figure(sizes: Sequence[int], title: Sequence[str]) -> "Figure":
     """Number of training samples of each client, as in ``partition.json``, for data without classes."""
     figure = new_figure(2.4, title)
     axes = figure.subplots()
-    axes.bar(range(len(sizes)), sizes, color=GREY)
+    axes.bar(range(len(sizes)), sizes, 0.8 if len(sizes) <= 100 else 1.0, color=GREY)
     axes.set(xlabel="client", ylabel="training samples")
     axes.locator_params(axis="x", integer=True, min_n_ticks=1)
     return figure

@@ -15,7 +15,7 @@ import yaml
 from fl_lightning.batch_norm.kinds import KIND_LABELS
 from fl_lightning.console import print_table
 from fl_lightning.files import write_bytes, write_json, write_text
-from fl_lightning.pictures.federation import class_quality_figure, client_sizes_figure, partition_figure
+from fl_lightning.pictures.federation import class_quality_figure, clients_figure
 from fl_lightning.pictures.learning_curve import learning_curve_figure
 from fl_lightning.pictures.style import write_figure
 from fl_lightning.round.module import FederatedModule
@@ -110,11 +110,7 @@ def draw_partition(attempt: Attempt, module: FederatedModule) -> None:
     """Draw ``partition.png`` from ``partition.json``: samples by client and class, or sizes where it has no classes."""
     with _harmless(attempt.partition_picture):
         record, title = json.loads(attempt.partition.read_text()), run_title(module)
-        if record.get("class_histogram"):
-            figure = partition_figure(record["class_histogram"], module.data.class_names, title)
-        else:
-            figure = client_sizes_figure(record["sizes"], title)
-        write_figure(attempt.partition_picture, figure)
+        write_figure(attempt.partition_picture, clients_figure(record, module.data.class_names, title))
 
 
 def draw_pictures(attempt: Attempt | None, module: FederatedModule) -> None:

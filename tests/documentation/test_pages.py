@@ -40,6 +40,7 @@ ELSEWHERE = ("verify",)
 
 LEFT = {
     "README.md": "quickstart_lr0.05/*/result.json",
+    "docs/data.md": "quickstart/*/partition.json",
     "docs/diagnostics.md": "quickstart/*/bn_drift.png",
     "docs/first-run.md": "cifar10_small_fixbn/*/learning_curve.png",
     "docs/methods.md": "search/search-*/search.json",
@@ -83,7 +84,7 @@ def test_no_page_has_a_command_that_no_test_and_no_reader_runs():
 
 def test_the_pages_show_every_subcommand():
     shown = {line.partition(OURS)[2].split()[0] for name in PAGES for line in commands(name) if OURS in line}
-    assert shown == {"fit", "validate", "test", "predict", "search-freeze", "verify"}
+    assert shown == {"fit", "validate", "test", "predict", "search-freeze", "verify", "partition"}
 
 
 @pytest.mark.parametrize(
@@ -114,7 +115,13 @@ def test_the_methods_of_the_pages_keep_what_they_promise(name):
 
 
 def test_every_python_block_is_tried():
-    used = {"README.md": 1, "docs/own-method.md": 8, "docs/own-data.md": 2, "docs/python.md": 2}
+    used = {
+        "README.md": 1,
+        "docs/own-method.md": 8,
+        "docs/own-data.md": 2,
+        "docs/python.md": 2,
+        "docs/data.md": 2,
+    }
     assert {name: len(found) for name in PAGES if (found := blocks(name, "python"))} == used
 
 

@@ -194,6 +194,21 @@ def test_cells_are_the_histogram_clients_down_classes_across():
     assert [bar.get_width() for bar in sizes.patches] == [9, 9]
 
 
+def test_many_clients_are_sorted_by_their_most_frequent_class_and_a_row_is_the_mean_of_some():
+    counts = np.zeros((1000, 4), dtype=int)
+    counts[range(1000), np.arange(1000) % 4] = 8  # one class each, in turn
+    counts[0] = [9, 7, 0, 0]
+    cells, sizes, _ = partition_figure(counts.tolist(), None, TITLE).axes
+    rows = cells.images[0].get_array()
+    assert rows.argmax(1).tolist() == sorted(rows.argmax(1))
+    assert rows[0].tolist() == [8, 0, 0, 0]
+    assert (rows > 0).sum() == 250 + 2  # two rows have clients of two classes
+    assert rows.sum() == pytest.approx((999 * 8 + 16) / 4)
+    assert [bar.get_width() for bar in sizes.patches] == pytest.approx(rows.sum(1))
+    assert cells.get_ylim() == (999.5, -0.5)
+    assert cells.get_ylabel() == "clients, sorted by most frequent class; a row is the mean of about 4"
+
+
 def test_bars_are_the_classes_from_the_top_and_the_line_is_their_mean():
     figure = class_quality_figure([0.25, None, 1.0, 0.0], ["a", "b", "c", "d"], "test accuracy", TITLE)
     (axes,) = figure.axes
@@ -232,7 +247,14 @@ def overlapping(figure):
 
 @pytest.mark.parametrize(
     ("clients", "classes", "largest", "known"),
-    [(1, 1, 1, None), (3, 2, 10**6, LONG), (10, 10, 10**5, LONG), (100, 2, 900, None), (3, 100, 900, LONG)],
+    [
+        (1, 1, 1, None),
+        (3, 2, 10**6, LONG),
+        (10, 10, 10**5, LONG),
+        (100, 2, 900, None),
+        (3500, 62, 900, None),
+        (3, 100, 900, LONG),
+    ],
 )
 def test_texts_of_any_federation_do_not_overlap(clients, classes, largest, known):
     counts = np.random.default_rng(0).integers(0, largest + 1, (clients, classes))

@@ -1,0 +1,128 @@
+"""``python -m fl_lightning partition``: who the clients of a configuration are, without training."""
+
+import json
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
+from collections.abc import Mapping, Sequence
+from statistics import median
+from typing import Any
+
+from fl_lightning import __version__
+from fl_lightning.cli.command_line import import_shipped
+from fl_lightning.cli.command_line import main as run
+from fl_lightning.cli.federated_cli import FederatedCLI
+from fl_lightning.cli.messages import command, refuse
+from fl_lightning.cli.parser import ConciseParser
+from fl_lightning.client_data.federated import FederatedDataModule
+from fl_lightning.console import print_table
+from fl_lightning.errors import ConfigurationError
+from fl_lightning.files import user_path, write_text
+from fl_lightning.pictures.federation import clients_figure
+from fl_lightning.pictures.style import write_figure
+
+_DESCRIPTION = """\
+Set up the data of a configuration, and show who the clients are: their sizes, how much their classes differ, and a picture of both.
+Nothing is trained, and no model is made. All other options are those of fit, such as --data.partition.alpha 0.1."""
+
+
+class DataCLI(FederatedCLI):
+    """Reads all settings of ``fit``, and makes the data alone."""
+
+    def instantiate_classes(self) -> None:
+        """Make the data."""
+        parser = ConciseParser()
+        parser.add_subclass_arguments(FederatedDataModule, "data")
+        self.datamodule = parser.instantiate(parser.parse_object({"data": self.config.fit.data})).data
+
+    def _run_subcommand(self, subcommand: str) -> None:
+        """Nothing: there is no trainer."""
+
+
+@command()
+def main(args: Sequence[str]) -> None:
+    """Set up the data, print a table of the clients, and write their picture and, where asked for, their file.
+
+    Args:
+        args: Arguments after ``partition``.
+    """
+    parser = ArgumentParser(
+        prog="python -m fl_lightning partition",
+        usage="%(prog)s --config FILE [--output FOLDER] [--save FILE.json] [options of fit]",
+        description=_DESCRIPTION,
+        formatter_class=RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.error = refuse  # type: ignore[assignment]  # without pages of usage
+    parser.add_argument(
+        "--output", metavar="FOLDER", default=".", help="where partition.png goes (default: here)"
+    )
+    parser.add_argument(
+        "--save", metavar="FILE.json", help="write the clients for partition: FromFile(FILE.json)"
+    )
+    own, fit_options = parser.parse_known_args(args)
+    cli = run(["fit", *fit_options], cli_class=DataCLI)
+    data: FederatedDataModule = cli.datamodule
+    data.prepare_data()
+    in_memory = isinstance(data, import_shipped()["datamodules"].InMemoryDataModule)
+    data.setup(
+        "validate" if in_memory else "fit"
+    )  # fit refuses clients without a batch: here they are counted
+    distribution: Any = getattr(data, "distribution", None)
+    if own.save is not None and distribution is None:
+        raise ConfigurationError(
+            f"save: the samples of {type(data).__name__} have no numbers by which a file could name them; leave --save out"
+        )
+    record = data.partition_record()
+    rows = in_words(data, record)
+    if distribution is not None:
+        rows["server"] = f"{len(distribution.val):,} validation and {len(distribution.test):,} test examples"
+        holders = {split: sum(map(bool, map(len, parts))) for split, parts in distribution.own.items()}
+        if holders:
+            rows["data of their own"] = ", ".join(f"{split}: {n:,} clients" for split, n in holders.items())
+    rows["picture"] = str(picture := user_path("output", own.output) / "partition.png")
+    title = [
+        f"{type(data).__name__}: {data.describe_partition()}",
+        f"{cli.config.fit.name}; seed {data.seed}",
+    ]
+    write_figure(picture, clients_figure(record, data.class_names, title))
+    if own.save is not None:
+        settings = {"partition": str(record["partition"]), "seed": data.seed}
+        origin = {"program": f"fl_lightning {__version__}", "settings": settings}
+        rows["saved"] = str(path := user_path("save", own.save))
+        write_text(path, json.dumps(distribution.as_file(type(data).__name__, origin)) + "\n")
+    print_table("Clients", rows)
+
+
+def in_words(data: FederatedDataModule, record: Mapping[str, Any]) -> dict[str, str]:
+    """The rows of the table: what is known, and what is not.
+
+    Args:
+        data: The data, set up.
+        record: Their ``partition_record()``.
+    """
+    sizes, batch_size = record["sizes"], getattr(data, "batch_size", None)
+    rows = {
+        "partition": str(record["partition"]),
+        "examples": f"{sum(sizes):,} of {len(sizes):,} clients",
+        "examples per client": f"min {min(sizes):,}, median {median(sizes):,.10g}, max {max(sizes):,}",
+    }
+    if batch_size is not None:
+        small = sum(size < batch_size for size in sizes)
+        rows["without a batch"] = f"{small:,} clients have fewer than {batch_size} examples"
+    labels = {
+        "classes": "classes per client",
+        "effective_classes": "effective classes",
+        "distance_to_union": "distance to the union",
+    }
+    for name, label in labels.items():
+        found = record.get("heterogeneity", {}).get(name, {})
+        rows[label] = ", ".join(f"{kind} {value:.4g}" for kind, value in found.items())
+    if "heterogeneity" in record:
+        rows["classes per client"] += f" of {len(record['class_histogram'][0])}"
+        rows["effective classes"] += " (exp of the entropy)"
+        rows["distance to the union"] += " (total variation, in [0, 1])"
+    else:
+        for label in labels.values():
+            rows[label] = f"not known: {type(data).__name__} does not count the classes of its clients"
+    digests = record.get("sha256")
+    rows["SHA-256"] = digests["total"] if digests else "not known: the samples have no numbers"
+    return rows
