@@ -10,5 +10,16 @@ from fl_lightning.models.deeplab import SmallDeepLab
 from fl_lightning.models.fbn_cnn import FBNCNN
 from fl_lightning.models.lenet import LeNet
 from fl_lightning.models.resnet import CIFARResNet, ResNet8, ResNet20, ResNet32
+from fl_lightning.models.resnet18 import ResNet18
 
-__all__ = ["FBNCNN", "BNProbe", "CIFARResNet", "LeNet", "ResNet8", "ResNet20", "ResNet32", "SmallDeepLab"]
+__all__ = [
+    "FBNCNN",
+    "BNProbe",
+    "CIFARResNet",
+    "LeNet",
+    "ResNet8",
+    "ResNet18",
+    "ResNet20",
+    "ResNet32",
+    "SmallDeepLab",
+]

@@ -15,7 +15,7 @@ NORMS = {
     "scaled_ws": "No layer; convolutions with Scaled Weight Standardization (FedWon).",
     "none": "No layer.",
 }
-"""The norms that all models take, with a line for each; the ResNets take ``"fixup"`` too."""
+"""The norms that all models take, with a line for each; the CIFAR ResNets take ``"fixup"`` too."""
 _CONVOLUTIONS: dict[str, type[nn.Conv2d]] = {
     "gn_ws": StandardizedConv2d,
     "weight_norm": WeightNormConv2d,
@@ -30,7 +30,7 @@ def make_norm(norm: str, channels: int, groups: int = 2) -> nn.Module:
     would learn from all the clients' batches together.
 
     Args:
-        norm: One of :data:`NORMS`; ``"in"`` needs maps of more than one pixel. The ResNets take ``"fixup"`` too.
+        norm: One of :data:`NORMS`; ``"in"`` needs maps of more than one pixel. The CIFAR ResNets take ``"fixup"`` too.
         channels: Number of channels.
         groups: Number of groups (not of channels in a group) of every GN layer; 2 in Hsieh et al., "The Non-IID Data
             Quagmire of Decentralized Machine Learning", ICML 2020, and in FixBN, App. B.4. Unused by the others.
@@ -49,7 +49,9 @@ def make_norm(norm: str, channels: int, groups: int = 2) -> nn.Module:
         return nn.GroupNorm(counts[norm], channels)
     if norm in NORMS:
         return nn.Identity()
-    raise ConfigurationError(f"norm={norm!r} is unknown; use one of {', '.join(NORMS)} (ResNets also: fixup)")
+    raise ConfigurationError(
+        f"norm={norm!r} is unknown; use one of {', '.join(NORMS)} (CIFARResNet also: fixup)"
+    )
 
 
 def make_conv(
