@@ -7,6 +7,7 @@ from torch import nn
 
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.models.norm import convert_norm
+from fl_lightning.models.weights import load_weights
 
 
 class _Library(NamedTuple):
@@ -90,6 +91,7 @@ def deeplab_v3_plus(
     norm: str = "bn",
     groups: int = 2,
     pooled_norm: str | None = None,
+    encoder_weights: str | None = None,
 ) -> nn.Module:
     """DeepLabv3+ (Chen et al., ECCV 2018) of segmentation_models_pytorch, which the extra ``segmentation`` installs.
 
@@ -99,15 +101,18 @@ def deeplab_v3_plus(
     Args:
         num_classes: Number of classes.
         in_channels: Channels of the images.
-        encoder: Name of the encoder, such as ``"mobilenet_v2"`` or ``"resnet50"``; its weights start at random.
+        encoder: Name of the encoder, such as ``"mobilenet_v2"`` or ``"resnet50"``.
         output_stride: By how much the encoder's features are smaller than the image.
         norm: ``"bn"``, ``"gn"``, ``"ln"``, ``"in"`` or ``"none"``, see :func:`~fl_lightning.models.norm.convert_norm`.
         groups: Number of groups of every GN layer.
         pooled_norm: Norm of the pyramid's mean over the image; None: as ``norm``. BN has one value per image there: with
             ``"none"`` or ``"gn"`` clients can train with batches of one image.
+        encoder_weights: File of the encoder's weights, such as torchvision's of ImageNet, see
+            :func:`~fl_lightning.models.weights.load_weights`; its classifier is not used. None: random ones.
 
     Raises:
-        ConfigurationError: The library is not installed, does not know the encoder, or a layer's channels cannot be grouped.
+        ConfigurationError: The library is not installed, does not know the encoder, the weights do not fit, or a layer's channels
+            cannot be grouped.
     """
     settings = {"encoder_name": encoder, "encoder_output_stride": output_stride}
     try:
@@ -116,6 +121,10 @@ def deeplab_v3_plus(
         )
     except KeyError as error:
         raise ConfigurationError(f"encoder={encoder!r} is unknown to segmentation_models_pytorch") from error
+    if encoder_weights is not None:
+        load_weights(
+            model.get_submodule("encoder"), encoder_weights, "encoder_weights", without=("fc.", "classifier.")
+        )
     pooled: Any = model.get_submodule("decoder.aspp.0.convs")
     convert_norm(pooled[-1], pooled_norm or norm, groups)
     convert_norm(model, norm, groups)

@@ -183,6 +183,21 @@ def test_an_encoder_that_does_not_exist_is_one_line():
         deeplab_v3_plus(encoder="resnet17")
 
 
+@pytest.mark.parametrize("encoder", ["mobilenet_v2", "resnet50"])
+def test_an_encoder_starts_from_the_weights_of_a_file_of_torchvision(encoder):
+    pytest.importorskip("segmentation_models_pytorch")
+    theirs = library_model(f"torchvision.models.{encoder}").state_dict()
+    torch.save(theirs, "imagenet.pth")
+    ours = deeplab_v3_plus(encoder=encoder, encoder_weights="imagenet.pth").encoder.state_dict()
+    assert all(torch.equal(value, theirs[name]) for name, value in ours.items())
+    affine = [
+        value
+        for name, value in deeplab_v3_plus(encoder=encoder, norm="gn").encoder.state_dict().items()
+        if name not in theirs
+    ]
+    assert affine == []
+
+
 def of_library(**settings):
     pytest.importorskip("segmentation_models_pytorch")
     return deeplab_v3_plus(**settings)
