@@ -9,7 +9,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from fl_lightning.errors import ConfigurationError
 
 ONE_VALUE = (
-    "gets one value per channel, whose variance is undefined; use batch_size >= 2, larger images or norm: gn"
+    "gets one value per channel, whose variance is undefined; use batch_size >= 2, larger images, norm: gn or, for a DeepLab, "
+    "pooled_norm: none"
 )
 """What is wrong with a BN layer's batch of one, and the ways out."""
 

@@ -2,7 +2,8 @@
 
 import re
 from collections.abc import Sequence
-from inspect import isabstract
+from inspect import isabstract, isfunction
+from typing import get_type_hints
 
 from fl_lightning import aggregation, models
 from fl_lightning.cli.command_line import import_shipped
@@ -50,8 +51,9 @@ def named(kind: str) -> dict[str, str]:
     found = {}
     for name in sorted(module.__all__, key=str.lower):
         thing = getattr(module, name)
+        made = get_type_hints(thing).get("return") if isfunction(thing) else thing
         is_base = thing in (data.InMemoryDataModule, data.Partition) or isabstract(thing)
-        if isinstance(thing, type) and issubclass(thing, base) and not is_base:
+        if isinstance(made, type) and issubclass(made, base) and not is_base:
             line = (thing.__doc__ or "").partition("\n")[0]
             found[name] = re.sub(r":\w+:`~?(?:[\w.]*\.)?(\w+)`", r"\1", line).replace("``", "")
     return found

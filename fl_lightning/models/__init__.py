@@ -2,13 +2,30 @@
 
 Every model takes images ``[b, in_channels, height, width]`` (``BNProbe``: points ``[b, in_features]``), returns
 ``[b, num_classes]`` (``SmallDeepLab``: ``[b, num_classes, height, width]``), and runs unchanged under ``torch.func.vmap`` over
-stacked parameters and buffers.
+stacked parameters and buffers. Models of other libraries:
+:func:`~fl_lightning.models.library.library_model`, :func:`~fl_lightning.models.library.deeplab_v3_plus`.
 """
 
 from fl_lightning.models.bn_probe import BNProbe
 from fl_lightning.models.deeplab import SmallDeepLab
 from fl_lightning.models.fbn_cnn import FBNCNN
 from fl_lightning.models.lenet import LeNet
+from fl_lightning.models.library import deeplab_v3_plus, library_model
+from fl_lightning.models.norm import convert_norm
 from fl_lightning.models.resnet import CIFARResNet, ResNet8, ResNet20, ResNet32
+from fl_lightning.models.resnet18 import ResNet18
 
-__all__ = ["FBNCNN", "BNProbe", "CIFARResNet", "LeNet", "ResNet8", "ResNet20", "ResNet32", "SmallDeepLab"]
+__all__ = [
+    "FBNCNN",
+    "BNProbe",
+    "CIFARResNet",
+    "LeNet",
+    "ResNet8",
+    "ResNet18",
+    "ResNet20",
+    "ResNet32",
+    "SmallDeepLab",
+    "convert_norm",
+    "deeplab_v3_plus",
+    "library_model",
+]

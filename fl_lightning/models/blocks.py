@@ -1,4 +1,6 @@
-"""Residual blocks of the CIFAR ResNets, with the parameter-free shortcut of He et al., CVPR 2016 (option A)."""
+"""Residual blocks with the shortcuts of He et al., CVPR 2016: free of parameters (option A) or projections (option B)."""
+
+from collections.abc import Callable, Sequence
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -54,3 +56,37 @@ class BasicBlock(ResidualBlock):
         residual = F.relu(self.norm1(self.conv1(x)))
         residual = self.norm2(self.conv2(residual))
         return F.relu(self.shortcut(x) + residual)
+
+
+class ProjectionBlock(BasicBlock):
+    """A :class:`BasicBlock` whose shortcut is a 1x1 convolution and a norm layer where the shape changes (option B)."""
+
+    def __init__(self, in_channels: int, out_channels: int, stride: int, norm: str, groups: int) -> None:
+        super().__init__(in_channels, out_channels, stride, norm, groups)
+        self.projection = nn.Sequential()
+        if self.changes_shape:
+            self.projection.append(make_conv(norm, in_channels, out_channels, 1, stride))
+            self.projection.append(make_norm(norm, out_channels, groups))
+
+    def shortcut(self, x: Tensor) -> Tensor:
+        """The identity, projected where the shape changes."""
+        projected: Tensor = self.projection(x)
+        return projected
+
+
+def make_stages(
+    make_block: Callable[[int, int, int], ResidualBlock], width: int, counts: Sequence[int]
+) -> nn.Sequential:
+    """Stages of residual blocks; each but the first has twice the channels of the one before at half its height and width.
+
+    Args:
+        make_block: Makes a block from (in_channels, out_channels, stride).
+        width: Channels of the input and of the first stage.
+        counts: Blocks of each stage.
+    """
+    blocks, channels = nn.Sequential(), width
+    for stage, count in enumerate(counts):
+        for block in range(count):
+            blocks.append(make_block(channels, width * 2**stage, 2 if stage > 0 and block == 0 else 1))
+            channels = width * 2**stage
+    return blocks

@@ -13,7 +13,7 @@ class SmallDeepLab(nn.Module):
 
     The backbone has output stride 8, with dilation in its last two convolutions; atrous spatial pyramid pooling has a 1x1
     convolution, one 3x3 for each rate and the mean over the image; the decoder joins features of stride 4. At the defaults 241,475
-    trainable floats and 14 norm layers, one of them on the mean over the image: in training it wants two images in a batch.
+    trainable floats and 14 norm layers, one of them on the mean over the image: BN wants two images in a batch there (``pooled_norm``).
 
     Args:
         num_classes: Number of classes.
@@ -22,6 +22,8 @@ class SmallDeepLab(nn.Module):
         groups: Number of groups of every GN layer.
         width: Channels of the first convolution; others have up to four times as many.
         rates: Dilations of the 3x3 convolutions of the pyramid.
+        pooled_norm: Norm of the pyramid's mean over the image; None: as ``norm``. BN has one value per image there: with
+            ``"none"`` or ``"gn"`` clients can train with batches of one image.
 
     Raises:
         ConfigurationError: A setting cannot be used.
@@ -35,12 +37,15 @@ class SmallDeepLab(nn.Module):
         groups: int = 2,
         width: int = 16,
         rates: tuple[int, ...] = (2, 4),
+        pooled_norm: str | None = None,
     ) -> None:
         super().__init__()
         require_at_least(1, num_classes=num_classes, in_channels=in_channels, width=width)
         self.in_channels = in_channels
 
-        def unit(channels: int, out: int, kernel: int = 3, stride: int = 1, dilation: int = 1) -> nn.Module:
+        def unit(
+            channels: int, out: int, kernel: int = 3, stride: int = 1, dilation: int = 1, norm: str = norm
+        ) -> nn.Module:
             conv = make_conv(norm, channels, out, kernel, stride, dilation * (kernel // 2))
             conv.dilation = (dilation, dilation)
             return nn.Sequential(conv, make_norm(norm, out, groups), nn.ReLU())
@@ -58,7 +63,7 @@ class SmallDeepLab(nn.Module):
         self.pyramid = nn.ModuleList(
             [unit(high, wide, 1), *(unit(high, wide, dilation=rate) for rate in rates)]
         )
-        self.pooled = unit(high, wide, 1)
+        self.pooled = unit(high, wide, 1, norm=pooled_norm or norm)
         self.joined = unit((2 + len(rates)) * wide, high, 1)
         self.reduced = unit(wide, width, 1)
         self.decoder = unit(high + width, high)

@@ -2,7 +2,8 @@
 
 from torch import nn
 
-from fl_lightning.errors import ConfigurationError
+from fl_lightning.batch_norm.layers import batch_norm_layers
+from fl_lightning.errors import ConfigurationError, check_choice
 from fl_lightning.models.convolutions import ScaledStandardizedConv2d, StandardizedConv2d, WeightNormConv2d
 
 NORMS = {
@@ -15,7 +16,7 @@ NORMS = {
     "scaled_ws": "No layer; convolutions with Scaled Weight Standardization (FedWon).",
     "none": "No layer.",
 }
-"""The norms that all models take, with a line for each; the ResNets take ``"fixup"`` too."""
+"""The norms that all models take, with a line for each; the CIFAR ResNets take ``"fixup"`` too."""
 _CONVOLUTIONS: dict[str, type[nn.Conv2d]] = {
     "gn_ws": StandardizedConv2d,
     "weight_norm": WeightNormConv2d,
@@ -30,7 +31,7 @@ def make_norm(norm: str, channels: int, groups: int = 2) -> nn.Module:
     would learn from all the clients' batches together.
 
     Args:
-        norm: One of :data:`NORMS`; ``"in"`` needs maps of more than one pixel. The ResNets take ``"fixup"`` too.
+        norm: One of :data:`NORMS`; ``"in"`` needs maps of more than one pixel. The CIFAR ResNets take ``"fixup"`` too.
         channels: Number of channels.
         groups: Number of groups (not of channels in a group) of every GN layer; 2 in Hsieh et al., "The Non-IID Data
             Quagmire of Decentralized Machine Learning", ICML 2020, and in FixBN, App. B.4. Unused by the others.
@@ -49,7 +50,36 @@ def make_norm(norm: str, channels: int, groups: int = 2) -> nn.Module:
         return nn.GroupNorm(counts[norm], channels)
     if norm in NORMS:
         return nn.Identity()
-    raise ConfigurationError(f"norm={norm!r} is unknown; use one of {', '.join(NORMS)} (ResNets also: fixup)")
+    raise ConfigurationError(
+        f"norm={norm!r} is unknown; use one of {', '.join(NORMS)} (CIFARResNet also: fixup)"
+    )
+
+
+def convert_norm(model: nn.Module, norm: str, groups: int = 2) -> None:
+    """Put norm layers of another kind in place of all BN layers of a model, found by type.
+
+    The new layers take over the affine parameters and ``eps``. Convolutions stay as they are: before ``"none"`` those without
+    a bias have none. What a BN layer does beyond (timm's ``BatchNormAct2d`` drops and activates) follows in a module of its own.
+
+    Args:
+        model: The model, changed in place.
+        norm: ``"bn"`` changes nothing, ``"gn"``, ``"ln"``, ``"in"`` or ``"none"``, see :func:`make_norm`.
+        groups: Number of groups of every GN layer.
+
+    Raises:
+        ConfigurationError: The norm is another one, or the channels of a layer cannot be split into ``groups`` equal groups.
+    """
+    check_choice("norm", norm, ("bn", "gn", "ln", "in", "none"))
+    for name, layer in batch_norm_layers(model).items() if norm != "bn" else ():
+        try:
+            new = make_norm(norm, layer.num_features, groups)
+        except ConfigurationError as error:
+            raise ConfigurationError(f"BN layer {name!r}: {error}") from error
+        if isinstance(new, nn.GroupNorm):
+            new.eps, new.affine = layer.eps, layer.affine
+            new.weight, new.bias = layer.weight, layer.bias
+        after = [getattr(layer, part) for part in ("drop", "act") if hasattr(layer, part)]
+        model.set_submodule(name, nn.Sequential(new, *after) if after else new)
 
 
 def make_conv(

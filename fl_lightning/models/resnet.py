@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fl_lightning.errors import ConfigurationError
-from fl_lightning.models.blocks import BasicBlock, ResidualBlock
+from fl_lightning.models.blocks import BasicBlock, ResidualBlock, make_stages
 from fl_lightning.models.checks import require_at_least, require_images
 from fl_lightning.models.convolutions import WeightNormConv2d
 from fl_lightning.models.fixup import FixupBlock, ScalarBias, initialise_fixup
@@ -60,16 +60,9 @@ class CIFARResNet(nn.Module):
         make_block: Callable[[int, int, int], ResidualBlock] = (
             FixupBlock if fixup else partial(BasicBlock, norm=norm, groups=groups)
         )
-        blocks = []
-        channels = width
-        for stage in range(3):
-            for block in range((depth - 2) // 6):
-                stride = 2 if stage > 0 and block == 0 else 1
-                blocks.append(make_block(channels, width * 2**stage, stride))
-                channels = width * 2**stage
-        self.blocks = nn.Sequential(*blocks)
+        self.blocks = make_stages(make_block, width, [(depth - 2) // 6] * 3)
         self.shift = ScalarBias() if fixup else nn.Identity()
-        self.classifier = nn.Linear(channels, num_classes)
+        self.classifier = nn.Linear(4 * width, num_classes)
         if fixup:
             initialise_fixup(self, self.classifier)
         else:

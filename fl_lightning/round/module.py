@@ -14,12 +14,13 @@ from fl_lightning.client_data.cohort_batch import CohortBatch
 from fl_lightning.cohort.cohort import Cohort
 from fl_lightning.cohort.round_cohort import RoundCohort
 from fl_lightning.cohort.slots import StateSlots
-from fl_lightning.errors import ConfigurationError, doing
+from fl_lightning.errors import doing
 from fl_lightning.executors.base import Executor
 from fl_lightning.executors.choice import Choice, choose_executor, decide_compilation
 from fl_lightning.executors.joint import joint_executor
 from fl_lightning.executors.sequential import SequentialExecutor
 from fl_lightning.models.dropout import convert_dropout
+from fl_lightning.models.weights import load_weights
 from fl_lightning.optimizers import OptimizerCallable
 from fl_lightning.optimizers.checks import check_elementwise, check_overrides
 from fl_lightning.optimizers.schedules import LRSchedule, lr_factor
@@ -27,7 +28,7 @@ from fl_lightning.randomness import derive_seed, seed_global
 from fl_lightning.round.communication import Communication, round_communication
 from fl_lightning.round.declarations import ROLES, Declarations
 from fl_lightning.round.local_steps import agree, open_memories, take_local_steps
-from fl_lightning.round.plan import RoundPlan, Weighting, check_local_work, cohort_size
+from fl_lightning.round.plan import RoundPlan, Weighting, check_local_work, cohort_size, require_clients
 from fl_lightning.round.policy import check_together, resolve_policy
 from fl_lightning.round.server import ServerModule
 from fl_lightning.round.server_update import update_server
@@ -65,6 +66,8 @@ class FederatedModule(ServerModule):
             override, ``lr_scale`` multiplies the learning rate.
         bn_momentum: ``momentum`` of every BN layer, in (0, 1]: the weight of a new batch in the running statistics. None
             keeps the model's own (torch: 0.1).
+        initial_weights: File whose weights the server's model starts from, see :func:`~fl_lightning.models.weights.load_weights`:
+            a state dict, or the checkpoint of another run. A run that goes on from a checkpoint of its own has those.
         budget_epochs: Sets the number of rounds so that all rounds together see this many times the training data; the
             last round is cut short where the budget ends.
         on_divergence: ``"error"`` stops when a client's update is not finite and names it; ``"record"`` goes on and flags
@@ -103,6 +106,7 @@ class FederatedModule(ServerModule):
         client_lr_schedule: LRSchedule | Callable[[int, int], float] | None = None,
         parameter_groups: dict[str, dict[str, float]] | None = None,
         bn_momentum: float | None = None,
+        initial_weights: str | None = None,
         budget_epochs: float | None = None,
         on_divergence: Literal["error", "record"] = "error",
         centralised: bool = False,
@@ -117,14 +121,12 @@ class FederatedModule(ServerModule):
         check_overrides(client_optimizer, parameter_groups or {})
         convert_dropout(model)
         self.client_optimizer = client_optimizer
-        self.local_steps, self.local_epochs = local_steps, local_epochs
-        self.participation = participation
-        self.executor = executor or SequentialExecutor()
-        self.chooses_executor = executor is None
+        self.local_steps, self.local_epochs, self.participation = local_steps, local_epochs, participation
+        self.executor, self.chooses_executor = executor or SequentialExecutor(), executor is None
         self.aggregator = aggregator or WeightedMean()
         self.weighting, self.client_lr_schedule = weighting, client_lr_schedule
         self.parameter_groups = parameter_groups or {}
-        self.budget_epochs = budget_epochs
+        self.initial_weights, self.budget_epochs = initial_weights, budget_epochs
         self.on_divergence, self.centralised, self.seed = on_divergence, centralised, seed
         self.plan: RoundPlan
         self.slots: StateSlots
@@ -257,10 +259,7 @@ class FederatedModule(ServerModule):
         if stage != "fit":
             return
         check_trainer(self.trainer)
-        if self.data.num_clients == 0:
-            raise ConfigurationError(
-                f"data: {type(self.data).__name__} has no clients; pass clients=[...], or name a data set such as Digits"
-            )
+        require_clients(self.data)
         size = cohort_size(self.data.num_clients, self.participation)
         if not self.centralised:
             self.aggregator.check(size)
@@ -273,7 +272,9 @@ class FederatedModule(ServerModule):
             method.configure_batch_norm(self)
 
     def on_fit_start(self) -> None:
-        """Fix the number of rounds at round 1; a resumed run keeps it."""
+        """Take the initial weights and fix the number of rounds at round 1; a resumed run keeps both."""
+        if self.initial_weights is not None and self.total_rounds is None:
+            self.print(load_weights(self.model, self.initial_weights))
         rounds = self.fix_rounds(self.plan, self.budget_epochs)
         for round_number in range(1, rounds + 1):
             resolve_policy(self.federated_callbacks, round_number, rounds)

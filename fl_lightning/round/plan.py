@@ -172,6 +172,18 @@ def check_local_work(
         )
 
 
+def require_clients(data: FederatedDataModule) -> None:
+    """Refuse data that nobody has.
+
+    Raises:
+        ConfigurationError: There is no client.
+    """
+    if data.num_clients == 0:
+        raise ConfigurationError(
+            f"data: {type(data).__name__} has no clients; pass clients=[...], or name a data set such as Digits"
+        )
+
+
 def cohort_size(num_clients: int, participation: int | float) -> int:
     """Number of clients in a round's cohort.
 

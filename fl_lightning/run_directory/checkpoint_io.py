@@ -5,7 +5,6 @@ file systems nor synced. :class:`AtomicCheckpointIO` writes beside the target, s
 """
 
 import os
-import zipfile
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,6 +15,7 @@ from torch.optim import Optimizer
 
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.files import atomic_write, unwritable, user_path
+from fl_lightning.models.weights import load_whole, misfit_error, misfits
 
 
 class AtomicCheckpointIO(CheckpointIO):
@@ -66,20 +66,7 @@ class AtomicCheckpointIO(CheckpointIO):
             raise ConfigurationError(
                 f"checkpoint {target} does not exist; give a file, 'last', 'best' or 'auto'"
             )
-        try:
-            with zipfile.ZipFile(target) as archive:
-                # torch.load takes flipped bits for weights, which the CRC does not, and memory for what an attribute calls a folder
-                folder = any(entry.external_attr & 0x10 for entry in archive.infolist())
-                if folder or archive.testzip() is not None:
-                    raise zipfile.BadZipFile
-            checkpoint: dict[str, Any] = torch.load(
-                target, map_location=map_location or "cpu", weights_only=weights_only is not False
-            )
-        except Exception as error:
-            raise ConfigurationError(
-                f"checkpoint {target} is truncated, damaged or holds more than tensors and plain values "
-                f"({target.stat().st_size:,} bytes, {type(error).__name__}); use another one"
-            ) from error
+        checkpoint: dict[str, Any] = load_whole("checkpoint", target, map_location, weights_only)
         return checkpoint
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
@@ -126,16 +113,8 @@ def check_run(
         ConfigurationError: A name or a shape in the model differs, of which the first one is told; the optimizer is
             of another kind or steps other parameters.
     """
-    own, saved = model.state_dict(), checkpoint["state_dict"]
-    shapes = [{name: list(value.shape) for name, value in state.items()} for state in (saved, own)]
-    places = [name for name in {**own, **saved} if shapes[0].get(name) != shapes[1].get(name)]
-    if places:
-        told = [shape.get(places[0], "nothing") for shape in shapes]
-        raise ConfigurationError(
-            f"checkpoint {path} does not fit model.model {type(model).__name__}: {places[0]} is {told[0]} in the "
-            f"checkpoint and {told[1]} in the model ({len(places)} such differences); "
-            "use the model settings that it was trained with, or another checkpoint"
-        )
+    if differing := misfits(checkpoint["state_dict"], model):
+        raise misfit_error(f"checkpoint {path}", "checkpoint", model, differing)
     if not isinstance(optimizer, Optimizer) or not checkpoint.get("optimizer_states"):
         return
     groups = checkpoint["optimizer_states"][0]["param_groups"], optimizer.param_groups

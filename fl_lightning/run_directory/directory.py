@@ -51,7 +51,9 @@ def config_hash(config: Mapping[str, Any]) -> str:
         config: Model, data and trainer, every default filled in; the order of keys does not matter.
     """
     model = {
-        name: x for name, x in config["model"].items() if (name, x) != ("task", None)
+        name: x
+        for name, x in config["model"].items()
+        if x is not None or name not in ("task", "initial_weights")
     }  # of no earlier run
     hashed = {**config, "model": model, "trainer": inside_the_hash(config["trainer"])}
     canonical = json.dumps(hashed, sort_keys=True, separators=(",", ":"), default=str)

@@ -83,7 +83,7 @@ TABLE = [
     ("--model.model LeNet,ResNet", "model.model: there is no class 'LeNet,ResNet'; give one class, or for a list [LeNet,ResNet]"),
     ("--model.model torchvision.models.ResNett", "model.model: class 'torchvision.models.ResNett' cannot be imported: module 'torchvision.models' has no attribute 'ResNett'"),
     ("--model.model nowhere.Net", "model.model: class 'nowhere.Net' cannot be imported: No module named 'nowhere'"),
-    ("--model.model.norm 3", "norm='3' is unknown; use one of bn, gn, ln, in, gn_ws, weight_norm, scaled_ws, none (ResNets also: fixup)"),
+    ("--model.model.norm 3", "norm='3' is unknown; use one of bn, gn, ln, in, gn_ws, weight_norm, scaled_ws, none (CIFARResNet also: fixup)"),
     ("--model.model.groups x", "LeNet.groups: x is not valid; it takes int"),
     ("--model.model.norm gn --model.model.groups 7", "groups=7 does not divide a layer of 32 channels; use a divisor of 32"),
     ("--model.model.num_classes x", "LeNet.num_classes: x is not valid; it takes int"),

@@ -8,6 +8,8 @@ import yaml
 from command_line import message_of, run, write_config
 from helpers import write_cifar10_folders
 
+from fl_lightning.batch_norm.layers import batch_norm_layers
+
 FUNCTIONS = """
 from torch import nn
 
@@ -67,6 +69,20 @@ def test_resnet18_of_torchvision_is_trained_and_resumed_from_a_yaml():
     config = yaml.safe_load(Path(cli.attempt.config).read_text())
     assert config["model"]["model"]["class_path"] == "torchvision.models.resnet18"
     assert run("--ckpt_path", "last", "--trainer.max_epochs", 2).trainer.global_step == 2
+
+
+def test_a_model_of_torchvision_takes_another_norm_from_a_yaml():
+    write_cifar10_folders()
+    data = {"class_path": "CIFAR10", "init_args": {"image_size": 32, "num_clients": 2, "batch_size": 4}}
+    settings = {"function": "torchvision.models.mobilenet_v2", "norm": "gn", "settings": {"width_mult": 0.25}}
+    model = {"class_path": "fl_lightning.models.library_model", "init_args": settings}
+    write_config({"model.model": model, "data": data, "trainer.callbacks": []})
+    cli = run(*ONE)
+    assert cli.model.model.classifier[1].out_features == 10
+    assert not batch_norm_layers(cli.model.model)
+    assert run("--ckpt_path", "last", "--trainer.max_epochs", 2).trainer.global_step == 2
+    config = yaml.safe_load(Path(cli.attempt.config).read_text())
+    assert config["model"]["model"]["class_path"] == "fl_lightning.models.library_model"
 
 
 @pytest.mark.parametrize(

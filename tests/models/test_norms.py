@@ -215,13 +215,13 @@ def test_a_picture_names_the_norm_layers_of_its_model(norm, names):
 
 @pytest.mark.parametrize("build", [LeNet, FBNCNN])
 def test_fixup_needs_a_residual_network(build):
-    with pytest.raises(ConfigurationError, match=r"norm='fixup' is unknown.*ResNets also") as error:
+    with pytest.raises(ConfigurationError, match=r"norm='fixup' is unknown.*CIFARResNet also") as error:
         build(norm="fixup")
     assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("build", [LeNet, FBNCNN, ResNet8])
 def test_an_unknown_norm_names_the_choices(build):
-    choices = r"use one of bn, gn, ln, in, gn_ws, weight_norm, scaled_ws, none \(ResNets also: fixup\)"
+    choices = r"use one of bn, gn, ln, in, gn_ws, weight_norm, scaled_ws, none \(CIFARResNet also: fixup\)"
     with pytest.raises(ConfigurationError, match=f"norm='batch' is unknown; {choices}"):
         build(norm="batch")

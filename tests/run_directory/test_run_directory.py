@@ -314,8 +314,11 @@ def test_environment_record_names_versions_and_commit(tmp_path, monkeypatch):
     assert describe_environment()["git_commit"] is None
 
 
-def test_a_setting_that_earlier_runs_did_not_have_changes_their_hash_only_where_it_is_given():
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("task", {"class_path": "fl_lightning.Segmentation"}), ("initial_weights", "last.ckpt")],
+)
+def test_a_setting_that_earlier_runs_did_not_have_changes_their_hash_only_where_it_is_given(name, value):
     model = CONFIG["model"]
-    assert config_hash({**CONFIG, "model": {**model, "task": None}}) == config_hash(CONFIG)
-    segmentation = {"class_path": "fl_lightning.Segmentation"}
-    assert config_hash({**CONFIG, "model": {**model, "task": segmentation}}) != config_hash(CONFIG)
+    assert config_hash({**CONFIG, "model": {**model, name: None}}) == config_hash(CONFIG)
+    assert config_hash({**CONFIG, "model": {**model, name: value}}) != config_hash(CONFIG)

@@ -1,0 +1,131 @@
+"""Models of other libraries with the norm layers of this one's: torchvision's, timm's, segmentation_models_pytorch's."""
+
+from importlib import import_module
+from typing import Any, Literal, NamedTuple
+
+from torch import nn
+
+from fl_lightning.errors import ConfigurationError
+from fl_lightning.models.norm import convert_norm
+from fl_lightning.models.weights import load_weights
+
+
+class _Library(NamedTuple):
+    """What a library calls the number of classes and of channels (None: always 3), its own defaults that go, its extra."""
+
+    num_classes: str = "num_classes"
+    in_channels: str | None = "in_channels"
+    defaults: dict[str, Any] = {}  # noqa: RUF012  # never changed
+    extra: str | None = None
+
+
+_LIBRARIES = {
+    "torchvision": _Library(in_channels=None),
+    "timm": _Library(in_channels="in_chans", extra="timm"),
+    # would download weights
+    "segmentation_models_pytorch": _Library(
+        "classes", defaults={"encoder_weights": None}, extra="segmentation"
+    ),
+}
+
+
+def library_model(
+    function: str,
+    num_classes: int | None = None,
+    in_channels: int | None = None,
+    norm: str = "bn",
+    groups: int = 2,
+    settings: dict[str, Any] | None = None,
+) -> nn.Module:
+    """A model of torchvision, timm or segmentation_models_pytorch, or of one's own, with a norm layer of choice.
+
+    Nothing is downloaded unless ``settings`` say so; weights of a local file are ``initial_weights`` of
+    :class:`~fl_lightning.round.module.FederatedModule`.
+
+    Args:
+        function: Dotted path of the function or class that makes the model, such as ``"torchvision.models.resnet18"``,
+            ``"timm.create_model"`` or ``"segmentation_models_pytorch.Unet"``.
+        num_classes: Number of classes, handed on under the name that the library has for it; None: the library's default.
+        in_channels: Channels of the images, likewise. torchvision's models take 3.
+        norm: ``"bn"``, ``"gn"``, ``"ln"``, ``"in"`` or ``"none"``, see :func:`~fl_lightning.models.norm.convert_norm`.
+        groups: Number of groups of every GN layer.
+        settings: Further arguments of the function, such as ``{"model_name": "resnet18"}`` for timm.
+
+    Raises:
+        ConfigurationError: The library is not installed, does not know the function or its settings, or a layer's channels
+            cannot be grouped.
+    """
+    package, (module, _, name) = function.partition(".")[0], function.rpartition(".")
+    library = _LIBRARIES.get(package, _Library())
+    try:
+        make = getattr(import_module(module), name)
+    except ImportError as error:
+        remedy = f"pip install 'fl_lightning[{library.extra}]'" if library.extra else "give a dotted path"
+        raise ConfigurationError(f"function: {function!r} cannot be imported ({error}); {remedy}") from error
+    except (AttributeError, ValueError) as error:
+        raise ConfigurationError(
+            f"function: there is no {function!r}; give a dotted path such as torchvision.models.resnet18"
+        ) from error
+    given = dict(library.defaults)
+    if num_classes is not None:
+        given[library.num_classes] = num_classes
+    if library.in_channels is not None and in_channels is not None:
+        given[library.in_channels] = in_channels
+    elif in_channels not in (None, 3):
+        raise ConfigurationError(
+            f"in_channels={in_channels}: {function} takes images of 3 channels; use a model of this project or of timm"
+        )
+    try:
+        model: nn.Module = make(**given, **(settings or {}))
+    except TypeError as error:
+        raise ConfigurationError(f"settings: {settings} do not fit {function}: {error}") from error
+    convert_norm(model, norm, groups)
+    return model
+
+
+def deeplab_v3_plus(
+    num_classes: int = 19,
+    in_channels: int = 3,
+    encoder: str = "mobilenet_v2",
+    output_stride: Literal[8, 16] = 16,
+    norm: str = "bn",
+    groups: int = 2,
+    pooled_norm: str | None = None,
+    encoder_weights: str | None = None,
+) -> nn.Module:
+    """DeepLabv3+ (Chen et al., ECCV 2018) of segmentation_models_pytorch, which the extra ``segmentation`` installs.
+
+    Height and width of the images are multiples of ``output_stride``; outputs are logits ``[b, num_classes, height, width]``.
+    With 19 classes 4,383,139 trainable floats on MobileNet-v2 and 26,682,211 on ResNet-50.
+
+    Args:
+        num_classes: Number of classes.
+        in_channels: Channels of the images.
+        encoder: Name of the encoder, such as ``"mobilenet_v2"`` or ``"resnet50"``.
+        output_stride: By how much the encoder's features are smaller than the image.
+        norm: ``"bn"``, ``"gn"``, ``"ln"``, ``"in"`` or ``"none"``, see :func:`~fl_lightning.models.norm.convert_norm`.
+        groups: Number of groups of every GN layer.
+        pooled_norm: Norm of the pyramid's mean over the image; None: as ``norm``. BN has one value per image there: with
+            ``"none"`` or ``"gn"`` clients can train with batches of one image.
+        encoder_weights: File of the encoder's weights, such as torchvision's of ImageNet, see
+            :func:`~fl_lightning.models.weights.load_weights`; its classifier is not used. None: random ones.
+
+    Raises:
+        ConfigurationError: The library is not installed, does not know the encoder, the weights do not fit, or a layer's channels
+            cannot be grouped.
+    """
+    settings = {"encoder_name": encoder, "encoder_output_stride": output_stride}
+    try:
+        model = library_model(
+            "segmentation_models_pytorch.DeepLabV3Plus", num_classes, in_channels, settings=settings
+        )
+    except KeyError as error:
+        raise ConfigurationError(f"encoder={encoder!r} is unknown to segmentation_models_pytorch") from error
+    if encoder_weights is not None:
+        load_weights(
+            model.get_submodule("encoder"), encoder_weights, "encoder_weights", without=("fc.", "classifier.")
+        )
+    pooled: Any = model.get_submodule("decoder.aspp.0.convs")
+    convert_norm(pooled[-1], pooled_norm or norm, groups)
+    convert_norm(model, norm, groups)
+    return model

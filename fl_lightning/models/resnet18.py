@@ -1,0 +1,61 @@
+"""ResNet-18: He, Zhang, Ren, Sun, "Deep Residual Learning for Image Recognition", CVPR 2016, Section 4.1 and Table 1."""
+
+from functools import partial
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fl_lightning.errors import check_choice
+from fl_lightning.models.blocks import ProjectionBlock, make_stages
+from fl_lightning.models.checks import require_at_least, require_images
+from fl_lightning.models.norm import make_conv, make_norm
+from fl_lightning.models.resnet import initialise_he
+
+
+class ResNet18(nn.Module):
+    """Four stages of two basic blocks with projections (option B), global average pooling, one linear layer.
+
+    At the defaults 11,173,962 trainable floats, 20 BN layers with 4,800 channels and 555.42 million multiply-adds for a 32x32
+    image; with ``stem="imagenet"`` and 1000 classes 11,689,512 floats, as torchvision's ``resnet18``. Convolutions start
+    as in He et al., ICCV 2015, eq. 10.
+
+    Args:
+        num_classes: Number of classes.
+        in_channels: Channels of the images; their size is free.
+        norm: As in :func:`fl_lightning.models.norm.make_norm`; without a norm layer the convolutions have biases.
+        groups: Number of groups of every GN layer.
+        stem: ``"cifar"`` is a 3x3 convolution of stride 1, ``"imagenet"`` a 7x7 one of stride 2 and a maximum over 3x3 of
+            stride 2.
+        width: Channels of the first stage; the others have two, four and eight times as many.
+
+    Raises:
+        ConfigurationError: A setting cannot be used.
+    """
+
+    def __init__(
+        self,
+        num_classes: int = 10,
+        in_channels: int = 3,
+        norm: str = "bn",
+        groups: int = 2,
+        stem: str = "cifar",
+        width: int = 64,
+    ) -> None:
+        super().__init__()
+        require_at_least(1, num_classes=num_classes, in_channels=in_channels, width=width)
+        check_choice("ResNet18.stem", stem, ("cifar", "imagenet"))
+        self.in_channels = in_channels
+        kernel, stride = (3, 1) if stem == "cifar" else (7, 2)
+        self.conv = make_conv(norm, in_channels, width, kernel, stride, padding=kernel // 2)
+        self.norm = make_norm(norm, width, groups)
+        self.pool = nn.Identity() if stem == "cifar" else nn.MaxPool2d(3, stride=2, padding=1)
+        self.blocks = make_stages(partial(ProjectionBlock, norm=norm, groups=groups), width, [2, 2, 2, 2])
+        self.classifier = nn.Linear(8 * width, num_classes)
+        initialise_he(self)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Map images ``[b, in_channels, height, width]`` to logits ``[b, num_classes]``."""
+        require_images(images, self.in_channels)
+        features = self.blocks(self.pool(F.relu(self.norm(self.conv(images)))))
+        logits: Tensor = self.classifier(features.mean(dim=(-2, -1)))
+        return logits

@@ -1,0 +1,136 @@
+"""Weights that a model starts from: those of a file."""
+
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fl_lightning.batch_norm.kinds import buffer_kinds
+from fl_lightning.errors import ConfigurationError
+from fl_lightning.files import user_path
+
+_Shapes = dict[str, tuple[list[int] | None, list[int] | None]]
+
+
+def load_weights(
+    model: nn.Module, path: str, setting: str = "initial_weights", without: tuple[str, ...] = ()
+) -> str:
+    """Load the weights of a file into a model.
+
+    Args:
+        model: The model, changed in place.
+        path: A state dict written by ``torch.save`` or as ``.safetensors``, or a checkpoint of a run, of which the server's model
+            is taken. Tensors that differ from the model's in nothing but the number of classes stay at their initial values.
+        setting: The setting that names the file, for messages.
+        without: How the names of tensors begin that are not the model's, such as ``("fc.",)`` for the head of a whole network.
+
+    Returns:
+        A line that says so, with what was left at its initial values.
+
+    Raises:
+        ConfigurationError: The file is missing, truncated or holds no weights, or they are another model's.
+    """
+    read = _read(setting, user_path(setting, path))
+    weights = {name: value for name, value in read.items() if not name.startswith(without)}
+    counters = {name for name, kind in buffer_kinds(model).items() if kind == "counter"} - weights.keys()
+    # early releases of torch did not count the batches of BN
+    differing = {name: shapes for name, shapes in misfits(weights, model).items() if name not in counters}
+    if differing and not _are_heads(differing):
+        raise misfit_error(f"{setting}: {path}", "file", model, differing)
+    model.load_state_dict({n: value for n, value in weights.items() if n not in differing}, strict=False)
+    said = f"{setting}: the model starts from {path}"
+    for old, new in [*differing.values()][:1]:
+        said += (
+            f" but for {', '.join(differing)}, which stay at their initial values: {old} there, {new} here"
+        )
+    return said
+
+
+def _read(setting: str, path: Path) -> Mapping[str, Tensor]:
+    if not path.is_file():
+        raise ConfigurationError(
+            f"{setting}: {path} does not exist; give a state dict (.pt, .pth, .safetensors), or a last.ckpt or best.ckpt"
+        )
+    if path.suffix == ".safetensors":
+        try:
+            from safetensors import SafetensorError
+            from safetensors.torch import load_file
+        except ImportError as error:
+            raise ConfigurationError(f"{setting}: {path} needs pip install safetensors") from error
+        try:
+            return dict(load_file(path))
+        except SafetensorError as error:
+            raise ConfigurationError(f"{setting}: {path} is truncated or damaged: {error}") from error
+    content = load_whole(f"{setting}:", path)
+    weights = content.get("state_dict", content) if isinstance(content, Mapping) else {}
+    if not weights or not all(isinstance(value, Tensor) for value in weights.values()):
+        raise ConfigurationError(
+            f"{setting}: {path} holds no weights; give a state dict, or a last.ckpt or best.ckpt that fit wrote"
+        )
+    return dict(weights)
+
+
+def load_whole(what: str, path: Path, map_location: Any = None, weights_only: bool | None = None) -> Any:
+    """What ``torch.save`` has written, which is checked to be whole.
+
+    Args:
+        what: What the file is, for the message.
+        path: The file.
+        map_location: As in ``torch.load``; None means the CPU.
+        weights_only: As in ``torch.load``; None means True: tensors and plain values, no code.
+
+    Raises:
+        ConfigurationError: The file is damaged or holds more than ``weights_only`` allows.
+    """
+    try:
+        with path.open("rb") as file:
+            is_legacy = file.read(2) == b"\x80\x02"  # a pickle, as torch wrote until 1.5
+        if not is_legacy:
+            with zipfile.ZipFile(path) as archive:
+                # torch.load takes flipped bits for weights, which the CRC does not, and memory for what an attribute calls a folder
+                folder = any(entry.external_attr & 0x10 for entry in archive.infolist())
+                if folder or archive.testzip() is not None:
+                    raise zipfile.BadZipFile
+        return torch.load(path, map_location=map_location or "cpu", weights_only=weights_only is not False)
+    except Exception as error:
+        raise ConfigurationError(
+            f"{what} {path} is truncated, damaged or holds more than tensors and plain values "
+            f"({path.stat().st_size:,} bytes, {type(error).__name__}); use another one"
+        ) from error
+
+
+def misfits(weights: Mapping[str, Any], model: nn.Module) -> _Shapes:
+    """The shapes in the weights and in the model of each tensor whose shapes differ, by name; None where it is missing."""
+    own = model.state_dict()
+    shapes = [{name: list(value.shape) for name, value in state.items()} for state in (weights, own)]
+    found = {name: (shapes[0].get(name), shapes[1].get(name)) for name in {**own, **weights}}
+    return {name: (old, new) for name, (old, new) in found.items() if old != new}
+
+
+def misfit_error(place: str, noun: str, model: nn.Module, differing: _Shapes) -> ConfigurationError:
+    """The error that names the first of the tensors that differ.
+
+    Args:
+        place: Where the weights are, such as ``"checkpoint last.ckpt"``.
+        noun: What holds them: ``"checkpoint"``, ``"file"``.
+        model: The model that they do not fit.
+        differing: Result of :func:`misfits`.
+    """
+    name, shapes = next(iter(differing.items()))
+    old, new = ("nothing" if shape is None else shape for shape in shapes)
+    return ConfigurationError(
+        f"{place} does not fit model.model {type(model).__name__}: {name} is {old} in the {noun} and {new} in the model "
+        f"({len(differing)} such differences); use the model settings that it was trained with, or another {noun}"
+    )
+
+
+def _are_heads(differing: _Shapes) -> bool:
+    """Whether tensors differ in their first dimension alone, and all alike: nothing but the last layers can."""
+    shapes = [(old, new) for old, new in differing.values() if old and new]
+    alike = {(old[0], new[0]) for old, new in shapes}
+    return (
+        len(shapes) == len(differing) and len(alike) == 1 and all(old[1:] == new[1:] for old, new in shapes)
+    )

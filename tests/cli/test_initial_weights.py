@@ -1,0 +1,50 @@
+"""A run that starts from another run's model."""
+
+from pathlib import Path
+
+import pytest
+from command_line import message_of, rows, run, write_config
+
+from benchmarks.faults import same
+from fl_lightning.run_directory.checkpoint_io import AtomicCheckpointIO
+
+STAGE_1 = ("--trainer.callbacks", "[]", "--trainer.max_epochs", 2)
+
+
+def final(cli):
+    checkpoint = AtomicCheckpointIO().load_checkpoint(cli.attempt.checkpoints / "last.ckpt")
+    return checkpoint["state_dict"]
+
+
+@pytest.fixture
+def shared():
+    """The checkpoint of a shared stage I."""
+    write_config()
+    write_config(path="one.yaml")
+    last = run(*STAGE_1, config="one.yaml").attempt.checkpoints / "last.ckpt"
+    Path("shared.ckpt").write_bytes(last.read_bytes())
+    return last
+
+
+@pytest.mark.parametrize("devices", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_second_stage_starts_from_a_checkpoint_and_a_resume_from_its_own(shared, devices, capsys):
+    start = ("--model.initial_weights", "shared.ckpt", "--trainer.devices", devices)
+    whole = run(*start, "--run_root", "whole")
+    assert "initial_weights: the model starts from shared.ckpt\n" in capsys.readouterr().out
+    first, last = rows(whole.attempt)[0], rows(run(*STAGE_1, "--run_root", "again").attempt)[-1]
+    assert first["val/loss"] == pytest.approx(last["val/loss"], rel=1e-6)
+    run(*start, "--trainer.max_epochs", 2)
+    Path("shared.ckpt").unlink()  # what a resume does not need
+    capsys.readouterr()
+    resumed = run(*start, "--ckpt_path", "last")
+    assert "initial_weights" not in capsys.readouterr().out
+    assert same(final(resumed), final(whole))
+
+
+def test_a_checkpoint_of_another_model_is_one_line_and_leaves_no_run(shared, capsys):
+    settings = ("--model.initial_weights", "shared.ckpt", "--model.model.norm", "gn", *STAGE_1)
+    line = message_of(capsys, lambda: run(*settings))
+    assert line.startswith(
+        "error: initial_weights: shared.ckpt does not fit model.model LeNet: features.2.running_mean"
+    )
+    assert not Path("runs/tiny").exists()
