@@ -85,6 +85,12 @@ class ClientMemory(MutableMapping[int, Mapping[str, Tensor]]):
         self._changed.discard(client)
         self._written.discard(client)
 
+    def setdefault(self, client: int, default: Any = MappingProxyType({})) -> Mapping[str, Tensor]:
+        """A client's entry; where there is none, the default becomes it."""
+        if client not in self:
+            self[client] = default
+        return self[client]
+
     def __iter__(self) -> Iterator[int]:
         return iter({**self._kept, **self._sums})
 
@@ -117,6 +123,7 @@ class ClientMemory(MutableMapping[int, Mapping[str, Tensor]]):
             if self._live is None or self._bytes <= LIMIT:
                 return
             self._folder, self._changed = self._live, set(self._kept)
+        self._ranks.exchange(lambda: None)  # nobody reads any more what clients had before
         for client in self._written - self._changed:
             del self._kept[client]
         self._written = {client for client in self._changed if client >= 0}

@@ -18,6 +18,7 @@ from fl_lightning import (
     SequentialExecutor,
     VectorizedExecutor,
 )
+from fl_lightning.cohort.client_memory import contents
 
 UNEVEN = {"participation": 3, "local_steps": None, "local_epochs": 1}
 EVERYBODY = {"local_steps": 2}
@@ -36,7 +37,7 @@ def left_behind(row, ranks, settings, rounds=4):
     run_method(row, rounds, [seen, Keeps()], trainer=trainer, executor=SequentialExecutor(), **settings)
     kept = {name: record[name] for name in ("clients", "samples", "holders", "diverged", "upload_bytes")}
     metrics = {name: value for name, value in record["row"].items() if not name.startswith("time/")}
-    return seen.states, flat([record["callbacks"], kept, metrics])
+    return seen.states, flat(contents([record["callbacks"], kept, metrics]))
 
 
 def flat(tree):

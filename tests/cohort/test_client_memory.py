@@ -1,0 +1,194 @@
+"""What methods keep of clients: the same in memory and in files, and what a checkpoint has of it."""
+
+import os
+import shutil
+from functools import partial
+
+import pytest
+import torch
+from helpers import ClientStates, SaveRounds, blobs, distance, fit, small_cnn
+from in_ranks import in_ranks
+
+from callbacks import SCAFFOLD, FedBN, MaintainedMomentum, SlidingWindowFixBN, StatisticsSources
+from fl_lightning import ConfigurationError, FederatedModule
+from fl_lightning.cohort import client_memory
+from fl_lightning.cohort.client_memory import ClientMemory, contents, saved
+from fl_lightning.ranks import Ranks, checksums
+from fl_lightning.run_directory.checkpoint_io import AtomicCheckpointIO
+from fl_lightning.run_directory.checkpoints import RoundCheckpoint
+
+METHODS = {
+    "FedBN": FedBN,
+    "SCAFFOLD": SCAFFOLD,
+    "MaintainedMomentum": MaintainedMomentum,
+    "SlidingWindowFixBN": partial(SlidingWindowFixBN, window=3, threshold=1e-9),
+    "StatisticsSources": partial(StatisticsSources, ["silobn"]),
+}
+MOMENTUM = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+
+
+@pytest.fixture
+def in_files(monkeypatch):
+    monkeypatch.setattr(client_memory, "LIMIT", 0)
+
+
+def train(method, root, rounds=6, ckpt_path=None, ranks=1):
+    """The server's state after a run of 2 of 5 clients a round, its last evaluation, the method, and what clients start from."""
+    module = FederatedModule(small_cnn(), client_optimizer=MOMENTUM, local_steps=2, participation=2)
+    checkpoints = RoundCheckpoint(every_n_seconds=None, every_n_rounds=2, keep_rounds=[3])
+    states, callback = ClientStates(), METHODS[method]()
+    trainer = fit(
+        module, blobs(5, (24, 40, 32)), rounds, [callback, states, checkpoints], ckpt_path,
+        default_root_dir=root, plugins=[AtomicCheckpointIO()], limit_val_batches=1.0, check_val_every_n_epoch=6,
+        devices=ranks, strategy="cohort",
+    )  # fmt: skip
+    metrics = {name: float(x) for name, x in trainer.callback_metrics.items() if "time" not in name}
+    return module.state_dict(), metrics, callback, states.start
+
+
+def same(one, other):
+    return checksums(contents(one.state_dict())) == checksums(contents(other.state_dict()))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_run_with_files_is_one_without_bit_for_bit_and_so_is_one_that_goes_on(
+    method, tmp_path, monkeypatch
+):
+    state, metrics, callback, start = train(method, tmp_path / "memory")
+    assert not (tmp_path / "memory" / "memory").exists()
+    monkeypatch.setattr(client_memory, "LIMIT", 0)
+    for name, source, ranks in (("whole", None, 2), ("parts", "whole/checkpoints/round_3.ckpt", 1)):
+        again = train(method, tmp_path / name, ckpt_path=source and tmp_path / source, ranks=ranks)
+        assert distance(again[0], state) == 0
+        assert again[1] == metrics
+        assert same(again[2], callback)
+        assert all(distance(again[3][r][c], start[r][c]) == 0 for r in (4, 5, 6) for c in start[r])
+        files = {int(path.stem) for path in (tmp_path / name).rglob("now/*.pt")}
+        assert files == {client for clients in start.values() for client in clients}
+
+
+def test_a_checkpoint_that_was_written_without_files_goes_on_with_them(tmp_path, monkeypatch):
+    state, *_ = train("FedBN", tmp_path / "one")
+    monkeypatch.setattr(client_memory, "LIMIT", 0)
+    again, *_ = train("FedBN", tmp_path / "two", ckpt_path=tmp_path / "one/checkpoints/round_3.ckpt")
+    assert distance(again, state) == 0
+
+
+@pytest.mark.usefixtures("in_files")
+def test_each_checkpoint_has_the_files_that_belong_to_it_and_no_others_stay(tmp_path):
+    train("SCAFFOLD", tmp_path, rounds=3)
+    folder = tmp_path / "memory" / "SCAFFOLD.memory"
+    before = {path.name: path.read_bytes() for path in (folder / "round_3_3").iterdir()}
+    train("SCAFFOLD", tmp_path, ckpt_path=tmp_path / "checkpoints" / "last.ckpt")
+    assert {path.name for path in folder.iterdir()} == {"now", "round_3_3", "last_6"}
+    assert {path.name: path.read_bytes() for path in (folder / "round_3_3").iterdir()} == before
+    now = {path.name: path.read_bytes() for path in (folder / "now").iterdir()}
+    assert now == {path.name: path.read_bytes() for path in (folder / "last_6").iterdir()}
+    assert any(before[name] != now[name] for name in before)
+    assert (folder / "now" / "0.pt").stat().st_nlink == 2
+
+
+@pytest.mark.usefixtures("in_files")
+def test_a_run_that_was_moved_is_found_and_one_without_its_files_says_so(tmp_path):
+    state, *_ = train("FedBN", tmp_path / "here")
+    shutil.move(tmp_path / "here", tmp_path / "there")
+    ckpt_path = tmp_path / "there/checkpoints/round_3.ckpt"
+    assert distance(train("FedBN", tmp_path / "new", ckpt_path=ckpt_path)[0], state) == 0
+    files = tmp_path / "there/memory/FedBN.memory/round_3_3"
+    path = min(files.iterdir())
+    whole = path.read_bytes()
+    for damage in (whole[:-100], whole.replace(whole[700:702], b"\x07\x07", 1), b""):
+        path.write_bytes(damage)
+        with pytest.raises(
+            ConfigurationError, match=rf"{path.stem}\.pt, the memory of client {path.stem}, is missing"
+        ):
+            same(train("FedBN", tmp_path / "damaged", ckpt_path=ckpt_path)[2], FedBN())
+    shutil.rmtree(files)
+    with pytest.raises(ConfigurationError, match=r"round_3_3 is missing, where the memory of \d clients was"):
+        train("FedBN", tmp_path / "lost", ckpt_path=ckpt_path)
+
+
+@pytest.mark.usefixtures("in_files")
+def test_a_checkpoint_of_lightnings_own_stays_whole(tmp_path):
+    module = FederatedModule(small_cnn(), client_optimizer=MOMENTUM, local_steps=2, participation=2)
+    fit(module, blobs(5), 3, [FedBN(), SaveRounds(tmp_path)], default_root_dir=tmp_path)
+    again = FederatedModule(small_cnn(), client_optimizer=MOMENTUM, local_steps=2, participation=2)
+    fit(again, blobs(5), 3, [FedBN()], tmp_path / "1.ckpt", default_root_dir=tmp_path / "two")
+    assert distance(module.state_dict(), again.state_dict()) == 0
+
+
+def entry(client, round_number):
+    return {"a": torch.full((3,), 10.0 * client + round_number), "b": torch.arange(2) + client}
+
+
+def test_an_entry_is_replaced_as_a_whole_and_cannot_be_changed_in_place():
+    memory = ClientMemory({2: entry(2, 0)})
+    with pytest.raises(TypeError, match="does not support item assignment"):
+        memory.setdefault(3, {})["a"] = torch.ones(1)
+    memory[3] = {**memory[3], "a": torch.ones(1)}
+    assert memory[3]["a"] == 1
+    del memory[2]
+    assert list(memory) == [3]
+    with pytest.raises(KeyError):
+        memory[2]
+
+
+@pytest.mark.usefixtures("in_files")
+@pytest.mark.parametrize("size", [2, 3])
+def test_ranks_write_a_client_once_and_read_each_others(size, tmp_path):
+    work, meet = tmp_path / "run", tmp_path / "meet"
+    meet.mkdir()
+
+    def rounds(ranks):
+        memory = ClientMemory()
+        memory.open(work / "memory" / "method", ranks)
+        for r in range(1, 4):
+            for client in range(r, r + 4):
+                memory[client] = {**memory.get(client, {}), **entry(client, r)}
+            memory.flush()
+            ranks.exchange(memory.checksum)
+        written = {path: path.stat().st_ino for path in (work / "memory/method/now").iterdir()}
+        sums = ranks.exchange(memory.checksum)
+        record = saved({"memory": memory}, 3)["memory"]
+        return sorted(memory._unsynced), len(written), sums, contents(ClientMemory(record))
+
+    found = in_ranks(size, rounds, meet)
+    alone = ClientMemory()
+    alone.open(tmp_path / "alone" / "memory" / "method", Ranks())
+    for r in range(1, 4):
+        for client in range(r, r + 4):
+            alone[client] = entry(client, r)
+        alone.flush()
+    for _, written, sums, read in found:
+        assert written == 6
+        assert sums == [alone.checksum()] * size
+        assert checksums({"": read}) == checksums({"": contents(alone)})
+
+
+@pytest.mark.usefixtures("in_files")
+def test_a_round_reads_and_writes_its_own_clients_alone(tmp_path, monkeypatch):
+    memory = ClientMemory({client: entry(client, 0) for client in range(100)})
+    memory.open(tmp_path / "memory" / "method", Ranks())
+    memory.flush()
+    seen = []
+    monkeypatch.setattr(os, "replace", lambda one, two, real=os.replace: (seen.append(two), real(one, two)))
+    for round_number, clients in enumerate([(5, 7), (7, 9)]):
+        for client in clients:
+            memory[client] = entry(client, round_number)
+        memory.flush()
+        assert [int(path.stem) for path in seen[-2:]] == list(clients)
+        assert len(memory._kept) == 2
+    assert len(seen) == 4
+
+
+@pytest.mark.usefixtures("in_files")
+def test_a_full_disk_is_one_line(tmp_path, monkeypatch):
+    memory = ClientMemory({0: entry(0, 0)})
+    memory.open(tmp_path / "memory" / "method", Ranks())
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.raises(ConfigurationError, match=r"0\.pt cannot be written: No space left on device"):
+        memory.flush()
