@@ -5,7 +5,9 @@ from datamodules.cityscapes import Cityscapes
 from datamodules.client import InMemoryClient
 from datamodules.digits import Digits
 from datamodules.gaussians import Gaussians
-from datamodules.image_folder import ImageFolder
+from datamodules.hugging_face import HuggingFaceImages
+from datamodules.image_files import ImageFiles
+from datamodules.image_folder import ImageDomains, ImageFolder
 from datamodules.images import ImageData
 from datamodules.in_memory import InMemoryDataModule
 from datamodules.leaf import FEMNIST
@@ -24,7 +26,10 @@ __all__ = [
     "FashionMNIST",
     "GammaSimilarity",
     "Gaussians",
+    "HuggingFaceImages",
     "ImageData",
+    "ImageDomains",
+    "ImageFiles",
     "ImageFolder",
     "InMemoryClient",
     "InMemoryDataModule",

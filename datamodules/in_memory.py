@@ -1,8 +1,7 @@
 """Federated image classification with all data in memory as uint8."""
 
-import hashlib
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,36 +14,22 @@ from datamodules.images import (
     ImageData,
     Normalization,
     TrainImages,
-    balanced_subset,
     channel_statistics,
 )
 from datamodules.partition import natural
-from datamodules.partitions import IID, Natural, Partition
+from datamodules.partitioned import PartitionedDataModule
 from fl_lightning.client_data.cohort_batch import CohortBatch
-from fl_lightning.client_data.federated import FederatedDataModule
 from fl_lightning.client_data.fingerprint import digest
 from fl_lightning.errors import ConfigurationError
-from fl_lightning.randomness import generator
 
 
-class InMemoryDataModule(FederatedDataModule):
+class InMemoryDataModule(PartitionedDataModule):
     """The base of the shipped image classification data sets: a subclass says how to :meth:`load` the images.
 
     Args:
-        num_clients: Number of clients; with ``Natural`` their number is that of the groups and this one is
-            not used.
-        batch_size: Samples in a client's batch, 20 in the FixBN paper. Every batch is complete: what is left
-            of an epoch is dropped.
-        partition: How the training data are spread over the clients; None is ``IID()``.
-        val_fraction: Share of the training data, in [0, 1), that becomes the server's validation set before
-            the clients receive theirs; drawn by the seed, every class in proportion. With 0 the evaluation
-            inside ``fit`` uses the test data and is labelled so.
-        eval_batch_size: Samples in a batch of the server's evaluation.
         crop_padding: Black border in pixels for random crops, 0 for no crops. FixBN pads by 2, FedTAN by 4.
         horizontal_flip: Whether training images are flipped with probability 1/2.
-        seed: Seed of the subset, the validation set, the partition, the data order and the augmentation.
-        max_examples: Use only that many training images, every class in proportion, for reduced runs; None
-            for all.
+        **settings: Those of :class:`~datamodules.partitioned.PartitionedDataModule`.
 
     Attributes:
         scale: The pixel value that stands for 1.
@@ -62,54 +47,16 @@ class InMemoryDataModule(FederatedDataModule):
     val_images: EvaluationImages
     test_images: EvaluationImages
 
-    def __init__(
-        self,
-        num_clients: int = 10,
-        batch_size: int = 20,
-        partition: Partition | None = None,
-        val_fraction: float = 0.0,
-        eval_batch_size: int = 500,
-        crop_padding: int = 0,
-        horizontal_flip: bool = False,
-        seed: int = 0,
-        max_examples: int | None = None,
-    ) -> None:
-        super().__init__(seed=seed)
-        at_least_one = {
-            "num_clients": num_clients,
-            "batch_size": batch_size,
-            "eval_batch_size": eval_batch_size,
-        }
-        for name, value in {
-            **at_least_one,
-            "max_examples": 1 if max_examples is None else max_examples,
-        }.items():
-            if value < 1:
-                raise ConfigurationError(f"{name} must be at least 1, found {value}")
+    def __init__(self, *, crop_padding: int = 0, horizontal_flip: bool = False, **settings: Any) -> None:
+        super().__init__(**settings)
         if crop_padding < 0:
             raise ConfigurationError(
                 f"crop_padding must be at least 0 pixels (0 for no crops), found {crop_padding}"
             )
-        if not 0 <= val_fraction < 1:
-            raise ConfigurationError(f"val_fraction must be in [0, 1), such as 0.1, found {val_fraction}")
-        self.batch_size = batch_size
-        self.partition = partition if partition is not None else IID()
-        self.val_fraction = val_fraction
-        self.eval_batch_size = eval_batch_size
         self.crop_padding = crop_padding
         self.horizontal_flip = horizontal_flip
-        self.max_examples = max_examples
-        self.fit_split: Literal["val", "test"] = "val" if val_fraction > 0 else "test"
-        self._num_clients = num_clients
         self._shares: list[InMemoryClient] = []
         self._own_test: list[Tensor] = []
-        self._index_digests: list[str] = []
-        self._class_histograms: list[list[int]] = []
-
-    @property
-    def num_clients(self) -> int:
-        """Number of clients of the federation; with ``Natural`` it is known after ``setup``."""
-        return len(self._shares) or self._num_clients
 
     @property
     def clients(self) -> Sequence[InMemoryClient]:
@@ -131,10 +78,6 @@ class InMemoryDataModule(FederatedDataModule):
             self._distribute(self.load())
         if stage == "fit":
             self._check_client_sizes()
-
-    def samples_per_step(self, client_id: int) -> float:
-        """Training samples in a client's batch: every batch is complete."""
-        return self.batch_size
 
     def cohort_batch(self, client_ids: Sequence[int], steps: Sequence[int]) -> CohortBatch:
         """The batches of one local step, stacked: ``x [C, b, channels, H, W]`` and ``y [C, b]``.
@@ -174,26 +117,6 @@ class InMemoryDataModule(FederatedDataModule):
         batches = torch.split(self._own_test[client_id], self.eval_batch_size)
         return DataLoader(self.test_images, sampler=batches, batch_size=None)
 
-    def describe_partition(self) -> str:
-        """The partition and the number of clients, such as ``"Shards(class_fraction=0.2), 5 clients"``."""
-        return f"{self.partition}, {self.num_clients} clients"
-
-    def partition_record(self) -> dict[str, Any]:
-        """Sizes, seed, class histogram and digests of the partition.
-
-        ``class_histogram[i][c]`` counts the samples of class c at client i. ``sha256["clients"][i]`` is the
-        digest of client i's indices into the whole training set (ascending, int64, little-endian),
-        ``sha256["total"]`` that of all the clients' hexadecimal digests joined.
-        """
-        total = hashlib.sha256("".join(self._index_digests).encode()).hexdigest()
-        return {
-            **super().partition_record(),
-            "seed": self.seed,
-            "val_size": len(self.val_images) if self.val_fraction > 0 else 0,
-            "class_histogram": self.class_histograms(),
-            "sha256": {"total": total, "clients": self._index_digests},
-        }
-
     def fingerprint(self) -> dict[str, str]:
         """Digests of all images and labels, and of who has which."""
         held_out = (self.val_images, self.test_images)
@@ -203,47 +126,31 @@ class InMemoryDataModule(FederatedDataModule):
             "partition": digest(self._index_digests),
         }
 
-    def class_histograms(self) -> list[list[int]]:
-        """``[i][c]``: client i's training examples of class c."""
-        return self._class_histograms
-
     def _distribute(self, data: ImageData) -> None:
         labels = data.train_labels
-        self._check_labels("train_labels", labels)
+        found = self.distribute(labels, data.train_groups, data.group_names)
         self._check_labels("test_labels", data.test_labels)
-        used = torch.arange(len(labels))
-        if self.max_examples is not None:
-            subset = generator(self.seed, "training subset")
-            used = balanced_subset(labels, min(self.max_examples, len(labels)), subset)
-        held_out = torch.zeros(len(used), dtype=torch.bool)
-        num_val = round(self.val_fraction * len(used))
-        if self.val_fraction > 0 and not 0 < num_val < len(used):
-            raise ConfigurationError(
-                f"val_fraction={self.val_fraction} takes {num_val} of {len(used)} training samples; "
-                "use a value that leaves samples for both, or 0 for no validation set"
-            )
-        held_out[balanced_subset(labels[used], num_val, generator(self.seed, "validation split"))] = True
-        val, train = used[held_out], used[~held_out]
-        groups = data.train_groups[train] if data.train_groups is not None else None
-        parts = self.partition(labels[train], self._num_clients, generator(self.seed, "partition"), groups)
+        train, val = torch.unique(torch.cat(found.clients)), found.val
 
         normalize = self._normalization(data.train_images)
         images = data.train_images if len(train) == len(labels) else data.train_images[train]
         self.train_images = TrainImages(images, labels[train], normalize, self.crop_padding)
         self.val_images = EvaluationImages(data.train_images[val], labels[val], normalize)
         self.test_images = EvaluationImages(data.test_images, data.test_labels, normalize)
-        if data.test_groups is not None and groups is not None and isinstance(self.partition, Natural):
+        if data.test_groups is not None and found.groups is not None:
             own = dict(zip(torch.unique(data.test_groups).tolist(), natural(data.test_groups), strict=True))
             nothing = torch.zeros(0, dtype=torch.int64)
-            self._own_test = [own.get(group, nothing) for group in torch.unique(groups).tolist()]
-        classes = self.num_classes or 0
-        self._class_histograms = [labels[train[part]].bincount(minlength=classes).tolist() for part in parts]
-        self._index_digests = [hashlib.sha256(train[part].numpy().tobytes()).hexdigest() for part in parts]
+            self._own_test = [own.get(group, nothing) for group in found.groups]
         self._shares = [
             InMemoryClient(
-                client_id, self.train_images, part, self.batch_size, self.horizontal_flip, self.seed
+                client_id,
+                self.train_images,
+                torch.searchsorted(train, part),
+                self.batch_size,
+                self.horizontal_flip,
+                self.seed,
             )
-            for client_id, part in enumerate(parts)
+            for client_id, part in enumerate(found.clients)
         ]
 
     def _normalization(self, train_images: Tensor) -> Normalization:
@@ -256,24 +163,6 @@ class InMemoryDataModule(FederatedDataModule):
                     "be scaled to standard deviation 1; leave the channel out, or set mean and std of the class"
                 )
         return Normalization(*channel_statistics(train_images, self.scale), self.scale)
-
-    def _check_labels(self, name: str, labels: Tensor) -> None:
-        lowest, highest = (int(labels.min()), int(labels.max())) if len(labels) else (0, 0)
-        if lowest < 0 or (self.num_classes is not None and highest >= self.num_classes):
-            raise ConfigurationError(
-                f"data: {name} of {type(self).__name__} are {lowest} to {highest}, but its classes are "
-                f"0 to {self.num_classes - 1 if self.num_classes else '...'}; number the classes from 0, and set num_classes"
-            )
-
-    def _check_client_sizes(self) -> None:
-        smallest = min(client.num_examples for client in self._shares)
-        for client in self._shares:
-            if client.num_examples < self.batch_size:
-                raise ConfigurationError(
-                    f"batch_size={self.batch_size} is more than the {client.num_examples} samples of client "
-                    f"{client.client_id} ({self.describe_partition()}); "
-                    f"use batch_size <= {smallest}, fewer clients or a more even partition"
-                )
 
     def _evaluation_loader(self, images: EvaluationImages) -> DataLoader[Batch]:
         batches = [

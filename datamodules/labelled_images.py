@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 from torchvision import tv_tensors
 from torchvision.transforms import v2
 
+from datamodules.decoding import read_image
 from datamodules.images import Batch
 from fl_lightning.errors import ConfigurationError
 
@@ -83,17 +84,10 @@ UNKNOWN = 254
 
 def _read(path: Path, mode: str, size: tuple[int, int] | None) -> "np.ndarray[Any, Any]":
     """An image file as uint8 ``[H, W, 3]`` (``"RGB"``) or ``[H, W]`` (``"L"``: whatever numbers its pixels are)."""
-    try:
-        with Image.open(path) as image:
-            kind = image.mode
-            found = image.convert("RGB") if mode == "RGB" else image.copy()
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+    found = read_image(path, "RGB" if mode == "RGB" else None)
+    if mode == "L" and found.mode not in ("L", "P"):
         raise ConfigurationError(
-            f"data: {path} cannot be read as an image ({type(error).__name__}); replace it"
-        ) from error
-    if mode == "L" and kind not in ("L", "P"):
-        raise ConfigurationError(
-            f"data: {path} is an image of mode {kind}, but a mask has one number of 8 bits for each pixel"
+            f"data: {path} is an image of mode {found.mode}, but a mask has one number of 8 bits for each pixel"
         )
     if size is not None and found.size != size[::-1]:
         how = Image.Resampling.BILINEAR if mode == "RGB" else Image.Resampling.NEAREST

@@ -50,7 +50,7 @@ def named(kind: str) -> dict[str, str]:
     found = {}
     for name in sorted(module.__all__, key=str.lower):
         thing = getattr(module, name)
-        is_base = thing in (data.InMemoryDataModule, data.Partition) or isabstract(thing)
+        is_base = thing in (data.InMemoryDataModule, data.ImageFiles, data.Partition) or isabstract(thing)
         if isinstance(thing, type) and issubclass(thing, base) and not is_base:
             line = (thing.__doc__ or "").partition("\n")[0]
             found[name] = re.sub(r":\w+:`~?(?:[\w.]*\.)?(\w+)`", r"\1", line).replace("``", "")

@@ -12,10 +12,13 @@ NAMES = sorted(
     for name in datamodules.__all__
     if isinstance(getattr(datamodules, name), type)
     and issubclass(getattr(datamodules, name), InMemoryDataModule)
-    and name != "InMemoryDataModule"
+    and name not in ("InMemoryDataModule", "ImageFiles")
 )
 NEEDED = {
-    "ImageFolder": ["--data.data_dir", "x", "--data.image_size", "8"],
+    **{
+        key: ["--data.data_dir", "x", "--data.image_size", "8"]
+        for key in ["HuggingFaceImages", "ImageDomains", "ImageFolder"]
+    },
     "TorchvisionImages": ["--data.dataset", "SVHN", "--data.num_classes", "10"],
 }
 
