@@ -12,6 +12,7 @@ from datamodules.images import ImageData
 from datamodules.in_memory import InMemoryDataModule
 from datamodules.leaf import FEMNIST
 from datamodules.partitions import IID, Dirichlet, GammaSimilarity, Natural, Partition, Shards
+from datamodules.streamed_images import ImageNet, StreamedImages
 from datamodules.tiny_imagenet import TinyImageNet
 from datamodules.torchvision_images import CIFAR100, FashionMNIST, TorchvisionImages
 
@@ -31,11 +32,13 @@ __all__ = [
     "ImageDomains",
     "ImageFiles",
     "ImageFolder",
+    "ImageNet",
     "InMemoryClient",
     "InMemoryDataModule",
     "Natural",
     "Partition",
     "Shards",
+    "StreamedImages",
     "TinyImageNet",
     "TorchvisionImages",
 ]
