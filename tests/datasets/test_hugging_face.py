@@ -1,10 +1,13 @@
 """Hugging Face's ``datasets`` on the disk: columns, groups, both layouts, and what is refused."""
 
+import shlex
 import sys
 
 import numpy as np
 import pytest
 import torch
+from command_line import main
+from pages import OURS, blocks
 from PIL import Image
 
 from datamodules import HuggingFaceImages, Natural
@@ -143,3 +146,16 @@ def test_a_damaged_image_and_a_damaged_file_are_named(library, tmp_path):
         path.write_bytes(b"no parquet")
     with pytest.raises(ConfigurationError, match=r"test of .*other cannot be read \(ArrowInvalid"):
         HuggingFaceImages(root, 8)
+
+
+def test_the_command_of_the_page_on_own_data_runs(library, tmp_path):
+    (line,) = [
+        line
+        for block in blocks("docs/own-data.md", "text")
+        for line in block.splitlines()
+        if line.startswith(OURS)
+    ]
+    write(library, tmp_path / "data" / "hf-cifar10")
+    smaller = ["--data.image_size", "8", "--data.num_clients", "2", "--data.batch_size", "2"]
+    cli = main([*shlex.split(line.removeprefix(OURS)), *smaller, "--trainer.max_epochs", "1"])
+    assert cli.trainer.global_step == 1
