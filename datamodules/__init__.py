@@ -11,6 +11,7 @@ from datamodules.image_folder import ImageDomains, ImageFolder
 from datamodules.images import ImageData
 from datamodules.in_memory import InMemoryDataModule
 from datamodules.leaf import FEMNIST
+from datamodules.partitioned import PartitionedDataModule
 from datamodules.partitions import IID, Dirichlet, GammaSimilarity, Natural, Partition, Shards
 from datamodules.streamed_images import ImageNet, StreamedImages
 from datamodules.tiny_imagenet import TinyImageNet
@@ -37,6 +38,7 @@ __all__ = [
     "InMemoryDataModule",
     "Natural",
     "Partition",
+    "PartitionedDataModule",
     "Shards",
     "StreamedImages",
     "TinyImageNet",

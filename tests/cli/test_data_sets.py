@@ -5,15 +5,14 @@ import yaml
 from command_line import main, write_config
 
 import datamodules
-from datamodules import InMemoryDataModule
-from datamodules.partitioned import PartitionedDataModule
+from datamodules import ImageFiles, InMemoryDataModule, PartitionedDataModule
 
 NAMES = sorted(
     name
     for name in datamodules.__all__
     if isinstance(getattr(datamodules, name), type)
     and issubclass(getattr(datamodules, name), PartitionedDataModule)
-    and name not in ("InMemoryDataModule", "ImageFiles")
+    and getattr(datamodules, name) not in (PartitionedDataModule, InMemoryDataModule, ImageFiles)
 )
 NEEDED = {
     **{
