@@ -10,13 +10,15 @@ import torch
 from PIL import Image
 
 from datamodules.class_folders import ClassFolders
-from datamodules.image_cache import building, square
+from datamodules.decoding import square
+from datamodules.image_cache import building
+from datamodules.image_files import ImageFiles
 from datamodules.images import ImageData
-from datamodules.in_memory import InMemoryDataModule
 from fl_lightning.errors import ConfigurationError
+from fl_lightning.randomness import generator
 
 
-class CIFAR10(InMemoryDataModule):
+class CIFAR10(ImageFiles):
     """60,000 colour images of 32x32 pixels in 10 classes (Krizhevsky 2009): 50,000 for training, 10,000 for testing.
 
     They are read from ``data_dir/cifar-10-batches-py``, torchvision's place, or from class folders
@@ -31,19 +33,16 @@ class CIFAR10(InMemoryDataModule):
         num_clients: Number of clients, 5 in the FixBN paper.
         crop_padding: Black border in pixels for random crops, 0 for no crops; FixBN pads by 2, FedTAN by 4.
         horizontal_flip: Whether training images are flipped with probability 1/2.
-        cache_dir: Folder of the decoded images; None is ``data/cache`` below the working directory.
-        **settings: The others of :class:`~datamodules.in_memory.InMemoryDataModule`.
+        **settings: The others of :class:`~datamodules.image_files.ImageFiles`.
 
     Raises:
         ConfigurationError: The data are not there or damaged, or a setting is out of its range.
     """
 
     num_classes = 10
-    in_channels = 3
     class_names = (
         "airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"
     )  # fmt: skip
-    image_size: int
 
     def __init__(
         self,
@@ -54,18 +53,17 @@ class CIFAR10(InMemoryDataModule):
         *,
         crop_padding: int = 2,
         horizontal_flip: bool = True,
-        cache_dir: str | None = None,
         **settings: Any,
     ) -> None:
         super().__init__(
-            num_clients=num_clients, crop_padding=crop_padding, horizontal_flip=horizontal_flip, **settings
+            data_dir,
+            image_size,
+            num_clients=num_clients,
+            crop_padding=crop_padding,
+            horizontal_flip=horizontal_flip,
+            **settings,
         )
-        if image_size < 1:
-            raise ConfigurationError(f"image_size must be at least 1 pixel, found {image_size}")
-        self.data_dir = Path(data_dir).expanduser()
         self.download = download
-        self.image_size = image_size
-        self.cache_dir = Path("data/cache" if cache_dir is None else cache_dir).expanduser()
         self.folders = self._class_folders()
         if self.folders is None and not download and not self._pickles.is_dir():
             raise ConfigurationError(
@@ -82,7 +80,7 @@ class CIFAR10(InMemoryDataModule):
         if self.clients:
             return
         if self.folders is not None:
-            self.folders.read(self.image_size, self.cache_dir)
+            self.load()
         elif self.download:
             self._torchvision_files(download=True)
 
@@ -93,7 +91,7 @@ class CIFAR10(InMemoryDataModule):
             ConfigurationError: A file cannot be read or is damaged.
         """
         if self.folders is not None:
-            return self.folders.read(self.image_size, self.cache_dir)
+            return self.read(*self.folders.samples(self.class_names, generator(self.seed, "test split")))
         train, test = self._torchvision_files(download=False)
         return ImageData(*self._tensors(train), *self._tensors(test))
 

@@ -15,10 +15,10 @@ from datamodules.labelled_images import (
     IGNORED,
     UNKNOWN,
     LabelledImages,
-    LabelledImagesClient,
     Pair,
     augmentation,
 )
+from datamodules.streamed import StreamedClient
 from fl_lightning.client_data.federated import FederatedDataModule
 from fl_lightning.errors import ConfigurationError
 
@@ -154,7 +154,7 @@ class Cityscapes(FederatedDataModule):
         size = self._image_size or self._size_of(next(iter(own.values()))[0])
         augment = augmentation(self._crop_size, self._scale, self._flip, self._jitter, size)
         self._clients = [
-            LabelledImagesClient(self._images(pairs, augment), self.batch_size, self.num_workers)
+            StreamedClient(self._images(pairs, augment), self.batch_size, self.num_workers)
             for pairs in own.values()
         ]
         self.evaluation_images = self._images(held_out, None)

@@ -25,6 +25,7 @@ class Distribution:
         val: The server's validation data.
         test: The server's test data.
         own: Evaluation data of the clients' own by split, ``"val"`` or ``"test"``; no entry where nobody has any.
+        groups: The group that each client is, where each is one.
     """
 
     labels: Tensor
@@ -33,6 +34,7 @@ class Distribution:
     val: Tensor
     test: Tensor
     own: dict[str, list[Tensor]]
+    groups: list[int]
 
     def as_file(self, dataset: str, origin: dict[str, Any]) -> dict[str, Any]:
         """The clients as :class:`~datamodules.partition_file.FromFile` reads them.
@@ -62,7 +64,10 @@ class Distribution:
 
 
 def distribute(
-    data: ImageData,
+    train_labels: Tensor,
+    test_labels: Tensor,
+    train_groups: Tensor | None,
+    test_groups: Tensor | None,
     partition: Partition,
     num_clients: int,
     val_fraction: float,
@@ -72,7 +77,10 @@ def distribute(
     """Take the subset and the server's validation data, and spread the rest over the clients.
 
     Args:
-        data: The data set; images are not looked at.
+        train_labels: Class of each training sample, int64, shape ``[N]``.
+        test_labels: Class of each test sample, int64, shape ``[M]``.
+        train_groups: Group of each training sample, int64, shape ``[N]``, for data that come in groups.
+        test_groups: Group of each test sample, int64, shape ``[M]``, likewise.
         partition: How its training samples are spread.
         num_clients: Number of clients, where the partition does not know it itself.
         val_fraction: Share of the training samples, in [0, 1), for the server's validation data, every class in proportion.
@@ -82,11 +90,11 @@ def distribute(
     Raises:
         ConfigurationError: The partition is impossible, or the validation data would be empty.
     """
-    labels, num_train = torch.cat([data.train_labels, data.test_labels]), len(data.train_labels)
+    labels, num_train = torch.cat([train_labels, test_labels]), len(train_labels)
     used, test = torch.arange(num_train), torch.arange(num_train, len(labels))
     if max_examples is not None:
         subset = generator(seed, "training subset")
-        used = balanced_subset(data.train_labels, min(max_examples, num_train), subset)
+        used = balanced_subset(train_labels, min(max_examples, num_train), subset)
     num_val = round(val_fraction * len(used))
     if val_fraction > 0 and not 0 < num_val < len(used):
         raise ConfigurationError(
@@ -94,9 +102,9 @@ def distribute(
             "use a value that leaves samples for both, or 0 for no validation set"
         )
     own: dict[str, list[Tensor]] = {}
-    free = used
+    free, found = used, list[int]()
     if isinstance(partition, FromFile):
-        given = partition.assignment(data.train_labels, data.test_labels)
+        given = partition.assignment(train_labels, test_labels)
         trained = torch.unique(torch.cat([*given.train, *given.val]))
         tested = torch.cat(given.test)
         _check_used(partition, torch.cat([trained, tested]), used, num_train)
@@ -117,13 +125,15 @@ def distribute(
     val = free[balanced_subset(labels[free], num_val, generator(seed, "validation split"))]
     if not isinstance(partition, FromFile):
         train = _without(used, val)
-        groups = data.train_groups[train] if data.train_groups is not None else None
+        groups = train_groups[train] if train_groups is not None else None
         parts = partition(labels[train], num_clients, generator(seed, "partition"), groups)
         clients = [train[part] for part in parts]
-        if data.test_groups is not None and groups is not None and isinstance(partition, Natural):
-            of = dict(zip(torch.unique(data.test_groups).tolist(), natural(data.test_groups), strict=True))
-            own["test"] = [num_train + of.get(group, val[:0]) for group in torch.unique(groups).tolist()]
-    return Distribution(labels, num_train, clients, val, test, own)
+        if groups is not None and isinstance(partition, Natural):
+            found = torch.unique(groups).tolist()
+            if test_groups is not None:
+                of = dict(zip(torch.unique(test_groups).tolist(), natural(test_groups), strict=True))
+                own["test"] = [num_train + of.get(group, val[:0]) for group in found]
+    return Distribution(labels, num_train, clients, val, test, own, found)
 
 
 def images_at(data: ImageData, samples: Tensor) -> Tensor:

@@ -10,58 +10,14 @@ from zlib import crc32
 import numpy as np
 import torch
 from lightning.pytorch.utilities import rank_zero_info
-from PIL import Image, ImageOps
 from torch import Tensor
 
+from datamodules.decoding import decode
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.files import atomic_write, missing_folders, remove_empty, unwritable
 
-SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
-
-
-def list_images(folder: Path) -> list[Path]:
-    """All image files below a folder, in alphabetical order; hidden files are not images, links are followed.
-
-    Raises:
-        ConfigurationError: A link leads back to a folder that it lies in.
-    """
-    images = []
-    for parent, _, names in os.walk(folder, followlinks=True):
-        here = Path(parent)
-        if here.is_symlink() and here.parent.resolve().is_relative_to(here.resolve()):
-            raise ConfigurationError(
-                f"data_dir holds {here}, a link to the folder {here.resolve()} that it lies in; remove it"
-            )
-        images += [here / name for name in names if _is_image(name)]
-    return sorted(images)
-
-
-def _is_image(name: str) -> bool:
-    return name.lower().endswith(SUFFIXES) and not name.startswith(".")
-
-
-def decode(path: Path, size: int) -> Image.Image:
-    """Read an image as RGB; resize its shorter side to ``size`` pixels and keep the central square.
-
-    Raises:
-        ConfigurationError: The file is no image or a damaged one.
-    """
-    try:
-        with Image.open(path) as image:
-            rgb = image.convert("RGB")
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        raise ConfigurationError(
-            f"data_dir holds {path}, which cannot be read as an image ({type(error).__name__}); "
-            "replace or remove it"
-        ) from error
-    return square(rgb, size)
-
-
-def square(image: Image.Image, size: int) -> Image.Image:
-    """Resize the shorter side of an image to ``size`` pixels and keep the central square."""
-    if image.size == (size, size):
-        return image
-    return ImageOps.fit(image, (size, size), Image.Resampling.BILINEAR)
+DECODER = 2
+"""What the pixels of a cache were read by: 1 cut 16 bits off at 255."""
 
 
 def cached_images(paths: Sequence[Path], root: Path, size: int, cache: Path) -> Tensor:
@@ -126,7 +82,8 @@ def cached_tensors(
             rank_zero_info(f"Decoding {len(paths)} files of {root} into {cache}")
             tensors = read()
             with atomic_write(cache) as file:
-                torch.save({"files": files, "crc32": _checksum(tensors), "tensors": tensors}, file)
+                content = {"decoder": DECODER, "files": files, "crc32": _checksum(tensors)}
+                torch.save({**content, "tensors": tensors}, file)
     return tensors
 
 
@@ -134,7 +91,8 @@ def _read(cache: Path, files: list[tuple[str, int, int]]) -> dict[str, Tensor] |
     try:
         content = torch.load(cache, weights_only=True, mmap=True)
         tensors: dict[str, Tensor] = content["tensors"]
-        current = content["files"] == files and content["crc32"] == _checksum(tensors)
+        current = (content["decoder"], content["files"]) == (DECODER, files)
+        current = current and content["crc32"] == _checksum(tensors)
     except Exception:  # noqa: BLE001  # missing, damaged anywhere, no cache at all: torch.load has no list of what it raises
         return None
     return tensors if current else None

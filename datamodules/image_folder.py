@@ -3,14 +3,17 @@
 from pathlib import Path
 from typing import Any
 
-from datamodules.class_folders import ClassFolders
+from datamodules.class_folders import LAYOUT, ClassFolders
+from datamodules.decoding import subfolders
+from datamodules.image_files import ImageFiles
 from datamodules.images import ImageData
-from datamodules.in_memory import InMemoryDataModule
+from datamodules.partitions import Natural, Partition
 from fl_lightning.errors import ConfigurationError
+from fl_lightning.randomness import generator
 
 
-class ImageFolder(InMemoryDataModule):
-    """Images in class folders: ``train/<class>/*.jpg`` and ``test/<class>/*.jpg``.
+class ImageFolder(ImageFiles):
+    """Images in class folders: ``train/<class>/*.jpg`` and ``test/<class>/*.jpg``, or ``<class>/*.jpg``.
 
     Where there is no ``test/``, ``val/`` is the test set. The classes are the folders of ``train`` in
     alphabetical order. Images become RGB; one that is not of the right size has its shorter side resized to
@@ -19,42 +22,26 @@ class ImageFolder(InMemoryDataModule):
     of the training images.
 
     Args:
-        data_dir: The folder that holds ``train`` and ``test``.
+        data_dir: The folder that holds ``train`` and ``test``, or the class folders themselves.
         image_size: Height and width of the images in pixels.
-        cache_dir: Folder of the decoded images; None is ``data/cache`` below the working directory.
-        **settings: Those of :class:`~datamodules.in_memory.InMemoryDataModule`.
+        test_fraction: Share of the images of each class, in (0, 1), that becomes the test set, drawn by the seed, where
+            ``data_dir`` holds the class folders; None where it holds ``train`` and ``test``.
+        **settings: Those of :class:`~datamodules.image_files.ImageFiles`.
 
     Raises:
         ConfigurationError: The folder is missing or laid out otherwise, a setting is out of its range, or (in
             ``setup``) an image cannot be read.
     """
 
-    in_channels = 3
-    image_size: int
     num_classes: int
 
     def __init__(
-        self,
-        data_dir: str,
-        image_size: int,
-        *,
-        cache_dir: str | None = None,
-        **settings: Any,
+        self, data_dir: str, image_size: int, *, test_fraction: float | None = None, **settings: Any
     ) -> None:
-        super().__init__(**settings)
-        if image_size < 1:
-            raise ConfigurationError(f"image_size must be at least 1 pixel, found {image_size}")
-        self.data_dir = Path(data_dir).expanduser()
-        self.image_size = image_size
-        self.cache_dir = Path("data/cache" if cache_dir is None else cache_dir).expanduser()
-        self.folders = ClassFolders(self.data_dir)
+        super().__init__(data_dir, image_size, **settings)
+        self.folders = ClassFolders(self.data_dir, test_fraction)
         self.class_names = self.folders.classes
         self.num_classes = len(self.class_names)
-
-    def prepare_data(self) -> None:
-        """Build the cache of decoded images where it is missing or out of date; nothing once they are in memory."""
-        if not self.clients:
-            self.load()
 
     def load(self) -> ImageData:
         """Read the images, from the cache where it is up to date.
@@ -63,4 +50,67 @@ class ImageFolder(InMemoryDataModule):
             ConfigurationError: An image cannot be read, a class has no training image, or there is no test
                 image.
         """
-        return self.folders.read(self.image_size, self.cache_dir)
+        return self.read(*self.folders.samples(self.folders.classes, generator(self.seed, "test split")))
+
+
+class ImageDomains(ImageFiles):
+    """A folder for each domain, which is a client: ``<domain>/train/<class>/*.jpg`` and ``test``, or ``<domain>/<class>/*.jpg``.
+
+    As in FedBN (Li et al. 2021, https://arxiv.org/abs/2102.07623), where clients share the classes and differ in how
+    their images look. Each domain's test images are the client's own evaluation data as well as a part of the server's.
+    The classes are those of all domains in alphabetical order; the client with number i is the i-th domain.
+
+    Args:
+        data_dir: The folder that holds the domains.
+        image_size: Height and width of the images in pixels.
+        test_fraction: Share of the images of each class of a domain, in (0, 1), that becomes its test set, drawn by the
+            seed, where a domain holds the class folders; None where it holds ``train`` and ``test``.
+        partition: How the images are spread over the clients; None is ``Natural()``: a domain each.
+        **settings: The others of :class:`~datamodules.image_files.ImageFiles`.
+
+    Raises:
+        ConfigurationError: The folder is missing or laid out otherwise, a setting is out of its range, or (in
+            ``setup``) an image cannot be read.
+    """
+
+    num_classes: int
+
+    def __init__(
+        self,
+        data_dir: str,
+        image_size: int,
+        *,
+        test_fraction: float | None = None,
+        partition: Partition | None = None,
+        **settings: Any,
+    ) -> None:
+        super().__init__(data_dir, image_size, partition=partition or Natural(), **settings)
+        domains = subfolders(self.data_dir)
+        if not domains:
+            found = "holds no folder" if self.data_dir.is_dir() else "does not exist"
+            raise ConfigurationError(
+                f"data_dir={self.data_dir} {found}; expected a folder for each domain, each with {LAYOUT}, or with "
+                "<class>/*.jpg and test_fraction set"
+            )
+        self.domains = {name: ClassFolders(self.data_dir / name, test_fraction) for name in domains}
+        self._classes = sorted({name for folders in self.domains.values() for name in folders.classes})
+        self.class_names, self.num_classes = self._classes, len(self._classes)
+
+    def load(self) -> ImageData:
+        """Read the images, from the cache where it is up to date.
+
+        Raises:
+            ConfigurationError: An image cannot be read, or a domain has no training image of one of its classes or no test
+                image.
+        """
+        train: list[tuple[Path, int]] = []
+        test: list[tuple[Path, int]] = []
+        train_groups: list[int] = []
+        test_groups: list[int] = []
+        for domain, folders in enumerate(self.domains.values()):
+            own_train, own_test = folders.samples(self._classes, generator(self.seed, "test split", domain))
+            train += own_train
+            test += own_test
+            train_groups += [domain] * len(own_train)
+            test_groups += [domain] * len(own_test)
+        return self.read(train, test, train_groups, test_groups, list(self.domains))

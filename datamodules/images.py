@@ -27,6 +27,7 @@ class ImageData:
         test_labels: int64, shape ``[M]``.
         train_groups: For data that come in groups, the group of each training image, int64, shape ``[N]``.
         test_groups: The group of each test image, int64, shape ``[M]``, where the same groups have test images of their own.
+        group_names: What group g is called.
 
     Raises:
         ConfigurationError: Images or labels have another type or shape, or their numbers differ.
@@ -38,6 +39,7 @@ class ImageData:
     test_labels: Tensor
     train_groups: Tensor | None = None
     test_groups: Tensor | None = None
+    group_names: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         for split in ("train", "test"):

@@ -1,15 +1,14 @@
 """Federated image classification with all data in memory as uint8."""
 
-import hashlib
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
 from datamodules.client import InMemoryClient
-from datamodules.distribution import Distribution, distribute, images_at
+from datamodules.distribution import images_at
 from datamodules.images import (
     Batch,
     EvaluationImages,
@@ -18,31 +17,19 @@ from datamodules.images import (
     TrainImages,
     channel_statistics,
 )
-from datamodules.partitions import IID, Partition
+from datamodules.partitioned import PartitionedDataModule
 from fl_lightning.client_data.cohort_batch import CohortBatch
-from fl_lightning.client_data.federated import FederatedDataModule
 from fl_lightning.client_data.fingerprint import digest
 from fl_lightning.errors import ConfigurationError
 
 
-class InMemoryDataModule(FederatedDataModule):
+class InMemoryDataModule(PartitionedDataModule):
     """The base of the shipped image classification data sets: a subclass says how to :meth:`load` the images.
 
     Args:
-        num_clients: Number of clients; with ``Natural`` their number is that of the groups, with ``FromFile`` that of the
-            file, and this one is not used.
-        batch_size: Samples in a client's batch, 20 in the FixBN paper. Every batch is complete: what is left
-            of an epoch is dropped.
-        partition: How the training data are spread over the clients; None is ``IID()``.
-        val_fraction: Share of the training data, in [0, 1), that becomes the server's validation set before
-            the clients receive theirs; drawn by the seed, every class in proportion. With 0 the evaluation
-            inside ``fit`` uses the test data and is labelled so.
-        eval_batch_size: Samples in a batch of the server's evaluation.
         crop_padding: Black border in pixels for random crops, 0 for no crops. FixBN pads by 2, FedTAN by 4.
         horizontal_flip: Whether training images are flipped with probability 1/2.
-        seed: Seed of the subset, the validation set, the partition, the data order and the augmentation.
-        max_examples: Use only that many training images, every class in proportion, for reduced runs; None
-            for all.
+        **settings: Those of :class:`~datamodules.partitioned.PartitionedDataModule`.
 
     Attributes:
         scale: The pixel value that stands for 1.
@@ -59,56 +46,17 @@ class InMemoryDataModule(FederatedDataModule):
     train_images: TrainImages
     val_images: EvaluationImages
     test_images: EvaluationImages
-    distribution: Distribution
 
-    def __init__(
-        self,
-        num_clients: int = 10,
-        batch_size: int = 20,
-        partition: Partition | None = None,
-        val_fraction: float = 0.0,
-        eval_batch_size: int = 500,
-        crop_padding: int = 0,
-        horizontal_flip: bool = False,
-        seed: int = 0,
-        max_examples: int | None = None,
-    ) -> None:
-        super().__init__(seed=seed)
-        at_least_one = {
-            "num_clients": num_clients,
-            "batch_size": batch_size,
-            "eval_batch_size": eval_batch_size,
-        }
-        for name, value in {
-            **at_least_one,
-            "max_examples": 1 if max_examples is None else max_examples,
-        }.items():
-            if value < 1:
-                raise ConfigurationError(f"{name} must be at least 1, found {value}")
+    def __init__(self, *, crop_padding: int = 0, horizontal_flip: bool = False, **settings: Any) -> None:
+        super().__init__(**settings)
         if crop_padding < 0:
             raise ConfigurationError(
                 f"crop_padding must be at least 0 pixels (0 for no crops), found {crop_padding}"
             )
-        if not 0 <= val_fraction < 1:
-            raise ConfigurationError(f"val_fraction must be in [0, 1), such as 0.1, found {val_fraction}")
-        self.batch_size = batch_size
-        self.partition = partition if partition is not None else IID()
-        self.val_fraction = val_fraction
-        self.eval_batch_size = eval_batch_size
         self.crop_padding = crop_padding
         self.horizontal_flip = horizontal_flip
-        self.max_examples = max_examples
-        self.fit_split: Literal["val", "test"] = "val" if val_fraction > 0 else "test"
-        self._num_clients = num_clients
         self._shares: list[InMemoryClient] = []
         self._own: dict[str, tuple[EvaluationImages, list[Tensor]]] = {}
-        self._index_digests: list[str] = []
-        self._class_histograms: list[list[int]] = []
-
-    @property
-    def num_clients(self) -> int:
-        """Number of clients of the federation; with ``Natural`` it is known after ``setup``."""
-        return len(self._shares) or self._num_clients
 
     @property
     def clients(self) -> Sequence[InMemoryClient]:
@@ -130,10 +78,6 @@ class InMemoryDataModule(FederatedDataModule):
             self._distribute(self.load())
         if stage == "fit":
             self._check_client_sizes()
-
-    def samples_per_step(self, client_id: int) -> float:
-        """Training samples in a client's batch: every batch is complete."""
-        return self.batch_size
 
     def cohort_batch(self, client_ids: Sequence[int], steps: Sequence[int]) -> CohortBatch:
         """The batches of one local step, stacked: ``x [C, b, channels, H, W]`` and ``y [C, b]``.
@@ -180,26 +124,6 @@ class InMemoryDataModule(FederatedDataModule):
         batches = torch.split(own[client_id], self.eval_batch_size)
         return DataLoader(images, sampler=batches, batch_size=None)
 
-    def describe_partition(self) -> str:
-        """The partition and the number of clients, such as ``"Shards(class_fraction=0.2), 5 clients"``."""
-        return f"{self.partition}, {self.num_clients} clients"
-
-    def partition_record(self) -> dict[str, Any]:
-        """Sizes, seed, class histogram and digests of the partition.
-
-        ``class_histogram[i][c]`` counts the samples of class c at client i. ``sha256["clients"][i]`` is the
-        digest of client i's indices into the whole training set (ascending, int64, little-endian),
-        ``sha256["total"]`` that of all the clients' hexadecimal digests joined.
-        """
-        total = hashlib.sha256("".join(self._index_digests).encode()).hexdigest()
-        return {
-            **super().partition_record(),
-            "seed": self.seed,
-            "val_size": len(self.val_images) if self.val_fraction > 0 else 0,
-            "class_histogram": self.class_histograms(),
-            "sha256": {"total": total, "clients": self._index_digests},
-        }
-
     def fingerprint(self) -> dict[str, str]:
         """Digests of all images and labels, and of who has which."""
         held_out = (self.val_images, self.test_images)
@@ -209,16 +133,9 @@ class InMemoryDataModule(FederatedDataModule):
             "partition": digest(self._index_digests),
         }
 
-    def class_histograms(self) -> list[list[int]]:
-        """``[i][c]``: client i's training examples of class c."""
-        return self._class_histograms
-
     def _distribute(self, data: ImageData) -> None:
-        self._check_labels("train_labels", data.train_labels)
-        self._check_labels("test_labels", data.test_labels)
-        found = self.distribution = distribute(
-            data, self.partition, self._num_clients, self.val_fraction, self.max_examples, self.seed
-        )
+        groups = data.train_groups, data.test_groups, data.group_names
+        found = self.distribute(data.train_labels, data.test_labels, *groups)
         normalize = self._normalization(data.train_images)
         train = torch.unique(torch.cat(found.clients))
         images = images_at(data, train)
@@ -233,11 +150,6 @@ class InMemoryDataModule(FederatedDataModule):
             if not bool(torch.isin(everyone := torch.unique(torch.cat(parts)), samples).all()):
                 samples, own_images = everyone, evaluated(everyone)
             self._own[split] = own_images, [torch.searchsorted(samples, part) for part in parts]
-        classes = self.num_classes or 0
-        self._class_histograms = [
-            found.labels[part].bincount(minlength=classes).tolist() for part in found.clients
-        ]
-        self._index_digests = [hashlib.sha256(part.numpy().tobytes()).hexdigest() for part in found.clients]
         self._shares = [
             InMemoryClient(
                 client_id,
@@ -260,24 +172,6 @@ class InMemoryDataModule(FederatedDataModule):
                     "be scaled to standard deviation 1; leave the channel out, or set mean and std of the class"
                 )
         return Normalization(*channel_statistics(train_images, self.scale), self.scale)
-
-    def _check_labels(self, name: str, labels: Tensor) -> None:
-        lowest, highest = (int(labels.min()), int(labels.max())) if len(labels) else (0, 0)
-        if lowest < 0 or (self.num_classes is not None and highest >= self.num_classes):
-            raise ConfigurationError(
-                f"data: {name} of {type(self).__name__} are {lowest} to {highest}, but its classes are "
-                f"0 to {self.num_classes - 1 if self.num_classes else '...'}; number the classes from 0, and set num_classes"
-            )
-
-    def _check_client_sizes(self) -> None:
-        smallest = min(client.num_examples for client in self._shares)
-        for client in self._shares:
-            if client.num_examples < self.batch_size:
-                raise ConfigurationError(
-                    f"batch_size={self.batch_size} is more than the {client.num_examples} samples of client "
-                    f"{client.client_id} ({self.describe_partition()}); "
-                    f"use batch_size <= {smallest}, fewer clients or a more even partition"
-                )
 
     def _evaluation_loader(self, images: EvaluationImages) -> DataLoader[Batch]:
         batches = [

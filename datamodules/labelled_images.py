@@ -4,16 +4,16 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import lightning as L
 import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
 from torchvision import tv_tensors
 from torchvision.transforms import v2
 
+from datamodules.decoding import read_image
 from datamodules.images import Batch
+from datamodules.streamed import StreamedSamples
 from fl_lightning.errors import ConfigurationError
 
 IGNORED = 255
@@ -22,7 +22,7 @@ IGNORED = 255
 Pair = tuple[Path, Path]
 
 
-class LabelledImages(Dataset[Batch]):
+class LabelledImages(StreamedSamples):
     """Pairs of an image and its mask; an item is a normalised image, float32 ``[3, H, W]``, and labels, uint8 ``[H, W]``.
 
     Args:
@@ -43,13 +43,14 @@ class LabelledImages(Dataset[Batch]):
         mean: Sequence[float],
         std: Sequence[float],
     ) -> None:
+        super().__init__(mean, std)
         self.samples, self.labels, self.size, self.augment = list(samples), labels, size, augment
-        self.mean, self.std = (torch.tensor(values).view(-1, 1, 1) for values in (mean, std))
 
     def __len__(self) -> int:
         return len(self.samples)
 
-    def __getitem__(self, index: int) -> Batch:
+    def read(self, index: int) -> tuple[tv_tensors.Image, tv_tensors.Mask]:
+        """An image and its mask of labels."""
         path, mask_path = self.samples[index]
         image = tv_tensors.Image(torch.from_numpy(_read(path, "RGB", self.size)).permute(2, 0, 1))
         ids = torch.from_numpy(_read(mask_path, "L", self.size))
@@ -63,19 +64,12 @@ class LabelledImages(Dataset[Batch]):
             raise ConfigurationError(
                 f"data: {mask_path} has the label id {wrong}, which is none of the data set's"
             )
-        mask = tv_tensors.Mask(labels)
-        if self.augment is not None:
-            image, mask = self.augment(image, mask)
+        return image, tv_tensors.Mask(labels)
+
+    def finish(self, found: tuple[tv_tensors.Image, tv_tensors.Mask]) -> Batch:
+        """Image and mask, augmented together."""
+        image, mask = found if self.augment is None else self.augment(*found)
         return self.normalised(image.as_subclass(Tensor)), mask.as_subclass(Tensor)
-
-    def normalised(self, pixels: Tensor) -> Tensor:
-        """``(pixel / 255 - mean) / std``."""
-        return (pixels.float() / 255 - self.mean) / self.std
-
-    def picture(self, inputs: Tensor) -> Tensor:
-        """A normalised image ``[3, H, W]`` as one to look at, uint8 ``[H, W, 3]``."""
-        pixels = (inputs.cpu() * self.std + self.mean) * 255
-        return pixels.round().clamp(0, 255).to(torch.uint8).permute(1, 2, 0)
 
 
 UNKNOWN = 254
@@ -83,17 +77,10 @@ UNKNOWN = 254
 
 def _read(path: Path, mode: str, size: tuple[int, int] | None) -> "np.ndarray[Any, Any]":
     """An image file as uint8 ``[H, W, 3]`` (``"RGB"``) or ``[H, W]`` (``"L"``: whatever numbers its pixels are)."""
-    try:
-        with Image.open(path) as image:
-            kind = image.mode
-            found = image.convert("RGB") if mode == "RGB" else image.copy()
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+    found = read_image(path, "RGB" if mode == "RGB" else None)
+    if mode == "L" and found.mode not in ("L", "P"):
         raise ConfigurationError(
-            f"data: {path} cannot be read as an image ({type(error).__name__}); replace it"
-        ) from error
-    if mode == "L" and kind not in ("L", "P"):
-        raise ConfigurationError(
-            f"data: {path} is an image of mode {kind}, but a mask has one number of 8 bits for each pixel"
+            f"data: {path} is an image of mode {found.mode}, but a mask has one number of 8 bits for each pixel"
         )
     if size is not None and found.size != size[::-1]:
         how = Image.Resampling.BILINEAR if mode == "RGB" else Image.Resampling.NEAREST
@@ -124,27 +111,3 @@ def augmentation(
     if jitter:
         steps.append(v2.ColorJitter(jitter, jitter, jitter))
     return v2.Compose(steps) if steps else None
-
-
-class LabelledImagesClient(L.LightningDataModule):
-    """A client with images of its own.
-
-    Args:
-        images: They.
-        batch_size: Of its batches, all complete.
-        num_workers: Processes that read them.
-    """
-
-    def __init__(self, images: LabelledImages, batch_size: int, num_workers: int) -> None:
-        super().__init__()
-        self.images, self.batch_size, self.num_workers = images, batch_size, num_workers
-
-    def train_dataloader(self) -> DataLoader[Batch]:
-        """Shuffled batches."""
-        return DataLoader(
-            self.images,
-            batch_size=self.batch_size,
-            shuffle=True,
-            drop_last=True,
-            num_workers=self.num_workers,
-        )

@@ -1,6 +1,5 @@
 """FEMNIST in the layout of LEAF (Caldas et al., arXiv 1812.01097): handwriting, one writer = one client."""
 
-import hashlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,15 +10,15 @@ import torch
 from torch import Tensor
 
 from datamodules.image_cache import cached_tensors
+from datamodules.image_files import ImageFiles
 from datamodules.images import ImageData
-from datamodules.in_memory import InMemoryDataModule
 from datamodules.partitions import Natural, Partition
 from fl_lightning.errors import ConfigurationError
 
 LAYOUT = 'train/*.json and test/*.json, each {"users": [...], "user_data": {user: {"x": [...], "y": [...]}}}'
 
 
-class FEMNIST(InMemoryDataModule):
+class FEMNIST(ImageFiles):
     """Greyscale images of 28x28 pixels in 62 classes (digits, upper and lower case) by about 3,500 writers; each is a client.
 
     The files are what LEAF's ``./preprocess.sh -s niid --sf 1.0 -k 0 -t sample`` writes (nothing is downloaded). They are read once, one
@@ -31,8 +30,7 @@ class FEMNIST(InMemoryDataModule):
         data_dir: The folder that holds ``train`` and ``test``.
         min_examples: Writers with fewer training images are left out.
         partition: How the images are spread over the clients; None is ``Natural()``: a writer each.
-        cache_dir: Folder of the cache; None is ``data/cache`` below the working directory.
-        **settings: The others of :class:`~datamodules.in_memory.InMemoryDataModule`.
+        **settings: The others of :class:`~datamodules.image_files.ImageFiles`.
 
     Raises:
         ConfigurationError: The folder is missing or laid out otherwise, or (in ``setup``) a file cannot be read.
@@ -49,12 +47,10 @@ class FEMNIST(InMemoryDataModule):
         min_examples: int = 1,
         *,
         partition: Partition | None = None,
-        cache_dir: str | None = None,
         **settings: Any,
     ) -> None:
-        super().__init__(partition=partition or Natural(), **settings)
-        self.data_dir, self.min_examples = Path(data_dir).expanduser(), min_examples
-        self.cache_dir = Path("data/cache" if cache_dir is None else cache_dir).expanduser()
+        super().__init__(data_dir, 28, partition=partition or Natural(), **settings)
+        self.min_examples = min_examples
         self.files = {split: sorted((self.data_dir / split).glob("*.json")) for split in ("train", "test")}
         for split, files in self.files.items():
             if not files:
@@ -63,21 +59,14 @@ class FEMNIST(InMemoryDataModule):
                     f"data_dir={self.data_dir} {found}; expected LEAF's layout, {LAYOUT}"
                 )
 
-    def prepare_data(self) -> None:
-        """Build the cache where it is missing or out of date; nothing once the data are in memory."""
-        if not self.clients:
-            self.load()
-
     def load(self) -> ImageData:
         """Read the images, from the cache where it is up to date.
 
         Raises:
             ConfigurationError: A file cannot be read or has other contents.
         """
-        place = hashlib.sha256(str(self.data_dir.resolve()).encode()).hexdigest()[:8]
-        cache = self.cache_dir / f"{self.data_dir.resolve().name}-leaf-{place}.pt"
         paths = [path for files in self.files.values() for path in files]
-        found = cached_tensors(paths, self.data_dir, cache, self._read)
+        found = cached_tensors(paths, self.data_dir, self.cache_file("leaf"), self._read)
         parts = [
             [found[f"{split} {name}"] for name in ("images", "labels", "writers")]
             for split in ("train", "test")

@@ -11,7 +11,8 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from datamodules.image_cache import building, square
+from datamodules.decoding import converted, square
+from datamodules.image_cache import building
 from datamodules.images import ImageData
 from datamodules.in_memory import InMemoryDataModule
 from fl_lightning.errors import ConfigurationError
@@ -113,7 +114,7 @@ class TorchvisionImages(InMemoryDataModule):
                 raise ConfigurationError(
                     f"dataset: {self.dataset} has {type(image).__name__} where images are wanted"
                 )
-            pixels = np.asarray(square(image.convert(mode), self.image_size))
+            pixels = np.asarray(square(converted(image, mode), self.image_size))
             images[index] = torch.from_numpy(pixels.reshape(*pixels.shape[:2], -1).copy()).permute(2, 0, 1)
         return images, labels
 

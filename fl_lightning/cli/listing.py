@@ -48,11 +48,12 @@ def named(kind: str) -> dict[str, str]:
     data = shipped["datamodules"]
     modules = {"methods": shipped["callbacks"], "models": models, "aggregators": aggregation}
     module, base = modules.get(kind, data), kinds_of_settings()[KINDS[kind].rpartition(".")[2]]
+    bases = (data.PartitionedDataModule, data.InMemoryDataModule, data.ImageFiles, data.Partition)
     found = {}
     for name in sorted(module.__all__, key=str.lower):
         thing = getattr(module, name)
         made = get_type_hints(thing).get("return") if isfunction(thing) else thing
-        is_base = thing in (data.InMemoryDataModule, data.Partition) or isabstract(thing)
+        is_base = thing in bases or isabstract(thing)
         if isinstance(made, type) and issubclass(made, base) and not is_base:
             line = (thing.__doc__ or "").partition("\n")[0]
             found[name] = re.sub(r":\w+:`~?(?:[\w.]*\.)?(\w+)`", r"\1", line).replace("``", "")

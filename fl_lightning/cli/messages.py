@@ -84,7 +84,7 @@ def explain(message: str, settings: Sequence[str] = (), owner: str = "") -> str:
         kinds = kinds_of_settings()
         known = _class_names(kinds[last]) if (last := key.rpartition(".")[2]) in kinds else set()
         remedy = "give one that this setting takes, or the dotted path of your own"
-        remedy = f"there are {', '.join(sorted(known))}" if 0 < len(known) <= 12 else remedy
+        remedy = f"there are {', '.join(sorted(known))}" if 0 < len(known) <= 17 else remedy
         if any(missing[1] in _class_names(kind) for kind in kinds.values()):
             return f"{setting}the class {missing[1]!r} is of another kind; {remedy}"
         near = nearest(missing[1].rpartition(".")[2], known)

@@ -62,9 +62,9 @@ def main(args: Sequence[str]) -> None:
     cli = run(["fit", *fit_options], cli_class=DataCLI)
     data: FederatedDataModule = cli.datamodule
     data.prepare_data()
-    in_memory = isinstance(data, import_shipped()["datamodules"].InMemoryDataModule)
+    partitioned = isinstance(data, import_shipped()["datamodules"].PartitionedDataModule)
     data.setup(
-        "validate" if in_memory else "fit"
+        "validate" if partitioned else "fit"
     )  # fit refuses clients without a batch: here they are counted
     distribution: Any = getattr(data, "distribution", None)
     if own.save is not None and distribution is None:

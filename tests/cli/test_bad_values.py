@@ -9,8 +9,8 @@ from command_line import message_of, run, write_config
 
 INF = math.inf
 DATA = (
-    "there are CIFAR10, CIFAR100, Cityscapes, Digits, FEMNIST, FashionMNIST, Gaussians, ImageFolder, InMemoryDataModule, TinyImageNet, "
-    "TorchvisionImages"
+    "there are CIFAR10, CIFAR100, Cityscapes, Digits, FEMNIST, FashionMNIST, Gaussians, HuggingFaceImages, "
+    "ImageDomains, ImageFiles, ImageFolder, ImageNet, InMemoryDataModule, PartitionedDataModule, StreamedImages, TinyImageNet, TorchvisionImages"
 )
 
 # (arguments or changes of the YAML, the line)
@@ -111,7 +111,7 @@ TABLE = [
     ("--data.max_examples 0", "max_examples must be at least 1, found 0"),
     ("--data.max_examples -3", "max_examples must be at least 1, found -3"),
     ("--data.seed 9", "data.seed: 9 contradicts seed_everything: 0, which decides; leave it out"),
-    ("--data.download true", "Digits: there is no setting 'download' among num_clients, batch_size, partition, val_fraction, eval_batch_size, crop_padding, horizontal_flip, seed, max_examples"),
+    ("--data.download true", "Digits: there is no setting 'download' among crop_padding, horizontal_flip, num_clients, batch_size, partition, val_fraction, eval_batch_size, seed, max_examples"),
     ("--data.partition 3", "Digits.partition: there is no class '3'; there are Dirichlet, GammaSimilarity, IID, Natural, Shards"),
     ("--data.partition IDD", "Digits.partition: there is no class 'IDD'; did you mean IID?"),
     ("--data.partition SGD", "Digits.partition: the class 'SGD' is of another kind; there are Dirichlet, GammaSimilarity, IID, Natural, Shards"),
@@ -120,7 +120,7 @@ TABLE = [
     ("--data.partition Dirichlet --data.partition.alpha .inf", "alpha must be a positive number, found inf; IID() is the limit alpha = inf"),
     ("--data.partition Shards --data.partition.class_fraction 0", "class_fraction must be in (0, 1], such as 0.2, found 0.0"),
     ("--data.partition Shards --data.partition.class_fraction x", "Shards.class_fraction: x is not valid; it takes float"),
-    ("--data.colour 3", "Digits: there is no setting 'colour' among num_clients, batch_size, partition, val_fraction, eval_batch_size, crop_padding, horizontal_flip, seed, max_examples"),
+    ("--data.colour 3", "Digits: there is no setting 'colour' among crop_padding, horizontal_flip, num_clients, batch_size, partition, val_fraction, eval_batch_size, seed, max_examples"),
     ("--data CIFAR10", "data_dir=data/cifar10 holds neither cifar-10-batches-py/ nor train/; set download: true to fetch CIFAR-10 (170 MB), or data_dir to where it lies as torchvision's files or as train/<class>/*.jpg and test/<class>/*.jpg"),
     ("--data CIFAR10 --data.data_dir tiny.yaml", "data_dir=tiny.yaml holds neither cifar-10-batches-py/ nor train/; set download: true to fetch CIFAR-10 (170 MB), or data_dir to where it lies as torchvision's files or as train/<class>/*.jpg and test/<class>/*.jpg"),
     ("--data ImageFolder", "ImageFolder: the following arguments are required: data_dir, image_size"),

@@ -5,17 +5,20 @@ import yaml
 from command_line import main, write_config
 
 import datamodules
-from datamodules import InMemoryDataModule
+from datamodules import ImageFiles, InMemoryDataModule, PartitionedDataModule
 
 NAMES = sorted(
     name
     for name in datamodules.__all__
     if isinstance(getattr(datamodules, name), type)
-    and issubclass(getattr(datamodules, name), InMemoryDataModule)
-    and name != "InMemoryDataModule"
+    and issubclass(getattr(datamodules, name), PartitionedDataModule)
+    and getattr(datamodules, name) not in (PartitionedDataModule, InMemoryDataModule, ImageFiles)
 )
 NEEDED = {
-    "ImageFolder": ["--data.data_dir", "x", "--data.image_size", "8"],
+    **{
+        key: ["--data.data_dir", "x", "--data.image_size", "8"]
+        for key in ["HuggingFaceImages", "ImageDomains", "ImageFolder", "StreamedImages"]
+    },
     "TorchvisionImages": ["--data.dataset", "SVHN", "--data.num_classes", "10"],
 }
 
@@ -23,7 +26,9 @@ NEEDED = {
 @pytest.mark.parametrize("name", NAMES)
 def test_settings_of_the_base_reach_every_data_set(name, capsys):
     write_config({"data": {"class_path": name}})
-    given = {"batch_size": 3, "num_clients": 7, "val_fraction": 0.25, "crop_padding": 1}
+    given = {"batch_size": 3, "num_clients": 7, "val_fraction": 0.25}
+    if issubclass(getattr(datamodules, name), InMemoryDataModule):
+        given["crop_padding"] = 1
     arguments = [part for key, value in given.items() for part in (f"--data.{key}", str(value))]
     with pytest.raises(SystemExit) as stop:
         main(["fit", "--config", "tiny.yaml", *NEEDED.get(name, []), *arguments, "--print_config"])

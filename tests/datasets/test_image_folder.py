@@ -210,7 +210,7 @@ def test_a_killed_build_leaves_no_cache(tree, monkeypatch):
 @pytest.mark.parametrize("content", [b"", b"no image", b"\x89PNG\r\n\x1a\n" + b"\0" * 40])
 def test_a_broken_image_is_named(tree, content):
     (tree / "train" / "ant" / "2.png").write_bytes(content)
-    with pytest.raises(ConfigurationError, match=r"train/ant/2\.png, which cannot be read"):
+    with pytest.raises(ConfigurationError, match=r"train/ant/2\.png cannot be read"):
         load(tree)
 
 
@@ -218,7 +218,7 @@ def test_a_truncated_image_is_named(tree):
     file = tree / "test" / "zebra" / "photo.jpg"
     save(file, np.random.default_rng(0).integers(0, 255, (64, 64, 3)))
     file.write_bytes(file.read_bytes()[:1500])
-    with pytest.raises(ConfigurationError, match=r"test/zebra/photo\.jpg, which cannot be read"):
+    with pytest.raises(ConfigurationError, match=r"test/zebra/photo\.jpg cannot be read"):
         load(tree)
 
 
@@ -327,3 +327,22 @@ def test_a_folder_that_cannot_be_locked_is_read_all_the_same(tree, monkeypatch):
 
     monkeypatch.setattr(cache_module.fcntl, "flock", refuse)
     assert load(tree).train_labels.tolist() == [0] * 6 + [1] * 6
+
+
+def test_class_folders_without_a_test_part_are_split_by_the_seed(tree):
+    root = tree / "train"
+    data = load(root, test_fraction=0.5)
+    assert data.train_labels.tolist() == data.test_labels.tolist() == [0] * 3 + [1] * 3
+    both = torch.cat([data.train_images, data.test_images])
+    assert len({tuple(image[:, 0, 0].tolist()) for image in both}) == 12
+    chosen = [load(root, test_fraction=0.5, seed=seed).test_images for seed in (0, 1)]
+    assert torch.equal(chosen[0], data.test_images)
+    assert not torch.equal(chosen[1], data.test_images)
+    with pytest.raises(ConfigurationError, match=r"test_fraction must be between 0 and 1, .* found 1"):
+        load(root, test_fraction=1)
+    with pytest.raises(ConfigurationError, match=r"holds train/; leave test_fraction out"):
+        load(tree, test_fraction=0.5)
+    with pytest.raises(
+        ConfigurationError, match=r"no image left for both parts with test_fraction=0.01; expected <class>"
+    ):
+        load(root, test_fraction=0.01)

@@ -1,6 +1,8 @@
 """Tiny-ImageNet's own layout."""
 
+import hashlib
 import os
+import shutil
 import zipfile
 from pathlib import Path
 
@@ -75,7 +77,7 @@ def test_classes_labels_and_names_are_those_of_the_layout(root):
         (lambda root: (root / "val/val_annotations.txt").write_text(""), r"names no image"),
         (
             lambda root: (root / "train/n01/images/n01_2.JPEG").write_bytes(b"no"),
-            r"n01_2.JPEG, which cannot be read",
+            r"n01_2.JPEG cannot be read",
         ),
     ],
 )
@@ -90,6 +92,51 @@ def test_a_missing_folder_says_what_is_expected(tmp_path):
         made(tmp_path / "none")
     with pytest.raises(ConfigurationError, match=r"holds no train/<wnid>/"):
         made(tmp_path)
+
+
+@pytest.fixture
+def archive(root, monkeypatch):
+    """An archive of the folder, which goes, at the address that it is fetched from."""
+    found = Path(shutil.make_archive(str(root.parent / "archive"), "zip", root.parent, root.name))
+    shutil.rmtree(root)
+    monkeypatch.setattr(TinyImageNet, "md5", hashlib.md5(found.read_bytes()).hexdigest())
+    monkeypatch.setattr(TinyImageNet, "url", found.as_uri())
+    return found
+
+
+def test_it_is_fetched_once_on_request(root, archive):
+    with pytest.raises(
+        ConfigurationError, match=r"does not exist; .* unpack file:.*zip .*or set download: true"
+    ):
+        made(root)
+    data = made(root, download=True)
+    assert (data.num_classes, root.exists()) == (200, False)
+    data.prepare_data()
+    assert (data.num_classes, data.class_names) == (2, ["goldfish", "n02"])
+    archive.unlink()
+    again = made(root, download=True)
+    again.prepare_data()
+    assert again.load().test_labels.tolist() == [1, 0, 1]
+    assert sorted(path.name for path in root.parent.iterdir()) == ["cache", root.name]
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (
+            lambda archive: archive.unlink(),
+            r"could not be fetched into .* \(.*No such file.*\); try again, or",
+        ),
+        (lambda archive: archive.write_bytes(archive.read_bytes()[:-9]), r"\(it has another MD5"),
+    ],
+)
+def test_what_is_no_archive_leaves_nothing(root, archive, spoil, message):
+    spoil(archive)
+    before = sorted(root.parent.iterdir())
+    with pytest.raises(ConfigurationError, match=message) as refused:
+        made(root, download=True).prepare_data()
+    assert "\n" not in str(refused.value)
+    assert sorted(root.parent.iterdir()) == before
 
 
 @pytest.mark.slow

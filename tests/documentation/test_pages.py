@@ -13,6 +13,7 @@ from pages import OURS, PAGES, ROOT, blocks, commands, looped_configurations, me
 from readme_code import METHOD_BLOCKS
 from street_scenes import write_scenes
 
+from datamodules import CIFAR10
 from fl_lightning import FederatedCallback, FederatedModule
 from fl_lightning.__main__ import main as program
 from fl_lightning.verification import certify
@@ -75,6 +76,17 @@ def write_methods(tmp_path, monkeypatch):
     return write
 
 
+def write_own_images(root):
+    """Class folders, and a CSV that says whose each image is."""
+    write_cifar10_folders(root)
+    lines = ["file,label,split,hospital"]
+    for path in sorted(root.rglob("*.png")):
+        file = path.relative_to(root)
+        label = CIFAR10.class_names.index(file.parts[1])
+        lines.append(f"{file},{label},{file.parts[0]},{int(path.stem) % 3}")
+    (root / "labels.csv").write_text("\n".join(lines))
+
+
 def test_no_page_has_a_command_that_no_test_and_no_reader_runs():
     lines = [line for name in PAGES for line in commands(name)]
     assert [line for line in lines if not line.startswith((OURS, *BY_HAND))] == []
@@ -94,6 +106,7 @@ def test_the_pages_show_every_subcommand():
 def test_every_command_of_a_page_runs_in_its_order_for_two_rounds(name, write_methods, capsys):
     write_cifar10_folders()
     write_scenes(Path("data/camvid"), {"train/0016e5": 8, "train/0001tp": 8, "train/seq05vd": 3})
+    write_own_images(Path("data/mine"))
     write_methods(name)
     for arguments in ours(name):
         shorter = ["--trainer.max_epochs", "2"] if arguments[0] in ("fit", "search-freeze") else []
@@ -118,7 +131,7 @@ def test_every_python_block_is_tried():
     used = {
         "README.md": 1,
         "docs/own-method.md": 8,
-        "docs/own-data.md": 2,
+        "docs/own-data.md": 3,
         "docs/python.md": 2,
         "docs/data.md": 2,
     }
@@ -126,7 +139,7 @@ def test_every_python_block_is_tried():
 
 
 def test_the_example_of_own_data_runs_as_it_stands(capsys):
-    script = blocks("docs/own-data.md", "python")[1]
+    script = blocks("docs/own-data.md", "python")[2]
     exec(script, {"__name__": "__main__"})  # noqa: S102  # our own page
     assert "tensor(" in capsys.readouterr().out
 

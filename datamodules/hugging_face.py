@@ -1,0 +1,174 @@
+"""Image classification data sets of Hugging Face's ``datasets`` that lie on the disk."""
+
+from dataclasses import replace
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from datamodules.decoding import read_image, square
+from datamodules.image_cache import cached_tensors
+from datamodules.image_files import ImageFiles
+from datamodules.images import ImageData
+from fl_lightning.errors import ConfigurationError
+
+LAYOUT = "what DatasetDict.save_to_disk writes, or the parquet files of a data set (<split>*.parquet or data/<split>*.parquet)"
+
+
+class HuggingFaceImages(ImageFiles):
+    """Any labelled images that ``datasets`` has on the disk: a ``save_to_disk`` folder or parquet files; needs ``fl_lightning[hf]``.
+
+    Nothing is fetched: ``datasets.load_dataset("user/name").save_to_disk(data_dir)`` does that once. Images become RGB, of one size. A
+    ``group_column`` (writer, hospital, device) makes a client of each of its values, with the partition ``Natural``.
+
+    Args:
+        data_dir: The folder of the data set.
+        image_size: Height and width of the images in pixels.
+        image_column: The column of images; None is the only one of the feature ``Image``.
+        label_column: The column of labels; None is the only one of the feature ``ClassLabel``. Of another one the values that occur, in
+            order, are the classes.
+        group_column: The column that says whose a sample is; None for data that have no groups.
+        train_split: Name of the training part.
+        test_split: Name of the test part.
+        **settings: Those of :class:`~datamodules.image_files.ImageFiles`.
+
+    Raises:
+        ConfigurationError: ``datasets`` is not installed, the folder is missing or laid out otherwise, a column is not there, or (in
+            ``setup``) an image cannot be read.
+    """
+
+    num_classes: int
+
+    def __init__(
+        self,
+        data_dir: str,
+        image_size: int,
+        *,
+        image_column: str | None = None,
+        label_column: str | None = None,
+        group_column: str | None = None,
+        train_split: str = "train",
+        test_split: str = "test",
+        **settings: Any,
+    ) -> None:
+        super().__init__(data_dir, image_size, **settings)
+        try:
+            from datasets import ClassLabel, Image
+        except ImportError as error:
+            raise ConfigurationError(
+                "data: HuggingFaceImages needs the package datasets; pip install 'fl_lightning[hf]'"
+            ) from error
+        self._splits = {"train": train_split, "test": test_split}
+        columns = self._open(train_split).features
+        self._image = self._column("image_column", image_column, columns, Image)
+        self._label = self._column("label_column", label_column, columns, ClassLabel)
+        self._group = (
+            None if group_column is None else self._column("group_column", group_column, columns, None)
+        )
+        if isinstance(columns[self._label], ClassLabel):
+            self.class_names = list(columns[self._label].names)
+            self._labels = [
+                torch.tensor([-1 if label is None else label for label in values])
+                for values in self._values(self._label)
+            ]
+        else:
+            self.class_names, self._labels = self._numbered(self._label)
+        self.num_classes = len(self.class_names)
+
+    def load(self) -> ImageData:
+        """Read the images, from the cache where it is up to date.
+
+        Raises:
+            ConfigurationError: An image cannot be read.
+        """
+        files = [file for split in self._splits.values() for file in self._files(split)]
+        kind = "-".join((*self._splits.values(), self._image, f"{self.image_size}px"))
+        found = cached_tensors(files, self.data_dir, self.cache_file(kind), self._read)
+        labels, test_labels = self._labels
+        data = ImageData(found["train"], labels, found["test"], test_labels)
+        if self._group is None:
+            return data
+        names, (groups, test_groups) = self._numbered(self._group)
+        return replace(data, train_groups=groups, test_groups=test_groups, group_names=names)
+
+    def _files(self, split: str) -> list[Path]:
+        """The files of a part."""
+        patterns = (
+            f"{split}/*.arrow",
+            f"{split}.parquet",
+            f"{split}-*.parquet",
+            f"{split}/*.parquet",
+            f"data/{split}-*.parquet",
+        )
+        found = next((files for pattern in patterns if (files := sorted(self.data_dir.glob(pattern)))), [])
+        if not found:
+            what = f"holds no {split}" if self.data_dir.is_dir() else "does not exist"
+            raise ConfigurationError(
+                f"data_dir={self.data_dir} {what}; expected {LAYOUT}: set data_dir, train_split and test_split"
+            )
+        return found
+
+    def _open(self, split: str, columns: list[str] | None = None) -> Any:
+        """A part as ``datasets`` has it; of parquet files the given columns alone are read, by default none."""
+        import datasets
+        from pyarrow import parquet
+
+        files = self._files(split)
+        try:
+            if files[0].suffix == ".arrow":
+                return datasets.load_from_disk(str(files[0].parent))
+            if columns is None:
+                schema = parquet.read_schema(files[0])
+                return datasets.Dataset(schema.empty_table())
+            return datasets.Dataset(parquet.read_table(files, columns=columns))
+        except (OSError, ValueError, KeyError) as error:
+            raise ConfigurationError(
+                f"data: {split} of {self.data_dir} cannot be read ({type(error).__name__}: {str(error).splitlines()[0]}); expected "
+                f"{LAYOUT}"
+            ) from error
+
+    def _column(self, setting: str, given: str | None, columns: Any, feature: Any) -> str:
+        fitting: list[str] = [name for name in columns if given in (None, name)]
+        if given is None:
+            fitting = [name for name in fitting if isinstance(columns[name], feature)]
+        if len(fitting) != 1:
+            raise ConfigurationError(
+                f"{setting}: {given!r} is no column, or not the only one that fits; set one of {', '.join(columns)}"
+            )
+        return fitting[0]
+
+    def _values(self, column: str) -> list[list[Any]]:
+        """What the training and the test samples have in a column."""
+        return [list(self._open(split, [column])[column]) for split in self._splits.values()]
+
+    def _numbered(self, column: str) -> tuple[list[str], list[Tensor]]:
+        """The values of a column in order, and which of them the training and the test samples have."""
+        parts = self._values(column)
+        values = sorted({value for part in parts for value in part}, key=lambda x: (type(x).__name__, x))
+        number = {value: index for index, value in enumerate(values)}
+        return [str(value) for value in values], [torch.tensor([number[x] for x in part]) for part in parts]
+
+    def _read(self) -> dict[str, Tensor]:
+        return {kind: self._images(split) for kind, split in self._splits.items()}
+
+    def _images(self, split: str) -> Tensor:
+        from datasets import Image
+
+        part = self._open(split, [self._image]).select_columns(self._image)
+        images = torch.empty(len(part), 3, self.image_size, self.image_size, dtype=torch.uint8)
+        try:
+            files = part.cast_column(self._image, Image(decode=False))
+        except (TypeError, ValueError, NotImplementedError) as error:
+            raise ConfigurationError(
+                f"image_column: {self._image!r} holds no images; set the column that does"
+            ) from error
+        for index, row in enumerate(files):
+            own = row[self._image] or {"bytes": b"", "path": None}
+            file = Path(own["path"]) if own["bytes"] is None else BytesIO(own["bytes"])
+            found = read_image(file, name=f"image {index} of {split} in {self.data_dir}")
+            pixels = torch.from_numpy(np.array(square(found, self.image_size)))
+            images[index] = pixels.permute(2, 0, 1)
+        return images

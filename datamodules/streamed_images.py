@@ -1,0 +1,220 @@
+"""Image classification data sets that do not fit into memory, such as ImageNet."""
+
+import os
+from collections.abc import Callable, Sequence
+from copy import copy
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+from torch.utils.data import DataLoader, Subset
+from torchvision.transforms import v2
+
+from datamodules.class_folders import LAYOUT, ClassFolders
+from datamodules.decoding import is_image, read_image
+from datamodules.images import Batch
+from datamodules.partitioned import PartitionedDataModule
+from datamodules.streamed import StreamedClient, StreamedSamples
+from fl_lightning.client_data.fingerprint import digest, sample
+from fl_lightning.errors import ConfigurationError
+
+
+class ImageStream(StreamedSamples):
+    """The images of class folders; an item is a normalised image, float32 ``[3, H, W]``, and its label.
+
+    Args:
+        folder: The folder that holds the class folders.
+        classes: Their names in the order of the labels; one that is not there has no image.
+        transform: Makes uint8 ``[3, H, W]`` of an image; draws from torch's global generator.
+        **settings: Those of :class:`~datamodules.streamed.StreamedSamples`.
+
+    Attributes:
+        names: The files of all classes, one class after the other, as bytes: 1.28 million names are 35 MB.
+        labels: The class of each, int64, shape ``[N]``.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        classes: Sequence[str],
+        transform: Callable[[Image.Image], Tensor],
+        **settings: Any,
+    ) -> None:
+        super().__init__(**settings)
+        self.folder, self.classes, self.transform = folder, classes, transform
+        own = [_image_names(folder / name) for name in classes]
+        self.names = np.concatenate(own)
+        self.labels = torch.arange(len(own)).repeat_interleave(torch.tensor([len(names) for names in own]))
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def path(self, index: int) -> Path:
+        """The file of a sample."""
+        return self.folder / self.classes[int(self.labels[index])] / os.fsdecode(self.names[int(index)])
+
+    def read(self, index: int) -> tuple[Image.Image, Tensor]:
+        """The whole image, as RGB, and its label."""
+        return read_image(self.path(index)), self.labels[index]
+
+    def finish(self, found: tuple[Image.Image, Tensor]) -> Batch:
+        """The part that the transform takes, normalised."""
+        image, label = found
+        return self.normalised(self.transform(image)), label
+
+    def seen_by(self, transform: Callable[[Image.Image], Tensor]) -> "ImageStream":
+        """The same images with another transform."""
+        images = copy(self)
+        images.transform = transform
+        return images
+
+    def fingerprint(self) -> str:
+        """The digest of names, labels and eight samples."""
+        chosen = torch.linspace(0, len(self) - 1, 8).long().tolist()
+        return digest(self.names, self.labels, sample(lambda: [self[index] for index in chosen]))
+
+
+class StreamedImages(PartitionedDataModule):
+    """Images in class folders, ``train/<class>/*.jpg`` and ``test/<class>/*.jpg``, each read when a batch needs it.
+
+    For data that do not fit into memory (else :class:`~datamodules.image_folder.ImageFolder` is faster). Threads decode a batch, and no
+    more than that is held. Training images are a random part (``RandomResizedCrop``), mirrored at random: a function of seed, client and
+    step. For the evaluation the shorter side is resized to 8/7 of ``image_size`` and the centre taken: 256 and 224 pixels. Where there is
+    no ``test/`` with class folders, ``val/`` is the test set.
+
+    Args:
+        data_dir: The folder that holds ``train`` and ``test``.
+        image_size: Height and width of what a model sees, in pixels.
+        crop_scale: Smallest and largest share of an image's area that a training image shows.
+        horizontal_flip: Whether one of two training images is mirrored.
+        threads: Threads that decode images.
+        eval_batch_size: Images in a batch of the server's evaluation.
+        mean: Mean of each channel, in [0, 1]; by default ImageNet's.
+        std: Standard deviation of each channel.
+        **settings: The others of :class:`~datamodules.partitioned.PartitionedDataModule`.
+
+    Raises:
+        ConfigurationError: The folder is missing or laid out otherwise, a setting is out of its range, or (when a batch needs it) an image
+            cannot be read.
+    """
+
+    in_channels = 3
+    image_size: int
+    num_classes: int
+
+    def __init__(
+        self,
+        data_dir: str,
+        image_size: int = 224,
+        *,
+        crop_scale: tuple[float, float] = (0.08, 1.0),
+        horizontal_flip: bool = True,
+        threads: int = 4,
+        eval_batch_size: int = 100,
+        mean: tuple[float, float, float] = (0.485, 0.456, 0.406),
+        std: tuple[float, float, float] = (0.229, 0.224, 0.225),
+        **settings: Any,
+    ) -> None:
+        super().__init__(eval_batch_size=eval_batch_size, **settings)
+        for name, value in {"image_size": image_size, "threads": threads}.items():
+            if value < 1:
+                raise ConfigurationError(f"{name} must be at least 1, found {value}")
+        if not 0 < crop_scale[0] <= crop_scale[1] <= 1:
+            raise ConfigurationError(
+                f"crop_scale must be two shares such as [0.08, 1.0], found {list(crop_scale)}"
+            )
+        self.folders = ClassFolders(Path(data_dir).expanduser())
+        self.class_names, self.num_classes = self.folders.classes, len(self.folders.classes)
+        self.image_size = image_size
+        self._stream = {"mean": mean, "std": std, "threads": threads}
+        crop = v2.RandomResizedCrop(image_size, tuple(crop_scale))
+        flip = [v2.RandomHorizontalFlip()] if horizontal_flip else []
+        self._augment = v2.Compose([crop, *flip, v2.PILToTensor()])
+        self._plain = v2.Compose(
+            [v2.Resize(round(image_size * 8 / 7)), v2.CenterCrop(image_size), v2.PILToTensor()]
+        )
+
+    def prepare_data(self) -> None:
+        """Nothing is to be downloaded."""
+
+    def setup(self, stage: str) -> None:
+        """List the files and partition them, once; ``"fit"`` checks that every client can fill a batch.
+
+        Raises:
+            ConfigurationError: A class has no training image, there is no test image, or the partition is impossible.
+        """
+        if not self._clients:
+            self.train_images = self._images(self.folders.train_folder, self._augment)
+            self.test_images = self._images(self.folders.test_folder, self._plain)
+            self._check_files()
+            found = self.distribute(self.train_images.labels, self.test_images.labels)
+            if any(map(len, found.own.values())) or len(found.test) < len(self.test_images):
+                raise ConfigurationError(
+                    f"{self.partition} gives clients evaluation data of their own, which {type(self).__name__} has not; leave "
+                    "val and test of the file empty"
+                )
+            self.val_images = _part(self.train_images.seen_by(self._plain), found.val)
+            self._clients = [
+                StreamedClient(_part(self.train_images, own), self.batch_size) for own in found.clients
+            ]
+        if stage == "fit":
+            self._check_client_sizes()
+
+    def val_dataloader(self) -> DataLoader[Batch]:
+        """The server's validation data, or its test data where ``fit_split`` is ``"test"``."""
+        if self.val_fraction == 0:
+            return self.test_dataloader()
+        return DataLoader(self.val_images, self.eval_batch_size)
+
+    def test_dataloader(self) -> DataLoader[Batch]:
+        """The server's test data."""
+        return DataLoader(self.test_images, self.eval_batch_size)
+
+    def fingerprint(self) -> dict[str, str]:
+        """Digests of the files' names, of labels and of some images, and of who has which."""
+        return {
+            "training": self.train_images.fingerprint(),
+            "evaluation": digest(self.test_images.fingerprint(), self.val_images.indices),
+            "partition": digest(self._index_digests),
+        }
+
+    def _images(self, folder: Path, transform: Callable[[Image.Image], Tensor]) -> ImageStream:
+        return ImageStream(folder, self.folders.classes, transform, **self._stream)
+
+    def _check_files(self) -> None:
+        counts = self.train_images.labels.bincount(minlength=self.num_classes).tolist()
+        empty = [name for name, count in zip(self.folders.classes, counts, strict=True) if not count]
+        place = f"train/{empty[0]}" if empty else f"{self.folders.test_folder.name}/<class>/"
+        if empty or not len(self.test_images):
+            raise ConfigurationError(
+                f"data_dir={self.folders.data_dir} has no image in {place}; expected {LAYOUT}"
+            )
+
+
+class ImageNet(StreamedImages):
+    """ImageNet-1K (Russakovsky et al. 2015): 1.28 million images in 1,000 classes, 50,000 for testing; also a part of its classes.
+
+    The files are ``train/<wnid>/*.JPEG`` and ``val/<wnid>/*.JPEG``, the layout of torchvision and of most: the images of ``val`` are
+    sorted into folders, too. Nothing is downloaded.
+
+    Args:
+        data_dir: The folder that holds ``train`` and ``val``.
+        **settings: Those of :class:`~datamodules.streamed_images.StreamedImages`.
+    """
+
+    def __init__(self, data_dir: str = "data/imagenet", **settings: Any) -> None:
+        super().__init__(data_dir, **settings)
+
+
+def _image_names(folder: Path) -> "np.ndarray[Any, Any]":
+    """The image files of a folder in alphabetical order, as bytes; none where it is not there."""
+    if not folder.is_dir():
+        return np.array([], dtype="S")
+    return np.array(sorted(os.fsencode(name) for name in os.listdir(folder) if is_image(name)), dtype="S")
+
+
+def _part(images: ImageStream, indices: Tensor) -> Subset[Batch]:
+    return Subset(images, indices)  # type: ignore[arg-type]  # a tensor does as a sequence of integers, in an eighth of the memory
