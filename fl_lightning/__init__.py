@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from fl_lightning.batch_norm.swapping import swap_batch_norm as swap_batch_norm
     from fl_lightning.client_data.federated import ClientDataModule as ClientDataModule
     from fl_lightning.client_data.federated import FederatedDataModule as FederatedDataModule
+    from fl_lightning.cohort.client_memory import ClientMemory as ClientMemory
     from fl_lightning.cohort.cohort import Cohort as Cohort
     from fl_lightning.diagnostics.network_link import NetworkLink as NetworkLink
     from fl_lightning.errors import ConfigurationError as ConfigurationError
@@ -42,6 +43,7 @@ __version__ = "0.1.0"
 HOMES = {
     "Classification": "round.tasks",
     "ClientDataModule": "client_data.federated",
+    "ClientMemory": "cohort.client_memory",
     "Cohort": "cohort.cohort",
     "ConfigurationError": "errors",
     "Dropout": "models.dropout",
