@@ -99,6 +99,16 @@ def test_runs_of_several_settings_are_refused_with_their_hashes(refused):
     assert "found 0123abcd, 4567abcd" in refused("results_table", "x")
 
 
+def test_a_table_has_the_metrics_that_are_asked_for(start, capsys):
+    write_run("x", "0123abcd-s0", 0.25)
+    start("results_table", "x", "test/accuracy", "test/mean_iou")
+    header, _, row = capsys.readouterr().out.splitlines()
+    assert (
+        header == "| configuration | method | seeds | test/accuracy | test/mean_iou | seconds of training |"
+    )
+    assert row == "| x | FedAvg | 0 | 0.250 | - | 3 to 3 |"
+
+
 def test_runs_of_several_lengths_are_refused(refused):
     write_run("x", "0123abcd-s0")
     write_run("x", "0123abcd-s1", rounds=3)
