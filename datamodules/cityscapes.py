@@ -67,7 +67,8 @@ class Cityscapes(FederatedDataModule):
     Args:
         data_dir: The folder that holds ``leftImg8bit`` and ``gtFine``.
         split_file: A JSON file in FedDrive's layout (``{"users": [...], "user_data": {user: {"x": [...], "y": [...]}}}``, paths below
-            ``leftImg8bit`` and ``gtFine``) that says who the clients are; None: each city of ``train`` is one.
+            ``leftImg8bit`` and ``gtFine``) that says who the clients are, or a folder of such files; None: each city of ``train``
+            is one.
         evaluation_cities: Cities of ``train`` that are no clients but the evaluation data, in place of ``val``.
         batch_size: Images in a client's batch, 8 in the FixBN paper.
         image_size: Height and width to which images and masks are resized first; None leaves them.
@@ -209,15 +210,18 @@ class Cityscapes(FederatedDataModule):
         return image, mask
 
     def _users(self, path: Path) -> dict[str, list[Pair]]:
+        files: dict[str, list[tuple[str, str]]] = {}
         try:
-            content = json.loads(path.read_text())
-            data: Mapping[str, Any] = content["user_data"]
-            files = {user: list(zip(own["x"], own["y"], strict=True)) for user, own in data.items()}
+            for part in sorted(path.glob("*.json")) if path.is_dir() else [path]:
+                data: Mapping[str, Any] = json.loads(part.read_text())["user_data"]
+                files |= {user: list(zip(own["x"], own["y"], strict=True)) for user, own in data.items()}
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ConfigurationError(
-                f"split_file: {path} cannot be read ({type(error).__name__}: {error}); expected FedDrive's layout, "
+                f"split_file: {part} cannot be read ({type(error).__name__}: {error}); expected FedDrive's layout, "
                 '{"user_data": {user: {"x": [...], "y": [...]}}} with as many x as y'
             ) from error
+        if not files:
+            raise ConfigurationError(f"split_file: {path} names no user; expected FedDrive's all_data_*.json")
         images, masks = self.data_dir / "leftImg8bit", self.data_dir / "gtFine"
         return {user: [self._pair(images / x, masks / y) for x, y in own] for user, own in files.items()}
 

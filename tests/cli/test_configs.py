@@ -7,7 +7,9 @@ import pytest
 import yaml
 from command_line import main
 from helpers import write_cifar10_folders
+from layouts import write_feddrive, write_femnist, write_tiny_imagenet
 from street_scenes import write_scenes
+from torch.nn.modules.batchnorm import _BatchNorm
 
 import fl_lightning
 
@@ -17,7 +19,15 @@ SMALLER = {
         *("--data.image_size", "8", "--data.batch_size", "20"),
         *("--model.model.init_args.width", "4"),
     ],
+    "cifar10_participation_": [
+        *("--data.image_size", "8", "--data.batch_size", "5", "--data.num_clients", "20"),
+        *("--model.model.init_args.width", "4"),
+    ],
     "cifar10_small_": [],
+    "cifar10_small_participation_": ["--data.batch_size", "5", "--data.num_clients", "20"],
+    "tiny_imagenet_": ["--data.image_size", "16", "--model.model.init_args.width", "4"],
+    "cityscapes_": ["--data.batch_size", "2", "--data.crop_size", "[32, 32]", "--data.eval_batch_size", "3"],
+    "femnist_": ["--data.batch_size", "2", "--data.min_examples", "2"],
     "camvid_small_": [
         *("--data.batch_size", "2", "--data.image_size", "[16, 24]", "--data.crop_size", "[16, 16]"),
         *("--model.model.init_args.width", "4"),
@@ -28,12 +38,20 @@ SMALLER = {
     ],
 }
 """What a test changes: data directory, image size, batch size and width, by how the name begins (the longest counts)."""
+PAPERS = [
+    "cifar10_participation_bn",
+    "cityscapes_bn",
+    "femnist_bn",
+    "tiny_imagenet_bn",
+    "tiny_imagenet_small_bn",
+]
+"""What the overlays are meant for."""
 STEPS = 2
 """Of many local steps (E = 100 in the papers) so many are taken."""
 
 
-def names():
-    return sorted(str(path.relative_to(CONFIGS)) for path in CONFIGS.rglob("*.yaml"))
+def names(folder=CONFIGS):
+    return sorted(path.name for path in folder.glob("*.yaml"))
 
 
 @pytest.fixture(scope="module")
@@ -41,6 +59,10 @@ def pictures(tmp_path_factory):
     folder = tmp_path_factory.mktemp("pictures")
     write_cifar10_folders(folder / "cifar10")
     write_scenes(folder / "camvid", {"train/0016e5": 5, "train/0001tp": 4, "train/seq05vd": 3})
+    write_scenes(folder / "cityscapes", size=(32, 32))
+    write_feddrive(folder / "feddrive/heterogeneous/train", folder / "cityscapes", images=2)
+    write_tiny_imagenet(folder / "tiny-imagenet-200", folder / "cifar10")
+    write_femnist(folder / "femnist", writers=10, images=4)
     return folder
 
 
@@ -50,12 +72,15 @@ def class_folders(pictures):
     shutil.copytree(pictures, "data")
 
 
-def arguments(name):
+def arguments(name, *overlays):
+    if name.startswith("cityscapes_"):
+        pytest.importorskip("segmentation_models_pytorch", reason="needs the extra segmentation")
     start = max((start for start in SMALLER if name.startswith(start)), key=len, default=None)
     smaller = SMALLER.get(start, [])
     if (yaml.safe_load((CONFIGS / name).read_text())["model"].get("local_steps") or 0) > STEPS:
         smaller = [*smaller, "--model.local_steps", str(STEPS)]
-    return ["fit", "--config", str(CONFIGS / name), "--trainer.accelerator", "cpu", *smaller]
+    files = [argument for path in (name, *overlays) for argument in ("--config", str(CONFIGS / path))]
+    return ["fit", *files, "--trainer.accelerator", "cpu", *smaller]
 
 
 def test_there_are_configurations():
@@ -82,3 +107,15 @@ def test_configuration_runs_one_whole_round_and_survives_being_printed_and_read_
     plan = cli.model.plan
     steps = sum(plan.steps(client, 1) for client in plan.cohort(1))
     assert cli.model.record.samples == steps * cli.datamodule.batch_size
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("overlay", names(CONFIGS / "overlays"))
+@pytest.mark.parametrize("name", PAPERS)
+def test_an_overlay_changes_the_norm_or_the_method_of_a_configuration(name, overlay):
+    given = arguments(f"{name}.yaml", f"overlays/{overlay}")
+    cli = main([*given, "--trainer.fast_dev_run", "true"])
+    assert cli.trainer.global_step == 1
+    has_bn = any(isinstance(layer, _BatchNorm) for layer in cli.model.model.modules())
+    methods = [type(callback).__name__ for callback in cli.model.federated_callbacks]
+    assert (has_bn, methods) == {"gn.yaml": (False, []), "fixbn.yaml": (True, ["FixBN"])}[overlay]

@@ -109,6 +109,15 @@ def test_users_of_a_split_file_are_the_clients(root, tmp_path):
     assert data.names == list(users)
     assert [data.num_examples(client) for client in range(3)] == [2, 3, 2]
     assert data.describe_partition() == "3 users of all_data_0.json, one client each"
+    (tmp_path / "train").mkdir()
+    with pytest.raises(ConfigurationError, match=r"split_file: .*train names no user"):
+        made(root, split_file=str(tmp_path / "train"))
+    for number, chosen in enumerate((("ulm0",), ("aachen0", "aachen1"))):
+        part = {"user_data": {user: users[user] for user in chosen}}
+        (tmp_path / "train" / f"all_data_{number}.json").write_text(json.dumps(part))
+    folder = made(root, split_file=str(tmp_path / "train"))
+    assert folder.names == ["ulm0", "aachen0", "aachen1"]
+    assert [folder.num_examples(client) for client in range(3)] == [2, 2, 3]
     split.write_text("{}")
     with pytest.raises(ConfigurationError, match=r"split_file: .*all_data_0.json cannot be read \(KeyError"):
         made(root, split_file=str(split))

@@ -5,16 +5,10 @@ import json
 import numpy as np
 import pytest
 import torch
+from layouts import leaf_writer
 
 from datamodules import FEMNIST
 from fl_lightning import ConfigurationError
-
-
-def writer(rng, count, labels):
-    return {
-        "x": rng.random((count, 784)).round(4).tolist(),
-        "y": [labels[i % len(labels)] for i in range(count)],
-    }
 
 
 @pytest.fixture
@@ -26,7 +20,7 @@ def root(tmp_path):
     for split, factor in (("train", 1), ("test", 0.5)):
         (root / split).mkdir(parents=True)
         for number, names in enumerate((("f3", "f0"), ("f1", "f4", "f2"))):
-            users = {name: writer(rng, int(sizes[name] * factor), [number, 10, 61]) for name in names}
+            users = {name: leaf_writer(rng, int(sizes[name] * factor), [number, 10, 61]) for name in names}
             if split == "train" and "f0" in users:
                 for part in users["f0"].values():
                     part.append(part[1])
