@@ -27,6 +27,10 @@ SMALLER = {
     "cifar10_small_participation_": ["--data.batch_size", "5", "--data.num_clients", "20"],
     "tiny_imagenet_": ["--data.image_size", "16", "--model.model.init_args.width", "4"],
     "cityscapes_": ["--data.batch_size", "2", "--data.crop_size", "[32, 32]", "--data.eval_batch_size", "3"],
+    "imagenet_": [
+        *("--data.data_dir", "data/cifar10", "--data.image_size", "32", "--data.batch_size", "5"),
+        *("--data.num_clients", "20", "--data.partition.alpha", "1", "--model.model.init_args.width", "4"),
+    ],
     "femnist_": ["--data.batch_size", "2", "--data.min_examples", "2"],
     "camvid_small_": [
         *("--data.batch_size", "2", "--data.image_size", "[16, 24]", "--data.crop_size", "[16, 16]"),
