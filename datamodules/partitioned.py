@@ -134,8 +134,8 @@ class PartitionedDataModule(FederatedDataModule):
             train_labels, test_labels, train_groups, test_groups,
             self.partition, self._num_clients, self.val_fraction, self.max_examples, self.seed,
         )  # fmt: skip
-        self._val_size, classes = len(found.val), self.num_classes or 0
-        labels = found.labels
+        self._val_size = len(found.val)
+        labels, classes = found.labels, self.num_classes or int(found.labels.max()) + 1
         self._class_histograms = [labels[x].bincount(minlength=classes).tolist() for x in found.clients]
         self._index_digests = [hashlib.sha256(part.numpy().tobytes()).hexdigest() for part in found.clients]
         self._client_names = [group_names[group] for group in found.groups] if group_names else []

@@ -9,6 +9,7 @@ from torch.utils._pytree import tree_leaves
 
 from callbacks import FixBN, MaintainedMomentum
 from fl_lightning import FederatedModule, SequentialExecutor
+from fl_lightning.cohort.client_memory import contents
 
 MOMENTUM = partial(torch.optim.SGD, lr=0.05, momentum=0.9, weight_decay=0.01)
 METHODS = {
@@ -26,7 +27,7 @@ def outcome(model, data, executor, callbacks=(), rounds=3, **settings):
     settings = {"client_optimizer": MOMENTUM, "local_steps": 2, **settings}
     module = FederatedModule(deepcopy(model), executor=executor, **settings)
     fit(module, data, rounds, callbacks)
-    kept = [leaf for callback in callbacks for leaf in tree_leaves(callback.state_dict())]
+    kept = [leaf for callback in callbacks for leaf in tree_leaves(contents(callback.state_dict()))]
     memory = {f"callback {i}": leaf for i, leaf in enumerate(kept)}
     return {**module.state_dict(), **memory, "loss": torch.tensor(module.metrics["train/loss"])}
 

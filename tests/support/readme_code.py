@@ -9,9 +9,13 @@ METHOD_BLOCKS = {
     found[1]: block
     for name in ("README.md", "docs/own-method.md")
     for block in blocks(name, "python")
-    if (found := re.match(r"from fl_lightning import FederatedCallback\n+class (\w+)\(", block))
+    if (
+        found := re.match(
+            r"from fl_lightning import (?:ClientMemory, )?FederatedCallback\n+class (\w+)\(", block
+        )
+    )
 }
-"""The two that start from nothing but ``FederatedCallback``."""
+"""The two that start from nothing but ``FederatedCallback`` and what it keeps."""
 
 
 def methods():
