@@ -62,11 +62,17 @@ def read_image(file: Path | BinaryIO, mode: str | None = "RGB", name: str | None
         name: What an open file is called in messages.
 
     Raises:
-        ConfigurationError: The file is no image or a damaged one.
+        ConfigurationError: The file is no image or a damaged one, or its pixels are floating-point numbers.
     """
     try:
         with Image.open(file) as image:
+            if image.mode == "F":
+                raise ConfigurationError(
+                    f"data: {name or file} has floating-point pixels, of which nobody knows what is white; save it with 8 or 16 bits"
+                )
             return image.copy() if mode is None else converted(image, mode)
+    except ConfigurationError:
+        raise
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         raise ConfigurationError(
             f"data: {name or file} cannot be read as an image ({type(error).__name__}); replace or remove it"

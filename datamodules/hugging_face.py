@@ -1,7 +1,9 @@
 """Image classification data sets of Hugging Face's ``datasets`` that lie on the disk."""
 
+from collections.abc import Hashable
 from dataclasses import replace
 from io import BytesIO
+from math import isnan
 from pathlib import Path
 from typing import Any
 
@@ -147,6 +149,16 @@ class HuggingFaceImages(ImageFiles):
     def _numbered(self, column: str) -> tuple[list[str], list[Tensor]]:
         """The values of a column in order, and which of them the training and the test samples have."""
         parts = self._values(column)
+        for value in (value for part in parts for value in part):
+            if (
+                value is None
+                or (isinstance(value, float) and isnan(value))
+                or not isinstance(value, Hashable)
+            ):
+                raise ConfigurationError(
+                    f"data: the column {column!r} of {self.data_dir} has the value {str(value)[:40]}, which names nothing; choose another "
+                    "column, or leave these samples out"
+                )
         values = sorted({value for part in parts for value in part}, key=lambda x: (type(x).__name__, x))
         number = {value: index for index, value in enumerate(values)}
         return [str(value) for value in values], [torch.tensor([number[x] for x in part]) for part in parts]

@@ -120,7 +120,8 @@ class FromFile(Partition):
         return Assignment(ids, **parts, space=space)
 
     def _samples(self, given: Any, whose: str, total: int) -> Tensor:
-        array = np.asarray(given) if isinstance(given, list) else np.zeros(1)
+        flat = isinstance(given, list) and not any(isinstance(one, list) for one in given)
+        array = np.asarray(given) if flat else np.zeros(1)
         if array.size and (array.ndim != 1 or array.dtype.kind not in "iu"):
             raise ConfigurationError(f"partition.path: {self.path}: {whose} is no list of whole numbers")
         outside = array[(array < 0) | (array >= total)] if array.size else array

@@ -151,7 +151,12 @@ class ClientMemory(MutableMapping[int, Mapping[str, Tensor]]):
         self._link(self._folder, target)
         run = self._live.parents[2]
         kept = {client: dict(entry) for client, entry in self._kept.items() if client < 0}
-        record = {"run": str(run), "folder": str(target.relative_to(run)), "sums": self._sums, "kept": kept}
+        record = {
+            "run": str(run.absolute()),
+            "folder": str(target.relative_to(run)),
+            "sums": self._sums,
+            "kept": kept,
+        }
         return {_RECORD: record}
 
     def forget(self, round_number: int) -> None:
@@ -185,9 +190,7 @@ class ClientMemory(MutableMapping[int, Mapping[str, Tensor]]):
             reason = "it holds something else"
         except Exception as error:  # noqa: BLE001  # torch has many for a damaged file
             reason = type(error).__name__
-        raise ConfigurationError(
-            f"{path}, the memory of client {client}, is missing or damaged ({reason}); go on from another checkpoint"
-        )
+        raise _damaged(path, client, reason)
 
     def _write(self, client: int) -> None:
         path, content = self._file(client), io.BytesIO()
@@ -207,6 +210,9 @@ class ClientMemory(MutableMapping[int, Mapping[str, Tensor]]):
         def link() -> None:
             if self._ranks.rank:
                 return
+            lost = next((client for client in self._sums if not (source / f"{client}.pt").is_file()), None)
+            if lost is not None:
+                raise _damaged(source / f"{lost}.pt", lost, "FileNotFoundError")
             shutil.rmtree(target, ignore_errors=True)
             try:
                 target.mkdir(parents=True)
@@ -259,6 +265,12 @@ def _link(source: Path, target: Path) -> None:
         os.link(source, target)
     except OSError:
         shutil.copyfile(source, target)
+
+
+def _damaged(path: Path, client: int, reason: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"{path}, the memory of client {client}, is missing or damaged ({reason}); go on from another checkpoint"
+    )
 
 
 def _size(entry: Mapping[str, Tensor]) -> int:

@@ -5,6 +5,7 @@ from typing import Any
 
 from fl_lightning.cohort.client_memory import memories
 from fl_lightning.cohort.round_cohort import RoundCohort
+from fl_lightning.errors import ConfigurationError
 
 
 def take_local_steps(module: Any, cohort: RoundCohort, part: RoundCohort) -> list[int]:
@@ -36,8 +37,18 @@ def take_local_steps(module: Any, cohort: RoundCohort, part: RoundCohort) -> lis
 
 
 def open_memories(module: Any) -> None:
-    """Say where methods may write what they keep of clients."""
+    """Say where methods may write what they keep of clients.
+
+    Raises:
+        ConfigurationError: A method still has what it kept in another run.
+    """
     for name, memory in memories(module.federated_callbacks).items():
+        clients, method = sum(client >= 0 for client in memory), name.split(".")[0]
+        if clients and not module.record.samples:
+            raise ConfigurationError(
+                f"callbacks: {method} was trained already and keeps {clients} clients of another run; "
+                f"make a new {method} for a new run"
+            )
         memory.open(Path(module.trainer.default_root_dir) / "memory" / name, module.ranks)
 
 

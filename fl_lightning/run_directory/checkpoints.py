@@ -6,6 +6,7 @@ import os
 import time
 from pathlib import Path
 from typing import Any, Literal
+from zlib import crc32
 
 import lightning as L
 from lightning.pytorch.callbacks import Checkpoint
@@ -206,12 +207,18 @@ class RoundCheckpoint(Checkpoint):
         path = str(self.dirpath / name)
         kept = memories(trainer.callbacks).values()  # type: ignore[attr-defined]  # set in a helper of the trainer
         for memory in kept:
-            memory.label = Path(name).stem
+            memory.label = self._label(name)
         trainer.save_checkpoint(path, weights_only=False)
         for memory in kept:
             memory.forget(trainer.global_step)
             memory.label = ""
         return path
+
+    def _label(self, name: str) -> str:
+        """What a memory calls the checkpoint: those of the same name in another folder have files of their own."""
+        if self.in_the_run:
+            return Path(name).stem
+        return f"{Path(name).stem}-{crc32(os.fsencode(os.path.abspath(str(self.dirpath)))):08x}"
 
 
 def kept_name(round_number: int) -> str:

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -103,9 +104,44 @@ def test_a_run_that_was_moved_is_found_and_one_without_its_files_says_so(tmp_pat
             ConfigurationError, match=rf"{path.stem}\.pt, the memory of client {path.stem}, is missing"
         ):
             same(train("FedBN", tmp_path / "damaged", ckpt_path=ckpt_path)[2], FedBN())
+    path.unlink()
+    with pytest.raises(ConfigurationError, match=rf"the memory of client {path.stem}, is missing"):
+        train("FedBN", tmp_path / "damaged", ckpt_path=ckpt_path)
     shutil.rmtree(files)
     with pytest.raises(ConfigurationError, match=r"round_3_3 is missing, where the memory of \d clients was"):
         train("FedBN", tmp_path / "lost", ckpt_path=ckpt_path)
+
+
+@pytest.mark.usefixtures("in_files")
+def test_checkpoints_of_one_name_in_two_folders_keep_files_of_their_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    module = FederatedModule(small_cnn(), client_optimizer=MOMENTUM, local_steps=2, participation=2)
+    by_rounds = [
+        RoundCheckpoint(tmp_path / monitor, None, 1, monitor, mode)  # the highest and the lowest loss
+        for monitor, mode in (("train/loss", "max"), ("val/loss", "min"))
+    ]
+    fit(
+        module, blobs(5, (24, 40, 32)), 6, [FedBN(), *by_rounds], default_root_dir="run",
+        plugins=[AtomicCheckpointIO()], limit_val_batches=1.0, check_val_every_n_epoch=1,
+    )  # fmt: skip
+    assert by_rounds[0].best_round != by_rounds[1].best_round
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir("elsewhere")
+    for checkpoint in by_rounds:
+        state = torch.load(checkpoint.best_model_path, weights_only=True)["callbacks"]["FedBN"]["memory"]
+        assert contents(ClientMemory(state))
+
+
+def test_a_method_of_another_run_is_refused(tmp_path):
+    methods = [FedBN()]
+    for refused in (False, True):
+        module = FederatedModule(small_cnn(), client_optimizer=MOMENTUM, local_steps=1, participation=2)
+        with (
+            pytest.raises(ConfigurationError, match=r"FedBN was trained already and keeps 2 clients")
+            if refused
+            else nullcontext()
+        ):
+            fit(module, blobs(5), 1, methods, default_root_dir=tmp_path)
 
 
 @pytest.mark.usefixtures("in_files")

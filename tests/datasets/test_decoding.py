@@ -6,7 +6,8 @@ from PIL import Image
 from street_scenes import write_scenes
 
 from datamodules import Cityscapes, ImageDomains, ImageFolder, TinyImageNet
-from datamodules.decoding import converted
+from datamodules.decoding import converted, read_image
+from fl_lightning import ConfigurationError
 
 GREY = np.add.outer(np.arange(8), np.arange(8)).astype(np.uint8) * 17
 """8 bits, 0 to 238."""
@@ -81,6 +82,12 @@ def test_every_reader_makes_8_bit_rgb_of_every_mode(mode, reader, tmp_path):
     make, kind = MODES[mode]
     found = reader(tmp_path / "data", make(), kind)
     assert found.permute(1, 2, 0).tolist() == expected(mode).tolist()
+
+
+def test_floating_point_pixels_are_refused(tmp_path):
+    Image.fromarray(GREY.astype(np.float32) / 255).save(tmp_path / "0.tiff")
+    with pytest.raises(ConfigurationError, match=r"0\.tiff has floating-point pixels, .* 8 or 16 bits"):
+        read_image(tmp_path / "0.tiff")
 
 
 def test_16_bits_are_rounded_to_8_and_32_bits_beyond_them_are_white():

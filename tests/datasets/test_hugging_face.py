@@ -47,6 +47,9 @@ def parts(library, **columns):
         "label": library.ClassLabel(names=["ant", "bee", "cow"]),
         "who": library.Value("int64"),
         "word": library.Value("string"),
+        "gap": library.Value("float64"),
+        "hole": library.Value("string"),
+        "pair": library.List(library.Value("int64")),
     }
     return library.DatasetDict(
         {
@@ -56,6 +59,9 @@ def parts(library, **columns):
                     "label": LABELS[split],
                     "who": WHO[split],
                     "word": ["xyz"[label] for label in LABELS[split]],
+                    "gap": [label or float("nan") for label in LABELS[split]],
+                    "hole": ["yz"[label - 1] if label else None for label in LABELS[split]],
+                    "pair": [[label] for label in LABELS[split]],
                 },
                 features=library.Features(kind),
             )
@@ -116,9 +122,12 @@ def test_a_label_of_another_kind_is_numbered_in_its_order(library, tmp_path):
     [
         (
             {"image_column": "image"},
-            r"image_column: 'image' is no column, .* set one of img, label, who, word",
+            r"image_column: 'image' is no column, .* set one of img, label, who, word, gap, hole, pair",
         ),
         ({"group_column": "writer"}, r"group_column: 'writer' is no column"),
+        ({"label_column": "gap"}, r"the column 'gap' of .*set has the value nan, which names nothing"),
+        ({"label_column": "hole"}, r"the column 'hole' of .*set has the value None, which names nothing"),
+        ({"group_column": "pair"}, r"the column 'pair' of .*set has the value \[0\], which names nothing"),
         (
             {"image_column": "word"},
             r"image 0 of train in .* cannot be read|image_column: 'word' holds no images",

@@ -241,6 +241,7 @@ ONE = [{"train": [0, 1]}]
         (content([{"train": [0], "val": [-1]}]), "client 0, val has the sample -1"),
         (content([{"train": [0.5]}]), "client 0, train is no list of whole numbers"),
         (content([{"train": [[1, 2]]}]), "client 0, train is no list"),
+        (content([{"train": [[1, 2], [3]]}]), "client 0, train is no list"),
         (content([{"train": [10**30]}]), "client 0, train is no list"),
         (content([{"train": 5}]), "client 0, train is no list"),
     ],
