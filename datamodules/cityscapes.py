@@ -77,7 +77,7 @@ class Cityscapes(FederatedDataModule):
         horizontal_flip: Whether one of two training images is mirrored.
         color_jitter: Of brightness, contrast and saturation of training images, 0 for none; 0.4 in FedDrive.
         eval_batch_size: Images in a batch of the evaluation.
-        num_workers: Processes that read each client's images.
+        threads: Threads that read the images of a batch; the numbers do not depend on them.
         mean: Mean of each channel, in [0, 1].
         std: Standard deviation of each channel.
         seed: Seed of the data order and the augmentation.
@@ -105,13 +105,17 @@ class Cityscapes(FederatedDataModule):
         horizontal_flip: bool = False,
         color_jitter: float = 0.0,
         eval_batch_size: int = 4,
-        num_workers: int = 0,
+        threads: int = 1,
         mean: tuple[float, float, float] = (0.5, 0.5, 0.5),
         std: tuple[float, float, float] = (0.5, 0.5, 0.5),
         seed: int = 0,
     ) -> None:
         super().__init__(seed=seed)
-        for name, value in {"batch_size": batch_size, "eval_batch_size": eval_batch_size}.items():
+        for name, value in {
+            "batch_size": batch_size,
+            "eval_batch_size": eval_batch_size,
+            "threads": threads,
+        }.items():
             if value < 1:
                 raise ConfigurationError(f"{name} must be at least 1, found {value}")
         if not 0 < scale[0] <= scale[1]:
@@ -124,7 +128,7 @@ class Cityscapes(FederatedDataModule):
                 "it lies"
             )
         self.split_file, self.batch_size, self.eval_batch_size = split_file, batch_size, eval_batch_size
-        self.evaluation_cities, self.num_workers = list(evaluation_cities), num_workers
+        self.evaluation_cities, self.threads = list(evaluation_cities), threads
         self._image_size, self._crop_size, self._scale = image_size, crop_size, scale
         self._flip, self._jitter, self._mean, self._std = horizontal_flip, color_jitter, mean, std
         self.names: list[str] = []
@@ -155,17 +159,14 @@ class Cityscapes(FederatedDataModule):
         size = self._image_size or self._size_of(next(iter(own.values()))[0])
         augment = augmentation(self._crop_size, self._scale, self._flip, self._jitter, size)
         self._clients = [
-            StreamedClient(self._images(pairs, augment), self.batch_size, self.num_workers)
-            for pairs in own.values()
+            StreamedClient(self._images(pairs, augment), self.batch_size) for pairs in own.values()
         ]
         self.evaluation_images = self._images(held_out, None)
         self.names = list(own)
 
     def val_dataloader(self) -> DataLoader[Batch]:
         """The evaluation data."""
-        return DataLoader(
-            self.evaluation_images, batch_size=self.eval_batch_size, num_workers=self.num_workers
-        )
+        return DataLoader(self.evaluation_images, batch_size=self.eval_batch_size)
 
     def test_dataloader(self) -> DataLoader[Batch]:
         """The evaluation data."""
@@ -185,7 +186,8 @@ class Cityscapes(FederatedDataModule):
         return self.evaluation_images.picture(inputs)
 
     def _images(self, pairs: Sequence[Pair], augment: Any) -> LabelledImages:
-        return LabelledImages(pairs, _labels(), self._image_size, augment, self._mean, self._std)
+        look = self._image_size, augment, self._mean, self._std
+        return LabelledImages(pairs, _labels(), *look, self.threads)
 
     def _cities(self, split: str) -> dict[str, list[Pair]]:
         images = self.data_dir / "leftImg8bit" / split

@@ -56,6 +56,12 @@ class ImageData:
                 raise ConfigurationError(
                     f"ImageData.{split}_labels: {len(labels)} labels of {len(images)} images; load() must give one each"
                 )
+            groups = getattr(self, f"{split}_groups")
+            if groups is not None and (groups.dtype != torch.int64 or groups.shape != labels.shape):
+                raise ConfigurationError(
+                    f"ImageData.{split}_groups: {groups.dtype} {list(groups.shape)}; load() must give a number for each image, "
+                    f"torch.int64 {list(labels.shape)}"
+                )
 
 
 class Normalization:

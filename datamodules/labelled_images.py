@@ -32,6 +32,7 @@ class LabelledImages(StreamedSamples):
         augment: Applied to an image and its mask together; draws from torch's global generator.
         mean: Mean of each channel, in [0, 1].
         std: Standard deviation of each channel.
+        threads: Threads that read the samples of a batch.
     """
 
     def __init__(
@@ -42,8 +43,9 @@ class LabelledImages(StreamedSamples):
         augment: Callable[[Any, Any], Any] | None,
         mean: Sequence[float],
         std: Sequence[float],
+        threads: int = 1,
     ) -> None:
-        super().__init__(mean, std)
+        super().__init__(mean, std, threads)
         self.samples, self.labels, self.size, self.augment = list(samples), labels, size, augment
 
     def __len__(self) -> int:

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,7 +50,7 @@ class FromFile(Partition):
     A client's ``val`` and ``test`` samples are evaluation data of its own. In the space ``train+test`` the numbers of the test
     samples follow those of the training samples; there the server's test data are the clients' and the test samples that no client
     has. ``labels_sha256`` is that of the labels in this order (int64, little-endian). Nobody has a sample twice; two clients may
-    share one where the file says ``"overlap": true``. The number of clients is that of the file. Server validation data
+    share one where the file says ``"overlap": true``, but not one that somebody trains on as evaluation data. The number of clients is that of the file. Server validation data
     (``val_fraction``) are drawn from the training samples that the file gives to no client.
 
     Args:
@@ -104,6 +105,15 @@ class FromFile(Partition):
                 f'partition.path: {self.path} has no clients; it takes "clients": [{{"id": "0", "train": [3, 17]}}, ...]'
             )
         ids = [str(client.get("id", number)) for number, client in enumerate(clients)]
+        unknown = sorted({key for client in clients for key in client} - {"id", *SPLITS})
+        twice = [name for name, count in Counter(ids).items() if count > 1]
+        if unknown or twice:
+            wrong = (
+                f"a client has the key {unknown[0]!r}" if unknown else f"two clients are called {twice[0]!r}"
+            )
+            raise ConfigurationError(
+                f"partition.path: {self.path}: {wrong}; a client takes an id of its own, {', '.join(SPLITS)}"
+            )
         parts = {
             split: [
                 self._samples(client.get(split, []), f"client {name}, {split}", len(labels))
@@ -117,6 +127,14 @@ class FromFile(Partition):
                     f"partition.path: {self.path}: client {name} has no training sample; leave it out"
                 )
         self._check_disjoint(ids, parts, content.get("overlap") is True)
+        trained = torch.cat(parts["train"])
+        for split in ("val", "test"):
+            for name, own in zip(ids, parts[split], strict=True):
+                if len(seen := own[torch.isin(own, trained)]):
+                    raise ConfigurationError(
+                        f"partition.path: {self.path}: client {name}, {split} has the sample {int(seen[0])}, which a client trains on; "
+                        "clients may share training samples alone"
+                    )
         return Assignment(ids, **parts, space=space)
 
     def _samples(self, given: Any, whose: str, total: int) -> Tensor:

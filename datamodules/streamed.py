@@ -59,19 +59,12 @@ class StreamedClient(L.LightningDataModule):
     Args:
         samples: They.
         batch_size: Of its batches, all complete.
-        num_workers: Processes that read them.
     """
 
-    def __init__(self, samples: Dataset[Batch], batch_size: int, num_workers: int = 0) -> None:
+    def __init__(self, samples: Dataset[Batch], batch_size: int) -> None:
         super().__init__()
-        self.samples, self.batch_size, self.num_workers = samples, batch_size, num_workers
+        self.samples, self.batch_size = samples, batch_size
 
     def train_dataloader(self) -> DataLoader[Batch]:
         """Shuffled batches."""
-        return DataLoader(
-            self.samples,
-            batch_size=self.batch_size,
-            shuffle=True,
-            drop_last=True,
-            num_workers=self.num_workers,
-        )
+        return DataLoader(self.samples, batch_size=self.batch_size, shuffle=True, drop_last=True)

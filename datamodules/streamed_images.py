@@ -210,10 +210,14 @@ class ImageNet(StreamedImages):
 
 
 def _image_names(folder: Path) -> "np.ndarray[Any, Any]":
-    """The image files of a folder in alphabetical order, as bytes; none where it is not there."""
-    if not folder.is_dir():
-        return np.array([], dtype="S")
-    return np.array(sorted(os.fsencode(name) for name in os.listdir(folder) if is_image(name)), dtype="S")
+    """The image files of a folder and of those in it, in alphabetical order, as bytes; none where it is not there."""
+    found = [
+        os.path.relpath(os.path.join(place, name), folder) if place != str(folder) else name
+        for place, _, names in os.walk(folder, followlinks=True)
+        for name in names
+        if is_image(name)
+    ]
+    return np.array(sorted(map(os.fsencode, found)), dtype="S")
 
 
 def _part(images: ImageStream, indices: Tensor) -> Subset[Batch]:

@@ -126,6 +126,11 @@ class Segmentation(Task):
                 f"Segmentation.auxiliary_weights: {len(weights) - 1} weights, but the model has {len(heads) - 1} outputs beside its "
                 "prediction; give one weight for each"
             )
+        if any(head.dim() != 1 + targets.dim() or head.dim() < 4 for head in heads):
+            raise ConfigurationError(
+                f"model.task: Segmentation wants scores [b, classes, height, width] and labels [b, height, width], found "
+                f"{[*heads[0].shape]} and {[*targets.shape]}; use task: Classification for a label of each image"
+            )
         targets = targets.long()
         counted = (targets != self.ignored).sum().clamp(min=1)
         sums = [

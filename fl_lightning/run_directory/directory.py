@@ -56,6 +56,9 @@ def config_hash(config: Mapping[str, Any]) -> str:
         if x is not None or name not in ("task", "initial_weights")
     }  # of no earlier run
     hashed = {**config, "model": model, "trainer": inside_the_hash(config["trainer"])}
+    if config.get("data", {}).get("init_args"):  # numbers do not depend on the threads that read images
+        settings = {name: x for name, x in config["data"]["init_args"].items() if name != "threads"}
+        hashed["data"] = {**config["data"], "init_args": settings}
     canonical = json.dumps(hashed, sort_keys=True, separators=(",", ":"), default=str)
     return hashlib.sha256(canonical.encode()).hexdigest()[:8]
 

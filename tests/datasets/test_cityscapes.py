@@ -93,6 +93,13 @@ def test_batches_are_functions_of_seed_client_and_step(root):
     assert not torch.equal(ahead[0][0][0], other.cohort_batch([0], [0]).batches()[0][0])
 
 
+def test_threads_change_no_batch(root):
+    settings = {"crop_size": (8, 8), "scale": (0.5, 1.5), "horizontal_flip": True, "color_jitter": 0.4}
+    for step in range(3):
+        one, four = (made(root, threads=n, **settings).cohort_batch([0], [step]).batches()[0] for n in (1, 4))
+        assert all(map(torch.equal, one, four))
+
+
 def test_users_of_a_split_file_are_the_clients(root, tmp_path):
     def files(city, numbers):
         x = [f"train/{city}/{city}_{n:06}_leftImg8bit.png" for n in numbers]

@@ -164,7 +164,7 @@ def test_clients_may_share_out_the_test_samples_too():
 
 
 def test_clients_share_samples_only_where_the_file_says_so():
-    clients = [{"train": [1, 2], "val": [3]}, {"id": "b", "train": [3, 4]}]
+    clients = [{"train": [1, 2, 3]}, {"id": "b", "train": [3, 4]}]
     with pytest.raises(ConfigurationError, match=r"clients 0 and b both have the sample 3; .*overlap"):
         made(from_file(clients))
     assert made(from_file(clients, overlap=True)).num_clients == 2
@@ -244,6 +244,12 @@ ONE = [{"train": [0, 1]}]
         (content([{"train": [[1, 2], [3]]}]), "client 0, train is no list"),
         (content([{"train": [10**30]}]), "client 0, train is no list"),
         (content([{"train": 5}]), "client 0, train is no list"),
+        (content([{"train": [0], "validation": [1]}]), "a client has the key 'validation'; a client takes"),
+        (content([{"train": [0], "id": "1"}, {"train": [1]}]), "two clients are called '1'"),
+        (
+            content([{"train": [0, 1]}, {"train": [0], "test": [1]}], overlap=True),
+            "client 1, test has the sample 1, which a client trains on",
+        ),
     ],
 )
 def test_a_file_that_cannot_be_is_one_line(given, message):

@@ -178,3 +178,14 @@ def test_what_holds_no_image_is_named(root, split, message):
         path.unlink()
     with pytest.raises(ConfigurationError, match=rf"has no image in {message}; expected train/<class>"):
         made(root)
+
+
+def test_images_in_folders_of_a_class_folder_belong_to_the_class(root):
+    before = made(root).train_images
+    deeper = root / "train" / "n02" / "more"
+    deeper.mkdir()
+    picture(np.random.default_rng(1)).save(deeper / "x.png")
+    images = made(root).train_images
+    (found,) = {*map(images.path, range(len(images)))} - {*map(before.path, range(len(before)))}
+    assert found == deeper / "x.png"
+    assert images.labels[[*map(images.path, range(len(images)))].index(found)] == 1

@@ -99,6 +99,13 @@ def test_auxiliary_heads_have_weights_and_smaller_outputs_are_enlarged():
         task.loss(scores, labels)
 
 
+def test_a_label_for_each_image_is_no_segmentation():
+    with pytest.raises(
+        ConfigurationError, match=r"model.task: .*found \[4, 10\] and \[4\]; use task: Classification"
+    ):
+        Segmentation().loss(torch.zeros(4, 10), torch.zeros(4))
+
+
 def test_a_label_that_is_no_class_is_named():
     scores, labels = scenes(1)
     labels[0, 0, 0] = 7

@@ -53,6 +53,14 @@ def test_setting_of_the_trainer_that_changes_no_result_leaves_the_hash(setting):
     assert config_hash(changed("trainer", setting)) == config_hash(CONFIG)
 
 
+def test_threads_that_read_images_leave_the_hash():
+    data = [{"class_path": "ImageNet", "init_args": {"threads": n, "data_dir": "d"}} for n in (1, 4)]
+    assert len({config_hash({**CONFIG, "data": one}) for one in data}) == 1
+    assert config_hash({**CONFIG, "data": {**data[0], "init_args": {}}}) != config_hash(
+        {**CONFIG, "data": data[0]}
+    )
+
+
 def test_only_model_data_trainer_and_seed_name_a_run():
     config = {**CONFIG, "data": {}, "run_root": "runs"}
     other = {**config, "threads": 3, "wandb": {"mode": "online"}, "checkpoint": {"monitor": "val/loss"}}

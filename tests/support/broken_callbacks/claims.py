@@ -178,9 +178,11 @@ class WithoutTheShare(SCAFFOLD):
     def on_before_aggregate(self, trainer, pl_module, cohort):
         before = dict(self.memory.get(SERVER, {}))
         super().on_before_aggregate(trainer, pl_module, cohort)
+        kept = {}
         for block, now in self.memory[SERVER].items():
             old = before.get(block, torch.zeros_like(now))
-            self.memory[SERVER][block] = old + (now - old) / pl_module.weight_share(cohort)
+            kept[block] = old + (now - old) / pl_module.weight_share(cohort)
+        self.memory[SERVER] = kept
 
 
 @fails("moments_of_the_mixture")

@@ -28,9 +28,8 @@ class FadingMomentum(MaintainedMomentum):
 
     def on_before_aggregate(self, trainer, pl_module, cohort):
         super().on_before_aggregate(trainer, pl_module, cohort)
-        for kept in self.memory.values():
-            for name in kept.keys() - {"steps"}:
-                kept[name] = 0.9 * kept[name]
+        for client, kept in self.memory.items():
+            self.memory[client] = {name: x if name == "steps" else 0.9 * x for name, x in kept.items()}
 
 
 @fails("local state", "absent clients")
