@@ -23,7 +23,7 @@ from fl_lightning.run_directory.metrics import read_metrics
 
 METHODS: dict[str, list[Any]] = {
     "FedAvg": [],
-    "FedBN": [{"class_path": "FedBN", "init_args": {"evaluate_clients": 10}}],
+    "FedBN": [{"class_path": "FedBN", "init_args": {"evaluate_clients": 1}}],
     "MaintainedMomentum": ["MaintainedMomentum"],
     "SCAFFOLD": ["SCAFFOLD"],
 }
