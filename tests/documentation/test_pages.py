@@ -10,7 +10,7 @@ import torch
 from command_line import main
 from helpers import SGD, blobs, fit, small_cnn, write_cifar10_folders
 from pages import OURS, PAGES, ROOT, blocks, commands, looped_configurations, methods_of
-from readme_code import METHOD_BLOCKS
+from readme_code import METHOD_BLOCKS, hide
 from street_scenes import write_scenes
 
 from datamodules import CIFAR10
@@ -73,7 +73,9 @@ def write_methods(tmp_path, monkeypatch):
     def write(name):
         Path("methods.py").write_text(methods_of(name))
 
-    return write
+    yield write
+    if "methods" in sys.modules:
+        hide(vars(sys.modules.pop("methods")))
 
 
 def write_own_images(root):
@@ -124,6 +126,7 @@ def test_every_command_of_a_page_runs_in_its_order_for_two_rounds(name, write_me
 def test_the_methods_of_the_pages_keep_what_they_promise(name):
     namespace = {"__name__": "methods"}
     exec(methods_of("docs/own-method.md"), namespace)  # noqa: S102  # our own page
+    hide(namespace)
     assert certify(namespace[name], references=False).failed == []
 
 

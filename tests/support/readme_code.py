@@ -18,12 +18,16 @@ METHOD_BLOCKS = {
 """The two that start from nothing but ``FederatedCallback`` and what it keeps."""
 
 
+def hide(namespace):
+    """Make the classes as if made in a function: the command line knows methods by bare names, and FedBN is the shipped one."""
+    for name in METHOD_BLOCKS.keys() & namespace.keys():
+        namespace[name].__qualname__ = f"methods.<locals>.{name}"
+
+
 def methods():
     """The classes by name, made anew from the pages' text."""
     namespace = {}
     for block in METHOD_BLOCKS.values():
         exec(block, namespace)  # noqa: S102  # our own pages
-    for name in METHOD_BLOCKS:
-        # as if made in a function: the command line knows methods by bare names, and FedBN is the shipped one
-        namespace[name].__qualname__ = f"methods.<locals>.{name}"
+    hide(namespace)
     return SimpleNamespace(**{name: namespace[name] for name in METHOD_BLOCKS})
