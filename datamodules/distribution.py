@@ -148,7 +148,7 @@ def images_at(data: ImageData, samples: Tensor) -> Tensor:
         )
         if len(index)
     ]
-    return torch.cat(found) if len(found) > 1 else (found or [data.train_images[:0]])[0]
+    return torch.cat(found) if len(found) > 1 else (found or [data.train_images[:0].clone()])[0]
 
 
 def _without(samples: Tensor, others: Tensor) -> Tensor:

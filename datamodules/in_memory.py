@@ -27,9 +27,11 @@ class InMemoryDataModule(PartitionedDataModule):
     """The base of the shipped image classification data sets: a subclass says how to :meth:`load` the images.
 
     Args:
+        num_clients: Number of clients, where the partition does not know it.
+        batch_size: Samples in a client's batch, 20 in the FixBN paper; every batch is complete.
         crop_padding: Black border in pixels for random crops, 0 for no crops. FixBN pads by 2, FedTAN by 4.
         horizontal_flip: Whether training images are flipped with probability 1/2.
-        **settings: Those of :class:`~datamodules.partitioned.PartitionedDataModule`.
+        **settings: The others of :class:`~datamodules.partitioned.PartitionedDataModule`.
 
     Attributes:
         scale: The pixel value that stands for 1.
@@ -47,8 +49,16 @@ class InMemoryDataModule(PartitionedDataModule):
     val_images: EvaluationImages
     test_images: EvaluationImages
 
-    def __init__(self, *, crop_padding: int = 0, horizontal_flip: bool = False, **settings: Any) -> None:
-        super().__init__(**settings)
+    def __init__(
+        self,
+        num_clients: int = 10,
+        batch_size: int = 20,
+        *,
+        crop_padding: int = 0,
+        horizontal_flip: bool = False,
+        **settings: Any,
+    ) -> None:
+        super().__init__(num_clients, batch_size, **settings)
         if crop_padding < 0:
             raise ConfigurationError(
                 f"crop_padding must be at least 0 pixels (0 for no crops), found {crop_padding}"
