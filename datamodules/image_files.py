@@ -17,7 +17,7 @@ Samples = Sequence[tuple[Path, int]]
 
 
 class ImageFiles(InMemoryDataModule):
-    """The base of data sets of image files: a subclass sets ``num_classes`` and says in :meth:`load` what to :meth:`read`.
+    """The base of data sets of image files: a subclass sets ``num_classes`` and says in ``load()`` what to :meth:`read`.
 
     Images become RGB; one that is not of the right size has its shorter side resized to ``image_size`` and is cropped to
     the centre. They are decoded once, into a cache that is checked against the files and its own checksum at every

@@ -160,7 +160,7 @@ class ClientMemory(MutableMapping[int, Mapping[str, Tensor]]):
         return {_RECORD: record}
 
     def forget(self, round_number: int) -> None:
-        """Remove the files of earlier checkpoints with this :attr:`label`, now that a newer one is written."""
+        """Remove the files of earlier checkpoints with this ``label``, now that a newer one is written."""
         if self._folder is not None and self._ranks.rank == 0:
             assert self._live is not None
             for folder in self._live.parent.glob(f"{self.label}_*"):
