@@ -65,7 +65,7 @@ class ClientEvaluation(Report, FederatedCallback):
             return own.metrics
         histograms = pl_module.data.class_histograms() or [[]] * pl_module.data.num_clients
         accuracy = weighed_accuracy(pl_module.evaluation.class_quality, histograms[client])
-        return {} if accuracy is None else {"accuracy": accuracy}
+        return {} if accuracy is None else {pl_module.task.quality: accuracy}
 
     def tables(self) -> Mapping[str, Table]:
         """The last evaluation's values by client."""

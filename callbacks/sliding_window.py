@@ -72,7 +72,7 @@ class SlidingWindowFixBN(FoundFreezing):
             pl_module.log("fixbn/window_variance", variance)
             if variance < self.threshold:
                 self.freeze_after(pl_module, cohort.round)
-                self.statistics.clear()
+                self.statistics = ClientMemory()
 
     def state_dict(self) -> dict[str, Any]:
         """T*, the window and, until T* is found, the statistics that each client sent last."""

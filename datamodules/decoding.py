@@ -1,6 +1,7 @@
 """Image files: which files they are, and their pixels in 8 bits, square and of one size."""
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
@@ -17,21 +18,24 @@ def is_image(name: str) -> bool:
     return name.lower().endswith(SUFFIXES) and not name.startswith(".")
 
 
-def list_images(folder: Path) -> list[Path]:
-    """All image files below a folder, in alphabetical order; hidden files are not images, links are followed.
+def image_names(folder: Path) -> Iterator[str]:
+    """All image files below a folder, as paths relative to it; hidden files are not images, links are followed.
 
     Raises:
         ConfigurationError: A link leads back to a folder that it lies in.
     """
-    images = []
     for parent, _, names in os.walk(folder, followlinks=True):
-        here = Path(parent)
-        if here.is_symlink() and here.parent.resolve().is_relative_to(here.resolve()):
+        if os.path.islink(parent) and (here := Path(parent)).parent.resolve().is_relative_to(here.resolve()):
             raise ConfigurationError(
                 f"data_dir holds {here}, a link to the folder {here.resolve()} that it lies in; remove it"
             )
-        images += [here / name for name in names if is_image(name)]
-    return sorted(images)
+        place = "" if parent == str(folder) else os.path.relpath(parent, folder)
+        yield from (os.path.join(place, name) for name in names if is_image(name))
+
+
+def list_images(folder: Path) -> list[Path]:
+    """The paths of :func:`image_names`, in alphabetical order."""
+    return sorted(folder / name for name in image_names(folder))
 
 
 def subfolders(folder: Path) -> list[str]:

@@ -116,17 +116,10 @@ class PartitionedDataModule(FederatedDataModule):
         test_groups: Tensor | None = None,
         group_names: Sequence[str] = (),
     ) -> Distribution:
-        """Decide who gets which samples, see :func:`datamodules.distribution.distribute`.
-
-        Args:
-            train_labels: Class of each training sample, int64, shape ``[N]``.
-            test_labels: Class of each test sample, int64, shape ``[M]``.
-            train_groups: Group of each training sample, int64, shape ``[N]``, for data that come in groups.
-            test_groups: Group of each test sample, int64, shape ``[M]``, likewise.
-            group_names: What group g is called.
+        """Decide who gets which samples, see :func:`datamodules.distribution.distribute`; group g is called ``group_names[g]``.
 
         Raises:
-            ConfigurationError: The partition is impossible, the validation set would be empty, or a label is none of a class.
+            ConfigurationError: As there, or a label is none of a class.
         """
         self._check_labels("train_labels", train_labels)
         self._check_labels("test_labels", test_labels)

@@ -1,5 +1,6 @@
 """Samples that are read from files when a batch needs them: no more than a batch is in memory."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -12,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 from datamodules.images import Batch
 
 
-class StreamedSamples(Dataset[Batch]):
+class StreamedSamples(Dataset[Batch], ABC):
     """Samples that a subclass can :meth:`read` from files and :meth:`finish`; images are normalised as ``(pixel / 255 - mean) / std``.
 
     Args:
@@ -25,13 +26,13 @@ class StreamedSamples(Dataset[Batch]):
         self.mean, self.std = (torch.tensor(values).view(-1, 1, 1) for values in (mean, std))
         self.threads = threads
 
+    @abstractmethod
     def read(self, index: int) -> Any:
         """Read a sample, in any thread: without random numbers."""
-        raise NotImplementedError
 
+    @abstractmethod
     def finish(self, found: Any) -> Batch:
         """Augment what was read, with torch's global generator, and give image and label: one sample after the other."""
-        raise NotImplementedError
 
     def __getitem__(self, index: int) -> Batch:
         return self.finish(self.read(index))

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Subset
 from torchvision.transforms import v2
 
 from datamodules.class_folders import LAYOUT, ClassFolders
-from datamodules.decoding import is_image, read_image
+from datamodules.decoding import image_names, read_image
 from datamodules.images import Batch
 from datamodules.partitioned import PartitionedDataModule
 from datamodules.streamed import StreamedClient, StreamedSamples
@@ -210,14 +210,8 @@ class ImageNet(StreamedImages):
 
 
 def _image_names(folder: Path) -> "np.ndarray[Any, Any]":
-    """The image files of a folder and of those in it, in alphabetical order, as bytes; none where it is not there."""
-    found = [
-        os.path.relpath(os.path.join(place, name), folder) if place != str(folder) else name
-        for place, _, names in os.walk(folder, followlinks=True)
-        for name in names
-        if is_image(name)
-    ]
-    return np.array(sorted(map(os.fsencode, found)), dtype="S")
+    """The image files below a folder in alphabetical order, as bytes; none where it is not there."""
+    return np.array(sorted(map(os.fsencode, image_names(folder))), dtype="S")
 
 
 def _part(images: ImageStream, indices: Tensor) -> Subset[Batch]:

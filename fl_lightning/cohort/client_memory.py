@@ -140,9 +140,8 @@ class ClientMemory(MutableMapping[int, Mapping[str, Tensor]]):
             round_number: The round after which the checkpoint is written.
         """
         self.flush()
-        if self._folder is None:
+        if self._folder is None or self._live is None:  # of no training: what a checkpoint had
             return {client: dict(entry) for client, entry in self.items()}
-        assert self._live is not None
         for client in self._unsynced:
             with self._file(client).open("rb") as file:
                 os.fsync(file.fileno())
@@ -217,7 +216,7 @@ class ClientMemory(MutableMapping[int, Mapping[str, Tensor]]):
             try:
                 target.mkdir(parents=True)
                 for client in self._sums:
-                    _link(source / f"{client}.pt", target / f"{client}.pt")
+                    _link_file(source / f"{client}.pt", target / f"{client}.pt")
             except OSError as error:
                 raise unwritable(target, error) from error
 
@@ -246,21 +245,27 @@ def saved(tree: Any, round_number: int) -> Any:
     return _each(tree, lambda memory: memory.saved(round_number))
 
 
-def locate(tree: Any, checkpoint: str) -> None:
-    """Let the records of memories in a checkpoint's state know where the run is now, if their files are there."""
-    run = Path(checkpoint).absolute().parents[1]
-    for record in [tree.get(_RECORD), *tree.values()] if isinstance(tree, dict) else []:
-        if isinstance(record, dict):
-            if record is tree.get(_RECORD) and (run / record["folder"]).is_dir():
-                record["run"] = str(run)
-            locate(record, checkpoint)
+def locate(tree: Any, checkpoint: Any) -> None:
+    """Let the records of memories in a checkpoint's state know where the run is now, if their files are there.
+
+    Args:
+        tree: The state, changed in place.
+        checkpoint: Path of the checkpoint, None where it is not known.
+    """
+    if not isinstance(tree, dict) or checkpoint is None:
+        return
+    record, run = tree.get(_RECORD), Path(checkpoint).absolute().parents[1]
+    if record is not None and (run / record["folder"]).is_dir():
+        record["run"] = str(run)
+    for inner in tree.values():
+        locate(inner, checkpoint)
 
 
 def _each(tree: Any, function: Any) -> Any:
     return tree_map(lambda leaf: function(leaf) if isinstance(leaf, ClientMemory) else leaf, tree)
 
 
-def _link(source: Path, target: Path) -> None:
+def _link_file(source: Path, target: Path) -> None:
     try:
         os.link(source, target)
     except OSError:

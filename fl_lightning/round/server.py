@@ -177,7 +177,7 @@ class ServerModule(L.LightningModule):
         if state is None:
             raise ConfigurationError("ckpt_path: the checkpoint was not written by a FederatedModule")
         self._resumed = self._trainer is not None and self._trainer.state.fn == TrainerFn.FITTING
-        locate(checkpoint.get("callbacks"), str(self.trainer.ckpt_path))
+        locate(checkpoint.get("callbacks"), self._trainer and self._trainer.ckpt_path)
         self.total_rounds = state["total_rounds"]
         self.record = RunRecord()
         self.record.load_state_dict(state["record"])

@@ -5,6 +5,7 @@ import shutil
 from contextlib import nullcontext
 from functools import partial
 
+import lightning as L
 import pytest
 import torch
 from helpers import ClientStates, SaveRounds, blobs, distance, fit, small_cnn
@@ -151,6 +152,25 @@ def test_a_checkpoint_of_lightnings_own_stays_whole(tmp_path):
     again = FederatedModule(small_cnn(), client_optimizer=MOMENTUM, local_steps=2, participation=2)
     fit(again, blobs(5), 3, [FedBN()], tmp_path / "1.ckpt", default_root_dir=tmp_path / "two")
     assert distance(module.state_dict(), again.state_dict()) == 0
+
+
+@pytest.mark.usefixtures("in_files")
+def test_a_module_is_loaded_without_a_trainer_and_saved_after_an_evaluation(tmp_path):
+    state, _, callback, _ = train("FedBN", tmp_path)
+    ckpt_path = tmp_path / "checkpoints" / "last.ckpt"
+    settings = {"client_optimizer": MOMENTUM, "local_steps": 2}
+    module = FederatedModule.load_from_checkpoint(ckpt_path, model=small_cnn().double(), **settings)
+    assert distance(module.state_dict(), state) == 0
+    method = FedBN()
+    trainer = L.Trainer(
+        callbacks=[method], accelerator="cpu", precision="64-true", logger=False, enable_progress_bar=False,
+        enable_model_summary=False, enable_checkpointing=False,
+    )  # fmt: skip
+    trainer.validate(FederatedModule(small_cnn(), **settings), blobs(5), ckpt_path=ckpt_path, verbose=False)
+    assert same(method, callback)
+    trainer.save_checkpoint(tmp_path / "evaluated.ckpt")
+    kept = torch.load(tmp_path / "evaluated.ckpt", weights_only=True)["callbacks"]["FedBN"]
+    assert checksums(kept) == checksums(contents(callback.state_dict()))
 
 
 def entry(client, round_number):

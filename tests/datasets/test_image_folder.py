@@ -1,59 +1,19 @@
-"""Images in class folders: layout, decoding, the cache, and real photographs where they are at hand."""
+"""Images in class folders: layout, decoding, and real photographs where they are at hand."""
 
 import os
 import zipfile
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from colour_folders import load, save
 from PIL import Image
 
 from datamodules import ImageFolder
-from datamodules import image_cache as cache_module
 from fl_lightning import ConfigurationError
 
 REAL_IMAGES = Path(__file__).parents[3] / "shared" / "data" / "cifar10-jpeg.zip"
-
-
-def save(path, pixels):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    Image.fromarray(np.asarray(pixels, dtype=np.uint8)).save(path)
-
-
-@pytest.fixture
-def tree(tmp_path):
-    """Two classes, created out of order; image i of class c is a plain colour (10 * i, 100 * c, 7 + i)."""
-    root = tmp_path / "tree"
-    for split, count in (("train", 6), ("test", 3)):
-        for label, name in ((1, "zebra"), (0, "ant")):
-            for index in range(count):
-                colour = np.full((8, 8, 3), (10 * index, 100 * label, 7 + index))
-                save(root / split / name / f"{index}.png", colour)
-    return root
-
-
-@pytest.fixture
-def decoded(monkeypatch):
-    """The paths that were decoded, in order."""
-    paths = []
-
-    def spy(path, size, decode=cache_module.decode):
-        paths.append(path)
-        return decode(path, size)
-
-    monkeypatch.setattr(cache_module, "decode", spy)
-    return paths
-
-
-def load(root, **settings):
-    return ImageFolder(str(root), 8, **settings).load()
-
-
-def cache_file():
-    (path,) = Path("data/cache").glob("*.pt")
-    return path
 
 
 def test_classes_are_the_train_folders_in_alphabetical_order(tree):
@@ -100,111 +60,6 @@ def test_other_sizes_and_modes_become_square_rgb(tree):
     images = load(tree).train_images
     assert images[7].unique().tolist() == [200], "the shorter side is resized and the centre kept"
     assert images[6].float().mean() > 250, "no ink is white"
-
-
-def test_the_second_start_reads_the_cache(tree, decoded):
-    first = load(tree)
-    assert len(decoded) == 18
-    second = load(tree)
-    assert len(decoded) == 18
-    assert torch.equal(first.train_images, second.train_images)
-    assert torch.equal(first.test_images, second.test_images)
-    assert cache_file().parent == Path("data/cache")
-
-
-def test_cache_dir_says_where_the_cache_lies(tree, tmp_path):
-    load(tree, cache_dir=str(tmp_path / "elsewhere"))
-    assert len(list((tmp_path / "elsewhere").glob("tree-8px-*.pt"))) == 1
-    assert not Path("data").exists()
-
-
-@pytest.mark.parametrize("change", ["added", "removed", "rewritten", "touched", "renamed"])
-def test_a_changed_tree_is_decoded_again(tree, decoded, change):
-    load(tree)
-    file = tree / "train" / "ant" / "0.png"
-    if change == "added":
-        save(file.with_name("new.png"), np.zeros((8, 8, 3)))
-    elif change == "removed":
-        file.unlink()
-    elif change == "rewritten":
-        save(file, np.random.default_rng(0).integers(0, 255, (8, 8, 3)))
-    elif change == "touched":
-        os.utime(file, (1, 1))
-    else:
-        file.rename(file.with_name("00.png"))
-    decoded.clear()
-    found = load(tree)
-    assert len(decoded) == 18 + (change == "added") - (change == "removed")
-    cache_file().unlink()
-    assert torch.equal(found.train_images, load(tree).train_images)
-
-
-@pytest.mark.parametrize("damage", ["truncated", "flipped bit", "empty", "other object", "text"])
-def test_a_damaged_cache_is_rebuilt_not_trusted(tree, decoded, damage):
-    expected = load(tree)
-    cache = cache_file()
-    content = cache.read_bytes()
-    if damage == "truncated":
-        cache.write_bytes(content[: len(content) // 2])
-    elif damage == "flipped bit":
-        pixels = content.index(expected.train_images.numpy().tobytes())
-        cache.write_bytes(content[:pixels] + bytes([content[pixels] ^ 1]) + content[pixels + 1 :])
-    elif damage == "empty":
-        cache.write_bytes(b"")
-    elif damage == "other object":
-        torch.save([1, 2], cache)
-    else:
-        cache.write_text("not a cache")
-    decoded.clear()
-    found = load(tree)
-    assert len(decoded) == 18
-    assert torch.equal(found.train_images, expected.train_images)
-    load(tree)
-    assert len(decoded) == 18
-
-
-def test_a_cache_with_any_damage_is_rebuilt(tree):
-    before = load(tree)
-    path = cache_file()
-    whole = path.read_bytes()
-    draw = np.random.default_rng(0)
-    for _ in range(150):
-        content = bytearray(whole)
-        for place in draw.integers(len(whole), size=4):
-            content[place] = draw.integers(256)
-        # what names the parts of the archive is short: it would seldom be hit
-        content[len(whole) - int(draw.integers(1, 400))] = draw.integers(256)
-        path.write_bytes(content)
-        after = load(tree)
-        assert torch.equal(after.train_images, before.train_images)
-        assert torch.equal(after.test_images, before.test_images)
-
-
-def test_each_size_has_a_cache_of_its_own(tree, decoded):
-    load(tree)
-    ImageFolder(str(tree), 4).load()
-    load(tree)
-    assert len(decoded) == 36
-
-
-def test_starts_at_the_same_time_decode_once(tree, decoded):
-    with ThreadPoolExecutor(2) as pool:
-        first, second = pool.map(load, [tree, tree])
-    assert len(decoded) == 18
-    assert torch.equal(first.train_images, second.train_images)
-    assert list(Path("data/cache").iterdir()) == [cache_file()]
-
-
-def test_a_killed_build_leaves_no_cache(tree, monkeypatch):
-    def killed(path, size):
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(cache_module, "decode", killed)
-        with pytest.raises(KeyboardInterrupt):
-            load(tree)
-    assert not list(Path("data/cache").glob("*.pt"))
-    assert len(load(tree).train_labels) == 12
 
 
 @pytest.mark.parametrize("content", [b"", b"no image", b"\x89PNG\r\n\x1a\n" + b"\0" * 40])
@@ -277,29 +132,12 @@ def test_an_impossible_size_is_refused(tree):
         ImageFolder(str(tree), 0)
 
 
-def test_a_cache_that_cannot_be_written_is_an_error_that_names_it(tree):
-    Path("occupied").write_text("a file")
-    for folder in ("occupied", "occupied/cache"):
-        with pytest.raises(
-            ConfigurationError, match=r"occupied.* cannot be written: .*; free space or choose"
-        ):
-            load(tree, cache_dir=folder)
-
-
 def test_data_and_cache_may_lie_in_the_home_of_the_user(tree, monkeypatch):
     monkeypatch.setenv("HOME", str(tree.parent))
     datamodule = ImageFolder("~/tree", 8, cache_dir="~/cache")
     datamodule.load()
     assert len(list((tree.parent / "cache").glob("tree-8px-*.pt"))) == 1
     assert not Path("~").exists()
-
-
-def test_failed_build_leaves_no_folder(tree):
-    before = sorted(Path.cwd().iterdir())
-    (tree / "train" / "ant" / "2.png").write_bytes(b"no image")
-    with pytest.raises(ConfigurationError):
-        load(tree)
-    assert sorted(Path.cwd().iterdir()) == before
 
 
 @pytest.mark.skipif(not REAL_IMAGES.exists(), reason=f"needs the CIFAR-10 photographs in {REAL_IMAGES.name}")
@@ -319,14 +157,6 @@ def test_real_photographs_are_decoded_as_they_are(tmp_path):
     with Image.open(tmp_path / "cifar" / "train" / "cat" / "0003.jpg") as image:
         expected = torch.from_numpy(np.array(image)).permute(2, 0, 1)
     assert torch.equal(data.train_images[datamodule.class_names.index("cat") * 25 + 3], expected)
-
-
-def test_a_folder_that_cannot_be_locked_is_read_all_the_same(tree, monkeypatch):
-    def refuse(*_):
-        raise OSError(9, "Bad file descriptor")  # what some network file systems say of a folder
-
-    monkeypatch.setattr(cache_module.fcntl, "flock", refuse)
-    assert load(tree).train_labels.tolist() == [0] * 6 + [1] * 6
 
 
 def test_class_folders_without_a_test_part_are_split_by_the_seed(tree):

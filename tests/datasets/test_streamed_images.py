@@ -180,6 +180,12 @@ def test_what_holds_no_image_is_named(root, split, message):
         made(root)
 
 
+def test_a_link_that_leads_back_is_named_and_not_followed_for_ever(root):
+    (root / "train" / "n02" / "back").symlink_to(root / "train" / "n02")
+    with pytest.raises(ConfigurationError, match=r"a link to the folder .*n02 that it lies in"):
+        made(root)
+
+
 def test_images_in_folders_of_a_class_folder_belong_to_the_class(root):
     before = made(root).train_images
     deeper = root / "train" / "n02" / "more"

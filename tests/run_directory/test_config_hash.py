@@ -1,0 +1,123 @@
+"""What of a configuration names its run: whatever decides the numbers, and nothing else."""
+
+import copy
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fl_lightning.run_directory.directory import (
+    OUTSIDE_THE_HASH,
+    config_hash,
+    directory_of,
+)
+
+CONFIG = {
+    "seed_everything": 0,
+    "ckpt_path": None,
+    "name": "quickstart",
+    "model": {
+        "class_path": "fl_lightning.FederatedModule",
+        "init_args": {"local_steps": 5, "name": "resnet8"},
+    },
+    "trainer": {
+        "max_epochs": 10,
+        "precision": "32-true",
+        "callbacks": [
+            {"class_path": "callbacks.fixbn.FixBN", "init_args": {"freeze_round": 5}},
+            {"class_path": "fl_lightning.cli.progress.RoundProgress", "init_args": {"every_n_seconds": 5.0}},
+        ],
+    },
+}
+
+
+def changed(*keys, value="other"):
+    config = copy.deepcopy(CONFIG)
+    node = config
+    for key in keys[:-1]:
+        node = node[key]
+    node[keys[-1]] = value
+    return config
+
+
+@pytest.mark.parametrize("setting", sorted(name for name in OUTSIDE_THE_HASH if name.islower()))
+def test_setting_of_the_trainer_that_changes_no_result_leaves_the_hash(setting):
+    assert config_hash(changed("trainer", setting)) == config_hash(CONFIG)
+
+
+def test_threads_that_read_images_leave_the_hash():
+    data = [{"class_path": "ImageNet", "init_args": {"threads": n, "data_dir": "d"}} for n in (1, 4)]
+    assert len({config_hash({**CONFIG, "data": one}) for one in data}) == 1
+    assert config_hash({**CONFIG, "data": {**data[0], "init_args": {}}}) != config_hash(
+        {**CONFIG, "data": data[0]}
+    )
+
+
+def test_only_model_data_trainer_and_seed_name_a_run():
+    config = {**CONFIG, "data": {}, "run_root": "runs"}
+    other = {**config, "threads": 3, "wandb": {"mode": "online"}, "checkpoint": {"monitor": "val/loss"}}
+    assert directory_of(config) == directory_of(other)
+    assert directory_of(config) != directory_of({**config, "seed_everything": 1})
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        ("trainer", "precision"),
+        ("model", "init_args", "local_steps"),
+        ("model", "init_args", "name"),
+        ("trainer", "callbacks", 0, "class_path"),
+        ("trainer", "callbacks", 0, "init_args", "freeze_round"),
+    ],
+)
+def test_setting_that_changes_the_result_changes_the_hash(keys):
+    assert config_hash(changed(*keys)) != config_hash(CONFIG)
+
+
+def test_progress_bar_and_checkpoint_callbacks_do_not_count_wherever_they_stand():
+    fixbn, _ = CONFIG["trainer"]["callbacks"]
+    checkpoint = {
+        "class_path": "fl_lightning.run_directory.checkpoints.RoundCheckpoint",
+        "init_args": {"every_n_rounds": 1},
+    }
+    assert config_hash(changed("trainer", "callbacks", value=[checkpoint, fixbn])) == config_hash(CONFIG)
+
+
+def test_order_of_callbacks_counts_and_order_of_keys_does_not():
+    fixbn, _ = CONFIG["trainer"]["callbacks"]
+    fedbn = {"class_path": "callbacks.fedbn.FedBN"}
+    one = changed("trainer", "callbacks", value=[fixbn, fedbn])
+    other = changed("trainer", "callbacks", value=[fedbn, fixbn])
+    assert config_hash(one) != config_hash(other)
+    assert config_hash(dict(reversed(CONFIG.items()))) == config_hash(CONFIG)
+
+
+def test_hash_is_eight_hex_digits_and_the_same_in_every_process():
+    code = "import json, sys; from fl_lightning.run_directory.directory import *; print(config_hash(json.load(sys.stdin)))"
+    hashes = {
+        subprocess.run(
+            [sys.executable, "-c", code],
+            input=json.dumps(CONFIG),
+            capture_output=True,
+            text=True,
+            check=True,
+            cwd=Path(__file__).parents[2],
+            env=os.environ | {"PYTHONHASHSEED": seed},
+        ).stdout.strip()
+        for seed in ("1", "2")
+    }
+    assert hashes == {config_hash(CONFIG)}
+    assert len(bytes.fromhex(hashes.pop())) == 4
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("task", {"class_path": "fl_lightning.Segmentation"}), ("initial_weights", "last.ckpt")],
+)
+def test_a_setting_that_earlier_runs_did_not_have_changes_their_hash_only_where_it_is_given(name, value):
+    model = CONFIG["model"]
+    assert config_hash({**CONFIG, "model": {**model, name: None}}) == config_hash(CONFIG)
+    assert config_hash({**CONFIG, "model": {**model, name: value}}) != config_hash(CONFIG)
