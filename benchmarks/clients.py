@@ -133,11 +133,14 @@ def measure(folder: Path, data: Path, method: str, rounds: int) -> dict[str, Any
     with tempfile.TemporaryDirectory(dir=folder) as root:
         command = [sys.executable, "-m", "fl_lightning", "fit", "--config", str(config), "--run_root", root]
         started = time.perf_counter()
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-        assert process.stdout is not None
-        first = next((time.perf_counter() for line in process.stdout if line.startswith("round ")), started)
-        process.stdout.read()
-        _, status, used = os.wait4(process.pid, 0)
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            first = next(
+                (time.perf_counter() for line in process.stdout if line.startswith("round ")), started
+            )
+            process.stdout.read()
+            _, status, used = os.wait4(process.pid, 0)
+            process.returncode = os.waitstatus_to_exitcode(status)
         if status:
             raise RuntimeError(f"the run of {method} has failed, see above")
         (metrics,) = Path(root).rglob("metrics.jsonl")

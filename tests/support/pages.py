@@ -21,11 +21,9 @@ def blocks(name, language):
 
 
 def methods_of(name):
-    """What a reader of a page and of the README has in ``methods.py``: the Python blocks without their own runs."""
-    names = dict.fromkeys(["README.md", name])
-    return "\n\n".join(
-        block for each in names for block in blocks(each, "python") if "trainer.fit" not in block
-    )
+    """What a reader of a page and of the README has in ``methods.py``: the Python blocks that run nothing themselves."""
+    written = [block for each in dict.fromkeys(["README.md", name]) for block in blocks(each, "python")]
+    return "\n\n".join(block for block in written if "trainer.fit" not in block and ".write_" not in block)
 
 
 def commands(name):
