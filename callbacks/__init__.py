@@ -1,6 +1,7 @@
 """The methods: one file, one class, one paper each. They import ``fl_lightning``, never the reverse."""
 
 from callbacks.batch_norm_diagnostics import BatchNormDiagnostics
+from callbacks.byzantine import Byzantine
 from callbacks.client_evaluation import ClientEvaluation
 from callbacks.communication_ledger import CommunicationLedger
 from callbacks.fbn import FBN
@@ -23,6 +24,7 @@ __all__ = [
     "FBN",
     "SCAFFOLD",
     "BatchNormDiagnostics",
+    "Byzantine",
     "ClientEvaluation",
     "ClientGradientClipping",
     "CommunicationLedger",

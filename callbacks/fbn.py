@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fl_lightning import ConfigurationError, FederatedCallback
+from fl_lightning.aggregation import LayerStatistics
 from fl_lightning.batch_norm.layers import ONE_VALUE, batch_norm_layers
 from fl_lightning.batch_norm.moments import merge_, moments
 from fl_lightning.batch_norm.swapping import SwappedBatchNorm, swap_batch_norm
@@ -49,8 +50,8 @@ class FBN(FederatedCallback):
 
     Training equals that of one client with the union batch, not that of ordinary BN, which normalises with the present
     batch. That asks for gradients that weigh as the values do: equal clients, or ``weighting: samples`` where batches differ
-    (``uniform`` where only the clients' sizes do). beta is each BN layer's ``momentum`` (PyTorch's convention). The module's aggregator takes the place of the
-    server's means.
+    (``uniform`` where only the clients' sizes do). beta is each BN layer's ``momentum`` (PyTorch's convention). The module's
+    ``statistics_aggregator`` takes the place of the server's means, in both lines.
 
     Args:
         wire: What is sent. ``"run"``: moving averages m_i, v_i (the paper); ``"batch"``: mean and variance of a client's
@@ -89,13 +90,20 @@ class FBN(FederatedCallback):
 
     def on_round_end(self, trainer: L.Trainer, pl_module: "FederatedModule", cohort: "Cohort") -> None:
         """Server, lines 9 and 10."""
-        for server, clients, unbias, beta, weight in self._layers(pl_module.model, cohort):
-            shares = clients.count[:, 0] / clients.count[:, 0].sum()
-            mean = pl_module.aggregator(clients.running_mean, shares)
-            within = pl_module.aggregator(clients.running_var, shares)
-            between = pl_module.aggregator((clients.running_mean - mean) ** 2, shares)
+        layers = list(self._layers(pl_module.model, cohort))
+        sent = [
+            LayerStatistics(
+                clients.running_mean,
+                clients.running_var,
+                clients.count[:, 0] / clients.count[:, 0].sum(),
+                unbias / weight,
+            )
+            for _, clients, unbias, _, weight in layers
+        ]
+        for layer, (mean, variance) in zip(layers, pl_module.statistics(sent), strict=True):
+            server, _, _, beta, weight = layer
             server.running_mean.lerp_(mean, beta / weight)
-            server.running_var.lerp_(within + unbias / weight * between, beta / weight)
+            server.running_var.lerp_(variance, beta / weight)
 
     def _layers(self, model: nn.Module, cohort: "Cohort") -> Iterator[tuple[Any, Any, float, float, float]]:
         """For each BN layer that saw values: the server's, the clients' buffers, N / (N - 1), beta and the clients' weight.

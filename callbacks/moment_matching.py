@@ -4,11 +4,12 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import lightning as L
+import torch
 
 from fl_lightning import FederatedCallback
+from fl_lightning.aggregation import sent_statistics
 from fl_lightning.batch_norm.layers import require_batch_norm
-from fl_lightning.batch_norm.moments import total_variance
-from fl_lightning.mechanisms.running_statistics import client_statistics, set_server_statistics
+from fl_lightning.mechanisms.running_statistics import set_server_statistics
 
 if TYPE_CHECKING:
     from fl_lightning import Cohort, FederatedModule
@@ -19,7 +20,8 @@ class MomentMatching(FederatedCallback):
 
     ``mu = sum p_i mu_i`` and ``sigma^2 = sum p_i sigma_i^2 + sum p_i (mu_i - mu)^2``; FedAvg leaves the last sum out. Two
     clients with means 0 and 10 and variance 1 have variance 26 together, where FedAvg says 1. Parameters train as in
-    FedAvg: only evaluation sees the difference. The module's aggregator takes the place of the three sums.
+    FedAvg: only evaluation sees the difference. The module's
+    ``statistics_aggregator`` takes the place of the three sums.
 
     Caution: clients send moving averages, ``mu_i = (1 - b) mu + b (their own)`` with b = 1 - (1 - beta)^E, so their means
     lie b times as far apart as those of their batches. The last sum is b^2 of what it should be where the moving average
@@ -45,5 +47,6 @@ class MomentMatching(FederatedCallback):
 
     def on_round_end(self, trainer: L.Trainer, pl_module: "FederatedModule", cohort: "Cohort") -> None:
         """The server's statistics."""
-        means, variances = client_statistics(cohort)
-        set_server_statistics(cohort, *total_variance(means, variances, cohort.weights, pl_module.aggregator))
+        sent = sent_statistics(cohort.buffers, cohort.buffer_kinds, cohort.weights, between=1.0)
+        means, variances = zip(*pl_module.statistics([*sent.values()]), strict=True)
+        set_server_statistics(cohort, torch.cat(means), torch.cat(variances))

@@ -31,7 +31,7 @@ commands:
   verify     check what a method promises: verify --callback FixBN, --callback methods.Mine, --all
   search-freeze   choose FixBN's T* over a grid on validation data; see search-freeze --help
   partition  show who the clients are: sizes, classes, a picture; --save FILE.json keeps them
-  list       what a YAML can name: list {methods,models,data,partitions,norms,aggregators}
+  list       what a YAML can name: list {methods,models,data,partitions,norms,aggregators,attacks}
 
 often used:
   --config configs/quickstart.yaml   a YAML file; several are merged, later ones win

@@ -17,6 +17,7 @@ from fl_lightning.aggregation.functions import (
     nearest_neighbor_mixing,
     trimmed_mean,
 )
+from fl_lightning.aggregation.statistics import LayerStatistics, StatisticsAggregator, sent_statistics
 from fl_lightning.aggregation.weiszfeld import GeometricMedian
 
 __all__ = [
@@ -24,10 +25,12 @@ __all__ = [
     "Aggregator",
     "GeometricMedian",
     "Krum",
+    "LayerStatistics",
     "Median",
     "MultiKrum",
     "PreAggregator",
     "RobustAggregator",
+    "StatisticsAggregator",
     "TrimmedMean",
     "WeightedMean",
     "geometric_median",
@@ -36,6 +39,7 @@ __all__ = [
     "multi_krum",
     "nearest_neighbor_mixing",
     "require_weighted_mean",
+    "sent_statistics",
     "trimmed_mean",
     "weighted_mean",
 ]

@@ -1,19 +1,12 @@
 """Means and variances of a union from those of its parts."""
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
 from fl_lightning.aggregation import weighted_mean
 
 
-def total_variance(
-    means: Tensor,
-    variances: Tensor,
-    weights: Tensor,
-    combine: Callable[[Tensor, Tensor], Tensor] = weighted_mean,
-) -> tuple[Tensor, Tensor]:
+def total_variance(means: Tensor, variances: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
     """Mean and variance of the union of several samples, by the law of total variance.
 
     With the parts' biased variances and weights K_i / N it is exactly the biased variance of the union: the mean of the
@@ -23,13 +16,12 @@ def total_variance(
         means: Mean of each part, shape ``[n, d]``.
         variances: Variance of each part, likewise.
         weights: Shares of the parts, shape ``[n]``, sum 1.
-        combine: What takes the place of the weighted mean of rows ``[n, d]``: a robust aggregator.
 
     Returns:
         Mean and variance of the union, each ``[d]``.
     """
-    mean = combine(means, weights)
-    return mean, combine(variances, weights) + combine((means - mean) ** 2, weights)
+    mean = weighted_mean(means, weights)
+    return mean, weighted_mean(variances, weights) + weighted_mean((means - mean) ** 2, weights)
 
 
 @torch.no_grad()

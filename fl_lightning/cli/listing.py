@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from inspect import isabstract, isfunction
 from typing import get_type_hints
 
-from fl_lightning import aggregation, models
+from fl_lightning import aggregation, attacks, models
 from fl_lightning.cli.command_line import import_shipped
 from fl_lightning.cli.messages import command, kinds_of_settings
 from fl_lightning.console import print_table
@@ -19,6 +19,7 @@ KINDS = {
     "partitions": "data.partition",
     "norms": "model.model.norm",
     "aggregators": "model.aggregator",
+    "attacks": "trainer.callbacks.attack",
 }
 """What can be listed, and the setting that takes it."""
 
@@ -47,6 +48,7 @@ def named(kind: str) -> dict[str, str]:
     shipped = import_shipped()
     data = shipped["datamodules"]
     modules = {"methods": shipped["callbacks"], "models": models, "aggregators": aggregation}
+    modules["attacks"] = attacks
     module, base = modules.get(kind, data), kinds_of_settings()[KINDS[kind].rpartition(".")[2]]
     bases = (data.PartitionedDataModule, data.InMemoryDataModule, data.ImageFiles, data.Partition)
     found = {}

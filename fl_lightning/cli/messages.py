@@ -20,6 +20,7 @@ from torch.nn.modules.loss import _Loss
 from torch.optim import Optimizer
 
 from fl_lightning.aggregation import Aggregator, PreAggregator
+from fl_lightning.attacks import Attack
 from fl_lightning.client_data.federated import FederatedDataModule
 from fl_lightning.errors import ConfigurationError, nearest
 from fl_lightning.executors.base import Executor
@@ -99,6 +100,7 @@ def kinds_of_settings() -> dict[str, type]:
 
     return {
         "aggregator": Aggregator,
+        "attack": Attack,
         "callback": FederatedCallback,
         "callbacks": Callback,
         "client_lr_schedule": LRSchedule,
@@ -110,6 +112,7 @@ def kinds_of_settings() -> dict[str, type]:
         "partition": Partition,
         "pre": PreAggregator,
         "server_optimizer": Optimizer,
+        "statistics_aggregator": Aggregator,
         "task": Task,
     }
 

@@ -1,7 +1,7 @@
 """The layout of a cohort, and its storage: stacked tensors that are named views of whole blocks."""
 
 import os
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -79,6 +79,16 @@ class Rows(Mapping[str, Tensor]):
             blocks = {name: block[rows] for name, block in self.blocks.items()}
             self._part = rows, Rows(self.layout, blocks)
         return self._part[1]
+
+    def columns_by_layer(self, blocks: Iterable[str]) -> dict[str, list[tuple[str, slice]]]:
+        """Where the tensors of each layer lie in some blocks: by the layer's name, the block and its columns."""
+        found: dict[str, list[tuple[str, slice]]] = {}
+        for block in blocks:
+            stop = 0
+            for name, shape in self.layout[block].shapes.items():
+                start, stop = stop, stop + shape.numel()
+                found.setdefault(name.rpartition(".")[0], []).append((block, slice(start, stop)))
+        return found
 
     def row(self, index: int) -> dict[str, Tensor]:
         """The named views ``[*shape]`` of one row."""

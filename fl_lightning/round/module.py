@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from fl_lightning.aggregation import Aggregator, WeightedMean
+from fl_lightning.aggregation import Aggregator, StatisticsAggregator, WeightedMean
+from fl_lightning.aggregation.statistics import Domain
 from fl_lightning.batch_norm.layers import batch_norm_layers, set_momentum
 from fl_lightning.batch_norm.swapping import restore_batch_norm
 from fl_lightning.client_data.cohort_batch import CohortBatch
@@ -55,6 +56,9 @@ class FederatedModule(ServerModule):
         executor: Who computes the clients' gradients. None chooses when training starts, see
             :func:`~fl_lightning.executors.choice.choose_executor`.
         aggregator: How the server combines the clients. Default: :class:`~fl_lightning.aggregation.base.WeightedMean`.
+        statistics_aggregator: How it combines their running statistics. Default: ``aggregator``.
+        statistics_domain: Which of these can be none, and in which coordinates they are combined: see
+            :class:`~fl_lightning.aggregation.statistics.StatisticsAggregator`.
         weighting: Aggregation weights: ``"examples"`` (p_i = n_i / sum of n_j over the cohort), ``"uniform"``, or
             ``"samples"`` (in proportion to the samples that a client processes in the round: with one local step its
             batch size, so that the mean gradient is that of the union batch; before the local steps they are those to
@@ -99,6 +103,8 @@ class FederatedModule(ServerModule):
         participation: int | float = 1.0,
         executor: Executor | None = None,
         aggregator: Aggregator | None = None,
+        statistics_aggregator: Aggregator | None = None,
+        statistics_domain: Domain | None = None,
         weighting: Weighting = "examples",
         # nn.Module is a callable, named so that the command line knows torch's losses by their bare names
         loss: nn.Module | Callable[[Tensor, Tensor], Tensor] | None = None,
@@ -124,6 +130,7 @@ class FederatedModule(ServerModule):
         self.local_steps, self.local_epochs, self.participation = local_steps, local_epochs, participation
         self.executor, self.chooses_executor = executor or SequentialExecutor(), executor is None
         self.aggregator = aggregator or WeightedMean()
+        self.statistics = StatisticsAggregator(statistics_aggregator or self.aggregator, statistics_domain)
         self.weighting, self.client_lr_schedule = weighting, client_lr_schedule
         self.parameter_groups = parameter_groups or {}
         self.initial_weights, self.budget_epochs = initial_weights, budget_epochs
@@ -157,7 +164,9 @@ class FederatedModule(ServerModule):
             cohort.finish_steps(part, samples, weigh_samples=self.weighting == "samples")
         self.call_hook("on_before_aggregate", cohort)
         with self.clock.part("aggregation"):
-            update_server(cohort, self.aggregator, self.record, self.on_divergence, self.client_batches)
+            seed_global(derive_seed(self.seed, "aggregation", cohort.round), self.device)
+            rules = self.aggregator, self.statistics
+            update_server(cohort, *rules, self.record, self.on_divergence, self.client_batches)
             self.server_step()
         self.call_hook("on_round_end", cohort)
         agree(self, f"round {cohort.round}")
@@ -205,7 +214,10 @@ class FederatedModule(ServerModule):
         return self._batches([cohort.client_ids[row] for row in indices], step)
 
     def _batches(self, clients: Sequence[int], step: int) -> CohortBatch:
-        batches = self.data.cohort_batch(*self.plan.sources(clients, self.round, step))
+        sources = self.plan.sources(clients, self.round, step)
+        batches = self.data.cohort_batch(*sources)
+        for attack in (callback for callback in self.federated_callbacks if callback.role == "attack"):
+            batches = attack.change_batches(self, sources[0], batches)
         return (batches.union() if self.centralised else batches).map(self.on_device)
 
     def client_loss(self, batch: Any) -> Tensor:
@@ -263,6 +275,7 @@ class FederatedModule(ServerModule):
         size = cohort_size(self.data.num_clients, self.participation)
         if not self.centralised:
             self.aggregator.check(size)
+            self.statistics.rule.check(size)
         self.plan = RoundPlan(
             self.data, self.local_steps, self.local_epochs, size, self.seed, self.weighting, self.centralised
         )

@@ -1,11 +1,12 @@
 """Aggregation: from the clients' rows to the server's pseudo-gradient and statistics."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Literal
 
 import torch
+from torch import Tensor
 
-from fl_lightning.aggregation import Aggregator
+from fl_lightning.aggregation import Aggregator, StatisticsAggregator, sent_statistics
 from fl_lightning.client_data.cohort_batch import CohortBatch
 from fl_lightning.cohort.round_cohort import RoundCohort
 from fl_lightning.cohort.rows import split_columns
@@ -16,6 +17,7 @@ from fl_lightning.round.record import RunRecord
 def update_server(
     cohort: RoundCohort,
     aggregator: Aggregator,
+    statistics: StatisticsAggregator,
     record: RunRecord,
     on_divergence: Literal["error", "record"],
     client_batches: Callable[[RoundCohort, list[int], int], CohortBatch],
@@ -24,7 +26,8 @@ def update_server(
 
     Args:
         cohort: The clients after their local steps.
-        aggregator: How they are combined.
+        aggregator: How their parameters are combined.
+        statistics: How their running statistics are.
         record: Where it is noted that an update was not finite.
         on_divergence: Whether that is an error.
         client_batches: The batches of some rows at a local step, which may be what was not finite.
@@ -48,8 +51,9 @@ def update_server(
             f"{cohort.optimizer.param_groups[0]['lr']:g}), or set model.on_divergence: record to go on"
         )
     _set_local_parameters(cohort, aggregator)
-    _set_statistics(cohort, aggregator)
-    _check_variances(cohort)
+    _set_statistics(cohort, aggregator, statistics)
+    if on_divergence == "error":
+        _check_variances(cohort, clients=not statistics.is_robust)
 
 
 def _set_pseudo_gradient(cohort: RoundCohort, aggregator: Aggregator) -> None:
@@ -58,14 +62,27 @@ def _set_pseudo_gradient(cohort: RoundCohort, aggregator: Aggregator) -> None:
     Parameters that the round's policy does not average get no gradient, so the server optimizer passes them over.
     """
     blocks = {n: block for n, block in cohort.params.blocks.items() if cohort.treatment(n) == "averaged"}
-    means = aggregator.blocks(list(blocks.values()), cohort.weights)
     for parameter in cohort.server_parameters.values():
         parameter.grad = None
-    for block, mean in zip(blocks, means, strict=True):
+    for block, mean in _aggregate(cohort, blocks, aggregator).items():
         torch.sub(cohort.server_rows.blocks[block][0], mean, out=cohort.pseudo_gradient.blocks[block][0])
         gradients = cohort.pseudo_gradient.row(0)
         for name in cohort.params.layout[block].shapes:
             cohort.server_parameters[name].grad = gradients[name]
+
+
+def _aggregate(
+    cohort: RoundCohort, blocks: Mapping[str, Tensor], aggregator: Aggregator
+) -> dict[str, Tensor]:
+    """Aggregate parameter blocks ``[C, columns]``: a client is one vector over all of them, or one for each layer."""
+    if getattr(aggregator, "per", None) != "layer":
+        return dict(zip(blocks, aggregator.blocks(list(blocks.values()), cohort.weights), strict=True))
+    means = {name: block.new_empty(block.shape[1]) for name, block in blocks.items()}
+    for parts in cohort.params.columns_by_layer(blocks).values():
+        rows = [blocks[name][:, columns] for name, columns in parts]
+        for (name, columns), mean in zip(parts, aggregator.blocks(rows, cohort.weights), strict=True):
+            means[name][columns] = mean
+    return means
 
 
 def _set_local_parameters(cohort: RoundCohort, aggregator: Aggregator) -> None:
@@ -77,21 +94,32 @@ def _set_local_parameters(cohort: RoundCohort, aggregator: Aggregator) -> None:
                 cohort.server_parameters[key].detach().copy_(value)
 
 
-def _set_statistics(cohort: RoundCohort, aggregator: Aggregator) -> None:
+def _set_statistics(cohort: RoundCohort, aggregator: Aggregator, statistics: StatisticsAggregator) -> None:
     """Set the server's buffers to the clients' aggregate, past the server optimizer.
 
     Counters, and other buffers that are not floating point, take the largest value over the clients. Buffers that the
     round's policy freezes, pools or resets stay untouched.
     """
+    kinds = cohort.buffer_kinds
     for name, block in cohort.buffers.blocks.items():
-        treatment = cohort.treatment(name)
+        treatment, names = cohort.treatment(name), cohort.buffers.layout[name].shapes
         if treatment not in ("averaged", "local", "max"):
+            continue
+        if not statistics.is_mean and cohort.buffers.layout[name].kind in ("mean", "var"):
             continue
         average = treatment != "max" and block.is_floating_point()
         row = aggregator(block, cohort.weights) if average else block.amax(0)
         cohort.buffer_aggregate.blocks[name][0].copy_(row)
-        found, names = cohort.buffer_aggregate.row(0), cohort.buffers.layout[name].shapes
+        found = cohort.buffer_aggregate.row(0)
         torch._foreach_copy_([cohort.server_buffers[key] for key in names], [found[key] for key in names])
+    if not statistics.is_mean and {"averaged", "local"} & {cohort.policy["mean"], cohort.policy["var"]}:
+        sent = sent_statistics(cohort.buffers, kinds, cohort.weights)
+        for layer, found in zip(sent, statistics([*sent.values()]), strict=True):
+            for name, kind, value in zip(
+                ("running_mean", "running_var"), ("mean", "var"), found, strict=True
+            ):
+                if cohort.policy[kind] in ("averaged", "local"):
+                    cohort.server_buffers[layer + name].copy_(value)
 
 
 def _diverged_clients(cohort: RoundCohort) -> list[int]:
@@ -109,12 +137,12 @@ def _diverged_clients(cohort: RoundCohort) -> list[int]:
     return [client for client, fine in zip(cohort.client_ids, finite.tolist(), strict=True) if not fine]
 
 
-def _check_variances(cohort: RoundCohort) -> None:
-    """Refuse negative running variances of a client or the server, which would turn into NaN under the square root."""
+def _check_variances(cohort: RoundCohort, *, clients: bool) -> None:
+    """Refuse negative running variances of the server or, ``clients``, a client, which would be NaN under the square root."""
     names = [name for name, kind in cohort.buffer_kinds.items() if kind == "var"]
-    clients = [f"client {client}" for client in cohort.client_ids]
-    for owners, buffers in ((clients, cohort.buffers), (["the server"], cohort.server_buffers)):
-        found = {name: buffers[name].reshape(len(owners), -1) for name in names}
+    everyone = [f"client {client}" for client in cohort.client_ids] if clients else []
+    for owners, buffers in ((everyone, cohort.buffers), (["the server"], cohort.server_buffers)):
+        found = {name: buffers[name].reshape(len(owners), -1) for name in names} if owners else {}
         if not found or bool(torch.cat([*found.values()], 1).amin() >= 0):
             continue
         for name, rows in found.items():

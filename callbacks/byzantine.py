@@ -1,0 +1,167 @@
+"""Byzantine clients: some clients send, train with, or train on something else than they should."""
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+import lightning as L
+import torch
+
+from fl_lightning import ConfigurationError, FederatedCallback
+from fl_lightning.attacks import Attack, Backdoor, Message
+from fl_lightning.errors import check_choice
+from fl_lightning.round.messages import sent_vectors
+
+if TYPE_CHECKING:
+    from fl_lightning import Cohort, FederatedModule
+    from fl_lightning.client_data.cohort_batch import CohortBatch
+
+Target = Literal["means", "variances", "statistics", "parameters", "everything"]
+_TARGETS = {
+    "means": ("means",),
+    "variances": ("variances",),
+    "statistics": ("means", "variances"),
+    "parameters": ("parameters",),
+    "everything": ("means", "variances", "parameters"),
+}
+
+
+class Byzantine(FederatedCallback):
+    """Some of the clients are attackers, who know what the honest ones send.
+
+    Its hooks are called after those of all methods: what attackers send takes the place of what a method has made of their rows.
+    Statistics are rewritten as they are sent (FBN's in its wire form, moving averages otherwise), parameters as the difference from
+    the server's, which for E = 1 is the (damped) gradient. State that this round does not send is not rewritten. What only the
+    clients themselves keep stays theirs.
+
+    Attackers have data like everybody: with a partition over all clients. For data that only honest clients have, wrap the
+    partition in ``HonestOnly``.
+
+    ``byzantine/clients`` is the number of attackers in the round's cohort.
+
+    Args:
+        attack: What they do, see :mod:`fl_lightning.attacks`.
+        clients: Who: a number of clients or a fraction of them, the last by id; or their ids.
+        target: What an attack on messages rewrites: ``"means"``, ``"variances"``, ``"statistics"`` (both), ``"parameters"`` or
+            ``"everything"``.
+        start_round: The first round in which they do so.
+        per: Whether a searched factor is one for all that is rewritten (``"model"``) or one for each message (``"layer"``): the
+            parameters, and each layer's means and variances.
+
+    Raises:
+        ConfigurationError: A setting is out of range, or there are no such clients.
+    """
+
+    paper = "Guerraoui et al., arXiv 2405.14670, Section 5 (attacks: see fl_lightning.attacks)"
+    role = "attack"
+
+    def __init__(
+        self,
+        attack: Attack,
+        clients: int | float | Sequence[int],
+        target: Target = "everything",
+        start_round: int = 1,
+        per: Literal["model", "layer"] = "model",
+    ) -> None:
+        check_choice("Byzantine.target", target, _TARGETS)
+        check_choice("Byzantine.per", per, ("model", "layer"))
+        self.attack, self.clients, self.target = attack, clients, target
+        self.start_round, self.per = start_round, per
+        self.attackers: list[int] = []
+
+    def configure_batch_norm(self, pl_module: "FederatedModule") -> None:
+        """Find out who the attackers are."""
+        self.attackers = attackers(self.clients, pl_module.data.num_clients)
+
+    def rows(self, cohort: "Cohort") -> list[int]:
+        """The attackers' rows in a cohort, none before ``start_round``."""
+        active = cohort.round >= self.start_round
+        return [row for row, client in enumerate(cohort.client_ids) if active and client in self.attackers]
+
+    def change_batches(
+        self, pl_module: "FederatedModule", client_ids: Sequence[int], batches: "CohortBatch"
+    ) -> "CohortBatch":
+        """Let attackers train on other batches."""
+        own = set(self.attackers) if pl_module.round >= self.start_round else set()
+        if type(self.attack).batch is Attack.batch or own.isdisjoint(client_ids):
+            return batches
+        classes = pl_module.data.num_classes
+        pairs = zip(client_ids, batches.batches(), strict=True)
+        return type(batches)(batches=[self.attack.batch(b, classes) if i in own else b for i, b in pairs])
+
+    def on_after_local_backward(
+        self, trainer: L.Trainer, pl_module: "FederatedModule", cohort: "Cohort", step: int
+    ) -> None:
+        """Let attackers train with other gradients."""
+        for row in self.rows(cohort) if type(self.attack).gradient is not Attack.gradient else ():
+            for block in cohort.grads.blocks.values():
+                block[row] = self.attack.gradient(block[row])
+
+    def on_before_aggregate(self, trainer: L.Trainer, pl_module: "FederatedModule", cohort: "Cohort") -> None:
+        """Let attackers send other messages."""
+        bad = self.rows(cohort)
+        good = [row for row in range(len(cohort)) if row not in bad]
+        pl_module.log_numbers({"byzantine/clients": len(bad)})
+        if not bad or len(good) < self.attack.least_honest:
+            return
+        vectors = [sent for sent in sent_vectors(pl_module, cohort) if sent.what in _TARGETS[self.target]]
+        weights = cohort.weights[[*good, *bad]]
+        for group in [vectors] if self.per == "model" else [[sent] for sent in vectors]:
+            rows = [sent.rows() for sent in group]
+            pairs = zip(group, rows, strict=True)
+            known = [Message(own[good], own[bad], weights, sent.rule) for sent, own in pairs]
+            for sent, vector in zip(group, self.attack.messages(known), strict=True):
+                sent.write(bad, vector)
+
+    def on_validation_batch_end(  # type: ignore[override]  # of (inputs, targets)
+        self, trainer: L.Trainer, pl_module: "FederatedModule", outputs: Any, batch: Any, *_: Any
+    ) -> None:
+        """See whether a backdoor is there."""
+        if isinstance(self.attack, Backdoor):
+            inputs, targets = batch
+            others = targets != self.attack.target
+            if others.any():
+                taken = pl_module(self.attack.triggered(inputs[others])).argmax(1) == self.attack.target
+                self._success += torch.tensor([int(taken.sum()), len(taken)])
+
+    on_test_batch_end = on_validation_batch_end
+
+    def on_validation_epoch_start(self, trainer: L.Trainer, pl_module: "FederatedModule") -> None:  # type: ignore[override]  # rounds have one
+        """Start to count."""
+        self._success = torch.zeros(2)
+
+    on_test_epoch_start = on_validation_epoch_start
+
+    def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: "FederatedModule") -> None:  # type: ignore[override]  # rounds have one
+        """Log how often a backdoor works."""
+        if isinstance(self.attack, Backdoor) and self._success[1] and not trainer.sanity_checking:
+            split = "test" if trainer.testing else pl_module.data.fit_split
+            pl_module.log(f"{split}/attack_success", float(self._success[0] / self._success[1]))
+
+    on_test_epoch_end = on_validation_epoch_end
+
+
+def attackers(clients: int | float | Sequence[int], num_clients: int) -> list[int]:
+    """The ids of the attackers.
+
+    Args:
+        clients: Their number, their share of all, or their ids.
+        num_clients: Number of clients of the federation.
+
+    Raises:
+        ConfigurationError: There are no such clients, or no honest ones.
+    """
+    if isinstance(clients, float):
+        if not 0 <= clients < 1:
+            raise ConfigurationError(
+                f"Byzantine.clients: {clients} must be a share in [0, 1) or a number of clients"
+            )
+        clients = math.floor(clients * num_clients + 1e-9)
+    found = (
+        list(range(num_clients - clients, num_clients)) if isinstance(clients, int) else sorted(set(clients))
+    )
+    if len(found) >= num_clients or any(not 0 <= client < num_clients for client in found):
+        raise ConfigurationError(
+            f"Byzantine.clients: {clients} of {num_clients} clients: use ids from 0 to {num_clients - 1}, and leave one honest"
+        )
+    return found

@@ -1,0 +1,41 @@
+"""What Byzantine clients do: what they send, how they train, and the data they train on."""
+
+from fl_lightning.attacks.base import Attack, Message
+from fl_lightning.attacks.poisoning import Backdoor, GradientAscent, LabelFlip, ModelReplacement
+from fl_lightning.attacks.search import search
+from fl_lightning.attacks.vectors import (
+    ALittleIsEnough,
+    FallOfEmpires,
+    Gaussian,
+    Mimic,
+    NonFinite,
+    SignFlip,
+    a_little_factor,
+    a_little_is_enough,
+    fall_of_empires,
+    gaussian,
+    mimic,
+    sign_flip,
+)
+
+__all__ = [
+    "ALittleIsEnough",
+    "Attack",
+    "Backdoor",
+    "FallOfEmpires",
+    "Gaussian",
+    "GradientAscent",
+    "LabelFlip",
+    "Message",
+    "Mimic",
+    "ModelReplacement",
+    "NonFinite",
+    "SignFlip",
+    "a_little_factor",
+    "a_little_is_enough",
+    "fall_of_empires",
+    "gaussian",
+    "mimic",
+    "search",
+    "sign_flip",
+]
