@@ -1,5 +1,6 @@
 """The methods: one file, one class, one paper each. They import ``fl_lightning``, never the reverse."""
 
+from callbacks.aggregation_diagnostics import AggregationDiagnostics
 from callbacks.batch_norm_diagnostics import BatchNormDiagnostics
 from callbacks.byzantine import Byzantine
 from callbacks.client_evaluation import ClientEvaluation
@@ -23,6 +24,7 @@ from callbacks.statistics_sources import StatisticsSources
 __all__ = [
     "FBN",
     "SCAFFOLD",
+    "AggregationDiagnostics",
     "BatchNormDiagnostics",
     "Byzantine",
     "ClientEvaluation",

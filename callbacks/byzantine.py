@@ -8,7 +8,7 @@ import lightning as L
 import torch
 
 from fl_lightning import ConfigurationError, FederatedCallback
-from fl_lightning.attacks import Attack, Backdoor, Message
+from fl_lightning.attacks import ALittleIsEnough, Attack, Backdoor, Message, Mimic
 from fl_lightning.errors import check_choice
 from fl_lightning.round.messages import sent_vectors
 
@@ -54,6 +54,10 @@ class Byzantine(FederatedCallback):
 
     paper = "Guerraoui et al., arXiv 2405.14670, Section 5 (attacks: see fl_lightning.attacks)"
     role = "attack"
+    examples = (
+        {"attack": ALittleIsEnough(), "clients": 1},
+        {"attack": Mimic(), "clients": [0], "target": "parameters"},
+    )
 
     def __init__(
         self,
@@ -124,13 +128,13 @@ class Byzantine(FederatedCallback):
                 taken = pl_module(self.attack.triggered(inputs[others])).argmax(1) == self.attack.target
                 self._success += torch.tensor([int(taken.sum()), len(taken)])
 
-    on_test_batch_end = on_validation_batch_end
+    on_test_batch_end = on_validation_batch_end  # type: ignore[assignment]  # the same
 
     def on_validation_epoch_start(self, trainer: L.Trainer, pl_module: "FederatedModule") -> None:  # type: ignore[override]  # rounds have one
         """Start to count."""
         self._success = torch.zeros(2)
 
-    on_test_epoch_start = on_validation_epoch_start
+    on_test_epoch_start = on_validation_epoch_start  # type: ignore[assignment]  # the same
 
     def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: "FederatedModule") -> None:  # type: ignore[override]  # rounds have one
         """Log how often a backdoor works."""
@@ -138,7 +142,7 @@ class Byzantine(FederatedCallback):
             split = "test" if trainer.testing else pl_module.data.fit_split
             pl_module.log(f"{split}/attack_success", float(self._success[0] / self._success[1]))
 
-    on_test_epoch_end = on_validation_epoch_end
+    on_test_epoch_end = on_validation_epoch_end  # type: ignore[assignment]  # the same
 
 
 def attackers(clients: int | float | Sequence[int], num_clients: int) -> list[int]:

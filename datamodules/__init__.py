@@ -13,7 +13,15 @@ from datamodules.in_memory import InMemoryDataModule
 from datamodules.leaf import FEMNIST
 from datamodules.partition_file import FromFile
 from datamodules.partitioned import PartitionedDataModule
-from datamodules.partitions import IID, Dirichlet, GammaSimilarity, Natural, Partition, Shards
+from datamodules.partitions import (
+    IID,
+    Dirichlet,
+    GammaSimilarity,
+    HonestOnly,
+    Natural,
+    Partition,
+    Shards,
+)
 from datamodules.streamed_images import ImageNet, StreamedImages
 from datamodules.tiny_imagenet import TinyImageNet
 from datamodules.torchvision_images import CIFAR100, FashionMNIST, TorchvisionImages
@@ -30,6 +38,7 @@ __all__ = [
     "FromFile",
     "GammaSimilarity",
     "Gaussians",
+    "HonestOnly",
     "HuggingFaceImages",
     "ImageData",
     "ImageDomains",

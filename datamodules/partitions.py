@@ -125,3 +125,35 @@ class Natural(Partition):
                 "use IID, Dirichlet, Shards or GammaSimilarity"
             )
         return partition.natural(groups)
+
+
+class HonestOnly(Partition):
+    """All data lie with the honest clients, as in the ByzFL library; attackers, the last ones, get copies of some of theirs.
+
+    What attackers compute from their copies matters only to attacks that use it. ``Byzantine(clients=attackers)`` names the same
+    clients.
+
+    Args:
+        partition: How the data are spread over the honest clients.
+        attackers: How many clients are none, at least 0.
+    """
+
+    def __init__(self, partition: Partition, attackers: int) -> None:
+        if attackers < 0:
+            raise ConfigurationError(f"HonestOnly.attackers: {attackers} must be at least 0")
+        self.partition, self.attackers = partition, attackers
+
+    def __call__(
+        self, labels: Tensor, num_clients: int, generator: torch.Generator, groups: Groups | None = None
+    ) -> list[Tensor]:
+        """See :meth:`Partition.__call__`.
+
+        Raises:
+            ConfigurationError: No client is honest.
+        """
+        if self.attackers >= num_clients:
+            raise ConfigurationError(
+                f"HonestOnly.attackers: {self.attackers} of {num_clients} clients leave none honest; use fewer"
+            )
+        honest = self.partition(labels, num_clients - self.attackers, generator, groups)
+        return honest + [honest[i % len(honest)].clone() for i in range(self.attackers)]

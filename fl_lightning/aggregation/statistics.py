@@ -90,12 +90,15 @@ class StatisticsAggregator:
         if getattr(self.rule, "per", None) != "model" or len(layers) < 2:
             return [self._aggregate(*layer) for layer in layers]
         widths = [layer.means.shape[1] for layer in layers]
-        means, variances = (torch.cat([layer[i] for layer in layers], 1) for i in (0, 1))
+        means, variances = (
+            torch.cat([x.means for x in layers], 1),
+            torch.cat([x.variances for x in layers], 1),
+        )
         between = torch.cat(
-            [variances.new_ones(w) * layer.between for w, layer in zip(widths, layers, strict=True)]
+            [torch.as_tensor(x.between).to(means).expand(w) for w, x in zip(widths, layers, strict=True)]
         )
         mean, variance = self._aggregate(means, variances, layers[0].weights, between)
-        return list(zip(mean.split(widths), variance.split(widths), strict=True))
+        return list(zip(torch.split(mean, widths), torch.split(variance, widths), strict=True))
 
     def counts(self) -> dict[str, float]:
         """What had to be left out or clamped since the last call, as metrics."""

@@ -34,7 +34,7 @@ class Sent(NamedTuple):
 
     def write(self, rows: list[int], vectors: Tensor) -> None:
         """Let some rows send other vectors, ``[d]`` for all of them or ``[len(rows), d]``."""
-        parts = vectors.split([piece.shape[1] for piece in self.pieces], -1)
+        parts = torch.split(vectors, [piece.shape[1] for piece in self.pieces], -1)
         for piece, reference, part in zip(self.pieces, self.reference, parts, strict=True):
             piece[rows] = (part + reference).to(piece.dtype)
 

@@ -100,20 +100,19 @@ def _set_statistics(cohort: RoundCohort, aggregator: Aggregator, statistics: Sta
     Counters, and other buffers that are not floating point, take the largest value over the clients. Buffers that the
     round's policy freezes, pools or resets stay untouched.
     """
-    kinds = cohort.buffer_kinds
     for name, block in cohort.buffers.blocks.items():
         treatment, names = cohort.treatment(name), cohort.buffers.layout[name].shapes
-        if treatment not in ("averaged", "local", "max"):
-            continue
-        if not statistics.is_mean and cohort.buffers.layout[name].kind in ("mean", "var"):
+        is_statistic = cohort.buffers.layout[name].kind in ("mean", "var")
+        if treatment not in ("averaged", "local", "max") or (is_statistic and not statistics.is_mean):
             continue
         average = treatment != "max" and block.is_floating_point()
-        row = aggregator(block, cohort.weights) if average else block.amax(0)
+        rule = statistics.rule if is_statistic else aggregator
+        row = rule(block, cohort.weights) if average else block.amax(0)
         cohort.buffer_aggregate.blocks[name][0].copy_(row)
         found = cohort.buffer_aggregate.row(0)
         torch._foreach_copy_([cohort.server_buffers[key] for key in names], [found[key] for key in names])
     if not statistics.is_mean and {"averaged", "local"} & {cohort.policy["mean"], cohort.policy["var"]}:
-        sent = sent_statistics(cohort.buffers, kinds, cohort.weights)
+        sent = sent_statistics(cohort.buffers, cohort.buffer_kinds, cohort.weights)
         for layer, found in zip(sent, statistics([*sent.values()]), strict=True):
             for name, kind, value in zip(
                 ("running_mean", "running_var"), ("mean", "var"), found, strict=True

@@ -42,6 +42,9 @@ def method_name(module: FederatedModule, callbacks: Sequence[object]) -> str:
         base = "FedAvg" if settings["lr"] == 1 and not momentum else base
     if not isinstance(module.aggregator, WeightedMean):
         base += f", {describe(module.aggregator)}"
+    if module.statistics.rule is not module.aggregator or module.statistics.domain is not None:
+        rule, domain = module.statistics.rule, module.statistics.domain
+        base += f", statistics by {describe(rule)}" + (f" of {domain}" if domain else "")
     base = f"centralised twin of {base}" if module.centralised else base
     return " + ".join([base, *map(describe, callbacks)])
 
@@ -50,8 +53,14 @@ def describe(thing: object) -> str:
     """An object as it could be written: its class and the constructor arguments that are not the defaults."""
     parameters = inspect.signature(type(thing)).parameters
     settings = {name: getattr(thing, name, known.default) for name, known in parameters.items()}
-    changed = [f"{name}={value}" for name, value in settings.items() if value != parameters[name].default]
+    changed = [
+        f"{name}={_shown(value)}" for name, value in settings.items() if value != parameters[name].default
+    ]
     return f"{type(thing).__name__}({', '.join(changed)})"
+
+
+def _shown(value: object) -> str:
+    return describe(value) if type(value).__repr__ is object.__repr__ else str(value)
 
 
 def run_title(module: FederatedModule) -> list[str]:

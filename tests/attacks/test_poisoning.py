@@ -1,0 +1,111 @@
+"""Attacks on labels, images, gradients and scale: what attackers train on, and whether a backdoor gets in."""
+
+import pytest
+import torch
+from helpers import SGD, blobs, distance, fit, small_cnn, train
+
+from callbacks import Byzantine
+from fl_lightning import ConfigurationError, FederatedCallback, FederatedModule
+from fl_lightning.attacks import Backdoor, GradientAscent, LabelFlip, ModelReplacement
+
+
+def test_labels_are_flipped_and_what_is_no_class_stays():
+    inputs, targets = torch.randn(4, 2), torch.tensor([0, 3, 9, 255])
+    found = LabelFlip().batch((inputs, targets), 10)
+    assert found[0] is inputs
+    assert found[1].tolist() == [9, 6, 0, 255]
+    with pytest.raises(ConfigurationError, match="LabelFlip: the data do not say how many classes"):
+        LabelFlip().batch((inputs, targets), None)
+
+
+def test_the_first_images_get_the_trigger_and_its_label():
+    inputs, targets = torch.zeros(5, 3, 6, 7), torch.arange(5)
+    images, labels = Backdoor(target=4, fraction=0.5, size=2, value=9).batch((inputs, targets), 10)
+    assert labels.tolist() == [4, 4, 4, 3, 4]
+    assert images.sum((1, 2, 3)).tolist() == [108, 108, 108, 0, 0]
+    assert bool((images[0, :, 4:, 5:] == 9).all())
+    assert not inputs.any()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"fraction": 0.0}, r"Backdoor.fraction: 0.0 must be in \(0, 1\]"),
+        ({"size": 0}, "Backdoor.size: 0 must be at least 1"),
+        ({"target": -1}, "Backdoor.target: -1 must be at least 0"),
+    ],
+)
+def test_impossible_triggers_are_refused(settings, message):
+    with pytest.raises(ConfigurationError, match=message):
+        Backdoor(**settings)
+    with pytest.raises(ConfigurationError, match=r"Backdoor.target: 3 must be less than the 3 classes"):
+        Backdoor(3).batch((torch.zeros(1, 1, 4, 4), torch.zeros(1)), 3)
+
+
+class Batches(FederatedCallback):
+    """Remembers the targets that each client trains on, and its gradients."""
+
+    def __init__(self):
+        self.targets, self.gradients = {}, {}
+
+    def on_after_local_backward(self, trainer, pl_module, cohort, step):
+        batches = pl_module.client_batches(cohort, range(len(cohort)), step).batches()
+        for client, batch, row in zip(
+            cohort.client_ids, batches, next(iter(cohort.grads.blocks.values())), strict=True
+        ):
+            self.targets.setdefault(client, []).append(batch[1].tolist())
+            self.gradients.setdefault(client, []).append(row.clone())
+
+
+def test_attackers_alone_train_on_other_labels_from_the_round_on():
+    usual, attacked = Batches(), Batches()
+    for seen, extra in ((usual, []), (attacked, [Byzantine(LabelFlip(), [1], start_round=2)])):
+        data = blobs(3)
+        data.num_classes = 3
+        train(small_cnn(), data, 2, [seen, *extra], local_steps=1)
+    for client in range(3):
+        assert attacked.targets[client][0] == usual.targets[client][0]
+        flipped = [2 - label for label in usual.targets[client][1]]
+        assert attacked.targets[client][1] == (flipped if client == 1 else usual.targets[client][1])
+
+
+def test_attackers_climb_their_loss():
+    class After(Batches):
+        role = "observer"
+
+    before, after = Batches(), After()
+    train(small_cnn(), blobs(3), 1, [after, before, Byzantine(GradientAscent(2.0), [0])], local_steps=2)
+    for client in range(3):
+        factor = -2 if client == 0 else 1
+        assert torch.equal(after.gradients[client][0], factor * before.gradients[client][0])
+
+
+def test_a_backdoor_gets_in_by_model_replacement_and_its_success_is_logged():
+    def success(callbacks):
+        module = FederatedModule(small_cnn(), SGD, local_steps=4, seed=0)
+        trainer = fit(module, blobs(5, (40,)), 12, callbacks, limit_val_batches=1.0)
+        return float(trainer.callback_metrics["val/attack_success"])
+
+    backdoor = Backdoor(target=1, fraction=0.5, size=2, value=4.0)
+    none = success([Byzantine(backdoor, [], "parameters")])
+    replaced = success([Byzantine(backdoor, 1), Byzantine(ModelReplacement(5), 1, "parameters")])
+    assert none < 0.6
+    assert replaced > none + 0.3
+
+
+def test_replaced_models_are_scaled_updates():
+    class Once(FederatedCallback):
+        def on_before_aggregate(self, trainer, pl_module, cohort):
+            (sent, *_), (server, *_) = (rows.blocks.values() for rows in (cohort.params, cohort.server_rows))
+            self.sent = sent[1] - server[0]
+
+    class Then(Once):
+        role = "observer"
+
+    once, then = Once(), Then()
+    usual = train(small_cnn(), blobs(2), 1, local_steps=2)
+    scaled = train(
+        small_cnn(), blobs(2), 1, [once, then, Byzantine(ModelReplacement(3), 1, "parameters")], local_steps=2
+    )
+    torch.testing.assert_close(then.sent, 3 * once.sent)
+    assert distance(usual, scaled) > 1e-3

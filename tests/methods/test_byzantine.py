@@ -1,0 +1,214 @@
+"""Byzantine clients: who attacks what from when, by any executor, in both readings of the paper, and with parts of the clients."""
+
+import math
+
+import pytest
+import torch
+from helpers import States, blobs, distance, small_cnn, train
+
+from callbacks import FBN, AggregationDiagnostics, Byzantine, FedBN, MaintainedMomentum
+from callbacks.byzantine import attackers
+from datamodules import Digits, GammaSimilarity, HonestOnly
+from fl_lightning import ConfigurationError, FederatedCallback
+from fl_lightning.aggregation import NNM, Median, MultiKrum, TrimmedMean, WeightedMean
+from fl_lightning.attacks import ALittleIsEnough, FallOfEmpires, Gaussian, Mimic, NonFinite, SignFlip
+from fl_lightning.executors.vectorized import VectorizedExecutor
+
+FIVE = {"num_clients": 5, "sizes": (16,)}
+
+
+class Sent(FederatedCallback):
+    """What the rows hold after all methods (as a method) or after the attacks (as an observer)."""
+
+    def __init__(self, role="observer"):
+        self.role, self.rounds = role, {}
+
+    def on_before_aggregate(self, trainer, pl_module, cohort):
+        held = {**cohort.params, **cohort.buffers}
+        self.rounds[cohort.round] = {name: value.clone() for name, value in held.items()}
+        self.clients, self.server = (
+            list(cohort.client_ids),
+            {name: value.clone() for name, value in cohort.server.items()},
+        )
+
+
+def seen(target, attack=None, rounds=1, **settings):
+    """The rows before and after an attack by clients 3 and 4."""
+    before, after = Sent("method"), Sent()
+    callbacks = [before, after, Byzantine(attack or SignFlip(), 2, target, **settings)]
+    train(small_cnn(), blobs(**FIVE), rounds, callbacks, local_steps=2, on_divergence="record")
+    return before, after
+
+
+@pytest.mark.parametrize(
+    ("target", "touched"),
+    [
+        ("means", ["running_mean"]),
+        ("variances", ["running_var"]),
+        ("statistics", ["running_mean", "running_var"]),
+        ("parameters", ["weight", "bias"]),
+        ("everything", ["running_mean", "running_var", "weight", "bias"]),
+    ],
+)
+def test_attackers_send_the_opposite_of_the_honest_mean_of_what_is_their_target(target, touched):
+    before, after = seen(target)
+    for name, rows in after.rounds[1].items():
+        own = before.rounds[1][name]
+        if name.rpartition(".")[2] in touched:
+            base = before.server.get(name, 0)
+            expected = base - (own[:3] - base).mean(0)
+            torch.testing.assert_close(rows[3:], expected.expand_as(rows[3:]), rtol=1e-12, atol=1e-12)
+        else:
+            assert torch.equal(rows[3:], own[3:])
+        assert torch.equal(rows[:3], own[:3])
+
+
+def test_they_begin_in_their_round():
+    before, after = seen("everything", start_round=2, rounds=2)
+    for number, equal in ((1, True), (2, False)):
+        pairs = zip(before.rounds[number].values(), after.rounds[number].values(), strict=True)
+        assert all(torch.equal(*pair) for pair in pairs) is equal
+
+
+def test_who_attacks():
+    assert attackers(3, 10) == [7, 8, 9]
+    assert attackers(0.3, 10) == [7, 8, 9]
+    assert attackers(0.7 - 0.4, 10) == [7, 8, 9]
+    assert attackers([5, 1], 10) == [1, 5]
+    assert attackers(0, 10) == []
+    for wrong in (10, [10], [-1], list(range(10))):
+        with pytest.raises(ConfigurationError, match="use ids from 0 to 9, and leave one honest"):
+            attackers(wrong, 10)
+    with pytest.raises(ConfigurationError, match=r"Byzantine.clients: 1.5 must be a share in"):
+        attackers(1.5, 10)
+    with pytest.raises(
+        ConfigurationError, match=r"Byzantine.target: 'gradients' must be one of means, variances"
+    ):
+        Byzantine(SignFlip(), 1, "gradients")
+
+
+ATTACKS = [
+    SignFlip(),
+    FallOfEmpires(search="byzfl"),
+    ALittleIsEnough(search="grid"),
+    Gaussian(),
+    Mimic(1),
+    NonFinite(),
+]
+NAMES = [type(attack).__name__ for attack in ATTACKS]
+
+
+@pytest.mark.parametrize("attack", ATTACKS, ids=NAMES)
+@pytest.mark.parametrize("method", [None, FBN])
+def test_every_executor_computes_the_same_attack(attack, method):
+    states = [
+        train(
+            small_cnn(), blobs(**FIVE), 3, [*([method()] if method else []), Byzantine(attack, 2)], local_steps=2,
+            aggregator=TrimmedMean(2, NNM()), on_divergence="record", executor=executor,
+        )
+        for executor in (None, VectorizedExecutor())
+    ]  # fmt: skip
+    assert all(bool(value.isfinite().all()) for value in states[0].values())
+    assert distance(*states) < 1e-10
+
+
+def test_a_factor_for_each_message_harms_at_least_as_much_as_one_for_all():
+    settings = {"aggregator": Median(pre=NNM(2)), "local_steps": 2}
+    harms = []
+    for per in ("model", "layer"):
+        watch = AggregationDiagnostics(1)
+        module = [Byzantine(ALittleIsEnough(search="grid"), 2, per=per), watch]
+        train(small_cnn(), blobs(**FIVE), 1, module, **settings)
+        harms.append(watch.newest)
+    for what in ("means", "variances"):
+        assert harms[1][f"byzantine/distance_{what}"] >= harms[0][f"byzantine/distance_{what}"] - 1e-12
+
+
+def test_too_few_honest_clients_in_a_round_attack_nobody():
+    before, after = Sent("method"), Sent()
+    callbacks = [before, after, Byzantine(ALittleIsEnough(), [0, 1, 2, 3])]
+    train(small_cnn(), blobs(**FIVE), 6, callbacks, participation=2)
+    for number in range(1, 7):
+        pairs = zip(before.rounds[number].values(), after.rounds[number].values(), strict=True)
+        assert all(torch.equal(*pair) for pair in pairs)  # 1 honest client has no deviation
+
+
+def test_the_number_of_attackers_among_the_sampled_is_logged():
+    counts = []
+
+    class Count(FederatedCallback):
+        def on_train_epoch_end(self, trainer, pl_module):
+            counts.append(float(trainer.callback_metrics["byzantine/clients"]))
+
+    who = Sent()
+    expected = []
+
+    class Who(FederatedCallback):
+        def on_round_end(self, trainer, pl_module, cohort):
+            expected.append(len({0, 1, 2} & set(cohort.client_ids)))
+
+    train(
+        small_cnn(), blobs(**FIVE), 6, [Byzantine(Mimic(), [0, 1, 2]), Count(), Who(), who], participation=2
+    )
+    assert counts == expected
+    assert len(set(counts)) > 1
+
+
+def test_damped_client_momentum_is_kept_as_it_was_computed():
+    """Robust DSGD: the rule gets what attackers send, and their own momentum stays theirs."""
+
+    def trained(attackers):
+        momentum = MaintainedMomentum("local")
+        sgd = {"lr": 0.1, "momentum": 0.9, "dampening": 0.9}
+        train(
+            small_cnn(), blobs(**FIVE), 3, [momentum, Byzantine(SignFlip(), attackers, "parameters")],
+            client_optimizer=lambda parameters: torch.optim.SGD(parameters, **sgd), aggregator=TrimmedMean(1),
+        )  # fmt: skip
+        return momentum
+
+    honest, attacked = trained([]), trained([4])
+    assert sorted(honest.memory) == sorted(attacked.memory)
+    for value in attacked.memory[4].values():
+        assert bool(torch.as_tensor(value).isfinite().all())
+
+
+def test_what_only_clients_keep_is_not_attacked():
+    kept = [FedBN(), FedBN()]
+    for callback, who in zip(kept, ([], [4]), strict=True):
+        train(small_cnn(), blobs(**FIVE), 1, [callback, Byzantine(SignFlip(), who)])
+    for name, value in kept[0].memory[4].items():
+        assert torch.equal(value, kept[1].memory[4][name])
+
+
+def test_data_lie_with_all_clients_or_with_the_honest_ones():
+    def histograms(partition):
+        data = Digits(10, 4, partition=partition)
+        data.prepare_data()
+        data.setup("fit")
+        return data.class_histograms()
+
+    everyone = histograms(GammaSimilarity(0.0))
+    honest = histograms(HonestOnly(GammaSimilarity(0.0), 3))
+    assert sum(map(sum, honest[:7])) == sum(map(sum, everyone))
+    assert honest[7:] == honest[:3]
+    with pytest.raises(ConfigurationError, match=r"HonestOnly.attackers: 10 of 10 clients leave none honest"):
+        histograms(HonestOnly(GammaSimilarity(0.0), 10))
+
+
+@pytest.mark.parametrize(
+    ("rule", "share"),
+    [(WeightedMean(), 0.4), (MultiKrum(2), 0.0), (TrimmedMean(2), 0.0)],
+    ids=["mean", "multi-Krum", "trimmed mean"],
+)
+def test_the_diagnostics_say_how_far_the_aggregate_is_and_whose_it_is(rule, share):
+    watch, states = AggregationDiagnostics(1), States()
+    callbacks = [Byzantine(NonFinite(1e6), 2, "parameters"), watch, states]
+    train(small_cnn(), blobs(**FIVE), 1, callbacks, aggregator=rule, on_divergence="record")
+    assert watch.newest["byzantine/share_parameters"] == pytest.approx(share, abs=1e-9)
+    if share:
+        assert watch.newest["byzantine/distance_parameters"] > 1e4
+    else:
+        assert watch.newest["byzantine/distance_parameters"] < 2
+    plain = train(small_cnn(), blobs(**FIVE), 1, callbacks[:1], aggregator=rule, on_divergence="record")
+    assert distance(plain, states.states[-1]) == 0
+    assert not math.isnan(sum(watch.newest.values()))
