@@ -113,12 +113,10 @@ def _set_statistics(cohort: RoundCohort, aggregator: Aggregator, statistics: Sta
         torch._foreach_copy_([cohort.server_buffers[key] for key in names], [found[key] for key in names])
     if not statistics.is_mean and {"averaged", "local"} & {cohort.policy["mean"], cohort.policy["var"]}:
         sent = sent_statistics(cohort.buffers, cohort.buffer_kinds, cohort.weights)
-        for layer, found in zip(sent, statistics([*sent.values()]), strict=True):
-            for name, kind, value in zip(
-                ("running_mean", "running_var"), ("mean", "var"), found, strict=True
-            ):
+        for layer, (mean, variance) in zip(sent, statistics([*sent.values()]), strict=True):
+            for kind, value in (("mean", mean), ("var", variance)):
                 if cohort.policy[kind] in ("averaged", "local"):
-                    cohort.server_buffers[layer + name].copy_(value)
+                    cohort.server_buffers[f"{layer}running_{kind}"].copy_(value)
 
 
 def _diverged_clients(cohort: RoundCohort) -> list[int]:
