@@ -230,6 +230,8 @@ class FederatedModule(ServerModule):
         losses = cohort.losses.tolist()
         mean = sum(weight * loss for weight, loss in zip(cohort.weights.tolist(), losses, strict=True))
         self.log_numbers({"train/loss": mean}, prog_bar=True)
+        if not self.statistics.is_mean:
+            self.log_numbers(self.statistics.counts())
         self.communication = Communication()
         if not self.centralised:
             self.communication = round_communication(cohort, self.federated_callbacks, self.record.holders)

@@ -49,7 +49,10 @@ PAPERS = [
     "tiny_imagenet_bn",
     "tiny_imagenet_small_bn",
 ]
-"""What the overlays are meant for."""
+"""What the overlays of a norm and a method are meant for."""
+METHODS = {"gn.yaml": (False, []), "fixbn.yaml": (True, ["FixBN"])}
+ATTACKS = ["sign_flip.yaml", "fall_of_empires.yaml", "a_little_is_enough.yaml"]
+DEFENCES = {"defence_median.yaml": "Median", "defence_trimmed_mean.yaml": "TrimmedMean"}
 STEPS = 2
 """Of many local steps (E = 100 in the papers) so many are taken."""
 
@@ -114,7 +117,7 @@ def test_configuration_runs_one_whole_round_and_survives_being_printed_and_read_
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("overlay", names(CONFIGS / "overlays"))
+@pytest.mark.parametrize("overlay", METHODS)
 @pytest.mark.parametrize("name", PAPERS)
 def test_an_overlay_changes_the_norm_or_the_method_of_a_configuration(name, overlay):
     given = arguments(f"{name}.yaml", f"overlays/{overlay}")
@@ -122,4 +125,24 @@ def test_an_overlay_changes_the_norm_or_the_method_of_a_configuration(name, over
     assert cli.trainer.global_step == 1
     has_bn = any(isinstance(layer, _BatchNorm) for layer in cli.model.model.modules())
     methods = [type(callback).__name__ for callback in cli.model.federated_callbacks]
-    assert (has_bn, methods) == {"gn.yaml": (False, []), "fixbn.yaml": (True, ["FixBN"])}[overlay]
+    assert (has_bn, methods) == METHODS[overlay]
+
+
+def test_there_is_no_other_overlay():
+    assert {*names(CONFIGS / "overlays")} == {*METHODS, *ATTACKS, *DEFENCES}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("attack", ATTACKS)
+@pytest.mark.parametrize(
+    "name", ["cifar10_fbn", "cifar10_fbn_naive", "cifar10_small_fbn", "cifar10_small_fbn_naive"]
+)
+@pytest.mark.parametrize("defence", DEFENCES)
+def test_overlays_attack_and_defend_a_configuration(name, attack, defence):
+    given = arguments(f"{name}.yaml", f"overlays/{attack}", f"overlays/{defence}")
+    cli = main([*given, "--trainer.fast_dev_run", "true"])
+    assert cli.trainer.global_step == 1
+    assert type(cli.model.federated_callbacks[-1]).__name__ == "Byzantine"
+    assert cli.model.federated_callbacks[-1].attackers == [7, 8, 9]
+    assert type(cli.model.statistics.rule).__name__ == DEFENCES[defence]
+    assert type(cli.model.aggregator).__name__ == "WeightedMean"
