@@ -8,34 +8,49 @@ from fl_lightning.aggregation.base import (
     require_weighted_mean,
     weighted_mean,
 )
-from fl_lightning.aggregation.coordinates import Median, TrimmedMean, median
+from fl_lightning.aggregation.bucketing import Bucketing
+from fl_lightning.aggregation.clipping import CenteredClipping
+from fl_lightning.aggregation.coordinates import MeanAroundMedian, Median, TrimmedMean, median
 from fl_lightning.aggregation.distances import NNM, Krum, MultiKrum
 from fl_lightning.aggregation.functions import (
+    bucketing,
+    centered_clipping,
     geometric_median,
     krum,
+    mean_around_median,
     multi_krum,
     nearest_neighbor_mixing,
     trimmed_mean,
+    weighted_median,
+    weighted_trimmed_mean,
 )
 from fl_lightning.aggregation.weiszfeld import GeometricMedian
 
 __all__ = [
     "NNM",
     "Aggregator",
+    "Bucketing",
+    "CenteredClipping",
     "GeometricMedian",
     "Krum",
+    "MeanAroundMedian",
     "Median",
     "MultiKrum",
     "PreAggregator",
     "RobustAggregator",
     "TrimmedMean",
     "WeightedMean",
+    "bucketing",
+    "centered_clipping",
     "geometric_median",
     "krum",
+    "mean_around_median",
     "median",
     "multi_krum",
     "nearest_neighbor_mixing",
     "require_weighted_mean",
     "trimmed_mean",
     "weighted_mean",
+    "weighted_median",
+    "weighted_trimmed_mean",
 ]

@@ -268,7 +268,7 @@ def test_mixed_variances_are_never_negative(dtype):
         rows[:zeros] = 0  # the centre is the others' value, and so has to cancel
         shares = torch.zeros(1, len(rows))
         shares[0, :zeros] = 1 / zeros
-        lowest.append(float(distances.mix([rows], distances.measure([rows]), shares)[0].min()))
+        lowest.append(float(distances.mix([rows], shares, *distances.measure([rows])[:1:-1])[0].min()))
     assert min(lowest) == 0
 
 
