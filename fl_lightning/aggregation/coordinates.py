@@ -40,7 +40,7 @@ class _CoordinateRule(RobustAggregator):
                 ascending, order = block[:, columns].t().sort(dim=1, stable=True)
                 shares = self.positions(ascending, _alike(ascending) if weights is None else weights[order])
                 total.scatter_add_(0, order.flatten(), shares.double().expand_as(order).flatten())
-        return total / sum(block.shape[1] for block in blocks)
+        return total / total.sum()
 
 
 class Median(_CoordinateRule):
