@@ -21,17 +21,20 @@ Rule = Callable[[Tensor, int], Tensor]
 RULES: dict[str, Rule] = {
     "median": lambda rows, f: ours.Median()(rows),
     "trimmed_mean": lambda rows, f: ours.TrimmedMean(f)(rows),
+    "mean_around_median": lambda rows, f: ours.MeanAroundMedian(f)(rows),
     "nnm": lambda rows, f: ours.NNM()([rows], f)[0],
     "krum": lambda rows, f: ours.Krum(f)(rows),
     "multi_krum": lambda rows, f: ours.MultiKrum(f)(rows),
     "geometric_median": lambda rows, f: ours.GeometricMedian()(rows),
+    "centered_clipping": lambda rows, f: ours.CenteredClipping(100.0)(rows),
 }
 CLIENTS = (10, 100)
 
-# ByzFL's geometric median stops after three iterations: another number, and so not compared.
+# ByzFL's geometric median stops after three iterations and its clipping starts at 0: other numbers, and so not compared.
 _BYZFL = {
     "median": "Median",
     "trimmed_mean": "TrMean",
+    "mean_around_median": "Meamed",
     "nnm": "NNM",
     "krum": "Krum",
     "multi_krum": "MultiKrum",

@@ -8,14 +8,21 @@ from fl_lightning.aggregation.base import (
     require_weighted_mean,
     weighted_mean,
 )
-from fl_lightning.aggregation.coordinates import Median, TrimmedMean, median
+from fl_lightning.aggregation.bucketing import Bucketing
+from fl_lightning.aggregation.clipping import CenteredClipping
+from fl_lightning.aggregation.coordinates import MeanAroundMedian, Median, TrimmedMean, median
 from fl_lightning.aggregation.distances import NNM, Krum, MultiKrum
 from fl_lightning.aggregation.functions import (
+    bucketing,
+    centered_clipping,
     geometric_median,
     krum,
+    mean_around_median,
     multi_krum,
     nearest_neighbor_mixing,
     trimmed_mean,
+    weighted_median,
+    weighted_trimmed_mean,
 )
 from fl_lightning.aggregation.statistics import LayerStatistics, StatisticsAggregator, sent_statistics
 from fl_lightning.aggregation.weiszfeld import GeometricMedian
@@ -23,9 +30,12 @@ from fl_lightning.aggregation.weiszfeld import GeometricMedian
 __all__ = [
     "NNM",
     "Aggregator",
+    "Bucketing",
+    "CenteredClipping",
     "GeometricMedian",
     "Krum",
     "LayerStatistics",
+    "MeanAroundMedian",
     "Median",
     "MultiKrum",
     "PreAggregator",
@@ -33,8 +43,11 @@ __all__ = [
     "StatisticsAggregator",
     "TrimmedMean",
     "WeightedMean",
+    "bucketing",
+    "centered_clipping",
     "geometric_median",
     "krum",
+    "mean_around_median",
     "median",
     "multi_krum",
     "nearest_neighbor_mixing",
@@ -42,4 +55,6 @@ __all__ = [
     "sent_statistics",
     "trimmed_mean",
     "weighted_mean",
+    "weighted_median",
+    "weighted_trimmed_mean",
 ]

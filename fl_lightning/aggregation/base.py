@@ -2,20 +2,26 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fl_lightning.errors import ConfigurationError
+from fl_lightning.aggregation.masses import byzantine_mass
+from fl_lightning.errors import ConfigurationError, check_choice
+
+Per = Literal["model", "layer"] | None
+Weighting = Literal["uniform", "weighted"]
 
 
-def check_byzantine(setting: str, f: int, num_clients: int | None = None) -> None:
+def check_byzantine(setting: str, f: int, num_clients: int | None = None, whom: str = "clients") -> None:
     """Refuse a number of Byzantine clients that is none, or no minority of the clients.
 
     Args:
         setting: Name of the setting, such as ``"TrimmedMean.f"``.
         f: The number found.
         num_clients: Clients in a round; None where it is not known yet.
+        whom: What there is so many of, for the message.
 
     Raises:
         ConfigurationError: f is not a whole number of at least 0, or at least half of the clients.
@@ -25,8 +31,8 @@ def check_byzantine(setting: str, f: int, num_clients: int | None = None) -> Non
     if num_clients is not None and 2 * f >= num_clients:
         most = max((num_clients - 1) // 2, 0)
         raise ConfigurationError(
-            f"{setting}: {f} must be less than half of a round's {num_clients} clients; use at most {most}, or at least "
-            f"{2 * f + 1} clients in a round"
+            f"{setting}: {f} must be less than half of a round's {num_clients} {whom}; use at most {most}, or at least "
+            f"{2 * f + 1} {whom} in a round"
         )
 
 
@@ -66,6 +72,24 @@ class Aggregator(ABC):
             torch.split(self(torch.cat(list(blocks), 1), weights), [block.shape[1] for block in blocks])
         )
 
+    def shares(self, blocks: Sequence[Tensor], weights: Tensor | None = None) -> Tensor:
+        """What part each client has in the aggregate of ``blocks``, the mean over all coordinates.
+
+        Args:
+            blocks: Column blocks of the clients' rows, each ``[n, d_k]``.
+            weights: Weights ``[n]`` that sum to 1; None: all alike.
+
+        Returns:
+            Float64 ``[n]``, on the rows' device.
+
+        Raises:
+            ConfigurationError: The rule does not say it.
+        """
+        raise ConfigurationError(
+            f"model.aggregator: {type(self).__name__} does not say what part clients have in its result; give it a method "
+            "shares(blocks, weights)"
+        )
+
     def check(self, num_clients: int) -> None:  # noqa: B027  # many rules take any number
         """Refuse a number of clients in a round that the rule cannot work with, before training starts.
 
@@ -88,6 +112,26 @@ class WeightedMean(Aggregator):
         """Aggregate each block by itself: the mean is linear, so no copy of all columns is needed."""
         return [self(block, weights) for block in blocks]
 
+    def shares(self, blocks: Sequence[Tensor], weights: Tensor | None = None) -> Tensor:
+        """The weights."""
+        n = len(blocks[0])
+        weights = torch.full((n,), 1 / n, dtype=torch.float64) if weights is None else weights
+        return weights.to(blocks[0].device, torch.float64)
+
+
+class Mixed(NamedTuple):
+    """What a pre-aggregator makes of the clients' rows.
+
+    Attributes:
+        blocks: The new rows, ``[m, d_k]`` each.
+        shares: The clients' shares in them, float64 ``[m, n]``; each row sums to 1.
+        weights: The new rows' weights, ``[m]``; None where all count alike.
+    """
+
+    blocks: Sequence[Tensor]
+    shares: Tensor
+    weights: Tensor | None
+
 
 class PreAggregator(ABC):
     """What is done to the clients' rows before a robust rule aggregates them.
@@ -105,56 +149,115 @@ class PreAggregator(ABC):
         self.f = f
 
     @abstractmethod
+    def mix(self, blocks: Sequence[Tensor], f: int, weights: Tensor | None = None) -> Mixed:
+        """New rows for the column blocks ``[n, d_k]``, withstanding f Byzantine clients.
+
+        Args:
+            blocks: Column blocks of the clients' rows, each ``[n, d_k]``.
+            f: Byzantine clients to withstand.
+            weights: How much each client counts, ``[n]``; None: all alike.
+        """
+
+    def rows_left(self, num_clients: int) -> int:
+        """How many rows it makes of those of ``num_clients`` clients."""
+        return num_clients
+
+    @property
+    def rows_are(self) -> str:
+        """What its rows are, for messages."""
+        return "clients"
+
     def __call__(self, blocks: Sequence[Tensor], f: int) -> list[Tensor]:
-        """New rows for the column blocks ``[n, d_k]``, of the same shapes, withstanding f Byzantine clients."""
+        """New rows for the column blocks ``[n, d_k]``, with all clients alike."""
+        return list(self.mix(blocks, f).blocks)
 
 
 class RobustAggregator(Aggregator):
     """A rule that withstands f Byzantine clients in a round.
 
-    **Every client counts alike**: the aggregation weights are not used. A client's parameters are one vector; running
-    means are another, running variances a third.
+    **Every client counts alike** unless ``weighting`` says else: the aggregation weights are not used. A client's parameters
+    are one vector; running means are another, running variances a third.
+
+    Weighted clients are cut to ``max_weight`` first, as attackers report their own sizes. Withstanding f of them is
+    withstanding the f largest weights: together they must be less than half of all.
 
     Args:
         f: Byzantine clients in a round to withstand, 0 or more and less than half of them.
         pre: Applied to the rows first, such as ``NNM``, with its own ``f`` or else this one.
+        per: Whether each layer is a vector of its own: ``"model"`` or ``"layer"``. Null: a client's parameters are one vector,
+            its statistics one per layer.
+        weighting: ``"weighted"``: clients count by their aggregation weights, in ``pre`` as well; ``"uniform"``: all alike.
+        max_weight: Largest weight that counts, in units of the clients' mean weight.
 
     Raises:
-        ConfigurationError: f is out of range, or nobody tells ``pre`` its f.
+        ConfigurationError: f, ``per``, ``weighting`` or ``max_weight`` is out of range, or nobody tells ``pre`` its f.
     """
 
-    def __init__(self, f: int | None = None, pre: PreAggregator | None = None) -> None:
+    def __init__(
+        self,
+        f: int | None = None,
+        pre: PreAggregator | None = None,
+        per: Per = None,
+        weighting: Weighting = "uniform",
+        max_weight: float = 2.0,
+    ) -> None:
         name = type(self).__name__
         if f is not None:
             check_byzantine(f"{name}.f", f)
+        if per is not None:
+            check_choice(f"{name}.per", per, ("model", "layer"))
+        check_choice(f"{name}.weighting", weighting, ("uniform", "weighted"))
+        if not max_weight >= 1:
+            raise ConfigurationError(f"{name}.max_weight: {max_weight} must be at least 1, the mean weight")
         f_of_pre = f if pre is None or pre.f is None else pre.f
         if pre is not None and f_of_pre is None:
             before = type(pre).__name__
             raise ConfigurationError(
                 f"{before}.f: null, and {name}.f is null as well; give one of them, such as {before}(f=1)"
             )
-        self.f, self.pre = f, pre
+        self.f, self.pre, self.per = f, pre, per
+        self.weighting, self.max_weight = weighting, max_weight
         self._f_of_pre = f_of_pre or 0
 
     @abstractmethod
-    def aggregate(self, blocks: Sequence[Tensor]) -> list[Tensor]:
-        """Aggregate the column blocks ``[n, d_k]``, each client being one vector over all of them, to ``[d_k]``."""
+    def aggregate(self, blocks: Sequence[Tensor], weights: Tensor | None = None) -> list[Tensor]:
+        """Aggregate the column blocks ``[n, d_k]``, each client being one vector over all of them, to ``[d_k]``.
+
+        Args:
+            blocks: The rows, after ``pre``.
+            weights: How much each row counts, float64 ``[n]``; None: all alike.
+        """
+
+    @abstractmethod
+    def shares_of_rows(self, blocks: Sequence[Tensor], weights: Tensor | None = None) -> Tensor:
+        """The rows' shares, float64 ``[n]``, in what :meth:`aggregate` makes of them."""
 
     def __call__(self, rows: Tensor, weights: Tensor | None = None) -> Tensor:
-        """Aggregate ``rows [n, d]`` to ``[d]``, without regard to ``weights``."""
+        """Aggregate ``rows [n, d]`` to ``[d]``."""
         return self.blocks([rows], weights)[0]
 
     @torch.no_grad()
     def blocks(self, blocks: Sequence[Tensor], weights: Tensor | None = None) -> list[Tensor]:
-        """Aggregate several blocks ``[n, d_k]`` as one vector per client, without regard to ``weights``."""
+        """Aggregate several blocks ``[n, d_k]`` as one vector per client."""
         if not blocks:
             return []
         if len(blocks[0]) == 1:  # a centralised run: nobody to withstand
             return [block[0].clone() for block in blocks]
-        self.check(len(blocks[0]))
-        if self.pre is not None:
-            blocks = self.pre(blocks, self._f_of_pre)
-        return self.aggregate(blocks)
+        rows, _, counted = self._prepare(blocks, weights)
+        return self.aggregate(rows, counted)
+
+    @torch.no_grad()
+    def shares(self, blocks: Sequence[Tensor], weights: Tensor | None = None) -> Tensor:
+        """What part each client has in the aggregate of ``blocks``, the mean over all coordinates: float64 ``[n]``.
+
+        They sum to 1; with :class:`~fl_lightning.aggregation.clipping.CenteredClipping` to less, since what was clipped is its
+        start's. ``pre`` that draws at random draws anew.
+        """
+        if len(blocks[0]) == 1:
+            return blocks[0].new_ones(1, dtype=torch.float64)
+        rows, of_clients, counted = self._prepare(blocks, weights)
+        shares = self.shares_of_rows(rows, counted)
+        return shares if of_clients is None else shares @ of_clients
 
     def check(self, num_clients: int) -> None:
         """Refuse fewer clients in a round than withstand f Byzantine ones.
@@ -162,10 +265,29 @@ class RobustAggregator(Aggregator):
         Raises:
             ConfigurationError: Half of them or more may be Byzantine.
         """
+        rows, whom = self._rows_left(num_clients), "clients" if self.pre is None else self.pre.rows_are
         if self.f is not None:
-            check_byzantine(f"{type(self).__name__}.f", self.f, num_clients)
+            check_byzantine(f"{type(self).__name__}.f", self.f, rows, whom)
         if self.pre is not None:
-            check_byzantine(f"{type(self.pre).__name__}.f", self._f_of_pre, num_clients)
+            check_byzantine(f"{type(self.pre).__name__}.f", self._f_of_pre, rows, whom)
+
+    def _rows_left(self, num_clients: int) -> int:
+        return num_clients if self.pre is None else self.pre.rows_left(num_clients)
+
+    def _prepare(
+        self, blocks: Sequence[Tensor], weights: Tensor | None
+    ) -> tuple[Sequence[Tensor], Tensor | None, Tensor | None]:
+        """The rows that reach the rule, the clients' shares in them (None: one each) and how much each row counts."""
+        self.check(len(blocks[0]))
+        counted, of_clients = None, None
+        if self.weighting == "weighted" and weights is not None:
+            counted = weights.detach().to(blocks[0].device, torch.float64)
+            counted = counted.clamp(max=self.max_weight * counted.mean())
+        if self.pre is not None:
+            blocks, of_clients, counted = self.pre.mix(blocks, self._f_of_pre, counted)
+        if self.f and counted is not None:
+            byzantine_mass(counted, self.f, f"{type(self).__name__}.f")
+        return blocks, of_clients, counted
 
 
 def require_weighted_mean(aggregator: Aggregator, method: str, doing: str) -> None:

@@ -6,12 +6,14 @@ network would take half of it, 7 ms less for 270,000 columns. Columns are walked
 grow with their number.
 """
 
-from collections.abc import Iterator, Sequence
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from fl_lightning.aggregation.base import PreAggregator, RobustAggregator
+from fl_lightning.aggregation.base import Per, PreAggregator, RobustAggregator, Weighting
+from fl_lightning.aggregation.masses import around_half, byzantine_mass, within
 
 CHUNK_ELEMENTS = {"cpu": 2**18}
 """Elements of a chunk by device type: what a core's cache holds; elsewhere (``_LARGE_CHUNK``), few launches count."""
@@ -19,32 +21,69 @@ CHUNK_ELEMENTS = {"cpu": 2**18}
 _LARGE_CHUNK = 2**24
 
 
-class Median(RobustAggregator):
+class _CoordinateRule(RobustAggregator):
+    """A rule that mixes each column's values with shares that follow from their order."""
+
+    @abstractmethod
+    def positions(self, ascending: Tensor, weights: Tensor) -> Tensor:
+        """Shares of the values of columns ``[c, n]`` in ascending order, by their weights ``[c, n]`` (alike: ``[1, n]``)."""
+
+    def aggregate(self, blocks: Sequence[Tensor], weights: Tensor | None = None) -> list[Tensor]:
+        """Each column's values, mixed."""
+        return [mix_by_position(block, weights, self.positions) for block in blocks]
+
+    def shares_of_rows(self, blocks: Sequence[Tensor], weights: Tensor | None = None) -> Tensor:
+        """The rows' shares, their mean over all columns."""
+        total = blocks[0].new_zeros(len(blocks[0]), dtype=torch.float64)
+        for block in blocks:
+            for columns in chunks(block):
+                ascending, order = block[:, columns].t().sort(dim=1, stable=True)
+                shares = self.positions(ascending, _alike(ascending) if weights is None else weights[order])
+                total.scatter_add_(0, order.flatten(), shares.double().expand_as(order).flatten())
+        return total / total.sum()
+
+
+class Median(_CoordinateRule):
     """Coordinate-wise median; for an even number of clients the mean of the two middle values.
 
     A value that is not a number counts as the largest: fewer than n/2 of them in a column leave its median between the
-    others. The rule needs no f; ``pre`` may. See :class:`~fl_lightning.aggregation.base.RobustAggregator` for the settings.
+    others. Weighted, it is the value in which half of all weight is reached, or the mean of the two that this lies between.
+    The rule needs no f; ``pre`` may. See :class:`~fl_lightning.aggregation.base.RobustAggregator` for the settings.
     """
 
-    def aggregate(self, blocks: Sequence[Tensor]) -> list[Tensor]:
+    def aggregate(self, blocks: Sequence[Tensor], weights: Tensor | None = None) -> list[Tensor]:
         """The median of each column."""
-        return [median(block) for block in blocks]
+        return [median(block) for block in blocks] if weights is None else super().aggregate(blocks, weights)
+
+    def positions(self, ascending: Tensor, weights: Tensor) -> Tensor:
+        """1 for the middle value, or 1/2 each for two."""
+        return around_half(weights)
 
 
-class TrimmedMean(RobustAggregator):
+class TrimmedMean(_CoordinateRule):
     """Coordinate-wise trimmed mean: without the f smallest and the f largest values, the mean of the other n - 2f.
 
     A value that is not a number counts as the largest, so that up to f of them in a column are dropped. With f = 0 it is
-    the mean. See :class:`~fl_lightning.aggregation.base.RobustAggregator` for the settings.
+    the mean. Weighted, as much weight as the f heaviest clients have together is trimmed at either end, and the rows at the
+    ends count in part. See :class:`~fl_lightning.aggregation.base.RobustAggregator` for the settings.
     """
 
     f: int
 
-    def __init__(self, f: int, pre: PreAggregator | None = None) -> None:
-        super().__init__(f, pre)
+    def __init__(
+        self,
+        f: int,
+        pre: PreAggregator | None = None,
+        per: Per = None,
+        weighting: Weighting = "uniform",
+        max_weight: float = 2.0,
+    ) -> None:
+        super().__init__(f, pre, per, weighting, max_weight)
 
-    def aggregate(self, blocks: Sequence[Tensor]) -> list[Tensor]:
+    def aggregate(self, blocks: Sequence[Tensor], weights: Tensor | None = None) -> list[Tensor]:
         """The mean of each column's middle n - 2f values."""
+        if weights is not None:
+            return super().aggregate(blocks, weights)
         results = []
         for block in blocks:
             n, result = len(block), block.new_empty(block.shape[1])
@@ -55,6 +94,70 @@ class TrimmedMean(RobustAggregator):
                 result[columns] = (ascending[:, self.f : n - self.f] - middle).mean(1).add_(middle[:, 0])
             results.append(result)
         return results
+
+    def positions(self, ascending: Tensor, weights: Tensor) -> Tensor:
+        """1 / (n - 2f) for each value that is kept."""
+        trimmed = byzantine_mass(weights[0], self.f, "TrimmedMean.f")
+        return within(weights, trimmed, 1 - trimmed)
+
+
+class MeanAroundMedian(_CoordinateRule):
+    """Mean around the median (MeaM): per coordinate the mean of the n - f values closest to the median.
+
+    Xie et al. 2018, "Generalized Byzantine-tolerant SGD", arXiv 1802.10116. Of two values equally far from the median the
+    lower one is taken. A value that is not finite is the farthest. With f = 0 it is the mean. Every client counts alike.
+
+    Args:
+        f: Byzantine clients in a round to withstand, 0 or more and less than half of them.
+        pre: Applied to the rows first, such as ``NNM``, with its own ``f`` or else this one.
+        per: See :class:`~fl_lightning.aggregation.base.RobustAggregator`.
+
+    Raises:
+        ConfigurationError: f is out of range.
+    """
+
+    f: int
+
+    def __init__(self, f: int, pre: PreAggregator | None = None, per: Per = None) -> None:
+        super().__init__(f, pre, per)
+
+    def positions(self, ascending: Tensor, weights: Tensor) -> Tensor:
+        """1 / (n - f) for each value that is close; in ascending order these are neighbours."""
+        n = ascending.shape[1]
+        kept = n - self.f
+        middle = (ascending[:, [n // 2]] + ascending[:, [(n - 1) // 2]]) / 2
+        # as often as the next value above is closer than the lowest of those taken, one takes its place
+        first = (ascending[:, kept:] - middle < middle - ascending[:, : self.f]).sum(1, keepdim=True)
+        place = torch.arange(n, device=ascending.device)
+        return ((place >= first) & (place < first + kept)).to(ascending.dtype).div_(kept)
+
+
+def mix_by_position(
+    rows: Tensor, weights: Tensor | None, positions: Callable[[Tensor, Tensor], Tensor]
+) -> Tensor:
+    """Each column's values mixed with shares that follow from their order; values without a share are not felt.
+
+    Args:
+        rows: Shape ``[n, d]``.
+        weights: The rows' weights ``[n]``; None: all alike.
+        positions: Gives the shares ``[c, n]`` of columns ``[c, n]`` in ascending order, NaN last, and of their weights.
+
+    Returns:
+        Shape ``[d]``.
+    """
+    result = rows.new_empty(rows.shape[1])
+    for columns in chunks(rows):
+        if weights is None:
+            ascending = _sorted(rows[:, columns])
+            shares = positions(ascending, _alike(ascending))
+        else:
+            ascending, order = rows[:, columns].t().sort(dim=1)
+            shares = positions(ascending, weights[order]).to(rows.dtype)
+        # deviations from a value that has a share: exact where all such values are equal
+        base = ascending.gather(1, shares.argmax(1, keepdim=True))
+        deviation = (ascending - base).masked_fill_(shares == 0, 0)
+        result[columns] = deviation.mul_(shares).sum(1).add_(base[:, 0])
+    return result
 
 
 @torch.no_grad()
@@ -89,3 +192,8 @@ def _sorted(rows: Tensor) -> Tensor:
         columns.numpy().sort(axis=1)
         return columns
     return columns.sort(dim=1).values
+
+
+def _alike(columns: Tensor) -> Tensor:
+    """Weights ``[1, n]`` for columns ``[c, n]`` whose rows count alike."""
+    return columns.new_ones(1, columns.shape[1], dtype=torch.float64)

@@ -3,12 +3,17 @@
 All raise :class:`~fl_lightning.errors.ConfigurationError` where f is negative or not below n/2.
 """
 
+import torch
 from torch import Tensor
 
 from fl_lightning.aggregation.base import check_byzantine
-from fl_lightning.aggregation.coordinates import TrimmedMean
-from fl_lightning.aggregation.distances import NNM, Krum, KrumScore, MultiKrum
+from fl_lightning.aggregation.bucketing import Bucketing
+from fl_lightning.aggregation.clipping import CenteredClipping
+from fl_lightning.aggregation.coordinates import MeanAroundMedian, Median, TrimmedMean, mix_by_position
+from fl_lightning.aggregation.distances import NNM, Krum, KrumScore, MultiKrum, measure, mix
+from fl_lightning.aggregation.masses import within
 from fl_lightning.aggregation.weiszfeld import GeometricMedian
+from fl_lightning.errors import ConfigurationError
 
 
 def trimmed_mean(rows: Tensor, f: int) -> Tensor:
@@ -38,3 +43,46 @@ def multi_krum(rows: Tensor, f: int, *, score: KrumScore = "byzfl") -> Tensor:
 def geometric_median(rows: Tensor) -> Tensor:
     """:class:`~fl_lightning.aggregation.weiszfeld.GeometricMedian` of ``rows [n, d]``, shape ``[d]``."""
     return GeometricMedian()(rows)
+
+
+def mean_around_median(rows: Tensor, f: int) -> Tensor:
+    """:class:`~fl_lightning.aggregation.coordinates.MeanAroundMedian` of ``rows [n, d]``, shape ``[d]``."""
+    check_byzantine("mean_around_median f", f, len(rows))
+    return MeanAroundMedian(f)(rows)
+
+
+def centered_clipping(rows: Tensor, tau: float, iterations: int = 1, start: Tensor | None = None) -> Tensor:
+    """:class:`~fl_lightning.aggregation.clipping.CenteredClipping` of ``rows [n, d]`` from ``start [d]``, shape ``[d]``.
+
+    ``start`` None is the coordinate-wise median.
+    """
+    distances = measure([rows], None if start is None else [start])
+    shares = CenteredClipping(tau, iterations).mixing(distances, None)[None]
+    return mix([rows], shares, distances.centres, distances.rejected)[0][0]
+
+
+def bucketing(rows: Tensor, size: int) -> Tensor:
+    """:class:`~fl_lightning.aggregation.bucketing.Bucketing` of ``rows [n, d]``: the means, shape ``[ceil(n / size), d]``."""
+    return Bucketing(size)([rows], 0)[0]
+
+
+def weighted_median(rows: Tensor, weights: Tensor) -> Tensor:
+    """:class:`~fl_lightning.aggregation.coordinates.Median` of ``rows [n, d]`` by ``weights [n]``, shape ``[d]``."""
+    return Median(weighting="weighted", max_weight=torch.inf)(rows, weights)
+
+
+@torch.no_grad()
+def weighted_trimmed_mean(rows: Tensor, weights: Tensor, t: float) -> Tensor:
+    """Coordinate-wise mean of ``rows [n, d]`` without the lowest and the highest part ``t`` of all weight, shape ``[d]``.
+
+    Args:
+        rows: Shape ``[n, d]``; NaN counts as the largest value.
+        weights: Non-negative weights ``[n]``. A row at the edge of what is trimmed counts in part.
+        t: 0 or more and less than 1/2.
+
+    Raises:
+        ConfigurationError: t is out of range.
+    """
+    if not 0 <= t < 0.5:
+        raise ConfigurationError(f"weighted_trimmed_mean t: {t} must be at least 0 and less than 0.5")
+    return mix_by_position(rows, weights.double(), lambda ascending, ordered: within(ordered, t, 1 - t))

@@ -10,8 +10,11 @@ from callbacks import FBN
 from fl_lightning import ConfigurationError, FederatedCallback
 from fl_lightning.aggregation import (
     NNM,
+    Bucketing,
+    CenteredClipping,
     GeometricMedian,
     Krum,
+    MeanAroundMedian,
     Median,
     MultiKrum,
     TrimmedMean,
@@ -36,6 +39,8 @@ PAIRS = {
     "MultiKrum": (MultiKrum(1), MultiKrum(1)),
     "GeometricMedian": (GeometricMedian(), GeometricMedian()),
     "TrimmedMean NNM": (TrimmedMean(1, NNM()), lambda rows: TrimmedMean(1)(mixed(rows, 1))),
+    "MeanAroundMedian": (MeanAroundMedian(1), MeanAroundMedian(1)),
+    "CenteredClipping": (CenteredClipping(0.01, 2), CenteredClipping(0.01, 2)),
     "Median NNM": (Median(pre=NNM(2)), lambda rows: Median()(mixed(rows, 2))),
     "Krum NNM": (Krum(0, NNM(2)), lambda rows: Krum(0)(mixed(rows, 2))),
     "GeometricMedian NNM": (GeometricMedian(2, NNM()), lambda rows: GeometricMedian()(mixed(rows, 2))),
@@ -95,7 +100,7 @@ def test_blocks_are_one_vector_of_a_client(aggregator, rule):
     torch.testing.assert_close(found, rule(rows), rtol=0, atol=1e-10)
     assert torch.equal(aggregator(rows, torch.eye(7)[0]), aggregator(rows, torch.full((7,), 1 / 7)))
     assert aggregator.blocks([], torch.ones(0)) == []
-    if aggregator.pre or not isinstance(aggregator, Median | TrimmedMean):
+    if aggregator.pre or not isinstance(aggregator, MeanAroundMedian | Median | TrimmedMean):
         apart = torch.cat([rule(block) for block in blocks])
         assert float((apart - rule(rows)).abs().max()) > 1e-3
 
@@ -134,6 +139,12 @@ def test_shared_statistics_are_aggregated_by_the_rule_layer_by_layer():
         (lambda: Krum(1.5), "Krum.f: 1.5 must be a whole number of at least 0"),
         (lambda: NNM(True), "NNM.f: True must be a whole number of at least 0"),
         (lambda: Median(pre=NNM()), "NNM.f: null, and Median.f is null as well; give one of them, such as NNM(f=1)"),
+        (lambda: Krum(1, per="block"), "Krum.per: 'block' must be one of model, layer"),
+        (lambda: Median(weighting="samples"), "Median.weighting: 'samples' must be one of uniform, weighted"),
+        (lambda: Median(max_weight=0.5), "Median.max_weight: 0.5 must be at least 1, the mean weight"),
+        (lambda: CenteredClipping(0.0), "CenteredClipping.tau: 0.0 must be positive"),
+        (lambda: CenteredClipping(1.0, 0), "CenteredClipping.iterations: 0 must be at least 1"),
+        (lambda: Bucketing(0), "Bucketing.size: 0 must be at least 1"),
         (lambda: MultiKrum(1, score="paper"), "MultiKrum.score: 'paper' must be one of byzfl, blanchard"),
     ],
 )  # fmt: skip
@@ -175,6 +186,11 @@ def test_rules_are_named_in_yaml_by_their_class_alone():
     for name in ("Median", "GeometricMedian"):
         write_config({"model.aggregator": name})
         assert type(run("--trainer.fast_dev_run", "true").model.aggregator).__name__ == name
+    buckets = {"class_path": "Bucketing", "init_args": {"size": 1, "f": 1}}
+    settings = {"pre": buckets, "weighting": "weighted", "per": "layer"}
+    write_config({"model.aggregator": {"class_path": "Median", "init_args": settings}})
+    rule = run("--trainer.fast_dev_run", "true").model.aggregator
+    assert (rule.pre.size, rule.per, rule.weighting) == (1, "layer", "weighted")
     write_config({"model.aggregator": {"class_path": "TrimmedMean", "init_args": {"f": 1, "pre": "NNM"}}})
     cli = run("--trainer.max_epochs", 2)
     assert isinstance(cli.model.aggregator.pre, NNM)

@@ -12,7 +12,7 @@ NAMES = {
     "data": "CIFAR10 CIFAR100 Cityscapes Digits FashionMNIST FEMNIST Gaussians HuggingFaceImages ImageDomains ImageFolder ImageNet StreamedImages TinyImageNet TorchvisionImages",
     "partitions": "Dirichlet FromFile GammaSimilarity IID Natural Shards",
     "norms": "bn gn ln in gn_ws weight_norm scaled_ws none",
-    "aggregators": "GeometricMedian Krum Median MultiKrum TrimmedMean WeightedMean",
+    "aggregators": "CenteredClipping GeometricMedian Krum MeanAroundMedian Median MultiKrum TrimmedMean WeightedMean",
 }
 
 

@@ -13,7 +13,17 @@ from torch import nn
 from callbacks import SCAFFOLD, ClientGradientClipping
 from datamodules import Digits
 from fl_lightning import FederatedCallback, FederatedModule, SequentialExecutor, VectorizedExecutor
-from fl_lightning.aggregation import NNM, GeometricMedian, Krum, Median, MultiKrum, TrimmedMean
+from fl_lightning.aggregation import (
+    NNM,
+    Bucketing,
+    CenteredClipping,
+    GeometricMedian,
+    Krum,
+    MeanAroundMedian,
+    Median,
+    MultiKrum,
+    TrimmedMean,
+)
 from fl_lightning.optimizers.schedules import InverseSteps
 from fl_lightning.optimizers.server import FedAdam, FedYogi
 
@@ -103,6 +113,10 @@ SETTINGS = {
             "multi-krum": MultiKrum(1),
             "geometric median": GeometricMedian(),
             "mixing": Median(pre=NNM(1)),
+            "mean around the median": MeanAroundMedian(1),
+            "centred clipping": CenteredClipping(1.0),
+            "weighted buckets": GeometricMedian(pre=Bucketing(1, f=1), weighting="weighted"),
+            "weighted median": Median(weighting="weighted"),
         }.items()
     },
 }
