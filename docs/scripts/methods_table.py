@@ -34,7 +34,9 @@ LEGEND = (
 def methods() -> dict[str, type[FederatedCallback]]:
     """FedAvg without a callback, and the shipped methods and observers, by name; attacks have a page of their own."""
     found = {name: getattr(callbacks, name) for name in callbacks.__all__}
-    ours = {n: kind for n, kind in found.items() if issubclass(kind, FederatedCallback) and kind.role != "attack"}
+    ours = {
+        n: kind for n, kind in found.items() if issubclass(kind, FederatedCallback) and kind.role != "attack"
+    }
     return {"none": FederatedCallback, **ours}
 
 

@@ -72,16 +72,23 @@ def vectors(clients, names):
 
 @EVERY_PAIR
 @EXECUTORS
-def test_the_server_gets_the_rule_of_whole_clients(aggregator, rule, executor):
+@pytest.mark.parametrize("per", [None, "model", "layer"])
+def test_the_server_gets_the_rule_of_each_vector(aggregator, rule, executor, per, monkeypatch):
+    monkeypatch.setattr(aggregator, "per", per)
     model, seen, states = small_cnn(), ClientStates(), States()
     train(model, blobs(**FIVE), 2, [seen, states], aggregator=aggregator, executor=executor(), local_steps=2)
     trained = [name for name, _ in model.named_parameters()]
+    layers = {
+        name.rpartition(".")[0]: [n for n in trained if n.rpartition(".")[0] == name.rpartition(".")[0]]
+        for name in trained
+    }
+    means, variances = ([n for n, _ in model.named_buffers() if n.endswith(kind)] for kind in ("mean", "var"))
+    parameters = [*layers.values()] if per == "layer" else [trained]
+    statistics = [means, variances] if per == "model" else [[name] for name in (*means, *variances)]
     for round_number in (1, 2):
         clients, server = seen.end[round_number], states.states[round_number]
-        for kind in (trained, "running_mean", "running_var"):
-            names = kind if kind is trained else [n for n in server if n.endswith(kind)]
-            names = [next(n for n in server if n.endswith(name)) for name in names]
-            rows, sizes = vectors(clients, [name.removeprefix("model.") for name in names])
+        for names in (*parameters, *statistics):
+            rows, sizes = vectors(clients, names)
             expected = rule(rows).split(sizes)
             for name, value in zip(names, expected, strict=True):
                 assert float((server[name].flatten() - value).abs().max()) < 1e-10
