@@ -80,6 +80,10 @@ class Rows(Mapping[str, Tensor]):
             self._part = rows, Rows(self.layout, blocks)
         return self._part[1]
 
+    def chosen(self, rows: list[int]) -> "Rows":
+        """Copies of some rows."""
+        return Rows(self.layout, {name: block[rows] for name, block in self.blocks.items()})
+
     def row(self, index: int) -> dict[str, Tensor]:
         """The named views ``[*shape]`` of one row."""
         if index not in self._by_row:
