@@ -71,7 +71,7 @@ class SCAFFOLD(FederatedCallback):
         share = pl_module.weight_share(cohort)
         steps = torch.tensor(cohort.local_steps, device=pl_module.device).unsqueeze(1)
         own = {block: cohort.extra[f"SCAFFOLD {block}"] / steps for block in self._own}
-        changes = [rows - self._own[block] for block, rows in own.items()]
+        changes = [rows - self._own[block][cohort.rows] for block, rows in own.items()]
         means = pl_module.aggregator.blocks(changes, cohort.weights)
         server = dict(self.memory.get(SERVER, {}))
         for block, mean in zip(own, means, strict=True):

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from fl_lightning.optimizers.server import FedAdam as FedAdam
     from fl_lightning.optimizers.server import FedYogi as FedYogi
     from fl_lightning.round.callback import FederatedCallback as FederatedCallback
+    from fl_lightning.round.failures import ClientFailures as ClientFailures
     from fl_lightning.round.module import FederatedModule as FederatedModule
     from fl_lightning.round.tasks import Classification as Classification
     from fl_lightning.round.tasks import Segmentation as Segmentation
@@ -43,6 +44,7 @@ __version__ = "0.1.0"
 HOMES = {
     "Classification": "round.tasks",
     "ClientDataModule": "client_data.federated",
+    "ClientFailures": "round.failures",
     "ClientMemory": "cohort.client_memory",
     "Cohort": "cohort.cohort",
     "ConfigurationError": "errors",

@@ -39,7 +39,8 @@ class Cohort:
 
     Attributes:
         client_ids: The clients, in increasing order.
-        rows: Which rows of the round's whole cohort these are: all, but in local steps.
+        rows: Which rows of the round's whole cohort these are, an index of stacked tensors: all, but in local steps, and where
+            clients are left out after them (``on_divergence: drop``).
         extra: What a method gives each client in ``on_round_start`` and keeps for it in local steps, tensors ``[C, ...]`` by a
             name of its own; in ``on_before_aggregate`` the rows of all ranks are there. A round begins without any.
         weights: Aggregation weights p_i, shape ``[C]``, sum 1.
@@ -80,7 +81,7 @@ class Cohort:
         self.weights = torch.empty(0)
         self.local_steps: list[int] = []
         self.policy: dict[str, str] = {}
-        self.rows = slice(0, num_clients)
+        self.rows: slice | list[int] = slice(0, num_clients)
         self.extra: dict[str, Tensor] = {}
         self._seed = 0
         self._over = self._in_local_steps = False

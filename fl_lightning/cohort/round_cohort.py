@@ -140,7 +140,27 @@ class RoundCohort(Cohort):
         self._over, self.step, self.samples = True, max(self.local_steps) - 1, list(samples)
         self.losses = self.losses / torch.tensor(self.local_steps, device=self.losses.device)
         if weigh_samples:
-            self.weights = (torch.tensor(self.samples).double() / sum(self.samples)).to(self.losses.device)
+            self.weights = self._sample_weights()
+
+    def _sample_weights(self) -> Tensor:
+        return (torch.tensor(self.samples).double() / sum(self.samples)).to(self.losses.device)
+
+    def subset(self, rows: list[int], weights: Tensor | None) -> Self:
+        """Some clients after their local steps, as a cohort of their own: what is left of the round when others are left out.
+
+        Args:
+            rows: Their rows, ascending.
+            weights: Their aggregation weights, shape ``[len(rows)]``, sum 1; None: in proportion to the samples they have processed.
+        """
+        kept = copy(self)
+        for name in ("params", "grads", "buffers"):
+            setattr(kept, name, getattr(self, name).chosen(rows))
+        for name in ("client_ids", "local_steps", "samples"):
+            setattr(kept, name, [getattr(self, name)[row] for row in rows])
+        kept.rows = rows if isinstance(self.rows, slice) else [self.rows[row] for row in rows]
+        kept.losses, kept.extra = self.losses[rows], {name: value[rows] for name, value in self.extra.items()}
+        kept.weights = kept._sample_weights() if weights is None else weights
+        return kept
 
     def _state(self) -> list[Tensor]:
         return [*self.params.blocks.values(), *self.buffers.blocks.values()]

@@ -90,6 +90,10 @@ class Rows(Mapping[str, Tensor]):
                 found.setdefault(name.rpartition(".")[0], []).append((block, slice(start, stop)))
         return found
 
+    def chosen(self, rows: list[int]) -> "Rows":
+        """Copies of some rows."""
+        return Rows(self.layout, {name: block[rows] for name, block in self.blocks.items()})
+
     def row(self, index: int) -> dict[str, Tensor]:
         """The named views ``[*shape]`` of one row."""
         if index not in self._by_row:

@@ -126,7 +126,7 @@ class LocalState(VariantEvaluation):
             return own.metrics.get(quality), own.diverged
 
         found = pl_module.ranks.map(own_accuracy, evaluations)
-        pl_module.record.diverged |= any(diverged for _, diverged in found)
+        pl_module.record.diverge(pl_module.trainer.global_step, any(diverged for _, diverged in found))
         personal = [evaluation.metrics.get(quality) for evaluation in evaluations.values()]
         own = [accuracy for accuracy, _ in found]
         means = {}

@@ -97,7 +97,7 @@ class VariantEvaluation(FederatedCallback):
         """Log the variants' metrics."""
         split = "test" if trainer.testing else pl_module.data.fit_split
         finish_together(self._evaluations.values())
-        pl_module.record.diverged |= any(evaluation.diverged for evaluation in self._evaluations.values())
+        pl_module.record.diverge(trainer.global_step, any(x.diverged for x in self._evaluations.values()))
         for name, value in self.variant_metrics(pl_module, split, self._evaluations).items():
             pl_module.log(f"{split}/{name}", value)
         del self._tensors, self._evaluations, self._slots

@@ -35,6 +35,10 @@ class FederatedCallback(Declarations, L.Callback):
     Every tensor of the cohort has the client axis first. What a method remembers about clients between rounds belongs
     in its ``state_dict()``, as plain tensors and numbers keyed by client id: then a resumed run is exact.
 
+    A client whose update is not finite is left out under ``on_divergence: drop``, before ``on_before_aggregate`` and again after
+    it: the cohort of the hooks that follow has fewer clients than that of ``on_round_start``, and its ``rows`` say which. A round
+    that too few are left of, or too few report in, is skipped: its remaining hooks are not called.
+
     Before each hook torch's global generator is seeded from (seed, class, hook, round, step): what a hook draws with
     ``torch.rand`` and its like depends on neither the executor nor on earlier draws, and is the same after a resume.
 

@@ -1,6 +1,7 @@
 """The federated LightningModule: ``training_step`` is one communication round."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -26,11 +27,14 @@ from fl_lightning.optimizers import OptimizerCallable
 from fl_lightning.optimizers.checks import check_elementwise, check_overrides
 from fl_lightning.optimizers.schedules import LRSchedule, lr_factor
 from fl_lightning.randomness import derive_seed, seed_global
-from fl_lightning.round.communication import Communication, round_communication
+from fl_lightning.round.communication import Communication
 from fl_lightning.round.declarations import ROLES, Declarations
+from fl_lightning.round.divergence import check_aggregate, check_updates, leave_out
+from fl_lightning.round.failures import ClientFailures, RoundSkipped
 from fl_lightning.round.local_steps import agree, open_memories, take_local_steps
-from fl_lightning.round.plan import RoundPlan, Weighting, check_local_work, cohort_size, require_clients
+from fl_lightning.round.plan import RoundPlan, Weighting, check_local_work, plan_rounds
 from fl_lightning.round.policy import check_together, resolve_policy
+from fl_lightning.round.reports import log_round, skip_round, too_few
 from fl_lightning.round.server import ServerModule
 from fl_lightning.round.server_update import update_server
 from fl_lightning.round.tasks import Task
@@ -74,8 +78,11 @@ class FederatedModule(ServerModule):
             a state dict, or the checkpoint of another run. A run that goes on from a checkpoint of its own has those.
         budget_epochs: Sets the number of rounds so that all rounds together see this many times the training data; the
             last round is cut short where the budget ends.
-        on_divergence: ``"error"`` stops when a client's update is not finite and names it; ``"record"`` goes on and flags
-            the run as diverged.
+        on_divergence: What happens when a client's update is not finite: ``"error"`` stops and names it, or under a robust
+            aggregator when the aggregate is not finite; ``"record"`` goes on and flags the run as diverged; ``"drop"`` leaves
+            the client out of the round, as if it had been absent.
+        failures: Clients that drop out of rounds or take fewer local steps. None: all report, with all steps.
+        min_clients: The fewest clients with which a round is aggregated; with fewer the server keeps its state.
         centralised: Train one model on the union of the batches that the round's clients would have drawn, step by step:
             the same configuration without the federation. Nothing is sent.
         tf32: Whether a GPU may compute float32 convolutions and matrix products in TF32: faster, with about three digits.
@@ -114,7 +121,9 @@ class FederatedModule(ServerModule):
         bn_momentum: float | None = None,
         initial_weights: str | None = None,
         budget_epochs: float | None = None,
-        on_divergence: Literal["error", "record"] = "error",
+        on_divergence: Literal["error", "record", "drop"] = "error",
+        failures: ClientFailures | None = None,
+        min_clients: int = 1,
         centralised: bool = False,
         tf32: bool = False,
         seed: int = 0,
@@ -131,8 +140,8 @@ class FederatedModule(ServerModule):
         self.executor, self.chooses_executor = executor or SequentialExecutor(), executor is None
         self.aggregator = aggregator or WeightedMean()
         self.statistics = StatisticsAggregator(statistics_aggregator or self.aggregator, statistics_domain)
-        self.weighting, self.client_lr_schedule = weighting, client_lr_schedule
-        self.parameter_groups = parameter_groups or {}
+        self.weighting, self.min_clients, self.failures = weighting, min_clients, failures
+        self.parameter_groups, self.client_lr_schedule = parameter_groups or {}, client_lr_schedule
         self.initial_weights, self.budget_epochs = initial_weights, budget_epochs
         self.on_divergence, self.centralised, self.seed = on_divergence, centralised, seed
         self.plan: RoundPlan
@@ -148,6 +157,8 @@ class FederatedModule(ServerModule):
         try:
             with torch.autocast(self.device.type, enabled=False):
                 self.communication_round()
+        except RoundSkipped as skipped:
+            skip_round(self, skipped)
         except BaseException:
             restore_batch_norm(self.model)
             self.executor.close()
@@ -162,21 +173,25 @@ class FederatedModule(ServerModule):
         with self.clock.part("gather"):
             samples = [number for count in counts for number in count]
             cohort.finish_steps(part, samples, weigh_samples=self.weighting == "samples")
+            cohort = leave_out(self, cohort)
         self.call_hook("on_before_aggregate", cohort)
         with self.clock.part("aggregation"):
             seed_global(derive_seed(self.seed, "aggregation", cohort.round), self.device)
-            rules = self.aggregator, self.statistics
-            update_server(cohort, *rules, self.record, self.on_divergence, self.client_batches)
+            cohort = check_updates(self, cohort)
+            update_server(cohort, self.aggregator, self.statistics, strict=self.on_divergence == "error")
+            check_aggregate(self, cohort)
             self.server_step()
         self.call_hook("on_round_end", cohort)
         agree(self, f"round {cohort.round}")
-        self.log_round(cohort)
+        log_round(self, cohort)
 
     def start_round(self) -> RoundCohort:
         """Sample the cohort of this round and broadcast the server's state to it."""
         self.clock.start()
         with self.clock.part("aggregation"):
             clients, steps = self.plan.trained(self.round)
+            if not clients:
+                raise too_few(self, len(self.plan.reporting(self.round)))
             policy = resolve_policy(self.federated_callbacks, self.round, self.planned_rounds)
             for layer in self.tracking_layers:
                 layer.train(policy["mean"] != "frozen")
@@ -211,10 +226,10 @@ class FederatedModule(ServerModule):
 
     def client_batches(self, cohort: Cohort, indices: Sequence[int], step: int) -> CohortBatch:
         """The batches of some rows at local step ``step`` of the round, on this module's device and in its precision."""
-        return self._batches([cohort.client_ids[row] for row in indices], step)
+        return self._batches(self.plan, [cohort.client_ids[row] for row in indices], step)
 
-    def _batches(self, clients: Sequence[int], step: int) -> CohortBatch:
-        sources = self.plan.sources(clients, self.round, step)
+    def _batches(self, plan: RoundPlan, clients: Sequence[int], step: int) -> CohortBatch:
+        sources = plan.sources(clients, self.round, step)
         batches = self.data.cohort_batch(*sources)
         for attack in (callback for callback in self.federated_callbacks if callback.role == "attack"):
             batches = attack.change_batches(self, sources[0], batches)
@@ -224,21 +239,6 @@ class FederatedModule(ServerModule):
         """A client's loss on its batch, a scalar: override it where a batch is not ``(inputs, targets)``."""
         inputs, targets = batch
         return self.loss(self.model(inputs), targets)
-
-    def log_round(self, cohort: RoundCohort) -> None:
-        """Log the clients' mean loss and what the round has cost."""
-        losses = cohort.losses.tolist()
-        mean = sum(weight * loss for weight, loss in zip(cohort.weights.tolist(), losses, strict=True))
-        self.log_numbers({"train/loss": mean}, prog_bar=True)
-        if not self.statistics.is_mean:
-            self.log_numbers(self.statistics.counts())
-        self.communication = Communication()
-        if not self.centralised:
-            self.communication = round_communication(cohort, self.federated_callbacks, self.record.holders)
-        costs, times = self.communication.metrics(), self.clock.stop()
-        seconds = times["time/round_s"]
-        self.record.finish_round(cohort, losses, seconds, costs)
-        self.log_numbers({**costs, **times, "time/samples_per_s": sum(cohort.samples) / seconds})
 
     def weight_share(self, cohort: Cohort) -> float:
         """The cohort's part of all clients' aggregation weight: ``|S| / n`` where all weigh alike."""
@@ -273,14 +273,7 @@ class FederatedModule(ServerModule):
         if stage != "fit":
             return
         check_trainer(self.trainer)
-        require_clients(self.data)
-        size = cohort_size(self.data.num_clients, self.participation)
-        if not self.centralised:
-            self.aggregator.check(size)
-            self.statistics.rule.check(size)
-        self.plan = RoundPlan(
-            self.data, self.local_steps, self.local_epochs, size, self.seed, self.weighting, self.centralised
-        )
+        self.plan = plan_rounds(self)
         restore_batch_norm(self.model)  # a fit that failed may have left them
         check_together(self.federated_callbacks)
         for method in self.federated_callbacks:
@@ -296,12 +289,15 @@ class FederatedModule(ServerModule):
         open_memories(self)
         self.slots = StateSlots(self.model)
         self.data.keep_on(self.device)
-        clients, steps = self.plan.trained(1)
+        usual = replace(self.plan, failures=None)
+        clients, steps = usual.trained(1)
         if self.chooses_executor:
             self.executor.close()  # of a fit that an error ended
             self.executor_choice = choose_executor(self, len(clients))
             self.executor = self.executor_choice.executor
-        decide_compilation(self, rounds * sum(steps), lambda: self._batches(clients[:1], 0).batches()[0])
+        decide_compilation(
+            self, rounds * sum(steps), lambda: self._batches(usual, clients[:1], 0).batches()[0]
+        )
         self.tracking_layers = [x for x in batch_norm_layers(self.model).values() if x.training]
         self._modes = {layer: layer.training for layer in self.modules()}
         self._cohort = None

@@ -4,7 +4,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil, inf
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -12,9 +12,12 @@ from torch import Tensor
 from fl_lightning.client_data.federated import FederatedDataModule
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.randomness import permutation
+from fl_lightning.round.failures import ClientFailures, fewest_reports
 
 Weighting = Literal["examples", "uniform", "samples"]
 """What a client's aggregation weight is in proportion to: its training data, nothing, or what it processes in the round."""
+
+_MOST_IDLE = 10_000  # rounds without a cohort, one after the other
 
 
 @dataclass
@@ -30,6 +33,8 @@ class RoundPlan:
         seed: The run's seed.
         weighting: What aggregation weights are in proportion to, see :class:`~fl_lightning.round.module.FederatedModule`.
         centralised: Whether one client trains on the union of the cohort's batches.
+        failures: Clients that do not report, or take fewer steps; None for none.
+        min_clients: The fewest reports with which a round takes place.
         last_round: The budget's last round, None without a budget.
         last_round_steps: Upper bound on the local steps of each client in that round.
     """
@@ -41,15 +46,26 @@ class RoundPlan:
     seed: int
     weighting: Weighting = "examples"
     centralised: bool = False
+    failures: ClientFailures | None = None
+    min_clients: int = 1
     last_round: int | None = None
     last_round_steps: int | None = None
 
+    def reporting(self, round_number: int) -> list[int]:
+        """The clients that are drawn for a round and do not drop out of it."""
+        drawn, failures = (
+            sample_cohort(self.data.num_clients, self.cohort_size, self.seed, round_number),
+            self.failures,
+        )
+        return [c for c in drawn if failures is None or failures.reports(c, self.seed, round_number)]
+
     def cohort(self, round_number: int) -> list[int]:
-        """The clients of a round."""
-        return sample_cohort(self.data.num_clients, self.cohort_size, self.seed, round_number)
+        """The clients of a round; none where too few report and the round is skipped."""
+        clients = self.reporting(round_number)
+        return clients if len(clients) >= self.min_clients else []
 
     def full_steps(self, client_id: int) -> int:
-        """Local steps of a client in a round that no budget cuts short."""
+        """Local steps of a client in a round that neither a budget nor a failure cuts short."""
         if self.local_steps is not None:
             return self.local_steps
         assert self.local_epochs is not None
@@ -57,18 +73,23 @@ class RoundPlan:
 
     def steps(self, client_id: int, round_number: int) -> int:
         """Local steps of a client in a round."""
-        full = self.full_steps(client_id)
-        return min(full, self.last_round_steps or full) if round_number == self.last_round else full
+        own = self.full_steps(client_id)
+        if self.failures is not None:
+            own = self.failures.steps(own, client_id, self.seed, round_number)
+        return min(own, self.last_round_steps or own) if round_number == self.last_round else own
 
     def first_step(self, client_id: int, round_number: int) -> int:
         """Position in the client's data of its first batch in a round: (round - 1) x E, present or absent before."""
         return (round_number - 1) * self.full_steps(client_id)
 
     def trained(self, round_number: int) -> tuple[list[int], list[int]]:
-        """The clients whose models a round trains, and their local steps: the cohort, or client 0 for all of it."""
+        """The clients whose models a round trains, and their local steps: the cohort, or client 0 for all of it.
+
+        None where the round is skipped.
+        """
         members = self.cohort(round_number)
         steps = [self.steps(client, round_number) for client in members]
-        return ([0], [max(steps)]) if self.centralised else (members, steps)
+        return ([0], [max(steps)]) if self.centralised and members else (members, steps)
 
     def sources(self, client_ids: Sequence[int], round_number: int, step: int) -> tuple[list[int], list[int]]:
         """Where the batches of a local step come from: clients, and the position of the batch in each one's data.
@@ -112,37 +133,69 @@ class RoundPlan:
             The number of rounds.
 
         Raises:
-            ConfigurationError: The budget does not buy one local step.
+            ConfigurationError: The budget does not buy one local step, or no round has enough reports to spend it.
         """
-        data = self.data
+        data, self.last_round = self.data, None
         everyone = range(data.num_clients)
         samples = {i: data.samples_per_step(i) for i in everyone}
         remaining = budget_epochs * sum(data.num_examples(i) for i in everyone) + 1e-6
         costs = {i: samples[i] * self.full_steps(i) for i in everyone}
         round_number = 1
-        if len(set(costs.values())) == 1:
+        if len(set(costs.values())) == 1 and self.failures is None:
             skipped = max(ceil(remaining / (costs[0] * self.cohort_size)) - 1, 0)
             remaining -= skipped * costs[0] * self.cohort_size
             round_number += skipped
-        while remaining > (cost := sum(costs[i] for i in self.cohort(round_number))):
+        idle = 0
+        while remaining > (
+            cost := sum(samples[i] * self.steps(i, round_number) for i in self.cohort(round_number))
+        ):
             remaining -= cost
             round_number += 1
-        cohort = self.cohort(round_number)
+            idle = 0 if cost else idle + 1
+            if idle == _MOST_IDLE:
+                raise ConfigurationError(
+                    f"budget_epochs: {budget_epochs} is never spent: rounds {round_number - idle} to {round_number - 1} have fewer than "
+                    f"{self.min_clients} reports; lower model.min_clients or what model.failures says"
+                )
+        steps = {i: self.steps(i, round_number) for i in self.cohort(round_number)}
 
         def cost_up_to(limit: int) -> float:
-            return sum(samples[i] * min(limit, self.full_steps(i)) for i in cohort)
+            return sum(samples[i] * min(limit, own) for i, own in steps.items())
 
-        most = max(self.full_steps(i) for i in cohort)
+        most = max(steps.values())
         last_steps = bisect_right(range(1, most + 1), remaining, key=cost_up_to)
         if last_steps == 0:
             round_number -= 1
         if round_number == 0:
             raise ConfigurationError(
-                f"budget_epochs: {budget_epochs} is less than one local step of a round's {len(cohort)} clients; raise it"
+                f"budget_epochs: {budget_epochs} is less than one local step of a round's {len(steps)} clients; raise it"
             )
         self.last_round = round_number
         self.last_round_steps = last_steps or None
         return round_number
+
+
+def plan_rounds(module: Any) -> RoundPlan:
+    """The plan of a federated module's run.
+
+    Raises:
+        ConfigurationError: The data, or the aggregator, ask for other numbers of clients than the settings.
+    """
+    data = module.data
+    require_clients(data)
+    size = cohort_size(data.num_clients, module.participation)
+
+    def check(clients: int) -> None:
+        for rule in (module.aggregator, module.statistics.rule):
+            rule.check(clients)
+
+    if not module.centralised:
+        check(size)
+    if module.failures is not None:
+        module.failures.check(data.num_clients)
+    work = (data, module.local_steps, module.local_epochs, size, module.seed)
+    fewest = fewest_reports(check, module.min_clients, size)
+    return RoundPlan(*work, module.weighting, module.centralised, module.failures, fewest)
 
 
 def check_local_work(

@@ -21,7 +21,9 @@ class RunRecord:
         upload_bytes: Bytes that clients have sent.
         download_bytes: Bytes that clients have received.
         seconds: Time spent in rounds.
-        diverged: Whether an update or an evaluation was ever not finite.
+        diverged: Whether the server has ever aggregated an update, or had an evaluation, that was not finite.
+        diverged_round: The first round of that; None where there was none, or it is not known.
+        not_finite: How many updates of a client were not finite, by client, whatever became of them.
         clients: By client: the rounds it took part in, its local steps in them and its mean training loss in the
             last of them.
         holders: The clients that have received the frozen state, empty while nothing is frozen.
@@ -43,6 +45,8 @@ class RunRecord:
         self.samples = self.upload_bytes = self.download_bytes = 0
         self.seconds = 0.0
         self.diverged = False
+        self.diverged_round: int | None = None
+        self.not_finite: dict[int, int] = {}
         self.clients: dict[int, tuple[int, int, float]] = {}
         self.holders: list[int] = []
         self._pending: dict[str, float] = {}
@@ -51,6 +55,11 @@ class RunRecord:
     def add(self, name: str, value: Any) -> None:
         """Add a metric of the round under way."""
         self._pending[name] = float(value.compute() if isinstance(value, Metric) else value)
+
+    def diverge(self, round_number: int, found: bool = True) -> None:
+        """Flag the run as diverged, in this round unless it was before, if that was ``found``."""
+        if found and not self.diverged:
+            self.diverged, self.diverged_round = True, round_number
 
     def finish_round(
         self, cohort: RoundCohort, losses: Sequence[float], seconds: float, costs: Mapping[str, float]

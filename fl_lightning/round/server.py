@@ -296,5 +296,5 @@ class ServerModule(L.LightningModule):
 
     def _evaluated(self, prefix: str) -> dict[str, float]:
         metrics = self.evaluation.finish()
-        self.record.diverged |= self.evaluation.diverged
+        self.record.diverge(self.trainer.global_step, self.evaluation.diverged)
         return {f"{prefix}/{name}": value for name, value in metrics.items()}

@@ -1,26 +1,18 @@
 """Aggregation: from the clients' rows to the server's pseudo-gradient and statistics."""
 
-from collections.abc import Callable, Mapping
-from typing import Literal
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
 from fl_lightning.aggregation import Aggregator, StatisticsAggregator, sent_statistics
-from fl_lightning.client_data.cohort_batch import CohortBatch
 from fl_lightning.cohort.round_cohort import RoundCohort
 from fl_lightning.cohort.rows import split_columns
 from fl_lightning.errors import ConfigurationError
-from fl_lightning.round.record import RunRecord
 
 
 def update_server(
-    cohort: RoundCohort,
-    aggregator: Aggregator,
-    statistics: StatisticsAggregator,
-    record: RunRecord,
-    on_divergence: Literal["error", "record"],
-    client_batches: Callable[[RoundCohort, list[int], int], CohortBatch],
+    cohort: RoundCohort, aggregator: Aggregator, statistics: StatisticsAggregator, *, strict: bool
 ) -> None:
     """Set the server's statistics to the clients' aggregate and its gradients to the pseudo-gradient.
 
@@ -28,31 +20,15 @@ def update_server(
         cohort: The clients after their local steps.
         aggregator: How their parameters are combined.
         statistics: How their running statistics are.
-        record: Where it is noted that an update was not finite.
-        on_divergence: Whether that is an error.
-        client_batches: The batches of some rows at a local step, which may be what was not finite.
+        strict: Whether negative running variances are an error.
 
     Raises:
-        ConfigurationError: A client's update is not finite, or a running variance is negative.
+        ConfigurationError: A running variance is negative.
     """
     _set_pseudo_gradient(cohort, aggregator)
-    diverged = _diverged_clients(cohort)
-    record.diverged |= bool(diverged)
-    if diverged and on_divergence == "error":
-        row = cohort.client_ids.index(diverged[0])
-        for step in range(cohort.local_steps[row]):
-            if not client_batches(cohort, [row], step).is_finite():
-                raise ConfigurationError(
-                    f"round {cohort.round}: the update of client {diverged[0]} is not finite, since its data are not: its batch of "
-                    f"local step {step + 1} has NaN or infinity; mend the data of client {diverged[0]}"
-                )
-        raise ConfigurationError(
-            f"round {cohort.round}: the update of client {diverged[0]} is not finite; lower client_optimizer lr (now "
-            f"{cohort.optimizer.param_groups[0]['lr']:g}), or set model.on_divergence: record to go on"
-        )
     _set_local_parameters(cohort, aggregator)
     _set_statistics(cohort, aggregator, statistics)
-    if on_divergence == "error":
+    if strict:
         _check_variances(cohort, clients=not statistics.is_robust)
 
 
@@ -117,21 +93,6 @@ def _set_statistics(cohort: RoundCohort, aggregator: Aggregator, statistics: Sta
             for kind, value in (("mean", mean), ("var", variance)):
                 if cohort.policy[kind] in ("averaged", "local"):
                     cohort.server_buffers[f"{layer}running_{kind}"].copy_(value)
-
-
-def _diverged_clients(cohort: RoundCohort) -> list[int]:
-    """The clients whose parameters or BN statistics are not all finite.
-
-    A model's other buffers are not looked at: an attention mask, say, may well hold infinities.
-    """
-    kinds = {name: block.kind for name, block in cohort.buffers.layout.items()}
-    statistics = [block for name, block in cohort.buffers.blocks.items() if kinds[name] in ("mean", "var")]
-    blocks = [*cohort.params.blocks.values(), *statistics]
-    # a finite sum has finite terms
-    if bool(torch.stack([block.sum() for block in blocks]).sum().isfinite()):
-        return []
-    finite = torch.stack([block.isfinite().all(1) for block in blocks]).all(0)
-    return [client for client, fine in zip(cohort.client_ids, finite.tolist(), strict=True) if not fine]
 
 
 def _check_variances(cohort: RoundCohort, *, clients: bool) -> None:

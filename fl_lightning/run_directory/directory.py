@@ -44,17 +44,17 @@ OUTSIDE_THE_HASH = frozenset(
 """Settings of the trainer that change no result, and callbacks by the names of their classes."""
 
 
+_LATER = {"task": None, "initial_weights": None, "failures": None, "min_clients": 1}
+"""Settings of the module that earlier runs did not have, as these were trained."""
+
+
 def config_hash(config: Mapping[str, Any]) -> str:
     """Name a configuration: 8 hex digits of SHA-256 over its canonical JSON without :data:`OUTSIDE_THE_HASH`.
 
     Args:
         config: Model, data and trainer, every default filled in; the order of keys does not matter.
     """
-    model = {
-        name: x
-        for name, x in config["model"].items()
-        if x is not None or name not in ("task", "initial_weights")
-    }  # of no earlier run
+    model = {name: x for name, x in config["model"].items() if (name, x) not in _LATER.items()}
     hashed = {**config, "model": model, "trainer": inside_the_hash(config["trainer"])}
     if config.get("data", {}).get("init_args"):  # numbers do not depend on the threads that read images
         settings = {name: x for name, x in config["data"]["init_args"].items() if name != "threads"}

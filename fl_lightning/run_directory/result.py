@@ -65,6 +65,8 @@ def _collect(
         **{name: metrics[name] for name in order},
         f"class_{module.task.by_class}": _by_class(module, metrics),
         "diverged": record.diverged,
+        **({"diverged_round": record.diverged_round} if record.diverged_round is not None else {}),
+        **({"updates_not_finite": record.not_finite} if record.not_finite else {}),
         "upload_bytes": record.upload_bytes,
         "download_bytes": record.download_bytes,
         "train_seconds": record.seconds,
@@ -85,7 +87,8 @@ def _print(result: Mapping[str, Any]) -> None:
         "method": result["method"],
         "model": result["model"],
         "partition": result["partition"],
-        "rounds": f"{result['rounds']:,}" + ("  (diverged)" if result["diverged"] else ""),
+        "rounds": f"{result['rounds']:,}{_diverged(result)}",
+        **({"not finite": _not_finite(found)} if (found := result.get("updates_not_finite")) else {}),
         **({"BN statistics": stages_in_words(found)} if (found := result["bn_statistics"]) else {}),
         "samples seen": f"{result['samples']:,}",
         **{name: f"{value:.4f}" for name, value in result.items() if "/" in name},
@@ -97,6 +100,15 @@ def _print(result: Mapping[str, Any]) -> None:
         "files": result["directory"] or "none (fast_dev_run)",
     }
     print_table("Result", rows)
+
+
+def _diverged(result: Mapping[str, Any]) -> str:
+    first = f", first in round {result['diverged_round']}" if "diverged_round" in result else ""
+    return f"  (diverged{first})" if result["diverged"] else ""
+
+
+def _not_finite(updates: Mapping[int, int]) -> str:
+    return f"{sum(updates.values()):,} updates, of {len(updates):,} clients"
 
 
 def _by_class(module: FederatedModule, metrics: Mapping[str, float]) -> dict[str, Any] | None:

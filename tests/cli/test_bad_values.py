@@ -40,7 +40,7 @@ TABLE = [
     ("--model.budget_epochs nan", "model.budget_epochs: nan is not valid; it takes float, null"),
     ("--model.budget_epochs x", "model.budget_epochs: x is not valid; it takes float, null"),
     ("--model.budget_epochs 1e400", "budget_epochs: inf must be positive and finite"),
-    ("--model.on_divergence ignore", "model.on_divergence: ignore is not valid; it takes ['error', 'record']"),
+    ("--model.on_divergence ignore", "model.on_divergence: ignore is not valid; it takes ['error', 'record', 'drop']"),
     ("--model.centralised 2", "model.centralised: 2 is not valid; it takes bool"),
     ("--model.centralised maybe", "model.centralised: maybe is not valid; it takes bool"),
     ("--model.tf32 2", "model.tf32: 2 is not valid; it takes bool"),

@@ -114,10 +114,17 @@ def test_hash_is_eight_hex_digits_and_the_same_in_every_process():
 
 
 @pytest.mark.parametrize(
-    ("name", "value"),
-    [("task", {"class_path": "fl_lightning.Segmentation"}), ("initial_weights", "last.ckpt")],
+    ("name", "default", "value"),
+    [
+        ("task", None, {"class_path": "fl_lightning.Segmentation"}),
+        ("initial_weights", None, "last.ckpt"),
+        ("failures", None, {"class_path": "fl_lightning.ClientFailures", "init_args": {"dropout": 0.1}}),
+        ("min_clients", 1, 2),
+    ],
 )
-def test_a_setting_that_earlier_runs_did_not_have_changes_their_hash_only_where_it_is_given(name, value):
+def test_a_setting_that_earlier_runs_did_not_have_changes_their_hash_only_where_it_is_given(
+    name, default, value
+):
     model = CONFIG["model"]
-    assert config_hash({**CONFIG, "model": {**model, name: None}}) == config_hash(CONFIG)
+    assert config_hash({**CONFIG, "model": {**model, name: default}}) == config_hash(CONFIG)
     assert config_hash({**CONFIG, "model": {**model, name: value}}) != config_hash(CONFIG)

@@ -1,0 +1,117 @@
+"""Clients that fail without malice: they drop out of a round, or take fewer local steps in it."""
+
+from collections.abc import Callable, Mapping, Sequence
+
+from fl_lightning.errors import ConfigurationError
+from fl_lightning.randomness import derive_seed
+
+
+class RoundSkipped(Exception):
+    """A round has too few reports: the server keeps its state, and the run goes on with the next one.
+
+    Args:
+        reason: One line that says which round, how many reports and how many there must be.
+        dropped: Clients that were left out of it, since their update was not finite.
+    """
+
+    def __init__(self, reason: str, dropped: int = 0) -> None:
+        super().__init__(reason)
+        self.dropped = dropped
+
+
+class ClientFailures:
+    """Which clients fail in which round; a function of (seed, round, client), whoever else takes part.
+
+    A client that drops out is drawn into the cohort, but does not report: it takes no step, sends and receives nothing, and the
+    aggregation weights are those of the clients that report. What methods keep of it stays.
+
+    Args:
+        dropout: Probability in [0, 1] that a client of a round's cohort does not report: one for all, or by client id (others
+            always report).
+        schedule: Absences by client id: ``[first round, last round]``, both included, rounds counted from 1.
+        stragglers: Probability in [0, 1], likewise, that a client takes fewer local steps in a round: a number that is drawn
+            uniformly from 1 to all of its steps (Li et al. 2020, "Federated Optimization in Heterogeneous Networks", 5.2).
+
+    Raises:
+        ConfigurationError: A probability is out of range, or an absence is no pair of rounds.
+    """
+
+    def __init__(
+        self,
+        dropout: float | dict[int, float] = 0.0,
+        schedule: dict[int, list[list[int]]] | None = None,
+        stragglers: float | dict[int, float] = 0.0,
+    ) -> None:
+        for setting, given in (("dropout", dropout), ("stragglers", stragglers)):
+            for value in given.values() if isinstance(given, Mapping) else [given]:
+                if not 0 <= value <= 1:
+                    raise ConfigurationError(
+                        f"ClientFailures.{setting}: {value} must be a probability in [0, 1]"
+                    )
+        for client, absences in (schedule or {}).items():
+            for absence in absences:
+                if not (
+                    isinstance(absence, Sequence) and len(absence) == 2 and 1 <= absence[0] <= absence[1]
+                ):
+                    raise ConfigurationError(
+                        f"ClientFailures.schedule: {absence} of client {client} must be [first round, last round], such as [3, 5]"
+                    )
+        self.dropout, self.schedule, self.stragglers = dropout, schedule, stragglers
+
+    def check(self, num_clients: int) -> None:
+        """Refuse clients that do not exist.
+
+        Raises:
+            ConfigurationError: Names the setting and the client.
+        """
+        for setting in ("dropout", "schedule", "stragglers"):
+            given = getattr(self, setting)
+            for client in given if isinstance(given, Mapping) else ():
+                if not 0 <= client < num_clients:
+                    raise ConfigurationError(
+                        f"ClientFailures.{setting}: there is no client {client}; there are clients 0 to {num_clients - 1}"
+                    )
+
+    def reports(self, client_id: int, seed: int, round_number: int) -> bool:
+        """Whether a client of a round's cohort reports."""
+        absences = (self.schedule or {}).get(client_id, [])
+        if any(first <= round_number <= last for first, last in absences):
+            return False
+        return not _happens(self.dropout, client_id, seed, "dropped out", round_number)
+
+    def steps(self, full: int, client_id: int, seed: int, round_number: int) -> int:
+        """How many of its ``full`` local steps a client takes in a round."""
+        if not _happens(self.stragglers, client_id, seed, "straggler", round_number):
+            return full
+        return 1 + derive_seed(seed, "steps of a straggler", round_number, client_id) % full
+
+
+def fewest_reports(check: Callable[[int], None], min_clients: int, cohort_size: int) -> int:
+    """The fewest clients with which a round is aggregated.
+
+    Args:
+        check: Refuses a number of clients, as an aggregator does.
+        min_clients: The fewest that the user wants.
+        cohort_size: Clients in a round without failures, which ``check`` accepts.
+
+    Raises:
+        ConfigurationError: ``min_clients`` is out of range.
+    """
+    if not 1 <= min_clients <= cohort_size:
+        raise ConfigurationError(
+            f"model.min_clients: {min_clients} must be at least 1 and at most the {cohort_size} clients of a round"
+        )
+    for number in range(min_clients, cohort_size):
+        try:
+            check(number)
+        except ConfigurationError:
+            continue
+        return number
+    return cohort_size
+
+
+def _happens(
+    probability: float | Mapping[int, float], client_id: int, seed: int, what: str, round_number: int
+) -> bool:
+    own = probability.get(client_id, 0.0) if isinstance(probability, Mapping) else probability
+    return derive_seed(seed, what, round_number, client_id) < own * 2**63
