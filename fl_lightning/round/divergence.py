@@ -9,7 +9,7 @@ from torch import Tensor
 from fl_lightning.aggregation.base import RobustAggregator
 from fl_lightning.cohort.round_cohort import RoundCohort
 from fl_lightning.errors import ConfigurationError
-from fl_lightning.round.reports import too_few
+from fl_lightning.round.reports import robust_rules, too_few
 
 
 def leave_out(module: Any, cohort: RoundCohort) -> RoundCohort:
@@ -64,11 +64,7 @@ def check_aggregate(module: Any, cohort: RoundCohort) -> None:
     Raises:
         ConfigurationError: It is not, and ``on_divergence`` does not say ``record``.
     """
-    rules = {
-        type(rule).__name__
-        for rule in (module.aggregator, module.statistics.rule)
-        if isinstance(rule, RobustAggregator)
-    }
+    rules = robust_rules(module)
     if not rules:
         return
     parameters = {n: p if p.grad is None else p.grad for n, p in cohort.server_parameters.items()}
@@ -78,10 +74,9 @@ def check_aggregate(module: Any, cohort: RoundCohort) -> None:
     module.record.diverge(cohort.round)
     if module.on_divergence != "record":
         clients = ", ".join(str(cohort.client_ids[row]) for row in not_finite(cohort)) or "none"
-        rule = " and ".join(sorted(rules))
         raise ConfigurationError(
-            f"round {cohort.round}: what {rule} makes of the clients is not finite, first in layer {layer!r} (clients whose update is "
-            f"not finite: {clients}); raise {rule}'s f, lower client_optimizer lr, or set model.on_divergence: drop"
+            f"round {cohort.round}: what {rules} makes of the clients is not finite, first in layer {layer!r} (clients whose update is "
+            f"not finite: {clients}); raise the f of {rules}, lower client_optimizer lr, or set model.on_divergence: drop"
         )
 
 

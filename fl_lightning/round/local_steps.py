@@ -1,8 +1,10 @@
 """The part of a round that ranks share between them, and what they must have in common after it."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from fl_lightning.client_data.cohort_batch import CohortBatch
 from fl_lightning.cohort.client_memory import memories
 from fl_lightning.cohort.round_cohort import RoundCohort
 from fl_lightning.errors import ConfigurationError
@@ -34,6 +36,14 @@ def take_local_steps(module: Any, cohort: RoundCohort, part: RoundCohort) -> lis
         if show is not None:
             show(step + 1, last + 1)
     return part.samples
+
+
+def attacked(module: Any, clients: Sequence[int], batches: CohortBatch) -> CohortBatch:
+    """The batches of some clients, with what attackers among them train on instead of theirs."""
+    for method in module.federated_callbacks:
+        if method.role == "attack":
+            batches = method.change_batches(module, clients, batches)
+    return batches
 
 
 def open_memories(module: Any) -> None:

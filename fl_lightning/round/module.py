@@ -31,7 +31,7 @@ from fl_lightning.round.communication import Communication
 from fl_lightning.round.declarations import ROLES, Declarations
 from fl_lightning.round.divergence import check_aggregate, check_updates, leave_out
 from fl_lightning.round.failures import ClientFailures, RoundSkipped
-from fl_lightning.round.local_steps import agree, open_memories, take_local_steps
+from fl_lightning.round.local_steps import agree, attacked, open_memories, take_local_steps
 from fl_lightning.round.plan import RoundPlan, Weighting, check_local_work, plan_rounds
 from fl_lightning.round.policy import check_together, resolve_policy
 from fl_lightning.round.reports import log_round, skip_round, too_few
@@ -61,30 +61,23 @@ class FederatedModule(ServerModule):
             :func:`~fl_lightning.executors.choice.choose_executor`.
         aggregator: How the server combines the clients. Default: :class:`~fl_lightning.aggregation.base.WeightedMean`.
         statistics_aggregator: How it combines their running statistics. Default: ``aggregator``.
-        statistics_domain: Which of these can be none, and in which coordinates they are combined: see
-            :class:`~fl_lightning.aggregation.statistics.StatisticsAggregator`.
-        weighting: Aggregation weights: ``"examples"`` (p_i = n_i / sum of n_j over the cohort), ``"uniform"``, or
-            ``"samples"`` (in proportion to the samples that a client processes in the round: with one local step its
-            batch size, so that the mean gradient is that of the union batch; before the local steps they are those to
-            be expected).
+        statistics_domain: In which coordinates, see :class:`~fl_lightning.aggregation.statistics.StatisticsAggregator`.
+        weighting: Aggregation weights: ``"examples"`` (p_i = n_i / sum of n_j over the cohort), ``"uniform"``, or ``"samples"`` (in
+            proportion to the samples that a client processes in the round: with one local step its batch size, so that the mean
+            gradient is that of the union batch; before the local steps they are those to be expected).
         task: What is learnt, with its loss and metrics. Default: :class:`~fl_lightning.round.tasks.Classification`.
         loss: Loss of (outputs, targets), averaged over the batch, in place of the task's.
         client_lr_schedule: Factor on the client learning rate, a function of (round, planned rounds).
-        parameter_groups: Client optimizer settings by parameter group (``batch_norm``, ``scalars``, ``bias``): values
-            override, ``lr_scale`` multiplies the learning rate.
-        bn_momentum: ``momentum`` of every BN layer, in (0, 1]: the weight of a new batch in the running statistics. None
-            keeps the model's own (torch: 0.1).
+        parameter_groups: Client optimizer settings by group (``batch_norm``, ``scalars``, ``bias``); ``lr_scale`` multiplies the rate.
+        bn_momentum: ``momentum`` of every BN layer, in (0, 1], the weight of a new batch. None keeps the model's own (torch: 0.1).
         initial_weights: File whose weights the server's model starts from, see :func:`~fl_lightning.models.weights.load_weights`:
             a state dict, or the checkpoint of another run. A run that goes on from a checkpoint of its own has those.
-        budget_epochs: Sets the number of rounds so that all rounds together see this many times the training data; the
-            last round is cut short where the budget ends.
-        on_divergence: What happens when a client's update is not finite: ``"error"`` stops and names it, or under a robust
-            aggregator when the aggregate is not finite; ``"record"`` goes on and flags the run as diverged; ``"drop"`` leaves
-            the client out of the round, as if it had been absent.
+        budget_epochs: Sets the number of rounds so that all together see this many times the training data; the last may be shorter.
+        on_divergence: What happens when a client's update is not finite: ``"error"`` stops and names it, or under a robust rule when
+            the aggregate is not; ``"record"`` goes on and flags the run as diverged; ``"drop"`` leaves the client out of the round.
         failures: Clients that drop out of rounds or take fewer local steps. None: all report, with all steps.
         min_clients: The fewest clients with which a round is aggregated; with fewer the server keeps its state.
-        centralised: Train one model on the union of the batches that the round's clients would have drawn, step by step:
-            the same configuration without the federation. Nothing is sent.
+        centralised: Train one model on the union of the batches that the round's clients would have drawn; nothing is sent.
         tf32: Whether a GPU may compute float32 convolutions and matrix products in TF32: faster, with about three digits.
         seed: Seed of participation and dropout.
 
@@ -93,8 +86,7 @@ class FederatedModule(ServerModule):
         slots: Where a client's state hangs in the model; known from the start of training on.
         executor_choice: The executor that was chosen for this run and why; None where one was given.
         communication: What the clients of the newest round have sent and received.
-        tracking_layers: The BN layers that track statistics in training: all but those that the user has put in eval mode,
-            which stay as they are.
+        tracking_layers: The BN layers that track statistics in training: all but those that the user has put in eval mode.
 
     Raises:
         ConfigurationError: A setting is out of range or contradicts another one.
@@ -230,9 +222,7 @@ class FederatedModule(ServerModule):
 
     def _batches(self, plan: RoundPlan, clients: Sequence[int], step: int) -> CohortBatch:
         sources = plan.sources(clients, self.round, step)
-        batches = self.data.cohort_batch(*sources)
-        for attack in (callback for callback in self.federated_callbacks if callback.role == "attack"):
-            batches = attack.change_batches(self, sources[0], batches)
+        batches = attacked(self, sources[0], self.data.cohort_batch(*sources))
         return (batches.union() if self.centralised else batches).map(self.on_device)
 
     def client_loss(self, batch: Any) -> Tensor:

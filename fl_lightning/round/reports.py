@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from fl_lightning.aggregation import RobustAggregator
 from fl_lightning.cohort.round_cohort import RoundCohort
 from fl_lightning.round.communication import Communication, round_communication
 from fl_lightning.round.failures import RoundSkipped
@@ -30,6 +31,14 @@ def log_round(module: Any, cohort: RoundCohort) -> None:
     _log_clients(module, len(module.plan.trained(module.round)[0]) - len(cohort), skipped=False)
 
 
+def robust_rules(module: Any) -> str:
+    """The names of the robust rules that combine the clients, empty where there is none."""
+    rules = (
+        rule for rule in (module.aggregator, module.statistics.rule) if isinstance(rule, RobustAggregator)
+    )
+    return " and ".join(dict.fromkeys(type(rule).__name__ for rule in rules))
+
+
 def too_few(module: Any, reported: int, dropped: int = 0) -> RoundSkipped:
     """What ends a round that too few clients are left of.
 
@@ -40,7 +49,7 @@ def too_few(module: Any, reported: int, dropped: int = 0) -> RoundSkipped:
     """
     plan = module.plan
     own = plan.min_clients == module.min_clients
-    asks = "model.min_clients is" if own else "the aggregator needs"
+    asks = "model.min_clients is" if own else f"{robust_rules(module)} needs"
     return RoundSkipped(
         f"round {module.round}: {reported} of {plan.cohort_size} clients can be aggregated, and {asks} {plan.min_clients}: the server "
         "keeps its state",
