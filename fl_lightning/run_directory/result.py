@@ -108,7 +108,8 @@ def _diverged(result: Mapping[str, Any]) -> str:
 
 
 def _not_finite(updates: Mapping[int, int]) -> str:
-    return f"{sum(updates.values()):,} updates, of {len(updates):,} clients"
+    count, clients = sum(updates.values()), len(updates)
+    return f"{count:,} update{'s' * (count > 1)} of {clients:,} client{'s' * (clients > 1)}"
 
 
 def _by_class(module: FederatedModule, metrics: Mapping[str, float]) -> dict[str, Any] | None:

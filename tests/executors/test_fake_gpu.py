@@ -10,9 +10,15 @@ from helpers import SGD, SaveRounds, blobs, small_cnn
 from helpers import fit as fit_on_cpu
 from torch import nn
 
-from callbacks import SCAFFOLD, ClientGradientClipping
+from callbacks import FBN, SCAFFOLD, ClientGradientClipping, MaintainedMomentum
 from datamodules import Digits
-from fl_lightning import FederatedCallback, FederatedModule, SequentialExecutor, VectorizedExecutor
+from fl_lightning import (
+    ClientFailures,
+    FederatedCallback,
+    FederatedModule,
+    SequentialExecutor,
+    VectorizedExecutor,
+)
 from fl_lightning.aggregation import (
     NNM,
     Bucketing,
@@ -103,6 +109,7 @@ SETTINGS = {
     "fedyogi": {"server_optimizer": partial(FedYogi, lr=0.1)},
     "torch's adam": {"server_optimizer": partial(torch.optim.Adam, lr=0.1)},
     "divergence": {"on_divergence": "record"},
+    "failures": {"failures": ClientFailures(dropout=0.3, stragglers=0.5), "min_clients": 2},
     "tf32": {"tf32": True},
     **{
         name: {"aggregator": aggregator}
@@ -125,6 +132,17 @@ SETTINGS = {
 @pytest.mark.parametrize("what", SETTINGS)
 def test_every_setting_keeps_to_the_device(what):
     assert train(**SETTINGS[what]) == []
+
+
+@pytest.mark.parametrize("method", [SCAFFOLD, MaintainedMomentum, FBN])
+def test_a_client_that_is_left_out_is_on_the_device_as_others_are(method):
+    class Diverges(FederatedCallback):
+        def on_local_step_end(self, trainer, pl_module, cohort, step):
+            next(iter(cohort.params.values()))[:1] = torch.nan
+
+    settings = {"on_divergence": "drop", "weighting": "samples", "executor": VectorizedExecutor()}
+    momentum = partial(torch.optim.Adam, lr=0.01)
+    assert train([Diverges(), method()], 3, client_optimizer=momentum, **settings) == []
 
 
 def test_images_that_the_gpu_has_no_room_for_stay_on_the_cpu(monkeypatch):

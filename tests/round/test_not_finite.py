@@ -222,7 +222,7 @@ def test_a_run_that_goes_on_diverged_says_when_and_ends_with_its_table(capsys):
     assert "the run goes on, flagged as diverged (model.on_divergence: record)" in out
     table = out.partition("Result\n")[2]
     assert "2  (diverged, first in round 1)" in table
-    assert "6 updates, of 3 clients" in table
+    assert "6 updates of 3 clients" in table
     assert cli.model.record.diverged_round == 1
 
 
