@@ -63,7 +63,9 @@ class FedDNA(FederatedCallback):
     def configure_batch_norm(self, pl_module: "FederatedModule") -> None:
         """Check that there are statistics to aggregate, with weights."""
         require_batch_norm(pl_module.model, "FedDNA")
-        require_weighted_mean(pl_module.aggregator, "FedDNA", "sums statistics with importances")
+        require_weighted_mean(
+            pl_module, "FedDNA", "sums statistics with importances", ["statistics_aggregator"]
+        )
 
     def on_train_start(self, trainer: L.Trainer, pl_module: "FederatedModule") -> None:  # type: ignore[override]  # rounds have one
         """Say what this version is."""

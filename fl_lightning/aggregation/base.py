@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -73,21 +73,13 @@ class Aggregator(ABC):
         )
 
     def shares(self, blocks: Sequence[Tensor], weights: Tensor | None = None) -> Tensor:
-        """What part each client has in the aggregate of ``blocks``, the mean over all coordinates.
-
-        Args:
-            blocks: Column blocks of the clients' rows, each ``[n, d_k]``.
-            weights: Weights ``[n]`` that sum to 1; None: all alike.
-
-        Returns:
-            Float64 ``[n]``, on the rows' device.
+        """What part each client has in the aggregate of ``blocks``, the mean over all coordinates: float64 ``[n]``.
 
         Raises:
             ConfigurationError: The rule does not say it.
         """
         raise ConfigurationError(
-            f"model.aggregator: {type(self).__name__} does not say what part clients have in its result; give it a method "
-            "shares(blocks, weights)"
+            f"{type(self).__name__} has no method shares(blocks, weights) that says whose its result is"
         )
 
     def check(self, num_clients: int) -> None:  # noqa: B027  # many rules take any number
@@ -176,7 +168,7 @@ class RobustAggregator(Aggregator):
     """A rule that withstands f Byzantine clients in a round.
 
     **Every client counts alike** unless ``weighting`` says else: the aggregation weights are not used. A client's parameters
-    are one vector; running means are another, running variances a third.
+    are one vector; each layer's running means are another, its running variances a third.
 
     Weighted clients are cut to ``max_weight`` first, as attackers report their own sizes. Withstanding f of them is
     withstanding the f largest weights: together they must be less than half of all.
@@ -290,18 +282,21 @@ class RobustAggregator(Aggregator):
         return blocks, of_clients, counted
 
 
-def require_weighted_mean(aggregator: Aggregator, method: str, doing: str) -> None:
+def require_weighted_mean(module: Any, method: str, doing: str, settings: Sequence[str]) -> None:
     """Refuse a rule that a method's own sums over the clients would go round.
 
     Args:
-        aggregator: The run's aggregator.
+        module: The federated module.
         method: The method, for the message.
         doing: What it does with every client, for the message.
+        settings: Which of ``aggregator`` and ``statistics_aggregator`` it goes round.
 
     Raises:
-        ConfigurationError: The aggregator is not the weighted mean.
+        ConfigurationError: One of them is not the weighted mean.
     """
-    if not isinstance(aggregator, WeightedMean):
-        raise ConfigurationError(
-            f"model.aggregator: {type(aggregator).__name__} cannot protect {method}, which {doing}; use WeightedMean"
-        )
+    rules = {"aggregator": module.aggregator, "statistics_aggregator": module.statistics.rule}
+    for setting in settings:
+        if not isinstance(rules[setting], WeightedMean):
+            raise ConfigurationError(
+                f"model.{setting}: {type(rules[setting]).__name__} cannot protect {method}, which {doing}; use WeightedMean"
+            )

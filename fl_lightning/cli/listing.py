@@ -50,7 +50,13 @@ def named(kind: str) -> dict[str, str]:
     modules = {"methods": shipped["callbacks"], "models": models, "aggregators": aggregation}
     modules["attacks"] = attacks
     module, base = modules.get(kind, data), kinds_of_settings()[KINDS[kind].rpartition(".")[2]]
-    bases = (data.PartitionedDataModule, data.InMemoryDataModule, data.ImageFiles, data.Partition)
+    bases = (
+        data.PartitionedDataModule,
+        data.InMemoryDataModule,
+        data.ImageFiles,
+        data.Partition,
+        attacks.Attack,
+    )
     found = {}
     for name in sorted(module.__all__, key=str.lower):
         thing = getattr(module, name)

@@ -5,7 +5,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 
 from fl_lightning.errors import ConfigurationError, doing
-from fl_lightning.milestones import in_run, round_at
+from fl_lightning.optimizers.milestones import in_run, round_at
 
 
 class LRSchedule(ABC):

@@ -1,9 +1,11 @@
 """The hooks of a communication round: a method of the literature is a subclass of :class:`FederatedCallback`."""
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import lightning as L
 
+from fl_lightning.client_data.cohort_batch import CohortBatch
 from fl_lightning.cohort.cohort import Cohort
 from fl_lightning.errors import ConfigurationError, nearest
 from fl_lightning.round.declarations import Declarations
@@ -64,6 +66,12 @@ class FederatedCallback(Declarations, L.Callback):
 
     def configure_batch_norm(self, pl_module: "FederatedModule") -> None:
         """Swap BN modules of ``pl_module.model`` by type: the only way in which a callback changes a forward pass."""
+
+    def change_batches(
+        self, pl_module: "FederatedModule", client_ids: Sequence[int], batches: CohortBatch
+    ) -> CohortBatch:
+        """The batches that an attack lets clients train on instead of theirs: called for the role ``attack`` only."""
+        return batches
 
     def on_round_start(self, trainer: L.Trainer, pl_module: "FederatedModule", cohort: Cohort) -> None:
         """Called when every row of the cohort is a copy of the server's state."""

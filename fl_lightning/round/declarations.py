@@ -1,14 +1,10 @@
 """What a method declares of itself: what it does with each kind of state, what it sends, what it takes for itself."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
-from fl_lightning.client_data.cohort_batch import CohortBatch
 from fl_lightning.cohort.cohort import Cohort
-
-if TYPE_CHECKING:
-    from fl_lightning.round.module import FederatedModule
 
 ROLES = ("method", "attack", "observer")
 """In this order hooks are called."""
@@ -57,12 +53,6 @@ class Declarations:
         Until then the policy table says so in words, and methods that could not be combined with it are refused.
         """
         return {}
-
-    def change_batches(
-        self, pl_module: "FederatedModule", client_ids: Sequence[int], batches: CohortBatch
-    ) -> CohortBatch:
-        """The batches that an attack lets clients train on instead of theirs: called for the role ``attack`` only."""
-        return batches
 
     def extra_payload(self, cohort: Cohort) -> tuple[int, int]:
         """Floats that this method sends on top of the averaged state, per client and round: (upload, download)."""

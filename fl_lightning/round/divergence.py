@@ -47,7 +47,7 @@ def check_updates(module: Any, cohort: RoundCohort) -> RoundCohort:
     if not failed:
         return cohort
     if _withstood(module, cohort):
-        _note(module, cohort, failed, "a robust rule goes on with it")
+        _note(module, cohort, failed, f"{robust_rules(module)} goes on with it")
     else:
         module.record.diverge(cohort.round)
         if module.on_divergence == "error":
@@ -76,7 +76,7 @@ def check_aggregate(module: Any, cohort: RoundCohort) -> None:
         clients = ", ".join(str(cohort.client_ids[row]) for row in not_finite(cohort)) or "none"
         raise ConfigurationError(
             f"round {cohort.round}: what {rules} makes of the clients is not finite, first in layer {layer!r} (clients whose update is "
-            f"not finite: {clients}); raise the f of {rules}, lower client_optimizer lr, or set model.on_divergence: drop"
+            f"not finite: {clients}); raise {rules}'s f, lower client_optimizer lr, or set model.on_divergence: drop"
         )
 
 

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fl_lightning.mechanisms.freezing import Freezing
-from fl_lightning.milestones import round_at
+from fl_lightning.optimizers.milestones import round_at
 from fl_lightning.verification.comparison import (
     TOLERANCE,
     NotApplicable,

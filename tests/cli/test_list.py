@@ -6,13 +6,14 @@ from fl_lightning.__main__ import main
 from fl_lightning.cli.listing import KINDS, named
 
 NAMES = {
-    "methods": "BatchNormDiagnostics ClientEvaluation ClientGradientClipping CommunicationLedger FBN FedBN FedDNA FedExFixBN FedProx FedTAN FixBN "
+    "methods": "AggregationDiagnostics BatchNormDiagnostics Byzantine ClientEvaluation ClientGradientClipping CommunicationLedger FBN FedBN FedDNA FedExFixBN FedProx FedTAN FixBN "
     "MaintainedMomentum MomentMatching SCAFFOLD SiloBN SlidingWindowFixBN StaticBN StatisticsSources",
     "models": "BNProbe CIFARResNet deeplab_v3_plus FBNCNN LeNet library_model ResNet18 ResNet20 ResNet32 ResNet8 SmallDeepLab",
     "data": "CIFAR10 CIFAR100 Cityscapes Digits FashionMNIST FEMNIST Gaussians HuggingFaceImages ImageDomains ImageFolder ImageNet StreamedImages TinyImageNet TorchvisionImages",
-    "partitions": "Dirichlet FromFile GammaSimilarity IID Natural Shards",
+    "partitions": "Dirichlet FromFile GammaSimilarity HonestOnly IID Natural Shards",
     "norms": "bn gn ln in gn_ws weight_norm scaled_ws none",
     "aggregators": "CenteredClipping GeometricMedian Krum MeanAroundMedian Median MultiKrum TrimmedMean WeightedMean",
+    "attacks": "ALittleIsEnough Backdoor FallOfEmpires Gaussian GradientAscent LabelFlip Mimic ModelReplacement NonFinite SignFlip",
 }
 
 
@@ -37,5 +38,5 @@ def test_without_a_kind_all_are_listed_and_an_unknown_one_is_refused(capsys):
         main(["list", "method"])
     assert stop.value.code == 2
     assert capsys.readouterr().err == (
-        "error: list: 'method' must be one of methods, models, data, partitions, norms, aggregators\n"
+        "error: list: 'method' must be one of methods, models, data, partitions, norms, aggregators, attacks\n"
     )
