@@ -12,8 +12,9 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from fl_lightning.aggregation.base import Per, PreAggregator, RobustAggregator, Weighting
+from fl_lightning.aggregation.base import Per, RobustAggregator, Weighting
 from fl_lightning.aggregation.masses import around_half, byzantine_mass, within
+from fl_lightning.aggregation.preaggregation import PreAggregator
 
 CHUNK_ELEMENTS = {"cpu": 2**18}
 """Elements of a chunk by device type: what a core's cache holds; elsewhere (``_LARGE_CHUNK``), few launches count."""
