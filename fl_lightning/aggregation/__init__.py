@@ -2,7 +2,6 @@
 
 from fl_lightning.aggregation.base import (
     Aggregator,
-    PreAggregator,
     RobustAggregator,
     WeightedMean,
     require_weighted_mean,
@@ -24,6 +23,7 @@ from fl_lightning.aggregation.functions import (
     weighted_median,
     weighted_trimmed_mean,
 )
+from fl_lightning.aggregation.preaggregation import PreAggregator
 from fl_lightning.aggregation.statistics import LayerStatistics, StatisticsAggregator, sent_statistics
 from fl_lightning.aggregation.weiszfeld import GeometricMedian
 

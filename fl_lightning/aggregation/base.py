@@ -2,38 +2,17 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from fl_lightning.aggregation.masses import byzantine_mass
+from fl_lightning.aggregation.masses import byzantine_mass, check_byzantine
+from fl_lightning.aggregation.preaggregation import PreAggregator
 from fl_lightning.errors import ConfigurationError, check_choice
 
 Per = Literal["model", "layer"] | None
 Weighting = Literal["uniform", "weighted"]
-
-
-def check_byzantine(setting: str, f: int, num_clients: int | None = None, whom: str = "clients") -> None:
-    """Refuse a number of Byzantine clients that is none, or no minority of the clients.
-
-    Args:
-        setting: Name of the setting, such as ``"TrimmedMean.f"``.
-        f: The number found.
-        num_clients: Clients in a round; None where it is not known yet.
-        whom: What there is so many of, for the message.
-
-    Raises:
-        ConfigurationError: f is not a whole number of at least 0, or at least half of the clients.
-    """
-    if isinstance(f, bool) or not isinstance(f, int) or f < 0:
-        raise ConfigurationError(f"{setting}: {f!r} must be a whole number of at least 0")
-    if num_clients is not None and 2 * f >= num_clients:
-        most = max((num_clients - 1) // 2, 0)
-        raise ConfigurationError(
-            f"{setting}: {f} must be less than half of a round's {num_clients} {whom}; use at most {most}, or at least "
-            f"{2 * f + 1} {whom} in a round"
-        )
 
 
 def weighted_mean(rows: Tensor, weights: Tensor) -> Tensor:
@@ -109,59 +88,6 @@ class WeightedMean(Aggregator):
         n = len(blocks[0])
         weights = torch.full((n,), 1 / n, dtype=torch.float64) if weights is None else weights
         return weights.to(blocks[0].device, torch.float64)
-
-
-class Mixed(NamedTuple):
-    """What a pre-aggregator makes of the clients' rows.
-
-    Attributes:
-        blocks: The new rows, ``[m, d_k]`` each.
-        shares: The clients' shares in them, float64 ``[m, n]``; each row sums to 1.
-        weights: The new rows' weights, ``[m]``; None where all count alike.
-    """
-
-    blocks: Sequence[Tensor]
-    shares: Tensor
-    weights: Tensor | None
-
-
-class PreAggregator(ABC):
-    """What is done to the clients' rows before a robust rule aggregates them.
-
-    Args:
-        f: Byzantine clients in a round to withstand; None takes the rule's.
-
-    Raises:
-        ConfigurationError: f is negative.
-    """
-
-    def __init__(self, f: int | None = None) -> None:
-        if f is not None:
-            check_byzantine(f"{type(self).__name__}.f", f)
-        self.f = f
-
-    @abstractmethod
-    def mix(self, blocks: Sequence[Tensor], f: int, weights: Tensor | None = None) -> Mixed:
-        """New rows for the column blocks ``[n, d_k]``, withstanding f Byzantine clients.
-
-        Args:
-            blocks: Column blocks of the clients' rows, each ``[n, d_k]``.
-            f: Byzantine clients to withstand.
-            weights: How much each client counts, ``[n]``; None: all alike.
-        """
-
-    def rows_left(self, num_clients: int) -> int:
-        """How many rows it makes of those of ``num_clients`` clients."""
-        return num_clients
-
-    @property
-    def rows_are(self) -> str:
-        """What its rows are, for messages."""
-        return "clients"
-
-    def __call__(self, blocks: Sequence[Tensor], f: int) -> list[Tensor]:
-        """New rows for the column blocks ``[n, d_k]``, with all clients alike."""
-        return list(self.mix(blocks, f).blocks)
 
 
 class RobustAggregator(Aggregator):

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fl_lightning.aggregation.base import Mixed, PreAggregator
+from fl_lightning.aggregation.preaggregation import Mixed, PreAggregator
 from fl_lightning.errors import ConfigurationError
 
 

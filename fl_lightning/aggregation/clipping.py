@@ -3,8 +3,9 @@
 import torch
 from torch import Tensor
 
-from fl_lightning.aggregation.base import Per, PreAggregator
+from fl_lightning.aggregation.base import Per
 from fl_lightning.aggregation.distances import Distances, MixingRule
+from fl_lightning.aggregation.preaggregation import PreAggregator
 from fl_lightning.errors import ConfigurationError
 
 

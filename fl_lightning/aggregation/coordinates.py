@@ -12,8 +12,9 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from fl_lightning.aggregation.base import Per, PreAggregator, RobustAggregator, Weighting
+from fl_lightning.aggregation.base import Per, RobustAggregator, Weighting
 from fl_lightning.aggregation.masses import around_half, byzantine_mass, within
+from fl_lightning.aggregation.preaggregation import PreAggregator
 
 CHUNK_ELEMENTS = {"cpu": 2**18}
 """Elements of a chunk by device type: what a core's cache holds; elsewhere (``_LARGE_CHUNK``), few launches count."""
@@ -21,7 +22,7 @@ CHUNK_ELEMENTS = {"cpu": 2**18}
 _LARGE_CHUNK = 2**24
 
 
-class _CoordinateRule(RobustAggregator):
+class CoordinateRule(RobustAggregator):
     """A rule that mixes each column's values with shares that follow from their order."""
 
     @abstractmethod
@@ -43,7 +44,7 @@ class _CoordinateRule(RobustAggregator):
         return total / total.sum()
 
 
-class Median(_CoordinateRule):
+class Median(CoordinateRule):
     """Coordinate-wise median; for an even number of clients the mean of the two middle values.
 
     A value that is not a number counts as the largest: fewer than n/2 of them in a column leave its median between the
@@ -60,7 +61,7 @@ class Median(_CoordinateRule):
         return around_half(weights)
 
 
-class TrimmedMean(_CoordinateRule):
+class TrimmedMean(CoordinateRule):
     """Coordinate-wise trimmed mean: without the f smallest and the f largest values, the mean of the other n - 2f.
 
     A value that is not a number counts as the largest, so that up to f of them in a column are dropped. With f = 0 it is
@@ -101,7 +102,7 @@ class TrimmedMean(_CoordinateRule):
         return within(weights, trimmed, 1 - trimmed)
 
 
-class MeanAroundMedian(_CoordinateRule):
+class MeanAroundMedian(CoordinateRule):
     """Mean around the median (MeaM): per coordinate the mean of the n - f values closest to the median.
 
     Xie et al. 2018, "Generalized Byzantine-tolerant SGD", arXiv 1802.10116. Of two values equally far from the median the

@@ -10,9 +10,10 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from fl_lightning.aggregation.base import Mixed, Per, PreAggregator, RobustAggregator
+from fl_lightning.aggregation.base import Per, RobustAggregator
 from fl_lightning.aggregation.coordinates import chunks, median
 from fl_lightning.aggregation.masses import byzantine_mass, within
+from fl_lightning.aggregation.preaggregation import Mixed, PreAggregator
 from fl_lightning.errors import ConfigurationError, check_choice
 
 KrumScore = Literal["byzfl", "blanchard"]

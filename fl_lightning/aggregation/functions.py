@@ -6,12 +6,11 @@ All raise :class:`~fl_lightning.errors.ConfigurationError` where f is negative o
 import torch
 from torch import Tensor
 
-from fl_lightning.aggregation.base import check_byzantine
 from fl_lightning.aggregation.bucketing import Bucketing
 from fl_lightning.aggregation.clipping import CenteredClipping
 from fl_lightning.aggregation.coordinates import MeanAroundMedian, Median, TrimmedMean, mix_by_position
 from fl_lightning.aggregation.distances import NNM, Krum, KrumScore, MultiKrum, measure, mix
-from fl_lightning.aggregation.masses import within
+from fl_lightning.aggregation.masses import check_byzantine, within
 from fl_lightning.aggregation.weiszfeld import GeometricMedian
 from fl_lightning.errors import ConfigurationError
 

@@ -1,4 +1,4 @@
-"""Weights of clients that count by their weight: the mass of the heaviest, and what part of a row lies within bounds."""
+"""How many clients may be Byzantine; and clients that count by weight: that of the heaviest, what lies within bounds."""
 
 import torch
 from torch import Tensor
@@ -7,6 +7,28 @@ from fl_lightning.errors import ConfigurationError
 
 TOLERANCE = 1e-12
 """Cumulative weights that differ by less than this part of all are equal, so that n_i / N ties where the n_i do."""
+
+
+def check_byzantine(setting: str, f: int, num_clients: int | None = None, whom: str = "clients") -> None:
+    """Refuse a number of Byzantine clients that is none, or no minority of the clients.
+
+    Args:
+        setting: Name of the setting, such as ``"TrimmedMean.f"``.
+        f: The number found.
+        num_clients: Clients in a round; None where it is not known yet.
+        whom: What there is so many of, for the message.
+
+    Raises:
+        ConfigurationError: f is not a whole number of at least 0, or at least half of the clients.
+    """
+    if isinstance(f, bool) or not isinstance(f, int) or f < 0:
+        raise ConfigurationError(f"{setting}: {f!r} must be a whole number of at least 0")
+    if num_clients is not None and 2 * f >= num_clients:
+        most = max((num_clients - 1) // 2, 0)
+        raise ConfigurationError(
+            f"{setting}: {f} must be less than half of a round's {num_clients} {whom}; use at most {most}, or at least "
+            f"{2 * f + 1} {whom} in a round"
+        )
 
 
 def byzantine_mass(weights: Tensor, f: int, setting: str) -> float:

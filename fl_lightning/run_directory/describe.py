@@ -54,12 +54,13 @@ def describe(thing: object) -> str:
     parameters = inspect.signature(type(thing)).parameters
     settings = {name: getattr(thing, name, known.default) for name, known in parameters.items()}
     changed = [
-        f"{name}={_shown(value)}" for name, value in settings.items() if value != parameters[name].default
+        f"{name}={in_words(value)}" for name, value in settings.items() if value != parameters[name].default
     ]
     return f"{type(thing).__name__}({', '.join(changed)})"
 
 
-def _shown(value: object) -> str:
+def in_words(value: object) -> str:
+    """A setting's value: an object without words of its own as :func:`describe` has it."""
     return describe(value) if type(value).__repr__ is object.__repr__ else str(value)
 
 

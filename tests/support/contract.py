@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_flatten_with_path
 
 import callbacks
 from fl_lightning import FederatedCallback, FederatedModule
+from fl_lightning.run_directory.describe import in_words
 
 MOMENTUM = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
 ADAM = partial(torch.optim.Adam, lr=0.01, eps=1e-3)
@@ -52,7 +53,8 @@ def _slow_if_again(rows):
     names = [row.callback for row in rows]
     for place, row in enumerate(rows):
         marks = [pytest.mark.slow] if row.callback in names[:place] else []
-        yield pytest.param(row, marks=marks, id=f"{row.callback}-{row.settings}")
+        settings = {name: in_words(value) for name, value in row.settings.items()}
+        yield pytest.param(row, marks=marks, id=f"{row.callback}-{settings}")
 
 
 EVERY_ROW = pytest.mark.parametrize("row", [*_slow_if_again(TABLE)])
