@@ -24,7 +24,7 @@ from fl_lightning.aggregation.functions import (
     weighted_trimmed_mean,
 )
 from fl_lightning.aggregation.preaggregation import PreAggregator
-from fl_lightning.aggregation.statistics import LayerStatistics, StatisticsAggregator, sent_statistics
+from fl_lightning.aggregation.statistics import Domain, LayerStatistics, StatisticsAggregator, sent_statistics
 from fl_lightning.aggregation.weiszfeld import GeometricMedian
 
 __all__ = [
@@ -32,6 +32,7 @@ __all__ = [
     "Aggregator",
     "Bucketing",
     "CenteredClipping",
+    "Domain",
     "GeometricMedian",
     "Krum",
     "LayerStatistics",

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from fl_lightning.aggregation import Aggregator, StatisticsAggregator, WeightedMean
-from fl_lightning.aggregation.statistics import Domain
+from fl_lightning.aggregation import Aggregator, Domain, StatisticsAggregator, WeightedMean
 from fl_lightning.batch_norm.layers import batch_norm_layers, set_momentum
 from fl_lightning.batch_norm.swapping import restore_batch_norm
 from fl_lightning.client_data.cohort_batch import CohortBatch

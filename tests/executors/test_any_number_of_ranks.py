@@ -54,7 +54,7 @@ def quick_ones_first(rows):
     for row in rows:
         marks = [] if row.callback in QUICK and row.callback not in seen else [pytest.mark.slow]
         seen.add(row.callback)
-        yield pytest.param(row, marks=marks, id=f"{row.callback}-{row.settings}")
+        yield pytest.param(row, marks=marks, id=row.name)
 
 
 @pytest.mark.parametrize("row", [*quick_ones_first(TABLE)])

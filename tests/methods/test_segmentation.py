@@ -40,7 +40,7 @@ def rows():
             else [pytest.mark.slow]
         )
         seen.add(row.callback)
-        yield pytest.param(place, marks=marks, id=f"{row.callback}-{row.settings}")
+        yield pytest.param(place, marks=marks, id=row.name)
 
 
 @pytest.mark.parametrize("method", [*rows()])

@@ -24,6 +24,11 @@ class Row(NamedTuple):
     settings: dict[str, Any]
     module: dict[str, Any]
 
+    @property
+    def name(self):
+        """The same in every process, as a test's name must be."""
+        return f"{self.callback}-{ {name: in_words(value) for name, value in self.settings.items()} }"
+
 
 SHIPPED = {
     name: getattr(callbacks, name)
@@ -53,8 +58,7 @@ def _slow_if_again(rows):
     names = [row.callback for row in rows]
     for place, row in enumerate(rows):
         marks = [pytest.mark.slow] if row.callback in names[:place] else []
-        settings = {name: in_words(value) for name, value in row.settings.items()}
-        yield pytest.param(row, marks=marks, id=f"{row.callback}-{settings}")
+        yield pytest.param(row, marks=marks, id=row.name)
 
 
 EVERY_ROW = pytest.mark.parametrize("row", [*_slow_if_again(TABLE)])
