@@ -91,17 +91,9 @@ class FBN(FederatedCallback):
     def on_round_end(self, trainer: L.Trainer, pl_module: "FederatedModule", cohort: "Cohort") -> None:
         """Server, lines 9 and 10."""
         layers = list(self._layers(pl_module.model, cohort))
-        sent = [
-            LayerStatistics(
-                clients.running_mean,
-                clients.running_var,
-                clients.count[:, 0] / clients.count[:, 0].sum(),
-                unbias / weight,
-            )
-            for _, clients, unbias, _, weight in layers
-        ]
-        for layer, (mean, variance) in zip(layers, pl_module.statistics(sent), strict=True):
-            server, _, _, beta, weight = layer
+        sent = [LayerStatistics(c.running_mean, c.running_var, c.shares, u / w) for _, c, u, _, w in layers]
+        found = zip(layers, pl_module.statistics(sent), strict=True)
+        for (server, *_, beta, weight), (mean, variance) in found:
             server.running_mean.lerp_(mean, beta / weight)
             server.running_var.lerp_(variance, beta / weight)
 
@@ -117,7 +109,7 @@ class FBN(FederatedCallback):
             if total == 1:
                 raise ConfigurationError(f"FBN: BN layer {name!r} {ONE_VALUE}")
             if total:
-                assert layer.momentum is not None
-                beta = 1 - (1 - layer.momentum) ** steps
+                beta = 1 - (1 - (layer.momentum or 0)) ** steps  # never None: see configure_batch_norm
                 weight = beta if self.wire == "run" else 1.0
+                own["shares"] = own["count"][:, 0] / total
                 yield layer, SimpleNamespace(**own), total / (total - 1), beta, weight

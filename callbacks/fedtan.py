@@ -151,9 +151,7 @@ class FedTAN(FederatedCallback):
 
     def configure_batch_norm(self, pl_module: "FederatedModule") -> None:
         """Let BN layers exchange in joint steps."""
-        require_weighted_mean(
-            pl_module, "FedTAN", "takes means inside of a local step", ["aggregator", "statistics_aggregator"]
-        )
+        require_weighted_mean(pl_module, "FedTAN", "takes means inside of a local step")
         self.layers: list[TANBatchNorm] = swap_batch_norm(pl_module.model, TANBatchNorm)
         for index, layer in enumerate(self.layers):
             if self.affine_init == "uniform" and layer.affine:

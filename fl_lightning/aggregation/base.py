@@ -208,7 +208,9 @@ class RobustAggregator(Aggregator):
         return blocks, of_clients, counted
 
 
-def require_weighted_mean(module: Any, method: str, doing: str, settings: Sequence[str]) -> None:
+def require_weighted_mean(
+    module: Any, method: str, doing: str, settings: Sequence[str] = ("aggregator", "statistics_aggregator")
+) -> None:
     """Refuse a rule that a method's own sums over the clients would go round.
 
     Args:

@@ -66,7 +66,7 @@ def test_help_of_a_command_is_short_and_says_where_the_long_one_is(capsys):
     shown = capsys.readouterr().out
     assert len(shown.splitlines()) < 40
     assert "fit --help all" in shown
-    assert "list {methods,models,data,partitions,norms,aggregators}" in shown
+    assert "list {methods,models,data,partitions,norms,aggregators,attacks}" in shown
     with pytest.raises(SystemExit) as stop:
         main(["fit", "--help", "all"])
     assert stop.value.code in (0, None)

@@ -13,7 +13,9 @@ from fl_lightning import ConfigurationError, FederatedModule, SequentialExecutor
 SETTINGS = {name: cls.examples[-1] for name, cls in SHIPPED.items()}
 """What shows most of a method in a few rounds."""
 COMPANIONS = {
+    "AggregationDiagnostics",
     "BatchNormDiagnostics",
+    "Byzantine",
     "ClientEvaluation",
     "ClientGradientClipping",
     "CommunicationLedger",

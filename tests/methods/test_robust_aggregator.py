@@ -80,7 +80,7 @@ def test_a_method_whose_sums_a_rule_cannot_reach_is_refused_with_it(method):
     name = method.__name__
     with pytest.raises(
         ConfigurationError,
-        match=f"model.aggregator: Median cannot protect {name}, which .*; use WeightedMean",
+        match=f"model.(statistics_)?aggregator: Median cannot protect {name}, which .*; use WeightedMean",
     ):
         train(small_cnn(), blobs(**CLIENTS), 1, [method()], aggregator=Median())
     train(small_cnn(), blobs(**CLIENTS), 1, [method()], aggregator=WeightedMean(), local_steps=1)
