@@ -10,6 +10,7 @@ from pathlib import Path
 from textwrap import shorten
 from typing import Any
 
+from fl_lightning.aggregation import Median
 from fl_lightning.errors import ConfigurationError, nearest
 from fl_lightning.round.callback import FederatedCallback
 from fl_lightning.run_directory.describe import describe
@@ -76,6 +77,8 @@ def certify(
                 f"{type(method).__name__}.claims: unknown claim {claim!r}{nearest(claim, CLAIMS)}; known are "
                 f"{', '.join(CLAIMS)}"
             )
+    if method.role == "attack":
+        settings = {"aggregator": Median(), **(settings or {})}
     certificate = Certificate(describe(method), method.paper)
     with tempfile.TemporaryDirectory() as folder:
         trials = Trials(make, Path(folder, "rules"), settings)

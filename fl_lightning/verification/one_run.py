@@ -24,12 +24,15 @@ from fl_lightning.verification.trials import WITH_SERVER_MOMENTUM, Trials
 
 
 def trains(trials: Trials) -> str:
-    """Losses and state stay finite, running variances of the server and of all clients not negative; the weights change."""
-    run = trials.attempt()
+    """Losses and state stay finite, running variances of the server and of all clients not negative; the weights change.
+
+    What attackers send may be anything: they are tried with the median as aggregator.
+    """
+    run, attacks = trials.attempt(), trials.make().role == "attack"
     for number, seen in enumerate(run.rounds, 1):
         for who, state in (
             ("a client that starts", seen.start),
-            ("a client that sends", seen.sent),
+            ("a client that sends", {} if attacks else seen.sent),
             ("the server", seen.server),
         ):
             for name, value in state.items():
@@ -61,6 +64,8 @@ def server_state(trials: Trials) -> str:
     With ``SGD(lr=1)``. Counters are the largest of the clients' and stay int64; state that the method pools itself moves
     in every round.
     """
+    if trials.make().role == "attack":
+        raise NotApplicable("attacks are tried with the median as aggregator")
     run, worst = trials.run(), 0.0
     for number, seen in enumerate(run.rounds, 1):
         for name, kind in run.kinds.items():

@@ -58,5 +58,9 @@ def test_what_a_page_has_from_the_code_is_the_codes(name):
 @pytest.mark.parametrize("name", ["README.md", "docs/methods.md"])
 def test_every_shipped_callback_is_listed(name):
     page = PAGES[name].read_text()
-    listed = {callback for callback in callbacks.__all__ if f"| `{callback}` |" in page or f"- **{callback}**" in page}
+    listed = {
+        callback
+        for callback in callbacks.__all__
+        if f"| `{callback}` |" in page or f"- **{callback}**" in page
+    }
     assert {*callbacks.__all__} - listed == set()

@@ -1,6 +1,7 @@
 """Byzantine clients: who attacks what from when, by any executor, in both readings of the paper, and with parts of the clients."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from fl_lightning import ConfigurationError, FederatedCallback
 from fl_lightning.aggregation import NNM, Median, MultiKrum, TrimmedMean, WeightedMean
 from fl_lightning.attacks import ALittleIsEnough, FallOfEmpires, Gaussian, Mimic, NonFinite, SignFlip
 from fl_lightning.executors.vectorized import VectorizedExecutor
+from fl_lightning.verification import certify
 
 FIVE = {"num_clients": 5, "sizes": (16,)}
 
@@ -110,6 +112,15 @@ def test_every_executor_computes_the_same_attack(attack, method):
     ]  # fmt: skip
     assert all(bool(value.isfinite().all()) for value in states[0].values())
     assert distance(*states) < 1e-10
+
+
+@pytest.mark.parametrize("attack", [SignFlip(), NonFinite()], ids=["sign flip", "NaN"])
+def test_verify_tries_attacks_under_a_median_and_lets_attackers_send_anything(attack):
+    certificate = certify(partial(Byzantine, attack, 1), references=False)
+    assert certificate.failed == []
+    assert {"trains", "resume", "executors", "ranks"} <= {
+        f.line for f in certificate.rules if f.status == "PASSED"
+    }
 
 
 def test_a_factor_for_each_message_harms_at_least_as_much_as_one_for_all():
