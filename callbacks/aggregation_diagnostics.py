@@ -1,19 +1,21 @@
 """What the server's rules make of what clients send: how far from the honest mean, and whose part in it is how large."""
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 import lightning as L
 import torch
+from torch import Tensor
 
 from callbacks.byzantine import Byzantine
-from fl_lightning import ConfigurationError, FederatedCallback
+from fl_lightning import ConfigurationError, FederatedCallback, Report, Table
 from fl_lightning.round.messages import sent_vectors
 
 if TYPE_CHECKING:
     from fl_lightning import Cohort, FederatedModule
 
 
-class AggregationDiagnostics(FederatedCallback):
+class AggregationDiagnostics(Report, FederatedCallback):
     """Measure what the server's rules do with attackers (an observer: training is the same).
 
     For the parameters (as updates), the means and the variances that are sent, in round 1 and every ``every_n_rounds``-th:
@@ -22,6 +24,8 @@ class AggregationDiagnostics(FederatedCallback):
       clients, in units of their mean distance to it. 0 where nobody attacks and the rule is the mean; a robust rule is biased.
     - ``byzantine/share_parameters`` and so on: the part that the attackers have in the aggregate. Under a mean it is f / n; 0 where
       all of them are trimmed or filtered out.
+
+    At the end ``shares.csv`` has each client's mean part in the measured aggregates: who was trimmed or filtered.
 
     Several vectors of one kind (each layer's means) count by their number of coordinates. Each measured round takes the time of a
     second aggregation.
@@ -45,6 +49,8 @@ class AggregationDiagnostics(FederatedCallback):
             )
         self.every_n_rounds = every_n_rounds
         self.newest: dict[str, float] = {}
+        self.shares: dict[int, dict[str, list[float]]] = {}
+        self._attackers: set[int] = set()
 
     def on_before_aggregate(self, trainer: L.Trainer, pl_module: "FederatedModule", cohort: "Cohort") -> None:
         """Aggregate what is sent, as the server will."""
@@ -53,17 +59,38 @@ class AggregationDiagnostics(FederatedCallback):
         attacks = [callback for callback in pl_module.federated_callbacks if isinstance(callback, Byzantine)]
         bad = sorted({row for attack in attacks for row in attack.rows(cohort)})
         good = [row for row in range(len(cohort)) if row not in bad]
-        found: dict[str, list[torch.Tensor]] = {}
+        self._attackers |= {cohort.client_ids[row] for row in bad}
+        totals: dict[str, Tensor] = {}
         for sent in sent_vectors(pl_module, cohort) if good else ():
             rows = sent.rows().double()
-            mean = rows[good].mean(0)
+            mean, columns = rows[good].mean(0), rows.shape[1]
             moved = (sent.rule(rows, cohort.weights) - mean).square().sum()
             spread = (rows[good] - mean).norm(dim=1).mean().square()
-            share = sent.rule.shares([rows], cohort.weights)[bad].sum() * rows.shape[1]
-            measured = torch.stack([moved, spread, share, torch.tensor(float(rows.shape[1]))])
-            found.setdefault(sent.what, []).append(measured.cpu())
-        for what, measured_ in found.items():
-            moved, spread, share, columns = torch.stack(measured_).sum(0).tolist()
+            shares = sent.rule.shares([rows], cohort.weights) * columns
+            found = torch.cat([torch.stack([moved, spread, torch.full_like(moved, columns)]), shares]).cpu()
+            totals[sent.what] = totals.get(sent.what, 0) + found
+        for what, total in totals.items():
+            moved, spread, columns, *shares = total.tolist()
             self.newest[f"byzantine/distance_{what}"] = (moved / spread) ** 0.5 if spread else 0.0
-            self.newest[f"byzantine/share_{what}"] = share / columns
+            self.newest[f"byzantine/share_{what}"] = sum(shares[row] for row in bad) / columns
+            for client, share in zip(cohort.client_ids, shares, strict=True):
+                seen = self.shares.setdefault(client, {}).setdefault(what, [0.0, 0.0])
+                seen[0], seen[1] = seen[0] + 1, seen[1] + share / columns
         pl_module.log_numbers(self.newest)
+
+    def tables(self) -> Mapping[str, Table]:
+        """Each client's mean part in the aggregates that were measured."""
+        kinds = sorted({what for own in self.shares.values() for what in own})
+        rows: list[list[float | str]] = []
+        for client, own in sorted(self.shares.items()):
+            means = [own[what][1] / own[what][0] if what in own else "" for what in kinds]
+            rows.append([client, "yes" if client in self._attackers else "no", *means])
+        return {"shares": Table(["client", "attacker", *kinds], rows)} if kinds else {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """The shares so far."""
+        return {"shares": self.shares, "attackers": sorted(self._attackers)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take up the shares of a checkpoint."""
+        self.shares, self._attackers = state_dict["shares"], set(state_dict["attackers"])

@@ -220,6 +220,11 @@ def test_the_diagnostics_say_how_far_the_aggregate_is_and_whose_it_is(rule, shar
         assert watch.newest["byzantine/distance_parameters"] > 1e4
     else:
         assert watch.newest["byzantine/distance_parameters"] < 2
+    table = watch.tables()["shares"]
+    assert table.columns == ["client", "attacker", "means", "parameters", "variances"]
+    assert [row[1] for row in table.rows] == ["no"] * 3 + ["yes"] * 2
+    assert sum(row[3] for row in table.rows[3:]) == pytest.approx(share, abs=1e-9)
+    assert sum(row[3] for row in table.rows) == pytest.approx(1)
     plain = train(small_cnn(), blobs(**FIVE), 1, callbacks[:1], aggregator=rule, on_divergence="record")
     assert distance(plain, states.states[-1]) == 0
     assert not math.isnan(sum(watch.newest.values()))
