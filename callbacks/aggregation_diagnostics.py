@@ -70,12 +70,12 @@ class AggregationDiagnostics(Report, FederatedCallback):
             found = torch.cat([torch.stack([moved, spread, torch.full_like(moved, columns)]), shares]).cpu()
             totals[sent.what] = totals.get(sent.what, 0) + found
         for what, total in totals.items():
-            moved, spread, columns, *shares = total.tolist()
-            self.newest[f"byzantine/distance_{what}"] = (moved / spread) ** 0.5 if spread else 0.0
-            self.newest[f"byzantine/share_{what}"] = sum(shares[row] for row in bad) / columns
-            for client, share in zip(cohort.client_ids, shares, strict=True):
+            moved_, spread_, columns_, *parts = total.tolist()
+            self.newest[f"byzantine/distance_{what}"] = (moved_ / spread_) ** 0.5 if spread_ else 0.0
+            self.newest[f"byzantine/share_{what}"] = sum(parts[row] for row in bad) / columns_
+            for client, share in zip(cohort.client_ids, parts, strict=True):
                 seen = self.shares.setdefault(client, {}).setdefault(what, [0.0, 0.0])
-                seen[0], seen[1] = seen[0] + 1, seen[1] + share / columns
+                seen[0], seen[1] = seen[0] + 1, seen[1] + share / columns_
         pl_module.log_numbers(self.newest)
 
     def tables(self) -> Mapping[str, Table]:
