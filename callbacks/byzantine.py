@@ -31,8 +31,8 @@ class Byzantine(FederatedCallback):
 
     Its hooks are called after those of all methods: what attackers send takes the place of what a method has made of their rows.
     Statistics are rewritten as they are sent (FBN's in its wire form, moving averages otherwise), parameters as the difference from
-    the server's, which for E = 1 is the (damped) gradient. State that this round does not send is not rewritten. What only the
-    clients themselves keep stays theirs.
+    the server's, which for E = 1 is the (damped) gradient. What a method sends beside these (momentum, control variates), and what
+    clients keep for themselves, stays what the attackers have computed.
 
     Attackers have data like everybody: with a partition over all clients. For data that only honest clients have, wrap the
     partition in ``HonestOnly``.
@@ -47,6 +47,7 @@ class Byzantine(FederatedCallback):
         start_round: The first round in which they do so.
         per: Whether a searched factor is one for all that is rewritten (``"model"``) or one for each message (``"layer"``): the
             parameters, and each layer's means and variances.
+        stay_valid: Whether attackers send no variance below 0, which a ``statistics_domain`` of the server would notice.
 
     Raises:
         ConfigurationError: A setting is out of range, or there are no such clients.
@@ -66,11 +67,12 @@ class Byzantine(FederatedCallback):
         target: Target = "everything",
         start_round: int = 1,
         per: Literal["model", "layer"] = "model",
+        stay_valid: bool = False,
     ) -> None:
         check_choice("Byzantine.target", target, _TARGETS)
         check_choice("Byzantine.per", per, ("model", "layer"))
         self.attack, self.clients, self.target = attack, clients, target
-        self.start_round, self.per = start_round, per
+        self.start_round, self.per, self.stay_valid = start_round, per, stay_valid
         self.attackers: list[int] = []
 
     def configure_batch_norm(self, pl_module: "FederatedModule") -> None:
@@ -115,7 +117,12 @@ class Byzantine(FederatedCallback):
             pairs = zip(group, rows, strict=True)
             known = [Message(own[good], own[bad], weights, sent.rule) for sent, own in pairs]
             for sent, vector in zip(group, self.attack.messages(known), strict=True):
-                sent.write(bad, vector)
+                floor = (
+                    torch.finfo(vector.dtype).tiny
+                    if self.stay_valid and sent.what == "variances"
+                    else -torch.inf
+                )
+                sent.write(bad, vector.clamp(min=floor))
 
     def on_validation_batch_end(  # type: ignore[override]  # of (inputs, targets)
         self, trainer: L.Trainer, pl_module: "FederatedModule", outputs: Any, batch: Any, *_: Any

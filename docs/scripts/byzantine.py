@@ -1,4 +1,4 @@
-"""FBN and averaged BN under attack: ``python docs/scripts/byzantine.py`` draws from the runs below ``runs/byzantine_*``, see docs/byzantine.md.
+"""FBN and averaged BN under attack: ``python docs/scripts/byzantine.py`` draws from the runs below ``runs/byzantine-*``, see docs/byzantine.md.
 
 ``... numbers`` collects them first into ``numbers/byzantine.json``.
 """
@@ -43,7 +43,7 @@ def collect() -> None:
     for method in METHODS:
         for gamma in GAMMAS:
             for cell in CELLS:
-                runs = finished(f"byzantine_{method}_{gamma}_{cell}")
+                runs = finished(f"byzantine-{method}-{gamma}-{cell}")
                 curves = {}
                 for seed, (folder, _) in runs.items():
                     rows = read_metrics(folder / "metrics.jsonl")

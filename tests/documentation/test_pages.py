@@ -41,6 +41,7 @@ ELSEWHERE = ("verify",)
 
 LEFT = {
     "README.md": "quickstart_lr0.05/*/result.json",
+    "docs/byzantine.md": "byzantine-fbn-0.0-median-sign_flip/*/result.json",
     "docs/data.md": "quickstart/*/partition.json",
     "docs/diagnostics.md": "quickstart/*/bn_drift.png",
     "docs/first-run.md": "cifar10_small_fixbn/*/learning_curve.png",

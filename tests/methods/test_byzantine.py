@@ -12,7 +12,15 @@ from callbacks.byzantine import attackers
 from datamodules import Digits, GammaSimilarity, HonestOnly
 from fl_lightning import ConfigurationError, FederatedCallback
 from fl_lightning.aggregation import NNM, Median, MultiKrum, TrimmedMean, WeightedMean
-from fl_lightning.attacks import ALittleIsEnough, FallOfEmpires, Gaussian, Mimic, NonFinite, SignFlip
+from fl_lightning.attacks import (
+    ALittleIsEnough,
+    FallOfEmpires,
+    Gaussian,
+    Mimic,
+    NonFinite,
+    SignFlip,
+    sign_flip,
+)
 from fl_lightning.executors.vectorized import VectorizedExecutor
 from fl_lightning.verification import certify
 
@@ -181,6 +189,50 @@ def test_damped_client_momentum_is_kept_as_it_was_computed():
     assert sorted(honest.memory) == sorted(attacked.memory)
     for value in attacked.memory[4].values():
         assert bool(torch.as_tensor(value).isfinite().all())
+
+
+def test_the_server_steps_on_the_rule_of_damped_momenta_and_of_what_attackers_make_of_them():
+    """Robust DSGD: q <- 0.9 q + 0.1 g at each client, theta <- theta - lr F(q), attackers sending minus the honest mean of q."""
+    rule, lr, found = TrimmedMean(1), 0.1, []
+
+    class Reference(FederatedCallback):
+        def on_before_aggregate(self, trainer, pl_module, cohort):
+            (momenta,) = cohort.optimizer_state("momentum_buffer").blocks.values()
+            (self.before,) = (block[0].clone() for block in cohort.server_rows.blocks.values())
+            self.momenta = torch.cat([momenta[:4], sign_flip(momenta[:4])[None]])
+
+        def on_round_end(self, trainer, pl_module, cohort):
+            after = torch.cat([p.detach().flatten() for p in cohort.server_parameters.values()])
+            found.append(float((after - (self.before - lr * rule(self.momenta))).abs().max()))
+
+    train(
+        small_cnn("none"), blobs(**FIVE), 4, [MaintainedMomentum("local"), Reference(), Byzantine(SignFlip(), 1, "parameters")],
+        client_optimizer=partial(torch.optim.SGD, lr=lr, momentum=0.9, dampening=0.9), aggregator=rule,
+    )  # fmt: skip
+    assert max(found) < 1e-14
+
+
+def test_attackers_that_stay_valid_are_not_noticed():
+    def left_out(**settings):
+        counts = []
+
+        class Count(FederatedCallback):
+            def on_train_epoch_end(self, trainer, pl_module):
+                counts.append(float(trainer.callback_metrics["statistics/invalid"]))
+
+        callbacks = [Byzantine(SignFlip(), 2, "variances", **settings), Count()]
+        train(
+            small_cnn(),
+            blobs(**FIVE),
+            2,
+            callbacks,
+            statistics_aggregator=Median(),
+            statistics_domain="variance",
+        )
+        return counts
+
+    assert left_out() == [4, 4]  # two attackers, two layers
+    assert left_out(stay_valid=True) == [0, 0]
 
 
 def test_what_only_clients_keep_is_not_attacked():
