@@ -60,6 +60,7 @@ class AggregationDiagnostics(Report, FederatedCallback):
         bad = sorted({row for attack in attacks for row in attack.rows(cohort)})
         good = [row for row in range(len(cohort)) if row not in bad]
         self._attackers |= {cohort.client_ids[row] for row in bad}
+        self.newest = {}
         totals: dict[str, Tensor] = {}
         for sent in sent_vectors(pl_module, cohort) if good else ():
             rows = sent.rows().double()

@@ -3,9 +3,12 @@
 import pytest
 import torch
 
+from benchmarks.aggregation import part_of_byzfl
 from fl_lightning import aggregation as ours
 
-byzfl = pytest.importorskip("byzfl")
+byzfl = part_of_byzfl("aggregators")
+if byzfl is None:
+    pytest.skip("byzfl is not installed", allow_module_level=True)
 
 # ours and ByzFL's, of rows [n, d] and f. Its geometric median stops after three iterations: another number.
 PAIRS = {

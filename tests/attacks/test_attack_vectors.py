@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from benchmarks.aggregation import part_of_byzfl
 from fl_lightning import ConfigurationError, attacks
 from fl_lightning.aggregation import NNM, Median, TrimmedMean, WeightedMean
 from fl_lightning.attacks import (
@@ -24,6 +25,7 @@ from fl_lightning.attacks import (
     sign_flip,
 )
 
+BYZFL = pytest.mark.skipif(part_of_byzfl("attacks") is None, reason="byzfl is not installed")
 TYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 
 
@@ -155,10 +157,11 @@ def test_nothing_is_searched_under_a_mean_which_has_no_worst_factor():
     assert torch.equal(FallOfEmpires(search="byzfl").messages([one])[0], fall_of_empires(one.honest))
 
 
+@BYZFL
 @TYPES
 @pytest.mark.parametrize("n", [3, 10, 41])
 def test_vectors_are_those_of_byzfl(n, dtype):
-    theirs = pytest.importorskip("byzfl.attacks.attacks")
+    theirs = part_of_byzfl("attacks")
     honest = normal(n, dtype=dtype)
     for ours, their in (
         (sign_flip(honest), theirs.SignFlipping()),
@@ -171,12 +174,12 @@ def test_vectors_are_those_of_byzfl(n, dtype):
         )
 
 
+@BYZFL
 @pytest.mark.parametrize("name", ["InnerProductManipulation", "ALittleIsEnough"])
 @pytest.mark.parametrize("rule", ["TrMean", "Median"])
 @pytest.mark.parametrize("seed", range(4))
 def test_searched_vectors_are_those_of_byzfl(name, rule, seed):
-    theirs = pytest.importorskip("byzfl.attacks.attacks")
-    aggregators = pytest.importorskip("byzfl.aggregators")
+    theirs, aggregators = part_of_byzfl("attacks"), part_of_byzfl("aggregators")
     f, h = 3, 7
     settings = {"f": f} if rule == "TrMean" else {}
     optimal = getattr(theirs, f"Optimal_{name}")(

@@ -48,6 +48,7 @@ LEFT = {
     "docs/methods.md": "search/search-*/search.json",
     "docs/own-data.md": "digits_fedavg_bn/*/result.json",
     "docs/own-method.md": "quickstart/*/updates.csv",
+    "docs/reliability.md": "digits_failures/*/result.json",
     "docs/results.md": "digits_fedavg_bn/*/result.json",
     "docs/run-directory.md": "quickstart/*/predictions.csv",
     "docs/scaling.md": "digits_fixbn_momentum_local/*/result.json",

@@ -192,7 +192,7 @@ class TwiceOurs:
 
 def test_aggregation_compares_both_sides_and_measures_memory(capsys, monkeypatch):
     monkeypatch.setattr("benchmarks.aggregation._byzfl_version", lambda: "0")
-    monkeypatch.setitem(sys.modules, "byzfl", SimpleNamespace(TrMean=TwiceOurs))
+    monkeypatch.setitem(sys.modules, "byzfl.aggregators", SimpleNamespace(TrMean=TwiceOurs))
     small = ["--columns", "20000", "--memory-columns", "100000", "--repeats", "3"]
     main(["aggregation", "--rules", "trimmed_mean", *small, "--json", "out.json"])
     shown = capsys.readouterr().out
@@ -212,7 +212,7 @@ def test_aggregation_compares_both_sides_and_measures_memory(capsys, monkeypatch
 
 def test_aggregation_refuses_to_time_rules_that_differ(monkeypatch):
     monkeypatch.setattr("benchmarks.aggregation._byzfl_version", lambda: "0")
-    monkeypatch.setitem(sys.modules, "byzfl", SimpleNamespace(TrMean=lambda f: TwiceOurs(f - 1)))
+    monkeypatch.setitem(sys.modules, "byzfl.aggregators", SimpleNamespace(TrMean=lambda f: TwiceOurs(f - 1)))
     monkeypatch.setattr("benchmarks.aggregation._peak_of_process", lambda *args: 0.0)
     with pytest.raises(AssertionError, match="not close"):
         aggregation.compare(["trimmed_mean"], 50, 50, 1, lambda line: None)
