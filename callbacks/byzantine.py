@@ -105,10 +105,12 @@ class Byzantine(FederatedCallback):
 
     def on_before_aggregate(self, trainer: L.Trainer, pl_module: "FederatedModule", cohort: "Cohort") -> None:
         """Let attackers send other messages."""
-        bad = self.rows(cohort)
-        good = [row for row in range(len(cohort)) if row not in bad]
-        pl_module.log_numbers({"byzantine/clients": len(bad)})
-        if not bad or len(good) < self.attack.least_honest:
+        attacks = [callback for callback in pl_module.federated_callbacks if isinstance(callback, Byzantine)]
+        bad, everybody = self.rows(cohort), {row for attack in attacks for row in attack.rows(cohort)}
+        good = [row for row in range(len(cohort)) if row not in everybody]
+        pl_module.log_numbers({"byzantine/clients": len(everybody)})
+        rewrites = type(self.attack).messages is not Attack.messages
+        if not bad or not rewrites or len(good) < self.attack.least_honest:
             return
         vectors = [sent for sent in sent_vectors(pl_module, cohort) if sent.what in _TARGETS[self.target]]
         weights = cohort.weights[[*good, *bad]]
@@ -171,7 +173,8 @@ def attackers(clients: int | float | Sequence[int], num_clients: int) -> list[in
     found = (
         list(range(num_clients - clients, num_clients)) if isinstance(clients, int) else sorted(set(clients))
     )
-    if len(found) >= num_clients or any(not 0 <= client < num_clients for client in found):
+    negative = isinstance(clients, int) and clients < 0
+    if negative or len(found) >= num_clients or any(not 0 <= client < num_clients for client in found):
         raise ConfigurationError(
             f"Byzantine.clients: {clients} of {num_clients} clients: use ids from 0 to {num_clients - 1}, and leave one honest"
         )

@@ -116,6 +116,10 @@ class StatisticsAggregator:
                 means.masked_fill(invalid, torch.nan),
                 variances.masked_fill(invalid, torch.nan),
             )
+            if not self.is_robust:  # a mean leaves out what has no weight
+                means, variances = (rows.masked_fill(invalid, 0) for rows in (means, variances))
+                weights = weights * ~invalid[:, 0]
+                weights = weights / weights.sum()
         added = isinstance(between, Tensor) or between != 0
         if self.domain == "second_moment":
             if not added:

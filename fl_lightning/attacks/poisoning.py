@@ -14,13 +14,15 @@ class LabelFlip(Attack):
     """Attackers train on labels ``num_classes - 1 - y`` (Tolpegin et al. 2020, arXiv 2007.08432; ByzFL, Blades)."""
 
     def batch(self, batch: Any, num_classes: int | None) -> Any:
-        """The batch with flipped labels; a label that is no class, such as 255 of a segmentation, stays."""
+        """The batch with flipped labels; a label that is no class, such as 255 or -100, stays."""
         if num_classes is None:
             raise ConfigurationError(
                 "LabelFlip: the data do not say how many classes they have (num_classes)"
             )
         inputs, targets = batch
-        return inputs, torch.where(targets < num_classes, num_classes - 1 - targets, targets)
+        return inputs, torch.where(
+            (targets >= 0) & (targets < num_classes), num_classes - 1 - targets, targets
+        )
 
 
 class Backdoor(Attack):

@@ -57,9 +57,16 @@ def a_little_factor(num_clients: int, f: int) -> float:
     Args:
         num_clients: Clients in the round, n.
         f: Attackers among them.
+
+    Raises:
+        ConfigurationError: They are a majority by themselves.
     """
     honest = num_clients - f
     supporters = num_clients // 2 + 1 - f
+    if not 0 < supporters < honest:
+        raise ConfigurationError(
+            f"a_little_factor: {f} attackers of {num_clients} clients need no honest one for a majority; set tau"
+        )
     return NormalDist().inv_cdf((honest - supporters) / honest)
 
 
@@ -94,8 +101,8 @@ class SignFlip(Attack):
 class Scaled(Attack):
     """An attack with a factor, fixed or searched: one for all messages together.
 
-    A search maximises the distance between what the server makes of all messages and the means of the honest ones. Under a weighted
-    mean that has no maximum: there the fixed factor is used.
+    A search maximises the distance between what the server makes of the messages and the means of the honest ones. Messages under a
+    weighted mean do not count, since theirs has no maximum; where there are no others, the fixed factor is used.
 
     Args:
         factor: The fixed factor.
@@ -121,8 +128,9 @@ class Scaled(Attack):
         if not messages:
             return []
         factor = self.fixed(messages[0])
-        if self._how != "fixed" and not any(isinstance(message.rule, WeightedMean) for message in messages):
-            factor = search(self._harm(messages), self._how)
+        robust = [message for message in messages if not isinstance(message.rule, WeightedMean)]
+        if self._how != "fixed" and robust:
+            factor = search(self._harm(robust), self._how)
         return [self.vector(message, factor) for message in messages]
 
     def _harm(self, messages: list[Message]) -> Callable[[float], float]:

@@ -170,9 +170,9 @@ class FederatedModule(ServerModule):
             seed_global(derive_seed(self.seed, "aggregation", cohort.round), self.device)
             cohort = check_updates(self, cohort)
             update_server(cohort, self.aggregator, self.statistics, strict=self.on_divergence == "error")
-            check_aggregate(self, cohort)
             self.server_step()
         self.call_hook("on_round_end", cohort)
+        check_aggregate(self, cohort)
         agree(self, f"round {cohort.round}")
         log_round(self, cohort)
 

@@ -101,6 +101,23 @@ def test_what_is_no_statistic_is_left_out_and_counted(value):
         assert bool((variance > 0).all())
 
 
+@pytest.mark.parametrize("domain", ["variance", "second_moment"])
+def test_a_mean_leaves_out_what_is_no_statistic(domain):
+    sent = statistics(n=5)
+    whole = StatisticsAggregator(WeightedMean(), domain)(
+        [
+            sent._replace(
+                means=sent.means[1:], variances=sent.variances[1:], weights=torch.full((4,), 0.25).double()
+            )
+        ]
+    )
+    sent.variances[0, 3] = -5
+    for found, expected in zip(
+        StatisticsAggregator(WeightedMean(), domain)([sent])[0], whole[0], strict=True
+    ):
+        close(found, expected)
+
+
 def test_a_negative_variance_is_clamped_and_counted_where_a_rule_is_robust():
     sent = LayerStatistics(
         torch.zeros(3, 2), torch.tensor([[-1.0, 1], [-2, 1], [-3, 1]]), torch.full((3,), 1 / 3)

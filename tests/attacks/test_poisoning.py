@@ -10,10 +10,10 @@ from fl_lightning.attacks import Backdoor, GradientAscent, LabelFlip, ModelRepla
 
 
 def test_labels_are_flipped_and_what_is_no_class_stays():
-    inputs, targets = torch.randn(4, 2), torch.tensor([0, 3, 9, 255])
+    inputs, targets = torch.randn(5, 2), torch.tensor([0, 3, 9, 255, -100])
     found = LabelFlip().batch((inputs, targets), 10)
     assert found[0] is inputs
-    assert found[1].tolist() == [9, 6, 0, 255]
+    assert found[1].tolist() == [9, 6, 0, 255, -100]
     with pytest.raises(ConfigurationError, match="LabelFlip: the data do not say how many classes"):
         LabelFlip().batch((inputs, targets), None)
 

@@ -86,7 +86,7 @@ def test_who_attacks():
     assert attackers(0.7 - 0.4, 10) == [7, 8, 9]
     assert attackers([5, 1], 10) == [1, 5]
     assert attackers(0, 10) == []
-    for wrong in (10, [10], [-1], list(range(10))):
+    for wrong in (10, [10], [-1], -1, list(range(10))):
         with pytest.raises(ConfigurationError, match="use ids from 0 to 9, and leave one honest"):
             attackers(wrong, 10)
     with pytest.raises(ConfigurationError, match=r"Byzantine.clients: 1.5 must be a share in"):
@@ -210,6 +210,25 @@ def test_the_server_steps_on_the_rule_of_damped_momenta_and_of_what_attackers_ma
         client_optimizer=partial(torch.optim.SGD, lr=lr, momentum=0.9, dampening=0.9), aggregator=rule,
     )  # fmt: skip
     assert max(found) < 1e-14
+
+
+def test_an_attacker_knows_the_honest_clients_and_no_other_attacker():
+    before, after = Sent("method"), Sent()
+    train(
+        small_cnn(),
+        blobs(**FIVE),
+        1,
+        [before, after, Byzantine(NonFinite(1e6), [3]), Byzantine(SignFlip(), [4], "means")],
+    )
+    for name in (name for name in after.rounds[1] if name.endswith("running_mean")):
+        torch.testing.assert_close(after.rounds[1][name][4], -before.rounds[1][name][:3].mean(0))
+
+
+@pytest.mark.parametrize("method", [FBN, None])
+def test_statistics_that_no_rule_can_save_are_the_error_of_their_round(method):
+    callbacks = [*([method()] if method else []), Byzantine(NonFinite(), 3, "means")]
+    with pytest.raises(ConfigurationError, match=r"round 1: what Median makes of the clients is not finite"):
+        train(small_cnn(), blobs(**FIVE), 2, callbacks, statistics_aggregator=Median())
 
 
 def test_attackers_that_stay_valid_are_not_noticed():
