@@ -21,7 +21,9 @@ class AggregationDiagnostics(Report, FederatedCallback):
     For the parameters (as updates), the means and the variances that are sent, in round 1 and every ``every_n_rounds``-th:
 
     - ``byzantine/distance_parameters`` (``_means``, ``_variances``): the L2 distance of the aggregate to the mean of the honest
-      clients, in units of their mean distance to it. 0 where nobody attacks and the rule is the mean; a robust rule is biased.
+      clients, in units of their mean distance to it; both means are weighted where the rule is. 0 where nobody attacks and the rule
+      is the mean; a robust rule is biased. What ``statistics_domain``, and a method that adds the variance between clients, make of
+      variances after the rule does not count.
     - ``byzantine/share_parameters`` and so on: the part that the attackers have in the aggregate. Under a mean it is f / n; 0 where
       all of them are trimmed or filtered out.
 
@@ -63,10 +65,12 @@ class AggregationDiagnostics(Report, FederatedCallback):
         self.newest = {}
         totals: dict[str, Tensor] = {}
         for sent in sent_vectors(pl_module, cohort) if good else ():
-            rows = sent.rows().double()
-            mean, columns = rows[good].mean(0), rows.shape[1]
+            rows, alike = sent.rows().double(), getattr(sent.rule, "weighting", "weighted") == "uniform"
+            weights = (torch.ones_like(cohort.weights) if alike else cohort.weights)[good].double()
+            weights, columns = weights / weights.sum(), rows.shape[1]
+            mean = weights @ rows[good]
             moved = (sent.rule(rows, cohort.weights) - mean).square().sum()
-            spread = (rows[good] - mean).norm(dim=1).mean().square()
+            spread = (weights @ (rows[good] - mean).norm(dim=1)).square()
             shares = sent.rule.shares([rows], cohort.weights) * columns
             found = torch.cat([torch.stack([moved, spread, torch.full_like(moved, columns)]), shares]).cpu()
             totals[sent.what] = totals.get(sent.what, 0) + found

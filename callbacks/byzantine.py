@@ -9,8 +9,10 @@ import torch
 
 from fl_lightning import ConfigurationError, FederatedCallback
 from fl_lightning.attacks import ALittleIsEnough, Attack, Backdoor, Message, Mimic
+from fl_lightning.batch_norm.kinds import buffer_kinds
 from fl_lightning.errors import check_choice
-from fl_lightning.round.messages import sent_vectors
+from fl_lightning.round.messages import sent_statistics_by_kind, sent_vectors
+from fl_lightning.round.policy import resolve_policy
 
 if TYPE_CHECKING:
     from fl_lightning import Cohort, FederatedModule
@@ -79,6 +81,21 @@ class Byzantine(FederatedCallback):
         """Find out who the attackers are."""
         self.attackers = attackers(self.clients, pl_module.data.num_clients)
 
+    def on_train_start(self, trainer: L.Trainer, pl_module: "FederatedModule") -> None:  # type: ignore[override]  # rounds have one
+        """Refuse to rewrite what nobody sends."""
+        first, sent = max(1, self.start_round), ["nothing (the run is centralised)"]
+        if not pl_module.centralised:
+            policy = resolve_policy(pl_module.federated_callbacks, first, pl_module.planned_rounds)
+            sent = ["parameters", *sent_statistics_by_kind(buffer_kinds(pl_module.model), policy)]
+        if self.attackers and self._rewrites and set(sent).isdisjoint(_TARGETS[self.target]):
+            raise ConfigurationError(
+                f"Byzantine.target: {self.target} are not sent in round {first}, in which attackers begin; what is sent: {', '.join(sent)}"
+            )
+
+    @property
+    def _rewrites(self) -> bool:
+        return type(self.attack).messages is not Attack.messages
+
     def rows(self, cohort: "Cohort") -> list[int]:
         """The attackers' rows in a cohort, none before ``start_round``."""
         active = cohort.round >= self.start_round
@@ -109,8 +126,7 @@ class Byzantine(FederatedCallback):
         bad, everybody = self.rows(cohort), {row for attack in attacks for row in attack.rows(cohort)}
         good = [row for row in range(len(cohort)) if row not in everybody]
         pl_module.log_numbers({"byzantine/clients": len(everybody)})
-        rewrites = type(self.attack).messages is not Attack.messages
-        if not bad or not rewrites or len(good) < self.attack.least_honest:
+        if not bad or not self._rewrites or len(good) < self.attack.least_honest:
             return
         vectors = [sent for sent in sent_vectors(pl_module, cohort) if sent.what in _TARGETS[self.target]]
         weights = cohort.weights[[*good, *bad]]
@@ -169,7 +185,11 @@ def attackers(clients: int | float | Sequence[int], num_clients: int) -> list[in
             raise ConfigurationError(
                 f"Byzantine.clients: {clients} must be a share in [0, 1) or a number of clients"
             )
-        clients = math.floor(clients * num_clients + 1e-9)
+        share, clients = clients, math.floor(clients * num_clients + 1e-9)
+        if share and not clients:
+            raise ConfigurationError(
+                f"Byzantine.clients: {share} of {num_clients} clients is less than one; use {1 / num_clients:.2g} or more, or 0"
+            )
     found = (
         list(range(num_clients - clients, num_clients)) if isinstance(clients, int) else sorted(set(clients))
     )

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, get_args
 import lightning as L
 
 from fl_lightning import FederatedCallback
+from fl_lightning.aggregation import require_weighted_mean
 from fl_lightning.batch_norm.layers import require_batch_norm
 from fl_lightning.errors import check_choice
 from fl_lightning.mechanisms.statistics_pass import Mode, collect
@@ -51,6 +52,12 @@ class StaticBN(FederatedCallback):
     def configure_batch_norm(self, pl_module: "FederatedModule") -> None:
         """Check that there is somewhere to put the statistics."""
         require_batch_norm(pl_module.model, "StaticBN")
+        require_weighted_mean(
+            pl_module,
+            "StaticBN",
+            "pools the statistics of all clients in a pass of its own",
+            ("statistics_aggregator",),
+        )
 
     def on_round_end(self, trainer: L.Trainer, pl_module: "FederatedModule", cohort: "Cohort") -> None:
         """The pass, where the statistics are about to be used."""

@@ -62,8 +62,9 @@ class StatisticsAggregator:
         rule: The rule F.
         domain: None takes what clients send as it is. Otherwise a client's statistics of a layer that cannot be any (not finite, a
             variance below 0) count as NaN, which robust rules leave out, and F is taken of ``"variance"``: (m, v);
-            ``"log_variance"``: (m, ln v), so that v is positive, and of a mean the geometric one; ``"second_moment"``: (m, v + b m^2) as one
-            vector, so that a median or trimmed mean of statistics is one, and that of a mean is exact; b must not be 0.
+            ``"log_variance"``: (m, ln v), so that v is positive, and of a mean the geometric one; ``"second_moment"``: (m, v + b (m - c)^2) as
+            one vector, c the median of the clients' means, so that a median or trimmed mean of statistics is one, and that of a mean is
+            exact; b must not be 0.
 
     Raises:
         ConfigurationError: An unknown domain.
@@ -127,8 +128,11 @@ class StatisticsAggregator:
                     "model.statistics_domain: second_moment needs a method that adds the variance between clients, such as FBN; use "
                     "variance or log_variance"
                 )
-            mean, second = self.rule.blocks([means, variances + between * means**2], weights)
-            variance = second - between * mean**2
+            centre = means.nanmedian(
+                0
+            ).values  # or a mean of many deviations takes the digits of both squares
+            mean, second = self.rule.blocks([means, variances + between * (means - centre) ** 2], weights)
+            variance = second - between * (mean - centre) ** 2
         else:
             mean = self.rule(means, weights)
             if self.domain == "log_variance":

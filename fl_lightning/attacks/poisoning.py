@@ -63,6 +63,12 @@ class Backdoor(Attack):
                 f"Backdoor.target: {self.target} must be less than the {num_classes} classes"
             )
         inputs, targets = batch
+        if inputs.ndim != 4 or min(inputs.shape[2:]) < self.size or targets.ndim != 1:
+            raise ConfigurationError(
+                f"Backdoor.size: a square of {self.size} pixels and a label for the image do not fit inputs of shape "
+                f"{[*inputs.shape[1:]]} and targets of shape {[*targets.shape[1:]]}; it needs larger images, [channels, height, width], "
+                "with one label each"
+            )
         count = math.ceil(self.fraction * len(inputs))
         poisoned = torch.full_like(targets[:count], self.target)
         return torch.cat([self.triggered(inputs[:count]), inputs[count:]]), torch.cat(

@@ -4,9 +4,9 @@ Each has a pure function of the honest rows ``[h, d]`` that gives the vector ``[
 a configuration names. Where the literature and its libraries differ, ``origin`` says whose formula it is.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from statistics import NormalDist
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -105,15 +105,25 @@ class Scaled(Attack):
     weighted mean do not count, since theirs has no maximum; where there are no others, the fixed factor is used.
 
     Args:
-        factor: The fixed factor.
-        how: ``"fixed"``, or how the factor is searched, see :func:`~fl_lightning.attacks.search.search`.
+        tau: The factor; None that of ``origin``.
+        search: How the factor is searched instead: ``"byzfl"``, ``"grid"``, or ``"fixed"``, see
+            :func:`~fl_lightning.attacks.search.search`. Under a weighted mean ``tau`` is used.
+        origin: Whose attack.
+
+    Raises:
+        ConfigurationError: An unknown origin or search.
+
+    Attributes:
+        factors: The factor of each origin.
     """
 
     least_honest = 1
+    factors: ClassVar[Mapping[Origin, float]]
 
-    def __init__(self, factor: float, how: Search) -> None:
-        check_choice(f"{type(self).__name__}.search", how, _SEARCHES)
-        self._factor, self._how = factor, how
+    def __init__(self, tau: float | None = None, search: Search = "fixed", origin: Origin = "byzfl") -> None:
+        check_choice(f"{type(self).__name__}.origin", origin, _ORIGINS)
+        check_choice(f"{type(self).__name__}.search", search, _SEARCHES)
+        self.tau, self.search, self.origin = tau, search, origin
 
     def vector(self, message: Message, factor: float) -> Tensor:
         """What the attackers send instead of a message with a factor, ``[d]``."""
@@ -121,7 +131,7 @@ class Scaled(Attack):
 
     def fixed(self, message: Message) -> float:
         """The factor where none is searched."""
-        return self._factor
+        return self.factors[self.origin] if self.tau is None else self.tau
 
     def messages(self, messages: list[Message]) -> list[Tensor]:
         """Each message with the one factor."""
@@ -129,8 +139,8 @@ class Scaled(Attack):
             return []
         factor = self.fixed(messages[0])
         robust = [message for message in messages if not isinstance(message.rule, WeightedMean)]
-        if self._how != "fixed" and robust:
-            factor = search(self._harm(robust), self._how)
+        if self.search != "fixed" and robust:
+            factor = search(self._harm(robust), self.search)
         return [self.vector(message, factor) for message in messages]
 
     def _harm(self, messages: list[Message]) -> Callable[[float], float]:
@@ -147,20 +157,10 @@ class Scaled(Attack):
 class FallOfEmpires(Scaled):
     """Attackers send ``-tau`` times the honest mean (Xie et al. 2020, "Fall of Empires", arXiv 1903.03936).
 
-    Args:
-        tau: The factor; None that of ``origin``: ``"byzfl"`` 2, ``"blades"`` 1, ``"paper"`` 0.1 (its epsilon).
-        search: How the factor is searched instead: ``"byzfl"``, ``"grid"``, or ``"fixed"``, see
-            :func:`~fl_lightning.attacks.search.search`. Under a weighted mean ``tau`` is used.
-        origin: Whose factor.
-
-    Raises:
-        ConfigurationError: An unknown origin or search.
+    ``tau`` is 2 by ``origin`` ``"byzfl"``, 1 by ``"blades"``, 0.1 by ``"paper"`` (its epsilon).
     """
 
-    def __init__(self, tau: float | None = None, search: Search = "fixed", origin: Origin = "byzfl") -> None:
-        check_choice("FallOfEmpires.origin", origin, _ORIGINS)
-        super().__init__({"byzfl": 2.0, "blades": 1.0, "paper": 0.1}[origin] if tau is None else tau, search)
-        self.tau, self.search, self.origin = tau, search, origin
+    factors: ClassVar = {"byzfl": 2.0, "blades": 1.0, "paper": 0.1}
 
     def vector(self, message: Message, factor: float) -> Tensor:
         """The honest mean times ``-factor``."""
@@ -177,21 +177,12 @@ class ALittleIsEnough(Scaled):
     ``"blades"``      \+       :func:`a_little_factor`                h - 1         the honest clients
     ``"paper"``       \-       1.5                                    f             what the attackers themselves computed
     ================  =======  =====================================  ============  ==========================================
-
-    Args:
-        tau: The factor; None that of ``origin``.
-        search: How the factor is searched instead: ``"byzfl"``, ``"grid"``, or ``"fixed"``, see
-            :func:`~fl_lightning.attacks.search.search`. Under a weighted mean ``tau`` is used.
-        origin: Whose formula.
-
-    Raises:
-        ConfigurationError: An unknown origin or search.
     """
 
+    factors: ClassVar = {"byzfl": 1.5, "blades": 1.5, "paper": 1.5}
+
     def __init__(self, tau: float | None = None, search: Search = "fixed", origin: Origin = "byzfl") -> None:
-        check_choice("ALittleIsEnough.origin", origin, _ORIGINS)
-        super().__init__(1.5 if tau is None else tau, search)
-        self.tau, self.search, self.origin = tau, search, origin
+        super().__init__(tau, search, origin)
         self.least_honest = 0 if origin == "paper" else 2
 
     def fixed(self, message: Message) -> float:
@@ -250,9 +241,10 @@ class NonFinite(Attack):
         value: ``nan``, ``inf`` or ``-inf``.
     """
 
-    def __init__(self, value: float = float("nan")) -> None:
+    def __init__(self, value: Literal["nan", "inf", "-inf"] = "nan") -> None:
+        check_choice("NonFinite.value", value, ("nan", "inf", "-inf"))
         self.value = value
 
     def messages(self, messages: list[Message]) -> list[Tensor]:
         """The value everywhere."""
-        return [torch.full_like(message.own, self.value) for message in messages]
+        return [torch.full_like(message.own, float(self.value)) for message in messages]

@@ -32,7 +32,7 @@ def leave_out(module: Any, cohort: RoundCohort) -> RoundCohort:
 def check_updates(module: Any, cohort: RoundCohort) -> RoundCohort:
     """What the clients send, before it is aggregated: what ``on_divergence`` says of an update that is not finite.
 
-    A robust rule goes on with it under ``error``, too; then :func:`check_aggregate` has a look at what it makes of it.
+    A robust rule goes on with it whatever that says; then :func:`check_aggregate` has a look at what it makes of it.
 
     Returns:
         The clients that are aggregated.
@@ -41,13 +41,13 @@ def check_updates(module: Any, cohort: RoundCohort) -> RoundCohort:
         ConfigurationError: A client's update is not finite.
         RoundSkipped: Too few are left.
     """
-    if module.on_divergence == "drop":
-        return leave_out(module, cohort)
     failed = not_finite(cohort)
     if not failed:
         return cohort
     if _withstood(module, cohort):
         _note(module, cohort, failed, f"{robust_rules(module)} goes on with it")
+    elif module.on_divergence == "drop":
+        return leave_out(module, cohort)
     else:
         module.record.diverge(cohort.round)
         if module.on_divergence == "error":

@@ -1,5 +1,6 @@
 """What the clients of a round send, as the vectors that the server's rules aggregate."""
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -45,7 +46,7 @@ def sent_vectors(module: "FederatedModule", cohort: "Cohort") -> list[Sent]:
     A rule whose ``per`` says so takes the parameters of each layer, or the statistics of all layers, as one vector. State that the
     round freezes, or that clients keep for themselves, is not sent.
     """
-    found, zero = [], 0.0
+    found = []
     blocks = [name for name in cohort.params.blocks if cohort.treatment(name) == "averaged"]
     parts = cohort.params.columns_by_layer(blocks)
     if getattr(module.aggregator, "per", None) != "layer":
@@ -55,12 +56,18 @@ def sent_vectors(module: "FederatedModule", cohort: "Cohort") -> list[Sent]:
         server = [cohort.server_rows.blocks[block][0, columns] for block, columns in own]
         found.append(Sent("parameters", pieces, [*server], module.aggregator))
     rule = module.statistics.rule
-    for kind, what in (("mean", "means"), ("var", "variances")):
-        names = [name for name, own in cohort.buffer_kinds.items() if own == kind]
-        if cohort.policy[kind] not in ("averaged", "pooled"):
-            continue
+    for what, names in sent_statistics_by_kind(cohort.buffer_kinds, cohort.policy).items():
         whole = getattr(rule, "per", None) == "model"
         for group in [names] if whole else [[name] for name in names]:
             pieces = [cohort.buffers[name] for name in group]
-            found.append(Sent(what, pieces, [zero] * len(pieces), rule))
+            found.append(Sent(what, pieces, [0.0] * len(pieces), rule))
+    return found
+
+
+def sent_statistics_by_kind(kinds: Mapping[str, str], policy: Mapping[str, str]) -> dict[str, list[str]]:
+    """The buffers, of some kinds, of the running statistics that clients send under a policy: ``"means"`` and ``"variances"``."""
+    found: dict[str, list[str]] = {}
+    for name, kind in kinds.items():
+        if kind in ("mean", "var") and policy[kind] in ("averaged", "pooled"):
+            found.setdefault("means" if kind == "mean" else "variances", []).append(name)
     return found

@@ -44,7 +44,10 @@ OUTSIDE_THE_HASH = frozenset(
 """Settings of the trainer that change no result, and callbacks by the names of their classes."""
 
 
-_LATER = {"task": None, "initial_weights": None, "failures": None, "min_clients": 1}
+_LATER = {
+    **dict.fromkeys(("task", "initial_weights", "failures", "statistics_aggregator", "statistics_domain")),
+    "min_clients": 1,
+}
 """Settings of the module that earlier runs did not have, as these were trained."""
 
 

@@ -223,3 +223,39 @@ def test_the_run_form_amplifies_a_lie_about_means_to_the_fixed_point_of_the_equa
 def test_the_median_is_the_rule_that_it_was():
     sent = statistics(between=0.0)
     close(StatisticsAggregator(Median())([sent])[0][1], median(sent.variances))
+
+
+def test_second_moments_keep_their_digits_where_means_are_large():
+    sent = statistics(between=10.0)
+    shifted = sent._replace(
+        means=(sent.means + 3e3).float(), variances=sent.variances.float(), weights=sent.weights.float()
+    )
+    for rule in (WeightedMean(), Median(pre=NNM(3)), TrimmedMean(3)):
+        ((_, variance),) = StatisticsAggregator(rule, "second_moment")([sent])
+        ((_, found),) = StatisticsAggregator(rule, "second_moment")([shifted])
+        torch.testing.assert_close(found.double(), variance, rtol=5e-3, atol=0)
+
+
+def test_logarithms_take_the_term_between_clients_too():
+    sent = statistics(n=9, between=10.0)
+    ((mean, variance),) = StatisticsAggregator(Median(), "log_variance")([sent])
+    close(variance, median(sent.variances) + 10 * median((sent.means - mean) ** 2))
+
+
+@pytest.mark.parametrize("value", [-1.0, torch.nan])
+def test_an_invalid_variance_takes_its_mean_with_it(value):
+    sent = statistics(n=5, between=0.0)
+    sent.means[0] = 1e6
+    sent.variances[0, 2] = value
+    ((mean, _),) = StatisticsAggregator(WeightedMean(), "variance")([sent])
+    close(mean, sent.means[1:].mean(0))
+
+
+def test_one_vector_for_all_layers_keeps_each_layers_factor_on_the_term_between():
+    layers = [
+        statistics(seed=1, between=2.0),
+        statistics(d=3, seed=2, between=torch.tensor([3.0, 4, 5]).double()),
+    ]
+    whole = StatisticsAggregator(Median(per="model"))(layers)
+    for found, layer in zip(whole, layers, strict=True):
+        close(found[1], StatisticsAggregator(Median())([layer])[0][1])

@@ -1,5 +1,7 @@
 """Attacks on labels, images, gradients and scale: what attackers train on, and whether a backdoor gets in."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from helpers import SGD, blobs, distance, fit, small_cnn, train
@@ -40,6 +42,11 @@ def test_impossible_triggers_are_refused(settings, message):
         Backdoor(**settings)
     with pytest.raises(ConfigurationError, match=r"Backdoor.target: 3 must be less than the 3 classes"):
         Backdoor(3).batch((torch.zeros(1, 1, 4, 4), torch.zeros(1)), 3)
+    for shape, targets in (((1, 1, 4, 2), (1,)), ((1, 64), (1,)), ((1, 3, 8, 8), (1, 8, 8))):
+        with pytest.raises(
+            ConfigurationError, match=r"a square of 3 pixels and a label for the image do not fit inputs"
+        ):
+            Backdoor().batch((torch.zeros(shape), torch.zeros(targets)), 10)
 
 
 class Batches(FederatedCallback):
@@ -109,3 +116,29 @@ def test_replaced_models_are_scaled_updates():
     )
     torch.testing.assert_close(then.sent, 3 * once.sent)
     assert distance(usual, scaled) > 1e-3
+
+
+def test_images_of_the_target_class_are_no_success():
+    class Reader:
+        """Takes an image for the class that its first pixel names."""
+
+        data, logged = SimpleNamespace(fit_split="val"), {}
+
+        def __call__(self, images):
+            return torch.eye(3)[images[:, 0, 0, 0].long()]
+
+        def log(self, name, value):
+            self.logged[name] = value
+
+    labels, module, trainer = (
+        torch.tensor([0, 1, 1, 2]),
+        Reader(),
+        SimpleNamespace(sanity_checking=False, testing=False),
+    )
+    images = labels[:, None, None, None].expand(4, 1, 5, 5).float()
+    attack = Byzantine(Backdoor(target=1, size=2), [])
+    attack.on_validation_epoch_start(trainer, module)
+    for seen in (images, torch.ones_like(images)):
+        attack.on_validation_batch_end(trainer, module, None, (seen, labels))
+    attack.on_validation_epoch_end(trainer, module)
+    assert module.logged == {"val/attack_success": 0.5}

@@ -174,9 +174,10 @@ def test_a_round_that_too_few_are_left_of_is_skipped(settings, capsys):
     assert module.trainer.global_step == 4
 
 
+@pytest.mark.parametrize("on_divergence", ["error", "drop"])
 @pytest.mark.parametrize("aggregator", [Median(), TrimmedMean(1), GeometricMedian()])
-def test_a_robust_rule_goes_on_with_what_it_withstands(aggregator, capsys):
-    module, rows, found = run([Sends()], aggregator=aggregator, on_divergence="error")
+def test_a_robust_rule_goes_on_with_what_it_withstands(aggregator, on_divergence, capsys):
+    module, rows, found = run([Sends()], aggregator=aggregator, on_divergence=on_divergence)
     assert "clients/not_finite" not in rows[1]
     assert rows[2]["clients/not_finite"] == 1
     assert module.record.not_finite == {1: 1}

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from fl_lightning.run_directory.directory import (
-    OUTSIDE_THE_HASH,
-    config_hash,
-    directory_of,
-)
+from fl_lightning.cli import main
+from fl_lightning.run import training
+from fl_lightning.run_directory.directory import OUTSIDE_THE_HASH, config_hash, directory_of
+
+ROOT = Path(__file__).parents[2]
 
 CONFIG = {
     "seed_everything": 0,
@@ -120,6 +120,8 @@ def test_hash_is_eight_hex_digits_and_the_same_in_every_process():
         ("initial_weights", None, "last.ckpt"),
         ("failures", None, {"class_path": "fl_lightning.ClientFailures", "init_args": {"dropout": 0.1}}),
         ("min_clients", 1, 2),
+        ("statistics_aggregator", None, {"class_path": "fl_lightning.aggregation.Median"}),
+        ("statistics_domain", None, "variance"),
     ],
 )
 def test_a_setting_that_earlier_runs_did_not_have_changes_their_hash_only_where_it_is_given(
@@ -128,3 +130,19 @@ def test_a_setting_that_earlier_runs_did_not_have_changes_their_hash_only_where_
     model = CONFIG["model"]
     assert config_hash({**CONFIG, "model": {**model, name: default}}) == config_hash(CONFIG)
     assert config_hash({**CONFIG, "model": {**model, name: value}}) != config_hash(CONFIG)
+
+
+def test_the_quickstart_has_the_folder_of_the_readme(monkeypatch):
+    """New settings leave the folders of runs that do without them."""
+
+    class Found(BaseException):
+        pass
+
+    def stop(config):
+        found = directory_of(config)
+        raise Found(found.root / found.stem)
+
+    monkeypatch.setattr(training, "directory_of", stop)
+    with pytest.raises(Found) as found:
+        main(["fit", "--config", str(ROOT / "configs/quickstart.yaml")])
+    assert f"files            {found.value}\n" in (ROOT / "README.md").read_text()
