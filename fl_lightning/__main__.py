@@ -13,6 +13,7 @@ _RUNS = ("fit", "validate", "test", "predict")
 _OTHERS = {
     "verify": "fl_lightning.cli.verify",
     "search-freeze": "fl_lightning.cli.search_freeze",
+    "study": "fl_lightning.cli.study",
     "partition": "fl_lightning.cli.partition",
     "list": "fl_lightning.cli.listing",
 }

@@ -61,11 +61,15 @@ def _with_shipped_configs(arguments: list[str]) -> list[str]:
 
     def located(argument: str) -> str:
         option, _, value = argument.rpartition("=")
-        shipped = _HOME / value
-        found = value.startswith("configs/") and not Path(value).exists() and shipped.is_file()
-        return (f"{option}=" if option else "") + str(shipped) if found else argument
+        return (f"{option}=" if option else "") + shipped(value)
 
     return [located(argument) for argument in arguments]
+
+
+def shipped(path: str) -> str:
+    """Where a file lies: the shipped one of its name where it begins with ``configs/`` and is not there."""
+    found = path.startswith("configs/") and not Path(path).exists() and (_HOME / path).is_file()
+    return str(_HOME / path) if found else path
 
 
 def import_shipped() -> dict[str, ModuleType]:

@@ -13,12 +13,12 @@ import yaml
 
 from fl_lightning.cli.command_line import main as run
 from fl_lightning.cli.messages import command, refuse
-from fl_lightning.console import print_table
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.files import folder_below, write_json, write_text
 from fl_lightning.optimizers.milestones import in_run, round_at
 from fl_lightning.run_directory.checkpoint_io import load_run
 from fl_lightning.run_directory.checkpoints import kept_name
+from fl_lightning.run_directory.console import print_table
 from fl_lightning.run_directory.directory import Attempt, class_name, config_hash, directory_of
 
 _DESCRIPTION = """\

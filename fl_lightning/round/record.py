@@ -30,6 +30,8 @@ class RunRecord:
         data: What the data are (:meth:`~fl_lightning.client_data.federated.FederatedDataModule.fingerprint`).
         settings: The resolved configuration; empty where the run has none.
         computed_by: The executor and what else its rounding depends on; empty where the run does not say.
+        provenance: The source and the versions that computed it, more than one where they changed on the way
+            (:func:`~fl_lightning.run_directory.source.provenance`).
         compiled: Whether clients' passes are compiled, None before that was decided.
         continued_from: Each checkpoint from which the run went on otherwise: ``checkpoint``, ``round``, and in ``differs`` the
             two values of each setting by its dotted name.
@@ -39,6 +41,7 @@ class RunRecord:
         self.data: dict[str, str] = {}
         self.settings: dict[str, Any] = {}
         self.computed_by: dict[str, Any] = {}
+        self.provenance: list[dict[str, str]] = []
         self.compiled: bool | None = None
         self.continued_from: list[dict[str, Any]] = []
         self.metrics: dict[str, float] = {}

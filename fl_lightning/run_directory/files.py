@@ -13,19 +13,20 @@ import lightning as L
 import yaml
 
 from fl_lightning.batch_norm.kinds import KIND_LABELS
-from fl_lightning.console import print_table
 from fl_lightning.files import write_bytes, write_json, write_text
 from fl_lightning.pictures.federation import class_quality_figure, clients_figure
 from fl_lightning.pictures.learning_curve import learning_curve_figure
 from fl_lightning.pictures.style import write_figure
 from fl_lightning.round.module import FederatedModule
 from fl_lightning.round.policy import policy_table, stages_in_words
+from fl_lightning.run_directory.console import print_table
 from fl_lightning.run_directory.continuation import Start, deciding_settings
 from fl_lightning.run_directory.describe import describe_computing, origin_in_words, run_title
 from fl_lightning.run_directory.directory import Attempt
 from fl_lightning.run_directory.metrics import read_metrics
 from fl_lightning.run_directory.predictions import overlays
 from fl_lightning.run_directory.report import Report
+from fl_lightning.run_directory.source import provenance
 
 
 class RunStart(L.Callback):
@@ -87,7 +88,10 @@ class RunStart(L.Callback):
     def _note_origin(self, module: FederatedModule) -> None:
         """Keep the settings for checkpoints, and what is otherwise than it was in the one that the run goes on from."""
         record, start = module.record, self.start
-        record.settings = deciding_settings(yaml.safe_load(self.config))
+        config = yaml.safe_load(self.config)
+        record.settings, computes = deciding_settings(config), provenance(config)
+        if computes not in record.provenance:
+            record.provenance.append(computes)
         if start.differs is not None:
             record.continue_from(start.checkpoint, start.round, start.differs)
         before, now = record.computed_by, describe_computing(module)

@@ -3,11 +3,11 @@
 from collections.abc import Mapping
 from typing import Any
 
-from fl_lightning.console import format_bytes, print_table
 from fl_lightning.files import write_json
 from fl_lightning.pictures.style import PERSONAL
 from fl_lightning.round.module import FederatedModule
 from fl_lightning.round.policy import policy_table, stages_in_words
+from fl_lightning.run_directory.console import format_bytes, print_table
 from fl_lightning.run_directory.describe import describe, describe_environment, method_name, origin_in_words
 from fl_lightning.run_directory.directory import Attempt
 from fl_lightning.run_directory.files import draw_pictures
@@ -78,6 +78,8 @@ def _collect(
         "seed": module.seed,
         "directory": str(attempt.path) if attempt is not None else None,
         "environment": describe_environment(),
+        "provenance": record.provenance,
+        "data": record.data,
     }
 
 

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from fl_lightning import ConfigurationError
-from fl_lightning.console import in_words
+from fl_lightning.run_directory.console import in_words
 from fl_lightning.diagnostics.network_link import NetworkLink
 
 

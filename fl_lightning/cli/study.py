@@ -1,0 +1,227 @@
+"""``python -m fl_lightning study``: the runs of a table or figure, their tables and what holds of the claims."""
+
+import io
+import os
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
+from collections.abc import Sequence
+from contextlib import redirect_stdout
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from fl_lightning.cli.command_line import main as run
+from fl_lightning.cli.command_line import shipped
+from fl_lightning.cli.messages import command, refuse
+from fl_lightning.errors import ConfigurationError
+from fl_lightning.files import write_json
+from fl_lightning.run.interruption import Stopped
+from fl_lightning.run_directory.console import in_words
+from fl_lightning.studies.cells import RUNS, Cell
+from fl_lightning.studies.choosing import Choices, chosen, is_chosen, trial_cells
+from fl_lightning.studies.definition import Labels, Study, as_argument, read_study
+from fl_lightning.studies.findings import findings
+from fl_lightning.studies.progress import StudyProgress, time_left
+from fl_lightning.studies.running import Runner
+from fl_lightning.studies.sharing import share_first_stages
+from fl_lightning.studies.tables import as_text, caption, spread_table, whole_table, write_tables
+
+ENGINES = {"local": "LocalEngine", "ray": "RayEngine", "slurm": "SlurmEngine"}
+"""The classes of ``--engine``, in the modules of the same names in ``fl_lightning.studies.engines``."""
+
+_COMPUTED = {
+    "threads": 1, "trainer.accelerator": "cpu", "trainer.devices": 1, "trainer.num_nodes": 1,
+    "model.executor": "SequentialExecutor", "model.executor.compile": False,
+}  # fmt: skip
+"""How each cell is computed unless the study or the command line says otherwise: the same bits however many run at a time."""
+
+_DESCRIPTION = """\
+Run the cells of a study that have no result yet, and print its table. The same command again goes on where it was stopped. All other
+options are settings of every cell, such as --data.data_dir data/cifar10 or --trainer.accelerator gpu."""
+
+
+@command()
+def main(args: Sequence[str]) -> None:
+    """Run a study, print and write its tables.
+
+    Args:
+        args: Arguments after ``study``.
+    """
+    parser = ArgumentParser(
+        prog="python -m fl_lightning study",
+        usage="%(prog)s FILE [--scale quick|reduced|full] [--engine local|ray|slurm] [--jobs N] [--dry-run] [--accept-stale] [options of fit]",
+        description=_DESCRIPTION,
+        formatter_class=RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.error = refuse  # type: ignore[assignment]  # without pages of usage
+    parser.add_argument("file", metavar="FILE", help="a study, such as configs/studies/fixbn_table4.yaml")
+    parser.add_argument("--scale", default="quick", help="quick (default), reduced or full")
+    parser.add_argument(
+        "--engine",
+        choices=ENGINES,
+        default="local",
+        help="who computes: this machine (default), a Ray cluster, Slurm",
+    )
+    parser.add_argument(
+        "--jobs", type=int, help="cells at a time (default: as many as there are cores or GPUs)"
+    )
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="print the cells, what there is of each, and the time that is left",
+    )
+    parser.add_argument(
+        "--accept-stale", action="store_true", help="take results of other source or versions as they are"
+    )
+    own, fit_options = parser.parse_known_args(args)
+    if own.jobs is not None and own.jobs < 1:
+        raise ConfigurationError(f"--jobs: {own.jobs} must be at least 1")
+    study = read_study(Path(shipped(own.file)), own.scale)
+
+    cells = StudyCells(study, fit_options)
+    if own.dry_run:
+        dry_run(cells, own.jobs or 1, own.accept_stale)
+        return
+    folder = Path(cells.any.config["run_root"], "studies", f"{study.name}-{study.scale_name}")
+    jobs = own.jobs or _room(cells)
+    engine = getattr(import_module(f"fl_lightning.studies.engines.{own.engine}"), ENGINES[own.engine])()
+    with StudyProgress(jobs, study.scale.cell_seconds) as progress:
+        runner = Runner(folder, engine, jobs, own.accept_stale, progress.show)
+        try:
+            runner.run([cell for trial in cells.trials for cell in trial])
+            choices = chosen(study, cells.trials, own.accept_stale)
+            table = cells.table(choices)
+            runner.run(table)
+        except Stopped as stopped:
+            stopped.kept = "finished cells and the checkpoints of others are kept; the same command goes on"
+            raise
+    found = findings(study, table, choices, runner.failed, own.accept_stale)
+    write_json(folder / "study.json", found)
+    write_tables(folder, found)
+    show(found, folder)
+    for name, error in runner.failed.items():
+        print(f"failed: {name}: {error}")
+    if runner.failed:
+        raise ConfigurationError(
+            f"study: {len(runner.failed)} cells failed; mend what is named above, and the same command runs them again"
+        )
+
+
+class StudyCells:
+    """The cells of a study under the settings of a command line.
+
+    Args:
+        study: The study.
+        fit_options: Settings of all cells, as arguments of ``fit``.
+
+    Attributes:
+        trials: The cells of each choice on validation data.
+        any: Some cell.
+    """
+
+    def __init__(self, study: Study, fit_options: Sequence[str]) -> None:
+        self.study, self._options = study, list(fit_options)
+        self._made: dict[tuple[Any, ...], Cell] = {}
+        self.trials = trial_cells(study, self.cell)
+        every = next(iter(study.combinations()), None)
+        if every is None:
+            raise ConfigurationError(
+                f"study: {study.name} leaves out all of its cells at scale {study.scale_name}"
+            )
+        self.any = self.cell(every, study.scale.seeds[0])
+
+    def cell(self, labels: Labels, seed: int) -> Cell:
+        """The cell of a combination and a seed."""
+        key = (*labels.items(), seed)
+        if key not in self._made:
+            arguments = self.study.arguments(labels, seed)
+            base = [argument for argument in arguments if argument.startswith("--config=")]
+            computed = [as_argument(name, value) for name, value in _COMPUTED.items()]
+            own = [*base, *computed, *arguments[len(base) :], *self._options, f"--name={RUNS}"]
+            self._made[key] = Cell(labels, seed, resolve(own))
+        return self._made[key]
+
+    def table(self, choices: Choices) -> list[Cell]:
+        """The cells of the table: those with the labels that were chosen, or would be, of all seeds."""
+        return [
+            self.cell(labels, seed)
+            for labels in self.study.combinations()
+            if is_chosen(labels, choices)
+            for seed in self.study.scale.seeds
+        ]
+
+
+@cache
+def _printed(arguments: tuple[str, ...]) -> str:
+    printed = io.StringIO()
+    try:
+        with redirect_stdout(printed):
+            run(["fit", *arguments, "--print_config"])
+    except SystemExit as stop:
+        if stop.code:
+            raise
+    return printed.getvalue()
+
+
+def resolve(fit_options: Sequence[str]) -> dict[str, Any]:
+    """The resolved configuration of a fit, every default filled in."""
+    config: dict[str, Any] = yaml.safe_load(_printed(tuple(fit_options)))
+    return config
+
+
+def dry_run(cells: StudyCells, jobs: int, accept_stale: bool) -> None:
+    """Print the cells, what there is of each, and the estimated time."""
+    choices = chosen(cells.study, cells.trials, accept_stale)
+    every = [*(cell for trial in cells.trials for cell in trial), *cells.table(choices)]
+    unique = [*{cell.key: cell for cell in every}.values()]
+    share_first_stages(unique)
+    states = [(cell, cell.state(accept_stale)) for cell in unique]
+    for cell, state in states:
+        after = (
+            f", after round {cell.shared_rounds} of {cell.parent.name}"
+            if cell.parent is not None and state.phase != "done"
+            else ""
+        )
+        why = f": {state.why}" if state.why else ""
+        print(
+            f"{state.phase:<8} {cell.name}{after}{why}  {state.attempt.path if state.attempt else ''}".rstrip()
+        )
+    for one in choices:
+        if one["chosen"] is None:
+            print(
+                f"later    {one['axis']} for {one['for'] or 'all cells'} is chosen when its trials are done; then come its cells of all seeds"
+            )
+    done = sum(state.phase == "done" for _, state in states)
+    seconds = time_left(states, jobs, cells.study.scale.cell_seconds)
+    left = (
+        f"about {in_words(seconds)} left with --jobs {jobs}"
+        if seconds is not None
+        else "no cell has been timed yet"
+    )
+    print(f"{done} of {len(states)} cells are there; {left}")
+
+
+def show(found: dict[str, Any], folder: Path) -> None:
+    """Print the tables and the verdicts."""
+    print(caption(found))
+    for rows in (spread_table(found), whole_table(found)):
+        if rows is not None:
+            print(f"\n{as_text(rows)}")
+    for one in found["choices"]:
+        values = ", ".join(
+            f"{label}: {'-' if x is None else f'{x:.3f}'}" for label, x in one["values"].items()
+        )
+        own = " ".join(f"{axis}={label}" for axis, label in one["for"].items())
+        print(f"\n{one['axis']}{' of ' + own if own else ''}: {one['chosen']}, by {one['metric']} ({values})")
+    for one in found["claims"]:
+        print(f"\n{one['claim']}: {one['verdict']} ({one['words']})")
+    print(f"\nfiles  {folder}")
+
+
+def _room(cells: StudyCells) -> int:
+    """How many cells this machine computes at a time."""
+    first = cells.any.config
+    return max(len(os.sched_getaffinity(0)) // (first["threads"] or 1), 1)

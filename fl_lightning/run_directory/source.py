@@ -1,0 +1,104 @@
+"""What has computed a run: the source of what decides its numbers, without comments and docstrings."""
+
+import ast
+import hashlib
+import platform
+import sys
+from collections.abc import Iterator
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+
+_HOME = Path(__file__).parents[2]
+_COMPUTING = (
+    *(
+        "aggregation",
+        "attacks",
+        "batch_norm",
+        "client_data",
+        "cohort",
+        "diagnostics",
+        "executors",
+        "mechanisms",
+    ),
+    *("models", "optimizers", "round", "randomness.py", "ranks.py"),
+)
+"""What of the package decides the numbers of a run; the rest starts, shows, stores or checks runs."""
+
+
+def provenance(config: Any) -> dict[str, str]:
+    """What computes a run here and now: the ``source`` as eight hex digits, and the versions of Python, PyTorch and Lightning.
+
+    Args:
+        config: The resolved configuration, whose classes may be a user's own.
+    """
+    digest = hashlib.sha256(_shipped_source())
+    for path in sorted(own_files(config)):
+        digest.update(_code(path))
+    versions = {
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "lightning": L.__version__,
+    }
+    return {"source": digest.hexdigest()[:8], **versions}
+
+
+def own_files(config: Any) -> set[Path]:
+    """The files of the classes that a configuration names and no installed package holds."""
+    found = set()
+    for name in _class_paths(config):
+        package, _, _ = name.partition(".")
+        module = name.rpartition(".")[0]
+        if package in ("fl_lightning", "callbacks", "datamodules") or not module:
+            continue
+        origin = getattr(sys.modules.get(module), "__file__", None) or getattr(
+            find_spec(module), "origin", None
+        )
+        if origin and origin.endswith(".py") and "site-packages" not in origin and Path(origin).is_file():
+            found.add(Path(origin))
+    return found
+
+
+def _class_paths(node: Any) -> Iterator[str]:
+    if isinstance(node, dict):
+        if isinstance(node.get("class_path"), str):
+            yield node["class_path"]
+        for value in node.values():
+            yield from _class_paths(value)
+    elif isinstance(node, list):
+        for value in node:
+            yield from _class_paths(value)
+
+
+@cache
+def _shipped_source() -> bytes:
+    roots = [
+        *(_HOME / "fl_lightning" / name for name in _COMPUTING),
+        _HOME / "callbacks",
+        _HOME / "datamodules",
+    ]
+    digest = hashlib.sha256()
+    for root in roots:
+        for path in sorted(root.rglob("*.py")) if root.is_dir() else [root]:
+            digest.update(str(path.relative_to(_HOME)).encode())
+            digest.update(_code(path))
+    return digest.digest()
+
+
+def _code(path: Path) -> bytes:
+    """A file's syntax tree without docstrings: comments and layout are not in it."""
+    tree = ast.parse(path.read_bytes())
+    for node in ast.walk(tree):
+        body = getattr(node, "body", None)
+        if (
+            isinstance(body, list)
+            and body
+            and isinstance(body[0], ast.Expr)
+            and isinstance(body[0].value, ast.Constant)
+        ):
+            del body[0]
+    return ast.dump(tree).encode()

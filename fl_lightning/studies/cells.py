@@ -1,0 +1,168 @@
+"""The cells of a study: ordinary runs in ordinary run directories, and what is known of each."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from fl_lightning.errors import ConfigurationError
+from fl_lightning.run_directory.checkpoint_io import load_run
+from fl_lightning.run_directory.directory import Attempt, directory_of
+from fl_lightning.run_directory.metrics import read_metrics
+from fl_lightning.run_directory.source import provenance
+
+Phase = Literal["done", "stale", "running", "stopped", "failed", "missing"]
+"""``done``: a result by this source. ``stale``: one by another source. ``running``: a process trains it. ``stopped``: it has a checkpoint
+to go on from. ``failed``: its newest attempt ended with an error. ``missing``: none of these."""
+
+RUNS = "cells"
+"""The name of all runs of all studies: two that need the same cell find it in one place."""
+
+
+class State(NamedTuple):
+    """What is known of a cell.
+
+    Attributes:
+        phase: Where it stands.
+        attempt: The attempt that says so.
+        result: Its ``result.json``.
+        why: Of a stale cell, what is otherwise than now; of a failed one, its error.
+        round: The last round that is logged.
+    """
+
+    phase: Phase
+    attempt: Attempt | None = None
+    result: Mapping[str, Any] | None = None
+    why: str = ""
+    round: int = 0
+
+
+@dataclass(eq=False)
+class Cell:
+    """One run of a study.
+
+    Attributes:
+        labels: Its label of each axis.
+        seed: Its seed.
+        config: Its resolved configuration.
+        parent: The cell in which the rounds up to ``shared_rounds`` are trained.
+        shared_rounds: How many rounds it has in common with its parent.
+        keep_rounds: The rounds whose checkpoints others go on from.
+    """
+
+    labels: dict[str, str]
+    seed: int
+    config: dict[str, Any]
+    parent: "Cell | None" = None
+    shared_rounds: int = 0
+    keep_rounds: set[int] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.directory = directory_of(self.config)
+        self.now = provenance(self.config)
+
+    @property
+    def name(self) -> str:
+        """Its labels and seed, such as ``"method=GN E=100 seed=0"``."""
+        return " ".join(
+            f"{axis.rpartition('.')[2]}={label}" for axis, label in {**self.labels, "seed": self.seed}.items()
+        )
+
+    @property
+    def key(self) -> Path:
+        """Where its runs are: cells of equal configuration and seed are one run."""
+        return self.directory.root / self.directory.stem
+
+    @property
+    def rounds(self) -> int:
+        """The planned rounds, 0 where a budget decides them."""
+        return max(int(self.config["trainer"]["max_epochs"]), 0)
+
+    def state(self, accept_stale: bool = False) -> State:
+        """What the run directories say now.
+
+        Args:
+            accept_stale: Whether a result by other source or versions counts as done.
+        """
+        stale: State | None = None
+        attempts = self.directory.attempts()
+        for attempt in attempts:
+            result = _finished(attempt, self.rounds)
+            if result is None:
+                continue
+            why = differences(result.get("provenance", []), self.now)
+            if not why or accept_stale:
+                return State("done", attempt, result, why, int(result["rounds"]))
+            stale = stale or State("stale", attempt, result, why)
+        if not attempts:
+            return State("missing")
+        newest, last = attempts[0], _last_round(attempts[0])
+        if _is_locked(newest):
+            return State("running", newest, round=last)
+        if stale is not None and stale.attempt is newest:
+            return stale
+        if newest.error.exists():
+            return State("failed", newest, why=_last_line(newest.error), round=last)
+        return State("stopped" if self._resumable(newest, accept_stale) else "missing", newest, round=last)
+
+    def checkpoint(self, accept_stale: bool = False) -> str | None:
+        """What ``--ckpt_path`` the cell goes on from: its own last checkpoint, else its parent's, else None."""
+        newest = next(iter(self.directory.attempts()), None)
+        if newest is not None and self._resumable(newest, accept_stale):
+            return str(newest.checkpoints / "last.ckpt")
+        if self.parent is None or (found := self.parent.state(accept_stale)).attempt is None:
+            return None
+        path = found.attempt.checkpoints / f"round_{self.shared_rounds}.ckpt"
+        return str(path) if found.phase == "done" and path.is_file() else None
+
+    def _resumable(self, attempt: Attempt, accept_stale: bool) -> bool:
+        path = attempt.checkpoints / "last.ckpt"
+        if not path.is_file() or attempt.result.exists():
+            return False
+        try:
+            record = load_run(path)["fl_lightning"]["record"]
+        except ConfigurationError:
+            return False
+        return accept_stale or not differences(record.get("provenance", []), self.now)
+
+
+def differences(computed_by: list[dict[str, str]], now: Mapping[str, str]) -> str:
+    """What of a run was computed otherwise than it would be now, in words; empty where nothing was."""
+    if not computed_by:
+        return "it does not say what computed it"
+    found = {
+        f"{name} {before.get(name)}, now {now[name]}"
+        for before in computed_by
+        for name in now
+        if before.get(name) != now[name]
+    }
+    return "; ".join(sorted(found))
+
+
+def _finished(attempt: Attempt, rounds: int) -> dict[str, Any] | None:
+    try:
+        result: dict[str, Any] = json.loads(attempt.result.read_text())
+    except (OSError, ValueError):
+        return None
+    return result if result["rounds"] == result["planned_rounds"] == (rounds or result["rounds"]) else None
+
+
+def _is_locked(attempt: Attempt) -> bool:
+    try:
+        with attempt.lock():
+            return False
+    except ConfigurationError:
+        return True
+
+
+def _last_round(attempt: Attempt) -> int:
+    try:
+        return int(read_metrics(attempt.metrics)[-1]["round"])
+    except (ConfigurationError, IndexError):
+        return 0
+
+
+def _last_line(path: Path) -> str:
+    lines = path.read_text(errors="replace").strip().splitlines()
+    return lines[-1] if lines else "no message"

@@ -1,0 +1,87 @@
+"""Labels that are chosen on validation data: a learning rate, or T*."""
+
+from collections.abc import Callable, Mapping, Sequence
+from math import isnan
+from typing import Any
+
+from fl_lightning.errors import ConfigurationError
+from fl_lightning.studies.cells import Cell
+from fl_lightning.studies.definition import Choice, Labels, Study, matches
+
+Choices = list[dict[str, Any]]
+"""What was chosen: for each choice and combination of its ``by`` the labels ``for``, the ``axis``, its ``chosen`` label (None before) and
+the ``values`` of its metric by label."""
+
+
+def trials(study: Study, choice: Choice) -> dict[tuple[str, ...], list[Labels]]:
+    """The combinations that are tried, by the labels of ``by``: one for each label of the axis."""
+    first = {axis: next(iter(labels)) for axis, labels in study.axes.items()}
+    fixed = {
+        axis: label
+        for axis, label in {**first, **choice.at}.items()
+        if axis != choice.axis and axis not in choice.by
+    }
+    found: dict[tuple[str, ...], list[Labels]] = {}
+    for labels in study.combinations(fixed):
+        found.setdefault(tuple(labels[axis] for axis in choice.by), []).append(labels)
+    return found
+
+
+def trial_cells(study: Study, make: Callable[[Labels, int], Cell]) -> list[list[Cell]]:
+    """The cells of each choice.
+
+    Raises:
+        ConfigurationError: A cell has no validation data.
+    """
+    found = []
+    for choice in study.definition.choose:
+        seed = study.scale.seeds[0] if choice.seed is None else choice.seed
+        own = [
+            make(labels, seed) for combinations in trials(study, choice).values() for labels in combinations
+        ]
+        for cell in own:
+            settings = cell.config["data"].get("init_args") or {}
+            if "val_fraction" in settings and not settings["val_fraction"]:
+                raise ConfigurationError(
+                    f"data.val_fraction: {choice.axis} is chosen on validation data, and the cell {cell.name} has none; set it to 0.1, say"
+                )
+        found.append(own)
+    return found
+
+
+def chosen(study: Study, cells: Sequence[Sequence[Cell]], accept_stale: bool = False) -> Choices:
+    """What the finished trials say: the label with the largest metric, of a loss the smallest; of equal ones the first."""
+    found: Choices = []
+    for choice, own in zip(study.definition.choose, cells, strict=True):
+        for key in trials(study, choice):
+            by = dict(zip(choice.by, key, strict=True))
+            states = {
+                cell.labels[choice.axis]: cell.state(accept_stale) for cell in own if matches(cell.labels, by)
+            }
+            values = {label: _value(state.result, choice.metric) for label, state in states.items()}
+            best = None
+            if all(value is not None for value in values.values()):
+                sign = -1 if choice.metric.endswith("loss") else 1
+                best = max(values, key=lambda label: sign * (values[label] or 0.0))
+            found.append(
+                {"axis": choice.axis, "for": by, "metric": choice.metric, "chosen": best, "values": values}
+            )
+    return found
+
+
+def is_chosen(labels: Mapping[str, str], choices: Choices) -> bool:
+    """Whether a combination has the labels that were chosen for it."""
+    return all(labels[one["axis"]] == one["chosen"] for one in choices if matches(labels, one["for"]))
+
+
+def _value(result: Mapping[str, Any] | None, metric: str) -> float | None:
+    """A finished run's metric; a diverged run is the worst."""
+    if result is None:
+        return None
+    if metric not in result:
+        raise ConfigurationError(
+            f"choose: the runs have no metric {metric}; there are {', '.join(n for n in result if '/' in n)}"
+        )
+    value = float(result[metric])
+    worst = float("inf") if metric.endswith("loss") else float("-inf")
+    return worst if isnan(value) or result["diverged"] else value

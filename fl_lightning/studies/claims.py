@@ -1,0 +1,126 @@
+"""Claims of a paper, tested in pairs by seed: they hold, do not hold, or are undecided at this scale.
+
+A claim is an ordering of labels, such as ``"FixBN > GN > BN"``, at labels of other axes where it says so: ``"GN > BN at E=1"``. A side may
+name its axis, ``"E=100 > E=1 at method=BN"``. ``"FBN ~ centralised within 0.02"`` says that two are as good as equal. Without ``at`` it is
+about every combination of the other axes.
+"""
+
+import re
+import statistics
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from math import isfinite
+from typing import Any
+
+from scipy.stats import t
+
+from fl_lightning.errors import ConfigurationError
+
+ONE_SEED = 0.1
+"""How far one pair of runs must be apart to say anything: twice the deviation of a difference between cells that deviate by 0.035 each."""
+
+_CONFIDENCE = 0.9
+
+
+def judge(claim: str, found: Mapping[str, Any]) -> dict[str, Any] | None:
+    """A claim's verdict, None where it is about labels that this scale does not have.
+
+    For two seeds or more the 90 % interval of the mean paired difference (Student's t) decides: above 0 the ordering holds, below it does
+    not; for one seed the difference must exceed :data:`ONE_SEED`.
+
+    Args:
+        claim: The claim.
+        found: What the study has found.
+
+    Returns:
+        ``claim``, ``verdict`` and ``words``.
+
+    Raises:
+        ConfigurationError: The claim cannot be read.
+    """
+    body, _, at = claim.partition(" at ")
+    ordering, _, within = body.partition(" within ")
+    sides = [part.strip() for part in re.split(r"[>~]", ordering)]
+    if len(sides) < 2 or ("~" in ordering) != bool(within):
+        raise ConfigurationError(
+            f"claims: {claim!r} must be an ordering such as 'A > B at axis=label' or 'A ~ B within 0.02'"
+        )
+    margin, choose = float(within) if within else None, found["choose"]
+    constraints = [_labels(side, claim, found) for side in sides]
+    fixed = _labels(at, claim, found) if at else {}
+    metric = next(iter(found["metrics"]))
+    pairs = []
+    for more, less in pairwise(constraints):
+        for group in found["groups"]:
+            if not {**fixed, **more}.items() <= group["labels"].items():
+                continue
+            wanted = {
+                axis: label for axis, label in {**group["labels"], **less}.items() if axis not in choose
+            }
+            other = next((g for g in found["groups"] if wanted.items() <= g["labels"].items()), None)
+            if other is not None:
+                pairs.append((group["values"][metric], other["values"][metric]))
+    if not pairs:
+        return None
+    verdicts = [_judge_pair(one, two, margin) for one, two in pairs]
+    kinds = [kind for kind, _ in verdicts]
+    verdict = (
+        "does not hold" if "does not hold" in kinds else "undecided" if "undecided" in kinds else "holds"
+    )
+    words = (
+        verdicts[0][1]
+        if len(verdicts) == 1
+        else "; ".join(f"{kinds.count(kind)} {kind}" for kind in dict.fromkeys(kinds))
+    )
+    return {"claim": claim, "verdict": verdict, "words": words}
+
+
+def _judge_pair(one: Mapping[str, float], two: Mapping[str, float], margin: float | None) -> tuple[str, str]:
+    seeds = [seed for seed in one if seed in two]
+    differences = [one[seed] - two[seed] for seed in seeds]
+    if not differences or not all(map(isfinite, differences)):
+        return "undecided", "no pair of finished runs with numbers"
+    mean = statistics.mean(differences)
+    low, high = interval(differences)
+    if margin is None:
+        verdict = "holds" if low > 0 else "does not hold" if high < 0 else "undecided"
+    else:
+        verdict = (
+            "holds"
+            if -margin < low <= high < margin
+            else "does not hold"
+            if low > margin or high < -margin
+            else "undecided"
+        )
+    words = (
+        f"{mean:+.3f} in one pair"
+        if len(seeds) == 1
+        else f"{mean:+.3f}, {low:+.3f} to {high:+.3f} by {len(seeds)} pairs"
+    )
+    return verdict, words
+
+
+def interval(differences: Sequence[float]) -> tuple[float, float]:
+    """The 90 % interval of the mean of paired differences; :data:`ONE_SEED` around a single one."""
+    mean, n = statistics.mean(differences), len(differences)
+    half = (
+        ONE_SEED
+        if n == 1
+        else statistics.stdev(differences) / n**0.5 * float(t.ppf((1 + _CONFIDENCE) / 2, n - 1))
+    )
+    return mean - half, mean + half
+
+
+def _labels(text: str, claim: str, found: Mapping[str, Any]) -> dict[str, str]:
+    """The labels that a side or the place of a claim names, by axis."""
+    labels = {}
+    for part in (part.strip() for part in text.split(",")):
+        axis, _, label = part.rpartition("=")
+        axes = [axis] if axis else [name for name, own in found["known"].items() if label in own]
+        if len(axes) != 1 or label not in found["known"].get(axes[0], ()):
+            raise ConfigurationError(
+                f"claims: {claim!r}: {part!r} is no label of one axis; there are "
+                + "; ".join(f"{name}: {', '.join(own)}" for name, own in found["known"].items())
+            )
+        labels[axes[0]] = label
+    return labels

@@ -1,0 +1,109 @@
+"""What a study has found: the values of its cells by combination and seed, as ``study.json`` holds them."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fl_lightning.errors import ConfigurationError
+from fl_lightning.run_directory.metrics import read_metrics
+from fl_lightning.studies.cells import Cell, State
+from fl_lightning.studies.choosing import Choices
+from fl_lightning.studies.claims import judge
+from fl_lightning.studies.definition import Study
+
+
+def findings(
+    study: Study,
+    cells: Sequence[Cell],
+    choices: Choices,
+    failed: Mapping[str, str],
+    accept_stale: bool = False,
+) -> dict[str, Any]:
+    """Everything that tables, figures and the report are made of, as plain values.
+
+    Args:
+        study: The study.
+        cells: The cells of its table.
+        choices: What was chosen on validation data.
+        failed: Errors of cells by their names.
+        accept_stale: Whether results by other source count.
+    """
+    definition = study.definition
+    states = {cell: cell.state(accept_stale) for cell in cells}
+    groups: dict[tuple[str, ...], list[Cell]] = {}
+    for cell in cells:
+        groups.setdefault(tuple(cell.labels.values()), []).append(cell)
+    found = {
+        "name": study.name,
+        "title": definition.title,
+        "paper": definition.paper,
+        "scale": study.scale_name,
+        "seeds": study.scale.seeds,
+        "axes": {axis: [*labels] for axis, labels in study.axes.items()},
+        "choose": [choice.axis for choice in definition.choose],
+        "spread": definition.spread,
+        "metrics": definition.metrics,
+        "groups": [_group(study, own, states, failed) for own in groups.values()],
+        "choices": choices,
+        "known": study.known_labels(),
+    }
+    return {**found, "claims": [verdict for claim in definition.claims if (verdict := judge(claim, found))]}
+
+
+def _group(
+    study: Study, cells: Sequence[Cell], states: Mapping[Cell, State], failed: Mapping[str, str]
+) -> dict[str, Any]:
+    """A combination of labels with its cells, one for each seed."""
+    labels, first = cells[0].labels, cells[0].config["model"]
+    names = [*study.definition.metrics]
+    own = study.metric(labels)
+    values: dict[str, dict[str, float]] = {name: {} for name in names}
+    for cell in cells:
+        result = states[cell].result if states[cell].phase == "done" else None
+        for name, read in zip(names, [own or names[0], *names[1:]], strict=True):
+            if result is not None and read in result:
+                values[name][str(cell.seed)] = float(result[read])
+            elif result is not None and own is not None and name == names[0]:
+                raise ConfigurationError(
+                    f"metric: the runs of {cell.name} have no {own}; there are {', '.join(n for n in result if '/' in n)}"
+                )
+    return {
+        "labels": labels,
+        "published": study.published(labels),
+        "learning_rate": ((first.get("client_optimizer") or {}).get("init_args") or {}).get("lr"),
+        "values": values,
+        "runs": [_run(cell, states[cell], failed.get(cell.name, "")) for cell in cells],
+    }
+
+
+def _run(cell: Cell, state: State, error: str) -> dict[str, Any]:
+    """A cell's run: where it is, and what it took."""
+    found: dict[str, Any] = {
+        "seed": cell.seed,
+        "phase": "failed" if error else state.phase,
+        "why": error or state.why,
+    }
+    result = state.result if state.phase == "done" else None
+    if result is None or state.attempt is None:
+        return found
+    rows = read_metrics(state.attempt.metrics)
+    kept = (
+        "method",
+        "model",
+        "partition",
+        "rounds",
+        "samples",
+        "upload_bytes",
+        "download_bytes",
+        "train_seconds",
+        "diverged",
+    )
+    return {
+        **found,
+        "directory": str(state.attempt.path),
+        **{name: result[name] for name in kept},
+        "exchanges": sum(row.get("comm/exchanges", 0) for row in rows),
+        "provenance": result.get("provenance", []),
+        "data": result.get("data", {}),
+        "executor": result["executor"],
+        "environment": result["environment"],
+    }

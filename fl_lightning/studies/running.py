@@ -1,0 +1,116 @@
+"""Running the cells of a study: what there is to do, by which engine, in which order, until nothing is left."""
+
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import yaml
+
+from fl_lightning.files import write_text
+from fl_lightning.studies.cells import Cell, State
+from fl_lightning.studies.engines.base import Engine, Job
+from fl_lightning.studies.sharing import share_first_stages
+
+_PAUSE = 0.5  # seconds between two looks
+
+
+class Runner:
+    """Runs cells, each at most once, and those that others go on from first.
+
+    A cell that another process trains is waited for. One that fails is kept out of the way: the others go on.
+
+    Args:
+        folder: The study's folder, for the configurations and the output of the cells.
+        engine: Who runs them.
+        jobs: How many run at a time, those of other processes included.
+        accept_stale: Whether results of other source count as done.
+        show: Called with all cells and their states, again and again.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        engine: Engine,
+        jobs: int,
+        accept_stale: bool = False,
+        show: Callable[[Sequence[tuple[Cell, State]]], None] = lambda cells: None,
+    ) -> None:
+        self.folder, self.engine, self.jobs, self.accept_stale, self.show = (
+            folder,
+            engine,
+            jobs,
+            accept_stale,
+            show,
+        )
+        self.failed: dict[str, str] = {}
+
+    def run(self, cells: Sequence[Cell]) -> None:
+        """Run all cells that have no result yet; :attr:`failed` has the errors of those that ended with one, by name."""
+        unique = [*{cell.key: cell for cell in reversed(cells)}.values()][::-1]
+        share_first_stages(unique)
+        waiting, submitted = dict.fromkeys(unique), dict[str, Cell]()
+        try:
+            while waiting or submitted:
+                for name, status in self.engine.ended().items():
+                    cell = submitted.pop(name)
+                    if status or cell.state(self.accept_stale).phase != "done":
+                        self.failed[cell.name] = self._error(cell, status)
+                states = {cell: cell.state(self.accept_stale) for cell in unique}
+                elsewhere = 0
+                for cell in [*waiting]:
+                    if states[cell].phase == "done":
+                        del waiting[cell]
+                    elsewhere += states[cell].phase == "running"
+                for cell in [*waiting]:
+                    held = cell.parent in waiting or (
+                        cell.parent is not None and cell.parent in submitted.values()
+                    )
+                    if (
+                        states[cell].phase != "running"
+                        and not held
+                        and len(submitted) + elsewhere < self.jobs
+                    ):
+                        del waiting[cell]
+                        submitted[cell.key.name] = cell
+                        self.engine.submit(self._job(cell))
+                self.show([*states.items()])
+                if waiting or submitted:
+                    time.sleep(_PAUSE)
+        except BaseException:
+            self.engine.stop()
+            raise
+
+    def log(self, cell: Cell) -> Path:
+        """The file of a cell's output."""
+        return self.folder / "logs" / f"{cell.key.name}.log"
+
+    def _job(self, cell: Cell) -> Job:
+        file, log, checkpoint = (
+            self.folder / "cells" / f"{cell.key.name}.yaml",
+            self.log(cell),
+            cell.checkpoint(self.accept_stale),
+        )
+        config = {
+            **cell.config,
+            "checkpoint": {**cell.config["checkpoint"], "keep_rounds": sorted(cell.keep_rounds) or None},
+        }
+        write_text(file, f"# {cell.name}\n{yaml.safe_dump(config, sort_keys=False)}")
+        log.parent.mkdir(parents=True, exist_ok=True)
+        command = [sys.executable, "-m", "fl_lightning", "fit", f"--config={file.resolve()}"]
+        gpus = 0.0 if config["trainer"]["accelerator"] == "cpu" else 1.0
+        return Job(
+            cell.key.name,
+            [*command, *([f"--ckpt_path={checkpoint}"] if checkpoint else [])],
+            log,
+            threads=config["threads"] or 1,
+            gpus=gpus,
+        )
+
+    def _error(self, cell: Cell, status: int) -> str:
+        """Why a cell has no result, in a line."""
+        log = self.log(cell)
+        lines = log.read_text(errors="replace").splitlines() if log.is_file() else []
+        said = next((line for line in reversed(lines) if line.startswith("error: ")), "")
+        killed = f"killed by signal {-status}" if status < 0 else f"exit status {status}"
+        return f"{said.removeprefix('error: ') or killed}; its output: {log}"

@@ -1,0 +1,152 @@
+"""The tables of a study: printed, and as Markdown, LaTeX and CSV."""
+
+import csv
+import statistics
+from collections.abc import Mapping, Sequence
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+from tabulate import tabulate
+
+from fl_lightning.files import write_text
+from fl_lightning.run_directory.console import format_bytes, in_words
+
+Rows = tuple[list[str], list[list[str]]]
+"""Names of columns, and the rows."""
+
+
+def mean_and_deviation(values: Sequence[float]) -> str:
+    """Mean and standard deviation over the seeds (n - 1), such as ``"0.528 ± 0.006"``; empty without a value."""
+    if not values:
+        return ""
+    spread = f" ± {statistics.stdev(values):.3f}" if len(values) > 1 else ""
+    return f"{statistics.mean(values):.3f}{spread}"
+
+
+def whole_table(found: Mapping[str, Any]) -> Rows:
+    """A row for each combination of labels: its values, what was published, and what it took."""
+    axes = [axis for axis in found["axes"] if axis not in found["choose"]]
+    metrics, first = found["metrics"], next(iter(found["metrics"]))
+    header = [
+        *(axis.rpartition(".")[2] for axis in axes),
+        *metrics.values(),
+        "published",
+        "ours - published",
+        "learning rate",
+        "seeds",
+    ]
+    header += ["samples", "sent by clients", "exchanges", "training", "remarks"]
+    rows = []
+    for group in found["groups"]:
+        values, published = group["values"], group["published"]
+        done = [run for run in group["runs"] if run["phase"] == "done"]
+        ours = [*values[first].values()]
+        rows.append(
+            [
+                *(group["labels"][axis] for axis in axes),
+                *(mean_and_deviation([*values[name].values()]) for name in metrics),
+                f"{published:.4f}" if published is not None else "",
+                f"{statistics.mean(ours) - published:+.3f}" if ours and published is not None else "",
+                learning_rate(group, found),
+                ", ".join(str(run["seed"]) for run in done),
+                *(
+                    f"{statistics.mean(run[name] for run in done):,.0f}" if done else ""
+                    for name in ("samples",)
+                ),
+                format_bytes(statistics.mean(run["upload_bytes"] for run in done)) if done else "",
+                f"{statistics.mean(run['exchanges'] for run in done):,.0f}" if done else "",
+                in_words(statistics.mean(run["train_seconds"] for run in done)) if done else "",
+                "; ".join(remarks(group)),
+            ]
+        )
+    used = [
+        index
+        for index, name in enumerate(header)
+        if name in header[: len(axes)] or any(row[index] for row in rows)
+    ]
+    return [header[index] for index in used], [[row[index] for index in used] for row in rows]
+
+
+def spread_table(found: Mapping[str, Any]) -> Rows | None:
+    """The first metric with the labels of one axis as columns, None where the study names no such axis."""
+    spread = found["spread"]
+    if spread is None or len(found["axes"][spread]) < 2:
+        return None
+    others = [axis for axis in found["axes"] if axis != spread and axis not in found["choose"]]
+    first = next(iter(found["metrics"]))
+    rows: dict[tuple[str, ...], dict[str, str]] = {}
+    for group in found["groups"]:
+        text = mean_and_deviation([*group["values"][first].values()]) or "-"
+        published = f" ({group['published']:.3f})" if group["published"] is not None else ""
+        rows.setdefault(tuple(group["labels"][axis] for axis in others), {})[group["labels"][spread]] = (
+            text + published
+        )
+    labels = found["axes"][spread]
+    header = [*others, *(f"{spread.rpartition('.')[2]} = {label}" for label in labels)]
+    return header, [[*key, *(own.get(label, "") for label in labels)] for key, own in rows.items()]
+
+
+def learning_rate(group: Mapping[str, Any], found: Mapping[str, Any]) -> str:
+    """A combination's learning rate and how it was found."""
+    if group["learning_rate"] is None:
+        return ""
+    chosen = any(
+        one["for"].items() <= group["labels"].items() and one["axis"].endswith("client_optimizer.lr")
+        for one in found["choices"]
+    )
+    return f"{group['learning_rate']:g}, {'by validation' if chosen else 'given'}"
+
+
+def remarks(group: Mapping[str, Any]) -> list[str]:
+    """What must be said of a combination's runs: diverged, of other source, missing."""
+    found = []
+    for what, runs in {
+        "diverged": [run for run in group["runs"] if run.get("diverged")],
+        "of other source or versions": [
+            run for run in group["runs"] if run["phase"] == "done" and run["why"]
+        ],
+        **{
+            phase: [run for run in group["runs"] if run["phase"] == phase]
+            for phase in ("failed", "stale", "running", "stopped", "missing")
+        },
+    }.items():
+        if runs:
+            found.append(f"{what}: seed {', '.join(str(run['seed']) for run in runs)}")
+    return found
+
+
+def as_text(rows: Rows, form: str = "simple") -> str:
+    """A table as text, by a format of ``tabulate``: ``simple``, ``github``, ``latex_booktabs``."""
+    return tabulate(rows[1], rows[0], tablefmt=form, disable_numparse=True)
+
+
+def as_csv(rows: Rows) -> str:
+    """A table as CSV."""
+    text = StringIO(newline="")
+    csv.writer(text, lineterminator="\n").writerows([rows[0], *rows[1]])
+    return text.getvalue()
+
+
+def caption(found: Mapping[str, Any]) -> str:
+    """What a table is of, in a sentence or two."""
+    subset = " A declared subset: one number is no evidence." if found["scale"] == "quick" else ""
+    paper = f" ({found['paper']})" if found["paper"] else ""
+    return f"{found['title']}{paper}. Scale: {found['scale']}, seeds {', '.join(map(str, found['seeds']))}.{subset}"
+
+
+def write_tables(folder: Path, found: Mapping[str, Any]) -> None:
+    """Write ``table.md``, ``table.tex`` and ``table.csv``."""
+    tables = [rows for rows in (spread_table(found), whole_table(found)) if rows is not None]
+    claims = [f"- {one['claim']}: **{one['verdict']}** ({one['words']})" for one in found["claims"]]
+    markdown = [
+        caption(found),
+        *(as_text(rows, "github") for rows in tables),
+        *(["\n".join(claims)] if claims else []),
+    ]
+    write_text(folder / "table.md", "\n\n".join(markdown) + "\n")
+    write_text(
+        folder / "table.tex",
+        "\n\n".join(f"% {caption(found)}\n{as_text(rows, 'latex_booktabs')}" for rows in tables) + "\n",
+    )
+    write_text(folder / "table.csv", as_csv(whole_table(found)))
