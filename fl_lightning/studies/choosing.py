@@ -34,7 +34,7 @@ def trial_cells(study: Study, make: Callable[[Labels, int], Cell]) -> list[list[
         ConfigurationError: A cell has no validation data.
     """
     found = []
-    for choice in study.definition.choose:
+    for choice in study.choices:
         seed = study.scale.seeds[0] if choice.seed is None else choice.seed
         own = [
             make(labels, seed) for combinations in trials(study, choice).values() for labels in combinations
@@ -52,7 +52,7 @@ def trial_cells(study: Study, make: Callable[[Labels, int], Cell]) -> list[list[
 def chosen(study: Study, cells: Sequence[Sequence[Cell]], accept_stale: bool = False) -> Choices:
     """What the finished trials say: the label with the largest metric, of a loss the smallest; of equal ones the first."""
     found: Choices = []
-    for choice, own in zip(study.definition.choose, cells, strict=True):
+    for choice, own in zip(study.choices, cells, strict=True):
         for key in trials(study, choice):
             by = dict(zip(choice.by, key, strict=True))
             states = {

@@ -112,6 +112,11 @@ class Study:
         """The scale."""
         return self.definition.scales[self.scale_name]
 
+    @property
+    def choices(self) -> list[Choice]:
+        """The axes whose label is chosen at this scale: those with more than one."""
+        return [choice for choice in self.definition.choose if len(self.axes[choice.axis]) > 1]
+
     def known_labels(self) -> dict[str, list[str]]:
         """All labels of all axes, those included that this scale leaves out."""
         found = {axis: [*_labels(axis, own, self.folder)] for axis, own in self.definition.axes.items()}
