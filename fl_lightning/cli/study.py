@@ -189,19 +189,20 @@ def dry_run(cells: StudyCells, jobs: int, accept_stale: bool) -> None:
         print(
             f"{state.phase:<8} {cell.name}{after}{why}  {state.attempt.path if state.attempt else ''}".rstrip()
         )
-    for one in choices:
-        if one["chosen"] is None:
-            print(
-                f"later    {one['axis']} for {one['for'] or 'all cells'} is chosen when its trials are done; then come its cells of all seeds"
-            )
+    guess = [{**one, "chosen": one["chosen"] or next(iter(one["values"]))} for one in choices]
+    later = {cell.key: cell for cell in cells.table(guess) if cell.key not in {known.key for known in unique}}
+    if any(one["chosen"] is None for one in choices):
+        names = ", ".join(dict.fromkeys(one["axis"] for one in choices))
+        print(f"later    {len(later)} cells, when {names} is chosen by the trials above")
     done = sum(state.phase == "done" for _, state in states)
-    seconds = time_left(states, jobs, cells.study.scale.cell_seconds)
+    everything = [*states, *((cell, cell.state(accept_stale)) for cell in later.values())]
+    seconds = time_left(everything, jobs, cells.study.scale.cell_seconds)
     left = (
         f"about {in_words(seconds)} left with --jobs {jobs}"
         if seconds is not None
         else "no cell has been timed yet"
     )
-    print(f"{done} of {len(states)} cells are there; {left}")
+    print(f"{done} of {len(everything)} cells are there; {left}")
 
 
 def show(found: dict[str, Any], folder: Path) -> None:

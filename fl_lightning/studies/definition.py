@@ -26,8 +26,8 @@ class Scale:
     Attributes:
         base: The configurations that all cells start from, relative to the study's folder; later ones win.
         settings: Settings of all cells by dotted name.
-        axes: Labels that this scale has, by axis: a list of them, or a mapping to further settings of each. Axes that are not named
-            have all their labels.
+        axes: What this scale has of an axis: a list of its labels, or a mapping to further settings of each; of an axis of values other
+            values. Axes that are not named have all their labels.
         seeds: Seeds of the runs.
         cell_seconds: Measured seconds of a cell on one core, for the estimate before any cell is finished.
     """
@@ -238,6 +238,11 @@ def _axes(definition: Definition, scale: Scale, path: Path) -> dict[str, dict[st
         if own is None or axis not in definition.axes:
             found[axis] = known
             continue
+        if isinstance(own, list) and isinstance(
+            definition.axes[axis], list
+        ):  # values, and others at this scale
+            found[axis] = _labels(axis, own, path)
+            continue
         chosen = own if isinstance(own, Mapping) else {str(label): None for label in _listed(own)}
         for label in map(str, chosen):
             if label not in known:
@@ -262,11 +267,7 @@ def _labels(axis: str, content: Any, path: Path) -> dict[str, dict[str, Any]]:
 
 def _check(study: Study, path: Path) -> None:
     """Refuse names of axes and labels that the study does not have at any scale."""
-    definition, known = (
-        study.definition,
-        {axis: {*_labels(axis, x, path)} for axis, x in study.definition.axes.items()},
-    )
-    known |= {axis: known.get(axis, set()) | {*labels} for axis, labels in study.axes.items()}
+    definition, known = study.definition, study.known_labels()
     named = [("without", entry) for entry in definition.without]
     named += [
         ("published", {axis: x for axis, x in entry.items() if axis != "value"})

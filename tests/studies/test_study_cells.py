@@ -1,0 +1,246 @@
+"""Cells: what run directories say of them, what they share, and what is chosen by their validation."""
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from fl_lightning import ConfigurationError
+from fl_lightning.cli.study import StudyCells, resolve
+from fl_lightning.run_directory.checkpoint_io import AtomicCheckpointIO
+from fl_lightning.run_directory.source import own_files, provenance
+from fl_lightning.studies.cells import Cell
+from fl_lightning.studies.choosing import chosen, is_chosen
+from fl_lightning.studies.definition import read_study
+from fl_lightning.studies.sharing import first_stage, share_first_stages
+
+ROOT = Path(__file__).parents[2]
+BASE = ["--config", str(ROOT / "configs/digits_fedavg_bn.yaml"), "--name=cells", "--trainer.max_epochs=40"]
+LR = "--model.client_optimizer.lr"
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def cell(*options, seed=0, **labels):
+    return Cell(labels, seed, resolve([*BASE, *options, f"--seed_everything={seed}"]))
+
+
+def finish(one, attempt="", **result):
+    """Write what a finished run leaves."""
+    folder = Path(f"{one.key}{attempt}")
+    folder.mkdir(parents=True)
+    found = {
+        "rounds": 40,
+        "planned_rounds": 40,
+        "provenance": [one.now],
+        "diverged": False,
+        "val/accuracy": 0.5,
+    }
+    (folder / "result.json").write_text(json.dumps({**found, **result}))
+    return folder
+
+
+def test_a_cell_is_done_where_this_source_has_computed_it():
+    one = cell()
+    assert one.state().phase == "missing"
+    finish(one, provenance=[{**one.now, "source": "0ld"}])
+    state = one.state()
+    assert (state.phase, state.why) == ("stale", f"source 0ld, now {one.now['source']}")
+    assert one.state(accept_stale=True).phase == "done"
+    finish(one, ".2", provenance=[])
+    assert one.state().why == "it does not say what computed it"
+    finish(one, ".3")
+    assert one.state().phase == "done"
+    finish(one, ".4", provenance=[{**one.now, "torch": "1.0"}])
+    assert one.state().attempt.path.name.endswith(".3")  # a later one by other versions takes nothing away
+
+
+def test_what_two_sources_have_computed_is_stale():
+    one = cell()
+    finish(one, provenance=[{**one.now, "source": "0ld"}, one.now])
+    assert one.state().phase == "stale"
+
+
+def test_a_shorter_run_or_a_half_written_result_is_no_result():
+    one = cell()
+    folder = finish(one, rounds=39)
+    assert one.state().phase == "missing"
+    (folder / "result.json").write_text('{"rounds": 4')
+    assert one.state().phase == "missing"
+
+
+def test_a_cell_is_running_while_its_folder_is_locked_and_failed_where_it_left_an_error():
+    one = cell()
+    folder = finish(one)
+    (folder / "result.json").unlink()
+    (folder / "metrics.jsonl").write_text('{"round": 3}\n')
+    (attempt,) = one.directory.attempts()
+    with attempt.lock():
+        assert (one.state().phase, one.state().round) == ("running", 3)
+    (folder / "error.txt").write_text("Traceback\nValueError: too large\n")
+    assert (one.state().phase, one.state().why) == ("failed", "ValueError: too large")
+
+
+def test_a_stopped_cell_goes_on_from_its_checkpoint_of_the_same_source_only():
+    one = cell()
+    folder = finish(one)
+    (folder / "result.json").unlink()
+    (folder / "checkpoints").mkdir()
+
+    def checkpoint(source):
+        record = {"provenance": [{**one.now, "source": source}]}
+        kept = {
+            "fl_lightning": {"record": record},
+            "global_step": 3,
+            "state_dict": {},
+            "pytorch-lightning_version": "2",
+        }
+        AtomicCheckpointIO().save_checkpoint(kept, folder / "checkpoints" / "last.ckpt")
+
+    checkpoint(one.now["source"])
+    assert one.state().phase == "stopped"
+    assert one.checkpoint() == str(folder / "checkpoints" / "last.ckpt")
+    checkpoint("0ld")
+    assert (one.state().phase, one.checkpoint()) == ("missing", None)
+    assert one.state(accept_stale=True).phase == "stopped"
+
+
+def fixbn(moment, **settings):
+    return f"--trainer.callbacks={json.dumps([{'class_path': 'FixBN', 'init_args': {**moment, **settings}}])}"
+
+
+def test_one_first_stage_feeds_every_later_freeze_round():
+    bn, gn = cell(method="BN"), cell("--model.model.norm=gn", method="GN")
+    half, late = cell(fixbn({"freeze_fraction": 0.5})), cell(fixbn({"freeze_round": 30}, freeze="affine"))
+    start, other = cell(fixbn({"freeze_round": 0})), cell(fixbn({"freeze_round": 30}), seed=1)
+    slow = cell(fixbn({"freeze_round": 30}), f"{LR}=0.2")
+    share_first_stages([half, late, start, other, slow, bn, gn])
+    assert [(one.parent, one.shared_rounds) for one in (half, late)] == [(bn, 20), (bn, 30)]
+    assert [one.parent for one in (bn, gn, start, other, slow)] == [None] * 5
+    assert bn.keep_rounds == {20, 30}
+    share_first_stages([half, late])
+    assert (half.parent, late.keep_rounds) == (late, {20})
+    assert first_stage(cell(fixbn({})).config) == 20
+
+
+def test_runs_whose_length_a_budget_decides_share_nothing():
+    budget = ("--model.budget_epochs=2", "--trainer.max_epochs=-1")
+    one, two = cell(*budget), cell(*budget, fixbn({}))
+    share_first_stages([one, two])
+    assert two.parent is None
+
+
+def test_a_cell_starts_where_its_parent_has_kept_the_round():
+    parent, child = cell(), cell(fixbn({}))
+    share_first_stages([parent, child])
+    folder = finish(parent)
+    assert child.checkpoint() is None  # of a run that kept nothing
+    (folder / "checkpoints").mkdir()
+    (folder / "checkpoints" / "round_20.ckpt").touch()
+    assert child.checkpoint() == str(folder / "checkpoints" / "round_20.ckpt")
+
+
+STUDY = {
+    "title": "A study",
+    "axes": {"method": {"BN": {}, "GN": {"model.model.norm": "gn"}}, "model.client_optimizer.lr": [0.1, 0.2, 0.4]},
+    "choose": [{"axis": "model.client_optimizer.lr", "by": ["method"]}],
+    "scales": {"quick": {"base": str(ROOT / "configs/digits_fedavg_bn.yaml"), "settings": {"trainer.max_epochs": 40}, "seeds": [0, 1]}},
+}  # fmt: skip
+
+
+def study_cells(options=(), **changes):
+    Path("s.yaml").write_text(yaml.safe_dump({**STUDY, **changes}, sort_keys=False))
+    return StudyCells(read_study(Path("s.yaml"), "quick"), options)
+
+
+def test_a_label_is_chosen_by_validation_and_never_by_test():
+    cells = study_cells()
+    ((*own,),) = cells.trials
+    assert len(own) == 6
+    assert {one.seed for one in own} == {0}
+    assert cells.table(chosen(cells.study, cells.trials)) == []
+    val = {
+        ("BN", "0.1"): 0.3,
+        ("BN", "0.2"): 0.5,
+        ("BN", "0.4"): 0.5,
+        ("GN", "0.1"): 0.1,
+        ("GN", "0.2"): 0.2,
+        ("GN", "0.4"): 0.9,
+    }
+    for one in own:
+        found = val[tuple(one.labels.values())]
+        finish(
+            one,
+            **{
+                "val/accuracy": found,
+                "test/accuracy": 1 - found,
+                "diverged": one.labels["method"] == "GN" and found > 0.5,
+            },
+        )
+    choices = chosen(cells.study, cells.trials)
+    assert [(one["for"], one["chosen"]) for one in choices] == [
+        ({"method": "BN"}, "0.2"),
+        ({"method": "GN"}, "0.2"),
+    ]
+    assert choices[0]["values"] == {"0.1": 0.3, "0.2": 0.5, "0.4": 0.5}
+    table = cells.table(choices)
+    assert [(*one.labels.values(), one.seed) for one in table] == [
+        ("BN", "0.2", 0),
+        ("BN", "0.2", 1),
+        ("GN", "0.2", 0),
+        ("GN", "0.2", 1),
+    ]
+    assert table[0] is own[1]  # the trial is the cell of its seed
+    assert not is_chosen({"method": "BN", "model.client_optimizer.lr": "0.1"}, choices)
+
+
+def test_without_validation_data_nothing_can_be_chosen():
+    with pytest.raises(
+        ConfigurationError,
+        match=r"data.val_fraction: model.client_optimizer.lr is chosen on validation data, and the cell",
+    ):
+        study_cells(["--data.val_fraction=0.0"])
+
+
+def test_a_metric_that_the_runs_do_not_have_is_named():
+    cells = study_cells(choose=[{"axis": "model.client_optimizer.lr", "by": ["method"], "metric": "val/iou"}])
+    for one in cells.trials[0]:
+        finish(one)
+    with pytest.raises(
+        ConfigurationError, match="choose: the runs have no metric val/iou; there are val/accuracy"
+    ):
+        chosen(cells.study, cells.trials)
+
+
+def test_how_a_cell_is_computed_stands_in_its_configuration():
+    ((one, *_),) = study_cells().trials
+    assert one.config["threads"] == 1
+    assert one.config["model"]["executor"] == {
+        "class_path": "fl_lightning.SequentialExecutor",
+        "init_args": {"compile": False},
+    }
+    assert (one.config["trainer"]["accelerator"], str(one.config["trainer"]["devices"])) == ("cpu", "1")
+    ((other, *_),) = study_cells(["--model.executor=VectorizedExecutor", "--trainer.max_epochs=3"]).trials
+    assert other.config["model"]["executor"]["class_path"] == "fl_lightning.VectorizedExecutor"
+    assert other.rounds == 3
+
+
+def test_comments_docstrings_and_layout_are_no_source(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    own, config = (
+        tmp_path / "mine_for_source.py",
+        {"trainer": {"callbacks": [{"class_path": "mine_for_source.Mine"}]}},
+    )
+    own.write_text("class Mine:\n    x = 1\n")
+    assert own_files(config) == {own}
+    before = provenance(config)
+    assert before != provenance({})
+    own.write_text('"""A page."""\n\n\nclass Mine:\n    """Words."""\n\n    x = 1  # one\n')
+    assert provenance(config) == before
+    own.write_text("class Mine:\n    x = 2\n")
+    assert provenance(config)["source"] != before["source"]
+    assert own_files({"class_path": "torch.optim.SGD"}) == set()

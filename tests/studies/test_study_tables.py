@@ -1,0 +1,89 @@
+"""Tables of a study: mean and deviation, what was published, what it took, in every form."""
+
+import csv
+
+from fl_lightning.studies.tables import mean_and_deviation, spread_table, whole_table, write_tables
+
+
+def run(seed, phase="done", **more):
+    took = {"samples": 1000, "upload_bytes": 2e6, "exchanges": 10, "train_seconds": 30.0, "diverged": False}
+    return {"seed": seed, "phase": phase, "why": "", **(took if phase == "done" else {}), **more}
+
+
+def group(method, steps, values, published=None, runs=None):
+    return {
+        "labels": {"method": method, "E": steps, "model.client_optimizer.lr": "0.1"},
+        "published": published,
+        "learning_rate": 0.1,
+        "values": {"test/accuracy": {str(seed): x for seed, x in enumerate(values)}},
+        "runs": runs or [run(seed) for seed in range(len(values))],
+    }
+
+
+FOUND = {
+    "name": "t", "title": "A title", "paper": "A paper, Table 1", "scale": "reduced", "seeds": [0, 1, 2],
+    "axes": {"method": ["BN", "GN"], "E": ["1", "100"], "model.client_optimizer.lr": ["0.1", "0.2"]},
+    "choose": ["model.client_optimizer.lr"], "spread": "E", "metrics": {"test/accuracy": "test accuracy"},
+    "choices": [{"axis": "model.client_optimizer.lr", "for": {"method": "GN"}, "chosen": "0.1", "values": {}}],
+    "claims": [{"claim": "GN > BN", "verdict": "holds", "words": "+0.1 in one pair"}],
+    "groups": [
+        group("BN", "1", [0.3, 0.4, 0.5], 0.45),
+        group("BN", "100", [0.6], runs=[run(0, diverged=True), run(1, "failed", why="boom"), run(2, "missing")]),
+        group("GN", "1", [0.7, 0.7, 0.7], runs=[run(0, why="torch 1, now 2"), run(1), run(2)]),
+        group("GN", "100", [], runs=[run(seed, "stale") for seed in range(3)]),
+    ],
+}  # fmt: skip
+
+
+def test_mean_and_standard_deviation():
+    assert mean_and_deviation([0.3, 0.4, 0.5]) == "0.400 ± 0.100"
+    assert mean_and_deviation([0.3]) == "0.300"
+    assert mean_and_deviation([]) == ""
+
+
+def test_a_row_says_what_was_found_what_was_published_and_what_it_took():
+    header, rows = whole_table(FOUND)
+    first = dict(zip(header, rows[0], strict=True))
+    assert first == {
+        "method": "BN", "E": "1", "test accuracy": "0.400 ± 0.100", "published": "0.4500", "ours - published": "-0.050",
+        "learning rate": "0.1, given", "seeds": "0, 1, 2", "samples": "1,000", "sent by clients": "2 MB", "exchanges": "10",
+        "training": "30 s", "remarks": "",
+    }  # fmt: skip
+    remarks = [dict(zip(header, row, strict=True))["remarks"] for row in rows[1:]]
+    assert remarks == [
+        "diverged: seed 0; failed: seed 1; missing: seed 2",
+        "of other source or versions: seed 0",
+        "stale: seed 0, 1, 2",
+    ]
+    assert dict(zip(header, rows[2], strict=True))["learning rate"] == "0.1, by validation"
+
+
+def test_one_axis_makes_the_columns():
+    assert spread_table(FOUND) == (
+        ["method", "E = 1", "E = 100"],
+        [["BN", "0.400 ± 0.100 (0.450)", "0.600"], ["GN", "0.700 ± 0.000", "-"]],
+    )
+    assert spread_table({**FOUND, "spread": None}) is None
+
+
+def test_columns_that_nobody_fills_are_left_out():
+    header, _ = whole_table({**FOUND, "groups": [group("GN", "1", [0.7])]})
+    assert "published" not in header
+    assert "remarks" not in header
+
+
+def test_the_files_hold_the_same_table(tmp_path):
+    write_tables(tmp_path, FOUND)
+    header, rows = whole_table(FOUND)
+    assert [*csv.reader((tmp_path / "table.csv").read_text().splitlines())] == [header, *rows]
+    markdown, latex = (tmp_path / "table.md").read_text(), (tmp_path / "table.tex").read_text()
+    assert markdown.startswith("A title (A paper, Table 1). Scale: reduced, seeds 0, 1, 2.\n")
+    assert "- GN > BN: **holds** (+0.1 in one pair)" in markdown
+    assert "| BN       | 0.400 ± 0.100 (0.450) | 0.600" in markdown
+    assert latex.count(r"\toprule") == 2
+    assert "0.400 ± 0.100" in latex
+
+
+def test_a_subset_is_called_one(tmp_path):
+    write_tables(tmp_path, {**FOUND, "scale": "quick"})
+    assert "A declared subset: one number is no evidence." in (tmp_path / "table.md").read_text()
