@@ -150,7 +150,7 @@ class StudyCells:
             self.cell(labels, seed)
             for labels in self.study.combinations()
             if is_chosen(labels, choices)
-            for seed in self.study.scale.seeds
+            for seed in self.study.seeds(labels)
         ]
 
 

@@ -15,8 +15,8 @@ from fl_lightning.errors import ConfigurationError, nearest
 Labels = dict[str, str]
 """A label of each axis, such as ``{"method": "GN", "E": "100"}``."""
 
-SPECIAL = ("config", "metric")
-"""What a label may hold beside settings: configurations laid over the base, and a metric in place of the table's first."""
+SPECIAL = ("config", "metric", "seeds")
+"""What a label may hold beside settings: configurations laid over the base, a metric in place of the table's first, seeds of its own."""
 
 
 @dataclass(frozen=True)
@@ -148,6 +148,11 @@ class Study:
         """The metric that a label reads in place of the table's first, None where no label says so."""
         own = (self.axes[axis][label].get("metric") for axis, label in labels.items())
         return next((metric for metric in own if metric), None)
+
+    def seeds(self, labels: Mapping[str, str]) -> list[int]:
+        """The seeds of a combination: those of a label that has its own, else the scale's."""
+        own = (self.axes[axis][label].get("seeds") for axis, label in labels.items())
+        return next((seeds for seeds in own if seeds), self.scale.seeds)
 
     def published(self, labels: Mapping[str, str]) -> float | None:
         """The published value of a combination, None where there is none."""
