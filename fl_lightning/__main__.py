@@ -12,7 +12,6 @@ from fl_lightning.launched import launched_rank
 _RUNS = ("fit", "validate", "test", "predict")
 _OTHERS = {
     "verify": "fl_lightning.cli.verify",
-    "search-freeze": "fl_lightning.cli.search_freeze",
     "study": "fl_lightning.cli.study",
     "partition": "fl_lightning.cli.partition",
     "list": "fl_lightning.cli.listing",
@@ -20,7 +19,7 @@ _OTHERS = {
 _COMMANDS = (*_RUNS, *_OTHERS)
 
 _HELP = """\
-usage: python -m fl_lightning {fit,validate,test,predict,verify,search-freeze,partition,list} --config FILE [--key value ...]
+usage: python -m fl_lightning {fit,validate,test,predict,verify,study,partition,list} --config FILE [--key value ...]
 
 Batch Normalization in federated learning, on PyTorch Lightning.
 
@@ -30,7 +29,7 @@ commands:
   test       evaluate a checkpoint on the test data
   predict    write a checkpoint's predictions on the test data
   verify     check what a method promises: verify --callback FixBN, --callback methods.Mine, --all
-  search-freeze   choose FixBN's T* over a grid on validation data; see search-freeze --help
+  study      the runs of a table or figure: study configs/studies/fixbn_table4.yaml; see study --help
   partition  show who the clients are: sizes, classes, a picture; --save FILE.json keeps them
   list       what a YAML can name: list {methods,models,data,partitions,norms,aggregators,attacks}
 

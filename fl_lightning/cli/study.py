@@ -92,7 +92,7 @@ def main(args: Sequence[str]) -> None:
         runner = Runner(folder, engine, jobs, own.accept_stale, progress.show)
         try:
             runner.run([cell for trial in cells.trials for cell in trial])
-            choices = chosen(study, cells.trials, own.accept_stale)
+            choices = chosen(study, cells.trials, own.accept_stale, runner.failed)
             table = cells.table(choices)
             runner.run(table)
         except Stopped as stopped:
@@ -137,10 +137,9 @@ class StudyCells:
         """The cell of a combination and a seed."""
         key = (*labels.items(), seed)
         if key not in self._made:
-            arguments = self.study.arguments(labels, seed)
-            base = [argument for argument in arguments if argument.startswith("--config=")]
             computed = [as_argument(name, value) for name, value in _COMPUTED.items()]
-            own = [*base, *computed, *arguments[len(base) :], *self._options, f"--name={RUNS}"]
+            arguments = self.study.arguments(labels, seed)
+            own = [*self.study.base, *computed, *arguments, *self._options, f"--name={RUNS}"]
             self._made[key] = Cell(labels, seed, resolve(own))
         return self._made[key]
 

@@ -1,7 +1,7 @@
 """Labels that are chosen on validation data: a learning rate, or T*."""
 
-from collections.abc import Callable, Mapping, Sequence
-from math import isnan
+from collections.abc import Callable, Collection, Mapping, Sequence
+from math import inf, isnan
 from typing import Any
 
 from fl_lightning.errors import ConfigurationError
@@ -49,20 +49,32 @@ def trial_cells(study: Study, make: Callable[[Labels, int], Cell]) -> list[list[
     return found
 
 
-def chosen(study: Study, cells: Sequence[Sequence[Cell]], accept_stale: bool = False) -> Choices:
-    """What the finished trials say: the label with the largest metric, of a loss the smallest; of equal ones the first."""
+def chosen(
+    study: Study, cells: Sequence[Sequence[Cell]], accept_stale: bool = False, failed: Collection[str] = ()
+) -> Choices:
+    """What the finished trials say: the label with the largest metric, of a loss the smallest; of equal ones the first.
+
+    A trial that has failed or diverged is the worst, and nothing is chosen where all have.
+
+    Args:
+        study: The study.
+        cells: The cells of each choice.
+        accept_stale: Whether results of other source count.
+        failed: Names of the cells that failed.
+    """
     found: Choices = []
     for choice, own in zip(study.choices, cells, strict=True):
         for key in trials(study, choice):
             by = dict(zip(choice.by, key, strict=True))
-            states = {
-                cell.labels[choice.axis]: cell.state(accept_stale) for cell in own if matches(cell.labels, by)
-            }
-            values = {label: _value(state.result, choice.metric) for label, state in states.items()}
+            worst = inf if choice.metric.endswith("loss") else -inf
+            values: dict[str, float | None] = {}
+            for cell in (cell for cell in own if matches(cell.labels, by)):
+                value = _value(cell.state(accept_stale).result, choice.metric, worst)
+                values[cell.labels[choice.axis]] = worst if value is None and cell.name in failed else value
+            known = {label: value for label, value in values.items() if value is not None}
             best = None
-            if all(value is not None for value in values.values()):
-                sign = -1 if choice.metric.endswith("loss") else 1
-                best = max(values, key=lambda label: sign * (values[label] or 0.0))
+            if len(known) == len(values) and {*known.values()} != {worst}:
+                best = (min if worst > 0 else max)(known, key=lambda label: known[label])
             found.append(
                 {"axis": choice.axis, "for": by, "metric": choice.metric, "chosen": best, "values": values}
             )
@@ -74,8 +86,8 @@ def is_chosen(labels: Mapping[str, str], choices: Choices) -> bool:
     return all(labels[one["axis"]] == one["chosen"] for one in choices if matches(labels, one["for"]))
 
 
-def _value(result: Mapping[str, Any] | None, metric: str) -> float | None:
-    """A finished run's metric; a diverged run is the worst."""
+def _value(result: Mapping[str, Any] | None, metric: str, worst: float) -> float | None:
+    """A finished run's metric; that of a diverged run is the worst."""
     if result is None:
         return None
     if metric not in result:
@@ -83,5 +95,4 @@ def _value(result: Mapping[str, Any] | None, metric: str) -> float | None:
             f"choose: the runs have no metric {metric}; there are {', '.join(n for n in result if '/' in n)}"
         )
     value = float(result[metric])
-    worst = float("inf") if metric.endswith("loss") else float("-inf")
     return worst if isnan(value) or result["diverged"] else value

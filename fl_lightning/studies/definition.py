@@ -134,15 +134,25 @@ class Study:
             ):
                 yield found
 
+    @property
+    def base(self) -> list[str]:
+        """The arguments of ``fit`` for the configurations that all cells start from."""
+        return [self._config(path) for path in _listed(self.scale.base)]
+
     def arguments(self, labels: Mapping[str, str], seed: int) -> list[str]:
-        """The arguments of ``fit`` for a combination of labels and a seed, without those of how it is computed."""
-        own = [self.axes[axis][label] for axis, label in labels.items()]
-        base = [self.scale.base] if isinstance(self.scale.base, str) else self.scale.base
-        overlays = [path for settings in own for path in _listed(settings.get("config"))]
-        found = [f"--config={(self.folder / path).resolve()}" for path in (*base, *overlays)]
-        for settings in (self.definition.settings, self.scale.settings, *own):
+        """The arguments of ``fit`` that come after the base for a combination of labels and a seed; later ones win."""
+        found = []
+        for settings in (
+            self.definition.settings,
+            self.scale.settings,
+            *(self.axes[axis][label] for axis, label in labels.items()),
+        ):
+            found += [self._config(path) for path in _listed(settings.get("config"))]
             found += [as_argument(name, value) for name, value in settings.items() if name not in SPECIAL]
         return [*found, f"--seed_everything={seed}"]
+
+    def _config(self, path: str) -> str:
+        return f"--config={(self.folder / path).resolve()}"
 
     def metric(self, labels: Mapping[str, str]) -> str | None:
         """The metric that a label reads in place of the table's first, None where no label says so."""

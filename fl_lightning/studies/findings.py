@@ -32,7 +32,7 @@ def findings(
     groups: dict[tuple[str, ...], list[Cell]] = {}
     for cell in cells:
         groups.setdefault(tuple(cell.labels.values()), []).append(cell)
-    found = {
+    found: dict[str, Any] = {
         "name": study.name,
         "title": definition.title,
         "paper": definition.paper,
@@ -46,6 +46,9 @@ def findings(
         "choices": choices,
         "known": study.known_labels(),
     }
+    for index, group in enumerate(found["groups"]):
+        earlier = (g["labels"] for g in found["groups"][:index] if _reads(g) == _reads(group))
+        group["same_as"] = next(earlier, None)
     return {**found, "claims": [verdict for claim in definition.claims if (verdict := judge(claim, found))]}
 
 
@@ -68,11 +71,17 @@ def _group(
                 )
     return {
         "labels": labels,
+        "metric": own,
         "published": study.published(labels),
         "learning_rate": ((first.get("client_optimizer") or {}).get("init_args") or {}).get("lr"),
         "values": values,
         "runs": [_run(cell, states[cell], failed.get(cell.name, "")) for cell in cells],
     }
+
+
+def _reads(group: Mapping[str, Any]) -> list[Any]:
+    """The runs of a combination and the metric that is read of them."""
+    return [group["metric"], *(run.get("directory") or run for run in group["runs"])]
 
 
 def _run(cell: Cell, state: State, error: str) -> dict[str, Any]:

@@ -28,7 +28,7 @@ def share_first_stages(cells: Iterable[Cell]) -> None:
 
 
 def first_stage(config: Mapping[str, Any]) -> float | None:
-    """Up to which round a run is one of FedAvg with BN: T* of its FixBN, infinity without; None where it is not known."""
+    """Up to which round a run is one of FedAvg with BN: T* of its FixBN, infinity where that never comes; None where it is not known."""
     found = [one["init_args"] for one in config["trainer"]["callbacks"] or [] if class_name(one) == "FixBN"]
     if len(found) > 1:
         return None
@@ -36,7 +36,8 @@ def first_stage(config: Mapping[str, Any]) -> float | None:
         return float("inf")
     own, rounds = found[0], int(config["trainer"]["max_epochs"])
     moment = own["freeze_round"] if own["freeze_round"] is not None else own["freeze_fraction"]
-    return round_at(0.5 if moment is None else moment, rounds)
+    freeze_round = round_at(0.5 if moment is None else moment, rounds)
+    return freeze_round if freeze_round < rounds else float("inf")
 
 
 def _family(cell: Cell) -> str:

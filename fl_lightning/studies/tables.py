@@ -101,6 +101,8 @@ def learning_rate(group: Mapping[str, Any], found: Mapping[str, Any]) -> str:
 def remarks(group: Mapping[str, Any]) -> list[str]:
     """What must be said of a combination's runs: diverged, of other source, missing."""
     found = []
+    if same := group.get("same_as"):
+        found.append("the same runs as " + " ".join(f"{axis}={label}" for axis, label in same.items()))
     for what, runs in {
         "diverged": [run for run in group["runs"] if run.get("diverged")],
         "of other source or versions": [

@@ -1,0 +1,236 @@
+"""``study`` from its file to its table, each cell computed in this process: nothing twice, nothing mixed, T* as if alone."""
+
+import json
+from contextlib import redirect_stderr
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from command_line import message_of, run
+
+from fl_lightning.__main__ import main
+from fl_lightning.cli.command_line import main as fit
+from fl_lightning.studies.engines import local
+from fl_lightning.studies.engines.base import Engine
+
+TINY = {
+    "seed_everything": 0,
+    "wandb": {"mode": "disabled"},
+    "checkpoint": {"every_n_seconds": 0},
+    "trainer": {"max_epochs": 6, "check_val_every_n_epoch": 3, "enable_progress_bar": False},
+    "model": {
+        "model": {"class_path": "LeNet"},
+        "client_optimizer": {"class_path": "SGD", "init_args": {"lr": 0.1}},
+        "local_steps": 1,
+    },
+    "data": {"class_path": "Digits", "init_args": {"num_clients": 4, "batch_size": 8, "val_fraction": 0.2}},
+}
+STUDY = {
+    "title": "When to freeze",
+    "paper": "A paper, Figure 1",
+    "axes": {
+        "T*": {f"{r}": {"trainer.callbacks": [{"class_path": "FixBN", "init_args": {"freeze_round": r}}]} for r in (2, 4)},
+        "method": {"BN": {}, "GN": {"model.model.norm": "gn", "trainer.callbacks": []}},
+    },
+    "without": [{"method": "GN", "T*": "4"}],
+    "published": [{"T*": "2", "method": "BN", "value": 0.5}],
+    "claims": ["T*=2 > T*=4"],
+    "scales": {"quick": {"base": "tiny.yaml", "seeds": [0, 1]}},
+}  # fmt: skip
+
+
+class InThisProcess(Engine):
+    """Runs each job as soon as it is submitted."""
+
+    ran: list[str]
+
+    def __init__(self):
+        self._ended = {}
+
+    def submit(self, job):
+        self.ran.append(job.name)
+        with job.log.open("w") as log, redirect_stderr(log):
+            try:
+                fit(job.command[3:])
+                self._ended[job.name] = 0
+            except SystemExit as stop:
+                self._ended[job.name] = stop.code
+
+    def ended(self):
+        found, self._ended = self._ended, {}
+        return found
+
+    def stop(self):
+        pass
+
+
+@pytest.fixture
+def ran(tmp_path, monkeypatch):
+    """The names of the cells that were trained."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(local, "LocalEngine", InThisProcess)
+    monkeypatch.setattr("fl_lightning.studies.running._PAUSE", 0)
+    monkeypatch.setattr("fl_lightning.run_directory.files.draw_pictures", lambda *_: None)
+    monkeypatch.setattr("fl_lightning.run_directory.files.draw_partition", lambda *_: None)
+    monkeypatch.setattr(InThisProcess, "ran", [], raising=False)
+    Path("tiny.yaml").write_text(yaml.safe_dump(TINY))
+    write()
+    return InThisProcess.ran
+
+
+def write(**changes):
+    Path("s.yaml").write_text(yaml.safe_dump({**STUDY, **changes}, sort_keys=False))
+
+
+def study(*options):
+    main(["study", "s.yaml", *options])
+
+
+def own(line):
+    """A line of metrics without times, and without the T* of the run that computed the round."""
+    return {
+        name: value for name, value in line.items() if "time/" not in name and name != "fixbn/freeze_round"
+    }
+
+
+def found():
+    return json.loads(Path("runs/studies/s-quick/study.json").read_text())
+
+
+def test_the_table_is_printed_and_the_same_command_again_trains_nothing(ran, capsys):
+    study()
+    out = capsys.readouterr().out
+    assert len(ran) == 6
+    assert "When to freeze (A paper, Figure 1). Scale: quick, seeds 0, 1." in out
+    groups = {tuple(group["labels"].values()): group for group in found()["groups"]}
+    assert [*groups] == [("2", "BN"), ("2", "GN"), ("4", "BN")]
+    assert groups["2", "BN"]["published"] == 0.5
+    for group in groups.values():
+        for seed, one in zip("01", group["runs"], strict=True):
+            result = json.loads(Path(one["directory"], "result.json").read_text())
+            assert group["values"]["test/accuracy"][seed] == result["test/accuracy"]
+            assert one["exchanges"] == 6
+    assert {path.name for path in Path("runs/studies/s-quick").glob("table.*")} == {
+        "table.md",
+        "table.tex",
+        "table.csv",
+    }
+    study()
+    assert len(ran) == 6
+    assert capsys.readouterr().out.partition("When to freeze")[2] == out.partition("When to freeze")[2]
+
+
+def test_one_first_stage_is_trained_once_and_each_freeze_round_is_as_if_alone(ran):
+    study()
+    shared = Path(found()["groups"][0]["runs"][0]["directory"])
+    result = json.loads((shared / "result.json").read_text())
+    (origin,) = result["continued_from"]
+    assert origin["round"] == 2
+    config = shared / "config.yaml"
+    run("--name", "alone", config=str(config))
+    (alone,) = Path("runs/alone").glob("*")
+    states = [torch.load(folder / "checkpoints/last.ckpt")["state_dict"] for folder in (shared, alone)]
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[1])
+    lines = [
+        [json.loads(x) for x in (folder / "metrics.jsonl").read_text().splitlines()]
+        for folder in (shared, alone)
+    ]
+    for one, other in zip(*lines, strict=True):
+        assert own(one) == own(other)
+
+
+def test_a_dry_run_names_the_cells_and_trains_none(ran, capsys):
+    study("--dry-run")
+    out = capsys.readouterr().out.splitlines()
+    assert out[0] == "missing  T*=2 method=BN seed=0, after round 2 of T*=4 method=BN seed=0"
+    assert out[-1] == "0 of 6 cells are there; no cell has been timed yet"
+    assert ran == []
+    assert not Path("runs").exists()
+    study()
+    capsys.readouterr()
+    study("--dry-run")
+    out = capsys.readouterr().out.splitlines()
+    assert out[0].startswith("done     T*=2 method=BN seed=0  runs/cells/")
+    assert out[-1].startswith("6 of 6 cells are there; about 0 s left")
+
+
+def test_results_of_another_source_are_named_and_run_again_or_accepted(ran, capsys):
+    study()
+    folder = Path(found()["groups"][0]["runs"][0]["directory"])
+    result = json.loads((folder / "result.json").read_text())
+    result["provenance"][0]["source"] = "0ld"
+    (folder / "result.json").write_text(json.dumps(result))
+    capsys.readouterr()
+    study("--dry-run")
+    assert "stale    T*=2 method=BN seed=0" in capsys.readouterr().out
+    study("--accept-stale")
+    assert len(ran) == 6
+    assert "of other source or versions: seed 0" in capsys.readouterr().out
+    study()
+    assert len(ran) == 7
+    again = Path(found()["groups"][0]["runs"][0]["directory"])
+    assert again.name == f"{folder.name}.2"
+    assert json.loads((again / "result.json").read_text())["test/accuracy"] == result["test/accuracy"]
+    assert "of other source" not in capsys.readouterr().out
+
+
+def test_a_cell_that_fails_is_named_and_the_others_go_on(ran, capsys):
+    write(
+        axes={"method": {"BN": {}, "broken": {"data.batch_size": 4000}}}, without=[], published=[], claims=[]
+    )
+    message = message_of(capsys, study)
+    assert (
+        message
+        == "error: study: 2 cells failed; mend what is named above, and the same command runs them again\n"
+    )
+    assert len(ran) == 4
+    broken = found()["groups"][1]
+    assert [one["phase"] for one in broken["runs"]] == ["failed"] * 2
+    assert broken["runs"][0]["why"].startswith("batch_size=4000 is more than the 288 samples")
+    assert len(found()["groups"][0]["values"]["test/accuracy"]) == 2
+
+
+def test_what_was_chosen_on_validation_data_is_recorded_and_trained_once(ran, capsys):
+    write(
+        axes={"method": {"BN": {}, "GN": {"model.model.norm": "gn"}}, "model.client_optimizer.lr": [0.05, 0.2]},
+        choose=[{"axis": "model.client_optimizer.lr", "by": ["method"]}], without=[], published=[], claims=[],
+    )  # fmt: skip
+    study("--dry-run")
+    assert (
+        "later    2 cells, when model.client_optimizer.lr is chosen by the trials above"
+        in capsys.readouterr().out
+    )
+    study()
+    assert len(ran) == 6  # four trials and the other seed of the two that were chosen
+    for choice, group in zip(found()["choices"], found()["groups"], strict=True):
+        assert (
+            choice["chosen"]
+            == max(choice["values"], key=choice["values"].get)
+            == group["labels"][choice["axis"]]
+        )
+        assert len(group["values"]["test/accuracy"]) == 2
+    assert "by validation" in capsys.readouterr().out
+
+
+def test_settings_of_the_command_line_are_those_of_every_cell(ran):
+    study("--trainer.max_epochs=2", "--run_root=elsewhere")
+    results = [json.loads(path.read_text()) for path in Path("elsewhere/cells").glob("*/result.json")]
+    assert {result["rounds"] for result in results} == {2}
+    assert Path("elsewhere/studies/s-quick/study.json").is_file()
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["nowhere.yaml"], "study: nowhere.yaml cannot be read"),
+        (["s.yaml", "--scale", "full"], "--scale: s.yaml has no scale 'full'; use one of quick"),
+        (["s.yaml", "--jobs", "0"], "--jobs: 0 must be at least 1"),
+        (["s.yaml", "--jobs", "x"], "argument --jobs: invalid int value: 'x'"),
+        (["s.yaml", "--engine", "cloud"], "argument --engine: invalid choice: 'cloud'"),
+        (["s.yaml", "--trainer.max_epoch", "3"], "there is no setting"),
+    ],
+)
+def test_bad_input_is_one_line(ran, capsys, args, message):
+    assert message in message_of(capsys, lambda: main(["study", *args]))
+    assert not Path("runs").exists()
