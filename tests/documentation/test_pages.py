@@ -45,12 +45,12 @@ LEFT = {
     "docs/data.md": "quickstart/*/partition.json",
     "docs/diagnostics.md": "quickstart/*/bn_drift.png",
     "docs/first-run.md": "cifar10_small_fixbn/*/learning_curve.png",
-    "docs/methods.md": "search/search-*/search.json",
     "docs/own-data.md": "digits_fedavg_bn/*/result.json",
     "docs/own-method.md": "quickstart/*/updates.csv",
     "docs/reliability.md": "digits_failures/*/result.json",
     "docs/results.md": "digits_fedavg_bn/*/result.json",
     "docs/run-directory.md": "quickstart/*/predictions.csv",
+    "docs/studies.md": "studies/fixbn_table4-quick/table.tex",
     "docs/scaling.md": "digits_fixbn_momentum_local/*/result.json",
     "docs/speed.md": "quickstart/*/fit-profile.txt",
 }
@@ -100,7 +100,7 @@ def test_no_page_has_a_command_that_no_test_and_no_reader_runs():
 
 def test_the_pages_show_every_subcommand():
     shown = {line.partition(OURS)[2].split()[0] for name in PAGES for line in commands(name) if OURS in line}
-    assert shown == {"fit", "validate", "test", "predict", "verify", "partition"}
+    assert shown == {"fit", "validate", "test", "predict", "verify", "partition", "study"}
 
 
 @pytest.mark.parametrize(
@@ -113,7 +113,7 @@ def test_every_command_of_a_page_runs_in_its_order_for_two_rounds(name, write_me
     write_own_images(Path("data/mine"))
     write_methods(name)
     for arguments in ours(name):
-        shorter = ["--trainer.max_epochs", "2"] if arguments[0] == "fit" else []
+        shorter = ["--trainer.max_epochs", "2"] if arguments[0] in ("fit", "study") else []
         if "--trainer.check_val_every_n_epoch" in arguments:
             shorter += ["--trainer.check_val_every_n_epoch", "2"]
         program([*arguments, *shorter, "--trainer.enable_progress_bar", "false"])

@@ -1,0 +1,82 @@
+"""The shipped studies: at every scale each label is a configuration of its own, and every cell of ``quick`` runs."""
+
+import json
+import re
+from itertools import combinations
+from pathlib import Path
+
+import pytest
+
+import fl_lightning
+from fl_lightning.cli.command_line import main as fit
+from fl_lightning.cli.study import StudyCells
+from fl_lightning.studies.claims import judge
+from fl_lightning.studies.definition import read_study
+
+FOLDER = Path(fl_lightning.__file__).parents[1] / "configs/studies"
+NAMES = sorted(path.stem for path in FOLDER.glob("*.yaml"))
+QUICK = [name for name in NAMES if name != "fixbn_table3"]  # no street scenes come with a package
+SHORT = [
+    "--trainer.max_epochs=1",
+    "--trainer.check_val_every_n_epoch=1",
+    "--model.local_steps=1",
+    "--wandb.mode=disabled",
+]
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scale", ["quick", "reduced", "full"])
+@pytest.mark.parametrize("name", NAMES)
+def test_each_label_makes_another_run(name, scale):
+    if scale == "quick" and name not in QUICK:
+        pytest.skip("no street scenes come with a package")
+    study = read_study(FOLDER / f"{name}.yaml", scale)
+    cells, every, seen = StudyCells(study, []), [*study.combinations()], set()
+    for one, other in combinations(every, 2):
+        (axis, *more) = [axis for axis in one if one[axis] != other[axis]]
+        pair = axis, one[axis], other[axis]
+        if more or pair in seen or study.metric(one) or study.metric(other):
+            continue
+        seen.add(pair)
+        assert cells.cell(one, 0).key != cells.cell(other, 0).key, pair
+    assert seen or len(every) == 1
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_claims_can_be_read_and_a_quick_scale_is_small(name):
+    scale = "quick" if name in QUICK else "reduced"
+    study = read_study(FOLDER / f"{name}.yaml", scale)
+    found = {"known": study.known_labels(), "choose": [], "metrics": study.definition.metrics, "groups": []}
+    assert [judge(claim, found) for claim in study.definition.claims] == [None] * len(study.definition.claims)
+    assert set(study.definition.scales) >= {"reduced", "full"}
+    if scale == "quick":
+        assert len([*study.combinations()]) <= 8
+        assert len(study.scale.seeds) == 1
+    text = (FOLDER / f"{name}.yaml").read_text()
+    assert text.startswith(f"# python -m fl_lightning study configs/studies/{name}.yaml")
+    assert re.search(r"^paper: ", text, re.MULTILINE) or name in (
+        "layer_order",
+        "many_clients",
+        "statistics_gain",
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", QUICK)
+def test_every_cell_of_the_quick_scale_runs(name, monkeypatch):
+    monkeypatch.setattr("fl_lightning.run_directory.files.draw_pictures", lambda *_: None)
+    monkeypatch.setattr("fl_lightning.run_directory.files.draw_partition", lambda *_: None)
+    study = read_study(FOLDER / f"{name}.yaml", "quick")
+    cells = StudyCells(study, [])
+    for number, labels in enumerate(study.combinations()):
+        fit(["fit", *study.base, *study.arguments(labels, 0), *SHORT, f"--name={number}"])
+        (path,) = Path("runs", str(number)).glob("*/result.json")
+        result = json.loads(path.read_text())
+        assert result["rounds"] == 1
+        assert {study.metric(labels) or next(iter(study.definition.metrics))} <= result.keys()
+        assert cells.cell(labels, 0).rounds > 1
