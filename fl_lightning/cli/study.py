@@ -10,6 +10,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
 
 from fl_lightning.cli.command_line import main as run
@@ -91,7 +92,8 @@ def main(args: Sequence[str]) -> None:
     with StudyProgress(jobs, study.scale.cell_seconds) as progress:
         runner = Runner(folder, engine, jobs, own.accept_stale, progress.show)
         try:
-            runner.run([cell for trial in cells.trials for cell in trial])
+            trials = [cell for trial in cells.trials for cell in trial]
+            runner.run(trials)
             choices = chosen(study, cells.trials, own.accept_stale, runner.failed)
             table = cells.table(choices)
             runner.run(table)
@@ -102,8 +104,9 @@ def main(args: Sequence[str]) -> None:
     write_json(folder / "study.json", found)
     write_tables(folder, found)
     show(found, folder)
-    for name, error in runner.failed.items():
-        print(f"failed: {name}: {error}")
+    for cell in {cell.key: cell for cell in (*trials, *table)}.values():
+        if cell.key in runner.failed:
+            print(f"failed: {cell.name}: {runner.failed[cell.key]}")
     if runner.failed:
         raise ConfigurationError(
             f"study: {len(runner.failed)} cells failed; mend what is named above, and the same command runs them again"
@@ -207,7 +210,7 @@ def dry_run(cells: StudyCells, jobs: int, accept_stale: bool) -> None:
 def show(found: dict[str, Any], folder: Path) -> None:
     """Print the tables and the verdicts."""
     print(caption(found))
-    for rows in (spread_table(found), whole_table(found)):
+    for rows in (spread_table(found), whole_table(found, brief=True)):
         if rows is not None:
             print(f"\n{as_text(rows)}")
     for one in found["choices"]:
@@ -222,6 +225,7 @@ def show(found: dict[str, Any], folder: Path) -> None:
 
 
 def _room(cells: StudyCells) -> int:
-    """How many cells this machine computes at a time."""
+    """How many cells this machine computes at a time: one for each GPU that it has, where cells use any, else for each core."""
     first = cells.any.config
-    return max(len(os.sched_getaffinity(0)) // (first["threads"] or 1), 1)
+    gpus = 0 if first["trainer"]["accelerator"] == "cpu" else torch.cuda.device_count()
+    return gpus or max(len(os.sched_getaffinity(0)) // (first["threads"] or 1), 1)

@@ -1,7 +1,7 @@
 """The cells of a study: ordinary runs in ordinary run directories, and what is known of each."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -49,6 +49,7 @@ class Cell:
         parent: The cell in which the rounds up to ``shared_rounds`` are trained.
         shared_rounds: How many rounds it has in common with its parent.
         keep_rounds: The rounds whose checkpoints others go on from.
+        data: The digests of the data that it must have been trained on, None where nobody knows.
     """
 
     labels: dict[str, str]
@@ -61,6 +62,7 @@ class Cell:
     def __post_init__(self) -> None:
         self.directory = directory_of(self.config)
         self.now = provenance(self.config)
+        self.data: dict[str, str] | None = None
 
     @property
     def name(self) -> str:
@@ -91,7 +93,7 @@ class Cell:
             result = _finished(attempt, self.rounds)
             if result is None:
                 continue
-            why = differences(result.get("provenance", []), self.now)
+            why = differences(result.get("provenance", []), self.now) or self._other_data(result)
             if not why or accept_stale:
                 return State("done", attempt, result, why, int(result["rounds"]))
             stale = stale or State("stale", attempt, result, why)
@@ -116,6 +118,12 @@ class Cell:
         path = found.attempt.checkpoints / f"round_{self.shared_rounds}.ckpt"
         return str(path) if found.phase == "done" and path.is_file() else None
 
+    def _other_data(self, result: Mapping[str, Any]) -> str:
+        """What of a result's data is not as newer cells of equal settings have it, in words."""
+        found = result.get("data", {})
+        names = [name for name in self.data or {} if found.get(name) != (self.data or {})[name]]
+        return f"other data than newer cells: {', '.join(names)}" if names else ""
+
     def _resumable(self, attempt: Attempt, accept_stale: bool) -> bool:
         path = attempt.checkpoints / "last.ckpt"
         if not path.is_file() or attempt.result.exists():
@@ -125,6 +133,19 @@ class Cell:
         except ConfigurationError:
             return False
         return accept_stale or not differences(record.get("provenance", []), self.now)
+
+
+def expect_newest_data(states: Sequence[State], cells: Sequence[Cell]) -> bool:
+    """Let finished cells of equal settings of data and seed expect the data of the newest; whether one has others."""
+    newest: dict[str, tuple[float, dict[str, str]]] = {}
+    settings = [json.dumps([cell.config["data"], cell.seed], sort_keys=True) for cell in cells]
+    for own, state in zip(settings, states, strict=True):
+        if state.attempt is not None and state.result is not None and state.result.get("data"):
+            found = state.attempt.result.stat().st_mtime, dict(state.result["data"])
+            newest[own] = max(newest.get(own, found), found, key=lambda entry: entry[0])
+    for own, cell in zip(settings, cells, strict=True):
+        cell.data = newest[own][1] if own in newest else None
+    return any(cell.state().phase == "stale" for cell in cells)
 
 
 def differences(computed_by: list[dict[str, str]], now: Mapping[str, str]) -> str:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from math import inf, isnan
+from pathlib import Path
 from typing import Any
 
 from fl_lightning.errors import ConfigurationError
@@ -50,7 +51,7 @@ def trial_cells(study: Study, make: Callable[[Labels, int], Cell]) -> list[list[
 
 
 def chosen(
-    study: Study, cells: Sequence[Sequence[Cell]], accept_stale: bool = False, failed: Collection[str] = ()
+    study: Study, cells: Sequence[Sequence[Cell]], accept_stale: bool = False, failed: Collection[Path] = ()
 ) -> Choices:
     """What the finished trials say: the label with the largest metric, of a loss the smallest; of equal ones the first.
 
@@ -60,7 +61,7 @@ def chosen(
         study: The study.
         cells: The cells of each choice.
         accept_stale: Whether results of other source count.
-        failed: Names of the cells that failed.
+        failed: Keys of the cells that failed.
     """
     found: Choices = []
     for choice, own in zip(study.choices, cells, strict=True):
@@ -70,7 +71,7 @@ def chosen(
             values: dict[str, float | None] = {}
             for cell in (cell for cell in own if matches(cell.labels, by)):
                 value = _value(cell.state(accept_stale).result, choice.metric, worst)
-                values[cell.labels[choice.axis]] = worst if value is None and cell.name in failed else value
+                values[cell.labels[choice.axis]] = worst if value is None and cell.key in failed else value
             known = {label: value for label, value in values.items() if value is not None}
             best = None
             if len(known) == len(values) and {*known.values()} != {worst}:

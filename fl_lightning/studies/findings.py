@@ -1,6 +1,7 @@
 """What a study has found: the values of its cells by combination and seed, as ``study.json`` holds them."""
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from fl_lightning.errors import ConfigurationError
@@ -15,7 +16,7 @@ def findings(
     study: Study,
     cells: Sequence[Cell],
     choices: Choices,
-    failed: Mapping[str, str],
+    failed: Mapping[Path, str],
     accept_stale: bool = False,
 ) -> dict[str, Any]:
     """Everything that tables, figures and the report are made of, as plain values.
@@ -24,7 +25,7 @@ def findings(
         study: The study.
         cells: The cells of its table.
         choices: What was chosen on validation data.
-        failed: Errors of cells by their names.
+        failed: Errors of cells by their keys.
         accept_stale: Whether results by other source count.
     """
     definition = study.definition
@@ -53,7 +54,7 @@ def findings(
 
 
 def _group(
-    study: Study, cells: Sequence[Cell], states: Mapping[Cell, State], failed: Mapping[str, str]
+    study: Study, cells: Sequence[Cell], states: Mapping[Cell, State], failed: Mapping[Path, str]
 ) -> dict[str, Any]:
     """A combination of labels with its cells, one for each seed."""
     labels, first = cells[0].labels, cells[0].config["model"]
@@ -75,7 +76,7 @@ def _group(
         "published": study.published(labels),
         "learning_rate": ((first.get("client_optimizer") or {}).get("init_args") or {}).get("lr"),
         "values": values,
-        "runs": [_run(cell, states[cell], failed.get(cell.name, "")) for cell in cells],
+        "runs": [_run(cell, states[cell], failed.get(cell.key, "")) for cell in cells],
     }
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import yaml
 
 from fl_lightning.files import write_text
-from fl_lightning.studies.cells import Cell, State
+from fl_lightning.studies.cells import Cell, State, expect_newest_data
 from fl_lightning.studies.engines.base import Engine, Job
 from fl_lightning.studies.sharing import share_first_stages
 
@@ -43,20 +43,30 @@ class Runner:
             accept_stale,
             show,
         )
-        self.failed: dict[str, str] = {}
+        self.failed: dict[Path, str] = {}
+        self._done: dict[Cell, State] = {}
 
     def run(self, cells: Sequence[Cell]) -> None:
-        """Run all cells that have no result yet; :attr:`failed` has the errors of those that ended with one, by name."""
+        """Run all cells that have no result yet, and those whose data are not those of newer cells.
+
+        :attr:`failed` has the errors of cells that ended with one, by their keys.
+        """
         unique = [*{cell.key: cell for cell in reversed(cells)}.values()][::-1]
         share_first_stages(unique)
+        self._run(unique)
+        if expect_newest_data([self._state(cell) for cell in unique], unique) and not self.accept_stale:
+            self._done = {}
+            self._run(unique)
+
+    def _run(self, unique: Sequence[Cell]) -> None:
         waiting, submitted = dict.fromkeys(unique), dict[str, Cell]()
         try:
             while waiting or submitted:
                 for name, status in self.engine.ended().items():
                     cell = submitted.pop(name)
-                    if status or cell.state(self.accept_stale).phase != "done":
-                        self.failed[cell.name] = self._error(cell, status)
-                states = {cell: cell.state(self.accept_stale) for cell in unique}
+                    if status or self._state(cell).phase != "done":
+                        self.failed[cell.key] = self._error(cell, status)
+                states = {cell: self._state(cell) for cell in unique}
                 elsewhere = 0
                 for cell in [*waiting]:
                     if states[cell].phase == "done":
@@ -80,6 +90,13 @@ class Runner:
         except BaseException:
             self.engine.stop()
             raise
+
+    def _state(self, cell: Cell) -> State:
+        """A cell's state; one that is done stays so."""
+        state = self._done.get(cell) or cell.state(self.accept_stale)
+        if state.phase == "done":
+            self._done[cell] = state
+        return state
 
     def log(self, cell: Cell) -> Path:
         """The file of a cell's output."""

@@ -24,8 +24,11 @@ def mean_and_deviation(values: Sequence[float]) -> str:
     return f"{statistics.mean(values):.3f}{spread}"
 
 
-def whole_table(found: Mapping[str, Any]) -> Rows:
-    """A row for each combination of labels: its values, what was published, and what it took."""
+_COSTS = ("samples", "sent by clients", "exchanges", "training")
+
+
+def whole_table(found: Mapping[str, Any], brief: bool = False) -> Rows:
+    """A row for each combination of labels: its values, what was published, and what it took (not where it is ``brief``)."""
     axes = [axis for axis in found["axes"] if axis not in found["choose"]]
     metrics, first = found["metrics"], next(iter(found["metrics"]))
     header = [
@@ -36,7 +39,7 @@ def whole_table(found: Mapping[str, Any]) -> Rows:
         "learning rate",
         "seeds",
     ]
-    header += ["samples", "sent by clients", "exchanges", "training", "remarks"]
+    header += [*_COSTS, "remarks"]
     rows = []
     for group in found["groups"]:
         values, published = group["values"], group["published"]
@@ -63,7 +66,7 @@ def whole_table(found: Mapping[str, Any]) -> Rows:
     used = [
         index
         for index, name in enumerate(header)
-        if name in header[: len(axes)] or any(row[index] for row in rows)
+        if (index < len(axes) or any(row[index] for row in rows)) and not (brief and name in _COSTS)
     ]
     return [header[index] for index in used], [[row[index] for index in used] for row in rows]
 

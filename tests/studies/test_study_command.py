@@ -1,6 +1,7 @@
 """``study`` from its file to its table, each cell computed in this process: nothing twice, nothing mixed, T* as if alone."""
 
 import json
+import os
 from contextlib import redirect_stderr
 from pathlib import Path
 
@@ -173,6 +174,20 @@ def test_results_of_another_source_are_named_and_run_again_or_accepted(ran, caps
     assert again.name == f"{folder.name}.2"
     assert json.loads((again / "result.json").read_text())["test/accuracy"] == result["test/accuracy"]
     assert "of other source" not in capsys.readouterr().out
+
+
+def test_a_cell_on_other_data_than_newer_ones_is_run_again(ran):
+    study()
+    folder = Path(found()["groups"][0]["runs"][0]["directory"])
+    result = json.loads((folder / "result.json").read_text())
+    result["data"]["training"] = "others"
+    (folder / "result.json").write_text(json.dumps(result))
+    os.utime(folder / "result.json", (1, 1))
+    study("--accept-stale")
+    assert len(ran) == 6
+    study()
+    assert len(ran) == 7
+    assert Path(found()["groups"][0]["runs"][0]["directory"]).name == f"{folder.name}.2"
 
 
 def test_a_cell_that_fails_is_named_and_the_others_go_on(ran, capsys):
