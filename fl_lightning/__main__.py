@@ -14,13 +14,14 @@ _OTHERS = {
     "verify": "fl_lightning.cli.verify",
     "search-freeze": "fl_lightning.cli.search_freeze",
     "study": "fl_lightning.cli.study",
+    "report": "fl_lightning.cli.report",
     "partition": "fl_lightning.cli.partition",
     "list": "fl_lightning.cli.listing",
 }
 _COMMANDS = (*_RUNS, *_OTHERS)
 
 _HELP = """\
-usage: python -m fl_lightning {fit,validate,test,predict,verify,search-freeze,partition,list} --config FILE [--key value ...]
+usage: python -m fl_lightning {fit,validate,test,predict,verify,search-freeze,report,partition,list} --config FILE [--key value ...]
 
 Batch Normalization in federated learning, on PyTorch Lightning.
 
@@ -31,6 +32,7 @@ commands:
   predict    write a checkpoint's predictions on the test data
   verify     check what a method promises: verify --callback FixBN, --callback methods.Mine, --all
   search-freeze   choose FixBN's T* over a grid on validation data; see search-freeze --help
+  report     one HTML page about studies and runs: report runs/studies/NAME-quick, report runs/A/* runs/B/*
   partition  show who the clients are: sizes, classes, a picture; --save FILE.json keeps them
   list       what a YAML can name: list {methods,models,data,partitions,norms,aggregators,attacks}
 

@@ -1,6 +1,7 @@
 """What a study has found: the values of its cells by combination and seed, as ``study.json`` holds them."""
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from fl_lightning.errors import ConfigurationError
@@ -71,14 +72,22 @@ def _group(
         "published": study.published(labels),
         "learning_rate": ((first.get("client_optimizer") or {}).get("init_args") or {}).get("lr"),
         "values": values,
-        "runs": [_run(cell, states[cell], failed.get(cell.name, "")) for cell in cells],
+        "runs": [run_found(cell.seed, states[cell], cell.key, failed.get(cell.name, "")) for cell in cells],
     }
 
 
-def _run(cell: Cell, state: State, error: str) -> dict[str, Any]:
-    """A cell's run: where it is, and what it took."""
+def run_found(seed: int, state: State, place: Path, error: str = "") -> dict[str, Any]:
+    """A run: where it is, and what it took.
+
+    Args:
+        seed: Its seed.
+        state: What is known of it.
+        place: Where its first attempt would be.
+        error: What ended it in this study.
+    """
     found: dict[str, Any] = {
-        "seed": cell.seed,
+        "seed": seed,
+        "directory": str(state.attempt.path if state.attempt else place),
         "phase": "failed" if error else state.phase,
         "why": error or state.why,
     }
@@ -99,7 +108,6 @@ def _run(cell: Cell, state: State, error: str) -> dict[str, Any]:
     )
     return {
         **found,
-        "directory": str(state.attempt.path),
         **{name: result[name] for name in kept},
         "exchanges": sum(row.get("comm/exchanges", 0) for row in rows),
         "provenance": result.get("provenance", []),
