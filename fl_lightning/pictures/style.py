@@ -105,6 +105,9 @@ _STYLE = {
     "font.size": 9,
     "legend.fontsize": 8,
     "lines.markersize": 4,
+    "pdf.fonttype": 42,  # text stays text
+    "svg.fonttype": "none",
+    "svg.hashsalt": "",  # the same figure gives the same names
     "xtick.labelsize": 8,
     "ytick.labelsize": 8,
 }
@@ -159,11 +162,8 @@ _METADATA = {
 
 def rendered(figure: "Figure", form: str) -> bytes:
     """A figure as ``png``, ``pdf`` or ``svg``, whose text stays text; the same figure gives the same bytes."""
-    from matplotlib import rc_context
-
     content = BytesIO()
-    as_text = {"svg.fonttype": "none", "svg.hashsalt": "", "pdf.fonttype": 42}
-    with paper_style(), rc_context(as_text), warnings.catch_warnings():
+    with paper_style(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph .* missing from")  # the box in its place says so
         figure.savefig(content, format=form, dpi=DOTS_PER_INCH, metadata=_METADATA[form])
     return content.getvalue()

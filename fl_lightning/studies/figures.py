@@ -177,8 +177,8 @@ def against_figure(found: Found, axis: str, title: Sequence[str]) -> "Figure":
         axes.set_xticks([*places.values()], map(literal, labels))
         axes.tick_params(axis="x", which="minor", length=0)
         axes.tick_params(axis="x", rotation=20 if crowded else 0)
-        if next(iter(found["metrics"])).rpartition("/")[2] in QUALITIES:
-            axes.set_ylim(bottom=0)
+    if next(iter(found["metrics"])).endswith(tuple(QUALITIES)):
+        grid.panels[0].set_ylim(0, 1.05 * grid.panels[0].get_ylim()[1])
     return grid.finished(short(axis) if numeric or len(found["axes"]) > 1 else "", _words(found))
 
 
@@ -205,15 +205,19 @@ def heat_figure(found: Found, down: str, across: str, title: Sequence[str]) -> "
     for axes, (name, matrix) in zip(
         figure.subplots(len(panels), squeeze=False)[:, 0], panels.items(), strict=True
     ):
-        image = axes.imshow(matrix, cmap="cividis", vmin=min(shown), vmax=max(shown), aspect="auto")
+        lowest, highest = min(shown), max(shown)
+        axes.pcolormesh(matrix, cmap="cividis", vmin=lowest, vmax=highest, edgecolors="white", linewidth=1)
         for (row, column), value in np.ndenumerate(matrix):
             if np.isfinite(value):
-                colour = "white" if value < (min(shown) + max(shown)) / 2 else "black"
-                axes.text(column, row, f"{value:.3f}", ha="center", va="center", color=colour)
-        axes.set_xticks(range(len(columns)), map(literal, columns))
-        axes.set_yticks(range(len(rows)), map(literal, rows))
-        axes.set(title=literal(name), xlabel=literal(short(across)), ylabel=literal(short(down)))
-        figure.colorbar(image, ax=axes, label=_words(found))
+                colour = "white" if value < (lowest + highest) / 2 else "black"
+                place = column + 0.5, row + 0.5
+                axes.text(*place, f"{value:.3f}", ha="center", va="center", color=colour)
+        axes.set_xticks(np.arange(len(columns)) + 0.5, [*map(literal, columns)])
+        axes.set_yticks(np.arange(len(rows)) + 0.5, [*map(literal, rows)])
+        axes.tick_params(length=0)
+        axes.invert_yaxis()
+        axes.set(xlabel=literal(short(across)), ylabel=literal(short(down)))
+        axes.set_title(", ".join(filter(None, [_words(found), literal(name)])), fontsize="medium")
     return figure
 
 

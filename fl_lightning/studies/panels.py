@@ -31,10 +31,10 @@ class Grid:
     """
 
     def __init__(self, found: Found, title: Sequence[str], along: str | None = None) -> None:
-        axes = [axis for axis in varied(found) if axis != along]
-        words = [axis for axis in axes if not all(map(is_number, found["axes"][axis]))]
-        line = (words or axes)[:1]
-        others = [axis for axis in axes if axis not in line]
+        names = [axis for axis in varied(found) if axis != along]
+        words = [axis for axis in names if not all(map(is_number, found["axes"][axis]))]
+        line = (words or names)[:1]
+        others = [axis for axis in names if axis not in line]
         self._groups: dict[str, dict[str, list[Mapping[str, Any]]]] = {}
         for group in found["groups"]:
             panel = self._groups.setdefault(label_of(group, others), {})
@@ -76,7 +76,7 @@ class Grid:
             )  # it comes last
             columns = max(1, min(4, 105 // (max(map(len, handles)) + 8)))
             self._figure.legend(
-                handles.values(), handles, loc="outside upper left", ncols=columns, frameon=False
+                handles.values(), handles, loc="outside lower left", ncols=columns, frameon=False
             )
         return self._figure
 

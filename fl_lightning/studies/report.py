@@ -35,19 +35,22 @@ SCALES = {
 """What the scales of studies mean."""
 
 _SETTINGS = {
-    "data": ["data", "data.val_fraction"],
-    "model": ["model.model", "model.model.norm"],
-    "communication rounds": ["trainer.max_epochs"],
-    "local steps E": ["model.local_steps", "model.local_epochs"],
-    "clients in a round (1.0: all)": ["model.participation"],
-    "batch size": ["data.batch_size"],
-    "client optimizer": ["model.client_optimizer", "model.client_lr_schedule"],
-    "learning rate": ["model.client_optimizer.lr"],
-    "server optimizer": ["model.server_optimizer", "model.server_optimizer.lr"],
-    "aggregator": ["model.aggregator"],
-    "clients weighted by": ["model.weighting"],
+    "data": "data",
+    "model": "model.model",
+    "norm layers": "model.model.norm",
+    "communication rounds": "trainer.max_epochs",
+    "local steps E": "model.local_steps",
+    "local epochs": "model.local_epochs",
+    "clients in a round (1.0: all)": "model.participation",
+    "batch size": "data.batch_size",
+    "client optimizer": "model.client_optimizer",
+    "learning rate": "model.client_optimizer.lr",
+    "its schedule": "model.client_lr_schedule",
+    "server optimizer": "model.server_optimizer",
+    "aggregator": "model.aggregator",
+    "clients weighted by": "model.weighting",
 }
-"""What the page says first of the settings: names of those that are shown together."""
+"""The settings that the page shows first, by what it calls them."""
 
 _LINKS = ("config.yaml", "result.json", "metrics.jsonl", "learning_curve.png", "error.txt")
 
@@ -195,21 +198,13 @@ def _differences(first: Mapping[str, Any], config: Mapping[str, Any]) -> list[tu
 
 
 def _in_words(configs: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """What was run: the values of the settings that a reader asks for first, all of those that differ."""
+    """The values of the settings that a reader asks for first, all of those that differ."""
     flat = [_flat(config) for config in configs]
-    found = {}
-    for words, names in _SETTINGS.items():
-        texts = [
-            ", ".join(
-                f"{one[name]}" if name == names[0] else f"{name.rpartition('.')[2]} {one[name]}"
-                for name in names
-                if one.get(name) is not None
-            )
-            for one in flat
-        ]
-        if any(texts):
-            found[words] = "; ".join(dict.fromkeys(filter(None, texts)))
-    return found
+    values = {
+        words: dict.fromkeys(str(x) for one in flat if (x := one.get(name)) is not None)
+        for words, name in _SETTINGS.items()
+    }
+    return {words: "; ".join(own) for words, own in values.items() if own}
 
 
 def _run(run: Mapping[str, Any], home: Path) -> dict[str, Any]:

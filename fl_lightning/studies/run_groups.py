@@ -1,6 +1,7 @@
 """Run directories as if they were a study: seeds of one configuration are a combination."""
 
 import json
+import textwrap
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -11,7 +12,7 @@ import yaml
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.run_directory.directory import Attempt, config_hash
 from fl_lightning.run_directory.metrics import read_metrics
-from fl_lightning.studies.cells import State
+from fl_lightning.studies.cells import RUNS, State
 from fl_lightning.studies.findings import run_found
 
 Runs = dict[int, Attempt]
@@ -40,7 +41,7 @@ def found_in(directories: Sequence[Path]) -> dict[str, Any]:
     states = [{seed: state_of(attempt) for seed, attempt in runs.items()} for _, runs in grouped.values()]
     names = _names([*grouped], states)
     metrics = _metrics(state.result for own in states for state in own.values() if state.result)
-    groups = []
+    groups: list[dict[str, Any]] = []
     for name, (config, runs), own in zip(names, grouped.values(), states, strict=True):
         results = {str(seed): own[seed].result or {} for seed in sorted(runs)}
         groups.append(
@@ -55,9 +56,11 @@ def found_in(directories: Sequence[Path]) -> dict[str, Any]:
                 "runs": [run_found(seed, own[seed], runs[seed].path) for seed in sorted(runs)],
             }
         )
+    methods = dict.fromkeys(run["method"] for group in groups for run in group["runs"] if "method" in run)
+    parts = [*names, *methods] if len(names) == 1 else names
     return {
         "name": "runs",
-        "title": names[0] if len(names) == 1 else f"{len(names)} configurations in comparison",
+        "title": textwrap.shorten(", ".join(dict.fromkeys(parts)), 90, placeholder=" …"),
         "paper": "",
         "scale": "",
         "seeds": sorted({seed for own in states for seed in own}),
@@ -78,9 +81,7 @@ def state_of(attempt: Attempt) -> State:
         return State("done", attempt, json.loads(attempt.result.read_text()))
     except (OSError, ValueError):
         rounds = read_metrics(attempt.metrics)[-1:] if attempt.metrics.is_file() else []
-    why = (
-        f"unfinished: no result.json; the last logged round is {rounds[0]['round']}" if rounds else "no round"
-    )
+    why = f"no result.json; the last logged round is {rounds[0]['round']}" if rounds else "no round is logged"
     if attempt.error.is_file():
         lines = attempt.error.read_text(errors="replace").strip().splitlines()
         return State("failed", attempt, why=(lines or ["no message"])[-1])
@@ -111,23 +112,25 @@ def _number(attempt: Attempt) -> tuple[bool, int]:
 def _names(keys: Sequence[tuple[Any, ...]], states: Sequence[Mapping[int, State]]) -> list[str]:
     """The shortest names that tell configurations apart: their own, those of methods, both with what is needed."""
     methods = [
-        next((str(state.result["method"]) for state in own.values() if state.result), key[0])
-        for key, own in zip(keys, states, strict=True)
+        next((str(state.result["method"]) for state in own.values() if state.result), "") for own in states
     ]
+    own = [str(name) for name, _, _ in keys]
+    either = [f"{method or name} ({hashed}" for method, (name, hashed, _) in zip(methods, keys, strict=True)]
     choices = (
-        [str(name) for name, _, _ in keys],
-        methods,
-        [f"{method} ({hashed})" for method, (_, hashed, _) in zip(methods, keys, strict=True)],
-        [f"{name} {hashed}, {rounds} rounds" for name, hashed, rounds in keys],
+        *([own] if RUNS not in own else []),
+        *([methods] if all(methods) else []),
+        [f"{text})" for text in either],
+        [f"{text}, {name}, {rounds} rounds)" for text, (name, _, rounds) in zip(either, keys, strict=True)],
     )
     return next((names for names in choices if len({*names}) == len(keys)), choices[-1])
 
 
 def _metrics(results: Iterable[Mapping[str, Any]]) -> dict[str, str]:
-    """The metrics of the test data, else of the validation data, in words; those that the most runs have come first."""
+    """The metrics of the test data, else of the validation data, in words; losses come last, what the most runs have first."""
     counts = Counter(name for result in results for name in result)
     for split, words in {"test/": "test ", "val/": "validation "}.items():
-        names = sorted((name for name in counts if name.startswith(split)), key=lambda name: -counts[name])
-        if names:
-            return {name: words + name.removeprefix(split).replace("_", " ") for name in names}
+        own = [name for name in counts if name.startswith(split)]
+        if own:
+            own.sort(key=lambda name: (name.endswith("loss"), -counts[name]))
+            return {name: words + name.removeprefix(split).replace("_", " ") for name in own}
     return {"test/accuracy": "test accuracy"}
