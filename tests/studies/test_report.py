@@ -10,7 +10,7 @@ import yaml
 from fl_lightning.__main__ import main
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.files import write_json, write_text
-from fl_lightning.studies.figures import write_figures
+from fl_lightning.studies.figures import pictures, write_figures
 from fl_lightning.studies.report import write_report
 from fl_lightning.studies.run_groups import found_in
 
@@ -197,6 +197,17 @@ def test_seeds_of_one_configuration_are_one_row(tmp_path):
     ]
     assert ["gn", "model.model.norm: bn → gn"] in page.rows
     assert page.tags.count("svg") == 2
+
+
+def test_what_was_sent_is_an_axis_where_it_differs(tmp_path):
+    places = [write_run(tmp_path / f"x{norm}", norm=norm, name=norm) for norm in ("bn", "gn")]
+    assert [picture.name for picture in pictures(found_in(places))] == ["by_run", "curves"]
+    path = places[1] / "result.json"
+    write_json(path, {**json.loads(path.read_text()), "upload_bytes": 5_000})
+    *_, bytes_sent = pictures(found_in(places))
+    axes = bytes_sent.draw([]).axes[0]
+    assert axes.get_xlabel() == "sent and received, kB"
+    assert [list(line.get_xdata()) for line in axes.lines] == [[500.0, 1000.0, 1500.0]] * 2
 
 
 def test_configurations_of_one_name_are_told_apart(tmp_path):
