@@ -13,13 +13,14 @@ _RUNS = ("fit", "validate", "test", "predict")
 _OTHERS = {
     "verify": "fl_lightning.cli.verify",
     "study": "fl_lightning.cli.study",
+    "report": "fl_lightning.cli.report",
     "partition": "fl_lightning.cli.partition",
     "list": "fl_lightning.cli.listing",
 }
 _COMMANDS = (*_RUNS, *_OTHERS)
 
 _HELP = """\
-usage: python -m fl_lightning {fit,validate,test,predict,verify,study,partition,list} --config FILE [--key value ...]
+usage: python -m fl_lightning {fit,validate,test,predict,verify,study,report,partition,list} --config FILE [--key value ...]
 
 Batch Normalization in federated learning, on PyTorch Lightning.
 
@@ -30,6 +31,7 @@ commands:
   predict    write a checkpoint's predictions on the test data
   verify     check what a method promises: verify --callback FixBN, --callback methods.Mine, --all
   study      the runs of a table or figure: study configs/studies/fixbn_table4.yaml; see study --help
+  report     one HTML page about studies and runs: report runs/studies/NAME-quick, report runs/A/* runs/B/*
   partition  show who the clients are: sizes, classes, a picture; --save FILE.json keeps them
   list       what a YAML can name: list {methods,models,data,partitions,norms,aggregators,attacks}
 

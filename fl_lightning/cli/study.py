@@ -23,6 +23,7 @@ from fl_lightning.run_directory.console import in_words
 from fl_lightning.studies.cells import RUNS, Cell
 from fl_lightning.studies.choosing import Choices, chosen, is_chosen, trial_cells
 from fl_lightning.studies.definition import Labels, Study, as_argument, read_study
+from fl_lightning.studies.figures import write_figures
 from fl_lightning.studies.findings import findings
 from fl_lightning.studies.progress import StudyProgress, time_left
 from fl_lightning.studies.running import Runner
@@ -103,6 +104,7 @@ def main(args: Sequence[str]) -> None:
     found = findings(study, table, choices, runner.failed, own.accept_stale)
     write_json(folder / "study.json", found)
     write_tables(folder, found)
+    write_figures(folder, found)
     show(found, folder)
     for cell in {cell.key: cell for cell in (*trials, *table)}.values():
         if cell.key in runner.failed:

@@ -105,6 +105,9 @@ _STYLE = {
     "font.size": 9,
     "legend.fontsize": 8,
     "lines.markersize": 4,
+    "pdf.fonttype": 42,  # text stays text
+    "svg.fonttype": "none",
+    "svg.hashsalt": "",  # the same figure gives the same names
     "xtick.labelsize": 8,
     "ytick.labelsize": 8,
 }
@@ -149,14 +152,27 @@ def literal(text: str) -> str:
     return text.encode(errors="replace").decode().replace("$", r"\$")
 
 
+_METADATA = {
+    "png": {"Software": None},
+    "pdf": {"CreationDate": None, "Creator": None, "Producer": None},
+    "svg": {"Date": None, "Creator": None, "Format": None, "Type": None},
+}
+"""What matplotlib would say of itself and of the time."""
+
+
+def rendered(figure: "Figure", form: str) -> bytes:
+    """A figure as ``png``, ``pdf`` or ``svg``, whose text stays text; the same figure gives the same bytes."""
+    content = BytesIO()
+    with paper_style(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing from")  # the box in its place says so
+        figure.savefig(content, format=form, dpi=DOTS_PER_INCH, metadata=_METADATA[form])
+    return content.getvalue()
+
+
 def write_figure(path: Path, figure: "Figure") -> None:
-    """Write a figure as PNG, atomically; the same figure gives the same bytes.
+    """Write a figure atomically, in the form that its name ends in: ``.png``, ``.pdf`` or ``.svg``.
 
     Raises:
         ConfigurationError: The file cannot be written.
     """
-    content = BytesIO()
-    with paper_style(), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Glyph .* missing from")  # the box in its place says so
-        figure.savefig(content, format="png", dpi=DOTS_PER_INCH, metadata={"Software": None})
-    write_bytes(path, content.getvalue())
+    write_bytes(path, rendered(figure, path.suffix[1:]))

@@ -76,19 +76,27 @@ def _group(
         "published": study.published(labels),
         "learning_rate": ((first.get("client_optimizer") or {}).get("init_args") or {}).get("lr"),
         "values": values,
-        "runs": [_run(cell, states[cell], failed.get(cell.key, "")) for cell in cells],
+        "runs": [run_found(cell.seed, states[cell], cell.key, failed.get(cell.key, "")) for cell in cells],
     }
 
 
 def _reads(group: Mapping[str, Any]) -> list[Any]:
     """The runs of a combination and the metric that is read of them."""
-    return [group["metric"], *(run.get("directory") or run for run in group["runs"])]
+    return [group["metric"], *(run["directory"] for run in group["runs"])]
 
 
-def _run(cell: Cell, state: State, error: str) -> dict[str, Any]:
-    """A cell's run: where it is, and what it took."""
+def run_found(seed: int, state: State, place: Path, error: str = "") -> dict[str, Any]:
+    """A run: where it is, and what it took.
+
+    Args:
+        seed: Its seed.
+        state: What is known of it.
+        place: Where its first attempt would be.
+        error: What ended it in this study.
+    """
     found: dict[str, Any] = {
-        "seed": cell.seed,
+        "seed": seed,
+        "directory": str(state.attempt.path if state.attempt else place),
         "phase": "failed" if error else state.phase,
         "why": error or state.why,
     }
@@ -109,7 +117,6 @@ def _run(cell: Cell, state: State, error: str) -> dict[str, Any]:
     )
     return {
         **found,
-        "directory": str(state.attempt.path),
         **{name: result[name] for name in kept},
         "exchanges": sum(row.get("comm/exchanges", 0) for row in rows),
         "provenance": result.get("provenance", []),

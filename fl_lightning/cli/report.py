@@ -1,0 +1,34 @@
+"""``python -m fl_lightning report``: one HTML page about studies and runs."""
+
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
+from collections.abc import Sequence
+
+from fl_lightning.cli.messages import command, refuse
+from fl_lightning.files import user_path
+from fl_lightning.studies.report import write_report
+
+_DESCRIPTION = """\
+Write one HTML page about studies (runs/studies/NAME-SCALE) and runs (runs/NAME/*): verdicts, tables, figures, settings, provenance.
+Runs of one configuration are grouped by seed. The page needs no network and no other file; nothing is trained."""
+
+
+@command()
+def main(args: Sequence[str]) -> None:
+    """Write the page.
+
+    Args:
+        args: Arguments after ``report``.
+    """
+    parser = ArgumentParser(
+        prog="python -m fl_lightning report",
+        description=_DESCRIPTION,
+        formatter_class=RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.error = refuse  # type: ignore[assignment]  # without pages of usage
+    parser.add_argument("directories", metavar="DIR", nargs="+", help="a study's folder or a run directory")
+    parser.add_argument("--output", metavar="FILE", default="report.html", help="(default: report.html)")
+    own = parser.parse_args(args)
+    output = user_path("output", own.output)
+    write_report([user_path("report", path) for path in own.directories], output)
+    print(f"report  {output}")
