@@ -22,10 +22,11 @@ from fl_lightning.run.interruption import Stopped
 from fl_lightning.run_directory.console import in_words
 from fl_lightning.studies.cells import RUNS, Cell
 from fl_lightning.studies.choosing import Choices, chosen, is_chosen, trial_cells
-from fl_lightning.studies.definition import Labels, Study, as_argument, read_study
+from fl_lightning.studies.definition import Labels, Study, as_argument
 from fl_lightning.studies.figures import write_figures
 from fl_lightning.studies.findings import findings
 from fl_lightning.studies.progress import StudyProgress, time_left
+from fl_lightning.studies.reading import read_study
 from fl_lightning.studies.running import Runner
 from fl_lightning.studies.sharing import share_first_stages
 from fl_lightning.studies.tables import as_text, caption, spread_table, whole_table, write_tables

@@ -2,15 +2,12 @@
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
-import yaml
-from jsonargparse import ArgumentError, ArgumentParser
-
-from fl_lightning.errors import ConfigurationError, nearest
+from fl_lightning.errors import ConfigurationError
 
 Labels = dict[str, str]
 """A label of each axis, such as ``{"method": "GN", "E": "100"}``."""
@@ -119,7 +116,7 @@ class Study:
 
     def known_labels(self) -> dict[str, list[str]]:
         """All labels of all axes, those included that this scale leaves out."""
-        found = {axis: [*_labels(axis, own, self.folder)] for axis, own in self.definition.axes.items()}
+        found = {axis: [*labels_of(axis, own, self.folder)] for axis, own in self.definition.axes.items()}
         return {
             axis: [*dict.fromkeys([*found.get(axis, []), *own])]
             for axis, own in (found | dict(self.axes)).items()
@@ -137,7 +134,7 @@ class Study:
     @property
     def base(self) -> list[str]:
         """The arguments of ``fit`` for the configurations that all cells start from."""
-        return [self._config(path) for path in _listed(self.scale.base)]
+        return [self._config(path) for path in listed(self.scale.base)]
 
     def arguments(self, labels: Mapping[str, str], seed: int) -> list[str]:
         """The arguments of ``fit`` that come after the base for a combination of labels and a seed; later ones win."""
@@ -147,7 +144,7 @@ class Study:
             self.scale.settings,
             *(self.axes[axis][label] for axis, label in labels.items()),
         ):
-            found += [self._config(path) for path in _listed(settings.get("config"))]
+            found += [self._config(path) for path in listed(settings.get("config"))]
             found += [as_argument(name, value) for name, value in settings.items() if name not in SPECIAL]
         return [*found, f"--seed_everything={seed}"]
 
@@ -174,7 +171,7 @@ class Study:
 
 def matches(labels: Mapping[str, str], wanted: Mapping[str, Any]) -> bool:
     """Whether labels are among those that are wanted: a label or a list of them by axis."""
-    return all(labels.get(axis) in [*map(str, _listed(own))] for axis, own in wanted.items())
+    return all(labels.get(axis) in [*map(str, listed(own))] for axis, own in wanted.items())
 
 
 def as_argument(name: str, value: Any) -> str:
@@ -182,95 +179,17 @@ def as_argument(name: str, value: Any) -> str:
     return f"--{name}={value if isinstance(value, str) else json.dumps(value)}"
 
 
-def read_study(path: Path, scale: str) -> Study:
-    """Read a study's file.
+def labels_of(axis: str, content: Any, path: Path) -> dict[str, dict[str, Any]]:
+    """The labels of an axis and their settings.
 
     Args:
-        path: The file.
-        scale: The scale to run.
+        axis: Its name.
+        content: What a file says of it.
+        path: The file, for the message.
 
     Raises:
-        ConfigurationError: The file is none, a key or label is unknown, or it has no such scale.
+        ConfigurationError: It says something else.
     """
-    try:
-        content = yaml.safe_load(path.read_text())
-    except OSError as error:
-        raise ConfigurationError(
-            f"study: {path} cannot be read: {error.strerror}; give the YAML of a study"
-        ) from error
-    except yaml.YAMLError as error:
-        raise ConfigurationError(f"study: {path} is no YAML: {' '.join(str(error).split())}") from error
-    definition: Definition = _built(Definition, content, str(path))
-    definition = _replaced(
-        definition, scales={k: _built(Scale, v, f"{path}: scales.{k}") for k, v in definition.scales.items()}
-    )
-    definition = _replaced(
-        definition, choose=[_built(Choice, v, f"{path}: choose") for v in definition.choose]
-    )
-    if scale not in definition.scales:
-        raise ConfigurationError(
-            f"--scale: {path} has no scale {scale!r}; use one of {', '.join(definition.scales)}"
-        )
-    study = Study(
-        path.stem, path.parent, definition, scale, _axes(definition, definition.scales[scale], path)
-    )
-    _check(study, path)
-    return study
-
-
-def _built(kind: type, content: Any, place: str) -> Any:
-    """An object of a dataclass from a mapping, its keys and types checked."""
-    if not isinstance(content, dict):
-        raise ConfigurationError(f"{place}: a mapping is needed, found {type(content).__name__}")
-    names = [one.name for one in fields(kind)]
-    for name in content:
-        if name not in names:
-            raise ConfigurationError(
-                f"{place}: there is no key {name!r}{nearest(str(name), names)}; use {', '.join(names)}"
-            )
-    hints = get_type_hints(kind) | {"scales": dict[str, Any], "choose": list[Any]}
-    parser = ArgumentParser(exit_on_error=False)
-    for name in content:
-        parser.add_argument(f"--{name}", type=hints[name])
-    try:
-        checked = parser.parse_object(content)
-        return kind(**{name: checked[name] for name in content})
-    except (ArgumentError, TypeError) as error:
-        raise ConfigurationError(f"{place}: {' '.join(str(error).split())}") from error
-
-
-def _replaced(definition: Definition, **changes: Any) -> Definition:
-    return Definition(
-        **{**{one.name: getattr(definition, one.name) for one in fields(definition)}, **changes}
-    )
-
-
-def _axes(definition: Definition, scale: Scale, path: Path) -> dict[str, dict[str, dict[str, Any]]]:
-    found: dict[str, dict[str, dict[str, Any]]] = {}
-    for axis in dict.fromkeys([*definition.axes, *scale.axes]):
-        known = _labels(axis, definition.axes.get(axis, scale.axes.get(axis)), path)
-        own = scale.axes.get(axis)
-        if own is None or axis not in definition.axes:
-            found[axis] = known
-            continue
-        if isinstance(own, list) and isinstance(
-            definition.axes[axis], list
-        ):  # values, and others at this scale
-            found[axis] = _labels(axis, own, path)
-            continue
-        chosen = own if isinstance(own, Mapping) else {str(label): None for label in _listed(own)}
-        for label in map(str, chosen):
-            if label not in known:
-                raise ConfigurationError(
-                    f"{path}: axes.{axis} has no label {label!r}{nearest(label, known)}; it has {', '.join(known)}"
-                )
-        found[axis] = {
-            str(label): {**known[str(label)], **(settings or {})} for label, settings in chosen.items()
-        }
-    return found
-
-
-def _labels(axis: str, content: Any, path: Path) -> dict[str, dict[str, Any]]:
     if isinstance(content, list):
         return {str(value): {axis: value} for value in content}
     if isinstance(content, dict) and all(isinstance(x, dict | None) for x in content.values()):
@@ -280,34 +199,6 @@ def _labels(axis: str, content: Any, path: Path) -> dict[str, dict[str, Any]]:
     )
 
 
-def _check(study: Study, path: Path) -> None:
-    """Refuse names of axes and labels that the study does not have at any scale."""
-    definition, known = study.definition, study.known_labels()
-    named = [("without", entry) for entry in definition.without]
-    named += [
-        ("published", {axis: x for axis, x in entry.items() if axis != "value"})
-        for entry in definition.published
-    ]
-    named += [
-        ("choose", {choice.axis: [], **{axis: [] for axis in choice.by}, **choice.at})
-        for choice in definition.choose
-    ]
-    named += [("spread", {definition.spread: []})] if definition.spread else []
-    for key, entry in named:
-        for axis, labels in entry.items():
-            if axis not in known:
-                raise ConfigurationError(
-                    f"{path}: {key}: there is no axis {axis!r}; there are {', '.join(known)}"
-                )
-            for label in map(str, _listed(labels)):
-                if label not in known[axis]:
-                    raise ConfigurationError(
-                        f"{path}: {key}: axis {axis} has no label {label!r}; it has {', '.join(known[axis])}"
-                    )
-    for entry in definition.published:
-        if not isinstance(entry.get("value"), int | float):
-            raise ConfigurationError(f"{path}: published: {entry} has no number as its value")
-
-
-def _listed(value: Any) -> Sequence[Any]:
+def listed(value: Any) -> Sequence[Any]:
+    """A value as a list: of itself where it is none, empty for None."""
     return () if value is None else value if isinstance(value, list) else [value]

@@ -11,7 +11,7 @@ import fl_lightning
 from fl_lightning.cli.command_line import main as fit
 from fl_lightning.cli.study import StudyCells
 from fl_lightning.studies.claims import judge
-from fl_lightning.studies.definition import read_study
+from fl_lightning.studies.reading import read_study
 
 FOLDER = Path(fl_lightning.__file__).parents[1] / "configs/studies"
 NAMES = sorted(path.stem for path in FOLDER.glob("*.yaml"))

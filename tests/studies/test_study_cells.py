@@ -12,7 +12,7 @@ from fl_lightning.run_directory.checkpoint_io import AtomicCheckpointIO
 from fl_lightning.run_directory.source import own_files, provenance
 from fl_lightning.studies.cells import Cell
 from fl_lightning.studies.choosing import chosen, is_chosen
-from fl_lightning.studies.definition import read_study
+from fl_lightning.studies.reading import read_study
 from fl_lightning.studies.sharing import first_stage, share_first_stages
 
 ROOT = Path(__file__).parents[2]
