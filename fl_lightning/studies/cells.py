@@ -98,7 +98,7 @@ class Cell:
         if not attempts:
             return State("missing")
         newest, last = attempts[0], _last_round(attempts[0])
-        if _is_locked(newest):
+        if newest.is_locked():
             return State("running", newest, round=last)
         if stale is not None and stale.attempt is newest:
             return stale
@@ -106,15 +106,19 @@ class Cell:
             return State("failed", newest, why=_last_line(newest.error), round=last)
         return State("stopped" if self._resumable(newest, accept_stale) else "missing", newest, round=last)
 
-    def checkpoint(self, accept_stale: bool = False) -> str | None:
-        """What ``--ckpt_path`` the cell goes on from: its own last checkpoint, else its parent's, else None."""
+    def checkpoint(self, accept_stale: bool = False) -> Path | None:
+        """The checkpoint that its newest attempt goes on from; None where it has none, is finished or is by other source."""
         newest = next(iter(self.directory.attempts()), None)
-        if newest is not None and self._resumable(newest, accept_stale):
-            return str(newest.checkpoints / "last.ckpt")
+        if newest is None or not self._resumable(newest, accept_stale):
+            return None
+        return newest.checkpoints / "last.ckpt"
+
+    def branch(self, accept_stale: bool = False) -> Path | None:
+        """The checkpoint of its parent that it goes on from where it has none of its own; None where there is none."""
         if self.parent is None or (found := self.parent.state(accept_stale)).attempt is None:
             return None
         path = found.attempt.checkpoints / f"round_{self.shared_rounds}.ckpt"
-        return str(path) if found.phase == "done" and path.is_file() else None
+        return path if found.phase == "done" and path.is_file() else None
 
     def _resumable(self, attempt: Attempt, accept_stale: bool) -> bool:
         path = attempt.checkpoints / "last.ckpt"
@@ -146,14 +150,6 @@ def _finished(attempt: Attempt, rounds: int) -> dict[str, Any] | None:
     except (OSError, ValueError):
         return None
     return result if result["rounds"] == result["planned_rounds"] == (rounds or result["rounds"]) else None
-
-
-def _is_locked(attempt: Attempt) -> bool:
-    try:
-        with attempt.lock():
-            return False
-    except ConfigurationError:
-        return True
 
 
 def _last_round(attempt: Attempt) -> int:

@@ -3,6 +3,7 @@
 import sys
 import time
 from collections.abc import Callable, Sequence
+from math import ceil
 from pathlib import Path
 
 import yaml
@@ -62,6 +63,7 @@ class Runner:
                     if states[cell].phase == "done":
                         del waiting[cell]
                     elsewhere += states[cell].phase == "running"
+                jobs = []
                 for cell in [*waiting]:
                     held = cell.parent in waiting or (
                         cell.parent is not None and cell.parent in submitted.values()
@@ -73,7 +75,8 @@ class Runner:
                     ):
                         del waiting[cell]
                         submitted[cell.key.name] = cell
-                        self.engine.submit(self._job(cell))
+                        jobs.append(self._job(cell))
+                self.engine.submit(jobs)
                 self.show([*states.items()])
                 if waiting or submitted:
                     time.sleep(_PAUSE)
@@ -86,26 +89,21 @@ class Runner:
         return self.folder / "logs" / f"{cell.key.name}.log"
 
     def _job(self, cell: Cell) -> Job:
-        file, log, checkpoint = (
-            self.folder / "cells" / f"{cell.key.name}.yaml",
-            self.log(cell),
-            cell.checkpoint(self.accept_stale),
-        )
+        file, log = self.folder / "cells" / f"{cell.key.name}.yaml", self.log(cell)
         config = {
             **cell.config,
             "checkpoint": {**cell.config["checkpoint"], "keep_rounds": sorted(cell.keep_rounds) or None},
         }
         write_text(file, f"# {cell.name}\n{yaml.safe_dump(config, sort_keys=False)}")
         log.parent.mkdir(parents=True, exist_ok=True)
-        command = [sys.executable, "-m", "fl_lightning", "fit", f"--config={file.resolve()}"]
-        gpus = 0.0 if config["trainer"]["accelerator"] == "cpu" else 1.0
-        return Job(
-            cell.key.name,
-            [*command, *([f"--ckpt_path={checkpoint}"] if checkpoint else [])],
-            log,
-            threads=config["threads"] or 1,
-            gpus=gpus,
-        )
+        # not fit itself: engines run a command again that was killed, and only then it is known where to go on
+        command = [sys.executable, "-m", "fl_lightning.cli.study_cell", str(file.resolve())]
+        branch = cell.branch(self.accept_stale)
+        command += [f"--branch={branch.resolve()}"] if branch is not None else []
+        command += ["--accept-stale"] if self.accept_stale else []
+        gpus = self.engine.gpus if config["trainer"]["accelerator"] != "cpu" else 0
+        share = 1 / ceil(self.jobs / gpus) if gpus else 0.0
+        return Job(cell.key.name, command, log, threads=config["threads"] or 1, gpus=share)
 
     def _error(self, cell: Cell, status: int) -> str:
         """Why a cell has no result, in a line."""
