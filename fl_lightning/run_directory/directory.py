@@ -148,7 +148,10 @@ class Attempt:
 
     def is_locked(self) -> bool:
         """Whether a process trains in this folder. To look takes the lock for a moment, which :meth:`lock` forgives."""
-        folder = os.open(self.path, os.O_RDONLY)
+        try:
+            folder = os.open(self.path, os.O_RDONLY)
+        except FileNotFoundError:  # of a run that has just ended without a round
+            return False
         try:
             fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -124,11 +125,18 @@ class Cell:
         path = attempt.checkpoints / "last.ckpt"
         if not path.is_file() or attempt.result.exists():
             return False
-        try:
-            record = load_run(path)["fl_lightning"]["record"]
-        except ConfigurationError:
-            return False
-        return accept_stale or not differences(record.get("provenance", []), self.now)
+        computed_by = _computed_by(path, path.stat().st_mtime_ns)
+        return computed_by is not None and (accept_stale or not differences(computed_by, self.now))
+
+
+@cache
+def _computed_by(checkpoint: Path, written: int) -> list[dict[str, str]] | None:
+    """What has computed a checkpoint, None where it cannot be read; read once, however often a study looks."""
+    try:
+        found: list[dict[str, str]] = load_run(checkpoint)["fl_lightning"]["record"].get("provenance", [])
+    except ConfigurationError:
+        return None
+    return found
 
 
 def differences(computed_by: list[dict[str, str]], now: Mapping[str, str]) -> str:

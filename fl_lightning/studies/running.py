@@ -3,6 +3,7 @@
 import sys
 import time
 from collections.abc import Callable, Sequence
+from itertools import takewhile
 from math import ceil
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from fl_lightning.studies.engines.base import Engine, Job
 from fl_lightning.studies.sharing import share_first_stages
 
 _PAUSE = 0.5  # seconds between two looks
+_PATIENCE = 60.0  # seconds after which a shared file system shows what another machine has written
 
 
 class Runner:
@@ -51,13 +53,23 @@ class Runner:
         unique = [*{cell.key: cell for cell in reversed(cells)}.values()][::-1]
         share_first_stages(unique)
         waiting, submitted = dict.fromkeys(unique), dict[str, Cell]()
+        ended: dict[Cell, tuple[int, float]] = {}
+        states: dict[Cell, State] = {}
         try:
-            while waiting or submitted:
+            while waiting or submitted or ended:
                 for name, status in self.engine.ended().items():
-                    cell = submitted.pop(name)
-                    if status or cell.state(self.accept_stale).phase != "done":
-                        self.failed[cell.name] = self._error(cell, status)
-                states = {cell: cell.state(self.accept_stale) for cell in unique}
+                    ended[submitted.pop(name)] = status, time.monotonic()
+                states = {
+                    cell: states[cell]
+                    if cell in states and states[cell].phase == "done"
+                    else cell.state(self.accept_stale)
+                    for cell in unique
+                }
+                for cell, (status, since) in [*ended.items()]:
+                    if status or states[cell].phase == "done" or time.monotonic() - since > _PATIENCE:
+                        del ended[cell]
+                        if status or states[cell].phase != "done":
+                            self.failed[cell.name] = self._error(cell, status)
                 elsewhere = 0
                 for cell in [*waiting]:
                     if states[cell].phase == "done":
@@ -65,9 +77,7 @@ class Runner:
                     elsewhere += states[cell].phase == "running"
                 jobs = []
                 for cell in [*waiting]:
-                    held = cell.parent in waiting or (
-                        cell.parent is not None and cell.parent in submitted.values()
-                    )
+                    held = cell.parent is not None and cell.parent in (*waiting, *submitted.values(), *ended)
                     if (
                         states[cell].phase != "running"
                         and not held
@@ -78,7 +88,7 @@ class Runner:
                         jobs.append(self._job(cell))
                 self.engine.submit(jobs)
                 self.show([*states.items()])
-                if waiting or submitted:
+                if waiting or submitted or ended:
                     time.sleep(_PAUSE)
         except BaseException:
             self.engine.stop()
@@ -109,6 +119,7 @@ class Runner:
         """Why a cell has no result, in a line."""
         log = self.log(cell)
         lines = log.read_text(errors="replace").splitlines() if log.is_file() else []
-        said = next((line for line in reversed(lines) if line.startswith("error: ")), "")
+        of_last_try = takewhile(lambda line: not line.startswith("python -m"), reversed(lines))
+        said = next((line for line in of_last_try if line.startswith("error: ")), "")
         killed = f"killed by signal {-status}" if status < 0 else f"exit status {status}"
         return f"{said.removeprefix('error: ') or killed}; its output: {log}"
