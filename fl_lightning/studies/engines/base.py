@@ -1,6 +1,7 @@
 """What an engine is: it runs command lines, elsewhere or here, and says how they ended."""
 
 import os
+import signal
 import subprocess
 import time
 from abc import ABC, abstractmethod
@@ -61,7 +62,7 @@ def run_command(command: Sequence[str], log: str, folder: str, environment: Mapp
     """Run a command line on the machine of a worker, which needs nothing but Python for it.
 
     Args:
-        command: The command. It is terminated where Ctrl-C, or what a scheduler has in its place, interrupts this function.
+        command: The command. SIGINT, or what a scheduler has in its place, terminates it.
         log: The file that its output is added to.
         folder: Its working directory.
         environment: Variables of its environment beside those of the worker.
@@ -69,6 +70,9 @@ def run_command(command: Sequence[str], log: str, folder: str, environment: Mapp
     Returns:
         Its exit status; it has ended also where this function has not returned.
     """
+    asked: list[int] = []
+    # an exception could come before there is a process to terminate; and where SIGINT is ignored there is none
+    signal.signal(signal.SIGINT, lambda number, frame: asked.append(number))
     with open(log, "ab") as output:
         process = subprocess.Popen(
             command,
@@ -79,11 +83,11 @@ def run_command(command: Sequence[str], log: str, folder: str, environment: Mapp
             env={**os.environ, **environment},
         )
     try:
-        while process.poll() is None:  # to wait for it would not hear what another thread interrupts
+        while process.poll() is None:
+            if asked:
+                asked.clear()
+                process.terminate()
             time.sleep(0.1)
-    except KeyboardInterrupt:
-        process.terminate()
-        raise
     finally:
         process.wait()
     return process.returncode

@@ -14,12 +14,8 @@ from fl_lightning.studies.engines.base import Engine, Job, run_command
 
 _MINUTES = 60  # of a job; one that needs longer is queued again and goes on
 _TIMES = 10_000  # that a job may be queued again at its time limit
-_UNTIL_TERMINATED = (
-    "sh",
-    "-c",
-    "trap '' USR2; exec \"$@\"",
-    "sh",
-)  # USR2 tells submitit to queue the job again
+# USR2, which all processes of a job get, tells submitit to have it queued again, and the cell nothing
+_UNTIL_TERMINATED = ("sh", "-c", "trap '' USR2; exec \"$@\"", "sh")
 _ARRAY = 1000  # jobs, what Slurm allows unless it is told otherwise
 
 
@@ -50,12 +46,9 @@ class SlurmEngine(Engine):
         """Queue jobs, those with equal needs as one array."""
         for threads, gpus in dict.fromkeys((job.threads, ceil(job.gpus)) for job in jobs):
             own = [job for job in jobs if (job.threads, ceil(job.gpus)) == (threads, gpus)]
-            settings = {"slurm_max_num_timeout": _TIMES} if self._cluster == "slurm" else {}
-            executor = submitit.AutoExecutor(
-                own[0].log.parent / "submitit", cluster=self._cluster, **settings
-            )
+            folder = own[0].log.parent / "submitit"
+            executor = submitit.AutoExecutor(folder, cluster=self._cluster, slurm_max_num_timeout=_TIMES)
             executor.update_parameters(
-                name="fl_lightning",
                 timeout_min=_MINUTES,
                 cpus_per_task=threads,
                 gpus_per_node=gpus or None,
