@@ -1,7 +1,6 @@
 """``python -m fl_lightning study``: the runs of a table or figure, their tables and what holds of the claims."""
 
 import io
-import os
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Sequence
 from contextlib import redirect_stdout
@@ -10,7 +9,6 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-import torch
 import yaml
 
 from fl_lightning.cli.command_line import main as run
@@ -23,6 +21,7 @@ from fl_lightning.run_directory.console import in_words
 from fl_lightning.studies.cells import RUNS, Cell
 from fl_lightning.studies.choosing import Choices, chosen, is_chosen, trial_cells
 from fl_lightning.studies.definition import Labels, Study, as_argument
+from fl_lightning.studies.engines.base import Engine
 from fl_lightning.studies.figures import write_figures
 from fl_lightning.studies.findings import findings
 from fl_lightning.studies.progress import StudyProgress, time_left
@@ -68,9 +67,7 @@ def main(args: Sequence[str]) -> None:
         default="local",
         help="who computes: this machine (default), a Ray cluster, Slurm",
     )
-    parser.add_argument(
-        "--jobs", type=int, help="cells at a time (default: as many as there are cores or GPUs)"
-    )
+    parser.add_argument("--jobs", type=int, help="cells at a time (default: one for each GPU or core)")
     parser.add_argument(
         "--dry-run",
         action="store_true",
@@ -89,8 +86,8 @@ def main(args: Sequence[str]) -> None:
         dry_run(cells, own.jobs or 1, own.accept_stale)
         return
     folder = Path(cells.any.config["run_root"], "studies", f"{study.name}-{study.scale_name}")
-    jobs = own.jobs or _room(cells)
-    engine = getattr(import_module(f"fl_lightning.studies.engines.{own.engine}"), ENGINES[own.engine])()
+    engine = make_engine(own.engine)
+    jobs = own.jobs or _room(cells, engine)
     with StudyProgress(jobs, study.scale.cell_seconds) as progress:
         runner = Runner(folder, engine, jobs, own.accept_stale, progress.show)
         try:
@@ -227,8 +224,24 @@ def show(found: dict[str, Any], folder: Path) -> None:
     print(f"\nfiles  {folder}")
 
 
-def _room(cells: StudyCells) -> int:
-    """How many cells this machine computes at a time: one for each GPU that it has, where cells use any, else for each core."""
+def make_engine(name: str) -> Engine:
+    """The engine of a name.
+
+    Raises:
+        ConfigurationError: Its package is missing.
+    """
+    try:
+        engine: Engine = getattr(import_module(f"fl_lightning.studies.engines.{name}"), ENGINES[name])()
+    except ModuleNotFoundError as error:
+        raise ConfigurationError(
+            f"--engine: {name} needs the package {error.name}; pip install 'fl_lightning[{name}]'"
+        ) from error
+    return engine
+
+
+def _room(cells: StudyCells, engine: Engine) -> int:
+    """How many cells an engine computes at a time: one on each GPU, or as many as there are cores for."""
     first = cells.any.config
-    gpus = 0 if first["trainer"]["accelerator"] == "cpu" else torch.cuda.device_count()
-    return gpus or max(len(os.sched_getaffinity(0)) // (first["threads"] or 1), 1)
+    if engine.gpus and first["trainer"]["accelerator"] != "cpu":
+        return engine.gpus
+    return max(engine.cores // (first["threads"] or 1), 1)

@@ -68,18 +68,19 @@ class FinishRound(L.Callback):
                     return
                 raise Stopped(number)
             self.signal, self._heard_at = signal.Signals(number), time.monotonic()
-            trainer.should_stop = True
             print(f"\nstopping after this round; {_WAYS[self.signal]} again stops at once", file=sys.stderr)
 
         _listen(note)
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """All ranks end where one is to stop."""
+        """Stop, and all ranks where one is to: not before, since Lightning would leave out the batch of a round that has just begun."""
         ranks: Ranks = pl_module.ranks  # type: ignore[assignment]  # of a FederatedModule
         if ranks.size > 1:
             asked = ranks.exchange(lambda: (self.signal, trainer.should_stop))
             self.signal = next((number for number, _ in asked if number is not None), None)
             trainer.should_stop = any(stop for _, stop in asked)
+        if self.signal is not None:
+            trainer.should_stop = True
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Let a signal stop at once again."""

@@ -10,6 +10,7 @@ import json
 import os
 import re
 import shutil
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -43,6 +44,7 @@ OUTSIDE_THE_HASH = frozenset(
 )
 """Settings of the trainer that change no result, and callbacks by the names of their classes."""
 
+_GLANCE = 0.1  # seconds in which who only looks whether a folder is locked has let go of it
 
 _LATER = {
     **dict.fromkeys(("task", "initial_weights", "failures", "statistics_aggregator", "statistics_domain")),
@@ -130,7 +132,11 @@ class Attempt:
         folder = os.open(self.path, os.O_RDONLY)
         try:
             try:
-                fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                try:
+                    fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    time.sleep(_GLANCE)
+                    fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as error:
                 if certain or isinstance(error, BlockingIOError):
                     raise ConfigurationError(
@@ -139,6 +145,22 @@ class Attempt:
             yield
         finally:
             os.close(folder)
+
+    def is_locked(self) -> bool:
+        """Whether a process trains in this folder. To look takes the lock for a moment, which :meth:`lock` forgives."""
+        try:
+            folder = os.open(self.path, os.O_RDONLY)
+        except FileNotFoundError:  # of a run that has just ended without a round
+            return False
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        except OSError:  # a file system that cannot lock
+            return False
+        finally:
+            os.close(folder)
+        return False
 
     def kept_nothing(self) -> bool:
         """Whether there is neither a checkpoint to go on from nor a trained round in its metrics."""

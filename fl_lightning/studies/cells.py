@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -58,11 +59,11 @@ class Cell:
     parent: "Cell | None" = None
     shared_rounds: int = 0
     keep_rounds: set[int] = field(default_factory=set)
+    data: dict[str, str] | None = None
 
     def __post_init__(self) -> None:
         self.directory = directory_of(self.config)
         self.now = provenance(self.config)
-        self.data: dict[str, str] | None = None
 
     @property
     def name(self) -> str:
@@ -100,7 +101,7 @@ class Cell:
         if not attempts:
             return State("missing")
         newest, last = attempts[0], _last_round(attempts[0])
-        if _is_locked(newest):
+        if newest.is_locked():
             return State("running", newest, round=last)
         if stale is not None and stale.attempt is newest:
             return stale
@@ -108,15 +109,19 @@ class Cell:
             return State("failed", newest, why=_last_line(newest.error), round=last)
         return State("stopped" if self._resumable(newest, accept_stale) else "missing", newest, round=last)
 
-    def checkpoint(self, accept_stale: bool = False) -> str | None:
-        """What ``--ckpt_path`` the cell goes on from: its own last checkpoint, else its parent's, else None."""
+    def checkpoint(self, accept_stale: bool = False) -> Path | None:
+        """The checkpoint that its newest attempt goes on from; None where it has none, is finished or is by other source."""
         newest = next(iter(self.directory.attempts()), None)
-        if newest is not None and self._resumable(newest, accept_stale):
-            return str(newest.checkpoints / "last.ckpt")
+        if newest is None or not self._resumable(newest, accept_stale):
+            return None
+        return newest.checkpoints / "last.ckpt"
+
+    def branch(self, accept_stale: bool = False) -> Path | None:
+        """The checkpoint of its parent that it goes on from where it has none of its own; None where there is none."""
         if self.parent is None or (found := self.parent.state(accept_stale)).attempt is None:
             return None
         path = found.attempt.checkpoints / f"round_{self.shared_rounds}.ckpt"
-        return str(path) if found.phase == "done" and path.is_file() else None
+        return path if found.phase == "done" and path.is_file() else None
 
     def _other_data(self, result: Mapping[str, Any]) -> str:
         """What of a result's data is not as newer cells of equal settings have it, in words."""
@@ -128,11 +133,18 @@ class Cell:
         path = attempt.checkpoints / "last.ckpt"
         if not path.is_file() or attempt.result.exists():
             return False
-        try:
-            record = load_run(path)["fl_lightning"]["record"]
-        except ConfigurationError:
-            return False
-        return accept_stale or not differences(record.get("provenance", []), self.now)
+        computed_by = _computed_by(path, path.stat().st_mtime_ns)
+        return computed_by is not None and (accept_stale or not differences(computed_by, self.now))
+
+
+@cache
+def _computed_by(checkpoint: Path, written: int) -> list[dict[str, str]] | None:
+    """What has computed a checkpoint, None where it cannot be read; read once, however often a study looks."""
+    try:
+        found: list[dict[str, str]] = load_run(checkpoint)["fl_lightning"]["record"].get("provenance", [])
+    except ConfigurationError:
+        return None
+    return found
 
 
 def expect_newest_data(states: Sequence[State], cells: Sequence[Cell]) -> bool:
@@ -167,14 +179,6 @@ def _finished(attempt: Attempt, rounds: int) -> dict[str, Any] | None:
     except (OSError, ValueError):
         return None
     return result if result["rounds"] == result["planned_rounds"] == (rounds or result["rounds"]) else None
-
-
-def _is_locked(attempt: Attempt) -> bool:
-    try:
-        with attempt.lock():
-            return False
-    except ConfigurationError:
-        return True
 
 
 def _last_round(attempt: Attempt) -> int:

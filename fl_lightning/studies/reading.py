@@ -63,7 +63,7 @@ def _built(kind: type, content: Any, place: str) -> Any:
     for name in content:
         parser.add_argument(f"--{name}", type=hints[name])
     try:
-        checked = parser.parse_object(content)
+        checked = parser.parse_object(content).as_dict()  # classes that can be imported are no dicts before
         return kind(**{name: checked[name] for name in content})
     except (ArgumentError, TypeError) as error:
         raise ConfigurationError(f"{place}: {' '.join(str(error).split())}") from error

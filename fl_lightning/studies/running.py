@@ -1,8 +1,11 @@
 """Running the cells of a study: what there is to do, by which engine, in which order, until nothing is left."""
 
+import json
 import sys
 import time
 from collections.abc import Callable, Sequence
+from itertools import takewhile
+from math import ceil
 from pathlib import Path
 
 import yaml
@@ -13,6 +16,7 @@ from fl_lightning.studies.engines.base import Engine, Job
 from fl_lightning.studies.sharing import share_first_stages
 
 _PAUSE = 0.5  # seconds between two looks
+_PATIENCE = 60.0  # seconds after which a shared file system shows what another machine has written
 
 
 class Runner:
@@ -60,22 +64,25 @@ class Runner:
 
     def _run(self, unique: Sequence[Cell]) -> None:
         waiting, submitted = dict.fromkeys(unique), dict[str, Cell]()
+        ended: dict[Cell, tuple[int, float]] = {}
         try:
-            while waiting or submitted:
+            while waiting or submitted or ended:
                 for name, status in self.engine.ended().items():
-                    cell = submitted.pop(name)
-                    if status or self._state(cell).phase != "done":
-                        self.failed[cell.key] = self._error(cell, status)
+                    ended[submitted.pop(name)] = status, time.monotonic()
                 states = {cell: self._state(cell) for cell in unique}
+                for cell, (status, since) in [*ended.items()]:
+                    if status or states[cell].phase == "done" or time.monotonic() - since > _PATIENCE:
+                        del ended[cell]
+                        if status or states[cell].phase != "done":
+                            self.failed[cell.key] = self._error(cell, status)
                 elsewhere = 0
                 for cell in [*waiting]:
                     if states[cell].phase == "done":
                         del waiting[cell]
                     elsewhere += states[cell].phase == "running"
+                jobs = []
                 for cell in [*waiting]:
-                    held = cell.parent in waiting or (
-                        cell.parent is not None and cell.parent in submitted.values()
-                    )
+                    held = cell.parent is not None and cell.parent in (*waiting, *submitted.values(), *ended)
                     if (
                         states[cell].phase != "running"
                         and not held
@@ -83,9 +90,10 @@ class Runner:
                     ):
                         del waiting[cell]
                         submitted[cell.key.name] = cell
-                        self.engine.submit(self._job(cell))
+                        jobs.append(self._job(cell))
+                self.engine.submit(jobs)
                 self.show([*states.items()])
-                if waiting or submitted:
+                if waiting or submitted or ended:
                     time.sleep(_PAUSE)
         except BaseException:
             self.engine.stop()
@@ -103,31 +111,28 @@ class Runner:
         return self.folder / "logs" / f"{cell.key.name}.log"
 
     def _job(self, cell: Cell) -> Job:
-        file, log, checkpoint = (
-            self.folder / "cells" / f"{cell.key.name}.yaml",
-            self.log(cell),
-            cell.checkpoint(self.accept_stale),
-        )
+        file, log = self.folder / "cells" / f"{cell.key.name}.yaml", self.log(cell)
         config = {
             **cell.config,
             "checkpoint": {**cell.config["checkpoint"], "keep_rounds": sorted(cell.keep_rounds) or None},
         }
         write_text(file, f"# {cell.name}\n{yaml.safe_dump(config, sort_keys=False)}")
         log.parent.mkdir(parents=True, exist_ok=True)
-        command = [sys.executable, "-m", "fl_lightning", "fit", f"--config={file.resolve()}"]
-        gpus = 0.0 if config["trainer"]["accelerator"] == "cpu" else 1.0
-        return Job(
-            cell.key.name,
-            [*command, *([f"--ckpt_path={checkpoint}"] if checkpoint else [])],
-            log,
-            threads=config["threads"] or 1,
-            gpus=gpus,
-        )
+        # not fit itself: engines run a command again that was killed, and only then it is known where to go on
+        command = [sys.executable, "-m", "fl_lightning.cli.study_cell", str(file.resolve())]
+        branch = cell.branch(self.accept_stale)
+        command += [f"--branch={branch.resolve()}"] if branch is not None else []
+        command += ["--accept-stale"] if self.accept_stale else []
+        command += [f"--data={json.dumps(cell.data)}"] if cell.data is not None else []
+        gpus = self.engine.gpus if config["trainer"]["accelerator"] != "cpu" else 0
+        share = 1 / ceil(self.jobs / gpus) if gpus else 0.0
+        return Job(cell.key.name, command, log, threads=config["threads"] or 1, gpus=share)
 
     def _error(self, cell: Cell, status: int) -> str:
         """Why a cell has no result, in a line."""
         log = self.log(cell)
         lines = log.read_text(errors="replace").splitlines() if log.is_file() else []
-        said = next((line for line in reversed(lines) if line.startswith("error: ")), "")
+        of_last_try = takewhile(lambda line: not line.startswith("python -m"), reversed(lines))
+        said = next((line for line in of_last_try if line.startswith("error: ")), "")
         killed = f"killed by signal {-status}" if status < 0 else f"exit status {status}"
         return f"{said.removeprefix('error: ') or killed}; its output: {log}"

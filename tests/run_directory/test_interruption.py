@@ -101,6 +101,22 @@ def test_signal_before_the_first_round_tells_it_and_leaves_nothing(
     assert attempts() == []
 
 
+def test_signal_before_the_batch_of_a_round_trains_that_round(monkeypatch):
+    start = FederatedModule.on_train_epoch_start
+
+    def strike(module):
+        start(module)
+        if module.round == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(FederatedModule, "on_train_epoch_start", strike)
+    with pytest.raises(SystemExit) as stop:
+        run()
+    assert stop.value.code == 143
+    (name,) = attempts()
+    assert [row["round"] for row in rows(Attempt(Path("runs/tiny", name)))] == [0, 1, 2, 3]
+
+
 def test_signal_while_the_result_is_found_says_what_is_kept(capsys, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(

@@ -16,12 +16,7 @@ from fl_lightning.studies.reading import read_study
 FOLDER = Path(fl_lightning.__file__).parents[1] / "configs/studies"
 NAMES = sorted(path.stem for path in FOLDER.glob("*.yaml"))
 QUICK = [name for name in NAMES if name != "fixbn_table3"]  # no street scenes come with a package
-SHORT = [
-    "--trainer.max_epochs=1",
-    "--trainer.check_val_every_n_epoch=1",
-    "--model.local_steps=1",
-    "--wandb.mode=disabled",
-]
+SHORT = ["--trainer.max_epochs=1", "--trainer.check_val_every_n_epoch=1", "--wandb.mode=disabled"]
 
 
 @pytest.fixture(autouse=True)
@@ -37,7 +32,8 @@ def test_each_label_makes_another_run(name, scale):
         pytest.skip("no street scenes come with a package")
     study = read_study(FOLDER / f"{name}.yaml", scale)
     cells, every, seen = StudyCells(study, []), [*study.combinations()], set()
-    for one, other in combinations(every, 2):
+    near = [x for x in every if any(sum(x[a] != y[a] for a in x) <= 1 for y in (every[0], every[-1]))]
+    for one, other in combinations(near, 2):
         (axis, *more) = [axis for axis in one if one[axis] != other[axis]]
         pair = axis, one[axis], other[axis]
         if more or pair in seen or study.metric(one) or study.metric(other):

@@ -103,7 +103,7 @@ def test_a_stopped_cell_goes_on_from_its_checkpoint_of_the_same_source_only():
 
     checkpoint(one.now["source"])
     assert one.state().phase == "stopped"
-    assert one.checkpoint() == str(folder / "checkpoints" / "last.ckpt")
+    assert one.checkpoint() == folder / "checkpoints" / "last.ckpt"
     checkpoint("0ld")
     assert (one.state().phase, one.checkpoint()) == ("missing", None)
     assert one.state(accept_stale=True).phase == "stopped"
@@ -138,10 +138,11 @@ def test_a_cell_starts_where_its_parent_has_kept_the_round():
     parent, child = cell(), cell(fixbn({}))
     share_first_stages([parent, child])
     folder = finish(parent)
-    assert child.checkpoint() is None  # of a run that kept nothing
+    assert child.branch() is None  # of a run that kept nothing
     (folder / "checkpoints").mkdir()
     (folder / "checkpoints" / "round_20.ckpt").touch()
-    assert child.checkpoint() == str(folder / "checkpoints" / "round_20.ckpt")
+    assert child.branch() == folder / "checkpoints" / "round_20.ckpt"
+    assert child.checkpoint() is parent.branch() is None
 
 
 STUDY = {

@@ -11,7 +11,7 @@ import yaml
 from command_line import message_of, run
 
 from fl_lightning.__main__ import main
-from fl_lightning.cli.command_line import main as fit
+from fl_lightning.cli import study_cell
 from fl_lightning.studies.engines import local
 from fl_lightning.studies.engines.base import Engine
 
@@ -45,18 +45,20 @@ class InThisProcess(Engine):
     """Runs each job as soon as it is submitted."""
 
     ran: list[str]
+    cores, gpus = 1, 0
 
     def __init__(self):
         self._ended = {}
 
-    def submit(self, job):
-        self.ran.append(job.name)
-        with job.log.open("w") as log, redirect_stderr(log):
-            try:
-                fit(job.command[3:])
-                self._ended[job.name] = 0
-            except SystemExit as stop:
-                self._ended[job.name] = stop.code
+    def submit(self, jobs):
+        for job in jobs:
+            self.ran.append(job.name)
+            with job.log.open("w") as log, redirect_stderr(log):
+                try:
+                    study_cell.main(job.command[3:])
+                    self._ended[job.name] = 0
+                except SystemExit as stop:
+                    self._ended[job.name] = stop.code
 
     def ended(self):
         found, self._ended = self._ended, {}

@@ -67,6 +67,16 @@ def test_combinations_can_be_left_out(tmp_path):
     ]
 
 
+def test_a_label_may_have_seeds_of_its_own(tmp_path):
+    study = read(
+        tmp_path, "quick", axes={**FILE["axes"], "method": {"BN": {"seeds": [0, 1, 2]}, "GN": {}, "sBN": {}}}
+    )
+    (labels,) = study.combinations()
+    assert study.seeds(labels) == [0, 1, 2]
+    assert not any("seeds" in argument for argument in study.arguments(labels, 0))
+    assert read(tmp_path, "quick").seeds(labels) == [3]
+
+
 def test_an_axis_with_one_label_is_not_chosen(tmp_path):
     choose = [{"axis": "model.client_optimizer.lr", "by": ["method"]}]
     assert read(tmp_path, "quick", choose=choose).choices == []

@@ -3,6 +3,7 @@
 import os
 import signal
 import subprocess
+from collections.abc import Sequence
 
 import torch
 
@@ -13,28 +14,29 @@ class LocalEngine(Engine):
     """Processes of this machine, in a process group each, so that Ctrl-C reaches them through the study alone."""
 
     def __init__(self) -> None:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        self._devices = visible.split(",") if visible else [str(i) for i in range(torch.cuda.device_count())]
+        self.cores, self.gpus = len(os.sched_getaffinity(0)), len(self._devices)
         self._running: dict[str, subprocess.Popen[bytes]] = {}
         self._on_gpu: dict[str, str] = {}
 
-    def submit(self, job: Job) -> None:
-        """Start a process."""
-        environment = {**os.environ, "OMP_NUM_THREADS": str(job.threads), **job.environment}
-        if job.gpus:
-            taken, visible = [*self._on_gpu.values()], os.environ.get("CUDA_VISIBLE_DEVICES")
-            devices = (
-                visible.split(",") if visible else [str(gpu) for gpu in range(torch.cuda.device_count())]
-            )
-            self._on_gpu[job.name] = min(devices, key=taken.count)
-            environment["CUDA_VISIBLE_DEVICES"] = self._on_gpu[job.name]
-        with job.log.open("ab") as log:
-            self._running[job.name] = subprocess.Popen(
-                job.command,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env=environment,
-                process_group=0,
-            )
+    def submit(self, jobs: Sequence[Job]) -> None:
+        """Start a process for each, on the GPU that has the fewest."""
+        for job in jobs:
+            environment = {**os.environ, **job.environment}
+            if job.gpus:
+                taken = [*self._on_gpu.values()]
+                self._on_gpu[job.name] = min(self._devices, key=taken.count)
+                environment["CUDA_VISIBLE_DEVICES"] = self._on_gpu[job.name]
+            with job.log.open("ab") as log:
+                self._running[job.name] = subprocess.Popen(
+                    job.command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    env=environment,
+                    process_group=0,
+                )
 
     def ended(self) -> dict[str, int]:
         """The exit status of each process that has ended."""

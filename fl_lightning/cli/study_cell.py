@@ -1,0 +1,48 @@
+"""What the engines of a study run for a cell: ``fit``, from where the last try of it ended, so that they may run it again."""
+
+import json
+import sys
+import time
+from argparse import ArgumentParser
+from collections.abc import Sequence
+from pathlib import Path
+
+import yaml
+
+from fl_lightning.cli.command_line import main as run
+from fl_lightning.cli.messages import command
+from fl_lightning.studies.cells import Cell
+
+_PAUSE = 1.0  # seconds between two looks
+
+
+@command()
+def main(args: Sequence[str]) -> None:
+    """Train a cell that has no result yet.
+
+    One that a process still trains is waited for: a scheduler may have lost sight of it, or another study has started it.
+
+    Args:
+        args: The cell's configuration, ``--branch`` and a checkpoint to go on from where it has none of its own, ``--data`` and the
+            digests of its data where newer cells say them, and ``--accept-stale`` as for the study.
+    """
+    parser = ArgumentParser()
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--branch")
+    parser.add_argument("--data", type=json.loads)
+    parser.add_argument("--accept-stale", action="store_true")
+    own = parser.parse_args(args)
+    config = yaml.safe_load(own.file.read_text())
+    cell = Cell({}, config["seed_everything"], config, data=own.data)
+    while (phase := cell.state(own.accept_stale).phase) == "running":
+        time.sleep(_PAUSE)
+    if phase == "done":
+        return
+    start = cell.checkpoint(own.accept_stale) or own.branch
+    fit = ["fit", f"--config={own.file}", *([f"--ckpt_path={start}"] if start else [])]
+    print("python -m fl_lightning", *fit, flush=True)
+    run(fit)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

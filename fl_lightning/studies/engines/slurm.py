@@ -1,0 +1,81 @@
+"""A Slurm cluster, by submitit: cells that are submitted together are one array of jobs."""
+
+import os
+import shutil
+import time
+from collections.abc import Sequence
+from math import ceil
+from typing import Any
+
+import submitit
+
+from fl_lightning.errors import ConfigurationError
+from fl_lightning.studies.engines.base import Engine, Job, run_command
+
+_MINUTES = 60  # of a job; one that needs longer is queued again and goes on
+_TIMES = 10_000  # that a job may be queued again at its time limit
+# USR2, which all processes of a job get, tells submitit to have it queued again, and the cell nothing
+_UNTIL_TERMINATED = ("sh", "-c", "trap '' USR2; exec \"$@\"", "sh")
+_ARRAY = 1000  # jobs, what Slurm allows unless it is told otherwise
+
+
+class SlurmEngine(Engine):
+    """Jobs that are queued again when they are preempted, reach their time limit or lose their node.
+
+    What else ``sbatch`` shall know is said by its own environment variables, such as ``SBATCH_PARTITION``, ``SBATCH_ACCOUNT`` and
+    ``SBATCH_TIMELIMIT``. All nodes need this Python and the working directory at the same paths.
+
+    Args:
+        cluster: The cluster of submitit.
+
+    Raises:
+        ConfigurationError: There is no Slurm here.
+    """
+
+    cores = gpus = _ARRAY  # Slurm knows
+
+    def __init__(self, cluster: str = "slurm") -> None:
+        if cluster == "slurm" and shutil.which("srun") is None:
+            raise ConfigurationError(
+                "--engine: slurm is not on this machine: it has no srun; use one that has, or local"
+            )
+        self._cluster = cluster
+        self._running: dict[str, submitit.Job[int]] = {}
+
+    def submit(self, jobs: Sequence[Job]) -> None:
+        """Queue jobs, those with equal needs as one array."""
+        for threads, gpus in dict.fromkeys((job.threads, ceil(job.gpus)) for job in jobs):
+            own = [job for job in jobs if (job.threads, ceil(job.gpus)) == (threads, gpus)]
+            folder = own[0].log.parent / "submitit"
+            executor = submitit.AutoExecutor(folder, cluster=self._cluster, slurm_max_num_timeout=_TIMES)
+            executor.update_parameters(
+                timeout_min=_MINUTES,
+                cpus_per_task=threads,
+                gpus_per_node=gpus or None,
+                slurm_array_parallelism=_ARRAY,
+                slurm_additional_parameters={"requeue": True},
+            )
+            with executor.batch():
+                for job in own:
+                    command = (*_UNTIL_TERMINATED, *job.command)
+                    arguments = (command, str(job.log.resolve()), os.getcwd(), job.environment)
+                    self._running[job.name] = executor.submit(_Command(), *arguments)
+
+    def ended(self) -> dict[str, int]:
+        """The exit status of each job that has ended; 1 of one that Slurm has ended."""
+        done = {name: job for name, job in self._running.items() if job.done()}
+        for name in done:
+            del self._running[name]
+        return {name: 1 if job.exception() else job.result() for name, job in done.items()}
+
+    def stop(self) -> None:
+        """Cancel all jobs, and wait for them."""
+        for job in self._running.values():
+            job.cancel()
+        while not all(job.done(force_check=True) for job in self._running.values()):
+            time.sleep(2)
+
+
+class _Command(submitit.helpers.Checkpointable):  # type: ignore[misc]  # which says: queue it again at its time limit, too
+    def __call__(self, *arguments: Any) -> int:
+        return run_command(*arguments)

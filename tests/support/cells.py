@@ -1,0 +1,84 @@
+"""A study of two cells: one trains through, one waits in its fourth round until there is a file."""
+
+import time
+from pathlib import Path
+
+import yaml
+from command_line import rows, run, write_config
+
+from fl_lightning.cli.study import StudyCells
+from fl_lightning.studies.definition import read_study
+
+PAUSE = """
+import time
+from pathlib import Path
+import lightning as L
+
+class Pause(L.Callback):
+    def on_train_epoch_start(self, trainer, pl_module):
+        while trainer.current_epoch == 3 and not Path("go").exists():
+            time.sleep(0.02)
+"""
+PAUSES = [{"class_path": "pausing.Pause"}]
+
+
+def write_study(**cells):
+    """Write a study with these cells, those of the module's first line unless others are given, and what they need."""
+    Path("pausing.py").write_text(PAUSE)
+    changes = {"trainer.callbacks": None, "trainer.max_epochs": 6, "checkpoint": {"every_n_seconds": 0}}
+    write_config(changes)
+    axis = cells or {"through": {}, "pausing": {"trainer.callbacks": PAUSES}}
+    content = {"title": "few", "axes": {"cell": axis}, "scales": {"quick": {"base": "tiny.yaml"}}}
+    Path("few.yaml").write_text(yaml.safe_dump(content))
+    return "few.yaml"
+
+
+def study_cells():
+    """The cells of the study, by label."""
+    study = StudyCells(read_study(Path("few.yaml"), "quick"), [])
+    return {cell.labels["cell"]: cell for cell in study.table([])}
+
+
+def attempts_of(cell):
+    return cell.directory.attempts()
+
+
+def wait_until(condition, seconds=300):
+    """Wait for something that happens in another process."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def is_pausing(cell):
+    """Whether it waits for the file: three rounds are trained, and the last one's checkpoint is there."""
+    state = cell.state()
+    return (state.phase, state.round) == ("running", 3) and bool(cell.checkpoint())
+
+
+def processes_of(cell):
+    """The ids of the processes that train it, and those of all that have started these, the nearest first."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            line = (entry / "cmdline").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if b"fl_lightning.cli.study_cell" in line and any(cell.key.name.encode() in x for x in line):
+            found.append(int(entry.name))
+    return found
+
+
+def ancestors(process):
+    """The ids of the processes above one."""
+    while process > 1:
+        process = int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
+        yield process
+
+
+def reference(cell):
+    """The rows of the same run in this process."""
+    Path("go").touch()
+    Path("reference.yaml").write_text(yaml.safe_dump({**cell.config, "name": "reference"}))
+    return rows(run(config="reference.yaml").attempt)
