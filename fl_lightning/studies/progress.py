@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 from typing import Self
 
-from rich.console import Console
+from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table
 
@@ -46,7 +46,7 @@ class StudyProgress:
                 f"[{len(done)}/{len(cells)}] {state.phase}: {cell.name}  {', '.join(numbers) or state.why}{words}"
             )
         if self._live is not None:
-            table = Table(title=f"{len(done)} of {len(cells)} cells{words}", title_justify="left", box=None)
+            table = Table(box=None)
             table.add_column("running")
             table.add_column("round", justify="right")
             for cell, state in cells:
@@ -55,7 +55,7 @@ class StudyProgress:
                         cell.name,
                         f"{state.round:,} of {cell.rounds:,}" if cell.rounds else f"{state.round:,}",
                     )
-            self._live.update(table)
+            self._live.update(Group(f"{len(done)} of {len(cells)} cells{words}", table))
 
     def _print(self, line: str) -> None:
         if self._live is not None:
