@@ -12,6 +12,7 @@ from cells import (
     ancestors,
     attempts_of,
     is_pausing,
+    nothing_left,
     processes_of,
     reference,
     study_cells,
@@ -31,6 +32,8 @@ ROUNDED = "trap 'echo rounded; exit 143' TERM; echo up; while true; do sleep 0.0
 def own_modules(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(Path(study.__file__).parents[2]))
+    with nothing_left():
+        yield
 
 
 def shell(name, line, **settings):

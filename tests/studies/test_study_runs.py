@@ -7,7 +7,16 @@ import signal
 from pathlib import Path
 
 import pytest
-from cells import attempts_of, is_pausing, processes_of, reference, study_cells, wait_until, write_study
+from cells import (
+    attempts_of,
+    is_pausing,
+    nothing_left,
+    processes_of,
+    reference,
+    study_cells,
+    wait_until,
+    write_study,
+)
 from command_line import rows
 
 from fl_lightning.cli import study, study_cell
@@ -23,6 +32,8 @@ from fl_lightning.studies.running import Runner
 def own_modules(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(Path(study.__file__).parents[2]))
+    with nothing_left():
+        yield
 
 
 @pytest.mark.slow

@@ -1,6 +1,10 @@
 """A study of two cells: one trains through, one waits in its fourth round until there is a file."""
 
+import multiprocessing
+import os
+import signal
 import time
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import yaml
@@ -57,17 +61,29 @@ def is_pausing(cell):
     return (state.phase, state.round) == ("running", 3) and bool(cell.checkpoint())
 
 
-def processes_of(cell):
-    """The ids of the processes that train it, and those of all that have started these, the nearest first."""
-    found = []
+def processes_of(cell=None):
+    """The ids of the processes that train a cell, or any, of the study in the working directory."""
+    here, found = os.fsencode(f"{Path.cwd()}/"), []
     for entry in Path("/proc").glob("[0-9]*"):
-        try:
-            line = (entry / "cmdline").read_bytes().split(b"\0")
-        except OSError:
-            continue
-        if b"fl_lightning.cli.study_cell" in line and any(cell.key.name.encode() in x for x in line):
-            found.append(int(entry.name))
+        with suppress(OSError):
+            line = (entry / "cmdline").read_bytes()
+            wanted = (b"fl_lightning.cli.study_cell", here, os.fsencode(cell.key.name if cell else ""))
+            if all(word in line for word in wanted):
+                found.append(int(entry.name))
     return found
+
+
+@contextmanager
+def nothing_left():
+    """End what a test has started, also where it failed."""
+    try:
+        yield
+    finally:
+        for study in multiprocessing.active_children():
+            study.kill()
+        for process in processes_of():
+            with suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
 
 
 def ancestors(process):
