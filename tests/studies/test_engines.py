@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import signal
 import stat
 import sys
@@ -118,8 +119,10 @@ def test_a_cell_goes_on_at_another_node_of_ray_when_its_own_is_lost(monkeypatch)
         run_and(engine, lose_its_node)
         check_stop(engine)
     finally:
+        logs = cluster.head_node.get_session_dir_path()
         ray.shutdown()
         cluster.shutdown()
+        shutil.rmtree(logs)
 
 
 @pytest.mark.slow

@@ -127,6 +127,7 @@ def strike(monkeypatch, number):
     return pytest.raises(Killed)
 
 
+@pytest.mark.slow
 def test_a_cell_that_goes_on_from_another_one_prefers_its_own_checkpoint_once_it_has_one(monkeypatch, capsys):
     fixbn = {"class_path": "FixBN", "init_args": {"freeze_round": 3}}
     write_study(bn={}, fixbn={"trainer.callbacks": [fixbn]})
