@@ -16,6 +16,8 @@ from street_scenes import write_scenes
 from datamodules import CIFAR10
 from fl_lightning import FederatedCallback, FederatedModule
 from fl_lightning.__main__ import main as program
+from fl_lightning.studies.claims import judge
+from fl_lightning.studies.reading import read_study
 from fl_lightning.verification import certify
 
 BY_HAND = (
@@ -100,7 +102,7 @@ def test_no_page_has_a_command_that_no_test_and_no_reader_runs():
 
 def test_the_pages_show_every_subcommand():
     shown = {line.partition(OURS)[2].split()[0] for name in PAGES for line in commands(name) if OURS in line}
-    assert shown == {"fit", "validate", "test", "predict", "verify", "partition", "study"}
+    assert shown == {"fit", "validate", "test", "predict", "verify", "partition", "study", "report"}
 
 
 @pytest.mark.parametrize(
@@ -116,7 +118,8 @@ def test_every_command_of_a_page_runs_in_its_order_for_two_rounds(name, write_me
         shorter = ["--trainer.max_epochs", "2"] if arguments[0] in ("fit", "study") else []
         if "--trainer.check_val_every_n_epoch" in arguments:
             shorter += ["--trainer.check_val_every_n_epoch", "2"]
-        program([*arguments, *shorter, "--trainer.enable_progress_bar", "false"])
+        quiet = [] if arguments[0] == "report" else ["--trainer.enable_progress_bar", "false"]
+        program([*arguments, *shorter, *quiet])
         assert "error" not in capsys.readouterr().err
     assert list(Path("runs").glob(LEFT[name]))
 
@@ -161,7 +164,19 @@ def test_the_script_of_the_page_on_python_leaves_a_run_and_its_weights(capsys):
     )
 
 
-@pytest.mark.parametrize("snippet", [text for name in PAGES for text in blocks(name, "yaml")])
+def test_the_study_of_the_page_can_be_read(tmp_path):
+    (content,) = blocks("docs/studies.md", "yaml")
+    (tmp_path / "mine.yaml").write_text(content)
+    study = read_study(tmp_path / "mine.yaml", "reduced")
+    assert len([*study.combinations()]) == 16
+    found = {"known": study.known_labels(), "choose": [], "metrics": {"test/accuracy": ""}, "groups": []}
+    assert [judge(claim, found) for claim in study.definition.claims] == [None, None]
+
+
+CHANGES = [text for name in PAGES if name != "docs/studies.md" for text in blocks(name, "yaml")]
+
+
+@pytest.mark.parametrize("snippet", CHANGES)
 def test_every_piece_of_yaml_changes_the_quickstart(snippet):
     write_cifar10_folders()
     Path("mine.yaml").write_text(snippet)
