@@ -4,7 +4,7 @@ import io
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Sequence
 from contextlib import redirect_stdout
-from functools import cache
+from functools import cache, cached_property
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -121,20 +121,23 @@ class StudyCells:
         fit_options: Settings of all cells, as arguments of ``fit``.
 
     Attributes:
-        trials: The cells of each choice on validation data.
         any: Some cell.
     """
 
     def __init__(self, study: Study, fit_options: Sequence[str]) -> None:
         self.study, self._options = study, list(fit_options)
         self._made: dict[tuple[Any, ...], Cell] = {}
-        self.trials = trial_cells(study, self.cell)
         every = next(iter(study.combinations()), None)
         if every is None:
             raise ConfigurationError(
                 f"study: {study.name} leaves out all of its cells at scale {study.scale_name}"
             )
         self.any = self.cell(every, study.scale.seeds[0])
+
+    @cached_property
+    def trials(self) -> list[list[Cell]]:
+        """The cells of each choice on validation data."""
+        return trial_cells(self.study, self.cell)
 
     def cell(self, labels: Labels, seed: int) -> Cell:
         """The cell of a combination and a seed."""

@@ -69,9 +69,10 @@ def test_every_cell_of_the_quick_scale_runs(name, monkeypatch):
     monkeypatch.setattr("fl_lightning.run_directory.files.draw_partition", lambda *_: None)
     study = read_study(FOLDER / f"{name}.yaml", "quick")
     cells = StudyCells(study, [])
-    for number, labels in enumerate(study.combinations()):
-        fit(["fit", *study.base, *study.arguments(labels, 0), *SHORT, f"--name={number}"])
-        (path,) = Path("runs", str(number)).glob("*/result.json")
+    short = [*SHORT, *([] if cells.any.config["model"]["local_epochs"] else ["--model.local_steps=1"])]
+    for key, labels in {cells.cell(labels, 0).key.name: labels for labels in study.combinations()}.items():
+        fit(["fit", *study.base, *study.arguments(labels, 0), *short, f"--name={key}"])
+        (path,) = Path("runs", key).glob("*/result.json")
         result = json.loads(path.read_text())
         assert result["rounds"] == 1
         assert {study.metric(labels) or next(iter(study.definition.metrics))} <= result.keys()

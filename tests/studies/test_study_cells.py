@@ -204,7 +204,7 @@ def test_without_validation_data_nothing_can_be_chosen():
         ConfigurationError,
         match=r"data.val_fraction: model.client_optimizer.lr is chosen on validation data, and the cell",
     ):
-        study_cells(["--data.val_fraction=0.0"])
+        _ = study_cells(["--data.val_fraction=0.0"]).trials
 
 
 def test_a_metric_that_the_runs_do_not_have_is_named():
