@@ -15,11 +15,13 @@ _OTHERS = {
     "search-freeze": "fl_lightning.cli.search_freeze",
     "partition": "fl_lightning.cli.partition",
     "list": "fl_lightning.cli.listing",
+    "upload": "fl_lightning.cli.upload",
+    "dashboard": "fl_lightning.cli.dashboard",
 }
 _COMMANDS = (*_RUNS, *_OTHERS)
 
 _HELP = """\
-usage: python -m fl_lightning {fit,validate,test,predict,verify,search-freeze,partition,list} --config FILE [--key value ...]
+usage: python -m fl_lightning {fit,validate,test,predict,verify,search-freeze,partition,list,upload,dashboard} --config FILE [--key value ...]
 
 Batch Normalization in federated learning, on PyTorch Lightning.
 
@@ -32,6 +34,8 @@ commands:
   search-freeze   choose FixBN's T* over a grid on validation data; see search-freeze --help
   partition  show who the clients are: sizes, classes, a picture; --save FILE.json keeps them
   list       what a YAML can name: list {methods,models,data,partitions,norms,aggregators,attacks}
+  upload     make runs at Weights & Biases from their folders: upload runs/NAME/*
+  dashboard  make a workspace at Weights & Biases with a panel for what runs log; --file without a key
 
 often used:
   --config configs/quickstart.yaml   a YAML file; several are merged, later ones win
