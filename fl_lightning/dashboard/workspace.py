@@ -1,19 +1,17 @@
-"""The workspace of a project at Weights & Biases: what its panels show, and where it goes."""
+"""The workspace of a project at Weights & Biases: which panels show which metrics, and where it goes."""
 
-import sys
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from fl_lightning.dashboard.settings import session_mode
 from fl_lightning.errors import ConfigurationError
-from fl_lightning.files import write_text
+from fl_lightning.round.clock import RoundClock
 
 if TYPE_CHECKING:
     from wandb_workspaces.workspaces import Workspace
 
-NAME = "Batch Normalization in federated learning"
+_SENT = ("parameters", "means", "variances")
+_SECONDS = (*RoundClock.PARTS, "evaluation", "logging")
 
-CURVES: dict[str, dict[str, list[str]]] = {
+CURVES = {
     "Accuracy": {
         "validation accuracy": ["val/accuracy"],
         "test accuracy": ["test/accuracy"],
@@ -22,36 +20,76 @@ CURVES: dict[str, dict[str, list[str]]] = {
         "clients: mean and worst tenth": ["test/client_accuracy", "test/client_accuracy_worst"],
     },
     "BN doctor": {
-        "statistics: clients' batches to the server's": ["bn/local_deviation_per_float"],
-        "statistics: the server's change in a round": ["bn/global_change_per_float"],
-        "statistics: a client's over rounds": ["bn/window_variance"],
+        "clients' batches: distance to the server's statistics": ["bn/local_deviation_per_float"],
+        "the server's statistics: change in a round": ["bn/global_change_per_float"],
+        "a client's batches over the rounds": ["bn/window_variance"],
         "gradient deviation": [f"bn/gradient_deviation{part}" for part in ("", "_affine", "_weights")],
-        "gap of training and evaluation": ["bn/train_eval_gap", "bn/recalibration_gap"],
-        "bias against a pooled pass": ["bn/mean_bias", "bn/var_bias"],
+        "gap between training and evaluation": ["bn/train_eval_gap", "bn/recalibration_gap"],
+        "running statistics: bias": ["bn/mean_bias", "bn/var_bias"],
         "accuracy under other statistics": ["test/accuracy_batch_statistics", "test/accuracy_recalibrated"],
     },
     "Communication": {
-        "bytes of a round": ["comm/upload_bytes", "comm/download_bytes"],
-        "exchanges of a round": ["comm/exchanges"],
+        "bytes in a round": ["comm/upload_bytes", "comm/download_bytes"],
         "bytes so far": ["comm/total_upload_bytes", "comm/total_download_bytes"],
         "bytes of a client so far": ["comm/total_bytes_per_client"],
+        "exchanges in a round": ["comm/exchanges"],
         "simulated seconds": ["comm/simulated_s", "comm/total_simulated_s"],
     },
     "Time": {
         "seconds of a round": ["time/round_s"],
-        "where they go": [
-            f"time/{part}_s"
-            for part in (*RoundClock.PARTS, "evaluation", "logging")
-        ],
-        "training examples per second": ["time/samples_per_s"],
+        "where they go": [f"time/{part}_s" for part in _SECONDS],
+        "examples per second": ["time/samples_per_s"],
     },
     "Byzantine": {
         "attackers in a round": ["byzantine/clients"],
-        "distance to the honest mean": [f"byzantine/distance_{what}" for what in VECTORS],
-        "attackers' share": [f"byzantine/share_{what}" for what in VECTORS],
-        "statistics that were mended": ["statistics/invalid", "statistics/clamped"],
-        "clients that report": ["clients/reported", "clients/dropped", "clients/not_finite"],
+        "distance to the honest mean": [f"byzantine/distance_{what}" for what in _SENT],
+        "the attackers' share": [f"byzantine/share_{what}" for what in _SENT],
+        "statistics that were none": ["statistics/invalid", "statistics/clamped"],
+        "clients": ["clients/reported", "clients/dropped", "clients/not_finite"],
         "skipped rounds": ["clients/skipped"],
     },
 }
-"""The panels of each section: their title, and the metrics of the history that they show."""
+"""The metrics of each panel, by section and title."""
+
+FINAL = {
+    "final accuracy": ["final/val/accuracy", "final/test/accuracy"],
+    "final loss": ["final/val/loss", "final/test/loss"],
+}
+"""The numbers of the summary in the bars of the first section."""
+
+
+def make_workspace(project: str, entity: str) -> "Workspace":
+    """The workspace: the round as the x-axis, and a curve with its standard deviation for each group, whose runs are seeds.
+
+    Args:
+        project: The project of the runs.
+        entity: Who owns it.
+
+    Raises:
+        ConfigurationError: The library is not installed.
+    """
+    try:
+        import wandb_workspaces.reports.v2 as reports
+        from wandb_workspaces import workspaces
+    except ImportError as error:
+        raise ConfigurationError(
+            "dashboard: the package wandb-workspaces is not installed; pip install 'fl_lightning[dashboard]'"
+        ) from error
+    seeds = {"groupby": "Group", "groupby_aggfunc": "mean", "groupby_rangefunc": "stddev"}
+    bars = [reports.BarPlot(title=title, metrics=names, **seeds) for title, names in FINAL.items()]
+    sections = []
+    for number, (section, panels) in enumerate(CURVES.items()):
+        curves = [
+            reports.LinePlot(title=title, x="round", title_x="round", y=names, **seeds)
+            for title, names in panels.items()
+        ]
+        panels_ = [*bars, *curves] if number == 0 else curves
+        sections.append(workspaces.Section(name=section, panels=panels_, is_open=True))
+    return workspaces.Workspace(
+        entity=entity,
+        project=project,
+        name="Batch Normalization in federated learning",
+        sections=sections,
+        settings=workspaces.WorkspaceSettings(x_axis="round"),
+        runset_settings=workspaces.RunsetSettings(groupby=[reports.Metric("Group")]),
+    )
