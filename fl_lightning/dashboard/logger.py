@@ -82,12 +82,12 @@ class RoundWandbLogger(Logger):
             with self._harmless():
                 if preempted:
                     self._run.mark_preempting()
+                if finished:
+                    self._run.summary.update(contents.summary(self.attempt))
                 # what waits to be uploaded stays with the run, for wandb sync
                 os.environ["WANDB_DATA_DIR"] = str(Path(self._run.dir).parent)
                 # a step is written when the next one comes: these belong to the last round
                 self._run.log(contents.media(self.attempt), step=self._round)
-                if finished:
-                    self._run.summary.update(contents.summary(self.attempt))
                 if self.settings.log_checkpoints:
                     contents.log_checkpoints(self._run, self.attempt, self._round)
         with self._harmless():

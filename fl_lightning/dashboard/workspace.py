@@ -1,7 +1,8 @@
 """The workspace of a project at Weights & Biases: which panels show which metrics, and where it goes."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from fl_lightning.dashboard.settings import WandbSettings, session_mode
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.round.clock import RoundClock
 
@@ -17,7 +18,9 @@ CURVES = {
         "test accuracy": ["test/accuracy"],
         "training loss": ["train/loss"],
         "loss of the server's model": ["val/loss", "test/loss"],
-        "clients: mean and worst tenth": ["test/client_accuracy", "test/client_accuracy_worst"],
+        "clients: mean and worst tenth": [
+            f"{split}/client_accuracy{part}" for split in ("val", "test") for part in ("", "_worst")
+        ],
     },
     "BN doctor": {
         "clients' batches: distance to the server's statistics": ["bn/local_deviation_per_float"],
@@ -26,7 +29,11 @@ CURVES = {
         "gradient deviation": [f"bn/gradient_deviation{part}" for part in ("", "_affine", "_weights")],
         "gap between training and evaluation": ["bn/train_eval_gap", "bn/recalibration_gap"],
         "running statistics: bias": ["bn/mean_bias", "bn/var_bias"],
-        "accuracy under other statistics": ["test/accuracy_batch_statistics", "test/accuracy_recalibrated"],
+        "accuracy under other statistics": [
+            f"{split}/accuracy_{what}"
+            for split in ("val", "test")
+            for what in ("batch_statistics", "recalibrated")
+        ],
     },
     "Communication": {
         "bytes in a round": ["comm/upload_bytes", "comm/download_bytes"],
@@ -58,6 +65,41 @@ FINAL = {
 """The numbers of the summary in the bars of the first section."""
 
 
+def publish(project: str, entity: str | None) -> str | None:
+    """Save the workspace at W&B.
+
+    Args:
+        project: The project of the runs.
+        entity: Who owns it; None: W&B's default for the key.
+
+    Returns:
+        Its address, None where W&B is not online here.
+
+    Raises:
+        ConfigurationError: The library is not installed, or W&B does not take the workspace.
+    """
+    try:
+        if session_mode(WandbSettings().asked) != "online":
+            return None
+        import wandb
+
+        workspace = make_workspace(project, entity or wandb.Api().default_entity or "")
+        workspace.save()
+        return str(workspace.url)
+    except ConfigurationError:
+        raise
+    except Exception as error:  # the network's, or one of the many of W&B
+        wrong = " ".join(str(error).split()) or type(error).__name__
+        raise ConfigurationError(
+            f"dashboard: W&B did not save the workspace: {wrong}; --file dashboard.json writes it without W&B"
+        ) from error
+
+
+def as_json(workspace: "Workspace") -> str:
+    """What W&B is sent to save a workspace."""
+    return f"{workspace._to_model().model_dump_json(by_alias=True, exclude_none=True, indent=2)}\n"
+
+
 def make_workspace(project: str, entity: str) -> "Workspace":
     """The workspace: the round as the x-axis, and a curve with its standard deviation for each group, whose runs are seeds.
 
@@ -70,26 +112,26 @@ def make_workspace(project: str, entity: str) -> "Workspace":
     """
     try:
         import wandb_workspaces.reports.v2 as reports
-        from wandb_workspaces import workspaces
+        from wandb_workspaces import expr, workspaces
     except ImportError as error:
         raise ConfigurationError(
             "dashboard: the package wandb-workspaces is not installed; pip install 'fl_lightning[dashboard]'"
         ) from error
     seeds = {"groupby": "Group", "groupby_aggfunc": "mean", "groupby_rangefunc": "stddev"}
     bars = [reports.BarPlot(title=title, metrics=names, **seeds) for title, names in FINAL.items()]
-    sections = []
-    for number, (section, panels) in enumerate(CURVES.items()):
+    sections: list[Any] = []
+    for section, panels in CURVES.items():
         curves = [
             reports.LinePlot(title=title, x="round", title_x="round", y=names, **seeds)
             for title, names in panels.items()
         ]
-        panels_ = [*bars, *curves] if number == 0 else curves
-        sections.append(workspaces.Section(name=section, panels=panels_, is_open=True))
+        shown = [*curves] if sections else [*bars, *curves]
+        sections.append(workspaces.Section(name=section, panels=shown, is_open=True))
     return workspaces.Workspace(
         entity=entity,
         project=project,
         name="Batch Normalization in federated learning",
         sections=sections,
         settings=workspaces.WorkspaceSettings(x_axis="round"),
-        runset_settings=workspaces.RunsetSettings(groupby=[reports.Metric("Group")]),
+        runset_settings=workspaces.RunsetSettings(groupby=[expr.Metric("Group")]),
     )
