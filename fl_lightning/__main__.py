@@ -16,11 +16,13 @@ _OTHERS = {
     "report": "fl_lightning.cli.report",
     "partition": "fl_lightning.cli.partition",
     "list": "fl_lightning.cli.listing",
+    "upload": "fl_lightning.cli.upload",
+    "dashboard": "fl_lightning.cli.dashboard",
 }
 _COMMANDS = (*_RUNS, *_OTHERS)
 
 _HELP = """\
-usage: python -m fl_lightning {fit,validate,test,predict,verify,study,report,partition,list} --config FILE [--key value ...]
+usage: python -m fl_lightning {fit,validate,test,predict,verify,study,report,partition,list,upload,dashboard} --config FILE [--key value ...]
 
 Batch Normalization in federated learning, on PyTorch Lightning.
 
@@ -34,6 +36,8 @@ commands:
   report     one HTML page about studies and runs: report runs/studies/NAME-quick, report runs/A/* runs/B/*
   partition  show who the clients are: sizes, classes, a picture; --save FILE.json keeps them
   list       what a YAML can name: list {methods,models,data,partitions,norms,aggregators,attacks}
+  upload     make runs at Weights & Biases from their folders: upload runs/NAME/*
+  dashboard  make a workspace at Weights & Biases with a panel for what runs log; --file without a key
 
 often used:
   --config configs/quickstart.yaml   a YAML file; several are merged, later ones win

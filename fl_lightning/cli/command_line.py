@@ -41,6 +41,8 @@ def main(
         The finished command line, with its trainer, model and data.
     """
     import_shipped()
+    # the agent of a sweep at W&B adds an argument of its own where it starts a run again
+    given = [argument for argument in (sys.argv[1:] if args is None else args) if argument[:8] != "--_wandb"]
     return cli_class(
         model_class,
         FederatedDataModule,
@@ -52,7 +54,7 @@ def main(
         subclass_mode_data=True,
         auto_configure_optimizers=False,
         load_from_checkpoint_support=False,
-        args=_with_shipped_configs(list(sys.argv[1:] if args is None else args)),
+        args=_with_shipped_configs(given),
     )
 
 

@@ -16,34 +16,29 @@ from lightning.pytorch.utilities import rank_zero_only
 from fl_lightning.dashboard import contents
 from fl_lightning.dashboard.settings import WandbSettings, open_run
 from fl_lightning.files import write_text
-from fl_lightning.round.module import FederatedModule
 from fl_lightning.run_directory.directory import Attempt
 from fl_lightning.run_directory.metrics import read_metrics
 
 
 class RoundWandbLogger(Logger):
-    """Logs the row of each round, with the round as the x-axis, and at the end tables, pictures and the result.
+    """Uploads a run's folder while it is written: the row of each round, and at the end tables, pictures and the result.
 
-    The run starts with the first row, which is in ``metrics.jsonl`` by then: all rows there that W&B lacks are logged. So a
-    resumed run, which keeps its id, sends the server no row again; offline the whole run is written anew, since
+    The run starts with the first trained round, whose row is in ``metrics.jsonl`` by then: all rows there that W&B lacks are
+    logged. So a resumed run, which keeps its id, sends the server no row again; offline the whole run is written anew, since
     ``wandb sync`` cannot join its pieces. W&B is never in the way of a run: where it fails, one line says so.
 
     Args:
         attempt: The run's folder, which also holds the files of W&B.
-        module: The module, whose tables are part of the run.
         settings: Where the run is logged.
-        config: The run's resolved configuration as YAML.
     """
 
     name = version = ""  # the folder is the run: nothing is nested in it by name
 
-    def __init__(
-        self, attempt: Attempt, module: FederatedModule, settings: WandbSettings, config: str
-    ) -> None:
+    def __init__(self, attempt: Attempt, settings: WandbSettings) -> None:
         super().__init__()
-        self.attempt, self.module, self.settings = attempt, module, settings
-        self.config = yaml.safe_load(config)
+        self.attempt, self.settings = attempt, settings
         self._run: Any = None
+        self._round = 0
         self._defined = {"round"}
         self._failed = False
 
@@ -55,45 +50,48 @@ class RoundWandbLogger(Logger):
         """Log the row of a round.
 
         Args:
-            metrics: Numbers by name; without ``"round"`` nothing is logged.
+            metrics: Numbers by name; without ``"round"`` nothing is logged. Row 0, which is older than the run's other files,
+                is logged with the first round.
             step: Not used: the round is in the metrics.
         """
-        if "round" not in metrics or self._failed:
+        if not metrics.get("round") or self._failed:
             return
-        with self._harmless():
-            if self._run is None:
-                self._start()
-            else:
+        if self._run is None:
+            self.start()
+        else:
+            with self._harmless():
                 self._log_row(metrics)
 
     @rank_zero_only
-    def log_result(self, result: Mapping[str, Any]) -> None:
-        """Take the numbers of ``result.json`` into the summary by names such as ``final/test/accuracy``, and ``diverged``."""
-        numbers = {f"final/{name}": value for name, value in result.items() if type(value) in (int, float)}
-        if self._run is not None and not self._failed:
-            with self._harmless():
-                self._run.summary.update({**numbers, "diverged": bool(result["diverged"])})
+    def start(self) -> None:
+        """Start the run, or go on with it, and log all rows that it lacks."""
+        with self._harmless():
+            self._start()
 
     @rank_zero_only
-    def close(self, failed: bool = False) -> None:
-        """Log what belongs to the end of a run and finish it.
+    def close(self, preempted: bool = False) -> None:
+        """Log what belongs to the end of a run and finish it; without a result it has broken off.
 
         Args:
-            failed: Whether the run has broken off.
+            preempted: Whether a scheduler has ended the run, so that a sweep starts it again.
         """
         if self._run is None:
             return
+        finished = self.attempt.result.is_file()
         if not self._failed:
             with self._harmless():
+                if preempted:
+                    self._run.mark_preempting()
+                if finished:
+                    self._run.summary.update(contents.summary(self.attempt))
                 # what waits to be uploaded stays with the run, for wandb sync
                 os.environ["WANDB_DATA_DIR"] = str(Path(self._run.dir).parent)
                 # a step is written when the next one comes: these belong to the last round
-                media = contents.tables(self.module) | contents.pictures(self.attempt)
-                self._run.log(media, step=int(self.module.metrics["round"]))
+                self._run.log(contents.media(self.attempt), step=self._round)
                 if self.settings.log_checkpoints:
-                    contents.log_checkpoints(self._run, self.attempt, self.module)
+                    contents.log_checkpoints(self._run, self.attempt, self._round)
         with self._harmless():
-            self._run.finish(exit_code=int(failed))
+            self._run.finish(exit_code=int(not finished))
         if self._failed:
             with suppress(Exception):
                 sys.modules["wandb"].teardown()  # else it fails once more when the process ends
@@ -113,28 +111,29 @@ class RoundWandbLogger(Logger):
         for earlier in folder.glob("wandb/offline-run-*"):
             shutil.rmtree(earlier, ignore_errors=True)
         run_id = kept_id.read_text().strip() if kept_id.is_file() else os.environ.get("WANDB_RUN_ID")
+        config = yaml.safe_load(self.attempt.config.read_text())
         config_hash = folder.name.partition("-")[0]
-        group = f"{self.config['name']}-{config_hash}"  # the seeds of a configuration
-        names = contents.names_of_run(self.settings, group, self.module)
+        group = f"{config['name']}-{config_hash}"  # the seeds of a configuration
+        names, facts = contents.identity(self.attempt, self.settings, group)
         init = {"id": run_id or uuid.uuid4().hex[:8], "resume": "allow", "dir": str(folder), **names}
         self._run = open_run(self.settings.asked, init)
         if self._run is None:
             self._failed = True
             return
         write_text(kept_id, self._run.id + "\n")
-        known = self.config | contents.facts(self.module) | {"config_hash": config_hash}
-        self._run.config.update(known, allow_val_change=True)
+        self._run.config.update(config | facts | {"config_hash": config_hash}, allow_val_change=True)
         self._run.define_metric("round")
         for row in read_metrics(self.attempt.metrics):
             self._log_row(row)
 
     def _log_row(self, row: Mapping[str, Any]) -> None:
-        if row["round"] < self._run.starting_step:
+        self._round = int(row["round"])
+        if self._round < self._run.starting_step:
             return  # the server has it
         for name in sorted(row.keys() - self._defined):
             self._run.define_metric(name, step_metric="round", summary=contents.SUMMARIES.get(name))
         self._defined |= row.keys()
-        self._run.log(dict(row), step=int(row["round"]))
+        self._run.log(dict(row), step=self._round)
 
     @contextmanager
     def _harmless(self) -> Iterator[None]:

@@ -65,7 +65,15 @@ def open_run(mode: str, init: dict[str, Any]) -> Any:
     return None
 
 
-def _start(mode: str, init: dict[str, Any]) -> Any:
+def session_mode(mode: str) -> Any:
+    """The mode in which W&B works here: online asks for a key.
+
+    Args:
+        mode: ``"auto"`` or a mode of ``wandb.init``.
+
+    Raises:
+        Error: W&B's own: online without a key, a key or a variable that it refuses.
+    """
     os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # it would be sent from an offline run, too
     import wandb
 
@@ -75,6 +83,13 @@ def _start(mode: str, init: dict[str, Any]) -> Any:
         if mode == "online":
             raise wandb.Error("there is no API key; wandb login stores one")
         way = "offline"
+    return way
+
+
+def _start(mode: str, init: dict[str, Any]) -> Any:
+    way = session_mode(mode)
+    import wandb
+
     if way == "disabled":
         return None
     settings = wandb.Settings(

@@ -154,7 +154,7 @@ class Training:
             return {"callbacks": callbacks, "logger": loggers or False}
         loggers.append(JSONLinesLogger(attempt.path))
         if wandb.asked != "disabled" and not any(isinstance(logger, WandbLogger) for logger in loggers):
-            self._wandb = RoundWandbLogger(attempt, self.module, wandb, self.config)
+            self._wandb = RoundWandbLogger(attempt, wandb)
             loggers.append(self._wandb)
         for callback in callbacks:
             if isinstance(callback, ModelCheckpoint) and callback.dirpath is None:
@@ -188,10 +188,7 @@ class Training:
             if trainer.global_step > start.round:  # not a resume that was refused
                 draw_pictures(start.attempt, self.module)
             raise
-        result = finish_run(self.module, start.attempt)
-        if self._wandb is not None:
-            self._wandb.log_result(result)
-        return result
+        return finish_run(self.module, start.attempt)
 
     def _prepare_ranks(self) -> None:
         """Set up the data in the process that is copied, and have no more copies than are of use unless they are asked for."""
@@ -212,7 +209,7 @@ class Training:
             if attempt is None:
                 return
             if self._wandb is not None:
-                self._wandb.close(kind is not None)
+                self._wandb.close(preempted=isinstance(error, Stopped) and error.way == "SIGTERM")
             if kind is not None:
                 self.start.discard_untrained()
             saved = self.keeper.saved_round or self.start.round

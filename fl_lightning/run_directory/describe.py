@@ -64,6 +64,44 @@ def in_words(value: object) -> str:
     return describe(value) if type(value).__repr__ is object.__repr__ else str(value)
 
 
+def identity(module: FederatedModule) -> dict[str, Any]:
+    """What ``run.json`` holds: the run's name and tags in a table of runs, and what a configuration leaves to be computed."""
+    methods, data = module.federated_callbacks, type(module.data).__name__
+    base = method_name(module, []).partition("(")[0]
+    partition = module.data.describe_partition()
+    steps = f"E{module.local_steps}" if module.local_steps is not None else f"E{module.local_epochs}epochs"
+    rate = f"lr{module.client_optimizer([torch.zeros(1)]).defaults['lr']:g}"
+    method = "+".join([base, *map(describe, methods)])
+    return {
+        "name": "-".join([method, data, partition.partition("(")[0], steps, rate, f"s{module.seed}"]),
+        "tags": [base, *(type(method).__name__ for method in methods), data, type(module.model).__name__],
+        "git_commit": describe_environment()["git_commit"],
+        "seed": module.seed,
+        "method": method_name(module, methods),
+        "partition": partition,
+        "planned_rounds": module.planned_rounds,
+        "continued_from": origin_in_words(module.record.continued_from),
+    }
+
+
+def clients_table(module: FederatedModule) -> tuple[list[str], list[list[Any]]]:
+    """One row per client: what it holds, what it did up to now, and its training examples of each class.
+
+    Returns:
+        The names of the columns, and the rows. The loss is the mean over the local steps of the client's last round, None
+        before its first.
+    """
+    data = module.data
+    histogram = data.partition_record().get("class_histogram") or [[]] * data.num_clients
+    names = data.class_names or range(len(histogram[0]))
+    columns = ["client", "training examples", "local steps", "rounds", "last training loss"]
+    rows = []
+    for client in range(data.num_clients):
+        rounds, steps, loss = module.record.clients.get(client, (0, 0, None))
+        rows.append([client, data.num_examples(client), steps, rounds, loss, *histogram[client]])
+    return [*columns, *(f"class {name}" for name in names if histogram[0])], rows
+
+
 def run_title(module: FederatedModule) -> list[str]:
     """What a picture of a run says about it: a line with its method, one with model, data, partition and seed."""
     norms = norm_names(module.model)

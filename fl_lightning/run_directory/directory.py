@@ -103,10 +103,13 @@ class Attempt:
     path: Path
 
     config = _File("config.yaml")  # the resolved configuration
+    identity = _File("run.json")  # what it is called, and what the configuration leaves to be computed
     metrics = _File("metrics.jsonl")  # one line per logged round: the source of truth
     result = _File("result.json")  # what the finished run found
     partition = _File("partition.json")  # how the data were spread over the clients
     policy = _File("policy.json")  # what happens to each kind of state in a round
+    participation = _File("participation.csv")  # what each client holds and did
+    histograms = _File("histograms.json")  # of its reports, by name
     partition_picture = _File("partition.png")  # the samples of each class at each client
     learning_curve = _File("learning_curve.png")  # accuracy and loss over communication rounds
     wandb_id = _File("wandb_id")  # the id of the run at W&B, which a resumed run keeps

@@ -3,11 +3,12 @@
 import csv
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
+from typing import Any
 
 import lightning as L
 import yaml
@@ -21,7 +22,13 @@ from fl_lightning.round.module import FederatedModule
 from fl_lightning.round.policy import policy_table, stages_in_words
 from fl_lightning.run_directory.console import print_table
 from fl_lightning.run_directory.continuation import Start, deciding_settings
-from fl_lightning.run_directory.describe import describe_computing, origin_in_words, run_title
+from fl_lightning.run_directory.describe import (
+    clients_table,
+    describe_computing,
+    identity,
+    origin_in_words,
+    run_title,
+)
 from fl_lightning.run_directory.directory import Attempt
 from fl_lightning.run_directory.metrics import read_metrics
 from fl_lightning.run_directory.predictions import overlays
@@ -44,7 +51,7 @@ class RunStart(L.Callback):
         self.config = config
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Write ``config.yaml``, ``partition.json`` and ``policy.json``, and draw the partition."""
+        """Write ``config.yaml``, ``run.json``, ``partition.json`` and ``policy.json``, and draw the partition."""
         assert isinstance(pl_module, FederatedModule)
         self.start = trainer.strategy.broadcast(replace(self.start, attempt=None))
         self._note_origin(pl_module)
@@ -78,6 +85,8 @@ class RunStart(L.Callback):
             write_text(self.attempt.config, origin + self.config)
             write_json(self.attempt.partition, pl_module.data.partition_record())
             write_json(self.attempt.policy, table)
+            with _harmless(self.attempt.identity):
+                write_json(self.attempt.identity, identity(pl_module))
             draw_partition(self.attempt, pl_module)
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -118,7 +127,7 @@ def draw_partition(attempt: Attempt, module: FederatedModule) -> None:
 
 
 def draw_pictures(attempt: Attempt | None, module: FederatedModule) -> None:
-    """Draw what a run has found into its folder, and write the tables of its reports as ``<name>.csv``.
+    """Draw what a run has found into its folder, and write what its clients did and the tables of its reports as ``<name>.csv``.
 
     ``learning_curve.png`` is drawn from ``metrics.jsonl``; where the run is finished ``class_accuracy.png``, or what else the task
     calls it, from ``result.json``, and of a segmentation ``overlays.png``.
@@ -148,15 +157,26 @@ def draw_pictures(attempt: Attempt | None, module: FederatedModule) -> None:
         with _harmless(path):
             if (shown := overlays(module, title)) is not None:
                 write_figure(path, shown)
+    with _harmless(attempt.participation):
+        _write_table(attempt.participation, *clients_table(module))
+    histograms: dict[str, Any] = {}
     for report in (cb for cb in module.federated_callbacks if isinstance(cb, Report)):
         with _harmless(f"a picture of {type(report).__name__}"):
             for name, draw in report.figures(read_metrics(attempt.metrics)).items():
                 write_figure(attempt.path / f"{name}.png", draw(title))
         with _harmless(f"a table of {type(report).__name__}"):
             for name, table in report.tables().items():
-                text = StringIO(newline="")
-                csv.writer(text, lineterminator="\n").writerows([table.columns, *table.rows])
-                write_text(attempt.path / f"{name}.csv", text.getvalue())
+                _write_table(attempt.path / f"{name}.csv", table.columns, table.rows)
+            histograms |= {name: [*values] for name, values in report.histograms().items() if len(values)}
+    if histograms:
+        with _harmless(attempt.histograms):
+            write_json(attempt.histograms, histograms)
+
+
+def _write_table(path: Path, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+    text = StringIO(newline="")
+    csv.writer(text, lineterminator="\n").writerows([columns, *rows])
+    write_text(path, text.getvalue())
 
 
 @contextmanager

@@ -71,7 +71,9 @@ def test_a_freeze_round_by_hand_replaces_the_fraction_of_the_yaml(capsys):
     )
 
 
-COMMANDS = "use one of fit, validate, test, predict, verify, study, report, partition, list"
+COMMANDS = (
+    "use one of fit, validate, test, predict, verify, study, report, partition, list, upload, dashboard"
+)
 
 
 @pytest.mark.parametrize(

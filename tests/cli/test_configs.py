@@ -9,6 +9,7 @@ from command_line import main
 from helpers import write_cifar10_folders
 from layouts import write_feddrive, write_femnist, write_tiny_imagenet
 from street_scenes import write_scenes
+from sweeps import SWEEPS, command_line, grid
 from torch.nn.modules.batchnorm import _BatchNorm
 
 import fl_lightning
@@ -144,3 +145,16 @@ def test_overlays_attack_and_defend_a_configuration(name, attack, defence):
     assert cli.model.federated_callbacks[-1].attackers == [7, 8, 9]
     assert type(cli.model.statistics.rule).__name__ == DEFENCES[defence]
     assert type(cli.model.aggregator).__name__ == "WeightedMean"
+
+
+@pytest.mark.parametrize("name", SWEEPS)
+def test_the_command_of_a_sweep_takes_its_parameters(name, capsys):
+    assert len(grid(name)) >= 6
+    words = command_line(name, grid(name)[-1])
+    assert words[:6] == ["/usr/bin/env", "python", "-m", "fl_lightning", "fit", "--config"]
+    assert (CONFIGS.parent / words[6]).is_file()
+    with pytest.raises(SystemExit) as stop:
+        main([*words[4:], "--print_config"])
+    assert not stop.value.code
+    printed = yaml.safe_load(capsys.readouterr().out)
+    assert printed["seed_everything"] == grid(name)[-1]["seed_everything"]

@@ -13,7 +13,7 @@ from helpers import SGD, blobs, small_cnn
 from wandb_files import metrics, offline_runs, read_run, run_id
 
 from fl_lightning import FederatedCallback, FederatedModule
-from fl_lightning.dashboard.contents import clients_table
+from fl_lightning.run_directory.describe import clients_table
 
 
 def test_resumed_run_keeps_its_id_and_leaves_one_offline_run_with_all_rounds(offline):

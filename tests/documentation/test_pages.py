@@ -30,6 +30,8 @@ BY_HAND = (
     ".venv/bin/ruff",
     ".venv/bin/mypy",
     ".venv/bin/torchrun",
+    ".venv/bin/wandb agent",
+    ".venv/bin/wandb sweep",
     ".venv/bin/wandb sync",
     ".venv/bin/wandb leet",
     "OMP_NUM_THREADS=1 .venv/bin/python -m pytest",
@@ -38,8 +40,8 @@ BY_HAND = (
 )
 """What other tests, developers or readers run."""
 
-ELSEWHERE = ("verify",)
-"""Run by tests/verification/test_verify.py."""
+ELSEWHERE = ("dashboard", "upload", "verify")
+"""Run by tests/dashboard/ and tests/verification/test_verify.py."""
 
 LEFT = {
     "README.md": "quickstart_lr0.05/*/result.json",
@@ -102,7 +104,7 @@ def test_no_page_has_a_command_that_no_test_and_no_reader_runs():
 
 def test_the_pages_show_every_subcommand():
     shown = {line.partition(OURS)[2].split()[0] for name in PAGES for line in commands(name) if OURS in line}
-    assert shown == {"fit", "validate", "test", "predict", "verify", "partition", "study", "report"}
+    assert shown == {"fit", "validate", "test", "predict", "partition", "study", "report", *ELSEWHERE}
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from command_line import run_rendered as run
 from command_line import write_config
 
 from fl_lightning import FederatedCallback
-from fl_lightning.dashboard.contents import pictures, tables
+from fl_lightning.dashboard.contents import media
 from fl_lightning.pictures.style import new_figure, paper_style
 from fl_lightning.run_directory.report import Report, Table
 
@@ -55,8 +55,7 @@ def in_folder(tmp_path, monkeypatch):
 
 
 def test_report_is_in_the_run_directory_and_in_the_result(in_folder, capsys):
-    cli = run()
-    attempt = cli.attempt
+    attempt = run().attempt
     assert (attempt.path / "counted.png").read_bytes()[:4] == b"\x89PNG"
     with (attempt.path / "counted.csv").open(newline="") as file:
         assert list(csv.reader(file)) == [
@@ -70,11 +69,11 @@ def test_report_is_in_the_run_directory_and_in_the_result(in_folder, capsys):
     assert result["reports"] == {"counted": "3 rounds"}
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("counted")]
     assert line.split() == ["counted", "3", "rounds"]
-    found = tables(cli.model)
+    found = media(attempt)
     assert found["counted_table"].data == [[1, "the, 1"], [2, "the, 2"], [3, "the, 3"]]
     assert sum(found["spread"].histogram) == 3
     assert "nothing" not in found
-    assert "counted" in pictures(attempt)
+    assert "counted" in found
 
 
 def test_report_that_fails_costs_nothing_but_itself(in_folder, monkeypatch, capsys):

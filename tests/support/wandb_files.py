@@ -39,7 +39,7 @@ def records(path):
 
 
 def read_run(folder):
-    """A finished offline run: ``run``, ``config``, ``metrics``, ``history``, ``summary``, ``artifacts``, ``exit_code``."""
+    """A finished offline run: ``run``, ``config``, ``metrics``, ``history``, ``summary``, ``artifacts``, ``preempting``, ``exit_code``."""
     deadline = time.monotonic() + 10  # W&B's process may still be writing when finish() returns
     while (found := _read(folder)).exit_code is None and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -48,6 +48,7 @@ def read_run(folder):
 
 def _read(folder):
     found = SimpleNamespace(config={}, metrics={}, history=[], summary={}, artifacts=[], exit_code=None)
+    found.preempting = False
     for record in (record for path in Path(folder).glob("*.wandb") for record in records(path)):
         kind = record.WhichOneof("record_type")
         if kind == "run":
@@ -63,6 +64,8 @@ def _read(folder):
             found.summary |= _items(record.summary.update)
         elif kind == "artifact":
             found.artifacts.append(record.artifact)
+        elif kind == "preempting":
+            found.preempting = True
         elif kind == "exit":
             found.exit_code = record.exit.exit_code
     return found

@@ -1,0 +1,42 @@
+"""``python -m fl_lightning dashboard``: a workspace at Weights & Biases with panels for what runs log."""
+
+import os
+from argparse import ArgumentParser
+from collections.abc import Sequence
+
+from fl_lightning.cli.messages import command, refuse
+from fl_lightning.dashboard.workspace import as_json, make_workspace, publish
+from fl_lightning.files import user_path, write_text
+
+
+@command()
+def main(args: Sequence[str]) -> None:
+    """Save the workspace and print its address, or write it to a file and say how it comes to W&B.
+
+    Args:
+        args: Arguments after ``dashboard``.
+    """
+    parser = ArgumentParser(
+        prog="python -m fl_lightning dashboard",
+        description="Make a workspace of panels for accuracy, Batch Normalization, communication, time and attacks.",
+        allow_abbrev=False,
+    )
+    parser.error = refuse  # type: ignore[assignment]  # without pages of usage
+    given = os.environ.get
+    project = given("WANDB_PROJECT") or "fl_lightning"
+    parser.add_argument("--project", default=project, help="the project of the runs (default: %(default)s)")
+    parser.add_argument(
+        "--entity", default=given("WANDB_ENTITY"), help="its owner (default: that of the key)"
+    )
+    parser.add_argument(
+        "--file",
+        help="write the workspace's JSON, also where there is a key (default without: dashboard.json)",
+    )
+    own = parser.parse_args(args)
+    url = publish(own.project, own.entity) if own.file is None else None
+    if url is not None:
+        print(f"W&B: {url}")
+        return
+    path = user_path("file", own.file or "dashboard.json")
+    write_text(path, as_json(make_workspace(own.project, own.entity or "")))
+    print(f"W&B: the workspace is in {path}; to save it there: wandb login, then this command without --file")

@@ -1,0 +1,140 @@
+"""The workspace shows what runs log, and nothing else; without a key it is a file."""
+
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from command_line import message_of, run, write_config
+from wandb_files import offline_runs, read_run
+
+from fl_lightning.__main__ import main
+
+pytest.importorskip("wandb_workspaces")
+# the library's own, while it is imported
+pytestmark = pytest.mark.filterwarnings("ignore:Pydantic V1 style:DeprecationWarning")
+
+DOCTOR = {
+    "class_path": "BatchNormDiagnostics",
+    "init_args": {"every_n_rounds": 1, "measure": ["statistics", "gradients", "gap", "bias"]},
+}
+HEALTHY = {
+    "trainer.callbacks": [DOCTOR, {"class_path": "CommunicationLedger"}, {"class_path": "ClientEvaluation"}],
+    "trainer.max_epochs": 2,
+    "trainer.check_val_every_n_epoch": 1,
+    "data.init_args.val_fraction": 0.0,
+}
+HUGE = {"class_path": "Gaussian", "init_args": {"std": 1e38}}  # some of its floats are infinite
+ATTACKED = {
+    "trainer.callbacks": [
+        {"class_path": "Byzantine", "init_args": {"attack": HUGE, "clients": 1, "target": "parameters"}},
+        {"class_path": "AggregationDiagnostics"},
+        DOCTOR,
+        {"class_path": "ClientEvaluation"},
+    ],
+    "trainer.max_epochs": 2,
+    "trainer.check_val_every_n_epoch": 1,
+    "model.aggregator": {"class_path": "Median"},
+    "model.failures": {"class_path": "ClientFailures", "init_args": {"stragglers": 0.5}},
+    "model.on_divergence": "drop",
+}
+
+
+def written(*arguments):
+    main(["dashboard", *arguments])
+    return json.loads(Path("dashboard.json").read_text())
+
+
+def panels(workspace):
+    """The kind and the settings of each panel, by the name of its section."""
+    sections = workspace["spec"]["section"]["panelBankConfig"]["sections"]
+    return {
+        section["name"]: [(panel["viewType"], panel["config"]) for panel in section["panels"]]
+        for section in sections
+    }
+
+
+def test_every_metric_of_a_panel_is_one_that_runs_log(offline):
+    history, summary = set(), set()
+    for name, changes in {"healthy": HEALTHY, "attacked": ATTACKED}.items():
+        attempt = run(config=write_config(changes, f"{name}.yaml")).attempt
+        found = read_run(offline_runs(attempt)[0])
+        history |= {metric for row in found.history for metric in row}
+        summary |= set(found.summary)
+    shown = [panel for section in panels(written()).values() for panel in section]
+    for kind, known in (("Run History Line Plot", history), ("Bar Chart", summary)):
+        metrics = {metric for view, config in shown if view == kind for metric in config["metrics"]}
+        assert metrics - known == set()
+        assert len(metrics) > 3
+    assert {view for view, _ in shown} == {"Run History Line Plot", "Bar Chart"}
+
+
+def test_curves_have_the_round_as_their_axis_and_a_mean_and_deviation_of_each_group(offline):
+    workspace = written("--project", "mine", "--entity", "me")
+    assert (workspace["project"], workspace["entity"]) == ("mine", "me")
+    assert list(panels(workspace)) == ["Accuracy", "BN doctor", "Communication", "Time", "Byzantine"]
+    for view, config in (panel for section in panels(workspace).values() for panel in section):
+        assert (config["groupBy"], config["groupAgg"], config["groupArea"]) == ("group", "mean", "stddev")
+        assert view == "Bar Chart" or config["xAxis"] == "round"
+    (runs,) = workspace["spec"]["section"]["runSets"]
+    assert runs["grouping"] == [{"section": "run", "name": "group"}]
+
+
+def test_without_a_key_one_line_says_where_the_file_is_and_how_it_comes_to_wandb(offline, capsys):
+    main(["dashboard"])
+    shown = capsys.readouterr()
+    assert shown.out.startswith("W&B: the workspace is in dashboard.json; to save it there: wandb login")
+    assert shown.err == ""
+
+
+@pytest.fixture
+def online(offline, monkeypatch):
+    """A key, and what W&B is sent."""
+    import wandb
+    from wandb_workspaces.workspaces import interface, internal
+
+    wandb.teardown()
+    monkeypatch.setenv("WANDB_API_KEY", "0123456789abcdef" * 3)
+    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
+    sent = []
+
+    def take(view):
+        sent.append(view)
+        return {"upsertView": {"view": {"name": "nw-abc-v", "id": "1"}}}
+
+    monkeypatch.setattr(internal, "upsert_view2", take)
+    # the real one asks the server who this is
+    monkeypatch.setattr(wandb, "Api", lambda: SimpleNamespace(default_entity="me"))
+    monkeypatch.setattr(interface, "get_app_url", lambda api: "https://there")
+    yield sent
+    wandb.teardown()
+
+
+def test_with_a_key_it_is_saved_and_the_address_printed(online, capsys):
+    main(["dashboard", "--project", "mine"])
+    (view,) = online
+    assert (view.project, view.entity) == ("mine", "me")
+    assert capsys.readouterr().out == "W&B: https://there/me/mine?nw=abc\n"
+    assert not Path("dashboard.json").exists()
+
+
+def test_file_is_written_also_where_there_is_a_key(online):
+    main(["dashboard", "--file", "other.json"])
+    assert panels(json.loads(Path("other.json").read_text()))
+    assert online == []
+
+
+def test_what_wandb_says_is_one_line(online, monkeypatch, capsys):
+    def refuse(view):
+        raise ValueError("no such\nproject")
+
+    monkeypatch.setattr("wandb_workspaces.workspaces.internal.upsert_view2", refuse)
+    line = message_of(capsys, lambda: main(["dashboard"]))
+    assert "did not save the workspace: no such project; --file" in line
+
+
+def test_library_that_is_not_installed_is_one_line(offline, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "wandb_workspaces", None)
+    line = message_of(capsys, lambda: main(["dashboard"]))
+    assert "pip install 'fl_lightning[dashboard]'" in line
