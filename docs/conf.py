@@ -36,12 +36,12 @@ nitpick_ignore_regex = [
     # documented by their own projects, whose inventories would have to be downloaded
     (
         r"py:.*",
-        r"(torch|torchvision|torchmetrics|lightning|jsonargparse|matplotlib|numpy|PIL|wandb|rich)\..*",
+        r"(torch|torchvision|torchmetrics|lightning|jsonargparse|matplotlib|numpy|PIL|wandb|rich|ray|submitit)\..*",
     ),
     (
         r"py:class",
-        r"Figure|Axes|Axis|Connection",
-    ),  # of matplotlib and multiprocessing, imported for type checkers alone
+        r"Figure|Axes|Axis|Connection|Workspace",
+    ),  # of matplotlib, multiprocessing and W&B, imported for type checkers alone
     (r"py:class", r"dict\[\w+"),  # an annotation in quotes, which Sphinx cuts at its comma
     (r"py:class", r".*\.(Key|Item|Result)"),  # type variables
     (
@@ -60,7 +60,7 @@ def pages(app: Sphinx) -> None:
     docs = Path(app.srcdir)
     for old in (path for path in (docs / "reference").glob("*.md") if path.stem != "index"):
         old.unlink()
-    tops = sorted(path.parent for path in (ROOT / "fl_lightning").glob("*/__init__.py"))
+    tops = sorted(path.parent for path in (ROOT / "fl_lightning").glob("*/**/__init__.py"))
     for folder in (*tops, ROOT / "callbacks", ROOT / "datamodules", ROOT / "benchmarks"):
         package = ".".join(folder.relative_to(ROOT).parts)
         modules = sorted(path.stem for path in folder.glob("*.py") if not path.stem.startswith("__"))

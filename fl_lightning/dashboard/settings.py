@@ -72,7 +72,7 @@ def session_mode(mode: str) -> Any:
         mode: ``"auto"`` or a mode of ``wandb.init``.
 
     Raises:
-        Error: W&B's own: online without a key, a key or a variable that it refuses.
+        wandb.Error: Online without a key, a key or a variable that it refuses.
     """
     os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # it would be sent from an offline run, too
     import wandb

@@ -53,7 +53,7 @@ class Runner:
     def run(self, cells: Sequence[Cell]) -> None:
         """Run all cells that have no result yet, and those whose data are not those of newer cells.
 
-        :attr:`failed` has the errors of cells that ended with one, by their keys.
+        Afterwards ``failed`` has the errors of cells that ended with one, by their keys.
         """
         unique = [*{cell.key: cell for cell in reversed(cells)}.values()][::-1]
         share_first_stages(unique)

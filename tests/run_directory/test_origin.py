@@ -7,7 +7,6 @@ import torch
 import yaml
 from command_line import run, write_config
 
-from fl_lightning.dashboard.contents import facts
 from fl_lightning.run_directory.checkpoint_io import AtomicCheckpointIO
 from fl_lightning.run_directory.continuation import deciding_settings
 from fl_lightning.run_directory.describe import run_title
@@ -49,7 +48,7 @@ def test_a_run_continued_twice_under_other_learning_rates_names_both_everywhere(
         f"# {line}" for line in words
     ]
     assert run_title(cli.model)[2:] == words
-    assert facts(cli.model)["continued_from"] == words
+    assert json.loads(cli.attempt.identity.read_text())["continued_from"] == words
     assert f"continued        {words[1].removeprefix('continued ')}" in capsys.readouterr().out
     # the same run, resumed as it is, keeps the list; its configuration starts a run that continues none
     assert result(run(*LAST, "--trainer.max_epochs", 4, *wider).attempt)["continued_from"] == [
