@@ -107,7 +107,7 @@ def test_run_killed_at_random_moments_ends_bit_identically(scope, periods, tmp_p
             {"class_path": "FixBN"},
             {"class_path": "MaintainedMomentum", "init_args": {"scope": scope}},
         ],
-        "model.client_optimizer": {"class_path": "SGD", "init_args": {"lr": 0.02, "momentum": 0.9}},
+        "model.client_optimizer": {"class_path": "SGD", "init_args": {"lr": 0.005, "momentum": 0.9}},
         "model.server_optimizer": {"class_path": "SGD", "init_args": {"lr": 1.0, "momentum": 0.5}},
         "model.participation": 2,
         "data.init_args.num_clients": 5,
