@@ -51,16 +51,22 @@ def own_files(config: Any) -> set[Path]:
     """The files of the classes that a configuration names and no installed package holds."""
     found = set()
     for name in _class_paths(config):
-        package, _, _ = name.partition(".")
         module = name.rpartition(".")[0]
-        if package in ("fl_lightning", "callbacks", "datamodules") or not module:
-            continue
-        origin = getattr(sys.modules.get(module), "__file__", None) or getattr(
-            find_spec(module), "origin", None
-        )
-        if origin and origin.endswith(".py") and "site-packages" not in origin and Path(origin).is_file():
-            found.add(Path(origin))
+        if module and name.partition(".")[0] not in ("fl_lightning", "callbacks", "datamodules"):
+            origin = _origin(module)
+            if origin.endswith(".py") and "site-packages" not in origin and Path(origin).is_file():
+                found.add(Path(origin))
     return found
+
+
+def _origin(module: str) -> str:
+    """The file of a module, empty where it has none: a notebook's, or a class in which another one is."""
+    if module in sys.modules:
+        return getattr(sys.modules[module], "__file__", None) or ""
+    try:
+        return getattr(find_spec(module), "origin", None) or ""
+    except ImportError:
+        return ""
 
 
 def _class_paths(node: Any) -> Iterator[str]:
