@@ -70,7 +70,8 @@ def chosen(
             worst = inf if choice.metric.endswith("loss") else -inf
             values: dict[str, float | None] = {}
             for cell in (cell for cell in own if matches(cell.labels, by)):
-                value = _value(cell.state(accept_stale).result, choice.metric, worst)
+                state = cell.state(accept_stale)
+                value = _value(state.result if state.phase == "done" else None, choice.metric, worst)
                 values[cell.labels[choice.axis]] = worst if value is None and cell.key in failed else value
             known = {label: value for label, value in values.items() if value is not None}
             best = None

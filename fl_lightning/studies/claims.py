@@ -41,11 +41,15 @@ def judge(claim: str, found: Mapping[str, Any]) -> dict[str, Any] | None:
     body, _, at = claim.partition(" at ")
     ordering, _, within = body.partition(" within ")
     sides = [part.strip() for part in re.split(r"[>~]", ordering)]
-    if len(sides) < 2 or ("~" in ordering) != bool(within):
+    try:
+        margin = float(within) if within else None
+    except ValueError:
+        margin = -1.0
+    if len(sides) < 2 or ("~" in ordering) != bool(within) or (margin is not None and not margin > 0):
         raise ConfigurationError(
             f"claims: {claim!r} must be an ordering such as 'A > B at axis=label' or 'A ~ B within 0.02'"
         )
-    margin, choose = float(within) if within else None, found["choose"]
+    choose = found["choose"]
     constraints = [_labels(side, claim, found) for side in sides]
     fixed = _labels(at, claim, found) if at else {}
     metric = next(iter(found["metrics"]))

@@ -47,6 +47,11 @@ def findings(
         "choices": choices,
         "known": study.known_labels(),
     }
+    results = [state.result for state in states.values() if state.phase == "done" and state.result]
+    for name in definition.metrics if results else ():
+        if not any(group["values"][name] for group in found["groups"]):
+            known = dict.fromkeys(own for result in results for own in result if "/" in own)
+            raise ConfigurationError(f"metrics: no run has {name}; there are {', '.join(known)}")
     for index, group in enumerate(found["groups"]):
         earlier = (g["labels"] for g in found["groups"][:index] if _reads(g) == _reads(group))
         group["same_as"] = next(earlier, None)

@@ -85,11 +85,7 @@ def state_of(attempt: Attempt) -> State:
     if attempt.error.is_file():
         lines = attempt.error.read_text(errors="replace").strip().splitlines()
         return State("failed", attempt, why=(lines or ["no message"])[-1])
-    try:
-        with attempt.lock():
-            return State("stopped", attempt, why=why)
-    except ConfigurationError:
-        return State("running", attempt, why=why)
+    return State("running" if attempt.is_locked() else "stopped", attempt, why=why)
 
 
 def _config(attempt: Attempt) -> dict[str, Any]:

@@ -10,7 +10,6 @@ import pytest
 import fl_lightning
 from fl_lightning.cli.command_line import main as fit
 from fl_lightning.cli.study import StudyCells
-from fl_lightning.studies.claims import judge
 from fl_lightning.studies.reading import read_study
 
 FOLDER = Path(fl_lightning.__file__).parents[1] / "configs/studies"
@@ -44,11 +43,9 @@ def test_each_label_makes_another_run(name, scale):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_claims_can_be_read_and_a_quick_scale_is_small(name):
+def test_its_file_can_be_read_and_a_quick_scale_is_small(name):
     scale = "quick" if name in QUICK else "reduced"
     study = read_study(FOLDER / f"{name}.yaml", scale)
-    found = {"known": study.known_labels(), "choose": [], "metrics": study.definition.metrics, "groups": []}
-    assert [judge(claim, found) for claim in study.definition.claims] == [None] * len(study.definition.claims)
     assert set(study.definition.scales) >= {"reduced", "full"}
     if scale == "quick":
         assert len([*study.combinations()]) <= 8

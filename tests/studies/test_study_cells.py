@@ -1,6 +1,7 @@
 """Cells: what run directories say of them, what they share, and what is chosen by their validation."""
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -199,6 +200,14 @@ def test_a_label_is_chosen_by_validation_and_never_by_test():
     assert not is_chosen({"method": "BN", "model.client_optimizer.lr": "0.1"}, choices)
 
 
+def test_stale_trials_choose_nothing_unless_they_are_accepted():
+    cells = study_cells()
+    for one in cells.trials[0]:
+        finish(one, provenance=[{**one.now, "source": "0ld"}])
+    assert {one["chosen"] for one in chosen(cells.study, cells.trials)} == {None}
+    assert {one["chosen"] for one in chosen(cells.study, cells.trials, accept_stale=True)} == {"0.1"}
+
+
 def test_without_validation_data_nothing_can_be_chosen():
     with pytest.raises(
         ConfigurationError,
@@ -245,3 +254,9 @@ def test_comments_docstrings_and_layout_are_no_source(tmp_path, monkeypatch):
     own.write_text("class Mine:\n    x = 2\n")
     assert provenance(config)["source"] != before["source"]
     assert own_files({"class_path": "torch.optim.SGD"}) == set()
+
+
+def test_classes_of_a_notebook_and_classes_in_classes_have_no_file_of_their_own(monkeypatch):
+    monkeypatch.delattr(sys.modules["__main__"], "__file__", raising=False)
+    config = [{"class_path": "__main__.Mine"}, {"class_path": "mine_nowhere.Outer.Inner"}]
+    assert provenance(config) == provenance({})

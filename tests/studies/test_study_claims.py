@@ -84,7 +84,17 @@ def test_numbers_that_are_missing_or_none_decide_nothing():
 
 
 @pytest.mark.parametrize(
-    "claim", ["GN", "GN > LN", "GN > BN at E=7", "GN ~ BN", "GN > BN within 0.1", "E=1 > GN > 1.5"]
+    "claim",
+    [
+        "GN",
+        "GN > LN",
+        "GN > BN at E=7",
+        "GN ~ BN",
+        "GN > BN within 0.1",
+        "GN ~ BN within x",
+        "GN ~ BN within 0",
+        "E=1 > GN > 1.5",
+    ],
 )
 def test_a_claim_that_cannot_be_read_is_refused(claim):
     with pytest.raises(ConfigurationError, match="claims: "):

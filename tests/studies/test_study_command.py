@@ -230,6 +230,14 @@ def test_what_was_chosen_on_validation_data_is_recorded_and_trained_once(ran, ca
     assert "by validation" in capsys.readouterr().out
 
 
+def test_a_metric_that_no_run_has_is_no_empty_column(ran, capsys):
+    write(metrics={"test/accuracy": "test", "test/acuracy": "test too"})
+    message = message_of(capsys, lambda: study("--trainer.max_epochs=5"))
+    assert message.startswith(
+        "error: metrics: no run has test/acuracy; there are val/loss, val/accuracy, test/loss"
+    )
+
+
 def test_settings_of_the_command_line_are_those_of_every_cell(ran):
     study("--trainer.max_epochs=2", "--run_root=elsewhere")
     results = [json.loads(path.read_text()) for path in Path("elsewhere/cells").glob("*/result.json")]

@@ -93,6 +93,7 @@ def test_an_axis_with_one_label_is_not_chosen(tmp_path):
         ({"published": [{"method": "LN", "value": 1}]}, "published: axis method has no label 'LN'; it has BN, GN, sBN"),
         ({"published": [{"method": "GN"}]}, "has no number as its value"),
         ({"without": [{"norm": "GN"}]}, "without: there is no axis 'norm'; there are method, model.client_optimizer.lr"),
+        ({"claims": ["BN > FN"]}, "claims: 'BN > FN': 'FN' is no label of one axis"),
         ({"spread": "E"}, "spread: there is no axis 'E'"),
         ({"choose": [{"axis": "E"}]}, "choose: there is no axis 'E'"),
         ({"choose": [{"axes": "E"}]}, "choose: there is no key 'axes'"),
