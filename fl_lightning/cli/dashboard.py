@@ -1,10 +1,9 @@
 """``python -m fl_lightning dashboard``: a workspace at Weights & Biases with panels for what runs log."""
 
 import os
-from argparse import ArgumentParser
 from collections.abc import Sequence
 
-from fl_lightning.cli.messages import command, refuse
+from fl_lightning.cli.messages import CommandParser, command
 from fl_lightning.dashboard.workspace import as_json, make_workspace, publish
 from fl_lightning.files import user_path, write_text
 
@@ -16,12 +15,10 @@ def main(args: Sequence[str]) -> None:
     Args:
         args: Arguments after ``dashboard``.
     """
-    parser = ArgumentParser(
-        prog="python -m fl_lightning dashboard",
-        description="Make a workspace of panels for accuracy, Batch Normalization, communication, time and attacks.",
-        allow_abbrev=False,
+    parser = CommandParser(
+        "dashboard",
+        "Make a workspace of panels for accuracy, Batch Normalization, communication, time and attacks.",
     )
-    parser.error = refuse  # type: ignore[assignment]  # without pages of usage
     given = os.environ.get
     project = given("WANDB_PROJECT") or "fl_lightning"
     parser.add_argument("--project", default=project, help="the project of the runs (default: %(default)s)")

@@ -7,6 +7,7 @@ import signal
 import sys
 import time
 import traceback
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -183,6 +184,29 @@ def refuse(line: str, status: int = 2) -> NoReturn:
         _let_the_first_rank_speak()
     print(f"error: rank {rank}: {line}" if rank else f"error: {line}", file=_errors())
     sys.exit(status)
+
+
+class CommandParser(ArgumentParser):
+    """The parser of a command's own options: a mistake is one line without pages of usage, and options are written in full.
+
+    Args:
+        command: The command.
+        description: What it does.
+        usage: What follows the command; None lists all options.
+    """
+
+    def __init__(self, command: str, description: str, usage: str | None = None) -> None:
+        super().__init__(
+            prog=f"python -m fl_lightning {command}",
+            usage=usage and f"%(prog)s {usage}",
+            description=description,
+            formatter_class=RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+
+    def error(self, message: str) -> NoReturn:
+        """Refuse the arguments."""
+        refuse(message)
 
 
 def _let_the_first_rank_speak() -> None:

@@ -1,7 +1,6 @@
 """``python -m fl_lightning partition``: who the clients of a configuration are, without training."""
 
 import json
-from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
@@ -10,7 +9,7 @@ from fl_lightning import __version__
 from fl_lightning.cli.command_line import import_shipped
 from fl_lightning.cli.command_line import main as run
 from fl_lightning.cli.federated_cli import FederatedCLI
-from fl_lightning.cli.messages import command, refuse
+from fl_lightning.cli.messages import CommandParser, command
 from fl_lightning.cli.parser import ConciseParser
 from fl_lightning.client_data.federated import FederatedDataModule
 from fl_lightning.errors import ConfigurationError
@@ -44,14 +43,9 @@ def main(args: Sequence[str]) -> None:
     Args:
         args: Arguments after ``partition``.
     """
-    parser = ArgumentParser(
-        prog="python -m fl_lightning partition",
-        usage="%(prog)s --config FILE [--output FOLDER] [--save FILE.json] [options of fit]",
-        description=_DESCRIPTION,
-        formatter_class=RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+    parser = CommandParser(
+        "partition", _DESCRIPTION, "--config FILE [--output FOLDER] [--save FILE.json] [options of fit]"
     )
-    parser.error = refuse  # type: ignore[assignment]  # without pages of usage
     parser.add_argument(
         "--output", metavar="FOLDER", default=".", help="where partition.png goes (default: here)"
     )

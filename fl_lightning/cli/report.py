@@ -1,9 +1,8 @@
 """``python -m fl_lightning report``: one HTML page about studies and runs."""
 
-from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Sequence
 
-from fl_lightning.cli.messages import command, refuse
+from fl_lightning.cli.messages import CommandParser, command
 from fl_lightning.files import user_path
 from fl_lightning.studies.report import write_report
 
@@ -19,13 +18,7 @@ def main(args: Sequence[str]) -> None:
     Args:
         args: Arguments after ``report``.
     """
-    parser = ArgumentParser(
-        prog="python -m fl_lightning report",
-        description=_DESCRIPTION,
-        formatter_class=RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.error = refuse  # type: ignore[assignment]  # without pages of usage
+    parser = CommandParser("report", _DESCRIPTION)
     parser.add_argument("directories", metavar="DIR", nargs="+", help="a study's folder or a run directory")
     parser.add_argument("--output", metavar="FILE", default="report.html", help="(default: report.html)")
     own = parser.parse_args(args)

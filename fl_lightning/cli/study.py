@@ -1,7 +1,6 @@
 """``python -m fl_lightning study``: the runs of a table or figure, their tables and what holds of the claims."""
 
 import io
-from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Sequence
 from contextlib import redirect_stdout
 from functools import cache, cached_property
@@ -13,7 +12,7 @@ import yaml
 
 from fl_lightning.cli.command_line import main as run
 from fl_lightning.cli.command_line import shipped
-from fl_lightning.cli.messages import command, refuse
+from fl_lightning.cli.messages import CommandParser, command
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.files import write_json
 from fl_lightning.run.interruption import Stopped
@@ -51,14 +50,11 @@ def main(args: Sequence[str]) -> None:
     Args:
         args: Arguments after ``study``.
     """
-    parser = ArgumentParser(
-        prog="python -m fl_lightning study",
-        usage="%(prog)s FILE [--scale quick|reduced|full] [--engine local|ray|slurm] [--jobs N] [--dry-run] [--accept-stale] [options of fit]",
-        description=_DESCRIPTION,
-        formatter_class=RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+    parser = CommandParser(
+        "study",
+        _DESCRIPTION,
+        "FILE [--scale quick|reduced|full] [--engine local|ray|slurm] [--jobs N] [--dry-run] [--accept-stale] [options of fit]",
     )
-    parser.error = refuse  # type: ignore[assignment]  # without pages of usage
     parser.add_argument("file", metavar="FILE", help="a study, such as configs/studies/fixbn_table4.yaml")
     parser.add_argument("--scale", default="quick", help="quick (default), reduced or full")
     parser.add_argument(

@@ -1,11 +1,10 @@
 """``python -m fl_lightning upload``: runs at Weights & Biases from their folders, without training."""
 
-from argparse import ArgumentParser
 from collections.abc import Sequence
 
 import yaml
 
-from fl_lightning.cli.messages import command, refuse
+from fl_lightning.cli.messages import CommandParser, command
 from fl_lightning.dashboard.logger import RoundWandbLogger
 from fl_lightning.dashboard.settings import WandbSettings
 from fl_lightning.errors import ConfigurationError
@@ -20,13 +19,10 @@ def main(args: Sequence[str]) -> None:
     Args:
         args: Arguments after ``upload``.
     """
-    parser = ArgumentParser(
-        prog="python -m fl_lightning upload",
-        description="Upload the runs of folders to Weights & Biases: online where there is a key, else as files for "
-        "wandb sync; WANDB_MODE decides otherwise.",
-        allow_abbrev=False,
+    parser = CommandParser(
+        "upload",
+        "Upload the runs of folders to Weights & Biases: online where there is a key, else as files for wandb sync; WANDB_MODE decides otherwise.",
     )
-    parser.error = refuse  # type: ignore[assignment]  # without pages of usage
     parser.add_argument("folders", metavar="DIR", nargs="+", help="such as runs/quickstart/8858b953-s0")
     attempts = [Attempt(user_path("upload", folder)) for folder in parser.parse_args(args).folders]
     for attempt in attempts:
