@@ -4,6 +4,7 @@ Each has a pure function of the honest rows ``[h, d]`` that gives the vector ``[
 a configuration names. Where the literature and its libraries differ, ``origin`` says whose formula it is.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from statistics import NormalDist
 from typing import ClassVar, Literal
@@ -98,7 +99,7 @@ class SignFlip(Attack):
         return [sign_flip(message.honest) for message in messages]
 
 
-class Scaled(Attack):
+class Scaled(Attack, ABC):
     """An attack with a factor, fixed or searched: one for all messages together.
 
     A search maximises the distance between what the server makes of the messages and the means of the honest ones. Messages under a
@@ -125,9 +126,9 @@ class Scaled(Attack):
         check_choice(f"{type(self).__name__}.search", search, _SEARCHES)
         self.tau, self.search, self.origin = tau, search, origin
 
+    @abstractmethod
     def vector(self, message: Message, factor: float) -> Tensor:
         """What the attackers send instead of a message with a factor, ``[d]``."""
-        raise NotImplementedError
 
     def fixed(self, message: Message) -> float:
         """The factor where none is searched."""
