@@ -35,7 +35,7 @@ def image_names(folder: Path) -> Iterator[str]:
 
 def list_images(folder: Path) -> list[Path]:
     """The paths of :func:`image_names`, in alphabetical order."""
-    return sorted(folder / name for name in image_names(folder))
+    return [folder / name for name in sorted(image_names(folder), key=lambda name: name.split(os.sep))]
 
 
 def subfolders(folder: Path) -> list[str]:

@@ -4,7 +4,9 @@ import fcntl
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from hashlib import sha256
 from pathlib import Path
+from stat import S_ISREG
 from zlib import crc32
 
 import numpy as np
@@ -16,8 +18,8 @@ from datamodules.decoding import decode
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.files import atomic_write, missing_folders, remove_empty, unwritable
 
-DECODER = 2
-"""What the pixels of a cache were read by: 1 cut 16 bits off at 255."""
+DECODER = 3
+"""What the pixels of a cache were read by: 1 cut 16 bits off at 255; 2 named each file, where there is a digest now."""
 
 
 def cached_images(paths: Sequence[Path], root: Path, size: int, cache: Path) -> Tensor:
@@ -67,12 +69,7 @@ def cached_tensors(
     Raises:
         ConfigurationError: A file cannot be read or the cache cannot be written.
     """
-    if broken := next((path for path in paths if not path.is_file()), None):
-        raise ConfigurationError(
-            f"data_dir holds {broken}, which is no file that can be read (a link to nothing, a pipe); remove it"
-        )
-    status = [(path.relative_to(root), path.stat()) for path in paths]
-    files = [(str(path), found.st_size, found.st_mtime_ns) for path, found in status]
+    files = _digest(paths, root)
     tensors = _read(cache, files)
     if tensors is not None:
         return tensors
@@ -87,7 +84,22 @@ def cached_tensors(
     return tensors
 
 
-def _read(cache: Path, files: list[tuple[str, int, int]]) -> dict[str, Tensor] | None:
+def _digest(paths: Sequence[Path], root: Path) -> str:
+    """Of the files' paths below the root, sizes and modification times."""
+    found, start = sha256(), len(os.fspath(root)) + 1
+    for path in map(os.fspath, paths):
+        with suppress(OSError):
+            status = os.stat(path)
+            if S_ISREG(status.st_mode):
+                found.update(os.fsencode(f"{path[start:]}\0{status.st_size}\0{status.st_mtime_ns}\0"))
+                continue
+        raise ConfigurationError(
+            f"data_dir holds {path}, which is no file that can be read (a link to nothing, a pipe); remove it"
+        )
+    return found.hexdigest()
+
+
+def _read(cache: Path, files: str) -> dict[str, Tensor] | None:
     try:
         content = torch.load(cache, weights_only=True, mmap=True)
         tensors: dict[str, Tensor] = content["tensors"]
