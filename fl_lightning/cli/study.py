@@ -140,9 +140,12 @@ class StudyCells:
         key = (*labels.items(), seed)
         if key not in self._made:
             computed = [as_argument(name, value) for name, value in _COMPUTED.items()]
-            arguments = self.study.arguments(labels, seed)
-            own = [*self.study.base, *computed, *arguments, *self._options, f"--name={RUNS}"]
-            self._made[key] = Cell(labels, seed, resolve(own))
+            first = self.study.seeds(labels)[0]
+            arguments = self.study.arguments(labels, first)
+            config = resolve([*self.study.base, *computed, *arguments, *self._options, f"--name={RUNS}"])
+            if config["seed_everything"] == first:  # no option says otherwise: seeds differ in nothing else
+                config["seed_everything"] = seed
+            self._made[key] = Cell(labels, seed, config)
         return self._made[key]
 
     def table(self, choices: Choices) -> list[Cell]:

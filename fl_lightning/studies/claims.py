@@ -7,7 +7,7 @@ about every combination of the other axes.
 
 import re
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from math import isfinite
 from typing import Any
@@ -49,21 +49,14 @@ def judge(claim: str, found: Mapping[str, Any]) -> dict[str, Any] | None:
         raise ConfigurationError(
             f"claims: {claim!r} must be an ordering such as 'A > B at axis=label' or 'A ~ B within 0.02'"
         )
-    choose = found["choose"]
     constraints = [_labels(side, claim, found) for side in sides]
     fixed = _labels(at, claim, found) if at else {}
     metric = next(iter(found["metrics"]))
-    pairs = []
-    for more, less in pairwise(constraints):
-        for group in found["groups"]:
-            if not {**fixed, **more}.items() <= group["labels"].items():
-                continue
-            wanted = {
-                axis: label for axis, label in {**group["labels"], **less}.items() if axis not in choose
-            }
-            other = next((g for g in found["groups"] if wanted.items() <= g["labels"].items()), None)
-            if other is not None:
-                pairs.append((group["values"][metric], other["values"][metric]))
+    pairs = [
+        (group["values"][metric], other["values"][metric])
+        for more, less in pairwise(constraints)
+        for group, other in _paired({**fixed, **more}, less, found)
+    ]
     if not pairs:
         return None
     verdicts = [_judge_pair(one, two, margin) for one, two in pairs]
@@ -77,6 +70,41 @@ def judge(claim: str, found: Mapping[str, Any]) -> dict[str, Any] | None:
         else "; ".join(f"{kinds.count(kind)} {kind}" for kind in dict.fromkeys(kinds))
     )
     return {"claim": claim, "verdict": verdict, "words": words}
+
+
+def difference(found: Mapping[str, Any]) -> dict[str, Any]:
+    """A study of differences in pairs by seed, such as ``"GN - BN"``, as if it had found them itself.
+
+    Args:
+        found: What a study has found, ``difference`` among it.
+
+    Raises:
+        ConfigurationError: The difference cannot be read.
+    """
+    words, metric = found["difference"], next(iter(found["metrics"]))
+    sides = words.split(" - ")
+    if len(sides) != 2:
+        raise ConfigurationError(f"difference: {words!r} must be one label minus another, such as 'GN - BN'")
+    one, other = (_labels(side.strip(), words, found, "difference") for side in sides)
+    groups = []
+    for group, against in _paired(one, other, found):
+        (values, less) = (own["values"][metric] for own in (group, against))
+        pairs = {seed: values[seed] - less[seed] for seed in values if seed in less}
+        groups.append({**group, "values": {metric: pairs}, "published": None})
+    name = f"{sides[0]} \N{MINUS SIGN} {sides[1]}, {found['metrics'][metric]}"
+    return {**found, "groups": groups, "metrics": {metric: name}}
+
+
+def _paired(
+    more: Mapping[str, str], less: Mapping[str, str], found: Mapping[str, Any]
+) -> Iterator[tuple[Mapping[str, Any], Mapping[str, Any]]]:
+    """The combinations with some labels, each with the one that has others in their place and else the same, but for chosen ones."""
+    for group in found["groups"]:
+        if more.items() <= group["labels"].items():
+            wanted = {
+                axis: x for axis, x in {**group["labels"], **less}.items() if axis not in found["choose"]
+            }
+            yield from [(group, g) for g in found["groups"] if wanted.items() <= g["labels"].items()][:1]
 
 
 def _judge_pair(one: Mapping[str, float], two: Mapping[str, float], margin: float | None) -> tuple[str, str]:
@@ -115,7 +143,7 @@ def interval(differences: Sequence[float]) -> tuple[float, float]:
     return mean - half, mean + half
 
 
-def _labels(text: str, claim: str, found: Mapping[str, Any]) -> dict[str, str]:
+def _labels(text: str, claim: str, found: Mapping[str, Any], key: str = "claims") -> dict[str, str]:
     """The labels that a side or the place of a claim names, by axis."""
     labels = {}
     for part in (part.strip() for part in text.split(",")):
@@ -123,7 +151,7 @@ def _labels(text: str, claim: str, found: Mapping[str, Any]) -> dict[str, str]:
         axes = [axis] if axis else [name for name, own in found["known"].items() if label in own]
         if len(axes) != 1 or label not in found["known"].get(axes[0], ()):
             raise ConfigurationError(
-                f"claims: {claim!r}: {part!r} is no label of one axis; there are "
+                f"{key}: {claim!r}: {part!r} is no label of one axis; there are "
                 + "; ".join(f"{name}: {', '.join(own)}" for name, own in found["known"].items())
             )
         labels[axes[0]] = label

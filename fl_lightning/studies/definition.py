@@ -70,6 +70,7 @@ class Definition:
         without: Combinations that are left out: a label, or a list of them, of some axes each.
         choose: Axes whose label is chosen on validation data.
         published: Published values: labels of some axes each, and the ``value`` of the first metric.
+        difference: What a map of differences shows, such as ``"GN - BN"``; None for no such map.
         claims: Orderings such as ``"FixBN > BN at E=100"``, see :mod:`fl_lightning.studies.claims`.
     """
 
@@ -83,6 +84,7 @@ class Definition:
     without: list[dict[str, Any]] = field(default_factory=list)
     choose: list[Choice] = field(default_factory=list)
     published: list[dict[str, Any]] = field(default_factory=list)
+    difference: str | None = None
     claims: list[str] = field(default_factory=list)
 
 

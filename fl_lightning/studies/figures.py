@@ -15,6 +15,7 @@ from fl_lightning.pictures.series import Rows, Series, draw_curve, scale_values,
 from fl_lightning.pictures.style import QUALITIES, SPLITS, literal, new_figure, paper_style
 from fl_lightning.pictures.style import write_figure as write
 from fl_lightning.run_directory.metrics import read_metrics
+from fl_lightning.studies.claims import difference
 from fl_lightning.studies.panels import PUBLISHED, Found, Grid, is_number, label_of, short, varied
 from fl_lightning.studies.tables import caption
 
@@ -69,11 +70,9 @@ def pictures(found: Found) -> list[Picture]:
                 words = f"{metric} by {short(axis)}: mean; bars reach from the smallest to the largest value of all seeds"
                 name = f"by_{re.sub(r'[^0-9A-Za-z_-]', '_', short(axis))}"
                 drawable.append(Picture(name, words, partial(against_figure, found, axis)))
-        if len(axes) > 1:
-            across = found["spread"] if found["spread"] in axes else axes[-1]
-            down = next(axis for axis in axes if axis != across)
-            words = f"{metric} by {short(down)} and {short(across)}: mean of all seeds"
-            drawable.append(Picture("heat_map", words, partial(heat_figure, found, down, across)))
+        drawable += _maps(found, "heat_map")
+        if found.get("difference"):
+            drawable += _maps(difference(found), "difference", signed=True)
     rows = read_rows(found)
     if (logged := _logged(found, rows)) is not None:
         band = "mean of all seeds; the band reaches from the smallest to the largest value"
@@ -89,6 +88,17 @@ def pictures(found: Found) -> list[Picture]:
             words = f"{_in_words(logged)} against what all clients together have sent and received: {band}"
             drawable.append(Picture("bytes", words, partial(curves_figure, found, rows, logged, cost=True)))
     return drawable
+
+
+def _maps(found: Found, name: str, signed: bool = False) -> list[Picture]:
+    """A heat map where two axes vary: down goes the one with most labels, across the table's columns or else the last."""
+    axes, metric = varied(found), next(iter(found["metrics"].values()))
+    if len(axes) < 2:
+        return []
+    across = found["spread"] if found["spread"] in axes else axes[-1]
+    down = max((axis for axis in axes if axis != across), key=lambda axis: len(found["axes"][axis]))
+    words = f"{metric} by {short(down)} and {short(across)}: mean of all seeds"
+    return [Picture(name, words, partial(heat_figure, found, down, across, signed=signed))]
 
 
 def read_rows(found: Found) -> dict[str, Rows]:
@@ -183,7 +193,9 @@ def against_figure(found: Found, axis: str, title: Sequence[str]) -> "Figure":
 
 
 @paper_style()
-def heat_figure(found: Found, down: str, across: str, title: Sequence[str]) -> "Figure":
+def heat_figure(
+    found: Found, down: str, across: str, title: Sequence[str], *, signed: bool = False
+) -> "Figure":
     """The first metric by two axes, a panel for each label of further ones.
 
     Args:
@@ -191,6 +203,7 @@ def heat_figure(found: Found, down: str, across: str, title: Sequence[str]) -> "
         down: The axis of the rows.
         across: The axis of the columns.
         title: Lines of the title.
+        signed: Whether values are differences: 0 is white, and two colours say which way.
     """
     rows, columns = found["axes"][down], found["axes"][across]
     panels: dict[str, Any] = {}
@@ -201,17 +214,20 @@ def heat_figure(found: Found, down: str, across: str, title: Sequence[str]) -> "
             place = rows.index(group["labels"][down]), columns.index(group["labels"][across])
             matrix[place] = statistics.mean(values)
     shown = [x for matrix in panels.values() for x in matrix[np.isfinite(matrix)]]
+    lowest, highest = min(shown, default=0.0), max(shown, default=0.0)
+    if signed:
+        lowest, highest = -max(-lowest, highest), max(-lowest, highest)
     figure = new_figure((0.6 + 0.32 * len(rows)) * len(panels), title)
     for axes, (name, matrix) in zip(
         figure.subplots(len(panels), squeeze=False)[:, 0], panels.items(), strict=True
     ):
-        lowest, highest = min(shown), max(shown)
-        axes.pcolormesh(matrix, cmap="cividis", vmin=lowest, vmax=highest, edgecolors="white", linewidth=1)
+        colours = "PuOr" if signed else "cividis"
+        axes.pcolormesh(matrix, cmap=colours, vmin=lowest, vmax=highest, edgecolors="white", linewidth=1)
         for (row, column), value in np.ndenumerate(matrix):
             if np.isfinite(value):
-                colour = "white" if value < (lowest + highest) / 2 else "black"
-                place = column + 0.5, row + 0.5
-                axes.text(*place, f"{value:.3f}", ha="center", va="center", color=colour)
+                dark = abs(value) > 0.6 * highest if signed else value < (lowest + highest) / 2
+                look: dict[str, Any] = {"ha": "center", "va": "center", "color": "white" if dark else "black"}
+                axes.text(column + 0.5, row + 0.5, f"{value:+.3f}" if signed else f"{value:.3f}", **look)
         axes.set_xticks(np.arange(len(columns)) + 0.5, [*map(literal, columns)])
         axes.set_yticks(np.arange(len(rows)) + 0.5, [*map(literal, rows)])
         axes.tick_params(length=0)

@@ -42,6 +42,7 @@ def findings(
         "axes": {axis: [*labels] for axis, labels in study.axes.items()},
         "choose": [choice.axis for choice in definition.choose],
         "spread": definition.spread,
+        "difference": definition.difference,
         "metrics": definition.metrics,
         "groups": [_group(study, own, states, failed) for own in groups.values()],
         "choices": choices,

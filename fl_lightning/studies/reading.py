@@ -9,7 +9,7 @@ import yaml
 from jsonargparse import ArgumentError, ArgumentParser
 
 from fl_lightning.errors import ConfigurationError, nearest
-from fl_lightning.studies.claims import judge
+from fl_lightning.studies.claims import difference, judge
 from fl_lightning.studies.definition import Choice, Definition, Scale, Study, labels_of, listed
 
 
@@ -128,6 +128,8 @@ def _check(study: Study, path: Path) -> None:
     nothing = {"known": known, "choose": [], "metrics": definition.metrics, "groups": []}
     for claim in definition.claims:
         judge(claim, nothing)
+    if definition.difference:
+        difference({**nothing, "difference": definition.difference})
     for entry in definition.published:
         if not isinstance(entry.get("value"), int | float):
             raise ConfigurationError(f"{path}: published: {entry} has no number as its value")

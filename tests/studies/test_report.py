@@ -246,13 +246,36 @@ def test_a_single_run_shows_its_own_pictures(tmp_path):
     assert "BN running mean frozen from round 2" in page.text  # the legend of its learning curve
 
 
+def test_a_map_of_differences_has_0_in_the_middle(tmp_path):
+    """What is not there has no colour, and what one method has more is as dark as what it has less."""
+    groups = [
+        {"labels": {"method": m, "E": e, "b": b}, "values": {"a": {"0": x}}, "published": None, "runs": []}
+        for m, e, b, x in [("BN", "1", "2", 0.5), ("GN", "1", "2", 0.75), ("BN", "9", "2", 0.5), ("GN", "9", "2", 0.375), ("BN", "1", "4", 0.5)]
+    ]  # fmt: skip
+    found = {
+        "axes": {"method": ["BN", "GN"], "E": ["1", "9"], "b": ["2", "4"]},
+        "choose": [],
+        "spread": "E",
+        "groups": groups,
+    }
+    found |= {"metrics": {"a": "accuracy"}, "difference": "GN - BN"}
+    found["known"] = found["axes"]
+    assert "difference" not in [picture.name for picture in pictures(found)]  # b is 2 in both pairs
+    groups.append({**groups[1], "labels": {"method": "GN", "E": "1", "b": "4"}})
+    (picture,) = (picture for picture in pictures(found) if picture.name == "difference")
+    (axes,) = picture.draw([]).axes
+    assert [text.get_text() for text in axes.texts] == ["+0.250", "-0.125", "+0.250"]
+    assert axes.collections[0].get_clim() == (-0.25, 0.25)
+    assert axes.get_title() == "GN \N{MINUS SIGN} BN, accuracy"
+
+
 def test_the_same_files_give_the_same_page(tmp_path):
     study = write_study(tmp_path / "runs")
     assert page_of(tmp_path, study).source == page_of(tmp_path, study).source
 
 
 def test_a_figure_that_fails_harms_nothing_else(tmp_path, monkeypatch, capsys):
-    def fail(*args):
+    def fail(*args, **options):
         raise ValueError("no ink")
 
     study = write_study(tmp_path / "runs")

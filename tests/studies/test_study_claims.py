@@ -3,7 +3,7 @@
 import pytest
 
 from fl_lightning import ConfigurationError
-from fl_lightning.studies.claims import interval, judge
+from fl_lightning.studies.claims import difference, interval, judge
 
 
 def study(values, choose=()):
@@ -42,6 +42,21 @@ def test_one_pair_says_something_only_where_it_is_far_apart():
     assert verdict("GN > BN", {("GN", "1"): [0.6], ("BN", "1"): [0.45]}) == "holds"
     assert verdict("GN > BN", {("GN", "1"): [0.5], ("BN", "1"): [0.45]}) == "undecided"
     assert verdict("GN > BN", {("GN", "1"): [0.4], ("BN", "1"): [0.55]}) == "does not hold"
+
+
+def test_a_difference_is_taken_in_pairs_by_seed():
+    """Whatever the learning rates that were chosen; a seed without its counterpart has none."""
+    values = {
+        ("GN", "1"): [0.5, 0.7, 0.9],
+        ("BN", "1"): [0.4, 0.65],
+        ("GN", "100"): [0.3],
+        ("FixBN", "1"): [0.8],
+    }
+    found = difference(study(values) | {"difference": "GN - BN"})
+    assert found["metrics"] == {"test/accuracy": "GN \N{MINUS SIGN} BN, test"}
+    (group,) = found["groups"]
+    assert group["labels"] == {"method": "GN", "E": "1", "lr": "0.2"}
+    assert group["values"]["test/accuracy"] == pytest.approx({"0": 0.1, "1": 0.05})
 
 
 def test_a_claim_without_a_place_is_about_every_one():

@@ -94,6 +94,8 @@ def test_an_axis_with_one_label_is_not_chosen(tmp_path):
         ({"published": [{"method": "GN"}]}, "has no number as its value"),
         ({"without": [{"norm": "GN"}]}, "without: there is no axis 'norm'; there are method, model.client_optimizer.lr"),
         ({"claims": ["BN > FN"]}, "claims: 'BN > FN': 'FN' is no label of one axis"),
+        ({"difference": "BN > GN"}, "difference: 'BN > GN' must be one label minus another"),
+        ({"difference": "BN - FN"}, "difference: 'BN - FN': 'FN' is no label of one axis"),
         ({"spread": "E"}, "spread: there is no axis 'E'"),
         ({"choose": [{"axis": "E"}]}, "choose: there is no axis 'E'"),
         ({"choose": [{"axes": "E"}]}, "choose: there is no key 'axes'"),
