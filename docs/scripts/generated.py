@@ -55,14 +55,17 @@ def between(name: str, page: str) -> str:
     return found[1]
 
 
+def replaced(name: str, page: str, part: str) -> str:
+    """A page with something else between the comments of a part."""
+    start, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->"
+    head, rest = page.split(start)
+    return f"{head}{start}{part}\n{end}{rest.split(end)[1]}"
+
+
 def main() -> None:
     """Write every part anew."""
     for name, (file, make) in GENERATED.items():
-        page = (DOCS / file).read_text()
-        start, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->"
-        head, rest = page.split(start)
-        _, tail = rest.split(end)
-        (DOCS / file).write_text(f"{head}{start}{make()}\n{end}{tail}")
+        (DOCS / file).write_text(replaced(name, (DOCS / file).read_text(), make()))
 
 
 if __name__ == "__main__":

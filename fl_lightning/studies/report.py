@@ -32,7 +32,7 @@ SCALES = {
     "reduced": "Smaller than in the paper where the settings below say so; orderings of methods can be compared, numbers cannot.",
     "full": "The paper's setting.",
 }
-"""What the scales of studies mean."""
+"""What the scales of studies mean, those of further data sets or networks included (``full_lenet``)."""
 
 _SETTINGS = {
     "data": "data",
@@ -120,7 +120,7 @@ def _part(found: Found, home: Path) -> dict[str, Any]:
     tables["All values"] = whole_table(found)
     return {
         "found": found,
-        "scale": SCALES.get(found["scale"], ""),
+        "scale": SCALES.get(found["scale"].partition("_")[0], ""),
         "tables": {name: rows for name, rows in tables.items() if rows is not None},
         "figures": [*_drawn(found)],
         "settings": {

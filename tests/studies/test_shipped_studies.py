@@ -6,6 +6,7 @@ from itertools import combinations
 from pathlib import Path
 
 import pytest
+import yaml
 
 import fl_lightning
 from fl_lightning.cli.command_line import main as fit
@@ -15,6 +16,12 @@ from fl_lightning.studies.reading import read_study
 FOLDER = Path(fl_lightning.__file__).parents[1] / "configs/studies"
 NAMES = sorted(path.stem for path in FOLDER.glob("*.yaml"))
 QUICK = [name for name in NAMES if name != "fixbn_table3"]  # no street scenes come with a package
+LARGE = [
+    (path.stem, scale)
+    for path in sorted(FOLDER.glob("*.yaml"))
+    for scale in yaml.safe_load(path.read_text())["scales"]
+    if scale != "quick"
+]
 SHORT = ["--trainer.max_epochs=1", "--trainer.check_val_every_n_epoch=1", "--wandb.mode=disabled"]
 
 
@@ -41,8 +48,7 @@ def expect_different_runs(study, cells, combined):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scale", ["reduced", "full"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "scale"), LARGE)
 def test_each_label_makes_another_run(name, scale):
     study = read_study(FOLDER / f"{name}.yaml", scale)
     every, near = [*study.combinations()], []
