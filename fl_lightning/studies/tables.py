@@ -11,6 +11,7 @@ from tabulate import tabulate
 
 from fl_lightning.files import write_text
 from fl_lightning.run_directory.console import format_bytes, in_words
+from fl_lightning.studies.panels import is_number
 
 Rows = tuple[list[str], list[list[str]]]
 """Names of columns, and the rows."""
@@ -94,11 +95,19 @@ def learning_rate(group: Mapping[str, Any], found: Mapping[str, Any]) -> str:
     """A combination's learning rate and how it was found."""
     if group["learning_rate"] is None:
         return ""
-    chosen = any(
-        one["for"].items() <= group["labels"].items() and one["axis"].endswith("client_optimizer.lr")
-        for one in found["choices"]
+    choices = (one for one in found["choices"] if one["axis"].endswith("client_optimizer.lr"))
+    own = next((one for one in choices if one["for"].items() <= group["labels"].items()), None)
+    how = "given" if own is None else "by validation, edge of the grid" if at_edge(own) else "by validation"
+    return f"{group['learning_rate']:g}, {how}"
+
+
+def at_edge(choice: Mapping[str, Any]) -> bool:
+    """Whether the chosen number is the smallest or largest that was tried: a wider grid might have a better one."""
+    tried = [*choice["values"]]
+    return all(map(is_number, tried)) and choice["chosen"] in (
+        min(tried, key=float, default=None),
+        max(tried, key=float, default=None),
     )
-    return f"{group['learning_rate']:g}, {'by validation' if chosen else 'given'}"
 
 
 def remarks(group: Mapping[str, Any]) -> list[str]:

@@ -2,7 +2,15 @@
 
 import csv
 
-from fl_lightning.studies.tables import mean_and_deviation, spread_table, whole_table, write_tables
+import pytest
+
+from fl_lightning.studies.tables import (
+    learning_rate,
+    mean_and_deviation,
+    spread_table,
+    whole_table,
+    write_tables,
+)
 
 
 def run(seed, phase="done", **more):
@@ -64,6 +72,16 @@ def test_one_axis_makes_the_columns():
         [["BN", "0.400 ± 0.100 (0.450)", "0.600"], ["GN", "0.700 ± 0.000", "-"]],
     )
     assert spread_table({**FOUND, "spread": None}) is None
+
+
+@pytest.mark.parametrize(
+    ("tried", "edge"),
+    [("0.1 0.2", True), ("0.02 0.1 0.2", False), ("0.1 0.02 0.01", True), ("1e-2 0.1 1", False), ("0.1 best", False)],
+)  # fmt: skip
+def test_a_number_at_the_edge_of_its_grid_is_called_so(tried, edge):
+    choice = {**FOUND["choices"][0], "values": dict.fromkeys(tried.split(), 0.5)}
+    said = learning_rate(FOUND["groups"][2], {**FOUND, "choices": [choice]})
+    assert said == ("0.1, by validation, edge of the grid" if edge else "0.1, by validation")
 
 
 def test_columns_that_nobody_fills_are_left_out():

@@ -1,0 +1,46 @@
+"""Show what studies have found in docs/gallery.md: ``python docs/scripts/gallery.py runs/studies/NAME-SCALE ...``.
+
+A study's tables and verdicts go between its comments, ``<!-- NAME -->`` and ``<!-- end of NAME -->``, its figure to ``figures/gallery``.
+"""
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+from folders import FIGURES_FOLDER
+from generated import replaced
+
+PAGE = Path(__file__).parents[1] / "gallery.md"
+FIGURES = FIGURES_FOLDER / "gallery"
+SHOWN = ("by_E", "by_T_", "by_gamma", "by_alpha", "difference", "curves")
+"""Of the figures that a study has, the first of these stands on the page."""
+
+
+def part(study: Path) -> str:
+    """What a study says of itself, and its figure."""
+    found = json.loads((study / "study.json").read_text())
+    runs = [run for group in found["groups"] for run in group["runs"]]
+    if unfinished := [run["directory"] for run in runs if run["phase"] != "done"]:
+        sys.exit(f"{study}: {unfinished[0]} is not done")
+    versions = sorted({one["torch"] for run in runs for one in run["provenance"]})
+    sources = sorted({one["source"] for run in runs for one in run["provenance"]})
+    picture = next(study / f"{name}.png" for name in SHOWN if (study / f"{name}.png").is_file())
+    FIGURES.mkdir(exist_ok=True)
+    shutil.copy(picture, FIGURES / f"{found['name']}.png")
+    command = f"python -m fl_lightning study configs/studies/{found['name']}.yaml --scale {found['scale']}"
+    table = (study / "table.md").read_text().strip()
+    origin = f"Source {', '.join(sources)}, torch {', '.join(versions)}."
+    figure = f"![{found['title']}: the values of the table above](figures/gallery/{found['name']}.png)"
+    return f"```text\n{command}\n```\n\n{table}\n\n{figure}\n\n{origin}"
+
+
+def main(studies: list[str]) -> None:
+    """Write the parts of some studies anew."""
+    for study in map(Path, studies):
+        name = study.name.rpartition("-")[0]
+        PAGE.write_text(replaced(name, PAGE.read_text(), part(study)))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
