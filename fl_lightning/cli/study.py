@@ -14,7 +14,7 @@ from fl_lightning.cli.command_line import main as run
 from fl_lightning.cli.command_line import shipped
 from fl_lightning.cli.messages import CommandParser, command
 from fl_lightning.errors import ConfigurationError
-from fl_lightning.files import write_json
+from fl_lightning.files import folder_below, write_json
 from fl_lightning.run.interruption import Stopped
 from fl_lightning.run_directory.console import in_words
 from fl_lightning.studies.cells import RUNS, Cell
@@ -81,7 +81,7 @@ def main(args: Sequence[str]) -> None:
     if own.dry_run:
         dry_run(cells, own.jobs or 1, own.accept_stale)
         return
-    folder = Path(cells.any.config["run_root"], "studies", f"{study.name}-{study.scale_name}")
+    folder = folder_below(cells.any.config["run_root"], f"studies/{study.name}-{study.scale_name}")
     engine = make_engine(own.engine)
     jobs = own.jobs or _room(cells, engine)
     with StudyProgress(jobs, study.scale.cell_seconds) as progress:
@@ -142,9 +142,15 @@ class StudyCells:
             computed = [as_argument(name, value) for name, value in _COMPUTED.items()]
             first = self.study.seeds(labels)[0]
             arguments = self.study.arguments(labels, first)
-            config = resolve([*self.study.base, *computed, *arguments, *self._options, f"--name={RUNS}"])
-            if config["seed_everything"] == first:  # no option says otherwise: seeds differ in nothing else
-                config["seed_everything"] = seed
+            config = resolve([*self.study.base, *computed, *arguments, *self._options])
+            own = {"seed_everything": first, "ckpt_path": None, "accept_data": False, "weights_only": None}
+            for name, value in own.items():
+                if config[name] != value:
+                    raise ConfigurationError(
+                        f"{name}: {config[name]} is no setting of a study's cells, which have seeds and checkpoints of their own; leave it out"
+                    )
+            rounds = max(int(config["trainer"]["max_epochs"]), 0) or "budget"
+            config |= {"seed_everything": seed, "name": f"{RUNS}/{rounds}"}  # seeds differ in nothing else
             self._made[key] = Cell(labels, seed, config)
         return self._made[key]
 

@@ -1,10 +1,12 @@
 """What the engines of a study run for a cell: ``fit``, from where the last try of it ended, so that they may run it again."""
 
+import fcntl
 import json
 import sys
 import time
 from argparse import ArgumentParser
 from collections.abc import Sequence
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import yaml
@@ -20,7 +22,7 @@ _PAUSE = 1.0  # seconds between two looks
 def main(args: Sequence[str]) -> None:
     """Train a cell that has no result yet.
 
-    One that a process still trains is waited for: a scheduler may have lost sight of it, or another study has started it.
+    One at a time: another study may have started it as well, or a scheduler may have lost sight of it.
 
     Args:
         args: The cell's configuration, ``--branch`` and a checkpoint to go on from where it has none of its own, ``--data`` and the
@@ -34,14 +36,19 @@ def main(args: Sequence[str]) -> None:
     own = parser.parse_args(args)
     config = yaml.safe_load(own.file.read_text())
     cell = Cell({}, config["seed_everything"], config, data=own.data)
-    while (phase := cell.state(own.accept_stale).phase) == "running":
-        time.sleep(_PAUSE)
-    if phase == "done":
-        return
-    start = cell.checkpoint(own.accept_stale) or own.branch
-    fit = ["fit", f"--config={own.file}", *([f"--ckpt_path={start}"] if start else [])]
-    print("python -m fl_lightning", *fit, flush=True)
-    run(fit)
+    with ExitStack() as held:
+        with suppress(OSError):  # it cannot be written, or not locked
+            cell.key.parent.mkdir(parents=True, exist_ok=True)
+            turn = held.enter_context((cell.key.parent / f".{cell.key.name}.lock").open("w"))
+            fcntl.flock(turn, fcntl.LOCK_EX)
+        while (phase := cell.state(own.accept_stale).phase) == "running":
+            time.sleep(_PAUSE)
+        if phase == "done":
+            return
+        start = cell.checkpoint(own.accept_stale) or own.branch
+        fit = ["fit", f"--config={own.file}", *([f"--ckpt_path={start}"] if start else [])]
+        print("python -m fl_lightning", *fit, flush=True)
+        run(fit)
 
 
 if __name__ == "__main__":

@@ -44,6 +44,9 @@ OUTSIDE_THE_HASH = frozenset(
 )
 """Settings of the trainer that change no result, and callbacks by the names of their classes."""
 
+LOCK = ".lock"
+"""The file that a process holds while it trains in a run's folder."""
+
 _GLANCE = 0.1  # seconds in which who only looks whether a folder is locked has let go of it
 
 _LATER = {
@@ -132,14 +135,15 @@ class Attempt:
         Raises:
             ConfigurationError: Another process has it.
         """
-        folder = os.open(self.path, os.O_RDONLY)
+        # a file, since locks of folders do not reach other nodes
+        file = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
         try:
             try:
                 try:
-                    fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 except BlockingIOError:
                     time.sleep(_GLANCE)
-                    fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as error:
                 if certain or isinstance(error, BlockingIOError):
                     raise ConfigurationError(
@@ -147,22 +151,22 @@ class Attempt:
                     ) from error
             yield
         finally:
-            os.close(folder)
+            os.close(file)
 
     def is_locked(self) -> bool:
         """Whether a process trains in this folder. To look takes the lock for a moment, which :meth:`lock` forgives."""
         try:
-            folder = os.open(self.path, os.O_RDONLY)
-        except FileNotFoundError:  # of a run that has just ended without a round
+            file = os.open(self.path / LOCK, os.O_RDWR)
+        except OSError:  # there is none, the run has just ended without a round, or it is somebody else's
             return False
         try:
-            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return True
         except OSError:  # a file system that cannot lock
             return False
         finally:
-            os.close(folder)
+            os.close(file)
         return False
 
     def kept_nothing(self) -> bool:
@@ -221,7 +225,7 @@ class RunDirectory:
             with ExitStack() as tried, suppress(ConfigurationError, FileNotFoundError):
                 tried.enter_context(newest.lock(certain=True))
                 if newest.kept_nothing():
-                    for path in newest.path.iterdir():
+                    for path in (path for path in newest.path.iterdir() if path.name != LOCK):
                         shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
                     held.push(tried.pop_all())
                     return newest

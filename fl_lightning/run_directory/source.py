@@ -30,6 +30,9 @@ _COMPUTING = (
 """What of the package decides the numbers of a run; the rest starts, shows, stores or checks runs."""
 
 
+_NOT_OWN = frozenset({"fl_lightning", "callbacks", "datamodules", *sys.stdlib_module_names})
+
+
 def provenance(config: Any) -> dict[str, str]:
     """What computes a run here and now: the ``source`` as eight hex digits, and the versions of Python, PyTorch and Lightning.
 
@@ -48,15 +51,35 @@ def provenance(config: Any) -> dict[str, str]:
 
 
 def own_files(config: Any) -> set[Path]:
-    """The files of the classes that a configuration names and no installed package holds."""
-    found = set()
-    for name in _class_paths(config):
-        module = name.rpartition(".")[0]
-        if module and name.partition(".")[0] not in ("fl_lightning", "callbacks", "datamodules"):
+    """The files of the classes that a configuration names, and of what they import, that no installed package holds."""
+    found: set[Path] = set()
+    waiting = [name.rpartition(".")[0] for name in _class_paths(config)]
+    while waiting:
+        module = waiting.pop()
+        if module and module.partition(".")[0] not in _NOT_OWN:
             origin = _origin(module)
-            if origin.endswith(".py") and "site-packages" not in origin and Path(origin).is_file():
-                found.add(Path(origin))
+            path = Path(origin)
+            if (
+                origin.endswith(".py")
+                and "site-packages" not in origin
+                and path.is_file()
+                and path not in found
+            ):
+                found.add(path)
+                waiting += _imports(path, module)
     return found
+
+
+def _imports(path: Path, module: str) -> Iterator[str]:
+    """The modules that a module imports anywhere, by their whole names; some may be functions of one."""
+    package = module if path.name == "__init__.py" else module.rpartition(".")[0]
+    for node in ast.walk(ast.parse(path.read_bytes())):
+        if isinstance(node, ast.Import):
+            yield from (one.name for one in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            around = package.rsplit(".", node.level - 1)[0] if node.level else ""
+            source = ".".join(filter(None, (around, node.module)))
+            yield from (source, *(f"{source}.{one.name}" for one in node.names))
 
 
 def _origin(module: str) -> str:

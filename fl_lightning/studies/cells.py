@@ -1,6 +1,7 @@
 """The cells of a study: ordinary runs in ordinary run directories, and what is known of each."""
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -10,7 +11,6 @@ from typing import Any, Literal, NamedTuple
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.run_directory.checkpoint_io import load_run
 from fl_lightning.run_directory.directory import Attempt, directory_of
-from fl_lightning.run_directory.metrics import read_metrics
 from fl_lightning.run_directory.source import provenance
 
 Phase = Literal["done", "stale", "running", "stopped", "failed", "missing"]
@@ -18,7 +18,9 @@ Phase = Literal["done", "stale", "running", "stopped", "failed", "missing"]
 to go on from. ``failed``: its newest attempt ended with an error. ``missing``: none of these."""
 
 RUNS = "cells"
-"""The name of all runs of all studies: two that need the same cell find it in one place."""
+"""The folder of all runs of all studies, one below it for each number of rounds: two that need the same cell find it in one place."""
+
+_TAIL = 1 << 16  # bytes of metrics.jsonl that hold its last row
 
 
 class State(NamedTuple):
@@ -74,8 +76,13 @@ class Cell:
 
     @property
     def key(self) -> Path:
-        """Where its runs are: cells of equal configuration and seed are one run."""
+        """Where its runs are: cells of equal configuration, rounds and seed are one run."""
         return self.directory.root / self.directory.stem
+
+    @property
+    def job(self) -> str:
+        """What it is called where a folder has no room for a path."""
+        return f"{self.key.parent.name}-{self.key.name}"
 
     @property
     def rounds(self) -> int:
@@ -182,9 +189,13 @@ def _finished(attempt: Attempt, rounds: int) -> dict[str, Any] | None:
 
 
 def _last_round(attempt: Attempt) -> int:
+    """The last round of whole rows in ``metrics.jsonl``, of which only the end is read, again and again."""
     try:
-        return int(read_metrics(attempt.metrics)[-1]["round"])
-    except (ConfigurationError, IndexError):
+        with attempt.metrics.open("rb") as file:
+            file.seek(max(file.seek(0, os.SEEK_END) - _TAIL, 0))
+            *rows, _ = file.read().split(b"\n")
+        return int(json.loads(rows[-1])["round"])
+    except (OSError, ValueError, IndexError, KeyError, TypeError):
         return 0
 
 

@@ -32,14 +32,26 @@ def trial_cells(study: Study, make: Callable[[Labels, int], Cell]) -> list[list[
     """The cells of each choice.
 
     Raises:
-        ConfigurationError: A cell has no validation data.
+        ConfigurationError: A cell has no validation data, a combination has no trial, or labels to choose from are equal runs.
     """
     found = []
     for choice in study.choices:
         seed = study.scale.seeds[0] if choice.seed is None else choice.seed
-        own = [
-            make(labels, seed) for combinations in trials(study, choice).values() for labels in combinations
-        ]
+        tried = trials(study, choice)
+        for labels in study.combinations():
+            if tuple(labels[axis] for axis in choice.by) not in tried:
+                raise ConfigurationError(
+                    f"choose: no trial chooses {choice.axis} for {labels}; name labels of other axes, with which it is there, by at"
+                )
+        own = []
+        for combinations in tried.values():
+            grid = [make(labels, seed) for labels in combinations]
+            if len({cell.key for cell in grid}) < len(grid):
+                raise ConfigurationError(
+                    f"choose: the labels of {choice.axis} make equal runs such as {grid[0].name}: a setting of the command line, or of a "
+                    "later axis, decides instead; leave it out"
+                )
+            own += grid
         for cell in own:
             settings = cell.config["data"].get("init_args") or {}
             if "val_fraction" in settings and not settings["val_fraction"]:
@@ -55,7 +67,8 @@ def chosen(
 ) -> Choices:
     """What the finished trials say: the label with the largest metric, of a loss the smallest; of equal ones the first.
 
-    A trial that has failed or diverged is the worst, and nothing is chosen where all have.
+    A trial that has failed or diverged is the worst. Labels that are read by a metric of their own, such as ``test/accuracy_silobn``,
+    are chosen by that metric on validation data.
 
     Args:
         study: The study.
@@ -65,21 +78,21 @@ def chosen(
     """
     found: Choices = []
     for choice, own in zip(study.choices, cells, strict=True):
-        for key in trials(study, choice):
+        for key, combinations in trials(study, choice).items():
             by = dict(zip(choice.by, key, strict=True))
-            worst = inf if choice.metric.endswith("loss") else -inf
+            read = next((x for labels in combinations if (x := study.metric(labels))), None)
+            metric = f"val/{read.partition('/')[2]}" if read else choice.metric
+            worst = inf if metric.endswith("loss") else -inf
             values: dict[str, float | None] = {}
             for cell in (cell for cell in own if matches(cell.labels, by)):
                 state = cell.state(accept_stale)
-                value = _value(state.result if state.phase == "done" else None, choice.metric, worst)
+                value = _value(state.result if state.phase == "done" else None, metric, worst)
                 values[cell.labels[choice.axis]] = worst if value is None and cell.key in failed else value
             known = {label: value for label, value in values.items() if value is not None}
             best = None
-            if len(known) == len(values) and {*known.values()} != {worst}:
+            if values and len(known) == len(values):
                 best = (min if worst > 0 else max)(known, key=lambda label: known[label])
-            found.append(
-                {"axis": choice.axis, "for": by, "metric": choice.metric, "chosen": best, "values": values}
-            )
+            found.append({"axis": choice.axis, "for": by, "metric": metric, "chosen": best, "values": values})
     return found
 
 

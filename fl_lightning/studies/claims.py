@@ -51,14 +51,18 @@ def judge(claim: str, found: Mapping[str, Any]) -> dict[str, Any] | None:
         )
     constraints = [_labels(side, claim, found) for side in sides]
     fixed = _labels(at, claim, found) if at else {}
-    metric = next(iter(found["metrics"]))
-    pairs = [
-        (group["values"][metric], other["values"][metric])
-        for more, less in pairwise(constraints)
-        for group, other in _paired({**fixed, **more}, less, found)
-    ]
-    if not pairs:
+    if any(label not in found["axes"][axis] for own in (*constraints, fixed) for axis, label in own.items()):
         return None
+    metric = next(iter(found["metrics"]))
+    links = [[*_paired({**fixed, **more}, less, found)] for more, less in pairwise(constraints)]
+    if not all(links):
+        number = links.index([])
+        return {
+            "claim": claim,
+            "verdict": "undecided",
+            "words": f"no pair of runs of {sides[number]} and {sides[number + 1]}",
+        }
+    pairs = [(group["values"][metric], other["values"][metric]) for link in links for group, other in link]
     verdicts = [_judge_pair(one, two, margin) for one, two in pairs]
     kinds = [kind for kind, _ in verdicts]
     verdict = (
@@ -124,8 +128,9 @@ def _judge_pair(one: Mapping[str, float], two: Mapping[str, float], margin: floa
             if low > margin or high < -margin
             else "undecided"
         )
+    small = ", which says nothing of so small a margin" if margin is not None and margin <= ONE_SEED else ""
     words = (
-        f"{mean:+.3f} in one pair"
+        f"{mean:+.3f} in one pair{small}"
         if len(seeds) == 1
         else f"{mean:+.3f}, {low:+.3f} to {high:+.3f} by {len(seeds)} pairs"
     )

@@ -240,7 +240,12 @@ def heat_figure(
 def _band(
     group: Mapping[str, Any], rows: Mapping[str, Rows], metric: str, cost: bool
 ) -> tuple[Series, Series]:
-    """Places, and values by seed, at the rounds that all seeds have; runs that are not done count where none is."""
+    """Places, and values by seed, at the rounds that all seeds have; runs that are not done count where none is.
+
+    Of labels that are read by a metric of their own, such as ``test/accuracy_silobn``, it is that metric on the same data.
+    """
+    if group.get("metric"):
+        metric = f"{metric.partition('/')[0]}/{group['metric'].partition('/')[2]}"
     runs = [run for run in group["runs"] if run["phase"] == "done"] or group["runs"]
     logged = [own for run in runs if (own := rows.get(run["directory"]))]
     curves = [dict(zip(*series(own, metric), strict=True)) for own in logged]

@@ -25,9 +25,10 @@ def read_study(path: Path, scale: str) -> Study:
     """
     try:
         content = yaml.safe_load(path.read_text())
-    except OSError as error:
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", "it is not UTF-8")
         raise ConfigurationError(
-            f"study: {path} cannot be read: {error.strerror}; give the YAML of a study"
+            f"study: {path} cannot be read: {reason}; give the YAML of a study"
         ) from error
     except yaml.YAMLError as error:
         raise ConfigurationError(f"study: {path} is no YAML: {' '.join(str(error).split())}") from error
@@ -125,7 +126,12 @@ def _check(study: Study, path: Path) -> None:
                     raise ConfigurationError(
                         f"{path}: {key}: axis {axis} has no label {label!r}; it has {', '.join(known[axis])}"
                     )
-    nothing = {"known": known, "choose": [], "metrics": definition.metrics, "groups": []}
+    for choice in definition.choose:
+        if not choice.metric.startswith("val/"):
+            raise ConfigurationError(
+                f"{path}: choose: metric {choice.metric} must be one of the validation data, such as val/accuracy"
+            )
+    nothing = {"known": known, "axes": known, "choose": [], "metrics": definition.metrics, "groups": []}
     for claim in definition.claims:
         judge(claim, nothing)
     if definition.difference:

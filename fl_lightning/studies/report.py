@@ -30,7 +30,7 @@ from fl_lightning.studies.tables import spread_table, whole_table
 SCALES = {
     "quick": "A declared subset that shows in minutes that everything works; one of its numbers is no evidence for or against the paper.",
     "reduced": "Smaller than in the paper where the settings below say so; orderings of methods can be compared, numbers cannot.",
-    "full": "The paper's setting.",
+    "full": "The paper's setting, or the largest of a study of our own.",
 }
 """What the scales of studies mean, those of further data sets or networks included (``full_lenet``)."""
 
@@ -98,7 +98,7 @@ def read_found(folder: Path) -> dict[str, Any]:
         found: dict[str, Any] = restored(json.loads((folder / "study.json").read_text()))
         cells = folder.resolve().parents[1] / RUNS
         for run in (run for group in found["groups"] for run in group["runs"]):
-            run["directory"] = str(cells / Path(run["directory"]).name)
+            run["directory"] = str(cells.joinpath(*Path(run["directory"]).parts[-2:]))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigurationError(
             f"report: {folder / 'study.json'} is not what a study writes; run the study again"

@@ -63,7 +63,8 @@ class Runner:
             self._run(unique)
 
     def _run(self, unique: Sequence[Cell]) -> None:
-        waiting, submitted = dict.fromkeys(unique), dict[str, Cell]()
+        waiting = dict.fromkeys(cell for cell in unique if cell.key not in self.failed)
+        submitted: dict[str, Cell] = {}
         ended: dict[Cell, tuple[int, float]] = {}
         try:
             while waiting or submitted or ended:
@@ -73,8 +74,10 @@ class Runner:
                 for cell, (status, since) in [*ended.items()]:
                     if status or states[cell].phase == "done" or time.monotonic() - since > _PATIENCE:
                         del ended[cell]
-                        if status or states[cell].phase != "done":
-                            self.failed[cell.key] = self._error(cell, status)
+                        if states[cell].phase == "running":  # another study's
+                            waiting[cell] = None
+                        elif status or states[cell].phase != "done":
+                            self.failed[cell.key] = self._error(cell, status, states[cell])
                 elsewhere = 0
                 for cell in [*waiting]:
                     if states[cell].phase == "done":
@@ -89,7 +92,7 @@ class Runner:
                         and len(submitted) + elsewhere < self.jobs
                     ):
                         del waiting[cell]
-                        submitted[cell.key.name] = cell
+                        submitted[cell.job] = cell
                         jobs.append(self._job(cell))
                 self.engine.submit(jobs)
                 self.show([*states.items()])
@@ -108,10 +111,10 @@ class Runner:
 
     def log(self, cell: Cell) -> Path:
         """The file of a cell's output."""
-        return self.folder / "logs" / f"{cell.key.name}.log"
+        return self.folder / "logs" / f"{cell.job}.log"
 
     def _job(self, cell: Cell) -> Job:
-        file, log = self.folder / "cells" / f"{cell.key.name}.yaml", self.log(cell)
+        file, log = self.folder / "cells" / f"{cell.job}.yaml", self.log(cell)
         config = {
             **cell.config,
             "checkpoint": {**cell.config["checkpoint"], "keep_rounds": sorted(cell.keep_rounds) or None},
@@ -126,10 +129,12 @@ class Runner:
         command += [f"--data={json.dumps(cell.data)}"] if cell.data is not None else []
         gpus = self.engine.gpus if config["trainer"]["accelerator"] != "cpu" else 0
         share = 1 / ceil(self.jobs / gpus) if gpus else 0.0
-        return Job(cell.key.name, command, log, threads=config["threads"] or 1, gpus=share)
+        return Job(cell.job, command, log, threads=config["threads"] or 1, gpus=share)
 
-    def _error(self, cell: Cell, status: int) -> str:
+    def _error(self, cell: Cell, status: int, state: State) -> str:
         """Why a cell has no result, in a line."""
+        if not status:
+            return f"it ended after round {state.round} of {cell.rounds}; early stopping or trainer.max_time leaves no cell that can be compared"
         log = self.log(cell)
         lines = log.read_text(errors="replace").splitlines() if log.is_file() else []
         of_last_try = takewhile(lambda line: not line.startswith("python -m"), reversed(lines))

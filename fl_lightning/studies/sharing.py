@@ -29,7 +29,7 @@ def share_first_stages(cells: Iterable[Cell]) -> None:
 
 def first_stage(config: Mapping[str, Any]) -> float | None:
     """Up to which round a run is one of FedAvg with BN: T* of its FixBN, infinity where that never comes; None where it is not known."""
-    found = [one["init_args"] for one in config["trainer"]["callbacks"] or [] if class_name(one) == "FixBN"]
+    found = [one["init_args"] for one in config["trainer"]["callbacks"] or [] if _is_fixbn(one)]
     if len(found) > 1:
         return None
     if not found:
@@ -40,9 +40,14 @@ def first_stage(config: Mapping[str, Any]) -> float | None:
     return freeze_round if freeze_round < rounds else float("inf")
 
 
+def _is_fixbn(entry: Mapping[str, Any]) -> bool:
+    """Whether an entry is ours: a class of this name elsewhere may have any first stage."""
+    return class_name(entry) == "FixBN" and str(entry["class_path"]).partition(".")[0] == "callbacks"
+
+
 def _family(cell: Cell) -> str:
     """The name of a configuration and seed without FixBN."""
     config = deepcopy({key: cell.config[key] for key in ("model", "data", "trainer")})
     callbacks = config["trainer"]["callbacks"] or []
-    config["trainer"]["callbacks"] = [one for one in callbacks if class_name(one) != "FixBN"]
+    config["trainer"]["callbacks"] = [one for one in callbacks if not _is_fixbn(one)]
     return f"{config_hash(config)}-{cell.seed}-{cell.rounds}"

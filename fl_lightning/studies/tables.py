@@ -132,6 +132,11 @@ def remarks(group: Mapping[str, Any]) -> list[str]:
 
 def as_text(rows: Rows, form: str = "simple") -> str:
     """A table as text, by a format of ``tabulate``: ``simple``, ``github``, ``latex_booktabs``."""
+    if form == "github":
+        rows = (
+            [name.replace("|", "\\|") for name in rows[0]],
+            [[x.replace("|", "\\|") for x in row] for row in rows[1]],
+        )
     return tabulate(rows[1], rows[0], tablefmt=form, disable_numparse=True)
 
 
@@ -144,9 +149,13 @@ def as_csv(rows: Rows) -> str:
 
 def caption(found: Mapping[str, Any]) -> str:
     """What a table is of, in a sentence or two."""
-    subset = " A declared subset: one number is no evidence." if found["scale"] == "quick" else ""
+    quick = found["scale"] == "quick"
+    subset = (
+        " A declared subset with smaller data, networks and E: one number is no evidence." if quick else ""
+    )
     paper = f" ({found['paper']})" if found["paper"] else ""
-    return f"{found['title']}{paper}. Scale: {found['scale']}, seeds {', '.join(map(str, found['seeds']))}.{subset}"
+    seeds = ", ".join(map(str, sorted({run["seed"] for group in found["groups"] for run in group["runs"]})))
+    return " ".join(f"{found['title']}{paper}. Scale: {found['scale']}, seeds {seeds}.{subset}".split())
 
 
 def write_tables(folder: Path, found: Mapping[str, Any]) -> None:

@@ -111,6 +111,7 @@ def test_run_directory_holds_rounds_partition_and_checkpoint(finished):
     assert {path.name for path in folder.iterdir()} == {
         "config.yaml", "metrics.jsonl", "partition.json", "policy.json", "result.json", "checkpoints",
         "partition.png", "learning_curve.png", "class_accuracy.png", "run.json", "participation.csv",
+        ".lock",
     }  # fmt: skip
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [row["round"] for row in lines] == list(range(ROUNDS + 1))

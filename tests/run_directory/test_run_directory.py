@@ -12,6 +12,7 @@ from fl_lightning.files import atomic_write, write_json, write_text
 from fl_lightning.run_directory.continuation import Start
 from fl_lightning.run_directory.describe import describe_environment
 from fl_lightning.run_directory.directory import (
+    LOCK,
     Attempt,
     RunDirectory,
     directory_of,
@@ -82,7 +83,7 @@ def test_attempt_that_is_locked_says_so_and_is_free_again_after_it(run):
         with run.new_attempt().lock():
             pass
     with attempt.lock():
-        assert list(attempt.path.iterdir()) == []
+        assert [path.name for path in attempt.path.iterdir()] == [LOCK]
 
 
 def test_lock_is_free_when_its_process_was_killed(run):

@@ -22,6 +22,7 @@ from cells import (
 )
 from command_line import message_of, rows
 
+from fl_lightning import ConfigurationError
 from fl_lightning.cli import study
 from fl_lightning.studies.engines.base import Job
 from fl_lightning.studies.running import Runner
@@ -169,10 +170,39 @@ def test_cells_that_are_submitted_together_are_one_array(tmp_path, monkeypatch):
     assert "array" not in alone
     assert "requeue" in together
     assert "requeue" in alone
-    assert [engine._running[name].job_id for name in "abc"] == ["12_0", "12", "12_1"]
-    again = engine._running["c"].submission()
+    assert [engine._running[name][0].job_id for name in "abc"] == ["12_0", "12", "12_1"]
+    again = engine._running["c"][0].submission()
     assert again._timeout_countdown > 1000
     assert isinstance(again._checkpoint_function(), submitit.helpers.DelayedSubmission)
+
+
+def test_what_sbatch_refuses_and_what_slurm_ends_is_told(tmp_path, monkeypatch):
+    pytest.importorskip("submitit", reason="submitit is not installed")
+    from fl_lightning.studies.engines.slurm import SlurmEngine
+
+    for name in ("sbatch", "srun"):
+        program = tmp_path / "bin" / name
+        program.parent.mkdir(exist_ok=True)
+        program.write_text("#!/bin/sh\necho 'invalid partition specified: nowhere' >&2; exit 1\n")
+        program.chmod(stat.S_IRWXU)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    engine = SlurmEngine()
+    with pytest.raises(
+        ConfigurationError, match=r"--engine: slurm does not take the jobs: .*invalid partition"
+    ):
+        engine.submit([shell("a", "true"), shell("b", "true")])
+    engine.stop()  # there is nothing to cancel
+
+    class Ended:
+        def done(self):
+            return True
+
+        def exception(self):
+            return RuntimeError("Job 12 failed\nout of memory")
+
+    engine._running["a"] = Ended(), tmp_path / "a.log"
+    assert engine.ended() == {"a": 1}
+    assert (tmp_path / "a.log").read_text().endswith("error: Slurm: out of memory\n")
 
 
 def test_an_engine_that_is_not_there_is_told(capsys, monkeypatch):

@@ -99,7 +99,7 @@ def run_of(place, seed):
     kept = result(0.5, None)
     for name in ("planned_rounds", "test/loss", "test/accuracy", "computed_by"):
         del kept[name]
-    found = {"seed": seed, "phase": "done", "why": "", "directory": f"elsewhere/cells/{place.name}"}
+    found = {"seed": seed, "phase": "done", "why": "", "directory": f"elsewhere/cells/2/{place.name}"}
     return {**found, "exchanges": 2, **kept}
 
 
@@ -108,12 +108,17 @@ def write_study(root, label="GN"):
     values = {("BN", "1"): 0.125, ("BN", "10"): 0.25, (label, "1"): 0.375, (label, "10"): 0.625}
     groups = []
     for number, ((method, steps), value) in enumerate(values.items()):
-        places = [write_run(root / "cells" / f"{number}{number}-s{seed}", seed=seed) for seed in (0, 1)]
+        places = [write_run(root / "cells/2" / f"{number}{number}-s{seed}", seed=seed) for seed in (0, 1)]
         runs = [run_of(place, seed) for seed, place in enumerate(places)]
         accuracies = {"0": value, "1": value + 0.0625}
         if (method, steps) == (label, "10"):
             del accuracies["1"]
-            runs[1] = {"seed": 1, "phase": "failed", "why": "the disk is full", "directory": "cells/none-s1"}
+            runs[1] = {
+                "seed": 1,
+                "phase": "failed",
+                "why": "the disk is full",
+                "directory": "cells/2/none-s1",
+            }
         groups.append(
             {
                 "labels": {"method": method, "model.E": steps},
@@ -175,7 +180,7 @@ def test_a_page_needs_nothing_but_itself(tmp_path):
     assert loads == []
     assert re.findall(r"@import|https?://|url\((?!#)", page.source) == []
     links = [value for tag, _, value in page.addresses if tag == "a" and not value.startswith("#")]
-    assert "runs/cells/00-s0/config.yaml" in links
+    assert "runs/cells/2/00-s0/config.yaml" in links
     assert all((tmp_path / link).exists() for link in links)
 
 
@@ -208,6 +213,19 @@ def test_what_was_sent_is_an_axis_where_it_differs(tmp_path):
     axes = bytes_sent.draw([]).axes[0]
     assert axes.get_xlabel() == "sent and received, kB"
     assert [list(line.get_xdata()) for line in axes.lines] == [[500.0, 1000.0, 1500.0]] * 2
+
+
+def test_a_label_that_is_read_by_a_metric_of_its_own_has_its_own_curve(tmp_path):
+    place = write_run(tmp_path / "a-s0")
+    rows = [{"round": r, "val/accuracy": 0.5, "val/accuracy_silobn": 0.25 * r} for r in range(3)]
+    write_text(place / "metrics.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+    found = found_in([place])
+    found["groups"].append(
+        {**found["groups"][0], "labels": {"run": "silo"}, "metric": "test/accuracy_silobn"}
+    )
+    found["axes"]["run"].append("silo")
+    curves = next(picture for picture in pictures(found) if picture.name == "curves").draw([]).axes[0]
+    assert [list(line.get_ydata()) for line in curves.lines] == [[0.5, 0.5, 0.5], [0.0, 0.25, 0.5]]
 
 
 def test_configurations_of_one_name_are_told_apart(tmp_path):

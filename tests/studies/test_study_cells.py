@@ -74,6 +74,29 @@ def test_a_shorter_run_or_a_half_written_result_is_no_result():
     assert one.state().phase == "missing"
 
 
+def test_runs_of_other_lengths_are_other_cells():
+    """A stopped run of many rounds is nothing that a shorter one goes on from, in one study or in two."""
+    cells = study_cells(axes={"trainer.max_epochs": [3, 6]}, choose=[])
+    short, long = (cells.cell({"trainer.max_epochs": label}, 0) for label in ("3", "6"))
+    assert short.key != long.key
+    assert short.job != long.job
+    finish(long, rounds=6, planned_rounds=6)
+    assert (short.state().phase, long.state().phase) == ("missing", "done")
+
+
+def test_the_last_round_is_that_of_the_last_whole_row():
+    """However long the file is: it is read again and again while a run goes on."""
+    one = cell()
+    folder = finish(one)
+    (folder / "result.json").unlink()
+    row = '{"round": %d, "x": "' + 1000 * "x" + '"}\n'
+    (folder / "metrics.jsonl").write_text("".join(row % number for number in range(200)) + row[:-9] % 200)
+    (folder / "error.txt").write_text("ValueError: too large\n")
+    assert one.state().round == 199
+    (folder / "metrics.jsonl").write_text('{"round": 1')
+    assert one.state().round == 0
+
+
 def test_a_cell_is_running_while_its_folder_is_locked_and_failed_where_it_left_an_error():
     one = cell()
     folder = finish(one)
@@ -119,13 +142,21 @@ def test_one_first_stage_feeds_every_later_freeze_round():
     half, late = cell(fixbn({"freeze_fraction": 0.5})), cell(fixbn({"freeze_round": 30}, freeze="affine"))
     start, other = cell(fixbn({"freeze_round": 0})), cell(fixbn({"freeze_round": 30}), seed=1)
     slow = cell(fixbn({"freeze_round": 30}), f"{LR}=0.2")
-    share_first_stages([half, late, start, other, slow, bn, gn])
+    short = cell(fixbn({"freeze_round": 20}), "--trainer.max_epochs=30")  # its schedule is another one
+    share_first_stages([half, late, start, other, slow, short, bn, gn])
     assert [(one.parent, one.shared_rounds) for one in (half, late)] == [(bn, 20), (bn, 30)]
-    assert [one.parent for one in (bn, gn, start, other, slow)] == [None] * 5
+    assert [one.parent for one in (bn, gn, start, other, slow, short)] == [None] * 6
     assert bn.keep_rounds == {20, 30}
     share_first_stages([half, late])
     assert (half.parent, late.keep_rounds) == (late, {20})
     assert first_stage(cell(fixbn({})).config) == 20
+
+
+def test_a_class_of_ones_own_that_is_called_FixBN_shares_nothing(monkeypatch):
+    own = cell()
+    own.config["trainer"]["callbacks"] = [{"class_path": "methods.FixBN", "init_args": {"beta": 1}}]
+    share_first_stages([cell(), own, cell(fixbn({}))])
+    assert own.parent is None
 
 
 def test_runs_whose_length_a_budget_decides_share_nothing():
@@ -144,6 +175,11 @@ def test_a_cell_starts_where_its_parent_has_kept_the_round():
     (folder / "checkpoints" / "round_20.ckpt").touch()
     assert child.branch() == folder / "checkpoints" / "round_20.ckpt"
     assert child.checkpoint() is parent.branch() is None
+    finish(
+        parent, ".2", rounds=39
+    )  # it goes on, or was stopped: its newest attempt has the round, but is not done
+    (folder / "result.json").unlink()
+    assert child.branch() is None
 
 
 STUDY = {
@@ -200,6 +236,59 @@ def test_a_label_is_chosen_by_validation_and_never_by_test():
     assert not is_chosen({"method": "BN", "model.client_optimizer.lr": "0.1"}, choices)
 
 
+@pytest.mark.parametrize("worst", [{"val/accuracy": float("nan")}, {"diverged": True}, None])
+def test_a_trial_without_a_number_is_the_worst_and_the_first_label_stays_where_all_are(worst):
+    """A method that diverges with every learning rate, or fails, keeps its row, and all that is claimed of it."""
+    cells = study_cells(
+        axes={"model.client_optimizer.lr": [0.1, 0.2]}, choose=[{"axis": "model.client_optimizer.lr"}]
+    )
+    (first, second), *_ = cells.trials
+    failed = {one.key for one in (first, second) if worst is None}
+    if worst is not None:
+        finish(first, **worst)
+    assert [one["chosen"] for one in chosen(cells.study, cells.trials, failed={first.key} & failed)] == [None]
+    finish(second)
+    (choice,) = chosen(cells.study, cells.trials, failed={first.key} & failed)
+    assert choice["chosen"] == "0.2"
+    assert choice["values"] == {"0.1": float("-inf"), "0.2": 0.5}
+    if worst is not None:
+        (second.key / "result.json").unlink()
+        second.key.rmdir()
+        finish(second, **worst)
+        (choice,) = chosen(cells.study, cells.trials)
+    else:
+        (second.key / "result.json").unlink()
+        (choice,) = chosen(cells.study, cells.trials, failed=failed)
+    assert choice["chosen"] == "0.1"
+    assert len(cells.table([choice])) == 2
+
+
+def test_what_is_read_by_a_metric_of_its_own_is_chosen_by_it():
+    axes = {**STUDY["axes"], "method": {"BN": {}, "silo": {"metric": "test/accuracy_silobn"}}}
+    cells = study_cells(axes=axes)
+    for one in {one.key: one for one in cells.trials[0]}.values():
+        lr = float(one.labels["model.client_optimizer.lr"])
+        finish(one, **{"val/accuracy": lr, "val/accuracy_silobn": 1 - lr})
+    bn, silo = chosen(cells.study, cells.trials)
+    assert (bn["chosen"], bn["metric"]) == ("0.4", "val/accuracy")
+    assert (silo["chosen"], silo["metric"]) == ("0.1", "val/accuracy_silobn")
+
+
+def test_each_combination_needs_a_trial_and_each_trial_a_run_of_its_own():
+    axes = {**STUDY["axes"], "model.local_steps": [1, 2]}
+    left_out = [{"method": "GN", "model.local_steps": 1}]
+    with pytest.raises(
+        ConfigurationError, match=r"choose: no trial chooses .*lr for .*'GN'.*; name labels of other axes"
+    ):
+        _ = study_cells(axes=axes, without=left_out).trials
+    at = [{**STUDY["choose"][0], "at": {"model.local_steps": "2"}}]
+    assert len(study_cells(axes=axes, without=left_out, choose=at).trials[0]) == 6
+    with pytest.raises(
+        ConfigurationError, match=r"choose: the labels of model.client_optimizer.lr make equal runs such as"
+    ):
+        _ = study_cells([f"{LR}=0.3"]).trials
+
+
 def test_stale_trials_choose_nothing_unless_they_are_accepted():
     cells = study_cells()
     for one in cells.trials[0]:
@@ -228,6 +317,10 @@ def test_a_metric_that_the_runs_do_not_have_is_named():
 
 def test_how_a_cell_is_computed_stands_in_its_configuration():
     ((one, *_),) = study_cells().trials
+    base = resolve(
+        ["--config", str(ROOT / "configs/digits_fedavg_bn.yaml"), "--threads=2", "--trainer.accelerator=auto"]
+    )
+    assert (base["threads"], base["trainer"]["accelerator"]) == (2, "auto")
     assert one.config["threads"] == 1
     assert one.config["model"]["executor"] == {
         "class_path": "fl_lightning.SequentialExecutor",
@@ -254,6 +347,19 @@ def test_comments_docstrings_and_layout_are_no_source(tmp_path, monkeypatch):
     own.write_text("class Mine:\n    x = 2\n")
     assert provenance(config)["source"] != before["source"]
     assert own_files({"class_path": "torch.optim.SGD"}) == set()
+
+
+def test_what_an_own_class_imports_is_source_too(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "mine_package").mkdir()
+    files = {
+        "__init__.py": "", "method.py": "from . import losses\nimport torch, json\nclass Mine:\n    pass\n",
+        "losses.py": "def f():\n    from mine_package.deeper import g\n", "deeper.py": "def g():\n    pass\n", "other.py": "",
+    }  # fmt: skip
+    for name, text in files.items():
+        (tmp_path / "mine_package" / name).write_text(text)
+    found = own_files({"class_path": "mine_package.method.Mine"})
+    assert {path.name for path in found} == {"__init__.py", "method.py", "losses.py", "deeper.py"}
 
 
 def test_classes_of_a_notebook_and_classes_in_classes_have_no_file_of_their_own(monkeypatch):

@@ -16,7 +16,13 @@ def study(values, choose=()):
         }
         for (method, steps), own in values.items()
     ]
-    return {"known": axes, "metrics": {"test/accuracy": "test"}, "choose": ["lr"], "groups": groups}
+    return {
+        "known": axes,
+        "axes": axes,
+        "metrics": {"test/accuracy": "test"},
+        "choose": ["lr"],
+        "groups": groups,
+    }
 
 
 def verdict(claim, values):
@@ -81,6 +87,21 @@ def test_a_chain_is_all_of_its_pairs():
     assert verdict("GN > FixBN > BN", values) == "does not hold"
 
 
+def test_a_chain_with_a_method_that_has_no_runs_is_undecided_and_one_of_another_scale_says_nothing():
+    values = {("FixBN", "1"): [0.7], ("BN", "1"): [0.5]}
+    assert judge("FixBN > BN > GN", study(values)) == {
+        "claim": "FixBN > BN > GN", "verdict": "undecided", "words": "no pair of runs of BN and GN",
+    }  # fmt: skip
+    found = study(values)
+    assert judge("FixBN > BN > GN", found | {"axes": {**found["axes"], "method": ["BN", "FixBN"]}}) is None
+
+
+def test_one_pair_must_be_a_tenth_apart_and_is_nothing_against_a_smaller_margin():
+    assert verdict("GN > BN", {("GN", "1"): [0.6], ("BN", "1"): [0.51]}) == "undecided"
+    (words,) = [judge("GN ~ BN within 0.05", study({("GN", "1"): [0.5], ("BN", "1"): [0.5]}))["words"]]
+    assert words == "+0.000 in one pair, which says nothing of so small a margin"
+
+
 def test_as_good_as_equal_is_a_claim_with_a_margin():
     values = {
         ("FixBN", "1"): [0.60, 0.61, 0.62],
@@ -95,7 +116,7 @@ def test_as_good_as_equal_is_a_claim_with_a_margin():
 def test_numbers_that_are_missing_or_none_decide_nothing():
     assert verdict("GN > BN", {("GN", "1"): [0.5, float("nan")], ("BN", "1"): [0.1, 0.1]}) == "undecided"
     assert verdict("GN > BN", {("GN", "1"): [], ("BN", "1"): [0.1]}) == "undecided"
-    assert judge("GN > BN", study({("GN", "1"): [0.5]})) is None
+    assert judge("GN > BN", study({("GN", "1"): [0.5]}))["words"] == "no pair of runs of GN and BN"
 
 
 @pytest.mark.parametrize(

@@ -154,7 +154,7 @@ def test_a_dry_run_names_the_cells_and_trains_none(ran, capsys):
     capsys.readouterr()
     study("--dry-run")
     out = capsys.readouterr().out.splitlines()
-    assert out[0].startswith("done     T*=2 method=BN seed=0  runs/cells/")
+    assert out[0].startswith("done     T*=2 method=BN seed=0  runs/cells/6/")
     assert out[-1].startswith("6 of 6 cells are there; about 0 s left")
 
 
@@ -204,6 +204,7 @@ def test_a_cell_that_fails_is_named_and_the_others_go_on(ran, capsys):
     assert len(ran) == 4
     broken = found()["groups"][1]
     assert [one["phase"] for one in broken["runs"]] == ["failed"] * 2
+    assert broken["values"]["test/accuracy"] == {}
     assert broken["runs"][0]["why"].startswith("batch_size=4000 is more than the 288 samples")
     assert len(found()["groups"][0]["values"]["test/accuracy"]) == 2
 
@@ -240,7 +241,7 @@ def test_a_metric_that_no_run_has_is_no_empty_column(ran, capsys):
 
 def test_settings_of_the_command_line_are_those_of_every_cell(ran):
     study("--trainer.max_epochs=2", "--run_root=elsewhere")
-    results = [json.loads(path.read_text()) for path in Path("elsewhere/cells").glob("*/result.json")]
+    results = [json.loads(path.read_text()) for path in Path("elsewhere/cells/2").glob("*/result.json")]
     assert {result["rounds"] for result in results} == {2}
     assert Path("elsewhere/studies/s-quick/study.json").is_file()
 
@@ -254,8 +255,27 @@ def test_settings_of_the_command_line_are_those_of_every_cell(ran):
         (["s.yaml", "--jobs", "x"], "argument --jobs: invalid int value: 'x'"),
         (["s.yaml", "--engine", "cloud"], "argument --engine: invalid choice: 'cloud'"),
         (["s.yaml", "--trainer.max_epoch", "3"], "there is no setting"),
+        (
+            ["s.yaml", "--seed_everything", "5"],
+            "seed_everything: 5 is no setting of a study's cells, which have seeds",
+        ),
+        (["s.yaml", "--ckpt_path", "last"], "ckpt_path: last is no setting of a study's cells"),
+        (["tiny.bin"], "study: tiny.bin cannot be read: it is not UTF-8"),
     ],
 )
 def test_bad_input_is_one_line(ran, capsys, args, message):
+    Path("tiny.bin").write_bytes(b"\xff\xfe")
     assert message in message_of(capsys, lambda: main(["study", *args]))
     assert not Path("runs").exists()
+
+
+def test_a_cell_that_ends_before_its_plan_says_so(ran, capsys, monkeypatch):
+    monkeypatch.setattr("fl_lightning.studies.running._PATIENCE", 0)
+    stop = {
+        "class_path": "EarlyStopping",
+        "init_args": {"monitor": "val/accuracy", "mode": "max", "stopping_threshold": 0.0},
+    }
+    write(axes={"method": {"BN": {"trainer.callbacks": [stop]}}}, without=[], published=[], claims=[])
+    message_of(capsys, study)
+    why = found()["groups"][0]["runs"][0]["why"]
+    assert why.startswith("it ended after round 3 of 6; early stopping or trainer.max_time")

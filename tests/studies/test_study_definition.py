@@ -98,6 +98,7 @@ def test_an_axis_with_one_label_is_not_chosen(tmp_path):
         ({"difference": "BN - FN"}, "difference: 'BN - FN': 'FN' is no label of one axis"),
         ({"spread": "E"}, "spread: there is no axis 'E'"),
         ({"choose": [{"axis": "E"}]}, "choose: there is no axis 'E'"),
+        ({"choose": [{"axis": "method", "metric": "test/accuracy"}]}, "choose: metric test/accuracy must be one of the validation data"),
         ({"choose": [{"axes": "E"}]}, "choose: there is no key 'axes'"),
         ({"scales": {"full": {"base": "b.yaml"}}}, "--scale: .*study.yaml has no scale 'reduced'; use one of full"),
         ({"scales": {"reduced": {"seeds": [0]}}}, "scales.reduced: .*base"),

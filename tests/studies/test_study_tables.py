@@ -43,6 +43,18 @@ FOUND = {
 }  # fmt: skip
 
 
+def test_a_bar_in_a_label_and_a_break_in_a_title_break_no_table(tmp_path):
+    groups = [{**FOUND["groups"][0], "labels": {**FOUND["groups"][0]["labels"], "method": "a|b"}}]
+    write_tables(tmp_path, {**FOUND, "groups": groups, "title": "A\ntitle"})
+    assert "| a\\|b " in (tmp_path / "table.md").read_text()
+    assert (
+        (tmp_path / "table.tex")
+        .read_text()
+        .startswith("% A title (A paper, Table 1). Scale: reduced, seeds 0, 1, 2.\n")
+    )
+    assert "a|b," in (tmp_path / "table.csv").read_text()
+
+
 def test_mean_and_standard_deviation():
     assert mean_and_deviation([0.3, 0.4, 0.5]) == "0.400 ± 0.100"
     assert mean_and_deviation([0.3]) == "0.300"
@@ -104,4 +116,7 @@ def test_the_files_hold_the_same_table(tmp_path):
 
 def test_a_subset_is_called_one(tmp_path):
     write_tables(tmp_path, {**FOUND, "scale": "quick"})
-    assert "A declared subset: one number is no evidence." in (tmp_path / "table.md").read_text()
+    assert (
+        "A declared subset with smaller data, networks and E: one number is no evidence."
+        in (tmp_path / "table.md").read_text()
+    )

@@ -5,6 +5,7 @@ import shutil
 import time
 from collections.abc import Sequence
 from math import ceil
+from pathlib import Path
 from typing import Any
 
 import submitit
@@ -40,7 +41,7 @@ class SlurmEngine(Engine):
                 "--engine: slurm is not on this machine: it has no srun; use one that has, or local"
             )
         self._cluster = cluster
-        self._running: dict[str, submitit.Job[int]] = {}
+        self._running: dict[str, tuple[submitit.Job[int], Path]] = {}
 
     def submit(self, jobs: Sequence[Job]) -> None:
         """Queue jobs, those with equal needs as one array."""
@@ -55,24 +56,37 @@ class SlurmEngine(Engine):
                 slurm_array_parallelism=_ARRAY,
                 slurm_additional_parameters={"requeue": True},
             )
-            with executor.batch():
-                for job in own:
-                    command = (*_UNTIL_TERMINATED, *job.command)
-                    arguments = (command, str(job.log.resolve()), os.getcwd(), job.environment)
-                    self._running[job.name] = executor.submit(_Command(), *arguments)
+            queued = {}
+            try:
+                with executor.batch():
+                    for job in own:
+                        command = (*_UNTIL_TERMINATED, *job.command)
+                        arguments = (command, str(job.log.resolve()), os.getcwd(), job.environment)
+                        queued[job.name] = executor.submit(_Command(), *arguments), job.log
+            except submitit.core.utils.FailedJobError as error:
+                raise ConfigurationError(
+                    f"--engine: slurm does not take the jobs: {' '.join(str(error).split())}"
+                ) from error
+            self._running |= queued
 
     def ended(self) -> dict[str, int]:
-        """The exit status of each job that has ended; 1 of one that Slurm has ended."""
-        done = {name: job for name, job in self._running.items() if job.done()}
-        for name in done:
-            del self._running[name]
-        return {name: 1 if job.exception() else job.result() for name, job in done.items()}
+        """The exit status of each job that has ended; 1 of one that Slurm has ended, and its log says why."""
+        found = {}
+        for name, (job, path) in [*self._running.items()]:
+            if job.done():
+                del self._running[name]
+                found[name] = 1 if (trouble := job.exception()) else job.result()
+                if trouble:
+                    with path.open("a") as log:
+                        reason = str(trouble).strip().splitlines() or [type(trouble).__name__]
+                        print(trouble, f"error: Slurm: {reason[-1]}", sep="\n", file=log)
+        return found
 
     def stop(self) -> None:
         """Cancel all jobs, and wait for them."""
-        for job in self._running.values():
+        for job, _ in self._running.values():
             job.cancel()
-        while not all(job.done(force_check=True) for job in self._running.values()):
+        while not all(job.done(force_check=True) for job, _ in self._running.values()):
             time.sleep(2)
 
 
