@@ -13,6 +13,7 @@ from fl_lightning.run_directory.checkpoint_io import AtomicCheckpointIO
 from fl_lightning.run_directory.source import own_files, provenance
 from fl_lightning.studies.cells import Cell
 from fl_lightning.studies.choosing import chosen, is_chosen
+from fl_lightning.studies.findings import findings
 from fl_lightning.studies.reading import read_study
 from fl_lightning.studies.sharing import first_stage, share_first_stages
 
@@ -175,10 +176,7 @@ def test_a_cell_starts_where_its_parent_has_kept_the_round():
     (folder / "checkpoints" / "round_20.ckpt").touch()
     assert child.branch() == folder / "checkpoints" / "round_20.ckpt"
     assert child.checkpoint() is parent.branch() is None
-    finish(
-        parent, ".2", rounds=39
-    )  # it goes on, or was stopped: its newest attempt has the round, but is not done
-    (folder / "result.json").unlink()
+    (folder / "result.json").unlink()  # a parent that is not done
     assert child.branch() is None
 
 
@@ -316,11 +314,10 @@ def test_a_metric_that_the_runs_do_not_have_is_named():
 
 
 def test_how_a_cell_is_computed_stands_in_its_configuration():
-    ((one, *_),) = study_cells().trials
-    base = resolve(
-        ["--config", str(ROOT / "configs/digits_fedavg_bn.yaml"), "--threads=2", "--trainer.accelerator=auto"]
-    )
-    assert (base["threads"], base["trainer"]["accelerator"]) == (2, "auto")
+    """Whatever the base says for runs by themselves."""
+    Path("base.yaml").write_text("threads: 2\ntrainer: {accelerator: auto, devices: 2}\n")
+    scale = {**STUDY["scales"]["quick"], "base": [STUDY["scales"]["quick"]["base"], "base.yaml"]}
+    ((one, *_),) = study_cells(scales={"quick": scale}).trials
     assert one.config["threads"] == 1
     assert one.config["model"]["executor"] == {
         "class_path": "fl_lightning.SequentialExecutor",
@@ -330,6 +327,14 @@ def test_how_a_cell_is_computed_stands_in_its_configuration():
     ((other, *_),) = study_cells(["--model.executor=VectorizedExecutor", "--trainer.max_epochs=3"]).trials
     assert other.config["model"]["executor"]["class_path"] == "fl_lightning.VectorizedExecutor"
     assert other.rounds == 3
+
+
+def test_no_value_of_a_stale_cell_is_in_the_table():
+    cells = study_cells(choose=[], axes={"method": {"BN": {}}})
+    one = cells.cell({"method": "BN"}, 0)
+    finish(one, provenance=[{**one.now, "source": "0ld"}], **{"test/accuracy": 0.5})
+    (group,) = findings(cells.study, [one], [], {})["groups"]
+    assert (group["values"], group["runs"][0]["phase"]) == ({"test/accuracy": {}}, "stale")
 
 
 def test_comments_docstrings_and_layout_are_no_source(tmp_path, monkeypatch):

@@ -231,6 +231,18 @@ def test_what_was_chosen_on_validation_data_is_recorded_and_trained_once(ran, ca
     assert "by validation" in capsys.readouterr().out
 
 
+def test_a_trial_that_diverges_is_no_failure_of_the_study(ran, capsys):
+    lr = "model.client_optimizer.lr"
+    write(axes={lr: [1e30, 0.1]}, choose=[{"axis": lr}], without=[], published=[], claims=[])
+    study()
+    out = capsys.readouterr().out
+    assert "failed, and counted as the worst trial: lr=1e+30 seed=0: round " in out
+    assert [group["labels"][lr] for group in found()["groups"]] == ["0.1"]
+    write(axes={lr: [1e30, 1e29]}, choose=[{"axis": lr}], without=[], published=[], claims=[])
+    assert message_of(capsys, study).startswith("error: study: 2 cells failed")
+    assert [run["phase"] for run in found()["groups"][0]["runs"]] == ["failed"] * 2
+
+
 def test_a_metric_that_no_run_has_is_no_empty_column(ran, capsys):
     write(metrics={"test/accuracy": "test", "test/acuracy": "test too"})
     message = message_of(capsys, lambda: study("--trainer.max_epochs=5"))
