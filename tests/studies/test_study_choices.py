@@ -1,0 +1,132 @@
+"""What is chosen on validation data: by which metric, of which trials, and what no trial can decide."""
+
+import pytest
+from untrained_cells import LR, STUDY, finish, study_cells
+
+from fl_lightning import ConfigurationError
+from fl_lightning.studies.choosing import chosen, is_chosen
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def test_a_label_is_chosen_by_validation_and_never_by_test():
+    cells = study_cells()
+    ((*own,),) = cells.trials
+    assert len(own) == 6
+    assert {one.seed for one in own} == {0}
+    assert cells.table(chosen(cells.study, cells.trials)) == []
+    val = {
+        ("BN", "0.1"): 0.3,
+        ("BN", "0.2"): 0.5,
+        ("BN", "0.4"): 0.5,
+        ("GN", "0.1"): 0.1,
+        ("GN", "0.2"): 0.2,
+        ("GN", "0.4"): 0.9,
+    }
+    for one in own:
+        found = val[tuple(one.labels.values())]
+        finish(
+            one,
+            **{
+                "val/accuracy": found,
+                "test/accuracy": 1 - found,
+                "diverged": one.labels["method"] == "GN" and found > 0.5,
+            },
+        )
+    choices = chosen(cells.study, cells.trials)
+    assert [(one["for"], one["chosen"]) for one in choices] == [
+        ({"method": "BN"}, "0.2"),
+        ({"method": "GN"}, "0.2"),
+    ]
+    assert choices[0]["values"] == {"0.1": 0.3, "0.2": 0.5, "0.4": 0.5}
+    table = cells.table(choices)
+    assert [(*one.labels.values(), one.seed) for one in table] == [
+        ("BN", "0.2", 0),
+        ("BN", "0.2", 1),
+        ("GN", "0.2", 0),
+        ("GN", "0.2", 1),
+    ]
+    assert table[0] is own[1]  # the trial is the cell of its seed
+    assert not is_chosen({"method": "BN", "model.client_optimizer.lr": "0.1"}, choices)
+
+
+@pytest.mark.parametrize("worst", [{"val/accuracy": float("nan")}, {"diverged": True}, None])
+def test_a_trial_without_a_number_is_the_worst_and_the_first_label_stays_where_all_are(worst):
+    """A method that diverges with every learning rate, or fails, keeps its row, and all that is claimed of it."""
+    cells = study_cells(
+        axes={"model.client_optimizer.lr": [0.1, 0.2]}, choose=[{"axis": "model.client_optimizer.lr"}]
+    )
+    (first, second), *_ = cells.trials
+    failed = {one.key for one in (first, second) if worst is None}
+    if worst is not None:
+        finish(first, **worst)
+    assert [one["chosen"] for one in chosen(cells.study, cells.trials, failed={first.key} & failed)] == [None]
+    finish(second)
+    (choice,) = chosen(cells.study, cells.trials, failed={first.key} & failed)
+    assert choice["chosen"] == "0.2"
+    assert choice["values"] == {"0.1": float("-inf"), "0.2": 0.5}
+    if worst is not None:
+        (second.key / "result.json").unlink()
+        second.key.rmdir()
+        finish(second, **worst)
+        (choice,) = chosen(cells.study, cells.trials)
+    else:
+        (second.key / "result.json").unlink()
+        (choice,) = chosen(cells.study, cells.trials, failed=failed)
+    assert choice["chosen"] == "0.1"
+    assert len(cells.table([choice])) == 2
+
+
+def test_what_is_read_by_a_metric_of_its_own_is_chosen_by_it():
+    axes = {**STUDY["axes"], "method": {"BN": {}, "silo": {"metric": "test/accuracy_silobn"}}}
+    cells = study_cells(axes=axes)
+    for one in {one.key: one for one in cells.trials[0]}.values():
+        lr = float(one.labels["model.client_optimizer.lr"])
+        finish(one, **{"val/accuracy": lr, "val/accuracy_silobn": 1 - lr})
+    bn, silo = chosen(cells.study, cells.trials)
+    assert (bn["chosen"], bn["metric"]) == ("0.4", "val/accuracy")
+    assert (silo["chosen"], silo["metric"]) == ("0.1", "val/accuracy_silobn")
+
+
+def test_each_combination_needs_a_trial_and_each_trial_a_run_of_its_own():
+    axes = {**STUDY["axes"], "model.local_steps": [1, 2]}
+    left_out = [{"method": "GN", "model.local_steps": 1}]
+    with pytest.raises(
+        ConfigurationError, match=r"choose: no trial chooses .*lr for .*'GN'.*; name labels of other axes"
+    ):
+        _ = study_cells(axes=axes, without=left_out).trials
+    at = [{**STUDY["choose"][0], "at": {"model.local_steps": "2"}}]
+    assert len(study_cells(axes=axes, without=left_out, choose=at).trials[0]) == 6
+    with pytest.raises(
+        ConfigurationError, match=r"choose: the labels of model.client_optimizer.lr make equal runs such as"
+    ):
+        _ = study_cells([f"{LR}=0.3"]).trials
+
+
+def test_stale_trials_choose_nothing_unless_they_are_accepted():
+    cells = study_cells()
+    for one in cells.trials[0]:
+        finish(one, provenance=[{**one.now, "source": "0ld"}])
+    assert {one["chosen"] for one in chosen(cells.study, cells.trials)} == {None}
+    assert {one["chosen"] for one in chosen(cells.study, cells.trials, accept_stale=True)} == {"0.1"}
+
+
+def test_without_validation_data_nothing_can_be_chosen():
+    with pytest.raises(
+        ConfigurationError,
+        match=r"data.val_fraction: model.client_optimizer.lr is chosen on validation data, and the cell",
+    ):
+        _ = study_cells(["--data.val_fraction=0.0"]).trials
+
+
+def test_a_metric_that_the_runs_do_not_have_is_named():
+    cells = study_cells(choose=[{"axis": "model.client_optimizer.lr", "by": ["method"], "metric": "val/iou"}])
+    for one in cells.trials[0]:
+        finish(one)
+    with pytest.raises(
+        ConfigurationError, match="choose: the runs have no metric val/iou; there are val/accuracy"
+    ):
+        chosen(cells.study, cells.trials)
