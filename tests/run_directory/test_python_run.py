@@ -43,7 +43,7 @@ def test_three_lines_give_a_folder_with_metrics_pictures_checkpoints_and_a_resul
     result = run.fit()
     assert run.path.parent == Path("runs/mine")
     assert {path.name for path in run.path.iterdir()} == {
-        "checkpoints", "class_accuracy.png", "config.yaml", "learning_curve.png", "metrics.jsonl", "participation.csv",
+        "checkpoints", "class_accuracy.png", "config.yaml", "learning_curve.png", "metrics.jsonl", "participation.csv", ".lock",
         "partition.json", "partition.png", "policy.json", "result.json", "run.json",
     }  # fmt: skip
     with Image.open(run.path / "learning_curve.png") as picture:

@@ -98,7 +98,8 @@ def test_every_label_of_the_quick_scale_runs(name, monkeypatch):
             continue
         unseen -= labels.items()
         key = cells.cell(labels, 0).key.name
-        fit(["fit", *study.base, *study.arguments(labels, 0), *short, f"--name={key}"])
+        if not Path("runs", key).exists():  # else of two that read different metrics of one run
+            fit(["fit", *study.base, *study.arguments(labels, 0), *short, f"--name={key}"])
         (path,) = Path("runs", key).glob("*/result.json")
         result = json.loads(path.read_text())
         assert result["rounds"] == 1

@@ -225,7 +225,7 @@ def test_a_failed_cell_is_told_by_what_its_last_try_said(tmp_path):
     log = runner.log(cell)
     log.parent.mkdir()
     log.write_text("python -m fl_lightning fit\nerror: data: gone\n")
-    assert runner._error(cell, 2) == f"data: gone; its output: {log}"
+    assert runner._error(cell, 2, cell.state()) == f"data: gone; its output: {log}"
     with log.open("a") as again:
         again.write("python -m fl_lightning fit\n")
-    assert runner._error(cell, -9) == f"killed by signal 9; its output: {log}"
+    assert runner._error(cell, -9, cell.state()) == f"killed by signal 9; its output: {log}"
