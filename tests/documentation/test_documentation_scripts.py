@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from written_runs import write_study
 
 SCRIPTS = Path(__file__).parents[2] / "docs" / "scripts"
 CURVES = (
@@ -136,3 +137,28 @@ def test_figure_is_drawn_of_runs_of_one_configuration_each_and_of_no_others(star
     assert "a finished run of seed 2 is needed, found 0, 1" in refused("figures", "cifar10_small")
     write_run(CURVES[1], "0123abcd-s2", split="test")
     assert "seed 2 has no val/accuracy" in refused("figures", "cifar10_small")
+
+
+def test_the_gallery_has_a_study_between_its_comments_once_all_of_its_runs_are_done(start, tmp_path):
+    for name in ("gallery.py", "generated.py", "methods_table.py"):
+        shutil.copy(SCRIPTS / name, "docs/scripts")
+    study = write_study(tmp_path / "runs")
+    shutil.copytree(study, "table9-reduced")
+    found = json.loads(Path("table9-reduced/study.json").read_text())
+    page = "# Gallery\n\nWords.\n\n<!-- table9 -->\nold\n<!-- end of table9 -->\n\nMore words.\n"
+    Path("docs/gallery.md").write_text(page)
+    Path("table9-reduced/table.md").write_text("The table.\n")
+    Path("table9-reduced/curves.png").write_bytes(b"curves")
+    with pytest.raises(SystemExit, match=r"table9-reduced: cells/2/none-s1 is not done"):
+        start("gallery", "table9-reduced")
+    assert Path("docs/gallery.md").read_text() == page
+    found["groups"][-1]["runs"].pop()
+    Path("table9-reduced/study.json").write_text(json.dumps(found))
+    start("gallery", "table9-reduced")
+    written = Path("docs/gallery.md").read_text()
+    assert written.startswith("# Gallery\n\nWords.\n\n<!-- table9 -->\n```text\n")
+    assert written.endswith("<!-- end of table9 -->\n\nMore words.\n")
+    assert "old" not in written
+    assert "\nThe table.\n" in written
+    assert f"({Path('figures/gallery/table9.png')})" in written
+    assert Path("docs/figures/gallery/table9.png").read_bytes() == b"curves"

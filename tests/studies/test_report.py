@@ -5,12 +5,12 @@ import re
 from html.parser import HTMLParser
 
 import pytest
-import yaml
+from written_runs import write_run, write_study
 
 from fl_lightning.__main__ import main
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.files import write_json, write_text
-from fl_lightning.studies.figures import pictures, write_figures
+from fl_lightning.studies.figures import write_figures
 from fl_lightning.studies.report import write_report
 from fl_lightning.studies.run_groups import found_in
 
@@ -50,103 +50,6 @@ class Page(HTMLParser):
             self.texts.append(data)
         if {"td", "th"} & {*self.open}:
             self.rows[-1][-1] += data.strip()
-
-
-def write_run(place, *, name="bn", seed=0, norm="bn", accuracy=0.5, finished=True, callback=None):
-    config = {
-        "name": name,
-        "seed_everything": seed,
-        "trainer": {"max_epochs": 2, "callbacks": [{"class_path": callback}] if callback else None},
-        "model": {
-            "model": {"class_path": "fl_lightning.models.LeNet", "init_args": {"norm": norm}},
-            "client_optimizer": {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.25}},
-            "local_steps": 7,
-            "participation": 1.0,
-        },
-        "data": {"class_path": "datamodules.Digits", "init_args": {"batch_size": 20}},
-    }
-    write_text(place / "config.yaml", yaml.safe_dump(config))
-    rows = [{"round": r, "val/accuracy": accuracy * r / 2, "comm/upload_bytes": 5e5} for r in range(3)]
-    write_text(place / "metrics.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
-    if finished:
-        write_json(place / "result.json", result(accuracy, callback))
-    return place
-
-
-def result(accuracy, callback):
-    return {
-        "method": f"FedAvg + {callback}()" if callback else "FedAvg",
-        "model": "LeNet",
-        "partition": "Shards(class_fraction=0.1), 10 clients",
-        "rounds": 2,
-        "planned_rounds": 2,
-        "samples": 2800,
-        "test/loss": 1.75,
-        "test/accuracy": accuracy,
-        "diverged": False,
-        "upload_bytes": 1_500_000,
-        "download_bytes": 1_500_000,
-        "train_seconds": 12.5,
-        "executor": "SequentialExecutor()",
-        "computed_by": {"device": "cpu", "threads": 1},
-        "environment": {"python": "3.11.7", "torch": "2.11.0", "git_commit": "abcdef12"},
-        "provenance": [{"source": "78871f7d"}],
-        "data": {"training": "468d2b204465bea7"},
-    }
-
-
-def run_of(place, seed):
-    kept = result(0.5, None)
-    for name in ("planned_rounds", "test/loss", "test/accuracy", "computed_by"):
-        del kept[name]
-    found = {"seed": seed, "phase": "done", "why": "", "directory": f"elsewhere/cells/2/{place.name}"}
-    return {**found, "exchanges": 2, **kept}
-
-
-def write_study(root, label="GN"):
-    """A study of two methods, two numbers of local steps and two seeds, of which one cell has failed."""
-    values = {("BN", "1"): 0.125, ("BN", "10"): 0.25, (label, "1"): 0.375, (label, "10"): 0.625}
-    groups = []
-    for number, ((method, steps), value) in enumerate(values.items()):
-        places = [write_run(root / "cells/2" / f"{number}{number}-s{seed}", seed=seed) for seed in (0, 1)]
-        runs = [run_of(place, seed) for seed, place in enumerate(places)]
-        accuracies = {"0": value, "1": value + 0.0625}
-        if (method, steps) == (label, "10"):
-            del accuracies["1"]
-            runs[1] = {
-                "seed": 1,
-                "phase": "failed",
-                "why": "the disk is full",
-                "directory": "cells/2/none-s1",
-            }
-        groups.append(
-            {
-                "labels": {"method": method, "model.E": steps},
-                "published": 0.4512 if steps == "10" else None,
-                "learning_rate": 0.25,
-                "values": {"test/accuracy": accuracies},
-                "runs": runs,
-            }
-        )
-    axes = {"method": ["BN", label], "model.E": ["1", "10"]}
-    choice = {"axis": "lr", "for": {"method": "BN"}, "metric": "val/accuracy", "chosen": "0.25"}
-    found = {
-        "name": "table9",
-        "title": "Layers and local steps",
-        "paper": "A paper, Table 9",
-        "scale": "quick",
-        "seeds": [0, 1],
-        "axes": axes,
-        "choose": [],
-        "spread": "model.E",
-        "metrics": {"test/accuracy": "test accuracy"},
-        "groups": groups,
-        "choices": [{**choice, "values": {"0.25": 0.8765, "0.5": 0.4321}}],
-        "known": axes,
-        "claims": [{"claim": f"{label} > BN", "verdict": "undecided", "words": "2 undecided"}],
-    }
-    write_json(root / "studies" / "table9-quick" / "study.json", found)
-    return root / "studies" / "table9-quick"
 
 
 def page_of(tmp_path, *directories):
@@ -204,30 +107,6 @@ def test_seeds_of_one_configuration_are_one_row(tmp_path):
     assert page.tags.count("svg") == 2
 
 
-def test_what_was_sent_is_an_axis_where_it_differs(tmp_path):
-    places = [write_run(tmp_path / f"x{norm}", norm=norm, name=norm) for norm in ("bn", "gn")]
-    assert [picture.name for picture in pictures(found_in(places))] == ["by_run", "curves"]
-    path = places[1] / "result.json"
-    write_json(path, {**json.loads(path.read_text()), "upload_bytes": 5_000})
-    *_, bytes_sent = pictures(found_in(places))
-    axes = bytes_sent.draw([]).axes[0]
-    assert axes.get_xlabel() == "sent and received, kB"
-    assert [list(line.get_xdata()) for line in axes.lines] == [[500.0, 1000.0, 1500.0]] * 2
-
-
-def test_a_label_that_is_read_by_a_metric_of_its_own_has_its_own_curve(tmp_path):
-    place = write_run(tmp_path / "a-s0")
-    rows = [{"round": r, "val/accuracy": 0.5, "val/accuracy_silobn": 0.25 * r} for r in range(3)]
-    write_text(place / "metrics.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
-    found = found_in([place])
-    found["groups"].append(
-        {**found["groups"][0], "labels": {"run": "silo"}, "metric": "test/accuracy_silobn"}
-    )
-    found["axes"]["run"].append("silo")
-    curves = next(picture for picture in pictures(found) if picture.name == "curves").draw([]).axes[0]
-    assert [list(line.get_ydata()) for line in curves.lines] == [[0.5, 0.5, 0.5], [0.0, 0.25, 0.5]]
-
-
 def test_configurations_of_one_name_are_told_apart(tmp_path):
     places = [write_run(tmp_path / f"x{norm}", norm=norm) for norm in ("bn", "gn")]
     names = found_in(places)["axes"]["run"]
@@ -262,29 +141,6 @@ def test_a_single_run_shows_its_own_pictures(tmp_path):
     page = page_of(tmp_path, place)
     assert ("img", "src", "data:image/png;base64,iVBORw==") in page.addresses
     assert "BN running mean frozen from round 2" in page.text  # the legend of its learning curve
-
-
-def test_a_map_of_differences_has_0_in_the_middle(tmp_path):
-    """What is not there has no colour, and what one method has more is as dark as what it has less."""
-    groups = [
-        {"labels": {"method": m, "E": e, "b": b}, "values": {"a": {"0": x}}, "published": None, "runs": []}
-        for m, e, b, x in [("BN", "1", "2", 0.5), ("GN", "1", "2", 0.75), ("BN", "9", "2", 0.5), ("GN", "9", "2", 0.375), ("BN", "1", "4", 0.5)]
-    ]  # fmt: skip
-    found = {
-        "axes": {"method": ["BN", "GN"], "E": ["1", "9"], "b": ["2", "4"]},
-        "choose": [],
-        "spread": "E",
-        "groups": groups,
-    }
-    found |= {"metrics": {"a": "accuracy"}, "difference": "GN - BN"}
-    found["known"] = found["axes"]
-    assert "difference" not in [picture.name for picture in pictures(found)]  # b is 2 in both pairs
-    groups.append({**groups[1], "labels": {"method": "GN", "E": "1", "b": "4"}})
-    (picture,) = (picture for picture in pictures(found) if picture.name == "difference")
-    (axes,) = picture.draw([]).axes
-    assert [text.get_text() for text in axes.texts] == ["+0.250", "-0.125", "+0.250"]
-    assert axes.collections[0].get_clim() == (-0.25, 0.25)
-    assert axes.get_title() == "GN \N{MINUS SIGN} BN, accuracy"
 
 
 def test_the_same_files_give_the_same_page(tmp_path):

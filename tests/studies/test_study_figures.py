@@ -1,0 +1,56 @@
+"""The figures of studies and of runs that are shown together."""
+
+import json
+
+from written_runs import write_run
+
+from fl_lightning.files import write_json, write_text
+from fl_lightning.studies.figures import pictures
+from fl_lightning.studies.run_groups import found_in
+
+
+def test_what_was_sent_is_an_axis_where_it_differs(tmp_path):
+    places = [write_run(tmp_path / f"x{norm}", norm=norm, name=norm) for norm in ("bn", "gn")]
+    assert [picture.name for picture in pictures(found_in(places))] == ["by_run", "curves"]
+    path = places[1] / "result.json"
+    write_json(path, {**json.loads(path.read_text()), "upload_bytes": 5_000})
+    *_, bytes_sent = pictures(found_in(places))
+    axes = bytes_sent.draw([]).axes[0]
+    assert axes.get_xlabel() == "sent and received, kB"
+    assert [list(line.get_xdata()) for line in axes.lines] == [[500.0, 1000.0, 1500.0]] * 2
+
+
+def test_a_label_that_is_read_by_a_metric_of_its_own_has_its_own_curve(tmp_path):
+    place = write_run(tmp_path / "a-s0")
+    rows = [{"round": r, "val/accuracy": 0.5, "val/accuracy_silobn": 0.25 * r} for r in range(3)]
+    write_text(place / "metrics.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+    found = found_in([place])
+    found["groups"].append(
+        {**found["groups"][0], "labels": {"run": "silo"}, "metric": "test/accuracy_silobn"}
+    )
+    found["axes"]["run"].append("silo")
+    curves = next(picture for picture in pictures(found) if picture.name == "curves").draw([]).axes[0]
+    assert [list(line.get_ydata()) for line in curves.lines] == [[0.5, 0.5, 0.5], [0.0, 0.25, 0.5]]
+
+
+def test_a_map_of_differences_has_0_in_the_middle(tmp_path):
+    """What is not there has no colour, and what one method has more is as dark as what it has less."""
+    groups = [
+        {"labels": {"method": m, "E": e, "b": b}, "values": {"a": {"0": x}}, "published": None, "runs": []}
+        for m, e, b, x in [("BN", "1", "2", 0.5), ("GN", "1", "2", 0.75), ("BN", "9", "2", 0.5), ("GN", "9", "2", 0.375), ("BN", "1", "4", 0.5)]
+    ]  # fmt: skip
+    found = {
+        "axes": {"method": ["BN", "GN"], "E": ["1", "9"], "b": ["2", "4"]},
+        "choose": [],
+        "spread": "E",
+        "groups": groups,
+    }
+    found |= {"metrics": {"a": "accuracy"}, "difference": "GN - BN"}
+    found["known"] = found["axes"]
+    assert "difference" not in [picture.name for picture in pictures(found)]  # b is 2 in both pairs
+    groups.append({**groups[1], "labels": {"method": "GN", "E": "1", "b": "4"}})
+    (picture,) = (picture for picture in pictures(found) if picture.name == "difference")
+    (axes,) = picture.draw([]).axes
+    assert [text.get_text() for text in axes.texts] == ["+0.250", "-0.125", "+0.250"]
+    assert axes.collections[0].get_clim() == (-0.25, 0.25)
+    assert axes.get_title() == "GN \N{MINUS SIGN} BN, accuracy"
