@@ -1,22 +1,23 @@
-"""FBN and averaged BN under attack: ``python docs/scripts/byzantine.py`` draws from the runs below ``runs/byzantine-*``, see docs/byzantine.md.
+"""FBN and averaged BN under attack: ``python docs/scripts/byzantine.py`` draws from ``numbers/byzantine.json``, see docs/byzantine.md.
 
-``... numbers`` collects them first into ``numbers/byzantine.json``.
+``... numbers`` collects them first from the study ``fbn_byzantine`` at its reduced scale.
 """
 
 import json
 import statistics
 import sys
+from pathlib import Path
 
 import numpy as np
 import torch
 from folders import FIGURES_FOLDER, NUMBERS_FOLDER
 from matplotlib.figure import Figure
-from runs import finished
 
 from fl_lightning.aggregation import NNM, LayerStatistics, Median, StatisticsAggregator, WeightedMean
 from fl_lightning.pictures.style import BLUE, GREY, PURPLE, VERMILLION, paper_style, write_figure
 from fl_lightning.run_directory.metrics import read_metrics
 
+STUDY = Path("runs/studies/fbn_byzantine-reduced/study.json")
 FILE = NUMBERS_FOLDER / "byzantine.json"
 METHODS = {"fbn": "FBN", "fbn_naive": "averaged BN"}
 GAMMAS = ("0.0", "0.01")
@@ -40,21 +41,25 @@ CURVES = {
 def collect() -> None:
     """Write test accuracy by seed, whether runs diverged, and validation curves, by method, gamma and cell."""
     numbers = {}
-    for method in METHODS:
-        for gamma in GAMMAS:
-            for cell in CELLS:
-                runs = finished(f"byzantine-{method}-{gamma}-{cell}")
-                curves = {}
-                for seed, (folder, _) in runs.items():
-                    rows = read_metrics(folder / "metrics.jsonl")
-                    curves[seed] = {
-                        row["round"]: round(row["val/accuracy"], 4) for row in rows if "val/accuracy" in row
-                    }
-                numbers[f"{method} {gamma} {cell}"] = {
-                    "test": {seed: round(result["test/accuracy"], 4) for seed, (_, result) in runs.items()},
-                    "diverged": [seed for seed, (_, result) in runs.items() if result.get("diverged")],
-                    "validation": curves,
-                }
+    methods, attacks, defences = (
+        {words: name for name, words in named.items()} for named in (METHODS, ATTACKS, DEFENCES)
+    )
+    for group in json.loads(STUDY.read_text())["groups"]:
+        labels = group["labels"]
+        cell = "clean"
+        if labels["attack"] != "none":
+            cell = f"{defences[labels['defence']]}-{attacks[labels['attack']]}"
+        found: dict = {"test": {}, "diverged": [], "validation": {}}
+        for run in group["runs"]:
+            seed, folder = run["seed"], Path(run["directory"])
+            result = json.loads((folder / "result.json").read_text())
+            found["test"][seed] = round(result["test/accuracy"], 4)
+            found["diverged"] += [seed] if result.get("diverged") else []
+            rows = read_metrics(folder / "metrics.jsonl")
+            found["validation"][seed] = {
+                row["round"]: round(row["val/accuracy"], 4) for row in rows if "val/accuracy" in row
+            }
+        numbers[f"{methods[labels['method']]} {float(labels['gamma'])} {cell}"] = found
     FILE.write_text(json.dumps(numbers) + "\n")
 
 

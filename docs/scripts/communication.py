@@ -21,11 +21,11 @@ from fl_lightning.run_directory.metrics import read_metrics
 FILE = NUMBERS_FOLDER / "communication.json"
 CONFIGS = Path(__file__).parents[2] / "configs"
 METHODS: dict[str, list[str]] = {
-    "FedTAN": ["digits_fedtan.yaml"],
+    "FedTAN": ["digits_fedavg_bn.yaml", "--trainer.callbacks", "FedTAN", "--model.weighting", "uniform"],
     "FedAvg, GN": ["digits_fedavg_gn.yaml"],
     "FixBN": ["quickstart.yaml"],
     "FedAvg, BN": ["digits_fedavg_bn.yaml"],
-    "FixBN, global momentum": ["digits_fixbn_momentum_global.yaml"],
+    "FixBN, global momentum": ["digits_fixbn_momentum_local.yaml", "--trainer.callbacks.scope", "global"],
     "FBN": [
         *("digits_fedavg_bn.yaml", "--trainer.callbacks", "FBN"),
         *("--model.weighting", "samples", "--model.client_optimizer.init_args.lr", "0.2"),

@@ -30,25 +30,32 @@ from fl_lightning.pictures.style import (
 from fl_lightning.run_directory.metrics import read_metrics
 
 CONFIGS = Path(__file__).parents[2] / "configs"
+FEDTAN = ("--trainer.callbacks=FedTAN", "--model.weighting=uniform")
 CURVES = {
-    "digits_fedavg_bn": ("BN", GREY, ":", "^"),
-    "digits_fedtan_forward_only": ("FedTAN, forward only", PURPLE, "-.", "v"),
-    "quickstart": ("FixBN, T* = 200", VERMILLION, "-", "o"),
-    "digits_fedtan": ("FedTAN", ORANGE, "-", "P"),
-    "digits_fedavg_gn": ("GN", BLUE, "--", "s"),
-    "digits_fbn": ("FBN", GREEN, "-", "D"),
+    "BN": (["digits_fedavg_bn"], GREY, ":", "^"),
+    "FedTAN, forward only": (
+        ["digits_fedavg_bn", *FEDTAN, "--trainer.callbacks.backward=own"],
+        PURPLE,
+        "-.",
+        "v",
+    ),
+    "FixBN, T* = 200": (["quickstart"], VERMILLION, "-", "o"),
+    "FedTAN": (["digits_fedavg_bn", *FEDTAN], ORANGE, "-", "P"),
+    "GN": (["digits_fedavg_gn"], BLUE, "--", "s"),
+    "FBN": (["digits_fbn"], GREEN, "-", "D"),
 }
 FLOOR = 1e-17  # an exact 0 is drawn here
 ROUNDS = 400
 
 
-def deviations(config: str) -> tuple[Series, Series]:
+def deviations(config: str, *options: str) -> tuple[Series, Series]:
     """The measured rounds of a configuration and the gradient deviations in them."""
     cli = command_line(
         [
             "fit",
             f"--config={CONFIGS / config}.yaml",
-            f"--name=gradient_deviation_{config}",
+            "--name=gradient_deviation",
+            *options,
             f"--trainer.max_epochs={ROUNDS}",
             f"--trainer.check_val_every_n_epoch={ROUNDS}",
             "--trainer.precision=64-true",
@@ -65,8 +72,8 @@ def draw(found: dict[str, tuple[Series, Series]]) -> Figure:
     """The figure: deviations over rounds, on a logarithmic axis."""
     figure = Figure(figsize=(7, 3.6), layout="constrained")
     axes = figure.subplots()
-    for config, (label, colour, line, marker) in CURVES.items():
-        rounds, values = found[config]
+    for label, (_, colour, line, marker) in CURVES.items():
+        rounds, values = found[label]
         axes.plot(
             rounds,
             values.clip(min=FLOOR),
@@ -101,10 +108,10 @@ def main() -> None:
     os.environ.setdefault("WANDB_MODE", "disabled")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
-    found = {config: deviations(config) for config in CURVES}
+    found = {label: deviations(*arguments) for label, (arguments, *_) in CURVES.items()}
     print(f"\n{'gradient deviation':22}  {'round 1':>8}  {'round 200':>9}  {'round 400':>9}")
-    for config, (label, *_) in CURVES.items():
-        by_round = dict(zip(*found[config], strict=True))
+    for label in CURVES:
+        by_round = dict(zip(*found[label], strict=True))
         print(f"{label:22}  {by_round[1]:8.2g}  {by_round[200]:9.2g}  {by_round[400]:9.2g}")
     with paper_style():
         figure = draw(found)

@@ -135,7 +135,7 @@ def test_there_is_no_other_overlay():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("attack", ATTACKS)
-@pytest.mark.parametrize("name", ["cifar10_fbn", "cifar10_small_fbn", "cifar10_small_fbn_naive"])
+@pytest.mark.parametrize("name", ["cifar10_fbn", "cifar10_small_fbn"])
 @pytest.mark.parametrize("defence", DEFENCES)
 def test_overlays_attack_and_defend_a_configuration(name, attack, defence):
     given = arguments(f"{name}.yaml", f"overlays/{attack}", f"overlays/{defence}")

@@ -44,7 +44,7 @@ ELSEWHERE = ("dashboard", "upload", "verify")
 
 LEFT = {
     "README.md": "quickstart_lr0.05/*/result.json",
-    "docs/byzantine.md": "byzantine-fbn-0.0-median-sign_flip/*/result.json",
+    "docs/byzantine.md": "digits_undefended/*/result.json",
     "docs/data.md": "quickstart/*/partition.json",
     "docs/diagnostics.md": "quickstart/*/bn_drift.png",
     "docs/first-run.md": "cifar10_small_fixbn/*/learning_curve.png",
@@ -186,7 +186,7 @@ def test_every_piece_of_yaml_changes_the_quickstart(snippet):
 
 def test_every_configuration_that_a_loop_names_exists():
     named = {path for name in PAGES for path in looped_configurations(name)}
-    assert len(named) > 10
+    assert len(named) > 5
     assert [path for path in named if not (ROOT / path).is_file()] == []
 
 

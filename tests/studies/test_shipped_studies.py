@@ -1,4 +1,4 @@
-"""The shipped studies: at every scale each label is a configuration of its own, and every label of ``quick`` runs."""
+"""The shipped studies: at every scale each label is a configuration of its own, and those of ``quick`` and of every method run."""
 
 import json
 import re
@@ -17,6 +17,8 @@ from fl_lightning.studies.reading import read_study
 FOLDER = Path(fl_lightning.__file__).parents[1] / "configs/studies"
 NAMES = sorted(path.stem for path in FOLDER.glob("*.yaml"))
 QUICK = [name for name in NAMES if name != "fixbn_table3"]  # no street scenes come with a package
+TO_RUN = [*((name, "quick") for name in QUICK), ("methods", "reduced"), ("optimizers", "reduced")]
+"""Those two have a label for every method of the project, on data that come with a package."""
 FOR_BN = {"FBN", "FedBN", "FedDNA", "FedTAN", "FixBN", "SiloBN", "StaticBN", "StatisticsSources"}
 LARGE = [
     (path.stem, scale)
@@ -79,16 +81,18 @@ def test_its_file_can_be_read_and_a_quick_scale_is_small(name):
     assert re.search(r"^paper: ", text, re.MULTILINE) or name in (
         "layer_order",
         "many_clients",
+        "methods",
+        "optimizers",
         "statistics_gain",
     )
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", QUICK)
-def test_every_label_of_the_quick_scale_runs(name, monkeypatch):
+@pytest.mark.parametrize(("name", "scale"), TO_RUN)
+def test_every_label_runs(name, scale, monkeypatch):
     monkeypatch.setattr("fl_lightning.run_directory.files.draw_pictures", lambda *_: None)
     monkeypatch.setattr("fl_lightning.run_directory.files.draw_partition", lambda *_: None)
-    study = read_study(FOLDER / f"{name}.yaml", "quick")
+    study = read_study(FOLDER / f"{name}.yaml", scale)
     cells = StudyCells(study, [])
     short = [*SHORT, *([] if cells.any.config["model"]["local_epochs"] else ["--model.local_steps=1"])]
     expect_different_runs(study, cells, [*study.combinations()])
