@@ -138,9 +138,10 @@ def curves_figure(
             if len(values) > 1:
                 low, high = with_gaps(values.min(0)), with_gaps(values.max(0))
                 axes.fill_between(places / unit, low, high, color=look[0], alpha=0.18, linewidth=0)
+    highest = max((values.max(initial=0) for values in means), default=0.0)
     for axes in grid.panels:
         if not metric.endswith("loss"):
-            axes.set_ylim(0, 1.03)
+            axes.set_ylim(0, min(1.15 * highest, 1.03) or 1.03)
         elif axes is grid.panels[0]:
             scale_values(axes, means)
         if cost and ends and max(ends) >= 10 * min(ends):
