@@ -5,6 +5,7 @@ import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import pairwise
 from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -174,20 +175,23 @@ def against_figure(found: Found, axis: str, title: Sequence[str]) -> "Figure":
                 "marker": marker,
                 "linestyle": line if numeric else "none",
             }
-            axes.errorbar([x for x, _ in done], means, np.transpose(reach), **look, capsize=3, label=label)
+            bars = np.transpose(reach)
+            caps = 3 * bool(bars.any())  # one seed has none
+            axes.errorbar([x for x, _ in done], means, bars, **look, capsize=caps, label=label)
         published = [(x, group["published"]) for x, group in points if group["published"] is not None]
         if published:
             look = {"color": colour, "markerfacecolor": "none", "markersize": 8, "label": PUBLISHED}
             axes.plot(*zip(*published, strict=True), marker, **look)
-    crowded = not numeric and sum(map(len, labels)) > 75 / grid.columns
+    room = 150 / grid.columns / len(labels)  # letters of two labels side by side
+    crowded = not numeric and any(len(one) + len(other) > room for one, other in pairwise(labels))
     for axes in grid.panels:
         if numeric and 0 < 10 * places[labels[0]] <= places[labels[-1]]:
             axes.set_xscale("log")
         elif not numeric:
             axes.set_xlim(-0.5, len(labels) - 0.5)
-        axes.set_xticks([*places.values()], map(literal, labels))
+        turned: dict[str, Any] = {"rotation": 30, "ha": "right", "rotation_mode": "anchor"} if crowded else {}
+        axes.set_xticks([*places.values()], [*map(literal, labels)], **turned)
         axes.tick_params(axis="x", which="minor", length=0)
-        axes.tick_params(axis="x", rotation=20 if crowded else 0)
     if next(iter(found["metrics"])).endswith(tuple(QUALITIES)):
         grid.panels[0].set_ylim(0, 1.05 * grid.panels[0].get_ylim()[1])
     return grid.finished(short(axis) if numeric or len(found["axes"]) > 1 else "", _words(found))
