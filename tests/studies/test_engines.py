@@ -5,6 +5,7 @@ import re
 import shutil
 import signal
 import stat
+import subprocess
 import sys
 from pathlib import Path
 
@@ -174,6 +175,33 @@ def test_cells_that_are_submitted_together_are_one_array(tmp_path, monkeypatch):
     again = engine._running["c"][0].submission()
     assert again._timeout_countdown > 1000
     assert isinstance(again._checkpoint_function(), submitit.helpers.DelayedSubmission)
+    monkeypatch.setattr(submitit.SlurmJob, "_results_timeout_s", 0)
+    for states, ended in (
+        ("12_0|PREEMPTED\n12_1|SUSPENDED\n12|CONFIGURING", {}),  # as jobs that go on may be called
+        ("12_0|RUNNING\n12_1|OUT_OF_MEMORY\n12|COMPLETING", {"c": "job 12_1 is OUT_OF_MEMORY"}),
+        ("12_0|PENDING", {"b": "job 12 is FORGOTTEN"}),
+        ("12_0|NODE_FAIL", {"a": "job 12_0 is NODE_FAIL"}),
+    ):
+        (tmp_path / "bin/squeue").write_text(f"#!/bin/sh\necho '{states}'\n")
+        (tmp_path / "bin/squeue").chmod(stat.S_IRWXU)
+        submitit.SlurmJob.watcher._last_status_check = float("-inf")
+        assert engine.ended() == dict.fromkeys(ended, 1)
+        for name, reason in ended.items():
+            assert (
+                Path(f"{name}.log").read_text().endswith(f"error: Slurm: {reason} and has left no result\n")
+            )
+
+
+@pytest.mark.parametrize(
+    ("line", "left"), [("kill -TERM $$", b""), ("exit 143", b""), ("exit 3", b"3"), ("kill -9 $$", b"-9")]
+)
+def test_a_job_that_is_terminated_leaves_no_result(line, left):
+    """Slurm terminates jobs that it queues again, and those that it does not."""
+    pytest.importorskip("submitit", reason="submitit is not installed")
+    code = "from sys import argv; from fl_lightning.studies.engines.slurm import _Command; "
+    code += "print(_Command()(['sh', '-c', argv[1]], 'log', '.', {}), end='')"
+    ended = subprocess.run([sys.executable, "-c", code, line], check=False, capture_output=True)
+    assert (ended.returncode, ended.stdout) == (0 if left else 143, left)
 
 
 def test_what_sbatch_refuses_and_what_slurm_ends_is_told(tmp_path, monkeypatch):

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import signal
 import time
 from collections.abc import Sequence
 from math import ceil
@@ -17,6 +18,17 @@ _MINUTES = 60  # of a job; one that needs longer is queued again and goes on
 _TIMES = 10_000  # that a job may be queued again at its time limit
 # USR2, which all processes of a job get, tells submitit to have it queued again, and the cell nothing
 _UNTIL_TERMINATED = ("sh", "-c", "trap '' USR2; exec \"$@\"", "sh")
+_ENDED = [
+    "BOOT_FAIL",
+    "CANCELLED",
+    "COMPLETED",
+    "DEADLINE",
+    "FAILED",
+    "FORGOTTEN",
+    "NODE_FAIL",
+    "OUT_OF_MEMORY",
+    "TIMEOUT",
+]
 _ARRAY = 1000  # jobs, what Slurm allows unless it is told otherwise
 
 
@@ -36,10 +48,12 @@ class SlurmEngine(Engine):
     cores = gpus = _ARRAY  # Slurm knows
 
     def __init__(self, cluster: str = "slurm") -> None:
-        if cluster == "slurm" and shutil.which("srun") is None:
-            raise ConfigurationError(
-                "--engine: slurm is not on this machine: it has no srun; use one that has, or local"
-            )
+        if cluster == "slurm":
+            if shutil.which("srun") is None:
+                raise ConfigurationError(
+                    "--engine: slurm is not on this machine: it has no srun; use one that has, or local"
+                )
+            submitit.SlurmJob.watcher = _Queue(delay_s=60)
         self._cluster = cluster
         self._running: dict[str, tuple[submitit.Job[int], Path]] = {}
 
@@ -77,9 +91,12 @@ class SlurmEngine(Engine):
                 del self._running[name]
                 found[name] = 1 if (trouble := job.exception()) else job.result()
                 if trouble:
+                    if isinstance(trouble, submitit.core.utils.UncompletedJobError):
+                        reason = f"job {job.job_id} is {job.state} and has left no result"
+                    else:
+                        reason = [type(trouble).__name__, *str(trouble).split("\n")][-1]
                     with path.open("a") as log:
-                        reason = str(trouble).strip().splitlines() or [type(trouble).__name__]
-                        print(trouble, f"error: Slurm: {reason[-1]}", sep="\n", file=log)
+                        print(trouble, f"error: Slurm: {reason}", sep="\n", file=log)
         return found
 
     def stop(self) -> None:
@@ -90,6 +107,23 @@ class SlurmEngine(Engine):
             time.sleep(2)
 
 
+class _Queue(submitit.slurm.slurm.SlurmInfoWatcher):  # type: ignore[misc]
+    """What becomes of jobs, by ``squeue``: ``sacct`` knows nothing where Slurm keeps no accounts."""
+
+    def _make_command(self) -> list[str]:
+        return ["squeue", "--me", "--array", "--noheader", "--states=all", "--format=%i|%T"]
+
+    def read_info(self, string: bytes) -> dict[str, dict[str, str]]:
+        known = dict(line.split("|") for line in string.decode().splitlines())
+        found = {job: known.get(job, "FORGOTTEN") for job in self._registered - self._finished}
+        return {job: {"State": state if state in _ENDED else "PENDING"} for job, state in found.items()}
+
+
 class _Command(submitit.helpers.Checkpointable):  # type: ignore[misc]  # which says: queue it again at its time limit, too
     def __call__(self, *arguments: Any) -> int:
-        return run_command(*arguments)
+        status = run_command(*arguments)
+        if status in (128 + signal.SIGTERM, -signal.SIGTERM):
+            os._exit(
+                128 + signal.SIGTERM
+            )  # without a result: whether the job is queued again is for Slurm to say
+        return status
