@@ -13,7 +13,7 @@ from generated import replaced
 
 PAGE = Path(__file__).parents[1] / "gallery.md"
 FIGURES = FIGURES_FOLDER / "gallery"
-SHOWN = ("by_*.png", "difference.png", "curves.png")
+SHOWN = ("by_E", "by_T_", "by_gamma", "by_alpha", "difference", "curves")
 """Of the figures that a study has, the first of these stands on the page."""
 
 
@@ -25,7 +25,7 @@ def part(study: Path) -> str:
         sys.exit(f"{study}: {unfinished[0]} is not done")
     versions = sorted({one["torch"] for run in runs for one in run["provenance"]})
     sources = sorted({one["source"] for run in runs for one in run["provenance"]})
-    picture = next(path for form in SHOWN for path in sorted(study.glob(form)))
+    picture = next(study / f"{name}.png" for name in SHOWN if (study / f"{name}.png").is_file())
     FIGURES.mkdir(exist_ok=True)
     shutil.copy(picture, FIGURES / f"{found['name']}.png")
     command = f"python -m fl_lightning study configs/studies/{found['name']}.yaml --scale {found['scale']}"

@@ -102,7 +102,7 @@ class SlurmEngine(Engine):
     def stop(self) -> None:
         """Cancel all jobs, and wait for them."""
         for job, _ in self._running.values():
-            job.cancel()
+            job.cancel(check=False)  # it may have ended
         while not all(job.done(force_check=True) for job, _ in self._running.values()):
             time.sleep(2)
 
