@@ -184,9 +184,10 @@ def against_figure(found: Found, axis: str, title: Sequence[str]) -> "Figure":
             axes.plot(*zip(*published, strict=True), marker, **look)
     room = 150 / grid.columns / len(labels)  # letters of two labels side by side
     crowded = not numeric and any(len(one) + len(other) > room for one, other in pairwise(labels))
+    smallest = min((place for place in places.values() if place > 0), default=0)
     for axes in grid.panels:
-        if numeric and 0 < 10 * places[labels[0]] <= places[labels[-1]]:
-            axes.set_xscale("log")
+        if numeric and places[labels[0]] >= 0 and 0 < 10 * smallest <= places[labels[-1]]:
+            axes.set_xscale("symlog", linthresh=smallest)  # 0 has a place, too
         elif not numeric:
             axes.set_xlim(-0.5, len(labels) - 0.5)
         turned: dict[str, Any] = {"rotation": 30, "ha": "right", "rotation_mode": "anchor"} if crowded else {}

