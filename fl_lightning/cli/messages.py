@@ -49,7 +49,8 @@ SHAPES = {
     "broken class": r"class_path '([^']+)':\s*(.*)",
     "value": r"Expected a (<class '[\w.]+'>|typing\.Literal\[.*\])\. Got value: (.*)",
     "value of several types": r"(?s)Subtypes: \[(.*?)\]\n.*Given value: (.*)",
-    "what a class says": r"(?m)^ +- (?!Expected |Import path does |Not a|Not of|Problem with |Does not |a class path|a dict )(.+)",
+    "setting of no class": r"Given value: NestedArg\(key='(.+?)'",
+    "what a class says": r"(?m)^ +- (?!Expected |Type |Import path does |Not a|Not of|Problem with |Does not |a class path|a dict )(.+)",
 }
 """What of jsonargparse's messages is read, as regular expressions: ``tests/cli/test_jsonargparse.py`` holds it to them."""
 
@@ -76,6 +77,9 @@ def explain(message: str, settings: Sequence[str] = (), owner: str = "") -> str:
         return f"{setting}there is no setting {option!r}{among}{nearest(option, [*settings, *sections])}"
     if said := found["what a class says"]:
         return setting + said[1]
+    if own := found["setting of no class"]:
+        classes = _class_names(kinds_of_settings().get(key.rpartition(".")[2], type(None)))
+        return f"{name}.{own[1]}: {name} is null; give its class first, --{name} CLASS ({', '.join(sorted(classes))})"
     if broken := found["broken class"]:
         return f"{setting}class {broken[1]!r} cannot be imported: {broken[2]}"
     value = found["value of several types"] or found["value"]

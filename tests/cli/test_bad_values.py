@@ -57,6 +57,8 @@ TABLE = [
     ("--model.executor Vector", "model.executor: there is no class 'Vector'; did you mean VectorizedExecutor?"),
     ("--model.executor 3", "model.executor: there is no class '3'; there are SequentialExecutor, VectorizedExecutor"),
     ("--model.executor VectorizedExecutor --model.executor.block_size 0", "VectorizedExecutor.block_size: 0 must be at least 1 (or null for all)"),
+    ("--model.executor.compile true", "model.executor.compile: model.executor is null; give its class first, --model.executor CLASS (SequentialExecutor, VectorizedExecutor)"),
+    ("--model.client_lr_schedule.period 3", "model.client_lr_schedule.period: model.client_lr_schedule is null; give its class first, --model.client_lr_schedule CLASS (InverseSteps, MultiStep)"),
     ("--model.aggregator Medium", "model.aggregator: there is no class 'Medium'; did you mean Median?"),
     ("--model.aggregator 3", "model.aggregator: there is no class '3'; there are CenteredClipping, CoordinateRule, GeometricMedian, Krum, MeanAroundMedian, Median, MixingRule, MultiKrum, RobustAggregator, TrimmedMean, WeightedMean"),
     ("--model.aggregator TrimmedMean --model.aggregator.fraction 0.7", "TrimmedMean: there is no setting 'fraction' among f, pre, per, weighting, max_weight"),

@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Literal
 
@@ -18,6 +19,13 @@ class Own:
         self.size = size
 
 
+class Kind(ABC):
+    """A class that others are of."""
+
+    @abstractmethod
+    def work(self): ...
+
+
 def parser_of():
     parser = ArgumentParser(exit_on_error=False)
     parser.add_argument("--config", action="config")
@@ -26,6 +34,8 @@ def parser_of():
     parser.add_argument("--word", type=Literal["a", "b"])
     parser.add_argument("--thing", type=Own)
     parser.add_argument("--things", type=list[Own] | Own | None)
+    parser.add_argument("--nothing", type=Kind | None)
+    parser.add_argument("--no_function", type=Callable[[int], float] | None)
     parser.add_argument("--function", type=Callable[[int], int])
     return parser
 
@@ -47,6 +57,8 @@ TABLE = [
     ("unknown class", ["--thing", "Nothing"], ["Nothing"]),
     ("unknown class", ["--things", "Nothing"], ["Nothing"]),
     ("unknown class", ["--thing", "torch.nn.ReLU"], ["torch.nn.ReLU"]),
+    ("setting of no class", ["--nothing.size", "2"], ["size"]),
+    ("setting of no class", ["--no_function.size", "2"], ["size"]),
     ("broken class", ["--thing", "torch.nn.Nothing"], ["torch.nn.Nothing", "module 'torch.nn' has no attribute 'Nothing'"]),
     ("broken class", {"things": [{"class_path": "torch.nn.Nothing"}]}, ["torch.nn.Nothing", "module 'torch.nn' has no attribute 'Nothing'"]),
     ("value", ["--number", "x"], ["<class 'int'>", "x"]),
@@ -78,7 +90,12 @@ def test_every_shape_is_held():
 
 
 def test_what_jsonargparse_says_itself_is_not_what_a_class_says():
-    for given in (["--things", "Nothing"], ["--numbers", "x"], ["--things", "torch.nn.Nothing"]):
+    for given in (
+        ["--things", "Nothing"],
+        ["--numbers", "x"],
+        ["--things", "torch.nn.Nothing"],
+        ["--no_function.size", "2"],
+    ):
         with pytest.raises(ArgumentError) as refused:
             parser_of().parse_args(given)
         assert not re.search(SHAPES["what a class says"], refused.value.message), refused.value.message
