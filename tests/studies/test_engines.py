@@ -35,6 +35,9 @@ ROUNDED = "trap 'echo rounded; exit 143' TERM; echo up; while true; do sleep 0.0
 def own_modules(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(Path(study.__file__).parents[2]))
+    signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # a shell ignores it for what it runs in the background
     with nothing_left():
         yield
 

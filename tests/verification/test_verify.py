@@ -1,9 +1,12 @@
 """``verify``: what it finds in the shipped methods, in broken ones and in one's own, and what a user sees of it."""
 
+import sys
+from types import SimpleNamespace
+
 import pytest
 import torch
 from broken_callbacks import FAILS, RIGHT, ranks
-from readme_code import METHOD_BLOCKS
+from readme_code import METHOD_BLOCKS, hide
 
 import callbacks
 from fl_lightning import FederatedCallback
@@ -32,7 +35,9 @@ def write_methods(text, name="methods"):
 def own_code(tmp_path, monkeypatch):
     """The working directory is where one's own modules are found, as with ``python -m``."""
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(__import__("sys").modules, "methods", raising=False)
+    monkeypatch.delitem(sys.modules, "methods", raising=False)
+    yield
+    hide(vars(sys.modules.get("methods", SimpleNamespace())))
 
 
 @pytest.mark.parametrize(
