@@ -31,7 +31,12 @@ def part(study: Path) -> str:
     command = f"python -m fl_lightning study configs/studies/{found['name']}.yaml --scale {found['scale']}"
     table = (study / "table.md").read_text().strip()
     origin = f"Source {', '.join(sources)}, torch {', '.join(versions)}."
-    figure = f"![{found['title']}: the values of the table above](figures/gallery/{found['name']}.png)"
+    shown = (
+        "validation accuracy over communication rounds"
+        if picture.stem == "curves"
+        else "the values of the table above"
+    )
+    figure = f"![{found['title']}: {shown}](figures/gallery/{found['name']}.png)"
     return f"```text\n{command}\n```\n\n{table}\n\n{figure}\n\n{origin}"
 
 

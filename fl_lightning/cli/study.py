@@ -1,6 +1,7 @@
 """``python -m fl_lightning study``: the runs of a table or figure, their tables and what holds of the claims."""
 
 import io
+import shlex
 from collections.abc import Sequence
 from contextlib import redirect_stdout
 from functools import cache, cached_property
@@ -89,23 +90,27 @@ def main(args: Sequence[str]) -> None:
         try:
             trials = [cell for trial in cells.trials for cell in trial]
             runner.run(trials)
-            choices = chosen(study, cells.trials, own.accept_stale, runner.failed)
+            diverged = {key for key, why in runner.failed.items() if "is not finite" in why}
+            choices = chosen(study, cells.trials, own.accept_stale, diverged)
             table = cells.table(choices)
             runner.run(table)
         except Stopped as stopped:
             stopped.kept = "finished cells and the checkpoints of others are kept; the same command goes on"
             raise
-    found = findings(study, table, choices, runner.failed, own.accept_stale)
-    write_json(folder / "study.json", found)
-    write_tables(folder, found)
-    write_figures(folder, found)
-    show(found, folder)
-    shown = {cell.key for cell in table}
+    if table:
+        found = findings(study, table, choices, runner.failed, own.accept_stale)
+        again = ["study", own.file, "--scale", own.scale, *fit_options]
+        found |= {"options": shlex.join(fit_options), "command": shlex.join(again)}
+        write_json(folder / "study.json", found)
+        write_tables(folder, found)
+        write_figures(folder, found)
+        show(found, folder)
+    worst = diverged - {cell.key for cell in table}
     for cell in {cell.key: cell for cell in (*trials, *table)}.values():
         if cell.key in runner.failed:
-            what = "failed" if cell.key in shown else "failed, and counted as the worst trial"
+            what = "failed, and counted as the worst trial" if cell.key in worst else "failed"
             print(f"{what}: {cell.name}: {runner.failed[cell.key]}")
-    if failed := shown & runner.failed.keys():
+    if failed := runner.failed.keys() - worst:
         raise ConfigurationError(
             f"study: {len(failed)} cells failed; mend what is named above, and the same command runs them again"
         )

@@ -63,18 +63,18 @@ def trial_cells(study: Study, make: Callable[[Labels, int], Cell]) -> list[list[
 
 
 def chosen(
-    study: Study, cells: Sequence[Sequence[Cell]], accept_stale: bool = False, failed: Collection[Path] = ()
+    study: Study, cells: Sequence[Sequence[Cell]], accept_stale: bool = False, diverged: Collection[Path] = ()
 ) -> Choices:
     """What the finished trials say: the label with the largest metric, of a loss the smallest; of equal ones the first.
 
-    A trial that has failed or diverged is the worst. Labels that are read by a metric of their own, such as ``test/accuracy_silobn``,
+    A trial that has diverged is the worst; one that has failed otherwise leaves the choice open. Labels that are read by a metric of their own, such as ``test/accuracy_silobn``,
     are chosen by that metric on validation data.
 
     Args:
         study: The study.
         cells: The cells of each choice.
         accept_stale: Whether results of other source count.
-        failed: Keys of the cells that failed.
+        diverged: Keys of the cells that an update ended which was not finite.
     """
     found: Choices = []
     for choice, own in zip(study.choices, cells, strict=True):
@@ -87,7 +87,7 @@ def chosen(
             for cell in (cell for cell in own if matches(cell.labels, by)):
                 state = cell.state(accept_stale)
                 value = _value(state.result if state.phase == "done" else None, metric, worst)
-                values[cell.labels[choice.axis]] = worst if value is None and cell.key in failed else value
+                values[cell.labels[choice.axis]] = worst if value is None and cell.key in diverged else value
             known = {label: value for label, value in values.items() if value is not None}
             best = None
             if values and len(known) == len(values):

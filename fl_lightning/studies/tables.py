@@ -154,8 +154,11 @@ def caption(found: Mapping[str, Any]) -> str:
         " A declared subset with smaller data, networks and E: one number is no evidence." if quick else ""
     )
     paper = f" ({found['paper']})" if found["paper"] else ""
+    options = f" With {found['options']}." if found.get("options") else ""
     seeds = ", ".join(map(str, sorted({run["seed"] for group in found["groups"] for run in group["runs"]})))
-    return " ".join(f"{found['title']}{paper}. Scale: {found['scale']}, seeds {seeds}.{subset}".split())
+    return " ".join(
+        f"{found['title']}{paper}. Scale: {found['scale']}, seeds {seeds}.{options}{subset}".split()
+    )
 
 
 def write_tables(folder: Path, found: Mapping[str, Any]) -> None:

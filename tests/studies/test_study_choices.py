@@ -63,9 +63,11 @@ def test_a_trial_without_a_number_is_the_worst_and_the_first_label_stays_where_a
     failed = {one.key for one in (first, second) if worst is None}
     if worst is not None:
         finish(first, **worst)
-    assert [one["chosen"] for one in chosen(cells.study, cells.trials, failed={first.key} & failed)] == [None]
+    assert [one["chosen"] for one in chosen(cells.study, cells.trials, diverged={first.key} & failed)] == [
+        None
+    ]
     finish(second)
-    (choice,) = chosen(cells.study, cells.trials, failed={first.key} & failed)
+    (choice,) = chosen(cells.study, cells.trials, diverged={first.key} & failed)
     assert choice["chosen"] == "0.2"
     assert choice["values"] == {"0.1": float("-inf"), "0.2": 0.5}
     if worst is not None:
@@ -75,7 +77,7 @@ def test_a_trial_without_a_number_is_the_worst_and_the_first_label_stays_where_a
         (choice,) = chosen(cells.study, cells.trials)
     else:
         (second.key / "result.json").unlink()
-        (choice,) = chosen(cells.study, cells.trials, failed=failed)
+        (choice,) = chosen(cells.study, cells.trials, diverged=failed)
     assert choice["chosen"] == "0.1"
     assert len(cells.table([choice])) == 2
 

@@ -243,6 +243,19 @@ def test_a_trial_that_diverges_is_no_failure_of_the_study(ran, capsys):
     assert [run["phase"] for run in found()["groups"][0]["runs"]] == ["failed"] * 2
 
 
+def test_a_trial_that_fails_otherwise_leaves_its_choice_open_and_the_rest_goes_on(ran, capsys):
+    """What ends it may say nothing of the value: the machine's memory, a full disk."""
+    batch = {"data.batch_size": [20, 4000]}
+    methods = {"BN": {}, "GN": {"model.model.norm": "gn"}}
+    choice = [{"axis": "data.batch_size", "by": ["method"]}]
+    write(axes={"method": methods, **batch}, choose=choice, without=[{"method": "GN", "data.batch_size": 4000}], published=[], claims=[])  # fmt: skip
+    assert message_of(capsys, study).startswith("error: study: 1 cells failed")
+    assert [group["labels"] for group in found()["groups"]] == [{"method": "GN", "data.batch_size": "20"}]
+    assert [one["chosen"] for one in found()["choices"]] == [None, "20"]
+    write(axes=batch, choose=[{"axis": "data.batch_size"}], without=[], published=[], claims=[])
+    assert message_of(capsys, study).startswith("error: study: 1 cells failed")
+
+
 def test_a_metric_that_no_run_has_is_no_empty_column(ran, capsys):
     write(metrics={"test/accuracy": "test", "test/acuracy": "test too"})
     message = message_of(capsys, lambda: study("--trainer.max_epochs=5"))
@@ -255,7 +268,11 @@ def test_settings_of_the_command_line_are_those_of_every_cell(ran):
     study("--trainer.max_epochs=2", "--run_root=elsewhere")
     results = [json.loads(path.read_text()) for path in Path("elsewhere/cells/2").glob("*/result.json")]
     assert {result["rounds"] for result in results} == {2}
-    assert Path("elsewhere/studies/s-quick/study.json").is_file()
+    folder = Path("elsewhere/studies/s-quick")
+    assert " With --trainer.max_epochs=2 --run_root=elsewhere." in (folder / "table.md").read_text()
+    main(["report", str(folder), "--output", "page.html"])
+    again = "python -m fl_lightning study s.yaml --scale quick --trainer.max_epochs=2 --run_root=elsewhere"
+    assert f"<code>{again}</code>" in Path("page.html").read_text()
 
 
 @pytest.mark.parametrize(
