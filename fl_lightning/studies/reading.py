@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import fields
+from math import isfinite
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -137,5 +138,11 @@ def _check(study: Study, path: Path) -> None:
     if definition.difference:
         difference({**nothing, "difference": definition.difference})
     for entry in definition.published:
-        if not isinstance(entry.get("value"), int | float):
+        if not isinstance(value := entry.get("value"), int | float) or not isfinite(value):
             raise ConfigurationError(f"{path}: published: {entry} has no number as its value")
+    if not definition.metrics:
+        raise ConfigurationError(f"{path}: metrics: name one at least, such as test/accuracy: test accuracy")
+    own = [label["seeds"] for labels in study.axes.values() for label in labels.values() if "seeds" in label]
+    for seeds in (study.scale.seeds, *own):
+        if not (isinstance(seeds, list) and seeds and all(type(seed) is int for seed in seeds)):
+            raise ConfigurationError(f"{path}: seeds: {seeds} must be a list of numbers such as [0, 1, 2]")
