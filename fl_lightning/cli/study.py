@@ -112,7 +112,7 @@ def main(args: Sequence[str]) -> None:
             print(f"{what}: {cell.name}: {runner.failed[cell.key]}")
     if failed := runner.failed.keys() - worst:
         raise ConfigurationError(
-            f"study: {len(failed)} cells failed; mend what is named above, and the same command runs them again"
+            f"study: {len(failed)} cell{'s' * (len(failed) > 1)} failed; mend what is named above, and the same command runs them again"
         )
 
 

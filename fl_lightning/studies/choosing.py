@@ -67,8 +67,8 @@ def chosen(
 ) -> Choices:
     """What the finished trials say: the label with the largest metric, of a loss the smallest; of equal ones the first.
 
-    A trial that has diverged is the worst; one that has failed otherwise leaves the choice open. Labels that are read by a metric of their own, such as ``test/accuracy_silobn``,
-    are chosen by that metric on validation data.
+    A trial that has diverged is the worst; one that has failed otherwise leaves the choice open. Labels that are read by a
+    metric of their own, such as ``test/accuracy_silobn``, are chosen by that metric on validation data.
 
     Args:
         study: The study.

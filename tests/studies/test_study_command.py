@@ -2,70 +2,16 @@
 
 import json
 import os
-from contextlib import redirect_stderr
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
 from command_line import message_of, run
+from study_in_process import TINY, InThisProcess, found, study, write
 
 from fl_lightning.__main__ import main
-from fl_lightning.cli import study_cell
 from fl_lightning.studies.engines import local
-from fl_lightning.studies.engines.base import Engine
-
-TINY = {
-    "seed_everything": 0,
-    "wandb": {"mode": "disabled"},
-    "checkpoint": {"every_n_seconds": 0},
-    "trainer": {"max_epochs": 6, "check_val_every_n_epoch": 3, "enable_progress_bar": False},
-    "model": {
-        "model": {"class_path": "LeNet"},
-        "client_optimizer": {"class_path": "SGD", "init_args": {"lr": 0.1}},
-        "local_steps": 1,
-    },
-    "data": {"class_path": "Digits", "init_args": {"num_clients": 4, "batch_size": 8, "val_fraction": 0.2}},
-}
-STUDY = {
-    "title": "When to freeze",
-    "paper": "A paper, Figure 1",
-    "axes": {
-        "T*": {f"{r}": {"trainer.callbacks": [{"class_path": "FixBN", "init_args": {"freeze_round": r}}]} for r in (2, 4)},
-        "method": {"BN": {}, "GN": {"model.model.norm": "gn", "trainer.callbacks": []}},
-    },
-    "without": [{"method": "GN", "T*": "4"}],
-    "published": [{"T*": "2", "method": "BN", "value": 0.5}],
-    "claims": ["T*=2 > T*=4"],
-    "scales": {"quick": {"base": "tiny.yaml", "seeds": [0, 1]}},
-}  # fmt: skip
-
-
-class InThisProcess(Engine):
-    """Runs each job as soon as it is submitted."""
-
-    ran: list[str]
-    cores, gpus = 1, 0
-
-    def __init__(self):
-        self._ended = {}
-
-    def submit(self, jobs):
-        for job in jobs:
-            self.ran.append(job.name)
-            with job.log.open("w") as log, redirect_stderr(log):
-                try:
-                    study_cell.main(job.command[3:])
-                    self._ended[job.name] = 0
-                except SystemExit as stop:
-                    self._ended[job.name] = stop.code
-
-    def ended(self):
-        found, self._ended = self._ended, {}
-        return found
-
-    def stop(self):
-        pass
 
 
 @pytest.fixture
@@ -82,23 +28,11 @@ def ran(tmp_path, monkeypatch):
     return InThisProcess.ran
 
 
-def write(**changes):
-    Path("s.yaml").write_text(yaml.safe_dump({**STUDY, **changes}, sort_keys=False))
-
-
-def study(*options):
-    main(["study", "s.yaml", *options])
-
-
 def own(line):
     """A line of metrics without times, and without the T* of the run that computed the round."""
     return {
         name: value for name, value in line.items() if "time/" not in name and name != "fixbn/freeze_round"
     }
-
-
-def found():
-    return json.loads(Path("runs/studies/s-quick/study.json").read_text())
 
 
 def test_the_table_is_printed_and_the_same_command_again_trains_nothing(ran, capsys):
@@ -249,11 +183,11 @@ def test_a_trial_that_fails_otherwise_leaves_its_choice_open_and_the_rest_goes_o
     methods = {"BN": {}, "GN": {"model.model.norm": "gn"}}
     choice = [{"axis": "data.batch_size", "by": ["method"]}]
     write(axes={"method": methods, **batch}, choose=choice, without=[{"method": "GN", "data.batch_size": 4000}], published=[], claims=[])  # fmt: skip
-    assert message_of(capsys, study).startswith("error: study: 1 cells failed")
+    assert message_of(capsys, study).startswith("error: study: 1 cell failed")
     assert [group["labels"] for group in found()["groups"]] == [{"method": "GN", "data.batch_size": "20"}]
     assert [one["chosen"] for one in found()["choices"]] == [None, "20"]
     write(axes=batch, choose=[{"axis": "data.batch_size"}], without=[], published=[], claims=[])
-    assert message_of(capsys, study).startswith("error: study: 1 cells failed")
+    assert message_of(capsys, study).startswith("error: study: 1 cell failed")
 
 
 def test_a_metric_that_no_run_has_is_no_empty_column(ran, capsys):

@@ -77,7 +77,7 @@ def test_a_cell_that_is_killed_is_reported_and_the_same_command_finishes_it(capf
         in told.out
     )
     assert told.err == (
-        "error: study: 1 cells failed; mend what is named above, and the same command runs them again\n"
+        "error: study: 1 cell failed; mend what is named above, and the same command runs them again\n"
     )
     assert [cells[name].state().phase for name in ("through", "pausing")] == ["done", "stopped"]
     Path("go").touch()
