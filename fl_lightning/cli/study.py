@@ -54,7 +54,7 @@ def main(args: Sequence[str]) -> None:
     parser = CommandParser(
         "study",
         _DESCRIPTION,
-        "FILE [--scale quick|reduced|full] [--engine local|ray|slurm] [--jobs N] [--dry-run] [--accept-stale] [options of fit]",
+        "FILE [--scale quick|reduced|full] [--engine local|ray|slurm] [--jobs N] [--dry-run] [--accept-stale] [--name NAME] [options of fit]",
     )
     parser.add_argument("file", metavar="FILE", help="a study, such as configs/studies/fixbn_table4.yaml")
     parser.add_argument("--scale", default="quick", help="quick (default), reduced or full")
@@ -73,16 +73,23 @@ def main(args: Sequence[str]) -> None:
     parser.add_argument(
         "--accept-stale", action="store_true", help="take results of other source or versions as they are"
     )
+    parser.add_argument(
+        "--name",
+        help="folder of its tables in runs/studies (default: that of FILE and --scale, whatever the options)",
+    )
     own, fit_options = parser.parse_known_args(args)
     if own.jobs is not None and own.jobs < 1:
         raise ConfigurationError(f"--jobs: {own.jobs} must be at least 1")
+    if own.name is not None and Path(own.name).name != own.name:
+        raise ConfigurationError(f"--name: {own.name!r} must be the name of a folder, such as mine")
     study = read_study(Path(shipped(own.file)), own.scale)
 
     cells = StudyCells(study, fit_options)
     if own.dry_run:
         dry_run(cells, own.jobs or 1, own.accept_stale)
         return
-    folder = folder_below(cells.any.config["run_root"], f"studies/{study.name}-{study.scale_name}")
+    name = own.name or f"{study.name}-{study.scale_name}"
+    folder = folder_below(cells.any.config["run_root"], f"studies/{name}")
     engine = make_engine(own.engine)
     jobs = own.jobs or _room(cells, engine)
     with StudyProgress(jobs, study.scale.cell_seconds) as progress:
@@ -99,7 +106,8 @@ def main(args: Sequence[str]) -> None:
             raise
     if table:
         found = findings(study, table, choices, runner.failed, own.accept_stale)
-        again = ["study", own.file, "--scale", own.scale, *fit_options]
+        named = ["--name", own.name] if own.name else []
+        again = ["study", own.file, "--scale", own.scale, *named, *fit_options]
         found |= {"options": shlex.join(fit_options), "command": shlex.join(again)}
         write_json(folder / "study.json", found)
         write_tables(folder, found)

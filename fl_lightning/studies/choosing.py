@@ -10,8 +10,8 @@ from fl_lightning.studies.cells import Cell
 from fl_lightning.studies.definition import Choice, Labels, Study, matches
 
 Choices = list[dict[str, Any]]
-"""What was chosen: for each choice and combination of its ``by`` the labels ``for``, the ``axis``, its ``chosen`` label (None before) and
-the ``values`` of its metric by label."""
+"""What was chosen: for each choice and combination of its ``by`` the labels ``for``, those of other axes ``at`` which it was tried, the
+``axis``, its ``chosen`` label (None before) and the ``values`` of its metric by label."""
 
 
 def trials(study: Study, choice: Choice) -> dict[tuple[str, ...], list[Labels]]:
@@ -92,7 +92,11 @@ def chosen(
             best = None
             if values and len(known) == len(values):
                 best = (min if worst > 0 else max)(known, key=lambda label: known[label])
-            found.append({"axis": choice.axis, "for": by, "metric": metric, "chosen": best, "values": values})
+            tried = next(iter(combinations))
+            at = {a: x for a, x in tried.items() if a not in (choice.axis, *by) and len(study.axes[a]) > 1}
+            found.append(
+                {"axis": choice.axis, "for": by, "at": at, "metric": metric, "chosen": best, "values": values}
+            )
     return found
 
 

@@ -27,6 +27,8 @@ class Scale:
             values. Axes that are not named have all their labels.
         seeds: Seeds of the runs.
         cell_seconds: Measured seconds of a cell on one core, for the estimate before any cell is finished.
+        title: Its title in place of the study's.
+        published: Published values in place of the study's.
     """
 
     base: str | list[str]
@@ -34,6 +36,8 @@ class Scale:
     axes: dict[str, Any] = field(default_factory=dict)
     seeds: list[int] = field(default_factory=lambda: [0])
     cell_seconds: float | None = None
+    title: str | None = None
+    published: list[dict[str, Any]] | None = None
 
 
 @dataclass(frozen=True)

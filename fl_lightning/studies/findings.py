@@ -38,7 +38,6 @@ def findings(
         "title": definition.title,
         "paper": definition.paper,
         "scale": study.scale_name,
-        "seeds": study.scale.seeds,
         "axes": {axis: [*labels] for axis, labels in study.axes.items()},
         "choose": [choice.axis for choice in definition.choose],
         "spread": definition.spread,
@@ -127,6 +126,6 @@ def run_found(seed: int, state: State, place: Path, error: str = "") -> dict[str
         "exchanges": sum(row.get("comm/exchanges", 0) for row in rows),
         "provenance": result.get("provenance", []),
         "data": result.get("data", {}),
-        "executor": result["executor"],
+        "computed_by": result.get("computed_by", {}),
         "environment": result["environment"],
     }

@@ -44,6 +44,8 @@ def read_study(path: Path, scale: str) -> Study:
         raise ConfigurationError(
             f"--scale: {path} has no scale {scale!r}; use one of {', '.join(definition.scales)}"
         )
+    own = {name: getattr(definition.scales[scale], name) for name in ("title", "published")}
+    definition = _replaced(definition, **{name: value for name, value in own.items() if value is not None})
     study = Study(
         path.stem, path.parent, definition, scale, _axes(definition, definition.scales[scale], path)
     )
@@ -142,7 +144,18 @@ def _check(study: Study, path: Path) -> None:
             raise ConfigurationError(f"{path}: published: {entry} has no number as its value")
     if not definition.metrics:
         raise ConfigurationError(f"{path}: metrics: name one at least, such as test/accuracy: test accuracy")
-    own = [label["seeds"] for labels in study.axes.values() for label in labels.values() if "seeds" in label]
-    for seeds in (study.scale.seeds, *own):
+    every = [label for labels in study.axes.values() for label in labels.values()]
+    for settings in (definition.settings, study.scale.settings, *every):
+        if own := settings.keys() & {"name", "seed_everything"}:
+            raise ConfigurationError(
+                f"{path}: {own.pop()} is no setting of a study's cells, which have names of their own and the scale's seeds; leave it out"
+            )
+        if not all(isinstance(one, str) for one in listed(settings.get("config"))):
+            raise ConfigurationError(
+                f"{path}: config: {settings['config']} must be a file or a list of files"
+            )
+    if study.scale.cell_seconds is not None and not study.scale.cell_seconds > 0:
+        raise ConfigurationError(f"{path}: cell_seconds: {study.scale.cell_seconds} must be above 0")
+    for seeds in (study.scale.seeds, *(label["seeds"] for label in every if "seeds" in label)):
         if not (isinstance(seeds, list) and seeds and all(type(seed) is int for seed in seeds)):
             raise ConfigurationError(f"{path}: seeds: {seeds} must be a list of numbers such as [0, 1, 2]")

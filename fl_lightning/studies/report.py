@@ -25,7 +25,7 @@ from fl_lightning.studies.cells import RUNS
 from fl_lightning.studies.figures import Picture, pictures
 from fl_lightning.studies.panels import Found, label_of, short
 from fl_lightning.studies.run_groups import found_in
-from fl_lightning.studies.tables import spread_table, whole_table
+from fl_lightning.studies.tables import COMPUTED, seeds_of, spread_table, whole_table
 
 SCALES = {
     "quick": "A declared subset that shows in minutes that everything works; one of its numbers is no evidence for or against the paper.",
@@ -120,6 +120,7 @@ def _part(found: Found, home: Path) -> dict[str, Any]:
     tables["All values"] = whole_table(found)
     return {
         "found": found,
+        "seeds": seeds_of(found),
         "scale": SCALES.get(found["scale"].partition("_")[0], ""),
         "tables": {name: rows for name, rows in tables.items() if rows is not None},
         "figures": [*_drawn(found)],
@@ -231,14 +232,12 @@ def _provenance(found: Found) -> Mapping[str, Mapping[str, int]]:
     """What computed the runs: each value with the number of runs that it is of."""
     counts: dict[str, Counter[str]] = {}
     for run in (run for group in found["groups"] for run in group["runs"] if "environment" in run):
-        path = Path(run["directory"]) / "result.json"
-        computed = json.loads(path.read_text()).get("computed_by", {}) if path.is_file() else {}
+        computed = run.get("computed_by", {})  # of an older study.json there is none
         sources = ", ".join(dict.fromkeys(str(one.get("source")) for one in run["provenance"]))
         every = {
             **run["environment"],
             "source hash": sources,
-            "executor": run["executor"],
-            **{name: computed.get(name) for name in ("device", "threads", "cpu_capability")},
+            **{name: computed.get(name) for name in COMPUTED},
             **{f"{name} data" if name != "partition" else name: x for name, x in run["data"].items()},
         }
         for name, value in every.items():

@@ -63,7 +63,6 @@ def found_in(directories: Sequence[Path]) -> dict[str, Any]:
         "title": textwrap.shorten(", ".join(dict.fromkeys(parts)), 90, placeholder=" …"),
         "paper": "",
         "scale": "",
-        "seeds": sorted({seed for own in states for seed in own}),
         "axes": {"run": names},
         "choose": [],
         "spread": None,

@@ -2,6 +2,7 @@
 
 import csv
 import statistics
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from io import StringIO
 from pathlib import Path
@@ -50,7 +51,7 @@ def whole_table(found: Mapping[str, Any], brief: bool = False) -> Rows:
             [
                 *(group["labels"][axis] for axis in axes),
                 *(mean_and_deviation([*values[name].values()]) for name in metrics),
-                f"{published:.4f}" if published is not None else "",
+                f"{published:g}" if published is not None else "",
                 f"{statistics.mean(ours) - published:+.3f}" if ours and published is not None else "",
                 learning_rate(group, found),
                 ", ".join(str(run["seed"]) for run in done),
@@ -82,7 +83,7 @@ def spread_table(found: Mapping[str, Any]) -> Rows | None:
     rows: dict[tuple[str, ...], dict[str, str]] = {}
     for group in found["groups"]:
         text = mean_and_deviation([*group["values"][first].values()]) or "-"
-        published = f" ({group['published']:.3f})" if group["published"] is not None else ""
+        published = f" ({group['published']:g})" if group["published"] is not None else ""
         rows.setdefault(tuple(group["labels"][axis] for axis in others), {})[group["labels"][spread]] = (
             text + published
         )
@@ -97,8 +98,11 @@ def learning_rate(group: Mapping[str, Any], found: Mapping[str, Any]) -> str:
         return ""
     choices = (one for one in found["choices"] if one["axis"].endswith("client_optimizer.lr"))
     own = next((one for one in choices if one["for"].items() <= group["labels"].items()), None)
-    how = "given" if own is None else "by validation, edge of the grid" if at_edge(own) else "by validation"
-    return f"{group['learning_rate']:g}, {how}"
+    if own is None:
+        return f"{group['learning_rate']:g}, given"
+    at = ", ".join(f"{axis.rpartition('.')[2]}={label}" for axis, label in own.get("at", {}).items())
+    edge = ", edge of the grid" * at_edge(own)
+    return f"{group['learning_rate']:g}, by validation{' at ' * bool(at)}{at}{edge}"
 
 
 def at_edge(choice: Mapping[str, Any]) -> bool:
@@ -155,10 +159,41 @@ def caption(found: Mapping[str, Any]) -> str:
     )
     paper = f" ({found['paper']})" if found["paper"] else ""
     options = f" With {found['options']}." if found.get("options") else ""
-    seeds = ", ".join(map(str, sorted({run["seed"] for group in found["groups"] for run in group["runs"]})))
-    return " ".join(
-        f"{found['title']}{paper}. Scale: {found['scale']}, seeds {seeds}.{options}{subset}".split()
-    )
+    head = f"{found['title']}{paper}. Scale: {found['scale']}, {seeds_of(found)}."
+    return " ".join(f"{head}{options}{_unlike(found)}{subset}".split())
+
+
+def seeds_of(found: Mapping[str, Any]) -> str:
+    """The seeds of all rows, such as ``"seeds 0, 1, 2"`` or ``"seeds 0, 1, 2 in 4 rows, 0 in 16"``."""
+    own = [sorted(run["seed"] for run in group["runs"]) for group in found["groups"]]
+    counts = Counter(", ".join(map(str, seeds)) for seeds in own)
+    if len(counts) == 1:
+        return f"seed{'s' * (len(own[0]) > 1)} {', '.join(counts)}"
+    rows = [
+        f"{seeds} in {n}{' rows' * (number == 0)}" for number, (seeds, n) in enumerate(sorted(counts.items()))
+    ]
+    return f"seeds {', '.join(rows)}"
+
+
+COMPUTED = ("device", "threads", "cpu_capability", "executor", "compiled")
+"""What decides how sums are rounded."""
+
+
+def _unlike(found: Mapping[str, Any]) -> str:
+    """What was not the same for all runs of how they were computed; empty where everything was."""
+    runs = {
+        run["directory"]: run["computed_by"]
+        for one in found["groups"]
+        for run in one["runs"]
+        if run.get("computed_by")
+    }
+    counts = {name: Counter(str(own.get(name)) for own in runs.values()) for name in COMPUTED}
+    said = [
+        f"{name.replace('_', ' ')} {', '.join(f'{value} ({n} runs)' for value, n in own.items())}"
+        for name, own in counts.items()
+        if len(own) > 1
+    ]
+    return f" Not all computed alike: {'; '.join(said)}." if said else ""
 
 
 def write_tables(folder: Path, found: Mapping[str, Any]) -> None:

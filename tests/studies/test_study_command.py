@@ -199,13 +199,13 @@ def test_a_metric_that_no_run_has_is_no_empty_column(ran, capsys):
 
 
 def test_settings_of_the_command_line_are_those_of_every_cell(ran):
-    study("--trainer.max_epochs=2", "--run_root=elsewhere")
+    study("--name", "short", "--trainer.max_epochs=2", "--run_root=elsewhere")
     results = [json.loads(path.read_text()) for path in Path("elsewhere/cells/2").glob("*/result.json")]
     assert {result["rounds"] for result in results} == {2}
-    folder = Path("elsewhere/studies/s-quick")
+    folder = Path("elsewhere/studies/short")
     assert " With --trainer.max_epochs=2 --run_root=elsewhere." in (folder / "table.md").read_text()
     main(["report", str(folder), "--output", "page.html"])
-    again = "python -m fl_lightning study s.yaml --scale quick --trainer.max_epochs=2 --run_root=elsewhere"
+    again = "python -m fl_lightning study s.yaml --scale quick --name short --trainer.max_epochs=2 --run_root=elsewhere"
     assert f"<code>{again}</code>" in Path("page.html").read_text()
 
 
@@ -214,6 +214,7 @@ def test_settings_of_the_command_line_are_those_of_every_cell(ran):
     [
         (["nowhere.yaml"], "study: nowhere.yaml cannot be read"),
         (["s.yaml", "--scale", "full"], "--scale: s.yaml has no scale 'full'; use one of quick"),
+        (["s.yaml", "--name", "a/b"], "--name: 'a/b' must be the name of a folder"),
         (["s.yaml", "--jobs", "0"], "--jobs: 0 must be at least 1"),
         (["s.yaml", "--jobs", "x"], "argument --jobs: invalid int value: 'x'"),
         (["s.yaml", "--engine", "cloud"], "argument --engine: invalid choice: 'cloud'"),

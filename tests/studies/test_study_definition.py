@@ -58,6 +58,14 @@ def test_a_scale_has_its_own_labels_values_and_settings(tmp_path):
     assert reduced.known_labels()["method"] == ["BN", "GN", "sBN"]
 
 
+def test_a_scale_may_have_a_title_and_published_values_of_its_own(tmp_path):
+    scales = {"reduced": {"base": "b.yaml", "title": "Smaller", "published": []}, "full": {"base": "b.yaml"}}
+    gn = {"method": "GN", "model.client_optimizer.lr": "0.1"}
+    for scale, title, value in (("reduced", "Smaller", None), ("full", "A study", 0.5)):
+        own = read(tmp_path, scale, scales=scales)
+        assert (own.definition.title, own.published(gn)) == (title, value)
+
+
 def test_combinations_can_be_left_out(tmp_path):
     study = read(tmp_path, without=[{"method": ["GN", "BN"], "model.client_optimizer.lr": 0.2}])
     assert [tuple(labels.values()) for labels in study.combinations()] == [
@@ -96,6 +104,10 @@ def test_an_axis_with_one_label_is_not_chosen(tmp_path):
         ({"metrics": {}}, "metrics: name one at least"),
         ({"scales": {"reduced": {"base": "b", "seeds": []}}}, r"seeds: \[\] must be a list of numbers"),
         ({"axes": {"method": {"BN": {}, "GN": {"seeds": 1}, "sBN": {}}}, "scales": {"reduced": {"base": "b"}}}, "seeds: 1 must be a list"),
+        ({"settings": {"seed_everything": 3}}, "seed_everything is no setting of a study's cells"),
+        ({"axes": {"method": {"BN": {"name": "x"}, "GN": {}, "sBN": {}}}, "scales": {"reduced": {"base": "b"}}}, "name is no setting of"),
+        ({"settings": {"config": 3}}, "config: 3 must be a file or a list of files"),
+        ({"scales": {"reduced": {"base": "b", "cell_seconds": -1}}}, "cell_seconds: -1.* must be above 0"),
         ({"without": [{"norm": "GN"}]}, "without: there is no axis 'norm'; there are method, model.client_optimizer.lr"),
         ({"claims": ["BN > FN"]}, "claims: 'BN > FN': 'FN' is no label of one axis"),
         ({"difference": "BN > GN"}, "difference: 'BN > GN' must be one label minus another"),

@@ -5,8 +5,10 @@ import csv
 import pytest
 
 from fl_lightning.studies.tables import (
+    caption,
     learning_rate,
     mean_and_deviation,
+    seeds_of,
     spread_table,
     whole_table,
     write_tables,
@@ -29,7 +31,7 @@ def group(method, steps, values, published=None, runs=None):
 
 
 FOUND = {
-    "name": "t", "title": "A title", "paper": "A paper, Table 1", "scale": "reduced", "seeds": [0, 1, 2],
+    "name": "t", "title": "A title", "paper": "A paper, Table 1", "scale": "reduced",
     "axes": {"method": ["BN", "GN"], "E": ["1", "100"], "model.client_optimizer.lr": ["0.1", "0.2"]},
     "choose": ["model.client_optimizer.lr"], "spread": "E", "metrics": {"test/accuracy": "test accuracy"},
     "choices": [{"axis": "model.client_optimizer.lr", "for": {"method": "GN"}, "chosen": "0.1", "values": {}}],
@@ -65,7 +67,7 @@ def test_a_row_says_what_was_found_what_was_published_and_what_it_took():
     header, rows = whole_table(FOUND)
     first = dict(zip(header, rows[0], strict=True))
     assert first == {
-        "method": "BN", "E": "1", "test accuracy": "0.400 ± 0.100", "published": "0.4500", "ours - published": "-0.050",
+        "method": "BN", "E": "1", "test accuracy": "0.400 ± 0.100", "published": "0.45", "ours - published": "-0.050",
         "learning rate": "0.1, given", "seeds": "0, 1, 2", "samples": "1,000", "sent by clients": "2 MB", "exchanges": "10",
         "training": "30 s", "remarks": "",
     }  # fmt: skip
@@ -81,7 +83,7 @@ def test_a_row_says_what_was_found_what_was_published_and_what_it_took():
 def test_one_axis_makes_the_columns():
     assert spread_table(FOUND) == (
         ["method", "E = 1", "E = 100"],
-        [["BN", "0.400 ± 0.100 (0.450)", "0.600"], ["GN", "0.700 ± 0.000", "-"]],
+        [["BN", "0.400 ± 0.100 (0.45)", "0.600"], ["GN", "0.700 ± 0.000", "-"]],
     )
     assert spread_table({**FOUND, "spread": None}) is None
 
@@ -94,6 +96,37 @@ def test_a_number_at_the_edge_of_its_grid_is_called_so(tried, edge):
     choice = {**FOUND["choices"][0], "values": dict.fromkeys(tried.split(), 0.5)}
     said = learning_rate(FOUND["groups"][2], {**FOUND, "choices": [choice]})
     assert said == ("0.1, by validation, edge of the grid" if edge else "0.1, by validation")
+
+
+def test_a_rate_says_of_which_cell_it_is_the_best():
+    choice = {**FOUND["choices"][0], "at": {"model.E": "20", "T*": "0.5"}}
+    said = learning_rate(FOUND["groups"][2], {**FOUND, "choices": [choice]})
+    assert said == "0.1, by validation at E=20, T*=0.5"
+
+
+def test_seeds_are_those_of_the_rows():
+    one, three = group("BN", "1", [0.3]), group("GN", "1", [0.7] * 3)
+    assert seeds_of({**FOUND, "groups": [one]}) == "seed 0"
+    assert seeds_of({**FOUND, "groups": [three, three]}) == "seeds 0, 1, 2"
+    assert seeds_of({**FOUND, "groups": [three, one, one]}) == "seeds 0 in 2 rows, 0, 1, 2 in 1"
+
+
+def test_runs_that_were_not_computed_alike_are_named():
+    here = {
+        "device": "cpu",
+        "threads": 1,
+        "cpu_capability": "AVX2",
+        "executor": "SequentialExecutor()",
+        "compiled": False,
+    }
+    runs = [run(0, directory="a", computed_by=here), run(1, directory="b", computed_by=here)]
+    assert "alike" not in caption({**FOUND, "groups": [group("BN", "1", [0.3, 0.4], runs=runs)]})
+    runs.append(run(2, directory="c", computed_by={**here, "threads": 2}))
+    groups = [
+        group("BN", "1", [0.3, 0.4, 0.5], runs=runs),
+        group("BN", "100", [0.5], runs=runs[:1]),
+    ]  # one run, read twice
+    assert "Not all computed alike: threads 1 (2 runs), 2 (1 runs)." in caption({**FOUND, "groups": groups})
 
 
 def test_columns_that_nobody_fills_are_left_out():
@@ -109,7 +142,7 @@ def test_the_files_hold_the_same_table(tmp_path):
     markdown, latex = (tmp_path / "table.md").read_text(), (tmp_path / "table.tex").read_text()
     assert markdown.startswith("A title (A paper, Table 1). Scale: reduced, seeds 0, 1, 2.\n")
     assert "- GN > BN: **holds** (+0.1 in one pair)" in markdown
-    assert "| BN       | 0.400 ± 0.100 (0.450) | 0.600" in markdown
+    assert "| BN       | 0.400 ± 0.100 (0.45) | 0.600" in markdown
     assert latex.count(r"\toprule") == 2
     assert "0.400 ± 0.100" in latex
 
