@@ -216,6 +216,7 @@ class Hospitals(FederatedDataModule):
 """
 
 
+@pytest.mark.pictures
 @pytest.mark.parametrize("validates", [True, False])
 def test_own_data_without_test_data_end_in_a_result(validates, tmp_path, monkeypatch):
     Path("hospitals.py").write_text(HOSPITALS)

@@ -5,8 +5,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from command_line import message_of, write_config
-from command_line import run_rendered as run
+from command_line import message_of, run, write_config
 from wandb_files import offline_runs, read_run, run_id
 
 from fl_lightning.__main__ import main
@@ -45,6 +44,7 @@ def told(folder):
     }
 
 
+@pytest.mark.pictures
 def test_uploaded_run_is_the_one_that_was_logged(offline, capsys):
     write_config({"trainer.callbacks": METHODS})
     attempt = run("--wandb.project", "other", "--wandb.tags", "[mine]", "--wandb.mode", "offline").attempt

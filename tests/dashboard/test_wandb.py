@@ -7,8 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import yaml
-from command_line import run_rendered as run
-from command_line import write_config
+from command_line import run, write_config
 from wandb_files import metrics, read_run
 
 from fl_lightning.run_directory.directory import Attempt

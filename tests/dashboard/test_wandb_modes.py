@@ -9,8 +9,7 @@ from pathlib import Path
 
 import matplotlib as mpl
 import pytest
-from command_line import run_rendered as run
-from command_line import write_config
+from command_line import run, write_config
 from wandb_files import offline_runs, read_run, run_id
 
 KEY = "0123456789abcdef" * 3

@@ -7,8 +7,7 @@ from types import SimpleNamespace
 
 import lightning as L
 import pytest
-from command_line import run_rendered as run
-from command_line import write_config
+from command_line import run, write_config
 from helpers import SGD, blobs, small_cnn
 from wandb_files import metrics, offline_runs, read_run, run_id
 
@@ -51,6 +50,7 @@ class Stopped(FederatedCallback):
             raise RuntimeError("stopped")
 
 
+@pytest.mark.pictures
 def test_run_that_breaks_off_is_marked_and_holds_its_rounds(offline):
     stop = {"class_path": f"{__name__}.Stopped"}
     write_config({"trainer.callbacks": [stop]})

@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 import torch
-from command_line import run_rendered as command
+from command_line import run as command
 from command_line import write_config
 from helpers import SGD, SaveRounds, States, blobs, distance, fit, small_cnn
 from lightning.pytorch.callbacks import Callback
@@ -214,6 +214,7 @@ def with_ledger(**link):
     return {"trainer.callbacks": [{"class_path": "FedTAN"}, ledger]}
 
 
+@pytest.mark.pictures
 def test_a_run_ends_with_its_books_as_picture_tables_and_result(in_folder, capsys):
     write_config({**with_ledger(upload_mbps=8, download_mbps=8), "model.local_steps": 1})
     attempt = command().attempt

@@ -6,8 +6,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from command_line import attempts, write_config
-from command_line import run_rendered as run
+from command_line import attempts, run, write_config
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import LogNorm
 from matplotlib.text import Text
@@ -95,6 +94,7 @@ def test_before_the_first_round_there_is_nothing_to_show():
     assert not any((watched.figures([]), watched.tables(), watched.histograms(), watched.result_lines()))
 
 
+@pytest.mark.pictures
 def test_a_run_leaves_figures_and_a_table_and_says_what_it_found(capsys):
     write_config(
         {

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from command_line import attempts, write_config
-from command_line import run_rendered as run
+from command_line import attempts, run, write_config
 from PIL import Image
 
 from fl_lightning.pictures.style import DOTS_PER_INCH, WIDTH
@@ -16,6 +15,8 @@ from fl_lightning.run_directory.directory import Attempt
 from fl_lightning.run_directory.metrics import read_metrics
 
 PICTURES = ("partition.png", "learning_curve.png", "class_accuracy.png")
+
+pytestmark = pytest.mark.pictures
 
 
 @pytest.fixture(scope="module")

@@ -38,6 +38,7 @@ def state(run):
     return AtomicCheckpointIO().load_checkpoint(run.attempt.checkpoints / "last.ckpt")["state_dict"]
 
 
+@pytest.mark.pictures
 def test_three_lines_give_a_folder_with_metrics_pictures_checkpoints_and_a_result(capsys):
     run = a_run(4)
     result = run.fit()

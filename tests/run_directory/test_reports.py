@@ -4,8 +4,7 @@ import csv
 import json
 
 import pytest
-from command_line import run_rendered as run
-from command_line import write_config
+from command_line import run, write_config
 
 from fl_lightning import FederatedCallback
 from fl_lightning.dashboard.contents import media
@@ -54,6 +53,7 @@ def in_folder(tmp_path, monkeypatch):
     write_config({"trainer.max_epochs": 3, "trainer.callbacks": [{"class_path": "test_reports.Counts"}]})
 
 
+@pytest.mark.pictures
 def test_report_is_in_the_run_directory_and_in_the_result(in_folder, capsys):
     attempt = run().attempt
     assert (attempt.path / "counted.png").read_bytes()[:4] == b"\x89PNG"
@@ -76,6 +76,7 @@ def test_report_is_in_the_run_directory_and_in_the_result(in_folder, capsys):
     assert "counted" in found
 
 
+@pytest.mark.pictures
 def test_report_that_fails_costs_nothing_but_itself(in_folder, monkeypatch, capsys):
     monkeypatch.setattr(Counts, "fails", True)
     attempt = run().attempt

@@ -20,8 +20,6 @@ def ran(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(local, "LocalEngine", InThisProcess)
     monkeypatch.setattr("fl_lightning.studies.running._PAUSE", 0)
-    monkeypatch.setattr("fl_lightning.run_directory.files.draw_pictures", lambda *_: None)
-    monkeypatch.setattr("fl_lightning.run_directory.files.draw_partition", lambda *_: None)
     monkeypatch.setattr(InThisProcess, "ran", [], raising=False)
     Path("tiny.yaml").write_text(yaml.safe_dump(TINY))
     write()

@@ -2,11 +2,8 @@
 
 import json
 import os
-from contextlib import nullcontext
 from copy import deepcopy
-from functools import partial
 from pathlib import Path
-from unittest.mock import patch
 
 import pytest
 import yaml
@@ -58,18 +55,11 @@ def write_config(changes=None, path="tiny.yaml"):
     return str(path)
 
 
-def run(*args, command="fit", config="tiny.yaml", render=False) -> FederatedCLI:
-    """Run a command in this process; the tiny configuration is written where there is none.
-
-    Pictures are made, but rendered into their files only with ``render``: that takes as long as all the rest.
-    """
+def run(*args, command="fit", config="tiny.yaml") -> FederatedCLI:
+    """Run a command in this process; the tiny configuration is written where there is none."""
     if config == "tiny.yaml" and not Path(config).exists():
         write_config()
-    with nullcontext() if render else patch("matplotlib.figure.Figure.savefig"):
-        return main([command, "--config", config, *map(str, args)])
-
-
-run_rendered = partial(run, render=True)
+    return main([command, "--config", config, *map(str, args)])
 
 
 def rows(attempt):

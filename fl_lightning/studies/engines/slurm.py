@@ -86,17 +86,16 @@ class SlurmEngine(Engine):
     def ended(self) -> dict[str, int]:
         """The exit status of each job that has ended; 1 of one that Slurm has ended, and its log says why."""
         found = {}
-        for name, (job, path) in [*self._running.items()]:
-            if job.done():
-                del self._running[name]
-                found[name] = 1 if (trouble := job.exception()) else job.result()
-                if trouble:
-                    if isinstance(trouble, submitit.core.utils.UncompletedJobError):
-                        reason = f"job {job.job_id} is {job.state} and has left no result"
-                    else:
-                        reason = [type(trouble).__name__, *str(trouble).split("\n")][-1]
-                    with path.open("a") as log:
-                        print(trouble, f"error: Slurm: {reason}", sep="\n", file=log)
+        for name in [name for name, (job, _) in self._running.items() if job.done()]:
+            job, path = self._running.pop(name)
+            trouble = job.exception()
+            found[name] = 1 if trouble else job.result()
+            if trouble:
+                reason = str(trouble).rpartition("\n")[2] or type(trouble).__name__
+                if isinstance(trouble, submitit.core.utils.UncompletedJobError):
+                    reason = f"job {job.job_id} is {job.state} and has left no result"
+                with path.open("a") as log:
+                    print(trouble, f"error: Slurm: {reason}", sep="\n", file=log)
         return found
 
     def stop(self) -> None:
@@ -123,7 +122,5 @@ class _Command(submitit.helpers.Checkpointable):  # type: ignore[misc]  # which 
     def __call__(self, *arguments: Any) -> int:
         status = run_command(*arguments)
         if status in (128 + signal.SIGTERM, -signal.SIGTERM):
-            os._exit(
-                128 + signal.SIGTERM
-            )  # without a result: whether the job is queued again is for Slurm to say
+            os._exit(128 + signal.SIGTERM)  # without a result: Slurm says whether the job is queued again
         return status
