@@ -93,6 +93,15 @@ def test_what_is_read_by_a_metric_of_its_own_is_chosen_by_it():
     assert (silo["chosen"], silo["metric"]) == ("0.1", "val/accuracy_silobn")
 
 
+def test_a_choice_says_at_which_labels_of_other_axes_it_was_tried():
+    axes = {**STUDY["axes"], "model.local_steps": [1, 2], "model.participation": [0.5]}
+    choose = [{**STUDY["choose"][0], "at": {"model.local_steps": "2"}}]
+    cells = study_cells(axes=axes, choose=choose)
+    assert [(one["for"], one["at"]) for one in chosen(cells.study, cells.trials)] == [
+        ({"method": method}, {"model.local_steps": "2"}) for method in ("BN", "GN")
+    ]
+
+
 def test_each_combination_needs_a_trial_and_each_trial_a_run_of_its_own():
     axes = {**STUDY["axes"], "model.local_steps": [1, 2]}
     left_out = [{"method": "GN", "model.local_steps": 1}]
