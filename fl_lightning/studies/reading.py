@@ -154,8 +154,6 @@ def _check(study: Study, path: Path) -> None:
             raise ConfigurationError(
                 f"{path}: config: {settings['config']} must be a file or a list of files"
             )
-    if study.scale.cell_seconds is not None and not study.scale.cell_seconds > 0:
-        raise ConfigurationError(f"{path}: cell_seconds: {study.scale.cell_seconds} must be above 0")
     for seeds in (study.scale.seeds, *(label["seeds"] for label in every if "seeds" in label)):
         if not (isinstance(seeds, list) and seeds and all(type(seed) is int for seed in seeds)):
             raise ConfigurationError(f"{path}: seeds: {seeds} must be a list of numbers such as [0, 1, 2]")

@@ -3,7 +3,7 @@
 import csv
 import statistics
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -164,15 +164,16 @@ def caption(found: Mapping[str, Any]) -> str:
 
 
 def seeds_of(found: Mapping[str, Any]) -> str:
-    """The seeds of all rows, such as ``"seeds 0, 1, 2"`` or ``"seeds 0, 1, 2 in 4 rows, 0 in 16"``."""
-    own = [sorted(run["seed"] for run in group["runs"]) for group in found["groups"]]
+    """The seeds of all rows, such as ``"seeds 0, 1, 2"`` or ``"seeds 0 (16 rows); 0, 1, 2 (4 rows)"``."""
+    own = (sorted(run["seed"] for run in group["runs"]) for group in found["groups"])
     counts = Counter(", ".join(map(str, seeds)) for seeds in own)
     if len(counts) == 1:
-        return f"seed{'s' * (len(own[0]) > 1)} {', '.join(counts)}"
-    rows = [
-        f"{seeds} in {n}{' rows' * (number == 0)}" for number, (seeds, n) in enumerate(sorted(counts.items()))
-    ]
-    return f"seeds {', '.join(rows)}"
+        return f"seed{'s' * (',' in (seeds := next(iter(counts))))} {seeds}"
+    return f"seeds {'; '.join(_counted(sorted(counts.items()), 'row'))}"
+
+
+def _counted(counts: Iterable[tuple[str, int]], what: str) -> list[str]:
+    return [f"{value} ({n} {what}{'s' * (n > 1)})" for value, n in counts]
 
 
 COMPUTED = ("device", "threads", "cpu_capability", "executor", "compiled")
@@ -189,7 +190,7 @@ def _unlike(found: Mapping[str, Any]) -> str:
     }
     counts = {name: Counter(str(own.get(name)) for own in runs.values()) for name in COMPUTED}
     said = [
-        f"{name.replace('_', ' ')} {', '.join(f'{value} ({n} runs)' for value, n in own.items())}"
+        f"{name.replace('_', ' ')} {', '.join(_counted(own.items(), 'run'))}"
         for name, own in counts.items()
         if len(own) > 1
     ]

@@ -107,7 +107,6 @@ def test_an_axis_with_one_label_is_not_chosen(tmp_path):
         ({"settings": {"seed_everything": 3}}, "seed_everything is no setting of a study's cells"),
         ({"axes": {"method": {"BN": {"name": "x"}, "GN": {}, "sBN": {}}}, "scales": {"reduced": {"base": "b"}}}, "name is no setting of"),
         ({"settings": {"config": 3}}, "config: 3 must be a file or a list of files"),
-        ({"scales": {"reduced": {"base": "b", "cell_seconds": -1}}}, "cell_seconds: -1.* must be above 0"),
         ({"without": [{"norm": "GN"}]}, "without: there is no axis 'norm'; there are method, model.client_optimizer.lr"),
         ({"claims": ["BN > FN"]}, "claims: 'BN > FN': 'FN' is no label of one axis"),
         ({"difference": "BN > GN"}, "difference: 'BN > GN' must be one label minus another"),

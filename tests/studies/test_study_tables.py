@@ -108,7 +108,7 @@ def test_seeds_are_those_of_the_rows():
     one, three = group("BN", "1", [0.3]), group("GN", "1", [0.7] * 3)
     assert seeds_of({**FOUND, "groups": [one]}) == "seed 0"
     assert seeds_of({**FOUND, "groups": [three, three]}) == "seeds 0, 1, 2"
-    assert seeds_of({**FOUND, "groups": [three, one, one]}) == "seeds 0 in 2 rows, 0, 1, 2 in 1"
+    assert seeds_of({**FOUND, "groups": [three, one, one]}) == "seeds 0 (2 rows); 0, 1, 2 (1 row)"
 
 
 def test_runs_that_were_not_computed_alike_are_named():
@@ -126,7 +126,7 @@ def test_runs_that_were_not_computed_alike_are_named():
         group("BN", "1", [0.3, 0.4, 0.5], runs=runs),
         group("BN", "100", [0.5], runs=runs[:1]),
     ]  # one run, read twice
-    assert "Not all computed alike: threads 1 (2 runs), 2 (1 runs)." in caption({**FOUND, "groups": groups})
+    assert "Not all computed alike: threads 1 (2 runs), 2 (1 run)." in caption({**FOUND, "groups": groups})
 
 
 def test_columns_that_nobody_fills_are_left_out():

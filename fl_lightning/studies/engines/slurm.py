@@ -106,7 +106,7 @@ class SlurmEngine(Engine):
             time.sleep(2)
 
 
-class _Queue(submitit.slurm.slurm.SlurmInfoWatcher):  # type: ignore[misc]
+class _Queue(submitit.slurm.slurm.SlurmInfoWatcher):  # type: ignore[misc]  # submitit tells no types
     """What becomes of jobs, by ``squeue``: ``sacct`` knows nothing where Slurm keeps no accounts."""
 
     def _make_command(self) -> list[str]:
