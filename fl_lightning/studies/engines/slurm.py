@@ -19,16 +19,8 @@ _TIMES = 10_000  # that a job may be queued again at its time limit
 # USR2, which all processes of a job get, tells submitit to have it queued again, and the cell nothing
 _UNTIL_TERMINATED = ("sh", "-c", "trap '' USR2; exec \"$@\"", "sh")
 _ENDED = [
-    "BOOT_FAIL",
-    "CANCELLED",
-    "COMPLETED",
-    "DEADLINE",
-    "FAILED",
-    "FORGOTTEN",
-    "NODE_FAIL",
-    "OUT_OF_MEMORY",
-    "TIMEOUT",
-]
+    "BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "FORGOTTEN", "NODE_FAIL", "OUT_OF_MEMORY", "TIMEOUT",
+]  # fmt: skip
 _ARRAY = 1000  # jobs, what Slurm allows unless it is told otherwise
 
 
