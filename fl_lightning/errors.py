@@ -13,6 +13,12 @@ class ConfigurationError(ValueError):
     """
 
 
+class Diverged(ConfigurationError):
+    """Training left the finite numbers, though its data are such. The command line exits with :attr:`exit_status`."""
+
+    exit_status = 3
+
+
 class CannotVectorize(ConfigurationError):
     """A model or batches that cannot be computed for all clients at once; one after the other they can."""
 

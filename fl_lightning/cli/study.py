@@ -97,8 +97,7 @@ def main(args: Sequence[str]) -> None:
         try:
             trials = [cell for trial in cells.trials for cell in trial]
             runner.run(trials)
-            diverged = {key for key, why in runner.failed.items() if "is not finite" in why}
-            choices = chosen(study, cells.trials, own.accept_stale, diverged)
+            choices = chosen(study, cells.trials, own.accept_stale, runner.diverged)
             table = cells.table(choices)
             runner.run(table)
         except Stopped as stopped:
@@ -113,7 +112,7 @@ def main(args: Sequence[str]) -> None:
         write_tables(folder, found)
         write_figures(folder, found)
         show(found, folder)
-    worst = diverged - {cell.key for cell in table}
+    worst = runner.diverged - {cell.key for cell in table}
     for cell in {cell.key: cell for cell in (*trials, *table)}.values():
         if cell.key in runner.failed:
             what = "failed, and counted as the worst trial" if cell.key in worst else "failed"

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fl_lightning.aggregation.base import RobustAggregator
 from fl_lightning.cohort.round_cohort import RoundCohort
-from fl_lightning.errors import ConfigurationError
+from fl_lightning.errors import ConfigurationError, Diverged
 from fl_lightning.round.reports import robust_rules, too_few
 
 
@@ -38,7 +38,8 @@ def check_updates(module: Any, cohort: RoundCohort) -> RoundCohort:
         The clients that are aggregated.
 
     Raises:
-        ConfigurationError: A client's update is not finite.
+        Diverged: A client's update is not finite.
+        ConfigurationError: It is not, since the client's data are not.
         RoundSkipped: Too few are left.
     """
     failed = not_finite(cohort)
@@ -62,7 +63,7 @@ def check_aggregate(module: Any, cohort: RoundCohort) -> None:
     """Refuse, or record, what a robust rule has made of the clients if it is not finite.
 
     Raises:
-        ConfigurationError: It is not, and ``on_divergence`` does not say ``record``.
+        Diverged: It is not, and ``on_divergence`` does not say ``record``.
     """
     rules = robust_rules(module)
     if not rules:
@@ -74,7 +75,7 @@ def check_aggregate(module: Any, cohort: RoundCohort) -> None:
     module.record.diverge(cohort.round)
     if module.on_divergence != "record":
         clients = ", ".join(str(cohort.client_ids[row]) for row in not_finite(cohort)) or "none"
-        raise ConfigurationError(
+        raise Diverged(
             f"round {cohort.round}: what {rules} makes of the clients is not finite, first in layer {layer!r} (clients whose update is "
             f"not finite: {clients}); raise {rules}'s f, lower client_optimizer lr, or set model.on_divergence: drop"
         )
@@ -139,7 +140,7 @@ def _error(module: Any, cohort: RoundCohort, row: int, layer: str) -> Configurat
                 f"round {cohort.round}: the update of client {client} is not finite, since its data are not: its batch of "
                 f"local step {step + 1} has NaN or infinity; mend the data of client {client}"
             )
-    return ConfigurationError(
+    return Diverged(
         f"round {cohort.round}: the update of client {client} is not finite, first in layer {layer!r}; lower client_optimizer lr (now "
         f"{cohort.optimizer.param_groups[0]['lr']:g}), or set model.on_divergence: drop to go on without such updates, or record "
         "to go on with them"

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import yaml
 
+from fl_lightning.errors import Diverged
 from fl_lightning.files import write_text
 from fl_lightning.studies.cells import Cell, State, expect_newest_data
 from fl_lightning.studies.engines.base import Engine, Job
@@ -48,12 +49,14 @@ class Runner:
             show,
         )
         self.failed: dict[Path, str] = {}
+        self.diverged: set[Path] = set()
         self._done: dict[Cell, State] = {}
 
     def run(self, cells: Sequence[Cell]) -> None:
         """Run all cells that have no result yet, and those whose data are not those of newer cells.
 
-        Afterwards ``failed`` has the errors of cells that ended with one, by their keys.
+        Afterwards ``failed`` has the errors of cells that ended with one, by their keys, and ``diverged`` the keys of those that left
+        the finite numbers.
         """
         unique = [*{cell.key: cell for cell in reversed(cells)}.values()][::-1]
         share_first_stages(unique)
@@ -78,6 +81,8 @@ class Runner:
                             waiting[cell] = None
                         elif status or states[cell].phase != "done":
                             self.failed[cell.key] = self._error(cell, status, states[cell])
+                            if status == Diverged.exit_status:
+                                self.diverged.add(cell.key)
                 elsewhere = 0
                 for cell in [*waiting]:
                     if states[cell].phase == "done":

@@ -108,10 +108,6 @@ TABLE = {
     "negative learning rate": (optimizer("SGD", lr=-0.1), ["client_optimizer", "-0.1"]),
     "optimizer that mixes clients": (optimizer("Adafactor", lr=0.1), ["Adafactor", "elementwise", "SGD"]),
     "optimizer that needs a closure": (optimizer("LBFGS", lr=0.1), ["LBFGS", "closure", "SGD"]),
-    "update that is not finite": (
-        f"--{OPTIMIZER}.init_args.lr 1e30",
-        ["round 1", "client 0", "lr (now 1e+30)"],
-    ),
     "no number of rounds": ({"trainer.max_epochs": None}, ["trainer.max_epochs", "model.budget_epochs"]),
     "budget below one step": ("--model.budget_epochs 1e-6", ["budget_epochs: 1e-06", "raise it"]),
     "validation fraction above one": (f"{DATA}val_fraction 1.5", ["val_fraction", "[0, 1)", "found 1.5"]),

@@ -109,6 +109,13 @@ def test_truncated_checkpoint_is_named_and_the_run_stays_as_it_is(capsys):
     assert attempts() == [attempt.path.name]
 
 
+def test_run_that_diverges_at_once_leaves_nothing_and_has_a_status_of_its_own(capsys):
+    message = message_of(capsys, lambda: run("--model.client_optimizer.init_args.lr", 1e30), status=3)
+    assert message.startswith("error: round 1: the update of client 0 is not finite")
+    assert "lr (now 1e+30)" in message
+    assert attempts() == []
+
+
 def test_run_that_diverges_in_the_middle_keeps_its_rows_and_has_no_result(capsys, tmp_path, monkeypatch):
     Path("late.py").write_text(
         "from fl_lightning import FederatedCallback\n"
@@ -119,7 +126,7 @@ def test_run_that_diverges_in_the_middle_keeps_its_rows_and_has_no_result(capsys
     )
     monkeypatch.syspath_prepend(tmp_path)
     write_config({"trainer.callbacks": [{"class_path": "late.Explode"}]})
-    message = message_of(capsys, run)
+    message = message_of(capsys, run, status=3)
     assert "round 3: the update of client 1 is not finite" in message
     (folder,) = Path("runs/tiny").iterdir()
     assert [json.loads(line)["round"] for line in (folder / "metrics.jsonl").read_text().splitlines()] == [

@@ -182,7 +182,7 @@ def test_traceback_is_shown_where_no_file_takes_it(capsys):
 
 def test_images_that_are_not_numbers_are_not_blamed_on_the_learning_rate(capsys):
     write_config(data(client="nan") | net())
-    message = message_of(capsys, run)
+    message = message_of(capsys, run, status=2)
     assert message == (
         "error: round 1: the update of client 1 is not finite, since its data are not: its batch of local step 1 has NaN or "
         "infinity; mend the data of client 1\n"
