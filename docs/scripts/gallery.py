@@ -1,6 +1,7 @@
 """Show what studies have found in docs/gallery.md: ``python docs/scripts/gallery.py runs/studies/NAME-SCALE ...``.
 
-A study's tables and verdicts go between its comments, ``<!-- NAME -->`` and ``<!-- end of NAME -->``, its figure to ``figures/gallery``.
+A study's tables and verdicts go between its comments, ``<!-- NAME -->`` and ``<!-- end of NAME -->`` (at a scale other than ``reduced``
+``<!-- NAME-SCALE -->``), its figure to ``figures/gallery``.
 """
 
 import json
@@ -17,9 +18,10 @@ SHOWN = ("by_E", "by_T_", "by_gamma", "by_alpha", "difference", "curves")
 """Of the figures that a study has, the first of these stands on the page."""
 
 
-def part(study: Path) -> str:
-    """What a study says of itself, and its figure."""
+def part(study: Path, page: str) -> str:
+    """The page with what a study says of itself, and its figure."""
     found = json.loads((study / "study.json").read_text())
+    name = found["name"] if found["scale"] == "reduced" else f"{found['name']}-{found['scale']}"
     runs = [run for group in found["groups"] for run in group["runs"]]
     if unfinished := [run["directory"] for run in runs if run["phase"] != "done"]:
         sys.exit(f"{study}: {unfinished[0]} is not done")
@@ -27,7 +29,7 @@ def part(study: Path) -> str:
     sources = sorted({one["source"] for run in runs for one in run["provenance"]})
     picture = next(study / f"{name}.png" for name in SHOWN if (study / f"{name}.png").is_file())
     FIGURES.mkdir(exist_ok=True)
-    shutil.copy(picture, FIGURES / f"{found['name']}.png")
+    shutil.copy(picture, FIGURES / f"{name}.png")
     command = f"python -m fl_lightning study configs/studies/{found['name']}.yaml --scale {found['scale']}"
     table = (study / "table.md").read_text().strip()
     origin = f"Source {', '.join(sources)}, torch {', '.join(versions)}."
@@ -36,15 +38,14 @@ def part(study: Path) -> str:
         if picture.stem == "curves"
         else "the values of the table above"
     )
-    figure = f"![{found['title']}: {shown}](figures/gallery/{found['name']}.png)"
-    return f"```text\n{command}\n```\n\n{table}\n\n{figure}\n\n{origin}"
+    figure = f"![{found['title']}: {shown}](figures/gallery/{name}.png)"
+    return replaced(name, page, f"```text\n{command}\n```\n\n{table}\n\n{figure}\n\n{origin}")
 
 
 def main(studies: list[str]) -> None:
     """Write the parts of some studies anew."""
     for study in map(Path, studies):
-        name = study.name.rpartition("-")[0]
-        PAGE.write_text(replaced(name, PAGE.read_text(), part(study)))
+        PAGE.write_text(part(study, PAGE.read_text()))
 
 
 if __name__ == "__main__":

@@ -29,24 +29,28 @@ def start(monkeypatch):
     return run
 
 
-def test_the_gallery_has_a_study_between_its_comments_once_all_of_its_runs_are_done(start, tmp_path):
+@pytest.mark.parametrize(("scale", "name"), [("reduced", "table9"), ("full", "table9-full")])
+def test_the_gallery_has_a_study_between_its_comments_once_all_of_its_runs_are_done(
+    start, tmp_path, scale, name
+):
+    folder = f"table9-{scale}"
     study = write_study(tmp_path / "runs")
-    shutil.copytree(study, "table9-reduced")
-    found = json.loads(Path("table9-reduced/study.json").read_text())
-    page = "# Gallery\n\nWords.\n\n<!-- table9 -->\nold\n<!-- end of table9 -->\n\nMore words.\n"
+    shutil.copytree(study, folder)
+    found = json.loads(Path(folder, "study.json").read_text()) | {"scale": scale}
+    page = f"# Gallery\n\nWords.\n\n<!-- {name} -->\nold\n<!-- end of {name} -->\n\nMore words.\n"
     Path("docs/gallery.md").write_text(page)
-    Path("table9-reduced/table.md").write_text("The table.\n")
-    Path("table9-reduced/curves.png").write_bytes(b"curves")
-    with pytest.raises(SystemExit, match=r"table9-reduced: cells/2/none-s1 is not done"):
-        start("table9-reduced")
+    Path(folder, "table.md").write_text("The table.\n")
+    Path(folder, "curves.png").write_bytes(b"curves")
+    with pytest.raises(SystemExit, match=rf"{folder}: cells/2/none-s1 is not done"):
+        start(folder)
     assert Path("docs/gallery.md").read_text() == page
     found["groups"][-1]["runs"].pop()
-    Path("table9-reduced/study.json").write_text(json.dumps(found))
-    start("table9-reduced")
+    Path(folder, "study.json").write_text(json.dumps(found))
+    start(folder)
     written = Path("docs/gallery.md").read_text()
-    assert written.startswith("# Gallery\n\nWords.\n\n<!-- table9 -->\n```text\n")
-    assert written.endswith("<!-- end of table9 -->\n\nMore words.\n")
+    assert written.startswith(f"# Gallery\n\nWords.\n\n<!-- {name} -->\n```text\n")
+    assert written.endswith(f"<!-- end of {name} -->\n\nMore words.\n")
     assert "old" not in written
     assert "\nThe table.\n" in written
-    assert f"({Path('figures/gallery/table9.png')})" in written
-    assert Path("docs/figures/gallery/table9.png").read_bytes() == b"curves"
+    assert f"(figures/gallery/{name}.png)" in written
+    assert Path(f"docs/figures/gallery/{name}.png").read_bytes() == b"curves"
