@@ -9,14 +9,22 @@ class ConfigurationError(ValueError):
     """A setting, a data set or a checkpoint that cannot be used.
 
     The message is one line that names the setting, the value that was found and what would work. The command line
-    prints it without a traceback and exits with status 2.
+    prints it without a traceback and exits with :attr:`exit_status`.
     """
+
+    exit_status = 2
 
 
 class Diverged(ConfigurationError):
-    """Training left the finite numbers, though its data are such. The command line exits with :attr:`exit_status`."""
+    """Training left the finite numbers, though its data are such."""
 
     exit_status = 3
+
+
+class OtherData(ConfigurationError):
+    """A checkpoint was trained on other data."""
+
+    exit_status = 4
 
 
 class CannotVectorize(ConfigurationError):

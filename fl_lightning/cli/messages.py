@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from fl_lightning.aggregation import Aggregator, PreAggregator
 from fl_lightning.attacks import Attack
 from fl_lightning.client_data.federated import FederatedDataModule
-from fl_lightning.errors import ConfigurationError, Diverged, nearest
+from fl_lightning.errors import ConfigurationError, nearest
 from fl_lightning.executors.base import Executor
 from fl_lightning.launched import launched_rank, silence, under_torchrun
 from fl_lightning.optimizers.schedules import LRSchedule
@@ -225,7 +225,7 @@ def _errors() -> TextIO:
 
 
 def fail(error: Exception) -> NoReturn:
-    """Print the one line of an error that ends a command, and exit: with status 2, 3 where training diverged, or 1 where nobody foresaw it.
+    """Print the one line of an error that ends a command, and exit: with the status of the exception, 2 of most, or 1 where nobody foresaw it.
 
     The traceback of such a one is in ``error.txt`` beside its run; that of any is above the line where the environment variable
     ``FL_LIGHTNING_TRACEBACK`` is set.
@@ -237,7 +237,7 @@ def fail(error: Exception) -> NoReturn:
     if os.environ.get("FL_LIGHTNING_TRACEBACK"):
         traceback.print_exception(error, file=_errors())
     if line is not None:
-        refuse(line, Diverged.exit_status if isinstance(error, Diverged) else 2)
+        refuse(line, getattr(error, "exit_status", 2))
     kept = _keep_traceback(error)
     cause = error.__cause__
     if hasattr(error, "__notes__") or not hasattr(cause, "__notes__"):

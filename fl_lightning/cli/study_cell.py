@@ -13,6 +13,7 @@ import yaml
 
 from fl_lightning.cli.command_line import main as run
 from fl_lightning.cli.messages import command
+from fl_lightning.errors import OtherData
 from fl_lightning.studies.cells import Cell
 
 _PAUSE = 1.0  # seconds between two looks
@@ -46,9 +47,15 @@ def main(args: Sequence[str]) -> None:
         if phase == "done":
             return
         start = cell.checkpoint(own.accept_stale) or own.branch
-        fit = ["fit", f"--config={own.file}", *([f"--ckpt_path={start}"] if start else [])]
-        print("python -m fl_lightning", *fit, flush=True)
-        run(fit)
+        for options in ([f"--ckpt_path={start}"] if start else [], []):
+            fit = ["fit", f"--config={own.file}", *options]
+            print("python -m fl_lightning", *fit, flush=True)
+            try:
+                run(fit)
+                break
+            except SystemExit as stop:  # on other data than now there is nothing to go on from
+                if stop.code != OtherData.exit_status:
+                    raise
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from lightning.pytorch.loggers import Logger
 from torchmetrics import Metric
 
 from fl_lightning.cohort.round_cohort import RoundCohort
-from fl_lightning.errors import ConfigurationError
+from fl_lightning.errors import OtherData
 
 
 class RunRecord:
@@ -121,7 +121,7 @@ class RunRecord:
             Whether the checkpoint knows its data; an old one does not.
 
         Raises:
-            ConfigurationError: They are others and may not be.
+            OtherData: They are others and may not be.
         """
         trained, self.data = self.data, data
         other = {
@@ -131,7 +131,7 @@ class RunRecord:
         }
         if trained and other and not accept:
             names = ", ".join(name.removeprefix("data.") for name in other)
-            raise ConfigurationError(
+            raise OtherData(
                 f"data: the checkpoint {path} was trained on other data, these differ in: {names}; use its data and its "
                 "seed_everything, or go on with these by --accept_data (in Python: accept_data = True of the module)"
             )

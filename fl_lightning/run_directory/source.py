@@ -6,6 +6,7 @@ import platform
 import sys
 from collections.abc import Iterator
 from functools import cache
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -30,14 +31,18 @@ _COMPUTING = (
 """What of the package decides the numbers of a run; the rest starts, shows, stores or checks runs."""
 
 
+_LIBRARIES = ("torchvision", "timm", "segmentation_models_pytorch")
+
 _NOT_OWN = frozenset({"fl_lightning", "callbacks", "datamodules", *sys.stdlib_module_names})
 
 
 def provenance(config: Any) -> dict[str, str]:
     """What computes a run here and now: the ``source`` as eight hex digits, and the versions of Python, PyTorch and Lightning.
 
+    Where the configuration names them also the versions of libraries of models, and the ``weights`` it starts from.
+
     Args:
-        config: The resolved configuration, whose classes may be a user's own.
+        config: The resolved configuration, whose classes and functions may be a user's own.
     """
     digest = hashlib.sha256(_shipped_source())
     for path in sorted(own_files(config)):
@@ -47,13 +52,18 @@ def provenance(config: Any) -> dict[str, str]:
         "torch": str(torch.__version__),
         "lightning": L.__version__,
     }
+    roots = {name.partition(".")[0] for name in _dotted_names(config)}
+    versions |= {name: version(name) for name in _LIBRARIES if name in roots and find_spec(name)}
+    weights = (config.get("model") or {}).get("initial_weights")
+    if weights is not None and (path := Path(weights).expanduser()).is_file():
+        versions["weights"] = _digest(path, path.stat().st_mtime_ns)
     return {"source": digest.hexdigest()[:8], **versions}
 
 
 def own_files(config: Any) -> set[Path]:
-    """The files of the classes that a configuration names, and of what they import, that no installed package holds."""
+    """The files of the classes and functions that a configuration names, and of what they import, that no installed package holds."""
     found: set[Path] = set()
-    waiting = [name.rpartition(".")[0] for name in _class_paths(config)]
+    waiting = [name.rpartition(".")[0] for name in _dotted_names(config)]
     while waiting:
         module = waiting.pop()
         if module and module.partition(".")[0] not in _NOT_OWN:
@@ -92,15 +102,18 @@ def _origin(module: str) -> str:
         return ""
 
 
-def _class_paths(node: Any) -> Iterator[str]:
-    if isinstance(node, dict):
-        if isinstance(node.get("class_path"), str):
-            yield node["class_path"]
-        for value in node.values():
-            yield from _class_paths(value)
-    elif isinstance(node, list):
-        for value in node:
-            yield from _class_paths(value)
+def _dotted_names(node: Any) -> Iterator[str]:
+    """Whatever may be the path of a class or a function: a loss is one without ``class_path``."""
+    if isinstance(node, str) and "." in node and all(part.isidentifier() for part in node.split(".")):
+        yield node
+    elif isinstance(node, dict | list):
+        for value in node.values() if isinstance(node, dict) else node:
+            yield from _dotted_names(value)
+
+
+@cache
+def _digest(path: Path, written: int) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:8]
 
 
 @cache

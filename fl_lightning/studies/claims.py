@@ -25,7 +25,7 @@ _CONFIDENCE = 0.9
 def judge(claim: str, found: Mapping[str, Any]) -> dict[str, Any] | None:
     """A claim's verdict, None where it is about labels that this scale does not have.
 
-    For two seeds or more the 90 % interval of the mean paired difference (Student's t) decides: above 0 the ordering holds, below it does
+    A run without a result, or a label that was not chosen, leaves it undecided: what is there may be the better part. Otherwise, for two seeds or more, the 90 % interval of the mean paired difference (Student's t) decides: above 0 the ordering holds, below it does
     not; for one seed the difference must exceed :data:`ONE_SEED`.
 
     Args:
@@ -53,6 +53,16 @@ def judge(claim: str, found: Mapping[str, Any]) -> dict[str, Any] | None:
     fixed = _labels(at, claim, found) if at else {}
     if any(label not in found["axes"][axis] for own in (*constraints, fixed) for axis, label in own.items()):
         return None
+    for one in found["choices"]:
+        own = one["for"].items()
+        concerned = (
+            all({**fixed, **side}.get(axis, label) == label for axis, label in own) for side in constraints
+        )
+        if one["chosen"] is None and any(concerned):
+            words = f"{one['axis']} of {' '.join(f'{axis}={label}' for axis, label in own)}".removesuffix(
+                " of "
+            )
+            return {"claim": claim, "verdict": "undecided", "words": f"{words} was not chosen"}
     metric = next(iter(found["metrics"]))
     links = [[*_paired({**fixed, **more}, less, found)] for more, less in pairwise(constraints)]
     if not all(links):
@@ -62,8 +72,7 @@ def judge(claim: str, found: Mapping[str, Any]) -> dict[str, Any] | None:
             "verdict": "undecided",
             "words": f"no pair of runs of {sides[number]} and {sides[number + 1]}",
         }
-    pairs = [(group["values"][metric], other["values"][metric]) for link in links for group, other in link]
-    verdicts = [_judge_pair(one, two, margin) for one, two in pairs]
+    verdicts = [_judge_pair(one, two, metric, margin) for link in links for one, two in link]
     kinds = [kind for kind, _ in verdicts]
     verdict = (
         "does not hold" if "does not hold" in kinds else "undecided" if "undecided" in kinds else "holds"
@@ -111,7 +120,13 @@ def _paired(
             yield from [(group, g) for g in found["groups"] if wanted.items() <= g["labels"].items()][:1]
 
 
-def _judge_pair(one: Mapping[str, float], two: Mapping[str, float], margin: float | None) -> tuple[str, str]:
+def _judge_pair(
+    group: Mapping[str, Any], other: Mapping[str, Any], metric: str, margin: float | None
+) -> tuple[str, str]:
+    for run in (*group["runs"], *other["runs"]):
+        if run["phase"] != "done":
+            return "undecided", f"{run['directory']} is {run['phase']}"
+    one, two = group["values"][metric], other["values"][metric]
     seeds = [seed for seed in one if seed in two]
     differences = [one[seed] - two[seed] for seed in seeds]
     if not differences or not all(map(isfinite, differences)):

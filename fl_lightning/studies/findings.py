@@ -114,6 +114,7 @@ def run_found(seed: int, state: State, place: Path, error: str = "") -> dict[str
         "model",
         "partition",
         "rounds",
+        "planned_rounds",
         "samples",
         "upload_bytes",
         "download_bytes",

@@ -134,7 +134,8 @@ def _check(study: Study, path: Path) -> None:
             raise ConfigurationError(
                 f"{path}: choose: metric {choice.metric} must be one of the validation data, such as val/accuracy"
             )
-    nothing = {"known": known, "axes": known, "choose": [], "metrics": definition.metrics, "groups": []}
+    nothing = {"known": known, "axes": known, "choose": [], "choices": [], "groups": []}
+    nothing |= {"metrics": definition.metrics}
     for claim in definition.claims:
         judge(claim, nothing)
     if definition.difference:

@@ -75,7 +75,8 @@ class Runner:
                     ended[submitted.pop(name)] = status, time.monotonic()
                 states = {cell: self._state(cell) for cell in unique}
                 for cell, (status, since) in [*ended.items()]:
-                    if status or states[cell].phase == "done" or time.monotonic() - since > _PATIENCE:
+                    there = states[cell].phase in ("done", "stale")
+                    if status or there or time.monotonic() - since > _PATIENCE:
                         del ended[cell]
                         if states[cell].phase == "running":  # another study's
                             waiting[cell] = None
@@ -138,6 +139,8 @@ class Runner:
 
     def _error(self, cell: Cell, status: int, state: State) -> str:
         """Why a cell has no result, in a line."""
+        if state.phase == "stale":
+            return "it was trained by other source than the study was started with; the same command goes on with that of now"
         if not status:
             return f"it ended after round {state.round} of {cell.rounds}; early stopping or trainer.max_time leaves no cell that can be compared"
         log = self.log(cell)

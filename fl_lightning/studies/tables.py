@@ -1,6 +1,7 @@
 """The tables of a study: printed, and as Markdown, LaTeX and CSV."""
 
 import csv
+import json
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -84,6 +85,8 @@ def spread_table(found: Mapping[str, Any]) -> Rows | None:
     for group in found["groups"]:
         text = mean_and_deviation([*group["values"][first].values()]) or "-"
         published = f" ({group['published']:g})" if group["published"] is not None else ""
+        done, planned = len(group["values"][first]), len(group["runs"])
+        text += f", {done} of {planned} seeds" if 0 < done < planned else ""
         rows.setdefault(tuple(group["labels"][axis] for axis in others), {})[group["labels"][spread]] = (
             text + published
         )
@@ -119,6 +122,14 @@ def remarks(group: Mapping[str, Any]) -> list[str]:
     found = []
     if same := group.get("same_as"):
         found.append("the same runs as " + " ".join(f"{axis}={label}" for axis, label in same.items()))
+    for run in group["runs"]:
+        if run["phase"] == "done" and run["rounds"] != run.get("planned_rounds", run["rounds"]):
+            found.append(f"seed {run['seed']} ended after round {run['rounds']} of {run['planned_rounds']}")
+    if (
+        len({json.dumps(run["provenance"], sort_keys=True) for run in group["runs"] if run.get("provenance")})
+        > 1
+    ):
+        found.append("seeds of different source or versions")
     for what, runs in {
         "diverged": [run for run in group["runs"] if run.get("diverged")],
         "of other source or versions": [
@@ -153,19 +164,36 @@ def as_csv(rows: Rows) -> str:
 
 def caption(found: Mapping[str, Any]) -> str:
     """What a table is of, in a sentence or two."""
-    quick = found["scale"] == "quick"
-    subset = (
-        " A declared subset with smaller data, networks and E: one number is no evidence." if quick else ""
-    )
+    subset = {
+        "quick": " A declared subset, which shows that it works: one number is no evidence.",
+        "reduced": _smaller(found),
+    }.get(found["scale"], "")
     paper = f" ({found['paper']})" if found["paper"] else ""
     options = f" With {found['options']}." if found.get("options") else ""
     head = f"{found['title']}{paper}. Scale: {found['scale']}, {seeds_of(found)}."
     return " ".join(f"{head}{options}{_unlike(found)}{subset}".split())
 
 
+def _smaller(found: Mapping[str, Any]) -> str:
+    """In what a study at a smaller scale is not that of the paper, beside whose values it stands; empty where there are none."""
+    runs = [run for group in found["groups"] for run in group["runs"] if "model" in run]
+    if not runs or all(group["published"] is None for group in found["groups"]):
+        return ""
+    models, rounds = ", ".join(dict.fromkeys(run["model"] for run in runs)), {run["rounds"] for run in runs}
+    numbers = " to ".join(f"{x:,}" for x in dict.fromkeys((min(rounds), max(rounds))))
+    return (
+        f" Smaller than the paper's ({models}, {numbers} rounds): orderings can be compared, numbers cannot."
+    )
+
+
 def seeds_of(found: Mapping[str, Any]) -> str:
-    """The seeds of all rows, such as ``"seeds 0, 1, 2"`` or ``"seeds 0 (16 rows); 0, 1, 2 (4 rows)"``."""
-    own = (sorted(run["seed"] for run in group["runs"]) for group in found["groups"])
+    """The seeds of all rows with a result, such as ``"seeds 0, 1, 2"`` or ``"seeds 0 (16 rows); 0, 1, 2 (4 rows)"``."""
+    own = [
+        sorted(run["seed"] for run in group["runs"] if run["phase"] == "done") for group in found["groups"]
+    ]
+    own = [seeds for seeds in own if seeds] or [
+        sorted(run["seed"] for run in group["runs"]) for group in found["groups"]
+    ]
     counts = Counter(", ".join(map(str, seeds)) for seeds in own)
     if len(counts) == 1:
         return f"seed{'s' * (',' in (seeds := next(iter(counts))))} {seeds}"

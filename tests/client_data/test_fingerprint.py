@@ -122,7 +122,7 @@ def test_the_command_line_refuses_other_data_and_leaves_nothing_until_they_are_a
     source = run("--trainer.max_epochs", 1).attempt
     path = source.checkpoints / "last.ckpt"
     other = ("--ckpt_path", path, "--trainer.max_epochs", 2, "--data.init_args.max_examples", 299)
-    assert message_of(capsys, lambda: run(*other)) == (
+    assert message_of(capsys, lambda: run(*other), status=4) == (
         f"error: data: the checkpoint {path} was trained on other data, these differ in: training, evaluation, partition; use "
         "its data and its seed_everything, or go on with these by --accept_data (in Python: accept_data = True of the module)\n"
     )
@@ -145,7 +145,7 @@ def test_a_resume_that_is_refused_leaves_rows_after_its_checkpoint(capsys):
     checkpoint["fl_lightning"]["record"]["data"]["training"] = "other"
     torch.save(checkpoint, source.checkpoints / "last.ckpt")
     assert "trained on other data" in message_of(
-        capsys, lambda: run("--ckpt_path", "last", "--trainer.max_epochs", 4)
+        capsys, lambda: run("--ckpt_path", "last", "--trainer.max_epochs", 4), status=4
     )
     after = {
         path: path.read_bytes()

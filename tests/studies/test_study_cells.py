@@ -1,7 +1,9 @@
 """Cells: what run directories say of them, what they share, and what computes them."""
 
 import json
+import os
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -206,7 +208,33 @@ def test_what_an_own_class_imports_is_source_too(tmp_path, monkeypatch):
     assert {path.name for path in found} == {"__init__.py", "method.py", "losses.py", "deeper.py"}
 
 
+def test_own_functions_initial_weights_and_libraries_of_models_are_source_too(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    own, weights = tmp_path / "mine_for_functions.py", tmp_path / "w.pt"
+    loss = {"model": {"loss": "mine_for_functions.my_loss"}}
+    net = {
+        "model": {
+            "model": {"class_path": "library_model", "init_args": {"function": "mine_for_functions.net"}}
+        }
+    }
+    own.write_text("def my_loss(): return 1\ndef net(): return 1\n")
+    before = provenance(loss), provenance(net)
+    own.write_text("def my_loss(): return 2\ndef net(): return 1\n")
+    assert all(
+        provenance(config)["source"] != old["source"] for config, old in zip((loss, net), before, strict=True)
+    )
+    start = {"model": {"initial_weights": str(weights)}}
+    assert provenance(start) == provenance({})
+    found = []
+    for content in (b"one", b"other"):
+        weights.write_bytes(content)
+        os.utime(weights, ns=(len(content), len(content)))
+        found.append(provenance(start)["weights"])
+    assert found[0] != found[1]
+    assert provenance({"function": "torchvision.models.resnet18"})["torchvision"] == version("torchvision")
+
+
 def test_classes_of_a_notebook_and_classes_in_classes_have_no_file_of_their_own(monkeypatch):
     monkeypatch.delattr(sys.modules["__main__"], "__file__", raising=False)
-    config = [{"class_path": "__main__.Mine"}, {"class_path": "mine_nowhere.Outer.Inner"}]
+    config = {"trainer": [{"class_path": "__main__.Mine"}, {"class_path": "mine_nowhere.Outer.Inner"}]}
     assert provenance(config) == provenance({})

@@ -13,6 +13,7 @@ def study(values, choose=()):
         {
             "labels": {"method": method, "E": steps, "lr": "0.2" if method == "GN" else "0.1"},
             "values": {"test/accuracy": {str(seed): value for seed, value in enumerate(own)}},
+            "runs": [{"phase": "done"}],
         }
         for (method, steps), own in values.items()
     ]
@@ -21,6 +22,7 @@ def study(values, choose=()):
         "axes": axes,
         "metrics": {"test/accuracy": "test"},
         "choose": ["lr"],
+        "choices": [],
         "groups": groups,
     }
 
@@ -42,6 +44,18 @@ def test_the_interval_is_students():
     assert (low, high) == pytest.approx(
         (0.2 - 2.919986 * 0.1 / 3**0.5, 0.2 + 2.919986 * 0.1 / 3**0.5), abs=1e-6
     )
+
+
+def test_what_is_not_there_leaves_a_claim_undecided():
+    """A method that diverges with one seed would look the better for it, and one without a learning rate is nowhere."""
+    found = study({("GN", "1"): [0.6, 0.61], ("BN", "1"): [0.4, 0.41]})
+    found["groups"][1]["runs"].append({"phase": "failed", "directory": "runs/1-s2"})
+    assert judge("GN > BN", found)["verdict"] == judge("BN > GN", found)["verdict"] == "undecided"
+    assert judge("GN > BN", found)["words"] == "runs/1-s2 is failed"
+    found = study({("GN", "1"): [0.6, 0.61], ("BN", "1"): [0.4, 0.41], ("GN", "100"): [0.6, 0.61]})
+    found["choices"] = [{"axis": "lr", "for": {"method": "BN", "E": "100"}, "chosen": None}]
+    assert judge("GN > BN", found)["words"] == "lr of method=BN E=100 was not chosen"
+    assert judge("GN > BN at E=1", found)["verdict"] == "holds"
 
 
 def test_one_pair_says_something_only_where_it_is_far_apart():

@@ -124,6 +124,23 @@ def test_a_cell_on_other_data_than_newer_ones_is_run_again(ran):
     assert Path(found()["groups"][0]["runs"][0]["directory"]).name == f"{folder.name}.2"
 
 
+def test_source_that_changes_while_a_study_runs_is_named(ran, capsys, monkeypatch):
+    monkeypatch.setattr("fl_lightning.run_directory.files.provenance", lambda config: {"source": "edited"})
+    write(
+        axes={"method": {"BN": {}}},
+        without=[],
+        published=[],
+        claims=[],
+        scales={"quick": {"base": "tiny.yaml"}},
+    )
+    with pytest.raises(SystemExit):
+        study()
+    assert (
+        "seed=0: it was trained by other source than the study was started with; the same"
+        in capsys.readouterr().out
+    )
+
+
 def test_a_cell_that_fails_is_named_and_the_others_go_on(ran, capsys):
     write(
         axes={"method": {"BN": {}, "broken": {"data.batch_size": 4000}}}, without=[], published=[], claims=[]

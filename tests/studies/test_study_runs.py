@@ -21,7 +21,6 @@ from command_line import rows
 
 from fl_lightning.cli import study, study_cell
 from fl_lightning.round.module import FederatedModule
-from fl_lightning.studies import cells as cells_module
 from fl_lightning.studies.engines import local
 from fl_lightning.studies.engines.base import Job
 from fl_lightning.studies.engines.local import LocalEngine
@@ -150,14 +149,24 @@ def test_a_cell_that_goes_on_from_another_one_prefers_its_own_checkpoint_once_it
     assert first.result.stat() == finished
 
 
-def test_a_cell_does_not_go_on_from_what_other_source_has_computed(monkeypatch):
+@pytest.mark.parametrize(
+    ("target", "now"),
+    [
+        ("fl_lightning.studies.cells.provenance", lambda config: {"source": "another"}),
+        (
+            "datamodules.in_memory.InMemoryDataModule.fingerprint",
+            lambda data: {"training": "another"},
+        ),
+    ],
+)
+def test_a_cell_does_not_go_on_from_other_source_or_data(target, now, monkeypatch):
     write_study(through={})
     (cell,), engine = study_cells().values(), Recorder()
     with monkeypatch.context() as patch, strike(patch, 5):
         Runner(Path("study"), engine, 1).run([cell])
     (old,) = attempts_of(cell)
     kept = old.metrics.read_bytes()
-    monkeypatch.setattr(cells_module, "provenance", lambda config: {"source": "another"})
+    monkeypatch.setattr(target, now)
     study_cell.main(engine.jobs[0].command[3:])
     assert [row["round"] for row in rows(attempts_of(cell)[0])] == [*range(7)]
     assert attempts_of(cell)[1:] == [old]

@@ -8,6 +8,7 @@ from fl_lightning.studies.tables import (
     caption,
     learning_rate,
     mean_and_deviation,
+    remarks,
     seeds_of,
     spread_table,
     whole_table,
@@ -17,6 +18,7 @@ from fl_lightning.studies.tables import (
 
 def run(seed, phase="done", **more):
     took = {"samples": 1000, "upload_bytes": 2e6, "exchanges": 10, "train_seconds": 30.0, "diverged": False}
+    took |= {"rounds": 10, "planned_rounds": 10, "model": "LeNet"}
     return {"seed": seed, "phase": phase, "why": "", **(took if phase == "done" else {}), **more}
 
 
@@ -43,6 +45,7 @@ FOUND = {
         group("GN", "100", [], runs=[run(seed, "stale") for seed in range(3)]),
     ],
 }  # fmt: skip
+SMALLER = "Smaller than the paper's (LeNet, 10 rounds): orderings can be compared, numbers cannot."
 
 
 def test_a_bar_in_a_label_and_a_break_in_a_title_break_no_table(tmp_path):
@@ -52,7 +55,7 @@ def test_a_bar_in_a_label_and_a_break_in_a_title_break_no_table(tmp_path):
     assert (
         (tmp_path / "table.tex")
         .read_text()
-        .startswith("% A title (A paper, Table 1). Scale: reduced, seeds 0, 1, 2.\n")
+        .startswith(f"% A title (A paper, Table 1). Scale: reduced, seeds 0, 1, 2. {SMALLER}\n")
     )
     assert "a|b," in (tmp_path / "table.csv").read_text()
 
@@ -83,7 +86,7 @@ def test_a_row_says_what_was_found_what_was_published_and_what_it_took():
 def test_one_axis_makes_the_columns():
     assert spread_table(FOUND) == (
         ["method", "E = 1", "E = 100"],
-        [["BN", "0.400 ± 0.100 (0.45)", "0.600"], ["GN", "0.700 ± 0.000", "-"]],
+        [["BN", "0.400 ± 0.100 (0.45)", "0.600, 1 of 3 seeds"], ["GN", "0.700 ± 0.000", "-"]],
     )
     assert spread_table({**FOUND, "spread": None}) is None
 
@@ -129,6 +132,15 @@ def test_runs_that_were_not_computed_alike_are_named():
     assert "Not all computed alike: threads 1 (2 runs), 2 (1 run)." in caption({**FOUND, "groups": groups})
 
 
+def test_seeds_that_are_not_of_one_kind_are_named():
+    one = {"source": "1234", "torch": "2.14"}
+    runs = [run(0, rounds=3, provenance=[one]), run(1, provenance=[one | {"torch": "2.15"}])]
+    assert remarks(group("BN", "1", [0.3, 0.4], runs=runs)) == [
+        "seed 0 ended after round 3 of 10",
+        "seeds of different source or versions",
+    ]
+
+
 def test_columns_that_nobody_fills_are_left_out():
     header, _ = whole_table({**FOUND, "groups": [group("GN", "1", [0.7])]})
     assert "published" not in header
@@ -140,7 +152,8 @@ def test_the_files_hold_the_same_table(tmp_path):
     header, rows = whole_table(FOUND)
     assert [*csv.reader((tmp_path / "table.csv").read_text().splitlines())] == [header, *rows]
     markdown, latex = (tmp_path / "table.md").read_text(), (tmp_path / "table.tex").read_text()
-    assert markdown.startswith("A title (A paper, Table 1). Scale: reduced, seeds 0, 1, 2.\n")
+    seeds = "seeds 0 (1 row); 0, 1, 2 (2 rows)"  # those that are done
+    assert markdown.startswith(f"A title (A paper, Table 1). Scale: reduced, {seeds}. {SMALLER}\n")
     assert "- GN > BN: **holds** (+0.1 in one pair)" in markdown
     assert "| BN       | 0.400 ± 0.100 (0.45) | 0.600" in markdown
     assert latex.count(r"\toprule") == 2
@@ -150,6 +163,6 @@ def test_the_files_hold_the_same_table(tmp_path):
 def test_a_subset_is_called_one(tmp_path):
     write_tables(tmp_path, {**FOUND, "scale": "quick"})
     assert (
-        "A declared subset with smaller data, networks and E: one number is no evidence."
+        "A declared subset, which shows that it works: one number is no evidence."
         in (tmp_path / "table.md").read_text()
     )
