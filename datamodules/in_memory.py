@@ -144,6 +144,7 @@ class InMemoryDataModule(PartitionedDataModule):
         }
 
     def _distribute(self, data: ImageData) -> None:
+        self.loaded = digest(data.train_images, data.train_labels, data.test_images, data.test_labels)
         groups = data.train_groups, data.test_groups, data.group_names
         found = self.distribute(data.train_labels, data.test_labels, *groups)
         normalize = self._normalization(data.train_images)

@@ -28,7 +28,14 @@ from fl_lightning.studies.progress import StudyProgress, time_left
 from fl_lightning.studies.reading import read_study
 from fl_lightning.studies.running import Runner
 from fl_lightning.studies.sharing import share_first_stages
-from fl_lightning.studies.tables import as_text, at_edge, caption, spread_table, whole_table, write_tables
+from fl_lightning.studies.tables import (
+    as_text,
+    caption,
+    choice_in_words,
+    spread_table,
+    whole_table,
+    write_tables,
+)
 
 ENGINES = {"local": "LocalEngine", "ray": "RayEngine", "slurm": "SlurmEngine"}
 """The classes of ``--engine``, in the modules of the same names in ``fl_lightning.studies.engines``."""
@@ -236,12 +243,7 @@ def show(found: dict[str, Any], folder: Path) -> None:
         if rows is not None:
             print(f"\n{as_text(rows)}")
     for one in found["choices"]:
-        values = ", ".join(
-            f"{label}: {'-' if x is None else f'{x:.3f}'}" for label, x in one["values"].items()
-        )
-        own = " ".join(f"{axis}={label}" for axis, label in one["for"].items())
-        how = f"{one['metric']}{', edge of the grid' if at_edge(one) else ''} ({values})"
-        print(f"\n{one['axis']}{' of ' + own if own else ''}: {one['chosen']}, by {how}")
+        print(f"\n{choice_in_words(one)}")
     for one in found["claims"]:
         print(f"\n{one['claim']}: {one['verdict']} ({one['words']})")
     print(f"\nfiles  {folder}")

@@ -60,6 +60,7 @@ class FederatedDataModule(L.LightningDataModule):
         class_names: Name of each class in the order of the labels, None to go by their numbers.
         in_channels: Channels of an image, None where it means nothing.
         image_size: Height and width of an image in pixels, None where it means nothing.
+        loaded: Digest of all data as they were loaded, whatever the seed; None where nobody knows.
     """
 
     fit_split: Literal["val", "test"] = "val"
@@ -67,6 +68,7 @@ class FederatedDataModule(L.LightningDataModule):
     class_names: Sequence[str] | None = None
     in_channels: int | None = None
     image_size: int | None = None
+    loaded: str | None = None
 
     def __init__(
         self,

@@ -80,6 +80,7 @@ def _collect(
         "environment": describe_environment(),
         "provenance": record.provenance,
         "data": record.data,
+        **({"loaded": module.data.loaded} if module.data.loaded is not None else {}),
     }
 
 

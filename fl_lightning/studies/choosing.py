@@ -11,7 +11,7 @@ from fl_lightning.studies.definition import Choice, Labels, Study, matches
 
 Choices = list[dict[str, Any]]
 """What was chosen: for each choice and combination of its ``by`` the labels ``for``, those of other axes ``at`` which it was tried, the
-``axis``, its ``chosen`` label (None before) and the ``values`` of its metric by label."""
+``axis`` and what it ``sets``, its ``chosen`` label (None before) and the ``values`` of its metric by label."""
 
 
 def trials(study: Study, choice: Choice) -> dict[tuple[str, ...], list[Labels]]:
@@ -94,8 +94,10 @@ def chosen(
                 best = (min if worst > 0 else max)(known, key=lambda label: known[label])
             tried = next(iter(combinations))
             at = {a: x for a, x in tried.items() if a not in (choice.axis, *by) and len(study.axes[a]) > 1}
+            settings = sorted({name for label in study.axes[choice.axis].values() for name in label})
             found.append(
-                {"axis": choice.axis, "for": by, "at": at, "metric": metric, "chosen": best, "values": values}
+                {"axis": choice.axis, "sets": settings, "for": by, "at": at, "metric": metric, "chosen": best}
+                | {"values": values}
             )
     return found
 

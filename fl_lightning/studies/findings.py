@@ -127,6 +127,7 @@ def run_found(seed: int, state: State, place: Path, error: str = "") -> dict[str
         "exchanges": sum(row.get("comm/exchanges", 0) for row in rows),
         "provenance": result.get("provenance", []),
         "data": result.get("data", {}),
+        "loaded": {"images": result["loaded"]} if "loaded" in result else {},
         "computed_by": result.get("computed_by", {}),
         "environment": result["environment"],
     }

@@ -99,13 +99,26 @@ def learning_rate(group: Mapping[str, Any], found: Mapping[str, Any]) -> str:
     """A combination's learning rate and how it was found."""
     if group["learning_rate"] is None:
         return ""
-    choices = (one for one in found["choices"] if one["axis"].endswith("client_optimizer.lr"))
+    rates = ("client_optimizer.lr", "client_optimizer.init_args.lr")
+    choices = (
+        one
+        for one in found["choices"]
+        if any(name.endswith(rates) for name in one.get("sets", [one["axis"]]))
+    )
     own = next((one for one in choices if one["for"].items() <= group["labels"].items()), None)
     if own is None:
         return f"{group['learning_rate']:g}, given"
     at = ", ".join(f"{axis.rpartition('.')[2]}={label}" for axis, label in own.get("at", {}).items())
     edge = ", edge of the grid" * at_edge(own)
     return f"{group['learning_rate']:g}, by validation{' at ' * bool(at)}{at}{edge}"
+
+
+def choice_in_words(choice: Mapping[str, Any]) -> str:
+    """What was chosen on validation data, from what."""
+    own = " ".join(f"{axis}={label}" for axis, label in choice["for"].items())
+    values = (f"{label}: {'-' if x is None else f'{x:.3f}'}" for label, x in choice["values"].items())
+    how = f"{choice['metric']}{', edge of the grid' if at_edge(choice) else ''} ({', '.join(values)})"
+    return f"{choice['axis']}{' of ' + own if own else ''}: {choice['chosen']}, by {how}"
 
 
 def at_edge(choice: Mapping[str, Any]) -> bool:
@@ -209,34 +222,43 @@ COMPUTED = ("device", "threads", "cpu_capability", "executor", "compiled")
 
 
 def _unlike(found: Mapping[str, Any]) -> str:
-    """What was not the same for all runs of how they were computed; empty where everything was."""
-    runs = {
-        run["directory"]: run["computed_by"]
-        for one in found["groups"]
-        for run in one["runs"]
-        if run.get("computed_by")
+    """What was not the same for all runs of their data, and of how they were computed; empty where everything was."""
+    runs = {run["directory"]: run for group in found["groups"] for run in group["runs"]}.values()
+
+    def differing(place: str, names: Iterable[str]) -> str:
+        counts = {
+            name: Counter(str(run[place][name]) for run in runs if name in run.get(place, {}))
+            for name in names
+        }
+        return "; ".join(
+            f"{name.replace('_', ' ')} {', '.join(_counted(own.items(), 'run'))}"
+            for name, own in counts.items()
+            if len(own) > 1
+        )
+
+    said = {
+        "Not all on the same data": differing("loaded", ["images"]),
+        "Not all computed alike": differing("computed_by", COMPUTED),
     }
-    counts = {name: Counter(str(own.get(name)) for own in runs.values()) for name in COMPUTED}
-    said = [
-        f"{name.replace('_', ' ')} {', '.join(_counted(own.items(), 'run'))}"
-        for name, own in counts.items()
-        if len(own) > 1
-    ]
-    return f" Not all computed alike: {'; '.join(said)}." if said else ""
+    return "".join(f" {what}: {words}." for what, words in said.items() if words)
 
 
 def write_tables(folder: Path, found: Mapping[str, Any]) -> None:
     """Write ``table.md``, ``table.tex`` and ``table.csv``."""
     tables = [rows for rows in (spread_table(found), whole_table(found)) if rows is not None]
+    choices = [choice_in_words(one) for one in found["choices"]]
     claims = [f"- {one['claim']}: **{one['verdict']}** ({one['words']})" for one in found["claims"]]
     markdown = [
         caption(found),
         *(as_text(rows, "github") for rows in tables),
+        *(["\n".join(f"- {words}" for words in choices)] if choices else []),
         *(["\n".join(claims)] if claims else []),
     ]
     write_text(folder / "table.md", "\n\n".join(markdown) + "\n")
     write_text(
         folder / "table.tex",
-        "\n\n".join(f"% {caption(found)}\n{as_text(rows, 'latex_booktabs')}" for rows in tables) + "\n",
+        "\n\n".join(f"% {caption(found)}\n{as_text(rows, 'latex_booktabs')}" for rows in tables)
+        + "".join(f"\n% {words}" for words in choices)
+        + "\n",
     )
     write_text(folder / "table.csv", as_csv(whole_table(found)))

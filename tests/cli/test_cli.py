@@ -55,7 +55,7 @@ def test_fit_ends_with_the_table_that_result_json_holds(finished):
         "method", "model", "partition", "rounds", "planned_rounds", "bn_statistics", "samples", "val/loss", "val/accuracy",
         "test/loss", "test/accuracy", "class_accuracy", "diverged", "upload_bytes", "download_bytes", "train_seconds", "executor",
         "reports", "seed",
-        "directory", "environment", "computed_by", "continued_from", "provenance", "data",
+        "directory", "environment", "computed_by", "continued_from", "provenance", "data", "loaded",
     } == set(result)  # fmt: skip
     assert result["method"] == "FedAvg + FixBN(freeze_round=2)"
     assert result["partition"] == "Shards(class_fraction=0.4), 3 clients"

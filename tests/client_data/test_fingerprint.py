@@ -99,6 +99,17 @@ def test_other_data_that_are_accepted_are_kept_in_the_checkpoint():
     assert record.state_dict()["continued_from"] == [entry]
 
 
+def test_what_was_loaded_does_not_depend_on_the_seed():
+    found = []
+    for change, seed in ((lambda *tensors: tensors, 0), (lambda *tensors: tensors, 1), (other_test, 0)):
+        data = Images(change, seed=seed, val_fraction=0.2)
+        data.setup("fit")
+        found.append((data.loaded, data.fingerprint()["evaluation"]))
+    (loaded, evaluation), (same, another), (other, _) = found
+    assert loaded == same != other
+    assert evaluation != another
+
+
 def test_the_same_data_go_on_without_a_word(capsys):
     checkpoint_on(Images())
     assert resume(Images()).record.continued_from == []

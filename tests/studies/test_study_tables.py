@@ -19,7 +19,14 @@ from fl_lightning.studies.tables import (
 def run(seed, phase="done", **more):
     took = {"samples": 1000, "upload_bytes": 2e6, "exchanges": 10, "train_seconds": 30.0, "diverged": False}
     took |= {"rounds": 10, "planned_rounds": 10, "model": "LeNet"}
-    return {"seed": seed, "phase": phase, "why": "", **(took if phase == "done" else {}), **more}
+    return {
+        "seed": seed,
+        "directory": str(seed),
+        "phase": phase,
+        "why": "",
+        **(took if phase == "done" else {}),
+        **more,
+    }
 
 
 def group(method, steps, values, published=None, runs=None):
@@ -36,7 +43,7 @@ FOUND = {
     "name": "t", "title": "A title", "paper": "A paper, Table 1", "scale": "reduced",
     "axes": {"method": ["BN", "GN"], "E": ["1", "100"], "model.client_optimizer.lr": ["0.1", "0.2"]},
     "choose": ["model.client_optimizer.lr"], "spread": "E", "metrics": {"test/accuracy": "test accuracy"},
-    "choices": [{"axis": "model.client_optimizer.lr", "for": {"method": "GN"}, "chosen": "0.1", "values": {}}],
+    "choices": [{"axis": "model.client_optimizer.lr", "for": {"method": "GN"}, "metric": "val/accuracy", "chosen": "0.1", "values": {"0.05": 0.6, "0.1": 0.7, "0.2": 0.6}}],
     "claims": [{"claim": "GN > BN", "verdict": "holds", "words": "+0.1 in one pair"}],
     "groups": [
         group("BN", "1", [0.3, 0.4, 0.5], 0.45),
@@ -101,6 +108,19 @@ def test_a_number_at_the_edge_of_its_grid_is_called_so(tried, edge):
     assert said == ("0.1, by validation, edge of the grid" if edge else "0.1, by validation")
 
 
+def test_a_rate_is_chosen_also_where_its_axis_has_another_name(tmp_path):
+    choice = FOUND["choices"][0] | {"axis": "speed", "sets": ["model.client_optimizer.lr"]}
+    assert learning_rate(FOUND["groups"][2], {**FOUND, "choices": [choice]}).startswith("0.1, by validation")
+    assert (
+        learning_rate(FOUND["groups"][2], {**FOUND, "choices": [choice | {"sets": ["model.local_steps"]}]})
+        == "0.1, given"
+    )
+    write_tables(tmp_path, {**FOUND, "choices": [choice]})
+    words = "speed of method=GN: 0.1, by val/accuracy"
+    assert f"- {words}" in (tmp_path / "table.md").read_text()
+    assert f"% {words}" in (tmp_path / "table.tex").read_text()
+
+
 def test_a_rate_says_of_which_cell_it_is_the_best():
     choice = {**FOUND["choices"][0], "at": {"model.E": "20", "T*": "0.5"}}
     said = learning_rate(FOUND["groups"][2], {**FOUND, "choices": [choice]})
@@ -130,6 +150,9 @@ def test_runs_that_were_not_computed_alike_are_named():
         group("BN", "100", [0.5], runs=runs[:1]),
     ]  # one run, read twice
     assert "Not all computed alike: threads 1 (2 runs), 2 (1 run)." in caption({**FOUND, "groups": groups})
+    runs = [run(seed, directory=str(seed), loaded={"images": x}) for seed, x in enumerate("aab")]
+    groups = [group("BN", "1", [0.3, 0.4, 0.5], runs=runs)]
+    assert "Not all on the same data: images a (2 runs), b (1 run)." in caption({**FOUND, "groups": groups})
 
 
 def test_seeds_that_are_not_of_one_kind_are_named():
