@@ -9,7 +9,7 @@ class ConfigurationError(ValueError):
     """A setting, a data set or a checkpoint that cannot be used.
 
     The message is one line that names the setting, the value that was found and what would work. The command line
-    prints it without a traceback and exits with :attr:`exit_status`.
+    prints it without a traceback and exits with ``exit_status``.
     """
 
     exit_status = 2
