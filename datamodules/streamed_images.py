@@ -71,6 +71,11 @@ class ImageStream(StreamedSamples):
         images.transform = transform
         return images
 
+    def contents(self) -> str:
+        """The digest of names, labels and eight files."""
+        chosen = torch.linspace(0, len(self) - 1, 8).long().tolist()
+        return digest(self.names, self.labels, [self.path(index).read_bytes() for index in chosen])
+
     def fingerprint(self) -> str:
         """The digest of names, labels and eight samples."""
         chosen = torch.linspace(0, len(self) - 1, 8).long().tolist()
@@ -150,6 +155,7 @@ class StreamedImages(PartitionedDataModule):
             self.train_images = self._images(self.folders.train_folder, self._augment)
             self.test_images = self._images(self.folders.test_folder, self._plain)
             self._check_files()
+            self.loaded = digest(self.train_images.contents(), self.test_images.contents())
             found = self.distribute(self.train_images.labels, self.test_images.labels)
             if any(map(len, found.own.values())) or len(found.test) < len(self.test_images):
                 raise ConfigurationError(

@@ -34,9 +34,7 @@ def part(study: Path, page: str) -> str:
     table = (study / "table.md").read_text().strip()
     origin = f"Source {', '.join(sources)}, torch {', '.join(versions)}."
     shown = (
-        "validation accuracy over communication rounds"
-        if picture.stem == "curves"
-        else "the values of the table above"
+        "accuracy over communication rounds" if picture.stem == "curves" else "the values of the table above"
     )
     figure = f"![{found['title']}: {shown}](figures/gallery/{name}.png)"
     return replaced(name, page, f"```text\n{command}\n```\n\n{table}\n\n{figure}\n\n{origin}")

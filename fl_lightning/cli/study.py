@@ -18,7 +18,8 @@ from fl_lightning.errors import ConfigurationError
 from fl_lightning.files import folder_below, write_json
 from fl_lightning.run.interruption import Stopped
 from fl_lightning.run_directory.console import in_words
-from fl_lightning.studies.cells import RUNS, Cell
+from fl_lightning.run_directory.directory import OUTSIDE_THE_HASH
+from fl_lightning.studies.cells import RUNS, Cell, expect_newest_data
 from fl_lightning.studies.choosing import Choices, chosen, is_chosen, trial_cells
 from fl_lightning.studies.definition import Labels, Study, as_argument
 from fl_lightning.studies.engines.base import Engine
@@ -114,7 +115,7 @@ def main(args: Sequence[str]) -> None:
         found = findings(study, table, choices, runner.failed, own.accept_stale)
         named = ["--name", own.name] if own.name else []
         again = ["study", own.file, "--scale", own.scale, *named, *fit_options]
-        found |= {"options": shlex.join(fit_options), "command": shlex.join(again)}
+        found |= {"options": shlex.join(deciding_options(fit_options)), "command": shlex.join(again)}
         write_json(folder / "study.json", found)
         write_tables(folder, found)
         write_figures(folder, found)
@@ -209,6 +210,7 @@ def dry_run(cells: StudyCells, jobs: int, accept_stale: bool) -> None:
     every = [*(cell for trial in cells.trials for cell in trial), *cells.table(choices)]
     unique = [*{cell.key: cell for cell in every}.values()]
     share_first_stages(unique)
+    expect_newest_data([cell.state(accept_stale) for cell in unique], unique)
     states = [(cell, cell.state(accept_stale)) for cell in unique]
     for cell, state in states:
         after = (
@@ -234,6 +236,19 @@ def dry_run(cells: StudyCells, jobs: int, accept_stale: bool) -> None:
         else "no cell has been timed yet"
     )
     print(f"{done} of {len(everything)} cells are there; {left}")
+
+
+def deciding_options(fit_options: Sequence[str]) -> list[str]:
+    """The options of a command line without those that name no other cell, such as ``--threads 2``: who finds a cell may have set them otherwise."""
+    kept: list[str] = []
+    counts = True
+    for word in fit_options:
+        if word.startswith("--"):
+            first, _, rest = word[2:].partition("=")[0].partition(".")
+            outside = first == "trainer" and rest.partition(".")[0] in OUTSIDE_THE_HASH - {"max_epochs"}
+            counts = first in ("config", "model", "data", "trainer") and not outside and rest != "threads"
+        kept += [word] * counts
+    return kept
 
 
 def show(found: dict[str, Any], folder: Path) -> None:

@@ -26,7 +26,7 @@ _COMPUTING = (
         "executors",
         "mechanisms",
     ),
-    *("models", "optimizers", "round", "randomness.py", "ranks.py"),
+    *("models", "optimizers", "round", "randomness.py", "ranks.py", "run_directory/result.py"),
 )
 """What of the package decides the numbers of a run; the rest starts, shows, stores or checks runs."""
 
@@ -44,15 +44,16 @@ def provenance(config: Any) -> dict[str, str]:
     Args:
         config: The resolved configuration, whose classes and functions may be a user's own.
     """
-    digest = hashlib.sha256(_shipped_source())
-    for path in sorted(own_files(config)):
+    digest, own = hashlib.sha256(_shipped_source()), sorted(own_files(config))
+    for path in own:
         digest.update(_code(path))
     versions = {
         "python": platform.python_version(),
         "torch": str(torch.__version__),
         "lightning": L.__version__,
     }
-    roots = {name.partition(".")[0] for name in _dotted_names(config)}
+    named = (*_dotted_names(config), *(name for path in own for name in _imports(path, path.stem)))
+    roots = {name.partition(".")[0] for name in named}
     versions |= {name: version(name) for name in _LIBRARIES if name in roots and find_spec(name)}
     weights = (config.get("model") or {}).get("initial_weights")
     if weights is not None and (path := Path(weights).expanduser()).is_file():

@@ -154,8 +154,8 @@ def _computed_by(checkpoint: Path, written: int) -> list[dict[str, str]] | None:
     return found
 
 
-def expect_newest_data(states: Sequence[State], cells: Sequence[Cell]) -> bool:
-    """Let finished cells of equal settings of data and seed expect the data of the newest; whether one has others."""
+def expect_newest_data(states: Sequence[State], cells: Sequence[Cell]) -> list[Cell]:
+    """Let finished cells of equal settings of data and seed expect the data of the newest; those that have others."""
     newest: dict[str, tuple[float, dict[str, str]]] = {}
     settings = [json.dumps([cell.config["data"], cell.seed], sort_keys=True) for cell in cells]
     for own, state in zip(settings, states, strict=True):
@@ -164,7 +164,7 @@ def expect_newest_data(states: Sequence[State], cells: Sequence[Cell]) -> bool:
             newest[own] = max(newest.get(own, found), found, key=lambda entry: entry[0])
     for own, cell in zip(settings, cells, strict=True):
         cell.data = newest[own][1] if own in newest else None
-    return any(cell.state().phase == "stale" for cell in cells)
+    return [cell for cell in cells if cell.state().phase == "stale"]
 
 
 def differences(computed_by: list[dict[str, str]], now: Mapping[str, str]) -> str:

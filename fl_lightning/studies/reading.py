@@ -129,7 +129,14 @@ def _check(study: Study, path: Path) -> None:
                     raise ConfigurationError(
                         f"{path}: {key}: axis {axis} has no label {label!r}; it has {', '.join(known[axis])}"
                     )
+    for axis in known:
+        if not isinstance(axis, str):
+            raise ConfigurationError(f"{path}: axes: {axis!r} is no name; write it in quotes")
     for choice in definition.choose:
+        if choice.axis in choice.by:
+            raise ConfigurationError(
+                f"{path}: choose: {choice.axis} is chosen and cannot be in by, {choice.by}, too; leave it out there"
+            )
         if not choice.metric.startswith("val/"):
             raise ConfigurationError(
                 f"{path}: choose: metric {choice.metric} must be one of the validation data, such as val/accuracy"
@@ -156,5 +163,8 @@ def _check(study: Study, path: Path) -> None:
                 f"{path}: config: {settings['config']} must be a file or a list of files"
             )
     for seeds in (study.scale.seeds, *(label["seeds"] for label in every if "seeds" in label)):
-        if not (isinstance(seeds, list) and seeds and all(type(seed) is int for seed in seeds)):
-            raise ConfigurationError(f"{path}: seeds: {seeds} must be a list of numbers such as [0, 1, 2]")
+        known_as_list = isinstance(seeds, list) and seeds and all(type(seed) is int for seed in seeds)
+        if not known_as_list or len({*seeds}) < len(seeds):
+            raise ConfigurationError(
+                f"{path}: seeds: {seeds} must be a list of different numbers such as [0, 1, 2]"
+            )

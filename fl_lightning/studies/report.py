@@ -28,9 +28,9 @@ from fl_lightning.studies.run_groups import found_in
 from fl_lightning.studies.tables import COMPUTED, seeds_of, spread_table, whole_table
 
 SCALES = {
-    "quick": "A declared subset that shows in minutes that everything works; one of its numbers is no evidence for or against the paper.",
+    "quick": "A declared subset that shows in minutes that everything works; what holds of it is no evidence for or against a paper.",
     "reduced": "Smaller than in the paper where the settings below say so; orderings of methods can be compared, numbers cannot.",
-    "full": "The paper's setting, or the largest of a study of our own.",
+    "full": "The paper's setting but for what the title says, or the largest of a study of our own.",
 }
 """What the scales of studies mean, those of further data sets or networks included (``full_lenet``)."""
 

@@ -53,7 +53,7 @@ class Runner:
         self._done: dict[Cell, State] = {}
 
     def run(self, cells: Sequence[Cell]) -> None:
-        """Run all cells that have no result yet, and those whose data are not those of newer cells.
+        """Run all cells that have no result yet, and those whose data are not those of newer cells: at first one, which shows what the data are now.
 
         Afterwards ``failed`` has the errors of cells that ended with one, by their keys, and ``diverged`` the keys of those that left
         the finite numbers.
@@ -61,13 +61,24 @@ class Runner:
         unique = [*{cell.key: cell for cell in reversed(cells)}.values()][::-1]
         share_first_stages(unique)
         self._run(unique)
-        if expect_newest_data([self._state(cell) for cell in unique], unique) and not self.accept_stale:
-            self._done = {}
+        tried: set[Cell] = set()
+        while stale := [
+            cell
+            for cell in expect_newest_data([self._state(cell) for cell in unique], unique)
+            if cell not in tried
+        ]:
+            if self.accept_stale:
+                break
+            again = stale if tried else stale[:1]
+            tried.update(again)
+            for cell in again:
+                self._done.pop(cell, None)
             self._run(unique)
 
     def _run(self, unique: Sequence[Cell]) -> None:
         waiting = dict.fromkeys(cell for cell in unique if cell.key not in self.failed)
         submitted: dict[str, Cell] = {}
+        before: dict[Cell, State] = {}
         ended: dict[Cell, tuple[int, float]] = {}
         try:
             while waiting or submitted or ended:
@@ -75,7 +86,11 @@ class Runner:
                     ended[submitted.pop(name)] = status, time.monotonic()
                 states = {cell: self._state(cell) for cell in unique}
                 for cell, (status, since) in [*ended.items()]:
-                    there = states[cell].phase in ("done", "stale")
+                    another = states[cell].attempt != before[cell].attempt
+                    if states[cell].phase == "stale" and another and not status:
+                        cell.data = None  # its data are those of now
+                        states[cell] = self._state(cell)
+                    there = states[cell].phase == "done" or (states[cell].phase == "stale" and another)
                     if status or there or time.monotonic() - since > _PATIENCE:
                         del ended[cell]
                         if states[cell].phase == "running":  # another study's
@@ -98,7 +113,7 @@ class Runner:
                         and len(submitted) + elsewhere < self.jobs
                     ):
                         del waiting[cell]
-                        submitted[cell.job] = cell
+                        submitted[cell.job], before[cell] = cell, states[cell]
                         jobs.append(self._job(cell))
                 self.engine.submit(jobs)
                 self.show([*states.items()])
@@ -140,7 +155,7 @@ class Runner:
     def _error(self, cell: Cell, status: int, state: State) -> str:
         """Why a cell has no result, in a line."""
         if state.phase == "stale":
-            return "it was trained by other source than the study was started with; the same command goes on with that of now"
+            return f"it was not trained as the study was started ({state.why}); the same command goes on with what is there now"
         if not status:
             return f"it ended after round {state.round} of {cell.rounds}; early stopping or trainer.max_time leaves no cell that can be compared"
         log = self.log(cell)

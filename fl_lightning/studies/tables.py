@@ -6,6 +6,7 @@ import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from io import StringIO
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -109,20 +110,26 @@ def learning_rate(group: Mapping[str, Any], found: Mapping[str, Any]) -> str:
     if own is None:
         return f"{group['learning_rate']:g}, given"
     at = ", ".join(f"{axis.rpartition('.')[2]}={label}" for axis, label in own.get("at", {}).items())
-    edge = ", edge of the grid" * at_edge(own)
-    return f"{group['learning_rate']:g}, by validation{' at ' * bool(at)}{at}{edge}"
+    return f"{group['learning_rate']:g}, by validation{' at ' * bool(at)}{at}{_kind_of(own)}"
 
 
 def choice_in_words(choice: Mapping[str, Any]) -> str:
     """What was chosen on validation data, from what."""
     own = " ".join(f"{axis}={label}" for axis, label in choice["for"].items())
     values = (f"{label}: {'-' if x is None else f'{x:.3f}'}" for label, x in choice["values"].items())
-    how = f"{choice['metric']}{', edge of the grid' if at_edge(choice) else ''} ({', '.join(values)})"
+    how = f"{choice['metric']}{_kind_of(choice)} ({', '.join(values)})"
     return f"{choice['axis']}{' of ' + own if own else ''}: {choice['chosen']}, by {how}"
 
 
+def _kind_of(choice: Mapping[str, Any]) -> str:
+    """What must be said of a choice: that a wider grid might have a better number, or that none was any good."""
+    if choice["values"] and not any(x is None or isfinite(x) for x in choice["values"].values()):
+        return ", the first, since all diverged"
+    return ", edge of the grid" * at_edge(choice)
+
+
 def at_edge(choice: Mapping[str, Any]) -> bool:
-    """Whether the chosen number is the smallest or largest that was tried: a wider grid might have a better one."""
+    """Whether the chosen number is the smallest or largest that was tried."""
     tried = [*choice["values"]]
     return all(map(is_number, tried)) and choice["chosen"] in (
         min(tried, key=float, default=None),
@@ -135,6 +142,8 @@ def remarks(group: Mapping[str, Any]) -> list[str]:
     found = []
     if same := group.get("same_as"):
         found.append("the same runs as " + " ".join(f"{axis}={label}" for axis, label in same.items()))
+    if metric := group.get("metric"):
+        found.append(f"{metric} of these runs, costs as they were trained")
     for run in group["runs"]:
         if run["phase"] == "done" and run["rounds"] != run.get("planned_rounds", run["rounds"]):
             found.append(f"seed {run['seed']} ended after round {run['rounds']} of {run['planned_rounds']}")
@@ -143,11 +152,13 @@ def remarks(group: Mapping[str, Any]) -> list[str]:
         > 1
     ):
         found.append("seeds of different source or versions")
+    accepted = [run for run in group["runs"] if run["phase"] == "done" and run["why"]]
     for what, runs in {
         "diverged": [run for run in group["runs"] if run.get("diverged")],
-        "of other source or versions": [
-            run for run in group["runs"] if run["phase"] == "done" and run["why"]
-        ],
+        **{
+            f"accepted though stale ({why})": [run for run in accepted if run["why"] == why]
+            for why in dict.fromkeys(run["why"] for run in accepted)
+        },
         **{
             phase: [run for run in group["runs"] if run["phase"] == phase]
             for phase in ("failed", "stale", "running", "stopped", "missing")
@@ -178,7 +189,7 @@ def as_csv(rows: Rows) -> str:
 def caption(found: Mapping[str, Any]) -> str:
     """What a table is of, in a sentence or two."""
     subset = {
-        "quick": " A declared subset, which shows that it works: one number is no evidence.",
+        "quick": " A declared subset, which shows that it works: what holds of it is no evidence for or against a paper.",
         "reduced": _smaller(found),
     }.get(found["scale"], "")
     paper = f" ({found['paper']})" if found["paper"] else ""
@@ -240,6 +251,8 @@ def _unlike(found: Mapping[str, Any]) -> str:
         "Not all on the same data": differing("loaded", ["images"]),
         "Not all computed alike": differing("computed_by", COMPUTED),
     }
+    if unknown := sum(run["phase"] == "done" and not run.get("loaded") for run in runs):
+        said["Not known to be on the same data"] = f"{unknown} run{'s' * (unknown > 1)}"
     return "".join(f" {what}: {words}." for what, words in said.items() if words)
 
 

@@ -37,6 +37,13 @@ def test_each_city_is_a_client_and_val_is_the_evaluation(root):
     assert len(data.test_dataloader().dataset) == 4
 
 
+def test_what_was_loaded_is_told_by_names_and_sizes_whatever_the_seed(root):
+    before = made(root).loaded
+    assert before == made(root, seed=1, horizontal_flip=True).loaded
+    (root / "leftImg8bit/train/ulm/ulm_000001_leftImg8bit.png").write_bytes(b"")
+    assert before != made(root).loaded
+
+
 def test_images_are_normalised_and_label_ids_become_the_19_classes(root):
     image, labels = made(root).test_dataloader().dataset[0]
     expected, ids = scene(np.random.default_rng(3), (16, 24))

@@ -10,6 +10,7 @@ import pytest
 from untrained_cells import LR, STUDY, cell, finish, study_cells
 
 from fl_lightning.run_directory.checkpoint_io import AtomicCheckpointIO
+from fl_lightning.run_directory import source
 from fl_lightning.run_directory.source import own_files, provenance
 from fl_lightning.studies.findings import findings
 from fl_lightning.studies.sharing import first_stage, share_first_stages
@@ -232,6 +233,17 @@ def test_own_functions_initial_weights_and_libraries_of_models_are_source_too(tm
         found.append(provenance(start)["weights"])
     assert found[0] != found[1]
     assert provenance({"function": "torchvision.models.resnet18"})["torchvision"] == version("torchvision")
+    assert "torchvision" not in provenance(loss)
+    own.write_text("from torchvision.models import resnet18\ndef my_loss(): return 2\n")
+    assert provenance(loss)["torchvision"] == version("torchvision")
+
+
+def test_who_evaluates_the_final_model_is_source_too(monkeypatch):
+    seen = []
+    monkeypatch.setattr(source, "_code", lambda path: (seen.append(path.name), b"")[1])
+    source._shipped_source.__wrapped__()
+    assert {"result.py", "server.py", "randomness.py", "cifar10.py", "fixbn.py"} <= {*seen}
+    assert "console.py" not in seen
 
 
 def test_classes_of_a_notebook_and_classes_in_classes_have_no_file_of_their_own(monkeypatch):

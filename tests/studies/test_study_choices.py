@@ -5,6 +5,7 @@ from untrained_cells import LR, STUDY, finish, study_cells
 
 from fl_lightning import ConfigurationError
 from fl_lightning.studies.choosing import chosen, is_chosen
+from fl_lightning.studies.tables import choice_in_words
 
 
 @pytest.fixture(autouse=True)
@@ -78,6 +79,7 @@ def test_a_trial_without_a_number_is_the_worst_and_the_first_label_stays_where_a
     else:
         (second.key / "result.json").unlink()
         (choice,) = chosen(cells.study, cells.trials, diverged=failed)
+    assert "val/accuracy, the first, since all diverged (" in choice_in_words(choice)
     assert choice["chosen"] == "0.1"
     assert len(cells.table([choice])) == 2
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from command_line import message_of, run
 from study_in_process import TINY, InThisProcess, found, study, write
 
 from fl_lightning.__main__ import main
+from fl_lightning.cli.study import deciding_options
 from fl_lightning.studies.engines import local
 
 
@@ -94,6 +96,7 @@ def test_results_of_another_source_are_named_and_run_again_or_accepted(ran, caps
     study()
     folder = Path(found()["groups"][0]["runs"][0]["directory"])
     result = json.loads((folder / "result.json").read_text())
+    now = result["provenance"][0]["source"]
     result["provenance"][0]["source"] = "0ld"
     (folder / "result.json").write_text(json.dumps(result))
     capsys.readouterr()
@@ -101,27 +104,57 @@ def test_results_of_another_source_are_named_and_run_again_or_accepted(ran, caps
     assert "stale    T*=2 method=BN seed=0" in capsys.readouterr().out
     study("--accept-stale")
     assert len(ran) == 6
-    assert "of other source or versions: seed 0" in capsys.readouterr().out
+    said = f"accepted though stale (source 0ld, now {now}): seed 0"
+    assert said in capsys.readouterr().out
     study()
     assert len(ran) == 7
     again = Path(found()["groups"][0]["runs"][0]["directory"])
     assert again.name == f"{folder.name}.2"
     assert json.loads((again / "result.json").read_text())["test/accuracy"] == result["test/accuracy"]
-    assert "of other source" not in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert f"stale, runs again: T*=2 method=BN seed=0: source 0ld, now {now}" in out
+    assert "accepted" not in out
 
 
-def test_a_cell_on_other_data_than_newer_ones_is_run_again(ran):
-    study()
-    folder = Path(found()["groups"][0]["runs"][0]["directory"])
-    result = json.loads((folder / "result.json").read_text())
+def trained_on_others(one, written):
+    """Let a run be one of other data, written at another time."""
+    file = Path(one["directory"], "result.json")
+    result = json.loads(file.read_text())
     result["data"]["training"] = "others"
-    (folder / "result.json").write_text(json.dumps(result))
-    os.utime(folder / "result.json", (1, 1))
+    file.write_text(json.dumps(result))
+    os.utime(file, (written, written))
+
+
+def test_a_cell_on_other_data_than_newer_ones_is_run_again(ran, capsys):
+    study()
+    old = found()["groups"][0]["runs"][0]
+    trained_on_others(old, 1)
+    capsys.readouterr()
     study("--accept-stale")
     assert len(ran) == 6
+    why = "other data than newer cells: training"
+    assert f"accepted though stale ({why}): seed 0" in capsys.readouterr().out
+    study("--dry-run")
+    out = capsys.readouterr().out
+    assert out.startswith(f"stale    T*=2 method=BN seed=0, after round 2 of T*=4 method=BN seed=0: {why}")
     study()
     assert len(ran) == 7
-    assert Path(found()["groups"][0]["runs"][0]["directory"]).name == f"{folder.name}.2"
+    assert f"stale, runs again: T*=2 method=BN seed=0: {why}" in capsys.readouterr().out
+    assert Path(found()["groups"][0]["runs"][0]["directory"]).name == f"{Path(old['directory']).name}.2"
+
+
+def test_the_data_of_now_count_where_a_newer_cell_had_others(ran):
+    """One that was trained while ``data_dir`` held something else costs no valid cell but the one that shows it."""
+    study()
+    newest = found()["groups"][1]["runs"][0]
+    trained_on_others(newest, time.time())
+    study()
+    assert len(ran) == 8
+    runs = [run for group in found()["groups"] for run in group["runs"]]
+    assert {run["phase"] for run in runs} == {"done"}
+    assert len({run["data"]["training"] for run in runs if run["seed"] == 0}) == 1
+    study()
+    assert len(ran) == 8
 
 
 def test_source_that_changes_while_a_study_runs_is_named(ran, capsys, monkeypatch):
@@ -136,8 +169,7 @@ def test_source_that_changes_while_a_study_runs_is_named(ran, capsys, monkeypatc
     with pytest.raises(SystemExit):
         study()
     assert (
-        "seed=0: it was trained by other source than the study was started with; the same"
-        in capsys.readouterr().out
+        "seed=0: it was not trained as the study was started (lightning None, now " in capsys.readouterr().out
     )
 
 
@@ -205,6 +237,12 @@ def test_a_trial_that_fails_otherwise_leaves_its_choice_open_and_the_rest_goes_o
     assert message_of(capsys, study).startswith("error: study: 1 cell failed")
 
 
+def test_a_caption_names_the_options_that_decide():
+    options = "--threads=2 --trainer.max_epochs 5 --wandb.mode disabled --data.data_dir x --data.threads 3 --trainer.accelerator=cpu --model.model.norm gn"
+    kept = "--trainer.max_epochs 5 --data.data_dir x --model.model.norm gn"
+    assert deciding_options(options.split()) == kept.split()
+
+
 def test_a_metric_that_no_run_has_is_no_empty_column(ran, capsys):
     write(metrics={"test/accuracy": "test", "test/acuracy": "test too"})
     message = message_of(capsys, lambda: study("--trainer.max_epochs=5"))
@@ -218,7 +256,7 @@ def test_settings_of_the_command_line_are_those_of_every_cell(ran):
     results = [json.loads(path.read_text()) for path in Path("elsewhere/cells/2").glob("*/result.json")]
     assert {result["rounds"] for result in results} == {2}
     folder = Path("elsewhere/studies/short")
-    assert " With --trainer.max_epochs=2 --run_root=elsewhere." in (folder / "table.md").read_text()
+    assert " With --trainer.max_epochs=2." in (folder / "table.md").read_text()
     main(["report", str(folder), "--output", "page.html"])
     again = "python -m fl_lightning study s.yaml --scale quick --name short --trainer.max_epochs=2 --run_root=elsewhere"
     assert f"<code>{again}</code>" in Path("page.html").read_text()

@@ -18,7 +18,7 @@ from fl_lightning.studies.tables import (
 
 def run(seed, phase="done", **more):
     took = {"samples": 1000, "upload_bytes": 2e6, "exchanges": 10, "train_seconds": 30.0, "diverged": False}
-    took |= {"rounds": 10, "planned_rounds": 10, "model": "LeNet"}
+    took |= {"rounds": 10, "planned_rounds": 10, "model": "LeNet", "loaded": {"images": "a"}}
     return {
         "seed": seed,
         "directory": str(seed),
@@ -84,7 +84,7 @@ def test_a_row_says_what_was_found_what_was_published_and_what_it_took():
     remarks = [dict(zip(header, row, strict=True))["remarks"] for row in rows[1:]]
     assert remarks == [
         "diverged: seed 0; failed: seed 1; missing: seed 2",
-        "of other source or versions: seed 0",
+        "accepted though stale (torch 1, now 2): seed 0",
         "stale: seed 0, 1, 2",
     ]
     assert dict(zip(header, rows[2], strict=True))["learning rate"] == "0.1, by validation"
@@ -152,7 +152,17 @@ def test_runs_that_were_not_computed_alike_are_named():
     assert "Not all computed alike: threads 1 (2 runs), 2 (1 run)." in caption({**FOUND, "groups": groups})
     runs = [run(seed, directory=str(seed), loaded={"images": x}) for seed, x in enumerate("aab")]
     groups = [group("BN", "1", [0.3, 0.4, 0.5], runs=runs)]
-    assert "Not all on the same data: images a (2 runs), b (1 run)." in caption({**FOUND, "groups": groups})
+    words = caption({**FOUND, "groups": groups})
+    assert "Not all on the same data: images a (2 runs), b (1 run)." in words
+    assert "Not known" not in words
+    runs[0]["loaded"] = {}
+    words = caption({**FOUND, "groups": groups})
+    assert "Not known to be on the same data: 1 run." in words
+
+
+def test_a_row_that_is_read_of_other_runs_says_so():
+    row = {**group("SiloBN", "1", [0.3]), "metric": "test/accuracy_silobn"}
+    assert remarks(row) == ["test/accuracy_silobn of these runs, costs as they were trained"]
 
 
 def test_seeds_that_are_not_of_one_kind_are_named():
@@ -186,6 +196,6 @@ def test_the_files_hold_the_same_table(tmp_path):
 def test_a_subset_is_called_one(tmp_path):
     write_tables(tmp_path, {**FOUND, "scale": "quick"})
     assert (
-        "A declared subset, which shows that it works: one number is no evidence."
+        "A declared subset, which shows that it works: what holds of it is no evidence for or against a paper."
         in (tmp_path / "table.md").read_text()
     )
