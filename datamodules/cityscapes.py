@@ -164,7 +164,7 @@ class Cityscapes(FederatedDataModule):
         ]
         self.evaluation_images = self._images(held_out, None)
         self.names = list(own)
-        files = [path for pair in sum(own.values(), held_out) for path in pair]
+        files = sorted({path for pair in sum(own.values(), held_out) for path in pair})
         self.loaded = digest([(str(x.relative_to(self.data_dir)), x.stat().st_size) for x in files])
 
     def val_dataloader(self) -> DataLoader[Batch]:

@@ -79,7 +79,9 @@ def main(args: Sequence[str]) -> None:
         help="print the cells, what there is of each, and the time that is left",
     )
     parser.add_argument(
-        "--accept-stale", action="store_true", help="take results of other source or versions as they are"
+        "--accept-stale",
+        action="store_true",
+        help="take results of other source, versions or data as they are",
     )
     parser.add_argument(
         "--name",
@@ -107,15 +109,18 @@ def main(args: Sequence[str]) -> None:
             runner.run(trials)
             choices = chosen(study, cells.trials, own.accept_stale, runner.diverged)
             table = cells.table(choices)
-            runner.run(table)
+            runner.run([*trials, *table])
+            while (again := chosen(study, cells.trials, own.accept_stale, runner.diverged)) != choices:
+                choices, table = again, cells.table(again)  # a trial was on other data than the table's cells
+                runner.run([*trials, *table])
         except Stopped as stopped:
             stopped.kept = "finished cells and the checkpoints of others are kept; the same command goes on"
             raise
     if table:
         found = findings(study, table, choices, runner.failed, own.accept_stale)
         named = ["--name", own.name] if own.name else []
-        again = ["study", own.file, "--scale", own.scale, *named, *fit_options]
-        found |= {"options": shlex.join(deciding_options(fit_options)), "command": shlex.join(again)}
+        command_line = ["study", own.file, "--scale", own.scale, *named, *fit_options]
+        found |= {"options": shlex.join(deciding_options(fit_options)), "command": shlex.join(command_line)}
         write_json(folder / "study.json", found)
         write_tables(folder, found)
         write_figures(folder, found)
@@ -206,11 +211,12 @@ def resolve(fit_options: Sequence[str]) -> dict[str, Any]:
 
 def dry_run(cells: StudyCells, jobs: int, accept_stale: bool) -> None:
     """Print the cells, what there is of each, and the estimated time."""
-    choices = chosen(cells.study, cells.trials, accept_stale)
-    every = [*(cell for trial in cells.trials for cell in trial), *cells.table(choices)]
-    unique = [*{cell.key: cell for cell in every}.values()]
+    for _ in range(2):  # what is on other data than newer cells chooses nothing
+        choices = chosen(cells.study, cells.trials, accept_stale)
+        every = [*(cell for trial in cells.trials for cell in trial), *cells.table(choices)]
+        unique = [*{cell.key: cell for cell in every}.values()]
+        expect_newest_data([cell.state(accept_stale) for cell in unique], unique)
     share_first_stages(unique)
-    expect_newest_data([cell.state(accept_stale) for cell in unique], unique)
     states = [(cell, cell.state(accept_stale)) for cell in unique]
     for cell, state in states:
         after = (
@@ -243,10 +249,11 @@ def deciding_options(fit_options: Sequence[str]) -> list[str]:
     kept: list[str] = []
     counts = True
     for word in fit_options:
-        if word.startswith("--"):
-            first, _, rest = word[2:].partition("=")[0].partition(".")
+        if word.startswith("-"):
+            first, _, rest = word.lstrip("-").partition("=")[0].removesuffix("+").partition(".")
             outside = first == "trainer" and rest.partition(".")[0] in OUTSIDE_THE_HASH - {"max_epochs"}
-            counts = first in ("config", "model", "data", "trainer") and not outside and rest != "threads"
+            deciding = first in ("c", "config", "model", "data", "trainer")
+            counts = deciding and not outside and not rest.endswith("threads")
         kept += [word] * counts
     return kept
 

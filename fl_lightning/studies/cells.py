@@ -80,6 +80,11 @@ class Cell:
         return self.directory.root / self.directory.stem
 
     @property
+    def family(self) -> str:
+        """What the data of cells follow from: those of one family must be trained on the same."""
+        return json.dumps([self.config["data"], self.seed], sort_keys=True)
+
+    @property
     def job(self) -> str:
         """What it is called where a folder has no room for a path."""
         return f"{self.key.parent.name}-{self.key.name}"
@@ -155,16 +160,15 @@ def _computed_by(checkpoint: Path, written: int) -> list[dict[str, str]] | None:
 
 
 def expect_newest_data(states: Sequence[State], cells: Sequence[Cell]) -> list[Cell]:
-    """Let finished cells of equal settings of data and seed expect the data of the newest; those that have others."""
+    """Let finished cells of equal settings of data and seed expect the data of the newest; those that are not done then."""
     newest: dict[str, tuple[float, dict[str, str]]] = {}
-    settings = [json.dumps([cell.config["data"], cell.seed], sort_keys=True) for cell in cells]
-    for own, state in zip(settings, states, strict=True):
+    for own, state in zip((cell.family for cell in cells), states, strict=True):
         if state.attempt is not None and state.result is not None and state.result.get("data"):
             found = state.attempt.result.stat().st_mtime, dict(state.result["data"])
             newest[own] = max(newest.get(own, found), found, key=lambda entry: entry[0])
-    for own, cell in zip(settings, cells, strict=True):
-        cell.data = newest[own][1] if own in newest else None
-    return [cell for cell in cells if cell.state().phase == "stale"]
+    for cell in cells:
+        cell.data = newest[cell.family][1] if cell.family in newest else None
+    return [cell for cell in cells if cell.state().phase != "done"]
 
 
 def differences(computed_by: list[dict[str, str]], now: Mapping[str, str]) -> str:

@@ -3,7 +3,7 @@
 import json
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from itertools import takewhile
 from math import ceil
 from pathlib import Path
@@ -53,7 +53,7 @@ class Runner:
         self._done: dict[Cell, State] = {}
 
     def run(self, cells: Sequence[Cell]) -> None:
-        """Run all cells that have no result yet, and those whose data are not those of newer cells: at first one, which shows what the data are now.
+        """Run all cells that have no result yet, and those whose data are not those of newer cells: one of a family at first, which shows the data of now.
 
         Afterwards ``failed`` has the errors of cells that ended with one, by their keys, and ``diverged`` the keys of those that left
         the finite numbers.
@@ -62,18 +62,19 @@ class Runner:
         share_first_stages(unique)
         self._run(unique)
         tried: set[Cell] = set()
-        while stale := [
-            cell
-            for cell in expect_newest_data([self._state(cell) for cell in unique], unique)
-            if cell not in tried
-        ]:
-            if self.accept_stale:
-                break
-            again = stale if tried else stale[:1]
+        while again := self._on_other_data(unique, tried):
             tried.update(again)
             for cell in again:
                 self._done.pop(cell, None)
             self._run(unique)
+
+    def _on_other_data(self, unique: Sequence[Cell], tried: Collection[Cell]) -> list[Cell]:
+        """Those to run again: all of a family of which one was, else one of it, which goes on from no other where there is such."""
+        found = expect_newest_data([self._state(cell) for cell in unique], unique)
+        stale = [] if self.accept_stale else [x for x in found if x not in tried and x.key not in self.failed]
+        shown = {cell.family for cell in tried if cell.key not in self.failed}
+        first = {cell.family: cell for cell in sorted(stale, key=lambda cell: cell.parent is None)}
+        return [cell for cell in stale if cell.family in shown or cell is first[cell.family]]
 
     def _run(self, unique: Sequence[Cell]) -> None:
         waiting = dict.fromkeys(cell for cell in unique if cell.key not in self.failed)

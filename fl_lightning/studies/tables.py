@@ -251,7 +251,11 @@ def _unlike(found: Mapping[str, Any]) -> str:
         "Not all on the same data": differing("loaded", ["images"]),
         "Not all computed alike": differing("computed_by", COMPUTED),
     }
-    if unknown := sum(run["phase"] == "done" and not run.get("loaded") for run in runs):
+    done = [run for run in runs if run["phase"] == "done"]
+    data = [run.get("data") for run in done]
+    if (unknown := sum(not run.get("loaded") for run in done)) and not (
+        all(data) and data == data[:1] * len(data)
+    ):
         said["Not known to be on the same data"] = f"{unknown} run{'s' * (unknown > 1)}"
     return "".join(f" {what}: {words}." for what, words in said.items() if words)
 

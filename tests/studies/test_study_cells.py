@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from untrained_cells import LR, STUDY, cell, finish, study_cells
 
-from fl_lightning.run_directory.checkpoint_io import AtomicCheckpointIO
 from fl_lightning.run_directory import source
+from fl_lightning.run_directory.checkpoint_io import AtomicCheckpointIO
 from fl_lightning.run_directory.source import own_files, provenance
 from fl_lightning.studies.findings import findings
 from fl_lightning.studies.sharing import first_stage, share_first_stages

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import time
 from pathlib import Path
 
@@ -148,13 +149,58 @@ def test_the_data_of_now_count_where_a_newer_cell_had_others(ran):
     study()
     newest = found()["groups"][1]["runs"][0]
     trained_on_others(newest, time.time())
+    trained_on_others(found()["groups"][1]["runs"][1], time.time())
     study()
-    assert len(ran) == 8
+    assert len(ran) == 6 + 2 * 2  # of each seed one that shows it, and the odd one
     runs = [run for group in found()["groups"] for run in group["runs"]]
     assert {run["phase"] for run in runs} == {"done"}
-    assert len({run["data"]["training"] for run in runs if run["seed"] == 0}) == 1
+    assert all(run["data"]["training"] != "others" for run in runs)
+    study()
+    assert len(ran) == 10
+
+
+@pytest.mark.parametrize("left", ["checkpoints", "error.txt"])
+def test_a_cell_that_was_stopped_when_it_ran_again_goes_on(ran, left):
+    study()
+    old = found()["groups"][0]["runs"][0]
+    trained_on_others(old, 1)
+    again = Path(f"{old['directory']}.2")
+    shutil.copytree(old["directory"], again)
+    (again / "result.json").unlink()
+    if left == "error.txt":
+        shutil.rmtree(again / "checkpoints")
+        (again / left).write_text("ValueError: too large\n")
+    study()
+    assert len(ran) == 7
+    assert {run["phase"] for group in found()["groups"] for run in group["runs"]} == {"done"}
+
+
+def test_who_goes_on_from_a_cell_on_other_data_waits_for_it(ran):
+    study()
+    child, parent = (found()["groups"][index]["runs"][0] for index in (0, 2))
+    trained_on_others(child, 1)
+    trained_on_others(parent, 1)
     study()
     assert len(ran) == 8
+    result = json.loads(Path(found()["groups"][0]["runs"][0]["directory"], "result.json").read_text())
+    assert [origin["round"] for origin in result["continued_from"]] == [2]
+
+
+def test_a_rate_that_was_tried_on_other_data_is_tried_again_before_it_chooses(ran):
+    lr, steps = "model.client_optimizer.lr", "model.local_steps"
+    axes = {lr: [0.05, 0.1], steps: [1, 2]}
+    write(axes=axes, choose=[{"axis": lr, "at": {steps: "1"}}], without=[], published=[], claims=[])
+    study()
+    trials = list(Path("runs/cells/6").glob("*-s0"))
+    newest = max(trials, key=lambda path: (path / "result.json").stat().st_mtime)
+    for path in trials:
+        if path != newest:
+            trained_on_others({"directory": path}, 1)
+    count = len(ran)
+    study()
+    assert len(ran) == count + 2
+    study()
+    assert len(ran) == count + 2
 
 
 def test_source_that_changes_while_a_study_runs_is_named(ran, capsys, monkeypatch):
@@ -239,7 +285,10 @@ def test_a_trial_that_fails_otherwise_leaves_its_choice_open_and_the_rest_goes_o
 
 def test_a_caption_names_the_options_that_decide():
     options = "--threads=2 --trainer.max_epochs 5 --wandb.mode disabled --data.data_dir x --data.threads 3 --trainer.accelerator=cpu --model.model.norm gn"
-    kept = "--trainer.max_epochs 5 --data.data_dir x --model.model.norm gn"
+    options += " --data.init_args.threads 3 -c x.yaml --trainer.callbacks+=FixBN --trainer.logger+=x"
+    kept = (
+        "--trainer.max_epochs 5 --data.data_dir x --model.model.norm gn -c x.yaml --trainer.callbacks+=FixBN"
+    )
     assert deciding_options(options.split()) == kept.split()
 
 

@@ -158,6 +158,9 @@ def test_runs_that_were_not_computed_alike_are_named():
     runs[0]["loaded"] = {}
     words = caption({**FOUND, "groups": groups})
     assert "Not known to be on the same data: 1 run." in words
+    for one in runs:
+        one.update(loaded={}, data={"training": "a"})
+    assert "Not known" not in caption({**FOUND, "groups": groups})
 
 
 def test_a_row_that_is_read_of_other_runs_says_so():
