@@ -2,6 +2,7 @@
 
 import json
 import math
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,6 +19,7 @@ from fl_lightning.run_directory.describe import clients_table
 def test_resumed_run_keeps_its_id_and_leaves_one_offline_run_with_all_rounds(offline):
     attempt = run("--trainer.max_epochs", 2).attempt
     (first,) = offline_runs(attempt)
+    time.sleep(1)  # W&B calls its folders by the second
     run("--ckpt_path", "last", "--trainer.max_epochs", 4)
     (second,) = offline_runs(attempt)
     assert first != second
