@@ -55,6 +55,10 @@ def findings(
     for index, group in enumerate(found["groups"]):
         earlier = (g["labels"] for g in found["groups"][:index] if _reads(g) == _reads(group))
         group["same_as"] = next(earlier, None)
+        trained = (
+            g["labels"] for g in found["groups"] if not g["metric"] and _reads(g)[1:] == _reads(group)[1:]
+        )
+        group["costs_of"] = next(trained, None) if group["metric"] else None
     return {**found, "claims": [verdict for claim in definition.claims if (verdict := judge(claim, found))]}
 
 

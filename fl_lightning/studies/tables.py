@@ -142,8 +142,9 @@ def remarks(group: Mapping[str, Any]) -> list[str]:
     found = []
     if same := group.get("same_as"):
         found.append("the same runs as " + " ".join(f"{axis}={label}" for axis, label in same.items()))
-    if metric := group.get("metric"):
-        found.append(f"{metric} of these runs, costs as they were trained")
+    if trained := group.get("costs_of"):
+        others = (f"{axis}={x}" for axis, x in trained.items() if x != group["labels"][axis])
+        found.append(f"costs are those of {' '.join(others)}")
     for run in group["runs"]:
         if run["phase"] == "done" and run["rounds"] != run.get("planned_rounds", run["rounds"]):
             found.append(f"seed {run['seed']} ended after round {run['rounds']} of {run['planned_rounds']}")

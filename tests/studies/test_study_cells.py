@@ -179,6 +179,13 @@ def test_no_value_of_a_stale_cell_is_in_the_table():
     assert (group["values"], group["runs"][0]["phase"]) == ({"test/accuracy": {}}, "stale")
 
 
+def test_what_is_read_of_the_runs_of_another_method_says_whose_costs_they_are():
+    methods = {"BN": {}, "silo": {"metric": "test/accuracy_silobn"}, "GN": {"model.model.norm": "gn"}}
+    cells = study_cells(choose=[], axes={"method": methods})
+    groups = findings(cells.study, cells.table([]), [], {})["groups"]
+    assert [group["costs_of"] for group in groups] == [None, {"method": "BN"}, None]
+
+
 def test_comments_docstrings_and_layout_are_no_source(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     own, config = (

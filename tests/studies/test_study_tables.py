@@ -164,8 +164,8 @@ def test_runs_that_were_not_computed_alike_are_named():
 
 
 def test_a_row_that_is_read_of_other_runs_says_so():
-    row = {**group("SiloBN", "1", [0.3]), "metric": "test/accuracy_silobn"}
-    assert remarks(row) == ["test/accuracy_silobn of these runs, costs as they were trained"]
+    row = group("SiloBN", "1", [0.3])
+    assert remarks({**row, "costs_of": {**row["labels"], "method": "BN"}}) == ["costs are those of method=BN"]
 
 
 def test_seeds_that_are_not_of_one_kind_are_named():
