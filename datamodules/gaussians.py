@@ -72,7 +72,7 @@ class Gaussians(FederatedDataModule):
             seed=seed,
         )
         self.num_classes = num_clients
-        self.loaded = "drawn by the seed"
+        self.loaded = "drawn by the seed"  # all points are: no file could change
         self.std = std
         self.batch_size = samples_per_client
         self.gamma = gamma

@@ -249,11 +249,11 @@ def deciding_options(fit_options: Sequence[str]) -> list[str]:
     kept: list[str] = []
     counts = True
     for word in fit_options:
-        if word.startswith("-"):
+        if word.startswith(("--", "-c")):
             first, _, rest = word.lstrip("-").partition("=")[0].removesuffix("+").partition(".")
             outside = first == "trainer" and rest.partition(".")[0] in OUTSIDE_THE_HASH - {"max_epochs"}
             deciding = first in ("c", "config", "model", "data", "trainer")
-            counts = deciding and not outside and not rest.endswith("threads")
+            counts = deciding and not outside and rest not in ("threads", "init_args.threads")
         kept += [word] * counts
     return kept
 

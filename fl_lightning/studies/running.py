@@ -155,7 +155,7 @@ class Runner:
 
     def _error(self, cell: Cell, status: int, state: State) -> str:
         """Why a cell has no result, in a line."""
-        if state.phase == "stale":
+        if state.phase == "stale" and not status:
             return f"it was not trained as the study was started ({state.why}); the same command goes on with what is there now"
         if not status:
             return f"it ended after round {state.round} of {cell.rounds}; early stopping or trainer.max_time leaves no cell that can be compared"

@@ -253,10 +253,8 @@ def _unlike(found: Mapping[str, Any]) -> str:
         "Not all computed alike": differing("computed_by", COMPUTED),
     }
     done = [run for run in runs if run["phase"] == "done"]
-    data = [run.get("data") for run in done]
-    if (unknown := sum(not run.get("loaded") for run in done)) and not (
-        all(data) and data == data[:1] * len(data)
-    ):
+    data = {json.dumps(run.get("data") or run["directory"], sort_keys=True) for run in done}
+    if (unknown := sum(not run.get("loaded") for run in done)) and len(data) > 1:
         said["Not known to be on the same data"] = f"{unknown} run{'s' * (unknown > 1)}"
     return "".join(f" {what}: {words}." for what, words in said.items() if words)
 

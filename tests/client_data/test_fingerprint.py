@@ -10,10 +10,9 @@ import pytest
 import torch
 from command_line import attempts, message_of, run
 from helpers import SGD, ArrayClient, SaveRounds, blobs, fit, small_cnn
-from PIL import Image
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 
-from datamodules import InMemoryDataModule, StreamedImages
+from datamodules import InMemoryDataModule
 from datamodules.images import ImageData
 from fl_lightning import ConfigurationError, FederatedDataModule, FederatedModule
 from fl_lightning.run_directory.metrics import read_metrics
@@ -109,29 +108,6 @@ def test_what_was_loaded_does_not_depend_on_the_seed():
     (loaded, evaluation), (same, another), (other, _) = found
     assert loaded == same != other
     assert evaluation != another
-
-
-def test_what_lies_in_files_does_not_depend_on_the_seed_or_on_what_is_made_of_it(tmp_path):
-    for name, colour in {
-        "train/a/0": 1,
-        "train/a/1": 2,
-        "train/b/0": 3,
-        "test/a/0": 4,
-        "test/b/0": 5,
-    }.items():
-        path = tmp_path / f"{name}.png"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        Image.new("RGB", (8, 8), (colour, 0, 0)).save(path)
-
-    def loaded(**settings):
-        data = StreamedImages(str(tmp_path), num_clients=1, batch_size=1, **settings)
-        data.setup("validate")
-        return data.loaded
-
-    before = loaded(image_size=7)
-    assert before == loaded(image_size=4, seed=1, horizontal_flip=False)
-    Image.new("RGB", (8, 8), (9, 0, 0)).save(tmp_path / "test/b/0.png")
-    assert before != loaded(image_size=7)
 
 
 def test_the_same_data_go_on_without_a_word(capsys):

@@ -195,3 +195,15 @@ def test_images_in_folders_of_a_class_folder_belong_to_the_class(root):
     (found,) = {*map(images.path, range(len(images)))} - {*map(before.path, range(len(before)))}
     assert found == deeper / "x.png"
     assert images.labels[[*map(images.path, range(len(images)))].index(found)] == 1
+
+
+def test_what_lies_in_files_does_not_depend_on_the_seed_or_on_what_is_made_of_it(root):
+    def loaded(**settings):
+        data = ImageNet(str(root), num_clients=1, batch_size=1, **settings)
+        data.setup("validate")
+        return data.loaded
+
+    before = loaded(image_size=7)
+    assert before == loaded(image_size=4, seed=1, horizontal_flip=False)
+    picture(np.random.default_rng(1)).save(root / "val/n02/n02_2.JPEG")
+    assert before != loaded(image_size=7)

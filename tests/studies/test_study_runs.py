@@ -21,6 +21,7 @@ from command_line import rows
 
 from fl_lightning.cli import study, study_cell
 from fl_lightning.round.module import FederatedModule
+from fl_lightning.studies.cells import State
 from fl_lightning.studies.engines import local
 from fl_lightning.studies.engines.base import Job
 from fl_lightning.studies.engines.local import LocalEngine
@@ -238,3 +239,5 @@ def test_a_failed_cell_is_told_by_what_its_last_try_said(tmp_path):
     with log.open("a") as again:
         again.write("python -m fl_lightning fit\n")
     assert runner._error(cell, -9, cell.state()) == f"killed by signal 9; its output: {log}"
+    older = State("stale", why="torch 1, now 2")  # what it left before, not what ended it now
+    assert runner._error(cell, -9, older) == f"killed by signal 9; its output: {log}"

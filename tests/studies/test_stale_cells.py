@@ -1,0 +1,136 @@
+"""Cells of other source or other data than now: named, run again or accepted by word, never mixed."""
+
+import json
+import os
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+from study_in_process import found, study, write
+
+
+def test_results_of_another_source_are_named_and_run_again_or_accepted(ran, capsys):
+    study()
+    folder = Path(found()["groups"][0]["runs"][0]["directory"])
+    result = json.loads((folder / "result.json").read_text())
+    now = result["provenance"][0]["source"]
+    result["provenance"][0]["source"] = "0ld"
+    (folder / "result.json").write_text(json.dumps(result))
+    capsys.readouterr()
+    study("--dry-run")
+    assert "stale    T*=2 method=BN seed=0" in capsys.readouterr().out
+    study("--accept-stale")
+    assert len(ran) == 6
+    said = f"accepted though stale (source 0ld, now {now}): seed 0"
+    assert said in capsys.readouterr().out
+    study()
+    assert len(ran) == 7
+    again = Path(found()["groups"][0]["runs"][0]["directory"])
+    assert again.name == f"{folder.name}.2"
+    assert json.loads((again / "result.json").read_text())["test/accuracy"] == result["test/accuracy"]
+    out = capsys.readouterr().out
+    assert f"stale, runs again: T*=2 method=BN seed=0: source 0ld, now {now}" in out
+    assert "accepted" not in out
+
+
+def trained_on_others(one, written):
+    """Let a run be one of other data, written at another time."""
+    file = Path(one["directory"], "result.json")
+    result = json.loads(file.read_text())
+    result["data"]["training"] = "others"
+    file.write_text(json.dumps(result))
+    os.utime(file, (written, written))
+
+
+def test_a_cell_on_other_data_than_newer_ones_is_run_again(ran, capsys):
+    study()
+    old = found()["groups"][0]["runs"][0]
+    trained_on_others(old, 1)
+    capsys.readouterr()
+    study("--accept-stale")
+    assert len(ran) == 6
+    why = "other data than newer cells: training"
+    assert f"accepted though stale ({why}): seed 0" in capsys.readouterr().out
+    study("--dry-run")
+    out = capsys.readouterr().out
+    assert out.startswith(f"stale    T*=2 method=BN seed=0, after round 2 of T*=4 method=BN seed=0: {why}")
+    study()
+    assert len(ran) == 7
+    assert f"stale, runs again: T*=2 method=BN seed=0: {why}" in capsys.readouterr().out
+    assert Path(found()["groups"][0]["runs"][0]["directory"]).name == f"{Path(old['directory']).name}.2"
+
+
+def test_the_data_of_now_count_where_a_newer_cell_had_others(ran):
+    """One that was trained while ``data_dir`` held something else costs no valid cell but the one that shows it."""
+    study()
+    newest = found()["groups"][1]["runs"][0]
+    trained_on_others(newest, time.time())
+    trained_on_others(found()["groups"][1]["runs"][1], time.time())
+    study()
+    assert len(ran) == 6 + 2 * 2  # of each seed one that shows it, and the odd one
+    runs = [run for group in found()["groups"] for run in group["runs"]]
+    assert {run["phase"] for run in runs} == {"done"}
+    assert all(run["data"]["training"] != "others" for run in runs)
+    study()
+    assert len(ran) == 10
+
+
+@pytest.mark.parametrize("left", ["checkpoints", "error.txt"])
+def test_a_cell_that_was_stopped_when_it_ran_again_goes_on(ran, left):
+    study()
+    old = found()["groups"][0]["runs"][0]
+    trained_on_others(old, 1)
+    again = Path(f"{old['directory']}.2")
+    shutil.copytree(old["directory"], again)
+    (again / "result.json").unlink()
+    if left == "error.txt":
+        shutil.rmtree(again / "checkpoints")
+        (again / left).write_text("ValueError: too large\n")
+    study()
+    assert len(ran) == 7
+    assert {run["phase"] for group in found()["groups"] for run in group["runs"]} == {"done"}
+
+
+def test_who_goes_on_from_a_cell_on_other_data_waits_for_it(ran):
+    study()
+    child, parent = (found()["groups"][index]["runs"][0] for index in (0, 2))
+    trained_on_others(child, 1)
+    trained_on_others(parent, 1)
+    study()
+    assert len(ran) == 8
+    result = json.loads(Path(found()["groups"][0]["runs"][0]["directory"], "result.json").read_text())
+    assert [origin["round"] for origin in result["continued_from"]] == [2]
+
+
+def test_a_rate_that_was_tried_on_other_data_is_tried_again_before_it_chooses(ran):
+    lr, steps = "model.client_optimizer.lr", "model.local_steps"
+    axes = {lr: [0.05, 0.1], steps: [1, 2]}
+    write(axes=axes, choose=[{"axis": lr, "at": {steps: "1"}}], without=[], published=[], claims=[])
+    study()
+    trials = list(Path("runs/cells/6").glob("*-s0"))
+    newest = max(trials, key=lambda path: (path / "result.json").stat().st_mtime)
+    for path in trials:
+        if path != newest:
+            trained_on_others({"directory": path}, 1)
+    count = len(ran)
+    study()
+    assert len(ran) == count + 2
+    study()
+    assert len(ran) == count + 2
+
+
+def test_source_that_changes_while_a_study_runs_is_named(ran, capsys, monkeypatch):
+    monkeypatch.setattr("fl_lightning.run_directory.files.provenance", lambda config: {"source": "edited"})
+    write(
+        axes={"method": {"BN": {}}},
+        without=[],
+        published=[],
+        claims=[],
+        scales={"quick": {"base": "tiny.yaml"}},
+    )
+    with pytest.raises(SystemExit):
+        study()
+    assert (
+        "seed=0: it was not trained as the study was started (lightning None, now " in capsys.readouterr().out
+    )
