@@ -37,6 +37,7 @@ class StaticBN(FederatedCallback):
     paper = "sBN of HeteroFL: Diao et al., arXiv 2010.01264"
     claims = ("weights_of_fedavg", "statistics_of_its_weights")
     examples = ({}, {"statistics_pass": "per_client"}, {"statistics_pass": "per_client_total_variance"})
+    sends_for_evaluations = True
 
     def __init__(self, statistics_pass: Mode = "pooled") -> None:
         check_choice("StaticBN.statistics_pass", statistics_pass, get_args(Mode))

@@ -94,6 +94,8 @@ class Cityscapes(FederatedDataModule):
     in_channels = 3
     fit_split = "test"
 
+    deciding_files = ("split_file",)
+
     def __init__(
         self,
         data_dir: str = "data/cityscapes",

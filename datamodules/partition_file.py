@@ -60,6 +60,8 @@ class FromFile(Partition):
         ConfigurationError: There is no such file, or it is a pickle.
     """
 
+    deciding_files = ("path",)
+
     def __init__(self, path: str) -> None:
         file = user_path("partition.path", path)
         if file.suffix in (".pkl", ".pickle"):

@@ -8,11 +8,12 @@ from torch import Tensor
 from datamodules import partition
 from datamodules.partition import Balance
 from fl_lightning.errors import ConfigurationError
+from fl_lightning.recorded import Recorded
 
 Groups = Tensor | Sequence[str] | Sequence[int]
 
 
-class Partition:
+class Partition(Recorded):
     """How the training data are spread over the clients.
 
     The subclasses wrap the functions of ``datamodules.partition``.
@@ -37,7 +38,7 @@ class Partition:
         )
 
     def __repr__(self) -> str:
-        arguments = ", ".join(f"{name}={value!r}" for name, value in vars(self).items())
+        arguments = ", ".join(f"{name}={x!r}" for name, x in vars(self).items() if name[:1] != "_")
         return f"{type(self).__name__}({arguments})"
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from fl_lightning.aggregation.masses import byzantine_mass, check_byzantine
 from fl_lightning.aggregation.preaggregation import PreAggregator
 from fl_lightning.errors import ConfigurationError, check_choice
+from fl_lightning.recorded import Recorded
 
 Per = Literal["model", "layer"] | None
 Weighting = Literal["uniform", "weighted"]
@@ -28,7 +29,7 @@ def weighted_mean(rows: Tensor, weights: Tensor) -> Tensor:
     return weights.to(rows.dtype) @ rows
 
 
-class Aggregator(ABC):
+class Aggregator(Recorded, ABC):
     """How the server turns the clients' rows into one."""
 
     @abstractmethod
@@ -61,7 +62,7 @@ class Aggregator(ABC):
             f"{type(self).__name__} has no method shares(blocks, weights) that says whose its result is"
         )
 
-    def check(self, num_clients: int) -> None:  # noqa: B027  # many rules take any number
+    def check(self, num_clients: int) -> None:  # many rules take any number
         """Refuse a number of clients in a round that the rule cannot work with, before training starts.
 
         Args:

@@ -7,6 +7,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from fl_lightning.aggregation.masses import check_byzantine
+from fl_lightning.recorded import Recorded
 
 
 class Mixed(NamedTuple):
@@ -23,7 +24,7 @@ class Mixed(NamedTuple):
     weights: Tensor | None
 
 
-class PreAggregator(ABC):
+class PreAggregator(Recorded, ABC):
     """What is done to the clients' rows before a robust rule aggregates them.
 
     Args:

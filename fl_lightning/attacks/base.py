@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from fl_lightning.aggregation import Aggregator
+from fl_lightning.recorded import Recorded
 
 
 class Message(NamedTuple):
@@ -29,7 +30,7 @@ class Message(NamedTuple):
         return self.rule(rows, self.weights)
 
 
-class Attack:
+class Attack(Recorded):
     """What a Byzantine client does otherwise: what it sends, what it trains with, what it trains on.
 
     Attributes:

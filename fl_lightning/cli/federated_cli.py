@@ -8,6 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
+from jsonargparse import Namespace
+from jsonargparse._util import import_object
 from jsonargparse.typing import restricted_number_type
 from lightning.pytorch import Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
@@ -19,6 +22,7 @@ from fl_lightning.launched import under_torchrun
 from fl_lightning.round.module import FederatedModule
 from fl_lightning.run.trainer import as_list, make_trainer
 from fl_lightning.run.training import Training, has_progress_bar
+from fl_lightning.run_directory.built import built
 from fl_lightning.run_directory.checkpoint_io import check_run, load_run
 from fl_lightning.run_directory.checkpoints import RoundCheckpoint
 from fl_lightning.run_directory.directory import Attempt
@@ -114,7 +118,7 @@ class FederatedCLI(LightningCLI):
             setting = f"model.model.init_args.{name}"
             # before the link is applied it is what the user gave, or the model's default
             parsed = self.config[self.config.subcommand].get(setting)
-            given = parsed if f"model.model.{name}" in self.given else None
+            given = parsed if self._gives(name) else None
             # only a model with this setting has a default; one whose default is None does without
             if value is None and given is None and parsed is not None:
                 raise ConfigurationError(
@@ -137,10 +141,22 @@ class FederatedCLI(LightningCLI):
                 config.trainer.devices = 1  # ranks have one thread each
         stem = Path(config.config[-1].relative).stem if config.get("config") else "run"
         config.name = config.name or stem  # saved too: the saved configuration runs beside this run
-        again = config.clone()
         # the saved configuration starts a run, also that of a resumed one
-        again.ckpt_path, again.accept_data = None, False
-        self.config_yaml = self._parser(self.subcommand).dump(again, "yaml", False)  # False keeps nulls
+        self.resolved = {**self.resolve(config), "ckpt_path": None, "accept_data": False}
+
+    def resolve(self, config: Namespace) -> dict[str, Any]:
+        """Return a parsed configuration as plain values: links between settings only where the user gives a value."""
+        resolved: dict[str, Any] = yaml.safe_load(self._parser(self.subcommand).dump(config, "yaml", False))
+        kind = import_object(config.data.class_path)  # some classes decide alone, as CIFAR10 its ten classes
+        for name in _MODEL_LINKS:
+            given = config.get(f"model.model.init_args.{name}")
+            if given is not None and self._gives(name) and given != getattr(kind, name, None):
+                resolved["model"]["model"].setdefault("init_args", {})[name] = given
+        return resolved
+
+    def _gives(self, name: str) -> bool:
+        """Whether the user gives a setting of the model that is linked to the data."""
+        return not {f"model.model.{name}", f"model.model.dict_kwargs.{name}"}.isdisjoint(self.given)
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """Make the trainer: for ``fit`` that of a run, for the other subcommands one that evaluates a checkpoint."""
@@ -148,7 +164,8 @@ class FederatedCLI(LightningCLI):
         settings, ckpt_path = vars(config.trainer), config.ckpt_path
         assert isinstance(self.model, FederatedModule)
         way_on = "the same command with --ckpt_path last"
-        training = Training(self.model, self.datamodule, self.config_yaml, config.checkpoint, way_on)
+        made = built(self.model, self.datamodule, settings)
+        training = Training(self.model, self.datamodule, self.resolved, made, config.checkpoint, way_on)
         if self.subcommand == "fit":
             self.model.accept_data = config.accept_data
             self.training = self.held.enter_context(training)

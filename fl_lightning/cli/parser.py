@@ -4,16 +4,18 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any, NoReturn, get_type_hints
+from typing import Any, ClassVar, NoReturn, get_type_hints
 
 import yaml
 from jsonargparse import Namespace
+from jsonargparse._parameter_resolvers import UnknownDefault
 from lightning.pytorch.cli import LightningArgumentParser
 from torch import nn
 
 from fl_lightning.cli.messages import explain, refuse
 from fl_lightning.errors import ConfigurationError, doing
 from fl_lightning.files import user_path
+from fl_lightning.recorded import record
 
 
 class ConciseParser(LightningArgumentParser):
@@ -24,6 +26,7 @@ class ConciseParser(LightningArgumentParser):
     """
 
     owner = ""
+    _functions: ClassVar[set[Any]] = set()
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         # An abbreviation would make a misspelt setting (--model.local_step) pass as another one.
@@ -37,6 +40,7 @@ class ConciseParser(LightningArgumentParser):
         if nested_key is None:
             self.owner = class_type.__name__
         names: list[str] = super().add_class_arguments(class_type, nested_key, *args, **kwargs)
+        self._let_links_decide(kwargs.get("linked_targets"))
         return names
 
     def add_function_arguments(
@@ -44,13 +48,21 @@ class ConciseParser(LightningArgumentParser):
     ) -> list[str]:
         """Add the settings of a function that makes a model; jsonargparse says which are linked, and knows it only of classes."""
         self.owner = function.__name__
+        self._functions.add(function)
         names: list[str] = super().add_function_arguments(function, *args, **kwargs)
+        self._let_links_decide(linked_targets)
         parameters, made = inspect.signature(function).parameters.values(), get_type_hints(function)["return"]
         passes_on = any(parameter.kind == parameter.VAR_KEYWORD for parameter in parameters)
         if passes_on and "num_classes" not in names and issubclass(made, nn.Module):
             # a function that looks up another by name, as timm's does, hides what that one takes
             names.append(self.add_argument("--num_classes", type=int | None, default=None).dest)
         return names
+
+    def _let_links_decide(self, targets: Any) -> None:
+        """Give linked settings a default where their class has none that is known: a link ignores a setting without a value."""
+        for action in self._actions:
+            if action.dest in (targets or ()) and isinstance(action.default, UnknownDefault):
+                action.default = None
 
     def add_subcommands(self, *args: Any, **kwargs: Any) -> Any:
         """Add the place of the subcommands, and remember it."""
@@ -61,6 +73,10 @@ class ConciseParser(LightningArgumentParser):
         """Make the classes that the settings name; an exception of theirs notes which one, and with which values."""
         made: Namespace = super().instantiate(*args, instantiators=[(_make, object, True)], **kwargs)
         return made
+
+    def _get_parser_instantiators(self) -> dict[tuple[Any, bool], Any]:
+        """Let functions that make models note and record the same; ``instantiate`` takes classes only."""
+        return {(function, False): _make for function in self._functions}
 
     def settings(self) -> list[str]:
         """The names of the settings that the parser and its subcommands take, without ``init_args``."""
@@ -79,7 +95,9 @@ def _make(class_type: type, *args: Any, **settings: Any) -> Any:
     with doing(
         f"making {class_type.__name__}({', '.join(f'{name}={value!r}' for name, value in given.items())})"
     ):
-        return class_type(*args, **settings)
+        made = class_type(*args, **settings)
+        record(made, class_type, args, settings)
+        return made
 
 
 def given_settings(arguments: Sequence[str]) -> dict[str, Any]:

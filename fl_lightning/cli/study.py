@@ -18,7 +18,7 @@ from fl_lightning.errors import ConfigurationError
 from fl_lightning.files import folder_below, write_json
 from fl_lightning.run.interruption import Stopped
 from fl_lightning.run_directory.console import in_words
-from fl_lightning.run_directory.directory import OUTSIDE_THE_HASH
+from fl_lightning.run_directory.description import OUTSIDE_THE_HASH
 from fl_lightning.studies.cells import RUNS, Cell, expect_newest_data
 from fl_lightning.studies.choosing import Choices, chosen, is_chosen, trial_cells
 from fl_lightning.studies.definition import Labels, Study, as_argument

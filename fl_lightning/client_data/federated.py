@@ -19,6 +19,7 @@ from fl_lightning.client_data.fingerprint import dataset_digest, digest, sample
 from fl_lightning.client_data.heterogeneity import heterogeneity
 from fl_lightning.client_data.loaders import LoaderBatches
 from fl_lightning.errors import doing
+from fl_lightning.recorded import Recorded
 
 
 class ClientDataModule(L.LightningDataModule):
@@ -42,7 +43,7 @@ class ClientDataModule(L.LightningDataModule):
         raise NotImplementedError(f"{type(self).__name__} must define train_batch(step)")
 
 
-class FederatedDataModule(L.LightningDataModule):
+class FederatedDataModule(Recorded, L.LightningDataModule):
     """The clients of a federation and the server's evaluation data.
 
     Use it directly with one ``LightningDataModule`` of your own per client, or subclass it and build the clients in

@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Callable, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,18 @@ def digest(*parts: Any) -> str:
     for part in parts:
         _feed(found, part)
     return found.hexdigest()[:16]
+
+
+def file_digest(path: Path) -> str:
+    """Return the digest of a file's content, read once for each size and time of change."""
+    status = path.stat()
+    return _file_digest(path.resolve(), status.st_size, status.st_mtime_ns)
+
+
+@cache
+def _file_digest(path: Path, size: int, changed: int) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()[:16]
 
 
 def _feed(found: Any, part: Any) -> None:

@@ -4,10 +4,11 @@ import math
 from dataclasses import dataclass, fields
 
 from fl_lightning.errors import ConfigurationError
+from fl_lightning.recorded import Recorded
 
 
 @dataclass(frozen=True)
-class NetworkLink:
+class NetworkLink(Recorded):
     """A client's link to the server, and its speed: ``exchanges x latency + bytes / bandwidth + steps x seconds``.
 
     The defaults are round numbers of a phone's order of magnitude on a mobile network, measured nowhere: 0.25 MB/s up, three

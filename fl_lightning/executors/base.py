@@ -13,6 +13,7 @@ from fl_lightning.client_data.cohort_batch import CohortBatch, describe_batch
 from fl_lightning.cohort.round_cohort import RoundCohort
 from fl_lightning.cohort.slots import StateSlots
 from fl_lightning.errors import CannotVectorize, doing
+from fl_lightning.recorded import Recorded
 
 
 class Compilation(NamedTuple):
@@ -54,7 +55,7 @@ class ClientTask(Protocol):
         """A client's loss on its batch, a scalar."""
 
 
-class Executor(ABC):
+class Executor(Recorded, ABC):
     """Computes one local step's losses and gradients for some rows of a cohort.
 
     Attributes:
@@ -96,7 +97,7 @@ class Executor(ABC):
         """How many of some clients are computed in one pass; None where each is computed by itself."""
         return None
 
-    def close(self) -> None:  # noqa: B027  # most hold nothing
+    def close(self) -> None:  # most hold nothing
         """Give back what the executor holds between local steps, such as processes; it can be used again."""
 
 

@@ -3,9 +3,10 @@
 from torch import Tensor, nn
 
 from fl_lightning.models.checks import require_at_least
+from fl_lightning.recorded import Recorded
 
 
-class BNProbe(nn.Module):
+class BNProbe(Recorded, nn.Module):
     """BN without gamma and beta directly on the inputs, then a linear classifier: a probe of what BN makes separable.
 
     The statistics are those of the inputs, whatever the weights are (Guerraoui et al., arXiv 2405.14670, Section 3: "models

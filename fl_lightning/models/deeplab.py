@@ -6,9 +6,10 @@ from torch.nn.functional import interpolate
 
 from fl_lightning.models.checks import require_at_least, require_images
 from fl_lightning.models.norm import make_conv, make_norm
+from fl_lightning.recorded import Recorded
 
 
-class SmallDeepLab(nn.Module):
+class SmallDeepLab(Recorded, nn.Module):
     """Segmentation for images of a hundred or two pixels: DeepLabv3+'s parts on a backbone of seven convolutions.
 
     The backbone has output stride 8, with dilation in its last two convolutions; atrous spatial pyramid pooling has a 1x1

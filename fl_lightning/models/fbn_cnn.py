@@ -8,9 +8,10 @@ from fl_lightning.errors import check_choice
 from fl_lightning.models.checks import require_at_least, require_images
 from fl_lightning.models.dropout import Dropout, convert_dropout
 from fl_lightning.models.norm import make_conv, make_norm
+from fl_lightning.recorded import Recorded
 
 
-class FBNCNN(nn.Module):
+class FBNCNN(Recorded, nn.Module):
     """Four 3x3 convolutions in the order convolution, ReLU, norm, then two linear layers and a log-softmax.
 
     The paper normalises *after* the ReLU. At the defaults the network has 1,310,922 trainable floats, 4 BN layers with

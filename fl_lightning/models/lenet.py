@@ -4,9 +4,10 @@ from torch import Tensor, nn
 
 from fl_lightning.models.checks import require_at_least, require_images
 from fl_lightning.models.norm import make_conv, make_norm
+from fl_lightning.recorded import Recorded
 
 
-class LeNet(nn.Module):
+class LeNet(Recorded, nn.Module):
     """Three 5x5 convolutions, each halving the image by a 3x3 pooling, and one linear layer.
 
     The first convolution is pooled (maximum) before its norm layer, the other two (average) after their ReLU.

@@ -8,6 +8,7 @@ from torch import nn
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.models.norm import convert_norm
 from fl_lightning.models.weights import load_weights
+from fl_lightning.recorded import records
 
 
 class _Library(NamedTuple):
@@ -29,6 +30,7 @@ _LIBRARIES = {
 }
 
 
+@records()
 def library_model(
     function: str,
     num_classes: int | None = None,
@@ -83,6 +85,7 @@ def library_model(
     return model
 
 
+@records("encoder_weights")
 def deeplab_v3_plus(
     num_classes: int = 19,
     in_channels: int = 3,

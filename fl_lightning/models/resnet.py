@@ -13,9 +13,10 @@ from fl_lightning.models.checks import require_at_least, require_images
 from fl_lightning.models.convolutions import WeightNormConv2d
 from fl_lightning.models.fixup import FixupBlock, ScalarBias, initialise_fixup
 from fl_lightning.models.norm import make_conv, make_norm
+from fl_lightning.recorded import Recorded
 
 
-class CIFARResNet(nn.Module):
+class CIFARResNet(Recorded, nn.Module):
     """A ResNet of depth 6n+2: a 3x3 convolution, three stages of n blocks, global average pooling, one linear layer.
 
     Depth 20 at the defaults has 269,722 trainable floats, 19 BN layers with 688 channels and 40.55 million

@@ -10,9 +10,10 @@ from fl_lightning.models.blocks import ProjectionBlock, make_stages
 from fl_lightning.models.checks import require_at_least, require_images
 from fl_lightning.models.norm import make_conv, make_norm
 from fl_lightning.models.resnet import initialise_he
+from fl_lightning.recorded import Recorded
 
 
-class ResNet18(nn.Module):
+class ResNet18(Recorded, nn.Module):
     """Four stages of two basic blocks with projections (option B), global average pooling, one linear layer.
 
     At the defaults 11,173,962 trainable floats, 20 BN layers with 4,800 channels and 555.42 million multiply-adds for a 32x32

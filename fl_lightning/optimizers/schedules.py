@@ -6,9 +6,10 @@ from collections.abc import Callable, Sequence
 
 from fl_lightning.errors import ConfigurationError, doing
 from fl_lightning.optimizers.milestones import in_run, round_at
+from fl_lightning.recorded import Recorded
 
 
-class LRSchedule(ABC):
+class LRSchedule(Recorded, ABC):
     """A factor on the client learning rate for each communication round."""
 
     @abstractmethod

@@ -10,9 +10,10 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
 from fl_lightning.errors import ConfigurationError
+from fl_lightning.recorded import Recorded
 
 
-class AdaptiveServer(Optimizer, ABC):
+class AdaptiveServer(Recorded, Optimizer, ABC):
     """Algorithm 2 of the paper on the clients' mean change Delta, which is minus the pseudo-gradient.
 
     ``m <- beta1 m + (1 - beta1) Delta``, then v from Delta^2, then ``theta <- theta + lr m / (sqrt(v) + tau)``. There is no

@@ -8,13 +8,14 @@ import lightning as L
 from fl_lightning.client_data.cohort_batch import CohortBatch
 from fl_lightning.cohort.cohort import Cohort
 from fl_lightning.errors import ConfigurationError, nearest
+from fl_lightning.recorded import Recorded
 from fl_lightning.round.declarations import Declarations
 
 if TYPE_CHECKING:
     from fl_lightning.round.module import FederatedModule
 
 
-class FederatedCallback(Declarations, L.Callback):
+class FederatedCallback(Recorded, Declarations, L.Callback):
     """A method: it says what is averaged, kept or frozen (``policy``) and changes a round through its hooks.
 
     Unlike Lightning's callbacks these are essential: a run without its callback is another algorithm. One round is ::

@@ -20,6 +20,8 @@ class Declarations:
             show most of it in a few rounds last.
         needs_joint_forward: Whether the first local step of a round runs one forward pass over all clients together, so
             that layers may exchange inside of it (see ``fl_lightning.batch_norm.joint.cohort_mean``), under any executor.
+        sends_for_evaluations: Whether what clients send depends on which rounds are evaluated, as in StaticBN; then
+            ``check_val_every_n_epoch`` is part of the run's name.
         role: A hook is called for methods first, then for attacks, which rewrite what clients send, then for observers, which
             change nothing; within a role in the order of the list.
         takes: What only one method of a run can decide, in words (``"client drift"``, ``"the round of the freeze"``, ``"the
@@ -31,6 +33,7 @@ class Declarations:
     claims: tuple[str, ...] = ()
     examples: ClassVar[tuple[Mapping[str, Any], ...]] = ({},)
     needs_joint_forward: ClassVar[bool] = False
+    sends_for_evaluations: ClassVar[bool] = False
     role: ClassVar[Literal["method", "attack", "observer"]] = "method"
     takes: Mapping[str, str] = MappingProxyType({})
 

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.randomness import derive_seed
+from fl_lightning.recorded import Recorded
 
 
 class RoundSkipped(Exception):
@@ -19,7 +20,7 @@ class RoundSkipped(Exception):
         self.dropped = dropped
 
 
-class ClientFailures:
+class ClientFailures(Recorded):
     """Which clients fail in which round; a function of (seed, round, client), whoever else takes part.
 
     A client that drops out is drawn into the cohort, but does not report: it takes no step, sends and receives nothing, and the

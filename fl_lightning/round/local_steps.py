@@ -7,7 +7,6 @@ from typing import Any
 from fl_lightning.client_data.cohort_batch import CohortBatch
 from fl_lightning.cohort.client_memory import memories
 from fl_lightning.cohort.round_cohort import RoundCohort
-from fl_lightning.errors import ConfigurationError
 
 
 def take_local_steps(module: Any, cohort: RoundCohort, part: RoundCohort) -> list[int]:
@@ -47,18 +46,8 @@ def attacked(module: Any, clients: Sequence[int], batches: CohortBatch) -> Cohor
 
 
 def open_memories(module: Any) -> None:
-    """Say where methods may write what they keep of clients.
-
-    Raises:
-        ConfigurationError: A method still has what it kept in another run.
-    """
+    """Say where methods may write what they keep of clients."""
     for name, memory in memories(module.federated_callbacks).items():
-        clients, method = sum(client >= 0 for client in memory), name.split(".")[0]
-        if clients and not module.record.samples:
-            raise ConfigurationError(
-                f"callbacks: {method} was trained already and keeps {clients} clients of another run; "
-                f"make a new {method} for a new run"
-            )
         memory.open(Path(module.trainer.default_root_dir) / "memory" / name, module.ranks)
 
 

@@ -37,6 +37,7 @@ from fl_lightning.round.reports import log_round, skip_round, too_few
 from fl_lightning.round.server import ServerModule
 from fl_lightning.round.server_update import update_server
 from fl_lightning.round.tasks import Task
+from fl_lightning.round.trained import TRAINED, refuse_trained
 from fl_lightning.round.trainer import check_trainer
 
 
@@ -90,6 +91,8 @@ class FederatedModule(ServerModule):
     Raises:
         ConfigurationError: A setting is out of range or contradicts another one.
     """
+
+    deciding_files = ("initial_weights",)
 
     def __init__(
         self,
@@ -174,6 +177,7 @@ class FederatedModule(ServerModule):
         self.call_hook("on_round_end", cohort)
         check_aggregate(self, cohort)
         agree(self, f"round {cohort.round}")
+        TRAINED.update([self.model, *self.federated_callbacks])
         log_round(self, cohort)
 
     def start_round(self) -> RoundCohort:
@@ -275,6 +279,7 @@ class FederatedModule(ServerModule):
         rounds = self.fix_rounds(self.plan, self.budget_epochs)
         for round_number in range(1, rounds + 1):
             resolve_policy(self.federated_callbacks, round_number, rounds)
+        refuse_trained(self)
         open_memories(self)
         self.slots = StateSlots(self.model)
         self.data.keep_on(self.device)

@@ -28,7 +28,7 @@ class RunRecord:
             last of them.
         holders: The clients that have received the frozen state, empty while nothing is frozen.
         data: What the data are (:meth:`~fl_lightning.client_data.federated.FederatedDataModule.fingerprint`).
-        settings: The resolved configuration; empty where the run has none.
+        description: The settings that decide results by dotted name; empty if the run has none.
         computed_by: The executor and what else its rounding depends on; empty where the run does not say.
         provenance: The source and the versions that computed it, more than one where they changed on the way
             (:func:`~fl_lightning.run_directory.source.provenance`).
@@ -39,7 +39,7 @@ class RunRecord:
 
     def __init__(self) -> None:
         self.data: dict[str, str] = {}
-        self.settings: dict[str, Any] = {}
+        self.description: dict[str, Any] = {}
         self.computed_by: dict[str, Any] = {}
         self.provenance: list[dict[str, str]] = []
         self.compiled: bool | None = None

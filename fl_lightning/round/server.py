@@ -20,6 +20,7 @@ from fl_lightning.errors import ConfigurationError
 from fl_lightning.optimizers import OptimizerCallable
 from fl_lightning.optimizers.checks import check_server_optimizer
 from fl_lightning.ranks import Ranks
+from fl_lightning.recorded import Recorded
 from fl_lightning.round.clock import RoundClock
 from fl_lightning.round.evaluation import ServerEvaluation
 from fl_lightning.round.plan import RoundPlan
@@ -27,7 +28,7 @@ from fl_lightning.round.record import RunRecord
 from fl_lightning.round.tasks import Classification, Task
 
 
-class ServerModule(L.LightningModule):
+class ServerModule(Recorded, L.LightningModule):
     """A model that a server holds, evaluates and reports on: what a federated module is apart from its rounds.
 
     Args:

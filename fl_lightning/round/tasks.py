@@ -10,12 +10,13 @@ from torch.nn.functional import cross_entropy, interpolate
 from torchmetrics.functional.classification import multiclass_confusion_matrix
 
 from fl_lightning.errors import ConfigurationError
+from fl_lightning.recorded import Recorded
 
 Counts = dict[str, Tensor]
 """Whole numbers by name, which add up over batches and ranks."""
 
 
-class Task(ABC):
+class Task(Recorded, ABC):
     """What a federation learns.
 
     Attributes:

@@ -11,6 +11,7 @@ from rich.live import Live
 from rich.text import Text
 
 from fl_lightning.errors import ConfigurationError
+from fl_lightning.recorded import Recorded
 
 _REFRESH_SECONDS = 0.1
 _SHOWN = {
@@ -23,7 +24,7 @@ _SHOWN = {
 }
 
 
-class RoundProgress(ProgressBar):
+class RoundProgress(Recorded, ProgressBar):
     """Shows the progress of a fit by communication rounds.
 
     On a terminal it is one live line, refreshed ten times a second at most. Elsewhere (a pipe, a log file) it

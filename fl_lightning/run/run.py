@@ -7,17 +7,17 @@ from pathlib import Path
 from typing import Any, Literal
 
 import lightning as L
-import yaml
 
 from fl_lightning.client_data.federated import FederatedDataModule
 from fl_lightning.dashboard.settings import WandbSettings
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.round.module import FederatedModule
+from fl_lightning.round.trained import TRAINED
 from fl_lightning.run.interruption import stoppable
-from fl_lightning.run.settings import settings_of
 from fl_lightning.run.training import TRAINER_DEFAULTS, Training, quiet_host
+from fl_lightning.run_directory.built import built_in_python, without_decided
 from fl_lightning.run_directory.checkpoints import RoundCheckpoint
-from fl_lightning.run_directory.directory import Attempt, inside_the_hash
+from fl_lightning.run_directory.directory import Attempt
 
 
 class Run:
@@ -62,14 +62,12 @@ class Run:
         self.checkpoint, self.wandb = checkpoint or RoundCheckpoint(), WandbSettings(wandb)
         self.trainer_settings = TRAINER_DEFAULTS | trainer
         self.attempt: Attempt | None = None
+        self._made = built_in_python(module, data, {**self.trainer_settings, "callbacks": self.callbacks})
         self.config: dict[str, Any] = {
-            "seed_everything": module.seed,
             "name": name,
             "run_root": str(run_root),
             "checkpoint": {"dirpath": None if self.checkpoint.in_the_run else str(self.checkpoint.dirpath)},
-            "model": settings_of(module)["init_args"],
-            "data": settings_of(data),
-            "trainer": settings_of({**inside_the_hash(self.trainer_settings), "callbacks": self.callbacks}),
+            **without_decided(self._made, data),
         }
 
     def fit(self, resume: bool | str | os.PathLike[str] = False, accept_data: bool = False) -> dict[str, Any]:
@@ -87,15 +85,22 @@ class Run:
             Stopped: A signal has stopped the run, after a whole round.
             ConfigurationError: There is nothing to go on from, or the module was trained before and would start anew.
         """
-        if not resume and self.module.record.samples:
+        if not resume and self.module.model in TRAINED:
             raise ConfigurationError(
-                "fit: the module is trained already; make a new one for a new run, or go on with fit(resume=True)"
+                "fit: the model is trained already; make a new model and module for a new run, which may start from a "
+                "checkpoint by initial_weights, or resume with fit(resume=True)"
             )
         self.module.accept_data = accept_data
-        text = "# of a script: what names the run, not a configuration of the command line\n"
-        config = text + yaml.safe_dump(self.config, sort_keys=False)
         settings = {**self.trainer_settings, "callbacks": self.callbacks}
-        training = Training(self.module, self.data, config, self.checkpoint, "fit(resume=True)")
+        training = Training(
+            self.module,
+            self.data,
+            self.config,
+            self._made,
+            self.checkpoint,
+            "fit(resume=True)",
+            header="# built in Python\n",
+        )
         with warnings.catch_warnings(), stoppable():
             quiet_host()
             with training:

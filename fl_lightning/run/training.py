@@ -10,7 +10,6 @@ from types import TracebackType
 from typing import Any, Self
 
 import lightning as L
-import yaml
 from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar
 from lightning.pytorch.loggers import WandbLogger
 from lightning.pytorch.profilers import PassThroughProfiler
@@ -26,10 +25,11 @@ from fl_lightning.round.module import FederatedModule
 from fl_lightning.run.interruption import FinishRound, Stopped
 from fl_lightning.run.progress import RoundProgress
 from fl_lightning.run.trainer import as_list, is_launched, make_trainer, useful_ranks
+from fl_lightning.run_directory.built import full_name
 from fl_lightning.run_directory.checkpoint_io import check_run, load_run
 from fl_lightning.run_directory.checkpoints import RoundCheckpoint
 from fl_lightning.run_directory.continuation import Start, find_start
-from fl_lightning.run_directory.directory import directory_of
+from fl_lightning.run_directory.description import directory_of
 from fl_lightning.run_directory.files import RunStart, draw_pictures
 from fl_lightning.run_directory.metrics import JSONLinesLogger
 from fl_lightning.run_directory.result import finish_run
@@ -52,9 +52,11 @@ class Training:
     Args:
         module: The module.
         data: Its data.
-        config: The resolved configuration as YAML.
+        config: The resolved configuration.
+        made: What was built (:func:`~fl_lightning.run_directory.built.built`).
         keeper: The run's own checkpoints.
         way_on: What goes on with a run that was stopped, in words.
+        header: Comment at the top of ``config.yaml``.
 
     Attributes:
         directory: All attempts at the run.
@@ -65,17 +67,23 @@ class Training:
         self,
         module: FederatedModule,
         data: FederatedDataModule,
-        config: str,
+        config: Mapping[str, Any],
+        made: Mapping[str, Any],
         keeper: RoundCheckpoint,
         way_on: str,
+        header: str = "",
     ) -> None:
-        self.module, self.data, self.config = module, data, config
+        self.module, self.data, self.config, self.made, self.header = module, data, config, made, header
         self.keeper, self.way_on = keeper, way_on
-        self.directory = directory_of(yaml.safe_load(config))
+        kind: Any = type(module)
+        model = {"class_path": full_name(kind), "init_args": config["model"]}
+        own = kind is not FederatedModule and "class_path" not in config["model"]
+        self.directory = directory_of({**config, "model": model} if own else config)
         self.start = Start()
         self._interruption = FinishRound()
         self._wandb: RoundWandbLogger | None = None
         self._held = ExitStack()
+        self._rounds: int | None = None
 
     def begin(
         self,
@@ -97,6 +105,7 @@ class Training:
                 trainer refuses a setting.
         """
         rank = launched_rank() if is_launched(settings) else 0
+        self._rounds = settings.get("max_epochs")
         path, checkpoint, resumed = None if rank else self.found(ckpt_path), {}, None
         writes = not settings.get("fast_dev_run") and not rank
         if rank:
@@ -112,7 +121,7 @@ class Training:
             self.start = (
                 Start(self.directory.next_attempt(self._held))
                 if path is None
-                else find_start(self.directory, path, checkpoint, self.config, resumed, self._held)
+                else find_start(self.directory, path, checkpoint, self.made, resumed, self._held)
             )
         self._chooses_ranks = settings.get("devices", "auto") == "auto"
         self._trainer = make_trainer(settings, cpu_ranks(), **self._equipment(settings, wandb))
@@ -130,14 +139,28 @@ class Training:
         return self._trainer
 
     def found(self, ckpt_path: str | os.PathLike[str] | None) -> Path | None:
-        """The file that ``--ckpt_path`` means, None where it is None, or ``"auto"`` and there is none yet.
+        """Return the file that ``--ckpt_path`` means; None if it is None, or ``"auto"`` and no attempt has this plan yet.
 
         Raises:
             ConfigurationError: There is no such checkpoint.
         """
         if ckpt_path == "auto":
-            return self.directory.newest_checkpoint()
+            paths = (attempt.checkpoints / "last.ckpt" for attempt in self.directory.attempts())
+            return next((path for path in paths if path.is_file() and self._has_this_plan(path)), None)
         return None if ckpt_path is None else self.directory.resolve_checkpoint(str(ckpt_path))
+
+    def _has_this_plan(self, path: Path) -> bool:
+        """Whether a checkpoint's run was planned for as many rounds: they decide when a run freezes and decays its rates."""
+        if self.module.budget_epochs is not None or self._rounds in (None, -1):
+            return True  # the data decide, and they are part of the name
+        planned = load_run(path)["fl_lightning"]["total_rounds"]
+        if planned != self._rounds:
+            print(
+                f"{path} is of a run planned for {planned} rounds, not {self._rounds}: --ckpt_path auto leaves it as it is; "
+                "--ckpt_path last would extend that run",
+                flush=True,
+            )
+        return bool(planned == self._rounds)
 
     def _equipment(self, settings: Mapping[str, Any], wandb: WandbSettings) -> dict[str, Any]:
         """Callbacks, loggers and folder of the trainer, as its arguments."""
@@ -147,7 +170,7 @@ class Training:
         if settings.get("enable_progress_bar") is not False and not has_progress_bar(callbacks):
             callbacks.append(RoundProgress())
         # RunStart first, so that it prints before a progress bar takes the terminal
-        self._beginning = RunStart(self.start, self.config)
+        self._beginning = RunStart(self.start, self.config, self.made, self.header)
         callbacks = [self._beginning, *callbacks, self._interruption, self.keeper]
         attempt = self.start.attempt
         if attempt is None:

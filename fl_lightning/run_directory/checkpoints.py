@@ -14,9 +14,10 @@ from lightning.pytorch.callbacks import Checkpoint
 from fl_lightning.cohort.client_memory import memories
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.files import unwritable, user_path
+from fl_lightning.recorded import Recorded
 
 
-class RoundCheckpoint(Checkpoint):
+class RoundCheckpoint(Recorded, Checkpoint):
     """Keeps ``last.ckpt``, and ``best.ckpt`` where a metric is monitored, always of a complete round.
 
     ``last.ckpt`` is written after the first and the last round of the fit, after a round when either period has passed, and

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from fl_lightning.files import remove_empty
-from fl_lightning.run_directory.directory import Attempt, RunDirectory, class_name, inside_the_hash
+from fl_lightning.run_directory.description import deciding_settings, differences
+from fl_lightning.run_directory.directory import Attempt, RunDirectory
 from fl_lightning.run_directory.metrics import lines_until, read_metrics
 
 
@@ -49,7 +48,7 @@ def find_start(
     directory: RunDirectory,
     ckpt_path: Path,
     checkpoint: Mapping[str, Any],
-    config: str,
+    made: Mapping[str, Any],
     resumed: Attempt | None,
     held: ExitStack,
 ) -> Start:
@@ -62,7 +61,7 @@ def find_start(
         directory: All attempts of the run.
         ckpt_path: The checkpoint that it goes on from.
         checkpoint: What it holds.
-        config: The run's resolved configuration as YAML.
+        made: What was built.
         resumed: The run's own attempt whose last checkpoint it is, None for any other checkpoint.
         held: Keeps the lock of a new attempt.
 
@@ -72,7 +71,7 @@ def find_start(
     reached, source = int(checkpoint["global_step"]), resumed or directory.attempt_of(ckpt_path)
     # read before there is a folder: lines that are missing leave nothing behind
     lines = lines_until(source.metrics, reached) if source is not None else []
-    differs = _differences(checkpoint, yaml.safe_load(config))
+    differs = _differences(checkpoint, made)
     if resumed is not None:
         return Start(resumed, reached, False, str(ckpt_path), differs or None, b"".join(lines))
     attempt = directory.next_attempt(held)
@@ -84,33 +83,9 @@ def find_start(
     return Start(attempt, reached, True, str(ckpt_path), differs, b"".join(lines))
 
 
-def _differences(checkpoint: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
-    """The old and the new value of each setting that decides results."""
-    before, after = checkpoint["fl_lightning"]["record"].get("settings"), deciding_settings(config)
-    if not before:
+def _differences(checkpoint: Mapping[str, Any], made: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the old and the new value of each setting that decides results."""
+    before = checkpoint["fl_lightning"]["record"].get("description")
+    if not before:  # of an earlier version
         return {"settings": ["unknown", "those of config.yaml"]}
-    names = [name for name in dict.fromkeys([*before, *after]) if before.get(name) != after.get(name)]
-    return {name: [before.get(name), after.get(name)] for name in names}
-
-
-def deciding_settings(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of a resolved configuration that decide its results, by dotted name without ``init_args``.
-
-    A class counts by its name; callbacks go by it, too, such as ``trainer.callbacks.FixBN.freeze_round``.
-    """
-    trainer = inside_the_hash(config["trainer"])
-    callbacks = trainer.get("callbacks") or []
-    entries = callbacks if isinstance(callbacks, list) else [callbacks]
-    trainer["callbacks"] = {class_name(entry): entry for entry in entries}
-    kept = {key: config.get(key) for key in ("seed_everything", "model", "data")} | {"trainer": trainer}
-    return {name: x for name, x in _flat(kept, "").items() if name not in ("model.seed", "data.seed")}
-
-
-def _flat(node: Any, name: str) -> dict[str, Any]:
-    if not isinstance(node, Mapping):
-        return {name: node}
-    found = {name: class_name(node)} if "class_path" in node else {}
-    for key, value in node.items():
-        if key != "class_path":
-            found |= _flat(value, name if key == "init_args" else f"{name}.{key}".lstrip("."))
-    return found
+    return differences(before, deciding_settings(made))

@@ -1,6 +1,5 @@
 """A run in a few words, for titles and tables, and the environment that it was made in."""
 
-import inspect
 import platform
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -17,6 +16,7 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 from fl_lightning.aggregation import WeightedMean
 from fl_lightning.models.convolutions import ScaledStandardizedConv2d, StandardizedConv2d, WeightNormConv2d
 from fl_lightning.models.fixup import FixupBlock
+from fl_lightning.recorded import describe
 from fl_lightning.round.module import FederatedModule
 
 _LAYERS: dict[str, type[nn.Module]] = {
@@ -47,21 +47,6 @@ def method_name(module: FederatedModule, callbacks: Sequence[object]) -> str:
         base += f", statistics by {describe(rule)}" + (f" of {domain}" if domain else "")
     base = f"centralised twin of {base}" if module.centralised else base
     return " + ".join([base, *map(describe, callbacks)])
-
-
-def describe(thing: object) -> str:
-    """An object as it could be written: its class and the constructor arguments that are not the defaults."""
-    parameters = inspect.signature(type(thing)).parameters
-    settings = {name: getattr(thing, name, known.default) for name, known in parameters.items()}
-    changed = [
-        f"{name}={in_words(value)}" for name, value in settings.items() if value != parameters[name].default
-    ]
-    return f"{type(thing).__name__}({', '.join(changed)})"
-
-
-def in_words(value: object) -> str:
-    """A setting's value: an object without words of its own as :func:`describe` has it."""
-    return describe(value) if type(value).__repr__ is object.__repr__ else str(value)
 
 
 def identity(module: FederatedModule) -> dict[str, Any]:

@@ -5,84 +5,24 @@ finds its checkpoints. A fresh ``fit`` takes ``...-s0.2``, then ``...-s0.3``, ..
 """
 
 import fcntl
-import hashlib
-import json
 import os
 import re
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import yaml
 
 from fl_lightning.errors import ConfigurationError
-from fl_lightning.files import folder_below, unwritable, user_path
-
-OUTSIDE_THE_HASH = frozenset(
-    {
-        "accelerator",
-        "check_val_every_n_epoch",
-        "default_root_dir",
-        "devices",
-        "enable_checkpointing",
-        "enable_model_summary",
-        "enable_progress_bar",
-        "log_every_n_steps",
-        "logger",
-        "max_epochs",
-        "max_time",
-        "num_nodes",
-        "profiler",
-        "RoundCheckpoint",
-        "RoundProgress",
-        "strategy",
-    }
-)
-"""Settings of the trainer that change no result, and callbacks by the names of their classes."""
+from fl_lightning.files import unwritable, user_path
 
 LOCK = ".lock"
 """The file that a process holds while it trains in a run's folder."""
 
 _GLANCE = 0.1  # seconds in which who only looks whether a folder is locked has let go of it
-
-_LATER = {
-    **dict.fromkeys(("task", "initial_weights", "failures", "statistics_aggregator", "statistics_domain")),
-    "min_clients": 1,
-}
-"""Settings of the module that earlier runs did not have, as these were trained."""
-
-
-def config_hash(config: Mapping[str, Any]) -> str:
-    """Name a configuration: 8 hex digits of SHA-256 over its canonical JSON without :data:`OUTSIDE_THE_HASH`.
-
-    Args:
-        config: Model, data and trainer, every default filled in; the order of keys does not matter.
-    """
-    model = {name: x for name, x in config["model"].items() if (name, x) not in _LATER.items()}
-    hashed = {**config, "model": model, "trainer": inside_the_hash(config["trainer"])}
-    if config.get("data", {}).get("init_args"):  # numbers do not depend on the threads that read images
-        settings = {name: x for name, x in config["data"]["init_args"].items() if name != "threads"}
-        hashed["data"] = {**config["data"], "init_args": settings}
-    canonical = json.dumps(hashed, sort_keys=True, separators=(",", ":"), default=str)
-    return hashlib.sha256(canonical.encode()).hexdigest()[:8]
-
-
-def inside_the_hash(trainer: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of a trainer without :data:`OUTSIDE_THE_HASH`."""
-    kept = {name: value for name, value in trainer.items() if name not in OUTSIDE_THE_HASH}
-    if isinstance(kept.get("callbacks"), list):
-        kept["callbacks"] = [one for one in kept["callbacks"] if class_name(one) not in OUTSIDE_THE_HASH]
-    return kept
-
-
-def class_name(entry: Any) -> str:
-    """The bare name of an entry's class, empty where it names none."""
-    path = entry.get("class_path", "") if isinstance(entry, Mapping) else ""
-    return str(path).rpartition(".")[2]
 
 
 class _File:
@@ -236,7 +176,7 @@ class RunDirectory:
                 return new
 
     def newest_checkpoint(self, name: str = "last.ckpt") -> Path | None:
-        """The checkpoint of a name of the newest attempt that has one: what ``--ckpt_path auto`` means."""
+        """The checkpoint of a name of the newest attempt that has one."""
         paths = (attempt.checkpoints / name for attempt in self.attempts())
         return next((path for path in paths if path.is_file()), None)
 
@@ -269,14 +209,3 @@ class RunDirectory:
                 + ", or start without ckpt_path"
             )
         return found
-
-
-def directory_of(config: Mapping[str, Any]) -> RunDirectory:
-    """The directory of all attempts at a resolved configuration.
-
-    Args:
-        config: The resolved configuration, every default filled in, its name too; ``~`` is the user's home.
-    """
-    hashed = config_hash({key: config[key] for key in ("model", "data", "trainer")})
-    stem = f"{hashed}-s{config['seed_everything']}"
-    return RunDirectory(folder_below(config["run_root"], config["name"]), stem)

@@ -3,7 +3,7 @@
 import csv
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from io import StringIO
@@ -21,7 +21,7 @@ from fl_lightning.pictures.style import write_figure
 from fl_lightning.round.module import FederatedModule
 from fl_lightning.round.policy import policy_table, stages_in_words
 from fl_lightning.run_directory.console import print_table
-from fl_lightning.run_directory.continuation import Start, deciding_settings
+from fl_lightning.run_directory.continuation import Start
 from fl_lightning.run_directory.describe import (
     clients_table,
     describe_computing,
@@ -29,6 +29,7 @@ from fl_lightning.run_directory.describe import (
     origin_in_words,
     run_title,
 )
+from fl_lightning.run_directory.description import deciding_settings, misfits
 from fl_lightning.run_directory.directory import Attempt
 from fl_lightning.run_directory.metrics import read_metrics
 from fl_lightning.run_directory.predictions import overlays
@@ -43,12 +44,16 @@ class RunStart(L.Callback):
 
     Args:
         start: The run's folder, and what it goes on from.
-        config: The resolved configuration as YAML.
+        config: The resolved configuration.
+        made: What was built.
+        header: Comment at the top of ``config.yaml``.
     """
 
-    def __init__(self, start: Start, config: str) -> None:
+    def __init__(
+        self, start: Start, config: Mapping[str, Any], made: Mapping[str, Any], header: str = ""
+    ) -> None:
         self.start, self.attempt = start, start.attempt
-        self.config = config
+        self.config, self.made, self.header = config, made, header
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Write ``config.yaml``, ``run.json``, ``partition.json`` and ``policy.json``, and draw the partition."""
@@ -82,7 +87,9 @@ class RunStart(L.Callback):
             if self.start.metrics:
                 write_bytes(self.attempt.metrics, self.start.metrics)
             origin = "".join(f"# {line}\n" for line in origin_in_words(pl_module.record.continued_from))
-            write_text(self.attempt.config, origin + self.config)
+            text = origin + self.header + yaml.safe_dump(self.config, sort_keys=False)
+            write_text(self.attempt.config, text)
+            self._check_configuration()
             write_json(self.attempt.partition, pl_module.data.partition_record())
             write_json(self.attempt.policy, table)
             with _harmless(self.attempt.identity):
@@ -94,11 +101,22 @@ class RunStart(L.Callback):
         assert isinstance(pl_module, FederatedModule)
         pl_module.record.computed_by = describe_computing(pl_module)
 
+    def _check_configuration(self) -> None:
+        """Check that ``config.yaml`` builds this run.
+
+        Raises:
+            RuntimeError: It would build another one.
+        """
+        assert self.attempt is not None
+        if found := misfits(yaml.safe_load(self.attempt.config.read_text()), self.made):
+            raise RuntimeError(
+                f"{self.attempt.config} would not build this run ({'; '.join(found)}): a defect of fl_lightning, please report it"
+            )
+
     def _note_origin(self, module: FederatedModule) -> None:
         """Keep the settings for checkpoints, and what is otherwise than it was in the one that the run goes on from."""
         record, start = module.record, self.start
-        config = yaml.safe_load(self.config)
-        record.settings, computes = deciding_settings(config), provenance(config)
+        record.description, computes = deciding_settings(self.made), provenance(self.made)
         if computes not in record.provenance:
             record.provenance.append(computes)
         if start.differs is not None:

@@ -5,10 +5,11 @@ from typing import Any
 
 from fl_lightning.files import write_json
 from fl_lightning.pictures.style import PERSONAL
+from fl_lightning.recorded import describe
 from fl_lightning.round.module import FederatedModule
 from fl_lightning.round.policy import policy_table, stages_in_words
 from fl_lightning.run_directory.console import format_bytes, print_table
-from fl_lightning.run_directory.describe import describe, describe_environment, method_name, origin_in_words
+from fl_lightning.run_directory.describe import describe_environment, method_name, origin_in_words
 from fl_lightning.run_directory.directory import Attempt
 from fl_lightning.run_directory.files import draw_pictures
 from fl_lightning.run_directory.report import Report
@@ -90,7 +91,7 @@ def _print(result: Mapping[str, Any]) -> None:
         "method": result["method"],
         "model": result["model"],
         "partition": result["partition"],
-        "rounds": f"{result['rounds']:,}{_diverged(result)}",
+        "rounds": f"{result['rounds']:,}{_extended(result)}{_diverged(result)}",
         **({"not finite": _not_finite(found)} if (found := result.get("updates_not_finite")) else {}),
         **({"BN statistics": stages_in_words(found)} if (found := result["bn_statistics"]) else {}),
         "samples seen": f"{result['samples']:,}",
@@ -103,6 +104,11 @@ def _print(result: Mapping[str, Any]) -> None:
         "files": result["directory"] or "none (fast_dev_run)",
     }
     print_table("Result", rows)
+
+
+def _extended(result: Mapping[str, Any]) -> str:
+    planned = result["planned_rounds"]
+    return f"  (planned: {planned:,})" if result["rounds"] > planned else ""
 
 
 def _diverged(result: Mapping[str, Any]) -> str:

@@ -39,7 +39,7 @@ _NOT_OWN = frozenset({"fl_lightning", "callbacks", "datamodules", *sys.stdlib_mo
 def provenance(config: Any) -> dict[str, str]:
     """What computes a run here and now: the ``source`` as eight hex digits, and the versions of Python, PyTorch and Lightning.
 
-    Where the configuration names them also the versions of libraries of models, and the ``weights`` it starts from.
+    If the configuration names libraries of models, their versions are included.
 
     Args:
         config: The resolved configuration, whose classes and functions may be a user's own.
@@ -55,16 +55,13 @@ def provenance(config: Any) -> dict[str, str]:
     named = (*_dotted_names(config), *(name for path in own for name in _imports(path, path.stem)))
     roots = {name.partition(".")[0] for name in named}
     versions |= {name: version(name) for name in _LIBRARIES if name in roots and find_spec(name)}
-    weights = (config.get("model") or {}).get("initial_weights")
-    if weights is not None and (path := Path(weights).expanduser()).is_file():
-        versions["weights"] = _digest(path, path.stat().st_mtime_ns)
     return {"source": digest.hexdigest()[:8], **versions}
 
 
 def own_files(config: Any) -> set[Path]:
     """The files of the classes and functions that a configuration names, and of what they import, that no installed package holds."""
     found: set[Path] = set()
-    waiting = [name.rpartition(".")[0] for name in _dotted_names(config)]
+    waiting = [_module(name) for name in _dotted_names(config)]
     while waiting:
         module = waiting.pop()
         if module and module.partition(".")[0] not in _NOT_OWN:
@@ -79,6 +76,14 @@ def own_files(config: Any) -> set[Path]:
                 found.add(path)
                 waiting += _imports(path, module)
     return found
+
+
+def _module(name: str) -> str:
+    """The module of a class or function, which may lie in classes: the longest part of its name that is one."""
+    module = name.rpartition(".")[0]
+    while module and not _origin(module):
+        module = module.rpartition(".")[0]
+    return module
 
 
 def _imports(path: Path, module: str) -> Iterator[str]:
@@ -110,11 +115,6 @@ def _dotted_names(node: Any) -> Iterator[str]:
     elif isinstance(node, dict | list):
         for value in node.values() if isinstance(node, dict) else node:
             yield from _dotted_names(value)
-
-
-@cache
-def _digest(path: Path, written: int) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()[:8]
 
 
 @cache

@@ -10,7 +10,8 @@ from typing import Any, Literal, NamedTuple
 
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.run_directory.checkpoint_io import load_run
-from fl_lightning.run_directory.directory import Attempt, directory_of
+from fl_lightning.run_directory.description import directory_of
+from fl_lightning.run_directory.directory import Attempt
 from fl_lightning.run_directory.source import provenance
 
 Phase = Literal["done", "stale", "running", "stopped", "failed", "missing"]

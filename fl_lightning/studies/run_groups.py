@@ -10,7 +10,8 @@ from typing import Any
 import yaml
 
 from fl_lightning.errors import ConfigurationError
-from fl_lightning.run_directory.directory import Attempt, config_hash
+from fl_lightning.run_directory.description import config_hash
+from fl_lightning.run_directory.directory import Attempt
 from fl_lightning.run_directory.metrics import read_metrics
 from fl_lightning.studies.cells import RUNS, State
 from fl_lightning.studies.findings import run_found

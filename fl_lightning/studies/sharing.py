@@ -5,7 +5,7 @@ from copy import deepcopy
 from typing import Any
 
 from fl_lightning.optimizers.milestones import round_at
-from fl_lightning.run_directory.directory import class_name, config_hash
+from fl_lightning.run_directory.description import class_name, config_hash
 from fl_lightning.studies.cells import Cell
 
 

@@ -33,10 +33,11 @@ def test_a_second_stage_starts_from_a_checkpoint_and_a_resume_from_its_own(share
     assert "initial_weights: the model starts from shared.ckpt\n" in capsys.readouterr().out
     first, last = rows(whole.attempt)[0], rows(run(*STAGE_1, "--run_root", "again").attempt)[-1]
     assert first["val/loss"] == pytest.approx(last["val/loss"], rel=1e-6)
-    run(*start, "--trainer.max_epochs", 2)
-    Path("shared.ckpt").unlink()  # what a resume does not need
+    last = run(*start, "--trainer.max_epochs", 2).attempt.checkpoints / "last.ckpt"
+    Path("shared.ckpt").unlink()  # a resume does not need it, but the run's name does
     capsys.readouterr()
-    resumed = run(*start, "--ckpt_path", "last")
+    resumed = run(*start, "--ckpt_path", last)
+    assert resumed.model.record.continued_from[0]["differs"] == {}
     assert "initial_weights" not in capsys.readouterr().out
     assert same(final(resumed), final(whole))
 

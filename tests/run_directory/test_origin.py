@@ -8,8 +8,8 @@ import yaml
 from command_line import run, write_config
 
 from fl_lightning.run_directory.checkpoint_io import AtomicCheckpointIO
-from fl_lightning.run_directory.continuation import deciding_settings
 from fl_lightning.run_directory.describe import run_title
+from fl_lightning.run_directory.description import deciding_settings
 
 LR = "model.client_optimizer.lr"
 LAST = ("--ckpt_path", "last")
@@ -32,9 +32,9 @@ def test_a_run_continued_twice_under_other_learning_rates_names_both_everywhere(
     words = [
         f"continued from round 1 of {first.path.name}: {LR} 0.05 -> 0.01",
         (
-            f"continued from round 2 of {second.path.name}: {LR} 0.01 -> 0.02, trainer.callbacks.FixBN FixBN -> None, "
+            f"continued from round 2 of {second.path.name}: {LR} 0.01 -> 0.02, trainer.callbacks.FixBN callbacks.FixBN -> None, "
             "trainer.callbacks.FixBN.freeze_round 2 -> None, trainer.callbacks.FixBN.freeze statistics -> None, "
-            "trainer.callbacks.FedProx None -> FedProx, trainer.callbacks.FedProx.mu None -> 0.01"
+            "trainer.callbacks.FedProx None -> callbacks.FedProx, trainer.callbacks.FedProx.mu None -> 0.01"
         ),
     ]
     first_entry, second_entry = result(third)["continued_from"]
@@ -71,7 +71,7 @@ def test_a_checkpoint_without_settings_says_that_they_are_unknown():
     first = run("--trainer.max_epochs", 1).attempt
     path = first.checkpoints / "last.ckpt"
     checkpoint = AtomicCheckpointIO().load_checkpoint(path)
-    for name in ("settings", "computed_by", "continued_from"):
+    for name in ("description", "computed_by", "continued_from"):
         del checkpoint["fl_lightning"]["record"][name]
     torch.save(checkpoint, "copy.ckpt")
     copied = run("--ckpt_path", "copy.ckpt", "--trainer.max_epochs", 2)
@@ -84,7 +84,7 @@ def test_settings_go_by_dotted_names_and_classes_by_theirs():
     attempt = run("--trainer.max_epochs", 1).attempt
     settings = deciding_settings(yaml.safe_load(attempt.config.read_text()))
     assert settings[LR] == 0.05
-    assert settings["model.model"] == "LeNet"
+    assert settings["model.model"] == "fl_lightning.models.LeNet"
     assert settings["trainer.callbacks.FixBN.freeze_round"] == 2
     assert settings["data.partition.class_fraction"] == 0.4
     assert settings["seed_everything"] == 0

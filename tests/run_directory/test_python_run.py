@@ -17,7 +17,7 @@ from callbacks import FedBN, FixBN, MaintainedMomentum
 from datamodules import Digits, Shards
 from fl_lightning import ConfigurationError, FederatedModule, Run
 from fl_lightning.models import LeNet
-from fl_lightning.run.settings import settings_of
+from fl_lightning.run_directory.built import as_plain
 from fl_lightning.run_directory.checkpoint_io import AtomicCheckpointIO
 from fl_lightning.run_directory.checkpoints import RoundCheckpoint
 
@@ -86,8 +86,8 @@ def test_numbers_of_numpy_and_sets_are_settings_too():
     names = [a_run(1, bn, np.float64(0.1)).config["model"] for bn in ("a", "b")]
     assert names[0] == names[1] == a_run(1, "c", 0.1).config["model"]
     a_run(1, max_time=None, lr=np.float64(0.1)).fit()
-    assert settings_of({"b", "a", "c"}) == ["a", "b", "c"]
-    assert [type(settings_of(one)) for one in (np.int64(3), np.float32(0.5), np.bool_(True))] == [
+    assert as_plain({"b", "a", "c"}) == ["a", "b", "c"]
+    assert [type(as_plain(one)) for one in (np.int64(3), np.float32(0.5), np.bool_(True))] == [
         int,
         float,
         bool,
@@ -125,7 +125,7 @@ def test_names_come_from_what_a_run_is_given_and_never_from_the_process():
     same = config()
     assert config() == same == yaml.safe_load(yaml.safe_dump(same))
     assert "0x" not in yaml.safe_dump(same)
-    assert same["data"]["init_args"]["clients"][0]["class_path"] == "ArrayClient"
+    assert same["data"]["init_args"]["clients"][0]["class_path"].endswith(".ArrayClient")
     for changes in (
         {"model": small_cnn(norm="gn")},
         {"client_optimizer": lambda parameters: torch.optim.SGD(parameters, lr=0.2)},
@@ -134,7 +134,7 @@ def test_names_come_from_what_a_run_is_given_and_never_from_the_process():
         {"loss": torch.nn.CrossEntropyLoss(label_smoothing=0.1)},
     ):
         assert config(**changes) != same
-    assert settings_of(Path("x")) == "x"
+    assert as_plain(Path("x")) == "x"
     factors = [config(client_lr_schedule=lambda r, n: 0.5), config(client_lr_schedule=lambda r, n: 0.25)]
     assert factors[0] != factors[1]
 
@@ -147,7 +147,7 @@ def test_what_cannot_be_done_is_one_line():
     with pytest.raises(ConfigurationError, match=r"path: the run has no folder yet; call fit\(\)"):
         run.path  # noqa: B018
     run.fit()
-    with pytest.raises(ConfigurationError, match="the module is trained already; make a new one"):
+    with pytest.raises(ConfigurationError, match="the model is trained already; make a new model"):
         run.fit()
     with pytest.raises(ConfigurationError, match="was trained on other data"):
         a_run(2, data=Digits(num_clients=3, max_examples=299)).fit(run.attempt.checkpoints / "last.ckpt")

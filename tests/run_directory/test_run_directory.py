@@ -11,11 +11,11 @@ from fl_lightning.errors import ConfigurationError
 from fl_lightning.files import atomic_write, write_json, write_text
 from fl_lightning.run_directory.continuation import Start
 from fl_lightning.run_directory.describe import describe_environment
+from fl_lightning.run_directory.description import directory_of
 from fl_lightning.run_directory.directory import (
     LOCK,
     Attempt,
     RunDirectory,
-    directory_of,
 )
 
 

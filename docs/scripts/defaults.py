@@ -1,0 +1,57 @@
+"""Pin the defaults of shipped classes: adds classes and settings that are new, and changes none that is there.
+
+Run it after a new setting: ``.venv/bin/python docs/scripts/defaults.py``.
+"""
+
+import inspect
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import callbacks
+import datamodules
+import fl_lightning
+import fl_lightning.models
+from fl_lightning.cli.command_line import import_shipped
+from fl_lightning.recorded import Recorded
+from fl_lightning.run.training import TRAINER_DEFAULTS
+from fl_lightning.run_directory.built import as_plain, full_name
+from fl_lightning.run_directory.description import TRAINER, defaults
+
+FILE = Path(fl_lightning.__file__).parent / "run_directory/defaults.json"
+_FUNCTIONS = (fl_lightning.models.library_model, fl_lightning.models.deeplab_v3_plus)
+
+
+def shipped() -> dict[str, Any]:
+    """Return the classes and functions that a configuration can name, by full name."""
+    import_shipped()
+    found = {full_name(x): x for x in [*_FUNCTIONS, *_below(Recorded)]}
+    homes = {home.__name__ for home in (fl_lightning, callbacks, datamodules)}
+    # deeper names are bases that no package exports
+    return {name: x for name, x in found.items() if name.partition(".")[0] in homes and name.count(".") < 3}
+
+
+def today() -> dict[str, dict[str, Any]]:
+    """Return the defaults of shipped classes as they are in the code."""
+    found = {name: defaults(kind) for name, kind in shipped().items()}
+    return found | {TRAINER: as_plain(TRAINER_DEFAULTS)}
+
+
+def _below(kind: type) -> Iterator[type]:
+    for one in kind.__subclasses__():
+        if not inspect.isabstract(one):
+            yield one
+        yield from _below(one)
+
+
+def main() -> None:
+    """Write the file."""
+    pinned = json.loads(FILE.read_text())
+    for name, found in today().items():
+        pinned[name] = found | pinned.get(name, {})
+    FILE.write_text(json.dumps(dict(sorted(pinned.items())), indent=1, sort_keys=True) + "\n")
+
+
+if __name__ == "__main__":
+    main()

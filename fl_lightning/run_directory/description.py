@@ -1,0 +1,271 @@
+"""The description of a run: what was built, as one tree of plain values, whether it was built from YAML or in Python.
+
+The tree has the form of a configuration: ``model``, ``data`` and ``trainer``, and for each object its ``class_path`` and
+``init_args``. The hash of a run, its provenance and what differs at a resume are read from it.
+"""
+
+import hashlib
+import inspect
+import json
+from collections.abc import Callable, Mapping
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch.callbacks import ProgressBar
+
+from fl_lightning.client_data.fingerprint import file_digest
+from fl_lightning.files import folder_below
+from fl_lightning.recorded import parameters
+from fl_lightning.run_directory.built import LINKED, as_plain, full_name
+from fl_lightning.run_directory.checkpoints import RoundCheckpoint
+from fl_lightning.run_directory.directory import RunDirectory
+
+MODULE = "fl_lightning.FederatedModule"
+TRAINER = "lightning.Trainer"
+
+OUTSIDE_THE_HASH = frozenset(
+    {
+        "accelerator",
+        "check_val_every_n_epoch",
+        "default_root_dir",
+        "devices",
+        "enable_checkpointing",
+        "enable_model_summary",
+        "enable_progress_bar",
+        "log_every_n_steps",
+        "logger",
+        "max_epochs",
+        "max_time",
+        "num_nodes",
+        "profiler",
+        "strategy",
+    }
+)
+"""Settings of the trainer that change neither weights nor bytes nor the metrics of a round."""
+
+_SHOWING = (RoundCheckpoint, ProgressBar)
+"""Callbacks that change no result either."""
+
+_SHIPPED = ("fl_lightning", "callbacks", "datamodules")
+
+
+def description_of(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the description of a configuration: full names of classes, and no settings of the run's surroundings.
+
+    Args:
+        config: A resolved configuration, or the description itself; ``dict_kwargs`` are arguments like others.
+    """
+    model, data = dict(config.get("model") or {}), _plain(config.get("data") or {})
+    if "class_path" not in model:
+        model = {"class_path": MODULE, "init_args": model}
+    model, trainer = _plain(model), {"class_path": TRAINER, "init_args": _plain(config.get("trainer") or {})}
+    model["init_args"].pop("seed", None)
+    settings = trainer["init_args"]
+    entries = settings.get("callbacks") or []
+    entries = entries if isinstance(entries, list) else [entries]
+    settings["callbacks"] = [one for one in entries if not _shows(class_path(one))] or None
+    if not any(_evaluation_counts(class_path(one)) for one in entries):
+        settings.pop("check_val_every_n_epoch", None)
+    trainer["init_args"] = {
+        name: x
+        for name, x in settings.items()
+        if name == "check_val_every_n_epoch" or name not in OUTSIDE_THE_HASH
+    }
+    if data:
+        data["init_args"] = {name: x for name, x in data["init_args"].items() if name != "threads"}
+    return {"model": model, "data": data, "trainer": trainer}
+
+
+def config_hash(config: Mapping[str, Any]) -> str:
+    """Name a configuration by 8 hex digits of SHA-256 over what of its description differs from the defaults.
+
+    Files that decide results, such as initial weights and partitions, count by their content.
+
+    Args:
+        config: Model, data and trainer; the order of keys is ignored.
+    """
+    essential = _essential(description_of(config))
+    text = json.dumps(essential, sort_keys=True, separators=(",", ":"), default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:8]
+
+
+def directory_of(config: Mapping[str, Any]) -> RunDirectory:
+    """Return the directory of all attempts at a resolved configuration.
+
+    Args:
+        config: The resolved configuration with its name; ``~`` is the user's home.
+    """
+    hashed = config_hash({key: config[key] for key in ("model", "data", "trainer")})
+    return RunDirectory(
+        folder_below(config["run_root"], config["name"]), f"{hashed}-s{config['seed_everything']}"
+    )
+
+
+def deciding_settings(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings that decide results by dotted name without ``init_args``, defaults included; a class by its full name.
+
+    Callbacks are named by their class, such as ``trainer.callbacks.FixBN.freeze_round``; the second of a class is ``FixBN.2``.
+    """
+    found = description_of(config)
+    settings = found["trainer"]["init_args"]
+    named: dict[str, Any] = {}
+    for entry in settings.get("callbacks") or []:
+        name = class_name(entry)
+        same = sum(class_name(one) == name for one in named.values())
+        named[name if not same else f"{name}.{same + 1}"] = entry
+    seed = {"seed_everything": config.get("seed_everything")}
+    trainer = {**settings, "callbacks": named}
+    return _flat({**seed, "model": found["model"], "data": found["data"], "trainer": trainer}, "")
+
+
+def class_path(entry: Any) -> str:
+    """Return the full name of an entry's class, empty if it names none."""
+    path = entry.get("class_path", "") if isinstance(entry, Mapping) else ""
+    return _resolved(str(path))
+
+
+def class_name(entry: Any) -> str:
+    """Return the bare name of an entry's class, empty if it names none."""
+    return class_path(entry).rpartition(".")[2]
+
+
+def _flat(node: Any, name: str) -> dict[str, Any]:
+    if not isinstance(node, Mapping):
+        return {name: node}
+    found = {name: node["class_path"]} if "class_path" in node else {}
+    for key, value in node.items():
+        if key == "init_args" and found:
+            files = getattr(_maker(node["class_path"]), "deciding_files", ())
+            found |= _flat({one: _with_digest(x) if one in files else x for one, x in value.items()}, name)
+        elif key != "class_path":
+            found |= _flat(value, f"{name}.{key}".lstrip("."))
+    return found
+
+
+def _with_digest(value: Any) -> Any:
+    content = _content(value)
+    return f"{value} ({content['content_digest']})" if isinstance(content, dict) else value
+
+
+def _plain(node: Any) -> Any:
+    """Copy a tree with full names of classes, ``dict_kwargs`` among the ``init_args``."""
+    if isinstance(node, Mapping):
+        if not isinstance(node.get("class_path"), str):
+            return {str(name): _plain(value) for name, value in node.items()}
+        given = {**(node.get("init_args") or {}), **(node.get("dict_kwargs") or {})}
+        rest = {name: x for name, x in node.items() if name not in ("class_path", "init_args", "dict_kwargs")}
+        return {"class_path": _resolved(node["class_path"]), "init_args": _plain(given), **rest}
+    return [_plain(value) for value in node] if isinstance(node, list | tuple) else node
+
+
+def _essential(node: Any) -> Any:
+    """Return a description without the arguments that are at their defaults."""
+    if isinstance(node, list):
+        return [_essential(value) for value in node]
+    if not isinstance(node, Mapping):
+        return node
+    if "class_path" not in node:
+        return {name: _essential(value) for name, value in node.items()}
+    path, known = node["class_path"], _defaults(node["class_path"])
+    given = {name: x for name, x in node["init_args"].items() if known.get(name, _MISSING) != _text(x)}
+    files = getattr(_maker(path), "deciding_files", ())
+    given = {name: _content(x) if name in files else _essential(x) for name, x in given.items()}
+    rest = {name: x for name, x in node.items() if name not in ("class_path", "init_args")}
+    return {"class_path": path, **({"init_args": given} if given else {}), **rest}
+
+
+_MISSING = object()
+
+
+def _content(value: Any) -> Any:
+    """Return a file's digest; the value itself if there is no such file."""
+    path = Path(value).expanduser() if isinstance(value, str) else None
+    return {"content_digest": file_digest(path)} if path is not None and path.is_file() else value
+
+
+def _text(value: Any) -> str:
+    return json.dumps(value, sort_keys=True, default=str)
+
+
+@cache
+def _defaults(path: str) -> dict[str, str]:
+    """Return the defaults of a class or function as JSON: of shipped ones those that are pinned, of others today's."""
+    found = defaults(_maker(path))
+    return {name: _text(value) for name, value in (found | pinned().get(path, {})).items()}
+
+
+def defaults(maker: Callable[..., Any] | None) -> dict[str, Any]:
+    """Return the defaults of a class or function as plain values."""
+    known = parameters(maker) if maker is not None else {}
+    return {
+        name: as_plain(one.default, one.annotation)
+        for name, one in known.items()
+        if one.default is not inspect.Parameter.empty
+    }
+
+
+@cache
+def pinned() -> dict[str, dict[str, Any]]:
+    """Return the defaults of shipped classes as they were when each setting came: only they stay outside the hash."""
+    found: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("defaults.json").read_text())
+    return found
+
+
+@cache
+def _maker(path: str) -> Callable[..., Any] | None:
+    """Return the class or function of a full name, None if it cannot be imported."""
+    parts = path.split(".")
+    for length in range(len(parts) - 1, 0, -1):
+        try:
+            found: Any = import_module(".".join(parts[:length]))
+        except Exception:  # noqa: BLE001, S112  # no module, or one that fails: building the run reports it
+            continue
+        for part in parts[length:]:
+            found = getattr(found, part, None)
+        return found if callable(found) else None
+    return None
+
+
+@cache
+def _resolved(path: str) -> str:
+    maker = _maker(path) if "." in path else None
+    return path if maker is None else full_name(maker)
+
+
+def _shows(path: str) -> bool:
+    maker = _maker(path) if path else None
+    return isinstance(maker, type) and issubclass(maker, _SHOWING)
+
+
+def _evaluation_counts(path: str) -> bool:
+    """Whether what a method sends depends on how often the server evaluates."""
+    return bool(getattr(_maker(path), "sends_for_evaluations", False)) if path else False
+
+
+def differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, list[Any]]:
+    """Return the old and the new value of each setting that differs, by name."""
+    pairs = {name: [before.get(name), after.get(name)] for name in dict.fromkeys([*before, *after])}
+    return {name: [old, new] for name, (old, new) in pairs.items() if old != new and not _is_gone(old, new)}
+
+
+def _is_gone(old: Any, new: Any) -> bool:
+    """Whether a file that decided a run, such as its initial weights, is no longer there."""
+    return isinstance(old, str) and isinstance(new, str) and old.startswith(f"{new} (")
+
+
+def misfits(written: Mapping[str, Any], made: Mapping[str, Any]) -> list[str]:
+    """Say in which settings a configuration is not what was built; what the data decide it need not hold.
+
+    Args:
+        written: The configuration, as it is read from its file.
+        made: What was built.
+    """
+    decided = [f"model.model.{name}" for name in LINKED]
+    found = differences(deciding_settings(written), deciding_settings(made))
+    return [
+        f"{name}: {written_value} in the file, {made_value} was built"
+        for name, (written_value, made_value) in found.items()
+        if not (name in decided and written_value is None)
+    ]
