@@ -10,13 +10,14 @@ from typing import Any
 from fl_lightning.batch_norm.kinds import KIND_LABELS
 from fl_lightning.dashboard.settings import WandbSettings
 from fl_lightning.files import restored
+from fl_lightning.round.directions import best_is
 from fl_lightning.round.policy import stages_in_words
 from fl_lightning.run_directory.directory import Attempt
 
 SUMMARIES = {
-    f"{split}/{name}": kept
+    f"{split}/{name}": f"{best_is(name)},last"
     for split in ("val", "test")
-    for name, kept in {"accuracy": "max,last", "mean_iou": "max,last", "loss": "min,last"}.items()
+    for name in ("accuracy", "mean_iou", "loss")
 }
 """Which values of a metric W&B keeps in its table of runs; of others just the last."""
 

@@ -15,6 +15,7 @@ from fl_lightning.cohort.client_memory import memories
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.files import unwritable, user_path
 from fl_lightning.recorded import Recorded
+from fl_lightning.round.directions import best_is
 
 
 class RoundCheckpoint(Recorded, Checkpoint):
@@ -31,7 +32,8 @@ class RoundCheckpoint(Recorded, Checkpoint):
         every_n_rounds: Save when the round is a multiple of this, >= 1; None never for this reason.
         monitor: Name of a logged metric, such as ``"val/accuracy"``; ``best.ckpt`` is the model of the first
             round that reached its best value. Rounds that do not log it are passed over, and so is NaN.
-        mode: Whether the ``"max"`` or the ``"min"`` of the monitored metric is best.
+        mode: Whether the ``"max"`` or the ``"min"`` of the monitored metric is best; None: the smallest of a loss, the largest
+            of a quality such as accuracy (:func:`~fl_lightning.round.directions.best_is`).
         keep_rounds: Rounds, >= 1, after which a checkpoint ``round_<r>.ckpt`` is written that stays.
 
     Attributes:
@@ -49,15 +51,15 @@ class RoundCheckpoint(Recorded, Checkpoint):
         every_n_seconds: float | None = 60.0,
         every_n_rounds: int | None = None,
         monitor: str | None = None,
-        mode: Literal["max", "min"] = "max",
+        mode: Literal["max", "min"] | None = None,
         keep_rounds: list[int] | None = None,
     ) -> None:
         if every_n_seconds is not None and not every_n_seconds >= 0:
             raise ConfigurationError(f"every_n_seconds must be >= 0 or null, found {every_n_seconds}")
         if every_n_rounds is not None and every_n_rounds < 1:
             raise ConfigurationError(f"every_n_rounds must be >= 1 or null, found {every_n_rounds}")
-        if mode not in ("max", "min"):
-            raise ConfigurationError(f"mode must be 'max' or 'min', found {mode!r}")
+        if mode not in ("max", "min", None):
+            raise ConfigurationError(f"mode must be 'max', 'min' or None, found {mode!r}")
         self.dirpath = None if dirpath is None else user_path("checkpoint.dirpath", dirpath)
         self.in_the_run = dirpath is None
         self.every_n_seconds = every_n_seconds
@@ -71,13 +73,15 @@ class RoundCheckpoint(Recorded, Checkpoint):
         self.best_round: int | None = None
         self.best_model_path = ""
         self.saved_round: int | None = None
+        self._quality = ""
         self._complete_round: int | None = None
         self._saved_at = 0.0
 
     @property
     def state_key(self) -> str:
         """One per monitored metric: a best score means nothing to another metric."""
-        return self._generate_state_key(monitor=self.monitor, mode=self.mode)
+        # without a metric as in checkpoints of the time when "max" was the default
+        return self._generate_state_key(monitor=self.monitor, mode=self._best_is() or "max")
 
     def state_dict(self) -> dict[str, Any]:
         """The best score and its round; nothing where no metric is monitored."""
@@ -95,8 +99,14 @@ class RoundCheckpoint(Recorded, Checkpoint):
         """Find the folder, and fail now rather than after the first round where it cannot be made.
 
         Raises:
-            ConfigurationError: The folder cannot be created, or the trainer counts steps.
+            ConfigurationError: The folder cannot be created, the trainer counts steps, or it is not known which values of the
+                monitored metric are best.
         """
+        self._quality = getattr(getattr(pl_module, "task", None), "quality", "")
+        if stage == "fit" and self._active(trainer) and self.monitor and self._best_is() is None:
+            raise ConfigurationError(
+                f"checkpoint.mode: null, but it is not known which values of {self.monitor!r} are best; set checkpoint.mode to max or min"
+            )
         if stage == "fit" and self._active(trainer) and trainer.max_steps != -1:
             # Lightning resumes a run that counts steps inside its last epoch, which repeats or drops a round
             raise ConfigurationError(
@@ -169,6 +179,9 @@ class RoundCheckpoint(Recorded, Checkpoint):
             with contextlib.suppress(ConfigurationError):  # the exception on its way out is the one to show
                 self._save_last(trainer)
 
+    def _best_is(self) -> Literal["max", "min"] | None:
+        return self.mode or best_is(self.monitor or "", self._quality)
+
     def _active(self, trainer: L.Trainer) -> bool:
         return not trainer.fast_dev_run  # type: ignore[attr-defined]  # set in a helper of the trainer
 
@@ -182,7 +195,7 @@ class RoundCheckpoint(Recorded, Checkpoint):
             return False
         # a metric not logged in this round keeps its old value, which is not strictly better than itself
         score = trainer.strategy.broadcast(float(trainer.callback_metrics[self.monitor]))
-        sign = 1 if self.mode == "max" else -1
+        sign = 1 if self._best_is() == "max" else -1
         if math.isnan(score) or (self.best_score is not None and sign * score <= sign * self.best_score):
             return False
         self.best_score, self.best_round = score, self._complete_round

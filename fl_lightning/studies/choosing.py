@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from fl_lightning.errors import ConfigurationError
+from fl_lightning.round.directions import best_is
 from fl_lightning.studies.cells import Cell
 from fl_lightning.studies.definition import Choice, Labels, Study, matches
 
@@ -82,7 +83,7 @@ def chosen(
             by = dict(zip(choice.by, key, strict=True))
             read = next((x for labels in combinations if (x := study.metric(labels))), None)
             metric = f"val/{read.partition('/')[2]}" if read else choice.metric
-            worst = inf if metric.endswith("loss") else -inf
+            worst = inf if best_is(metric) == "min" else -inf
             values: dict[str, float | None] = {}
             for cell in (cell for cell in own if matches(cell.labels, by)):
                 state = cell.state(accept_stale)

@@ -15,6 +15,7 @@ import numpy as np
 from fl_lightning.pictures.series import Rows, Series, draw_curve, scale_values, series, with_gaps
 from fl_lightning.pictures.style import QUALITIES, SPLITS, literal, new_figure, paper_style
 from fl_lightning.pictures.style import write_figure as write
+from fl_lightning.round.directions import best_is
 from fl_lightning.run_directory.metrics import read_metrics
 from fl_lightning.studies.claims import difference
 from fl_lightning.studies.panels import PUBLISHED, Found, Grid, is_number, label_of, short, varied
@@ -141,7 +142,7 @@ def curves_figure(
                 axes.fill_between(places / unit, low, high, color=look[0], alpha=0.18, linewidth=0)
     highest = max((values.max(initial=0) for values in means), default=0.0)
     for axes in grid.panels:
-        if not metric.endswith("loss"):
+        if best_is(metric) != "min":
             axes.set_ylim(0, min(1.15 * highest, 1.03) or 1.03)
         elif axes is grid.panels[0]:
             scale_values(axes, means)

@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 
 from fl_lightning.errors import ConfigurationError
+from fl_lightning.round.directions import best_is
 from fl_lightning.run_directory.description import config_hash
 from fl_lightning.run_directory.directory import Attempt
 from fl_lightning.run_directory.metrics import read_metrics
@@ -127,6 +128,6 @@ def _metrics(results: Iterable[Mapping[str, Any]]) -> dict[str, str]:
     for split, words in {"test/": "test ", "val/": "validation "}.items():
         own = [name for name in counts if name.startswith(split)]
         if own:
-            own.sort(key=lambda name: (name.endswith("loss"), -counts[name]))
+            own.sort(key=lambda name: (best_is(name) == "min", -counts[name]))
             return {name: words + name.removeprefix(split).replace("_", " ") for name in own}
     return {"test/accuracy": "test accuracy"}

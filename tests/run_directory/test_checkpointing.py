@@ -225,13 +225,13 @@ def test_evaluation_metric_that_is_never_logged_fails_at_the_first_evaluation(tm
     with pytest.raises(
         ConfigurationError, match=r"monitor 'val/acc' was never logged; logged are: .*val/accuracy"
     ):
-        fit(tmp_path, RoundCheckpoint(monitor="val/acc"), module=module)
+        fit(tmp_path, RoundCheckpoint(monitor="val/acc", mode="max"), module=module)
     assert module.global_step == 2
 
 
 def test_other_metric_that_is_never_logged_fails_after_the_last_round_is_saved(tmp_path, last):
     with pytest.raises(ConfigurationError, match=r"monitor 'train/nrom' .* logged are: train/norm"):
-        fit(tmp_path, RoundCheckpoint(monitor="train/nrom"))
+        fit(tmp_path, RoundCheckpoint(monitor="train/nrom", mode="min"))
     assert round_of(last) == 6
 
 
@@ -278,7 +278,9 @@ def test_fast_dev_run_and_sanity_check_write_nothing(tmp_path):
     assert not (tmp_path / "checkpoints").exists()
     killer = RaiseAt("on_train_start", 0)
     with pytest.raises(RuntimeError, match="stop here"):
-        fit(tmp_path, RoundCheckpoint(monitor="val/x"), callbacks=[killer], num_sanity_val_steps=1)
+        fit(
+            tmp_path, RoundCheckpoint(monitor="val/x", mode="max"), callbacks=[killer], num_sanity_val_steps=1
+        )
     assert not any((tmp_path / "checkpoints").iterdir())
 
 

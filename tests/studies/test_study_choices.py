@@ -95,6 +95,15 @@ def test_what_is_read_by_a_metric_of_its_own_is_chosen_by_it():
     assert (silo["chosen"], silo["metric"]) == ("0.1", "val/accuracy_silobn")
 
 
+def test_the_loss_of_a_variant_is_best_when_it_is_smallest():
+    axes = {**STUDY["axes"], "method": {"silo": {"metric": "test/loss_silobn"}}}
+    cells = study_cells(axes=axes)
+    for one in cells.trials[0]:
+        finish(one, **{"val/loss_silobn": float(one.labels["model.client_optimizer.lr"])})
+    (silo,) = chosen(cells.study, cells.trials)
+    assert silo["chosen"] == "0.1"
+
+
 def test_a_choice_says_at_which_labels_of_other_axes_it_was_tried():
     axes = {**STUDY["axes"], "model.local_steps": [1, 2], "model.participation": [0.5]}
     choose = [{**STUDY["choose"][0], "at": {"model.local_steps": "2"}}]

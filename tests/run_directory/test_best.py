@@ -1,0 +1,88 @@
+"""Which model is the best one: the metric decides, and a metric that does not is an error."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from command_line import message_of, rows, run
+from helpers import SGD, Rows, blobs, fit, small_cnn
+
+from fl_lightning import Classification, ConfigurationError, FederatedModule
+from fl_lightning.round.directions import best_is
+from fl_lightning.run_directory.checkpoints import RoundCheckpoint
+
+EVERY_ROUND = ("--trainer.check_val_every_n_epoch", 1)
+
+
+def test_the_best_loss_is_the_smallest_and_the_best_accuracy_the_largest():
+    for metric, best in (("val/loss", min), ("val/accuracy", max)):
+        attempt = run("--checkpoint.monitor", metric, *EVERY_ROUND).attempt
+        curve = {row["round"]: row[metric] for row in rows(attempt) if row["round"]}
+        kept = torch.load(attempt.checkpoints / "best.ckpt")["global_step"]
+        assert len(set(curve.values())) > 1
+        assert curve[kept] == best(curve.values())
+
+
+@pytest.mark.parametrize(
+    ("metric", "best"),
+    [
+        ("val/loss", "min"),
+        ("test/loss_calibrated", "min"),
+        ("val/my_loss", "min"),
+        ("val/accuracy", "max"),
+        ("test/accuracy_silobn", "max"),
+        ("test/mean_iou", "max"),
+        ("val/pixel_accuracy", "max"),
+        ("bn/drift", None),
+        ("val/client_accuracy_variance", None),
+        ("val/accuracyless", None),
+    ],
+)
+def test_a_metric_knows_which_of_its_values_are_best(metric, best):
+    assert best_is(metric) == best
+
+
+def test_a_metric_of_ones_own_needs_a_mode(capsys):
+    line = "checkpoint.mode: null, but it is not known which values of 'train/norm' are best; set checkpoint.mode to max or min"
+    assert message_of(capsys, lambda: run("--checkpoint.monitor", "train/norm")) == f"error: {line}\n"
+    assert not Path("runs").exists()
+    module = FederatedModule(small_cnn(), SGD, local_steps=1)
+    with pytest.raises(ConfigurationError) as refused:
+        fit(module, blobs(), 1, [RoundCheckpoint(monitor="train/norm")])
+    assert str(refused.value) == line
+
+
+def test_the_quality_of_a_task_of_ones_own_is_known():
+    class Retrieval(Classification):
+        quality = "recall"
+
+        def metrics(self, counts):
+            return {"recall": super().metrics(counts)["accuracy"]}
+
+    keeper, seen = RoundCheckpoint(monitor="val/recall"), Rows()
+    module = FederatedModule(small_cnn(), SGD, local_steps=1, task=Retrieval())
+    fit(module, blobs(), 3, [keeper, seen], limit_val_batches=1.0)
+    assert keeper.best_score == pytest.approx(max(row["val/recall"] for row in seen.rows.values()))
+
+
+@pytest.mark.filterwarnings(
+    "ignore:Be aware that when using `ckpt_path`, callbacks"
+)  # the old best means nothing
+@pytest.mark.parametrize("monitor", [None, "val/accuracy", "val/loss"])
+def test_a_checkpoint_of_the_time_when_max_was_the_default_loads(monitor):
+    """One of a loss that kept the worst model is not compared with: the best one is that of the rounds to come."""
+    settings = ("--checkpoint.monitor", monitor, *EVERY_ROUND) if monitor else EVERY_ROUND
+    source = run("--trainer.max_epochs", 1, *settings).attempt
+    last = source.checkpoints / "last.ckpt"
+    checkpoint = torch.load(last)
+    (key,) = [key for key in checkpoint["callbacks"] if "RoundCheckpoint" in key] or [None]
+    if key is not None:
+        old = f"RoundCheckpoint{{'monitor': {monitor!r}, 'mode': 'max'}}"
+        assert (key == old) == (monitor != "val/loss")
+        checkpoint["callbacks"][old] = checkpoint["callbacks"].pop(key)
+        torch.save(checkpoint, last)
+    cli = run("--ckpt_path", "last", *settings)
+    assert cli.trainer.global_step == 4
+    if monitor == "val/loss":
+        curve = {row["round"]: row["val/loss"] for row in rows(cli.attempt) if row["round"] > 1}
+        assert torch.load(source.checkpoints / "best.ckpt")["global_step"] == min(curve, key=curve.get)
