@@ -175,8 +175,12 @@ class FederatedCLI(LightningCLI):
             raise ConfigurationError(
                 f"ckpt_path: {self.subcommand} needs a trained model; use --ckpt_path last or a file"
             )
-        check_run(path, load_run(path, config.get("weights_only")), self.model.model)
-        config.ckpt_path, self._source = str(path), training.directory.attempt_of(path)
+        checkpoint = load_run(path, config.get("weights_only"))
+        check_run(path, checkpoint, self.model.model)
+        config.ckpt_path = str(path)
+        source = training.directory.attempt_of(path)
+        folder = source.path if source is not None else Path()
+        self._predictions = folder / f"predictions_round_{checkpoint['global_step']}"
         callbacks = as_list(config.trainer.callbacks)
         if config.trainer.enable_progress_bar is None and not has_progress_bar(callbacks):
             kwargs["enable_progress_bar"] = sys.stdout.isatty()  # no bar in a log file
@@ -188,10 +192,13 @@ class FederatedCLI(LightningCLI):
         self.training.run()
 
     def predict(self, **kwargs: Any) -> None:
-        """Write the predictions on the test data into the run's folder."""
+        """Write the predictions on the test data into the run's folder, under a name with the round of the checkpoint."""
         found: list[Any] = self.trainer.predict(**{**kwargs, "return_predictions": True}) or []
         if not self.trainer.is_global_zero:
             return
-        folder = self._source.path if self._source is not None else Path()
         outputs = [self.model.task.scores(output) for output in found]
-        print(write_predictions(folder, outputs, self.datamodule.predict_dataloader(), self.datamodule))
+        print(
+            write_predictions(
+                self._predictions, outputs, self.datamodule.predict_dataloader(), self.datamodule
+            )
+        )

@@ -59,7 +59,7 @@ def media(attempt: Attempt) -> dict[str, Any]:
     rows = [[KIND_LABELS[kind], stages_in_words(stages)] for kind, stages in policy.items()]
     found: dict[str, Any] = {"policy": wandb.Table(columns=["state of the model", "in a round"], data=rows)}
     for path in sorted(attempt.path.glob("*.csv")):
-        if path.name != "predictions.csv":  # one row for each sample, by another command
+        if not path.name.startswith("predictions"):  # one row for each sample, by another command
             columns, cells = read_table(path)
             name = "clients" if path == attempt.participation else f"{path.stem}_table"
             found[name] = wandb.Table(columns=[*columns], data=cells)

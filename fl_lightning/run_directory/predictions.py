@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 _SHOWN = 4
 
 
-def write_predictions(folder: Path, outputs: Sequence[Tensor], batches: Iterable[Any], data: Any) -> str:
-    """Write the predictions of a classifier as ``predictions.csv``, those of a segmentation as images ``predictions/<index>.png``.
+def write_predictions(path: Path, outputs: Sequence[Tensor], batches: Iterable[Any], data: Any) -> str:
+    """Write the predictions of a classifier as ``<path>.csv``, those of a segmentation as images ``<path>/<index>.png``.
 
     The CSV has index, target, prediction and its probability. The images have the colours of the classes.
 
     Args:
-        folder: Where they go.
+        path: Folder and name, such as ``runs/mine/1f0c9a7e-s0/predictions_round_12``.
         outputs: Class scores ``[b, classes]``, or ``[b, classes, H, W]``, of each batch.
         batches: The batches ``(inputs, targets)`` that they belong to.
         data: The data module, for the colours of its classes.
@@ -47,7 +47,7 @@ def write_predictions(folder: Path, outputs: Sequence[Tensor], batches: Iterable
             )
         if scores.ndim > 2:
             for guess in scores.argmax(1):
-                with atomic_write(folder / "predictions" / f"{images:05}.png") as file:
+                with atomic_write(path / f"{images:05}.png") as file:
                     Image.fromarray(colours(guess.cpu(), palette(data, scores.shape[1]))).save(file, "png")
                 images += 1
             continue
@@ -57,9 +57,10 @@ def write_predictions(folder: Path, outputs: Sequence[Tensor], batches: Iterable
         ):
             lines.append(f"{len(lines) - 1},{target},{guess},{chance:.6g}")
     if images:
-        return f"{images:,} predictions written to {folder / 'predictions'}"
-    write_text(folder / "predictions.csv", "\n".join(lines) + "\n")
-    return f"{len(lines) - 1:,} predictions written to {folder / 'predictions.csv'}"
+        return f"{images:,} predictions written to {path}"
+    table = path.with_name(f"{path.name}.csv")
+    write_text(table, "\n".join(lines) + "\n")
+    return f"{len(lines) - 1:,} predictions written to {table}"
 
 
 def palette(data: Any, classes: int) -> Sequence[tuple[int, int, int]]:

@@ -203,7 +203,7 @@ def test_evaluating_the_last_checkpoint_gives_the_metrics_that_fit_ended_with(in
 
 def test_predictions_give_the_accuracy_of_the_test(in_finished, capsys):
     cli = run("--ckpt_path", "last", command="predict")
-    header, *lines = (in_finished / "predictions.csv").read_text().splitlines()
+    header, *lines = (in_finished / "predictions_round_4.csv").read_text().splitlines()
     assert header == "index,target,prediction,probability"
     table = [line.split(",") for line in lines]
     assert [int(index) for index, *_ in table] == list(range(359))
@@ -213,6 +213,18 @@ def test_predictions_give_the_accuracy_of_the_test(in_finished, capsys):
     right = sum(target == prediction for _, target, prediction, _ in table)
     assert right / 359 == pytest.approx(read(in_finished / "result.json")["test/accuracy"], abs=1e-6)
     assert all(0.1 <= float(probability) <= 1 for *_, probability in table)
+
+
+def test_predictions_of_another_round_replace_nothing(capsys):
+    path = run("--checkpoint.keep_rounds", "[1]").attempt.path
+    first = path / "checkpoints" / "round_1.ckpt"
+    written = {}
+    for checkpoint, name in (("last", "predictions_round_4.csv"), (first, "predictions_round_1.csv")):
+        run("--ckpt_path", checkpoint, command="predict")
+        assert f"359 predictions written to {path / name}\n" in capsys.readouterr().out
+        written[name] = (path / name).read_text()
+    assert {file.name: file.read_text() for file in path.glob("predictions*")} == written
+    assert len(set(written.values())) == 2
 
 
 def test_fast_dev_run_is_one_whole_round_that_writes_nothing(capsys):

@@ -46,7 +46,7 @@ def test_a_run_leaves_its_metrics_pictures_and_predictions():
         with Image.open(attempt.path / picture) as image:
             assert min(image.size) > 200
     main(["predict", "--config", str(attempt.config), "--ckpt_path", "last"])
-    predictions = sorted((attempt.path / "predictions").iterdir())
+    predictions = sorted((attempt.path / "predictions_round_4").iterdir())
     assert [path.name for path in predictions] == ["00000.png", "00001.png", "00002.png"]
     with Image.open(predictions[0]) as image:
         colours = {tuple(colour) for colour in np.asarray(image).reshape(-1, 3).tolist()}

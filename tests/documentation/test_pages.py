@@ -52,7 +52,7 @@ LEFT = {
     "docs/own-method.md": "quickstart/*/updates.csv",
     "docs/reliability.md": "digits_failures/*/result.json",
     "docs/results.md": "digits_statistics_sources/*/result.json",
-    "docs/run-directory.md": "quickstart/*/predictions.csv",
+    "docs/run-directory.md": "quickstart/*/predictions_round_*.csv",
     "docs/studies.md": "studies/fixbn_table4-quick/table.tex",
     "docs/scaling.md": "digits_fixbn_momentum_local/*/result.json",
     "docs/speed.md": "quickstart/*/fit-profile.txt",

@@ -122,7 +122,7 @@ def test_a_classifier_with_several_outputs_does_not_silently_train_on_the_first(
 
 def test_predictions_smaller_than_the_labels_are_written_in_their_size(tmp_path):
     scores, labels = scenes(2)
-    said = write_predictions(tmp_path, [scores[:, :, ::2, ::2]], [(None, labels)], None)
+    said = write_predictions(tmp_path / "predictions", [scores[:, :, ::2, ::2]], [(None, labels)], None)
     assert said.startswith("2 predictions written to")
     with Image.open(tmp_path / "predictions" / "00001.png") as image:
         assert image.size == (7, 5)
