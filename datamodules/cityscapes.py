@@ -131,6 +131,8 @@ class Cityscapes(FederatedDataModule):
                 "it lies"
             )
         self.split_file, self.batch_size, self.eval_batch_size = split_file, batch_size, eval_batch_size
+        if evaluation_cities:
+            self.drawn_splits = ("val", "test")
         self.evaluation_cities, self.threads = list(evaluation_cities), threads
         self._image_size, self._crop_size, self._scale = image_size, crop_size, scale
         self._flip, self._jitter, self._mean, self._std = horizontal_flip, color_jitter, mean, std

@@ -40,6 +40,8 @@ class ImageFolder(ImageFiles):
     ) -> None:
         super().__init__(data_dir, image_size, **settings)
         self.folders = ClassFolders(self.data_dir, test_fraction)
+        if test_fraction is not None:
+            self.drawn_splits = ("val", "test")
         self.class_names = self.folders.classes
         self.num_classes = len(self.class_names)
 
@@ -93,6 +95,8 @@ class ImageDomains(ImageFiles):
                 "<class>/*.jpg and test_fraction set"
             )
         self.domains = {name: ClassFolders(self.data_dir / name, test_fraction) for name in domains}
+        if test_fraction is not None:
+            self.drawn_splits = ("val", "test")
         self._classes = sorted({name for folders in self.domains.values() for name in folders.classes})
         self.class_names, self.num_classes = self._classes, len(self._classes)
 

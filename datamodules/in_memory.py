@@ -134,12 +134,15 @@ class InMemoryDataModule(PartitionedDataModule):
         batches = torch.split(own[client_id], self.eval_batch_size)
         return DataLoader(images, sampler=batches, batch_size=None)
 
+    def evaluation_digests(self) -> list[str]:
+        """The digest of all evaluation images and labels."""
+        return [digest([(part.pixels, part.labels) for part in (self.val_images, self.test_images)])]
+
     def fingerprint(self) -> dict[str, str]:
         """Digests of all images and labels, and of who has which."""
-        held_out = (self.val_images, self.test_images)
         return {
             "training": digest(self.train_images.pixels, self.train_images.labels),
-            "evaluation": digest([(part.pixels, part.labels) for part in held_out]),
+            "evaluation": self.evaluation_digests()[0],
             "partition": digest(self._index_digests),
         }
 

@@ -127,6 +127,8 @@ class PartitionedDataModule(FederatedDataModule):
             train_labels, test_labels, train_groups, test_groups,
             self.partition, self._num_clients, self.val_fraction, self.max_examples, self.seed,
         )  # fmt: skip
+        if len(found.test) != len(test_labels) or bool((found.test < len(train_labels)).any()):
+            self.drawn_splits = ("val", "test")  # by a file that spreads test samples over the clients, too
         self._val_size = len(found.val)
         labels, classes = found.labels, self.num_classes or int(found.labels.max()) + 1
         self._class_histograms = [labels[x].bincount(minlength=classes).tolist() for x in found.clients]

@@ -179,11 +179,15 @@ class StreamedImages(PartitionedDataModule):
         """The server's test data."""
         return DataLoader(self.test_images, self.eval_batch_size)
 
+    def evaluation_digests(self) -> list[str]:
+        """The digest of the test images, and of which others are validation images."""
+        return [digest(self.test_images.fingerprint(), self.val_images.indices)]
+
     def fingerprint(self) -> dict[str, str]:
         """Digests of the files' names, of labels and of some images, and of who has which."""
         return {
             "training": self.train_images.fingerprint(),
-            "evaluation": digest(self.test_images.fingerprint(), self.val_images.indices),
+            "evaluation": self.evaluation_digests()[0],
             "partition": digest(self._index_digests),
         }
 

@@ -69,7 +69,7 @@ class FederatedCLI(LightningCLI):
             help="CPU threads; more than 1: in one process (default: a rank per core)",
         )
         parser.add_argument(
-            "--accept_data", action="store_true", help="go on with other data than those of --ckpt_path"
+            "--accept_data", action="store_true", help="take other data than those of --ckpt_path"
         )
         parser.add_lightning_class_args(RoundCheckpoint, "checkpoint")
         parser.add_class_arguments(WandbSettings, "wandb")
@@ -166,8 +166,8 @@ class FederatedCLI(LightningCLI):
         way_on = "the same command with --ckpt_path last"
         made = built(self.model, self.datamodule, settings)
         training = Training(self.model, self.datamodule, self.resolved, made, config.checkpoint, way_on)
+        self.model.accept_data = config.accept_data
         if self.subcommand == "fit":
-            self.model.accept_data = config.accept_data
             self.training = self.held.enter_context(training)
             return self.training.begin(settings, config.wandb, ckpt_path, config.weights_only)
         path = training.found(ckpt_path)

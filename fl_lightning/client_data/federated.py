@@ -5,7 +5,7 @@ is a function of (seed, client, step), where ``step`` counts the client's local 
 any round can be computed alone and a resumed run draws the batches of an uninterrupted one.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -61,6 +61,8 @@ class FederatedDataModule(Recorded, L.LightningDataModule):
         class_names: Name of each class in the order of the labels, None to go by their numbers.
         in_channels: Channels of an image, None where it means nothing.
         image_size: Height and width of an image in pixels, None where it means nothing.
+        drawn_splits: Which evaluation data, ``"val"`` or ``"test"``, are drawn from the samples that clients train on: another draw
+            would hold some of these. Test data are a set of their own in most data sets.
         loaded: Digest of all data as they were loaded, whatever the seed; None where nobody knows.
     """
 
@@ -69,6 +71,7 @@ class FederatedDataModule(Recorded, L.LightningDataModule):
     class_names: Sequence[str] | None = None
     in_channels: int | None = None
     image_size: int | None = None
+    drawn_splits: Collection[str] = ("val",)
     loaded: str | None = None
 
     def __init__(
@@ -196,6 +199,16 @@ class FederatedDataModule(Recorded, L.LightningDataModule):
             evaluation = dataset_digest(getattr(self.val_dataloader(), "dataset", None), known)
         partition = digest([source.num_examples for source in sources])
         return {"training": digest(training), "evaluation": evaluation, "partition": partition}
+
+    def evaluation_digests(self) -> Collection[str]:
+        """What :meth:`fingerprint` may have as ``"evaluation"``, found without the clients, which only ``fit`` sets up.
+
+        There are two, since samples count only where the clients have few data sets.
+        """
+        with doing("reading the server's evaluation data"):
+            dataset = getattr(self.val_dataloader(), "dataset", None)
+            many = dict.fromkeys(range(-32, 0), "")  # as many as are looked at, under ids that no object has
+            return [dataset_digest(dataset, known) for known in ({}, many)]
 
     def class_histograms(self) -> list[list[int]]:
         """``[i][c]``: client i's training examples of class c; empty where that is not known."""

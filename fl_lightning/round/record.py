@@ -6,8 +6,10 @@ from copy import copy
 from typing import Any
 
 from lightning.pytorch.loggers import Logger
+from lightning.pytorch.trainer.states import TrainerFn
 from torchmetrics import Metric
 
+from fl_lightning.client_data.federated import FederatedDataModule
 from fl_lightning.cohort.round_cohort import RoundCohort
 from fl_lightning.errors import OtherData
 
@@ -139,6 +141,33 @@ class RunRecord:
             self.continue_from(path, round_number, other)
         return bool(trained)
 
+    def evaluate_on(self, data: FederatedDataModule, split: str, path: str, *, accept: bool) -> bool:
+        """Evaluate on data that are drawn from those of the clients, which may be others than those of the checkpoint if accepted.
+
+        Args:
+            data: The data.
+            split: Which of them, ``"val"`` or ``"test"``.
+            path: The checkpoint.
+            accept: Whether they may be others.
+
+        Returns:
+            Whether the checkpoint knows its data; an old one does not.
+
+        Raises:
+            OtherData: They are others and may not be.
+        """
+        trained, seed = self.data.get("evaluation"), self.settings.get("seed_everything")
+        if trained is not None and not accept and trained not in data.evaluation_digests():
+            remedy = "use its data and its seed_everything"
+            if seed is not None and seed != data.seed:
+                remedy = f"use its seed_everything: {seed}, where {data.seed} is given"
+            words = {"val": "validation", "test": "test"}[split]
+            raise OtherData(
+                f"data: the checkpoint {path} was trained with other {words} data, and these may hold samples of its training; {remedy}, "
+                "or evaluate on these by --accept_data (in Python: accept_data = True of the module)"
+            )
+        return trained is not None
+
     def state_dict(self) -> dict[str, Any]:
         """Totals and the newest metrics, as plain numbers."""
         kept = {name: copy(value) for name, value in vars(self).items() if not name.startswith("_")}
@@ -149,3 +178,27 @@ class RunRecord:
         self.compiled = False
         for name, value in state.items():
             setattr(self, "metrics" if name == "row" else name, value)
+
+
+def check_data(module: Any, round_number: int) -> None:
+    """Check that the data of a run are those of the checkpoint that its trainer has loaded.
+
+    Training needs the same data. An evaluation needs the same evaluation data where these are drawn from the clients' samples.
+
+    Args:
+        module: The federated module, whose record is the checkpoint's.
+        round_number: The checkpoint's round.
+
+    Raises:
+        OtherData: They are others, and the module does not accept that.
+    """
+    trainer, record, known = module.trainer, module.record, True
+    path, accept, command = str(trainer.ckpt_path), module.accept_data, trainer.state.fn
+    if command == TrainerFn.FITTING:
+        known = record.go_on_with(module.data.fingerprint(), path, round_number, accept=accept)
+    elif isinstance(data := trainer.datamodule, FederatedDataModule):
+        split = data.fit_split if command == TrainerFn.VALIDATING else "test"
+        if split in data.drawn_splits:
+            known = record.evaluate_on(data, split, path, accept=accept)
+    if not known:
+        module.print(f"checkpoint {path} does not say what data it was trained on; these may be others")

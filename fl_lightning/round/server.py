@@ -24,7 +24,7 @@ from fl_lightning.recorded import Recorded
 from fl_lightning.round.clock import RoundClock
 from fl_lightning.round.evaluation import ServerEvaluation
 from fl_lightning.round.plan import RoundPlan
-from fl_lightning.round.record import RunRecord
+from fl_lightning.round.record import RunRecord, check_data
 from fl_lightning.round.tasks import Classification, Task
 
 
@@ -42,7 +42,7 @@ class ServerModule(Recorded, L.LightningModule):
         total_rounds: Number of rounds planned at round 1, None before.
         record: What the run has logged and counted.
         clock: Where the time of the round goes.
-        accept_data: Whether a run may go on with other data than those of its checkpoint, False by default.
+        accept_data: Whether a run may go on, or be evaluated, with other data than those of its checkpoint, False by default.
 
     Raises:
         ConfigurationError: The model has no trainable parameters, or the optimizer cannot step them.
@@ -172,7 +172,7 @@ class ServerModule(Recorded, L.LightningModule):
         """Take up what the run had planned and counted.
 
         Raises:
-            ConfigurationError: A run would go on with other data, or a module of another kind wrote the checkpoint.
+            ConfigurationError: The data are not those of the checkpoint (:func:`~fl_lightning.round.record.check_data`), or a module of another kind wrote the checkpoint.
         """
         state = checkpoint.get("fl_lightning")
         if state is None:
@@ -182,12 +182,8 @@ class ServerModule(Recorded, L.LightningModule):
         self.total_rounds = state["total_rounds"]
         self.record = RunRecord()
         self.record.load_state_dict(state["record"])
-        if self._resumed:
-            place = str(self.trainer.ckpt_path), checkpoint["global_step"]
-            if not self.record.go_on_with(self.data.fingerprint(), *place, accept=self.accept_data):
-                self.print(
-                    f"checkpoint {place[0]} does not say what data it was trained on; these may be others"
-                )
+        if self._trainer is not None:
+            check_data(self, checkpoint["global_step"])
 
     def on_train_start(self) -> None:
         """Keep what the data of the run are, for its checkpoints."""
