@@ -15,6 +15,10 @@ if TYPE_CHECKING:
     from fl_lightning.round.module import FederatedModule
 
 
+_OWN = frozenset({"kinds", "last_batch_round", "same_until", "paper", "claims", "examples", "takes"})
+"""What a subclass of :class:`Freezing` gives without a change to the rounds until T*."""
+
+
 class Freezing(FederatedCallback):
     """A method that trains with batch statistics until a round T* and has BN state frozen after it.
 
@@ -37,6 +41,14 @@ class Freezing(FederatedCallback):
         if last is not None and round_number > last:
             return dict.fromkeys(self.kinds, "frozen")
         return {kind: "averaged" for kind in self.kinds if kind != "counter"}
+
+    def same_until(self, total_rounds: int) -> int | None:
+        """T* where it is known before training; None for a subclass that changes what a run calls, which may differ before T*."""
+        called = [name for name in dir(Freezing) if not name.startswith("_") and name not in _OWN]
+        if any(getattr(type(self), name) != getattr(Freezing, name) for name in called):
+            return None
+        last = self.last_batch_round(total_rounds)
+        return None if last is None else max(last, 0)
 
     def configure_batch_norm(self, pl_module: "FederatedModule") -> None:
         """Check that there is something to freeze.

@@ -57,6 +57,20 @@ class Declarations:
         """
         return {}
 
+    def same_until(self, total_rounds: int) -> int | None:
+        """Up to which round a run with this method is the run without it, bit for bit.
+
+        A study trains the rounds up to there once for all runs that have them in common. The answer follows from the constructor's
+        arguments: it is asked of an object that no run has.
+
+        Args:
+            total_rounds: Number of planned rounds.
+
+        Returns:
+            That round, >= 0; None where runs differ from the first round on, or where only training can tell.
+        """
+        return None
+
     def extra_payload(self, cohort: Cohort) -> tuple[int, int]:
         """Floats that this method sends on top of the averaged state, per client and round: (upload, download)."""
         return 0, 0

@@ -1,53 +1,75 @@
-"""What cells share: FixBN trains like FedAvg with BN until T*, so one run feeds every T*."""
+"""What cells share: a method that changes nothing until a round T* leaves a run as it is without it, so one run feeds every T*."""
 
+import json
 from collections.abc import Iterable, Mapping
-from copy import deepcopy
-from typing import Any
+from functools import cache
+from typing import TYPE_CHECKING, Any
 
-from fl_lightning.optimizers.milestones import round_at
-from fl_lightning.run_directory.description import class_name, config_hash
-from fl_lightning.studies.cells import Cell
+from jsonargparse import ArgumentParser
+
+from fl_lightning.round.callback import FederatedCallback
+from fl_lightning.run_directory.description import config_hash
+
+if TYPE_CHECKING:
+    from fl_lightning.studies.cells import Cell
 
 
-def share_first_stages(cells: Iterable[Cell]) -> None:
+def share_first_stages(cells: "Iterable[Cell]") -> None:
     """Let each cell go on from the run with the latest T* that is otherwise the same, where that keeps its round T*.
 
-    A run without FixBN is one whose T* never comes. Runs with a budget, whose rounds are not known before, share nothing.
+    A run without such a method is one whose T* never comes. Runs with a budget, whose rounds are not known before, share nothing.
     """
     families: dict[str, list[tuple[float, Cell]]] = {}
     for cell in cells:
-        freeze_round = first_stage(cell.config)
-        if cell.rounds and freeze_round is not None:
-            families.setdefault(_family(cell), []).append((freeze_round, cell))
-    for family in families.values():
-        latest, parent = max(family, key=lambda entry: entry[0])
-        for freeze_round, cell in family:
-            if 0 < freeze_round < latest:
-                cell.parent, cell.shared_rounds = parent, int(freeze_round)
-                parent.keep_rounds.add(int(freeze_round))
+        if cell.rounds:
+            family = json.dumps([family_of(cell.config), cell.now], sort_keys=True)
+            families.setdefault(family, []).append((first_stage(cell.config), cell))
+    for members in families.values():
+        latest, parent = max(members, key=lambda entry: entry[0])
+        for until, cell in members:
+            if 0 < until < latest:
+                cell.parent, cell.shared_rounds = parent, int(until)
+                parent.keep_rounds.add(int(until))
 
 
-def first_stage(config: Mapping[str, Any]) -> float | None:
-    """Up to which round a run is one of FedAvg with BN: T* of its FixBN, infinity where that never comes; None where it is not known."""
-    found = [one["init_args"] for one in config["trainer"]["callbacks"] or [] if _is_fixbn(one)]
-    if len(found) > 1:
-        return None
-    if not found:
-        return float("inf")
-    own, rounds = found[0], int(config["trainer"]["max_epochs"])
-    moment = own["freeze_round"] if own["freeze_round"] is not None else own["freeze_fraction"]
-    freeze_round = round_at(0.5 if moment is None else moment, rounds)
-    return freeze_round if freeze_round < rounds else float("inf")
+def first_stage(config: Mapping[str, Any]) -> float:
+    """Up to which round a run is the one without the methods that say until when they change nothing.
+
+    Args:
+        config: The run's resolved configuration.
+
+    Returns:
+        The first T* of these methods, infinity where none comes within the run.
+    """
+    rounds = int(config["trainer"]["max_epochs"])
+    known = [until for entry in _entries(config) if (until := _same_until(entry, rounds)) is not None]
+    return min((until for until in known if until < rounds), default=float("inf"))
 
 
-def _is_fixbn(entry: Mapping[str, Any]) -> bool:
-    """Whether an entry is ours: a class of this name elsewhere may have any first stage."""
-    return class_name(entry) == "FixBN" and str(entry["class_path"]).partition(".")[0] == "callbacks"
+def family_of(config: Mapping[str, Any]) -> str:
+    """The name of a run without the methods that say until when they change nothing: its configuration, seed and rounds."""
+    rounds = int(config["trainer"]["max_epochs"])
+    others = [json.loads(entry) for entry in _entries(config) if _same_until(entry, rounds) is None]
+    trainer = {**config["trainer"], "callbacks": others}
+    hashed = config_hash({"model": config["model"], "data": config["data"], "trainer": trainer})
+    return f"{hashed}-{config['seed_everything']}-{rounds}"
 
 
-def _family(cell: Cell) -> str:
-    """The name of a configuration and seed without FixBN."""
-    config = deepcopy({key: cell.config[key] for key in ("model", "data", "trainer")})
+def _entries(config: Mapping[str, Any]) -> list[str]:
+    """The callbacks of a configuration as JSON: one may stand without a list."""
     callbacks = config["trainer"]["callbacks"] or []
-    config["trainer"]["callbacks"] = [one for one in callbacks if not _is_fixbn(one)]
-    return f"{config_hash(config)}-{cell.seed}-{cell.rounds}"
+    entries = callbacks if isinstance(callbacks, list) else [callbacks]
+    return [json.dumps(entry, sort_keys=True) for entry in entries]
+
+
+@cache
+def _same_until(entry: str, rounds: int) -> int | None:
+    """What a callback says to :meth:`~fl_lightning.round.declarations.Declarations.same_until`, made from its entry; None where it is no method."""
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_argument("--method", type=FederatedCallback)
+    try:
+        method = parser.instantiate(parser.parse_object({"method": json.loads(entry)})).method
+        until: int | None = method.same_until(rounds)
+    except Exception:  # noqa: BLE001  # another kind of callback, or a class that refuses its settings: the cell's own run says so
+        return None
+    return until

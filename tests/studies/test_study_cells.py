@@ -1,19 +1,17 @@
 """Cells: what run directories say of them, what they share, and what computes them."""
 
-import json
 import os
 import sys
 from importlib.metadata import version
 from pathlib import Path
 
 import pytest
-from untrained_cells import LR, STUDY, cell, finish, study_cells
+from untrained_cells import STUDY, cell, finish, study_cells
 
 from fl_lightning.run_directory import source
 from fl_lightning.run_directory.checkpoint_io import AtomicCheckpointIO
 from fl_lightning.run_directory.source import own_files, provenance
 from fl_lightning.studies.findings import findings
-from fl_lightning.studies.sharing import first_stage, share_first_stages
 
 
 @pytest.fixture(autouse=True)
@@ -107,52 +105,6 @@ def test_a_stopped_cell_goes_on_from_its_checkpoint_of_the_same_source_only():
     checkpoint("0ld")
     assert (one.state().phase, one.checkpoint()) == ("missing", None)
     assert one.state(accept_stale=True).phase == "stopped"
-
-
-def fixbn(moment, **settings):
-    return f"--trainer.callbacks={json.dumps([{'class_path': 'FixBN', 'init_args': {**moment, **settings}}])}"
-
-
-def test_one_first_stage_feeds_every_later_freeze_round():
-    bn, gn = cell(method="BN"), cell("--model.model.norm=gn", method="GN")
-    half, late = cell(fixbn({"freeze_fraction": 0.5})), cell(fixbn({"freeze_round": 30}, freeze="affine"))
-    start, other = cell(fixbn({"freeze_round": 0})), cell(fixbn({"freeze_round": 30}), seed=1)
-    slow = cell(fixbn({"freeze_round": 30}), f"{LR}=0.2")
-    short = cell(fixbn({"freeze_round": 20}), "--trainer.max_epochs=30")  # its schedule is another one
-    share_first_stages([half, late, start, other, slow, short, bn, gn])
-    assert [(one.parent, one.shared_rounds) for one in (half, late)] == [(bn, 20), (bn, 30)]
-    assert [one.parent for one in (bn, gn, start, other, slow, short)] == [None] * 6
-    assert bn.keep_rounds == {20, 30}
-    share_first_stages([half, late])
-    assert (half.parent, late.keep_rounds) == (late, {20})
-    assert first_stage(cell(fixbn({})).config) == 20
-
-
-def test_a_class_of_ones_own_that_is_called_FixBN_shares_nothing(monkeypatch):
-    own = cell()
-    own.config["trainer"]["callbacks"] = [{"class_path": "methods.FixBN", "init_args": {"beta": 1}}]
-    share_first_stages([cell(), own, cell(fixbn({}))])
-    assert own.parent is None
-
-
-def test_runs_whose_length_a_budget_decides_share_nothing():
-    budget = ("--model.budget_epochs=2", "--trainer.max_epochs=-1")
-    one, two = cell(*budget), cell(*budget, fixbn({}))
-    share_first_stages([one, two])
-    assert two.parent is None
-
-
-def test_a_cell_starts_where_its_parent_has_kept_the_round():
-    parent, child = cell(), cell(fixbn({}))
-    share_first_stages([parent, child])
-    folder = finish(parent)
-    assert child.branch() is None  # of a run that kept nothing
-    (folder / "checkpoints").mkdir()
-    (folder / "checkpoints" / "round_20.ckpt").touch()
-    assert child.branch() == folder / "checkpoints" / "round_20.ckpt"
-    assert child.checkpoint() is parent.branch() is None
-    (folder / "result.json").unlink()  # a parent that is not done
-    assert child.branch() is None
 
 
 def test_how_a_cell_is_computed_stands_in_its_configuration():

@@ -1,0 +1,176 @@
+"""First stages that cells share: whose rounds are whose, by what the methods themselves say."""
+
+import json
+import sys
+
+import pytest
+from untrained_cells import LR, cell, finish
+
+from callbacks import FixBN, SlidingWindowFixBN
+from fl_lightning.optimizers import milestones
+from fl_lightning.studies import sharing
+from fl_lightning.studies.sharing import first_stage, share_first_stages
+
+OWN = """
+from dataclasses import dataclass
+
+from callbacks import FixBN
+from fl_lightning import FederatedCallback, Freezing, Report
+
+
+@dataclass
+class Third:
+    of: float = 1.0
+
+
+class Mine(Freezing):
+    kinds = ("affine",)
+
+    def __init__(self, when: Third, after: int = 0):
+        self.when, self.after = when, after
+
+    def last_batch_round(self, total_rounds):
+        return self.after or int(total_rounds * self.when.of) // 3
+
+
+class Shown(FixBN, Report):
+    paper = "of one's own"
+
+
+class Hooked(FixBN):
+    def on_round_start(self, trainer, pl_module, cohort):
+        pass
+
+
+class Mixed:
+    def on_train_epoch_start(self, trainer, pl_module):
+        pass
+
+
+class MixedIn(Mixed, FixBN):
+    pass
+
+
+class Local(FixBN):
+    def policy(self, round_number, total_rounds):
+        return {"mean": "local", "var": "local"}
+
+
+class Broken(FixBN):
+    def last_batch_round(self, total_rounds):
+        return 1 // 0
+
+
+class Late(FederatedCallback):
+    def same_until(self, total_rounds):
+        return 7
+"""
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "mine_freezing.py").write_text(OWN)
+    sharing._same_until.cache_clear()
+    yield
+    sys.modules.pop("mine_freezing", None)
+
+
+def method(name, **settings):
+    return f"--trainer.callbacks={json.dumps([{'class_path': name, 'init_args': settings}])}"
+
+
+def own(name, **settings):
+    return method(f"mine_freezing.{name}", **settings)
+
+
+def fixbn(moment, **settings):
+    return f"--trainer.callbacks={json.dumps([{'class_path': 'FixBN', 'init_args': {**moment, **settings}}])}"
+
+
+def test_one_first_stage_feeds_every_later_freeze_round():
+    bn, gn = cell(method="BN"), cell("--model.model.norm=gn", method="GN")
+    half, late = cell(fixbn({"freeze_fraction": 0.5})), cell(fixbn({"freeze_round": 30}, freeze="affine"))
+    start, other = cell(fixbn({"freeze_round": 0})), cell(fixbn({"freeze_round": 30}), seed=1)
+    slow = cell(fixbn({"freeze_round": 30}), f"{LR}=0.2")
+    short = cell(fixbn({"freeze_round": 20}), "--trainer.max_epochs=30")  # its schedule is another one
+    share_first_stages([half, late, start, other, slow, short, bn, gn])
+    assert [(one.parent, one.shared_rounds) for one in (half, late)] == [(bn, 20), (bn, 30)]
+    assert [one.parent for one in (bn, gn, start, other, slow, short)] == [None] * 6
+    assert bn.keep_rounds == {20, 30}
+    share_first_stages([half, late])
+    assert (half.parent, late.keep_rounds) == (late, {20})
+    assert first_stage(cell(fixbn({})).config) == 20
+
+
+def test_a_class_of_ones_own_that_is_called_FixBN_shares_nothing(monkeypatch):
+    own = cell()
+    own.config["trainer"]["callbacks"] = [{"class_path": "methods.FixBN", "init_args": {"beta": 1}}]
+    share_first_stages([cell(), own, cell(fixbn({}))])
+    assert own.parent is None
+
+
+def test_runs_whose_length_a_budget_decides_share_nothing():
+    budget = ("--model.budget_epochs=2", "--trainer.max_epochs=-1")
+    one, two = cell(*budget), cell(*budget, fixbn({}))
+    share_first_stages([one, two])
+    assert two.parent is None
+
+
+def test_a_cell_starts_where_its_parent_has_kept_the_round():
+    parent, child = cell(), cell(fixbn({}))
+    share_first_stages([parent, child])
+    folder = finish(parent)
+    assert child.branch() is None  # of a run that kept nothing
+    (folder / "checkpoints").mkdir()
+    (folder / "checkpoints" / "round_20.ckpt").touch()
+    assert child.branch() == folder / "checkpoints" / "round_20.ckpt"
+    assert child.checkpoint() is parent.branch() is None
+    (folder / "result.json").unlink()  # a parent that is not done
+    assert child.branch() is None
+
+
+def test_the_method_itself_says_until_when_it_changes_nothing(monkeypatch):
+    """Another default of FixBN is that of studies at once."""
+    monkeypatch.setattr(
+        "callbacks.fixbn.one_milestone", lambda *_, default: milestones.one_milestone(*_, 0.25)
+    )
+    parent, child = cell(), cell(fixbn({}))
+    share_first_stages([parent, child])
+    assert (child.parent, child.shared_rounds, parent.keep_rounds) == (parent, 10, {10})
+
+
+def test_a_freezing_method_of_ones_own_shares_its_first_stage_among_runs_of_the_same_code():
+    third = {"class_path": "mine_freezing.Third", "init_args": {"of": 1.0}}
+    early, late = cell(own("Mine", when=third)), cell(own("Mine", when=third, after=30))
+    bn = cell()  # by other code, which a result would name as that of its first rounds
+    share_first_stages([early, late, bn])
+    assert (early.parent, early.shared_rounds) == (late, 13)
+    assert [late.parent, bn.parent] == [None, None]
+
+
+@pytest.mark.parametrize(
+    ("name", "until"),
+    [("FixBN", 20), ("Shown", 20), ("Late", 7), *((x, float("inf")) for x in ("Hooked", "MixedIn", "Local", "Broken"))],
+)  # fmt: skip
+def test_what_else_a_class_changes_may_change_every_round(name, until):
+    """A callback that does not say is one of the configuration as any other."""
+    one = cell(fixbn({}) if name == "FixBN" else own(name))
+    assert first_stage(one.config) == until
+    plain = cell()
+    plain.now = one.now
+    share_first_stages([plain, one])
+    assert (one.parent is plain) == (until < 40)
+
+
+def test_a_method_that_finds_when_it_freezes_does_not_know_before():
+    assert SlidingWindowFixBN(2, 0.1).same_until(10) is None
+    assert FixBN(freeze_round=3).same_until(10) == 3
+
+
+def test_one_callback_without_a_list_is_not_left_out():
+    one, two = cell(), cell(fixbn({}))
+    for each, norm in ((one, "FedProx"), (two, "FedBN")):
+        each.config["trainer"]["callbacks"] = {"class_path": f"callbacks.{norm}", "init_args": {}}
+    assert sharing.family_of(one.config) != sharing.family_of(two.config)
