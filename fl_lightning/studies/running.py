@@ -137,10 +137,9 @@ class Runner:
 
     def _job(self, cell: Cell) -> Job:
         file, log = self.folder / "cells" / f"{cell.job}.yaml", self.log(cell)
-        config = {
-            **cell.config,
-            "checkpoint": {**cell.config["checkpoint"], "keep_rounds": sorted(cell.keep_rounds) or None},
-        }
+        checkpoint = cell.config["checkpoint"]
+        keep_rounds = sorted(cell.keep_rounds.union(checkpoint["keep_rounds"] or ())) or None
+        config = {**cell.config, "checkpoint": {**checkpoint, "keep_rounds": keep_rounds}}
         write_text(file, f"# {cell.name}\n{yaml.safe_dump(config, sort_keys=False)}")
         log.parent.mkdir(parents=True, exist_ok=True)
         # not fit itself: engines run a command again that was killed, and only then it is known where to go on

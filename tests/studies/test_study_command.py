@@ -61,6 +61,15 @@ def test_one_first_stage_is_trained_once_and_each_freeze_round_is_as_if_alone(ra
         assert own(one) == own(other)
 
 
+def test_rounds_that_are_to_be_kept_are_kept_beside_those_of_first_stages(ran):
+    study("--checkpoint.keep_rounds=[3]")
+    kept = [
+        {path.name for path in Path(group["runs"][0]["directory"], "checkpoints").glob("round_?.ckpt")}
+        for group in found()["groups"]
+    ]
+    assert kept == [{"round_3.ckpt"}, {"round_3.ckpt"}, {"round_2.ckpt", "round_3.ckpt"}]
+
+
 def test_a_dry_run_names_the_cells_and_trains_none(ran, capsys):
     study("--dry-run")
     out = capsys.readouterr().out.splitlines()
@@ -183,6 +192,10 @@ def test_settings_of_the_command_line_are_those_of_every_cell(ran):
             "seed_everything: 5 is no setting of a study's cells, which have seeds",
         ),
         (["s.yaml", "--ckpt_path", "last"], "ckpt_path: last is no setting of a study's cells"),
+        (
+            ["s.yaml", "--checkpoint.dirpath", "ck"],
+            "checkpoint.dirpath: ck would be the folder of all cells, each of which keeps its checkpoints in its own",
+        ),
         (["tiny.bin"], "study: tiny.bin cannot be read: it is not UTF-8"),
     ],
 )
