@@ -20,11 +20,13 @@ from fl_lightning.files import restored, write_text
 from fl_lightning.pictures.learning_curve import learning_curve_figure
 from fl_lightning.pictures.style import rendered
 from fl_lightning.run_directory.description import deciding_settings
+from fl_lightning.run_directory.continuation import deciding_settings
+from fl_lightning.run_directory.directory import Attempt
 from fl_lightning.run_directory.metrics import read_metrics
 from fl_lightning.studies.cells import RUNS
 from fl_lightning.studies.figures import Picture, pictures
 from fl_lightning.studies.panels import Found, label_of, short
-from fl_lightning.studies.run_groups import found_in
+from fl_lightning.studies.run_groups import found_in, resolved
 from fl_lightning.studies.tables import COMPUTED, seeds_of, spread_table, whole_table
 
 SCALES = {
@@ -178,8 +180,8 @@ def _inline(svg: str) -> Markup:
 
 
 def _config(run: Mapping[str, Any]) -> dict[str, Any] | None:
-    path = Path(run["directory"]) / "config.yaml"
-    return yaml.safe_load(path.read_text()) if path.is_file() else None
+    attempt = Attempt(Path(run["directory"]))
+    return resolved(attempt) if attempt.config.is_file() else None
 
 
 def _flat(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -4,8 +4,9 @@ import json
 import textwrap
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -21,10 +22,27 @@ Runs = dict[int, Attempt]
 """Attempts of one configuration by seed."""
 
 
+class Key(NamedTuple):
+    """What runs have in common that differ in nothing but their seed.
+
+    Attributes:
+        name: Their name.
+        hashed: The hash of their configuration.
+        rounds: Their planned rounds, None where no file has them.
+        place: The folder of the runs, where equal ones lie in another folder.
+    """
+
+    name: str
+    hashed: str
+    rounds: int | None
+    place: str = ""
+
+
 def found_in(directories: Sequence[Path]) -> dict[str, Any]:
     """What runs have found, in the form of :func:`fl_lightning.studies.findings.findings`.
 
-    Of several attempts at one configuration and seed the newest finished one counts, else the newest.
+    Of several attempts at one configuration and seed the newest finished one counts, else the newest. Runs of one configuration and seed
+    in different folders are different runs.
 
     Args:
         directories: Run directories.
@@ -32,14 +50,19 @@ def found_in(directories: Sequence[Path]) -> dict[str, Any]:
     Raises:
         ConfigurationError: The configuration of one cannot be read.
     """
-    grouped: dict[tuple[Any, ...], tuple[dict[str, Any], Runs]] = {}
+    configs: dict[Key, dict[str, Any]] = {}
+    found: dict[Key, list[tuple[int, Attempt]]] = {}
     for attempt in map(Attempt, directories):
-        config = _config(attempt)
+        config = resolved(attempt)
         hashed = config_hash({key: config[key] for key in ("model", "data", "trainer")})
-        key = (config["name"], hashed, config["trainer"].get("max_epochs"))
-        _, runs = grouped.setdefault(key, (config, {}))
-        seed = config["seed_everything"]
-        runs[seed] = max(runs.get(seed, attempt), attempt, key=_number)
+        key = Key(config["name"], hashed, config["trainer"]["max_epochs"])
+        configs.setdefault(key, config)
+        found.setdefault(key, []).append((config["seed_everything"], attempt))
+    grouped = {
+        key._replace(place=place): (configs[key], runs)
+        for key, attempts in found.items()
+        for place, runs in _apart(attempts).items()
+    }
     states = [{seed: state_of(attempt) for seed, attempt in runs.items()} for _, runs in grouped.values()]
     names = _names([*grouped], states)
     metrics = _metrics(state.result for own in states for state in own.values() if state.result)
@@ -50,7 +73,7 @@ def found_in(directories: Sequence[Path]) -> dict[str, Any]:
             {
                 "labels": {"run": name},
                 "published": None,
-                "learning_rate": (config["model"]["client_optimizer"].get("init_args") or {}).get("lr"),
+                "learning_rate": _learning_rate(config),
                 "values": {
                     metric: {seed: float(found[metric]) for seed, found in results.items() if metric in found}
                     for metric in metrics
@@ -89,16 +112,60 @@ def state_of(attempt: Attempt) -> State:
     return State("running" if attempt.is_locked() else "stopped", attempt, why=why)
 
 
-def _config(attempt: Attempt) -> dict[str, Any]:
+def resolved(attempt: Attempt) -> dict[str, Any]:
+    """A run's configuration; that of a script does not say how many rounds were planned, which other files do.
+
+    Raises:
+        ConfigurationError: It cannot be read.
+    """
     try:
         config: dict[str, Any] = yaml.safe_load(attempt.config.read_text())
-        config["name"], config["seed_everything"], config["trainer"]["max_epochs"]
-        config["model"]["client_optimizer"]["class_path"], config["data"]["class_path"]
-    except (OSError, yaml.YAMLError, KeyError, TypeError) as error:
+        config["name"], config["seed_everything"], config["data"]["class_path"], config["model"].items()
+        config["trainer"].setdefault("max_epochs", _planned_rounds(attempt))
+    except (OSError, yaml.YAMLError, KeyError, TypeError, AttributeError) as error:
         raise ConfigurationError(
             f"report: {attempt.config} is no resolved configuration of a run; leave its folder out"
         ) from error
     return config
+
+
+def _planned_rounds(attempt: Attempt) -> int | None:
+    for path in (attempt.result, attempt.identity):
+        with suppress(OSError, ValueError, KeyError):
+            return int(json.loads(path.read_text())["planned_rounds"])
+    return None
+
+
+def _learning_rate(config: Mapping[str, Any]) -> float | None:
+    """The client optimizer's learning rate, None where a script made it in a way that does not say."""
+    try:
+        return float(config["model"]["client_optimizer"]["init_args"]["lr"])
+    except (KeyError, TypeError, ValueError):
+        return None
+
+
+def _apart(attempts: Sequence[tuple[int, Attempt]]) -> dict[str, Runs]:
+    """Runs of one configuration, with their seeds, by place: together where the seeds differ, else by folder, else each by itself."""
+    newest: dict[Path, tuple[int, Attempt]] = {}
+    for seed, attempt in attempts:
+        run = _first_attempt(attempt.path.resolve())
+        newest[run] = max(newest.get(run, (seed, attempt)), (seed, attempt), key=lambda x: _number(x[1]))
+    every = [*newest.values()]
+    places = ["" for _ in every], [str(attempt.path.parent) for _, attempt in every]
+    for own in places:
+        if len({*zip(own, (seed for seed, _ in every), strict=True)}) == len(every):
+            break
+    else:
+        own = [str(_first_attempt(attempt.path)) for _, attempt in every]
+    found: dict[str, Runs] = {}
+    for place, (seed, attempt) in zip(own, every, strict=True):
+        found.setdefault(place, {})[seed] = attempt
+    return found
+
+
+def _first_attempt(path: Path) -> Path:
+    """The folder of a run's first attempt."""
+    return path.with_suffix("") if path.suffix[1:].isdigit() else path
 
 
 def _number(attempt: Attempt) -> tuple[bool, int]:
@@ -106,18 +173,24 @@ def _number(attempt: Attempt) -> tuple[bool, int]:
     return attempt.result.is_file(), int(number) if number.isdigit() else 1
 
 
-def _names(keys: Sequence[tuple[Any, ...]], states: Sequence[Mapping[int, State]]) -> list[str]:
-    """The shortest names that tell configurations apart: their own, those of methods, both with what is needed."""
+def _names(keys: Sequence[Key], states: Sequence[Mapping[int, State]]) -> list[str]:
+    """The shortest names that tell runs apart: their own, those of methods, both with what is needed."""
     methods = [
         next((str(state.result["method"]) for state in own.values() if state.result), "") for own in states
     ]
-    own = [str(name) for name, _, _ in keys]
-    either = [f"{method or name} ({hashed}" for method, (name, hashed, _) in zip(methods, keys, strict=True)]
+    own = [key.name for key in keys]
+    either = [method or key.name for method, key in zip(methods, keys, strict=True)]
+    whole = [
+        f"{text} ({key.hashed}, {key.name}, {key.rounds} rounds)"
+        for text, key in zip(either, keys, strict=True)
+    ]
     choices = (
         *([own] if RUNS not in own else []),
         *([methods] if all(methods) else []),
-        [f"{text})" for text in either],
-        [f"{text}, {name}, {rounds} rounds)" for text, (name, _, rounds) in zip(either, keys, strict=True)],
+        [f"{text} ({key.hashed})" for text, key in zip(either, keys, strict=True)],
+        whole,
+        [f"{text} ({key.place})" if key.place else text for text, key in zip(either, keys, strict=True)],
+        [f"{text[:-1]}, {key.place})" if key.place else text for text, key in zip(whole, keys, strict=True)],
     )
     return next((names for names in choices if len({*names}) == len(keys)), choices[-1])
 

@@ -20,6 +20,8 @@ from fl_lightning.models import LeNet
 from fl_lightning.run_directory.built import as_plain
 from fl_lightning.run_directory.checkpoint_io import AtomicCheckpointIO
 from fl_lightning.run_directory.checkpoints import RoundCheckpoint
+from fl_lightning.studies.report import write_report
+from fl_lightning.studies.run_groups import found_in, resolved
 
 QUIET = {"enable_progress_bar": False, "accelerator": "cpu"}
 
@@ -137,6 +139,26 @@ def test_names_come_from_what_a_run_is_given_and_never_from_the_process():
     assert as_plain(Path("x")) == "x"
     factors = [config(client_lr_schedule=lambda r, n: 0.5), config(client_lr_schedule=lambda r, n: 0.25)]
     assert factors[0] != factors[1]
+
+
+def test_a_report_shows_runs_of_scripts():
+    """Whose configuration has no number of rounds, and the learning rate where the optimizer says it."""
+    runs = [a_run(2, lr=lr) for lr in (0.05, 0.1)]
+    for run in runs:
+        run.fit()
+    found = found_in([run.path for run in runs])
+    assert [group["learning_rate"] for group in found["groups"]] == [0.05, 0.1]
+    assert [group["runs"][0]["rounds"] for group in found["groups"]] == [2, 2]
+    assert resolved(runs[0].attempt)["trainer"]["max_epochs"] == 2
+    (runs[0].path / "result.json").unlink()
+    assert resolved(runs[0].attempt)["trainer"]["max_epochs"] == 2
+    write_report([run.path for run in runs], Path("report.html"))
+    page = Path("report.html").read_text()
+    assert "communication rounds" in page
+    assert "<code>model.client_optimizer.lr</code>: 0.05 → 0.1" in page
+    runs[0].attempt.identity.unlink()
+    assert resolved(runs[0].attempt)["trainer"]["max_epochs"] is None
+    write_report([run.path for run in runs], Path("report.html"))
 
 
 def test_what_cannot_be_done_is_one_line():

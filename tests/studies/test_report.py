@@ -3,6 +3,7 @@
 import json
 import re
 from html.parser import HTMLParser
+from pathlib import Path
 
 import pytest
 from written_runs import write_run, write_study
@@ -120,6 +121,27 @@ def test_the_newest_finished_attempt_counts(tmp_path):
     places = [write_run(tmp_path / f"a-s0{end}", accuracy=x) for end, x in (("", 0.25), (".2", 0.5))]
     places.append(write_run(tmp_path / "a-s0.10", accuracy=0.75, finished=False))
     assert found_in(places)["groups"][0]["values"]["test/accuracy"] == {"0": 0.5}
+
+
+def test_equal_runs_in_two_folders_are_two_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    places = [
+        write_run(Path(root, "q", f"a-s{seed}"), name="q", seed=seed, accuracy=x + seed / 4)
+        for root, x in (("one", 0.25), ("two", 0.5))
+        for seed in (0, 1)
+    ]
+    found = found_in([*places, Path.cwd() / places[0]])
+    assert found["axes"]["run"] == ["FedAvg (one/q)", "FedAvg (two/q)"]
+    values = [group["values"]["test/accuracy"] for group in found["groups"]]
+    assert values == [{"0": 0.25, "1": 0.5}, {"0": 0.5, "1": 0.75}]
+    apart = found_in([places[0], places[3]])  # of different seeds: as if they lay in one folder
+    assert (apart["axes"]["run"], len(apart["groups"][0]["runs"])) == (["q"], 2)
+    copy = (
+        write_run(Path("one/q/copy"), name="q", norm="gn"),
+        write_run(Path("one/q/b-s0"), name="q", norm="gn"),
+    )
+    names = found_in([*copy, *places])["axes"]["run"]
+    assert names == ["FedAvg (one/q/copy)", "FedAvg (one/q/b-s0)", "FedAvg (one/q)", "FedAvg (two/q)"]
 
 
 def test_runs_without_a_result_are_shown_as_what_they_are(tmp_path):
