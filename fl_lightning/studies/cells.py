@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -13,10 +14,12 @@ from fl_lightning.run_directory.checkpoint_io import load_run
 from fl_lightning.run_directory.description import directory_of
 from fl_lightning.run_directory.directory import Attempt
 from fl_lightning.run_directory.source import provenance
+from fl_lightning.studies.first_stages import other_origin
 
 Phase = Literal["done", "stale", "running", "stopped", "failed", "missing"]
 """``done``: a result by this source. ``stale``: one by another source. ``running``: a process trains it. ``stopped``: it has a checkpoint
-to go on from. ``failed``: its newest attempt ended with an error. ``missing``: none of these."""
+to go on from. ``failed``: its newest attempt ended with an error. ``missing``: none of these; an attempt that went on from another run is
+not the cell's."""
 
 RUNS = "cells"
 """The folder of all runs of all studies, one below it for each number of rounds: two that need the same cell find it in one place."""
@@ -31,7 +34,8 @@ class State(NamedTuple):
         phase: Where it stands.
         attempt: The attempt that says so.
         result: Its ``result.json``.
-        why: Of a stale cell, what is otherwise than now; of a failed one, its error.
+        why: Of a stale cell, what is otherwise than now; of a failed one, its error; of a missing one, from which other run what is there
+            went on.
         round: The last round that is logged.
     """
 
@@ -102,7 +106,7 @@ class Cell:
             accept_stale: Whether a result by other source or versions counts as done.
         """
         stale: State | None = None
-        attempts = self.directory.attempts()
+        attempts, origin = self._attempts()
         for attempt in attempts:
             result = _finished(attempt, self.rounds)
             if result is None:
@@ -112,7 +116,7 @@ class Cell:
                 return State("done", attempt, result, why, int(result["rounds"]))
             stale = stale or State("stale", attempt, result, why)
         if not attempts:
-            return State("missing")
+            return State("missing", why=origin)
         newest, last = attempts[0], _last_round(attempts[0])
         if newest.is_locked():
             return State("running", newest, round=last)
@@ -124,10 +128,17 @@ class Cell:
 
     def checkpoint(self, accept_stale: bool = False) -> Path | None:
         """The checkpoint that its newest attempt goes on from; None where it has none, is finished or is by other source."""
-        newest = next(iter(self.directory.attempts()), None)
+        newest = next(iter(self._attempts()[0]), None)
         if newest is None or not self._resumable(newest, accept_stale):
             return None
         return newest.checkpoints / "last.ckpt"
+
+    def _attempts(self) -> tuple[list[Attempt], str]:
+        """Its attempts, the newest first, without those that went on from another run; and in words from which the newest of these did."""
+        every = self.directory.attempts()
+        origins = [other_origin(_origins(one), self.config, self.directory.root) for one in every]
+        own = [attempt for attempt, origin in zip(every, origins, strict=True) if not origin]
+        return own, next(filter(None, origins), "")
 
     def branch(self, accept_stale: bool = False) -> Path | None:
         """The checkpoint of its parent that it goes on from where it has none of its own; None where there is none."""
@@ -146,18 +157,28 @@ class Cell:
         path = attempt.checkpoints / "last.ckpt"
         if not path.is_file() or attempt.result.exists():
             return False
-        computed_by = _computed_by(path, path.stat().st_mtime_ns)
-        return computed_by is not None and (accept_stale or not differences(computed_by, self.now))
+        record = _record(path, path.stat().st_mtime_ns)
+        return record is not None and (accept_stale or not differences(record["provenance"], self.now))
+
+
+def _origins(attempt: Attempt) -> list[dict[str, Any]]:
+    """The checkpoints from which an attempt went on otherwise; empty while a process trains it."""
+    with suppress(OSError, ValueError):
+        found: list[dict[str, Any]] = json.loads(attempt.result.read_text()).get("continued_from", [])
+        return found
+    path = attempt.checkpoints / "last.ckpt"
+    record = _record(path, path.stat().st_mtime_ns) if path.is_file() and not attempt.is_locked() else None
+    return record["continued_from"] if record is not None else []
 
 
 @cache
-def _computed_by(checkpoint: Path, written: int) -> list[dict[str, str]] | None:
-    """What has computed a checkpoint, None where it cannot be read; read once, however often a study looks."""
+def _record(checkpoint: Path, written: int) -> dict[str, Any] | None:
+    """What has computed a checkpoint, and what from, None where it cannot be read; read once, however often a study looks."""
     try:
-        found: list[dict[str, str]] = load_run(checkpoint)["fl_lightning"]["record"].get("provenance", [])
+        record = load_run(checkpoint)["fl_lightning"]["record"]
     except ConfigurationError:
         return None
-    return found
+    return {name: record.get(name, []) for name in ("provenance", "continued_from")}
 
 
 def expect_newest_data(states: Sequence[State], cells: Sequence[Cell]) -> list[Cell]:

@@ -35,8 +35,8 @@ class StudyProgress:
         words = f"; about {in_words(left)} left" if left else ""
         for cell, state in cells:
             before, self._known[cell] = self._known.get(cell), state.phase
-            if before in (None, "done") and state.phase == "stale":
-                self._print(f"stale, runs again: {cell.name}: {state.why}")
+            if before in (None, "done") and state.phase in ("stale", "missing") and state.why:
+                self._print(f"{state.phase}, runs again: {cell.name}: {state.why}")
             if before in (None, state.phase) or state.phase not in ("done", "failed"):
                 continue
             numbers = [

@@ -14,6 +14,7 @@ from fl_lightning.errors import ConfigurationError
 from fl_lightning.round.directions import best_is
 from fl_lightning.run_directory.description import config_hash
 from fl_lightning.run_directory.directory import Attempt
+from fl_lightning.run_directory.describe import origin_in_words
 from fl_lightning.run_directory.metrics import read_metrics
 from fl_lightning.studies.cells import RUNS, State
 from fl_lightning.studies.findings import run_found
@@ -78,7 +79,10 @@ def found_in(directories: Sequence[Path]) -> dict[str, Any]:
                     metric: {seed: float(found[metric]) for seed, found in results.items() if metric in found}
                     for metric in metrics
                 },
-                "runs": [run_found(seed, own[seed], runs[seed].path) for seed in sorted(runs)],
+                "runs": [
+                    {**run_found(seed, own[seed], runs[seed].path), "origin": _origin(own[seed], runs[seed])}
+                    for seed in sorted(runs)
+                ],
             }
         )
     methods = dict.fromkeys(run["method"] for group in groups for run in group["runs"] if "method" in run)
@@ -110,6 +114,15 @@ def state_of(attempt: Attempt) -> State:
         lines = attempt.error.read_text(errors="replace").strip().splitlines()
         return State("failed", attempt, why=(lines or ["no message"])[-1])
     return State("running" if attempt.is_locked() else "stopped", attempt, why=why)
+
+
+def _origin(state: State, attempt: Attempt) -> list[str]:
+    """From which other runs a run went on, in words."""
+    if state.result is not None:
+        return origin_in_words(state.result.get("continued_from", []))
+    with suppress(OSError, ValueError):
+        return [*json.loads(attempt.identity.read_text()).get("continued_from", [])]
+    return []
 
 
 def resolved(attempt: Attempt) -> dict[str, Any]:

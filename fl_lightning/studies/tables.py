@@ -138,7 +138,7 @@ def at_edge(choice: Mapping[str, Any]) -> bool:
 
 
 def remarks(group: Mapping[str, Any]) -> list[str]:
-    """What must be said of a combination's runs: diverged, of other source, missing."""
+    """What must be said of a combination's runs: begun by another run, diverged, of other source, missing."""
     found = []
     if same := group.get("same_as"):
         found.append("the same runs as " + " ".join(f"{axis}={label}" for axis, label in same.items()))
@@ -146,6 +146,7 @@ def remarks(group: Mapping[str, Any]) -> list[str]:
         others = (f"{axis}={x}" for axis, x in trained.items() if x != group["labels"][axis])
         found.append(f"costs are those of {' '.join(others)}")
     for run in group["runs"]:
+        found += [f"seed {run['seed']} {line}" for line in run.get("origin", [])]
         if run["phase"] == "done" and run["rounds"] != run.get("planned_rounds", run["rounds"]):
             found.append(f"seed {run['seed']} ended after round {run['rounds']} of {run['planned_rounds']}")
     if (

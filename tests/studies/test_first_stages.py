@@ -8,8 +8,9 @@ from untrained_cells import LR, cell, finish
 
 from callbacks import FixBN, SlidingWindowFixBN
 from fl_lightning.optimizers import milestones
-from fl_lightning.studies import sharing
-from fl_lightning.studies.sharing import first_stage, share_first_stages
+from fl_lightning.studies import first_stages
+from fl_lightning.studies.first_stages import first_stage
+from fl_lightning.studies.sharing import share_first_stages
 
 OWN = """
 from dataclasses import dataclass
@@ -72,7 +73,7 @@ def here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "mine_freezing.py").write_text(OWN)
-    sharing._same_until.cache_clear()
+    first_stages._same_until.cache_clear()
     yield
     sys.modules.pop("mine_freezing", None)
 
@@ -173,4 +174,4 @@ def test_one_callback_without_a_list_is_not_left_out():
     one, two = cell(), cell(fixbn({}))
     for each, norm in ((one, "FedProx"), (two, "FedBN")):
         each.config["trainer"]["callbacks"] = {"class_path": f"callbacks.{norm}", "init_args": {}}
-    assert sharing.family_of(one.config) != sharing.family_of(two.config)
+    assert first_stages.family_of(one.config) != first_stages.family_of(two.config)
