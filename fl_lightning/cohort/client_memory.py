@@ -261,11 +261,26 @@ def locate(tree: Any, checkpoint: Any) -> None:
         locate(inner, checkpoint)
 
 
+def link_files(run: Path, name: str, other: Path, other_name: str) -> None:
+    """Give the files of one checkpoint to its copy under another name, or in another run.
+
+    Args:
+        run: The folder of the checkpoint's run.
+        name: What the memories call the checkpoint: its label and round.
+        other: The folder of the copy's run.
+        other_name: What they call the copy.
+    """
+    for folder in run.glob(f"memory/*/{name}"):
+        target = other / "memory" / folder.parent.name / other_name
+        shutil.rmtree(target, ignore_errors=True)
+        shutil.copytree(folder, target, copy_function=_link_file)
+
+
 def _each(tree: Any, function: Any) -> Any:
     return tree_map(lambda leaf: function(leaf) if isinstance(leaf, ClientMemory) else leaf, tree)
 
 
-def _link_file(source: Path, target: Path) -> None:
+def _link_file(source: str | Path, target: str | Path) -> None:
     try:
         os.link(source, target)
     except OSError:

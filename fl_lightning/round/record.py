@@ -156,7 +156,7 @@ class RunRecord:
         Raises:
             OtherData: They are others and may not be.
         """
-        trained, seed = self.data.get("evaluation"), self.settings.get("seed_everything")
+        trained, seed = self.data.get("evaluation"), self.description.get("seed_everything")
         if trained is not None and not accept and trained not in data.evaluation_digests():
             remedy = "use its data and its seed_everything"
             if seed is not None and seed != data.seed:

@@ -3,7 +3,9 @@
 import contextlib
 import math
 import os
+import shutil
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 from zlib import crc32
@@ -11,11 +13,12 @@ from zlib import crc32
 import lightning as L
 from lightning.pytorch.callbacks import Checkpoint
 
-from fl_lightning.cohort.client_memory import memories
+from fl_lightning.cohort.client_memory import link_files, memories
 from fl_lightning.errors import ConfigurationError
-from fl_lightning.files import unwritable, user_path
+from fl_lightning.files import atomic_write, unwritable, user_path
 from fl_lightning.recorded import Recorded
 from fl_lightning.round.directions import best_is
+from fl_lightning.run_directory.checkpoint_io import AtomicCheckpointIO
 
 
 class RoundCheckpoint(Recorded, Checkpoint):
@@ -32,9 +35,10 @@ class RoundCheckpoint(Recorded, Checkpoint):
         every_n_rounds: Save when the round is a multiple of this, >= 1; None never for this reason.
         monitor: Name of a logged metric, such as ``"val/accuracy"``; ``best.ckpt`` is the model of the first
             round that reached its best value. Rounds that do not log it are passed over, and so is NaN.
-        mode: Whether the ``"max"`` or the ``"min"`` of the monitored metric is best; None: the smallest of a loss, the largest
+            mode: Whether the ``"max"`` or the ``"min"`` of the monitored metric is best; None: the smallest of a loss, the largest
             of a quality such as accuracy (:func:`~fl_lightning.round.directions.best_is`).
-        keep_rounds: Rounds, >= 1, after which a checkpoint ``round_<r>.ckpt`` is written that stays.
+        keep_rounds: Rounds, >= 1, after which a checkpoint ``round_<r>.ckpt`` is written that stays, and, if a metric is
+            monitored, ``round_<r>_best.ckpt``, the best until then.
 
     Attributes:
         in_the_run: Whether they lie in the run's own folder, that of each fit.
@@ -89,8 +93,41 @@ class RoundCheckpoint(Recorded, Checkpoint):
             return {}
         return {"best_score": self.best_score, "best_round": self.best_round}
 
+    def on_load_checkpoint(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Take the ``best.ckpt`` of the rounds before along into a new folder; say so where it is not there any more.
+
+        Raises:
+            ConfigurationError: It cannot be written.
+        """
+        if trainer.state.fn != "fit" or self.monitor is None or trainer.ckpt_path is None:
+            return
+        assert self.dirpath is not None
+        path, target = Path(trainer.ckpt_path), self.dirpath / "best.ckpt"
+        state = checkpoint.get("callbacks", {}).get(self.state_key)  # None where it was of another metric
+        missing = not target.is_file() and (state is None or state["best_round"] is not None)
+        if missing and trainer.is_global_zero and self._active(trainer):
+            source = self._best_until(path, state) if state and _same_data(checkpoint, pl_module) else None
+            if source is not None:
+                _copy(source, target, state["best_round"])
+            else:
+                print(
+                    f"best.ckpt: the best until {path} is not beside it; the best of the rounds after {checkpoint['global_step']} is kept",
+                    flush=True,
+                )
+        trainer.strategy.broadcast(None)  # the other ranks look for the file after this
+
+    def _best_until(self, path: Path, state: Mapping[str, Any]) -> Path | None:
+        """The checkpoint beside another one that was the best until then, None where it is gone."""
+        for found in (path.with_name(_best_name(path.stem)), path.with_name("best.ckpt")):
+            with contextlib.suppress(ConfigurationError):  # it is not there, or damaged
+                if AtomicCheckpointIO().load_checkpoint(found)["callbacks"].get(self.state_key) == state:
+                    return found
+        return None
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from the best score where its ``best.ckpt`` lies here: in a new folder the best is that of its own rounds."""
+        """Continue from the best score where its ``best.ckpt`` lies here: else the best is that of the rounds to come."""
         if self.dirpath is not None and (self.dirpath / "best.ckpt").is_file():
             self.best_score, self.best_round = state_dict["best_score"], state_dict["best_round"]
             self.best_model_path = str(self.dirpath / "best.ckpt")
@@ -155,7 +192,9 @@ class RoundCheckpoint(Recorded, Checkpoint):
         if self._reached_best(trainer):
             self.best_model_path = self._save(trainer, "best.ckpt")
         if rounds in self.keep_rounds:
-            self._save(trainer, kept_name(rounds))
+            kept = Path(self._save(trainer, kept_name(rounds)))
+            if self.best_round is not None and trainer.is_global_zero:
+                _copy(Path(self.best_model_path), kept.with_name(_best_name(kept.stem)), self.best_round)
         if self._due(trainer):
             self._save_last(trainer)
 
@@ -238,3 +277,26 @@ class RoundCheckpoint(Recorded, Checkpoint):
 def kept_name(round_number: int) -> str:
     """Name of the checkpoint that ``keep_rounds`` keeps of a round."""
     return f"round_{round_number}.ckpt"
+
+
+def _best_name(stem: str) -> str:
+    """Name of the checkpoint that was the best when another one was kept, by the name of that."""
+    return f"{stem}_best.ckpt"
+
+
+def _copy(source: Path, target: Path, round_number: int) -> None:
+    """Copy a checkpoint, and link the files of methods' memories that belong to it."""
+    link_files(
+        source.parents[1],
+        f"{source.stem}_{round_number}",
+        target.parents[1],
+        f"{target.stem}_{round_number}",
+    )
+    with source.open("rb") as file, atomic_write(target) as copy:
+        shutil.copyfileobj(file, copy)
+
+
+def _same_data(checkpoint: Mapping[str, Any], module: L.LightningModule) -> bool:
+    """Whether a run goes on with the data of its checkpoint: scores on others cannot be compared."""
+    record = getattr(module, "record", None)
+    return record is None or checkpoint["fl_lightning"]["record"].get("data") == record.data

@@ -20,7 +20,6 @@ from fl_lightning.files import restored, write_text
 from fl_lightning.pictures.learning_curve import learning_curve_figure
 from fl_lightning.pictures.style import rendered
 from fl_lightning.run_directory.description import deciding_settings
-from fl_lightning.run_directory.continuation import deciding_settings
 from fl_lightning.run_directory.directory import Attempt
 from fl_lightning.run_directory.metrics import read_metrics
 from fl_lightning.studies.cells import RUNS

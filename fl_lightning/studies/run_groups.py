@@ -12,9 +12,9 @@ import yaml
 
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.round.directions import best_is
+from fl_lightning.run_directory.describe import origin_in_words
 from fl_lightning.run_directory.description import config_hash
 from fl_lightning.run_directory.directory import Attempt
-from fl_lightning.run_directory.describe import origin_in_words
 from fl_lightning.run_directory.metrics import read_metrics
 from fl_lightning.studies.cells import RUNS, State
 from fl_lightning.studies.findings import run_found

@@ -24,9 +24,7 @@ class Images(InMemoryDataModule):
 
     def load(self):
         images = [
-            torch.randint(
-                256, (n, 2, 6, 6), generator=torch.Generator().manual_seed(seed), dtype=torch.uint8
-            )
+            torch.randint(256, (n, 2, 6, 6), generator=torch.Generator().manual_seed(seed), dtype=torch.uint8)
             for n, seed in ((60, 0), (20, self.test_seed))
         ]
         return ImageData(images[0], torch.arange(60) % 3, images[1], torch.arange(20) % 3)
@@ -77,7 +75,9 @@ def test_the_command_line_refuses_other_settings_of_the_split_and_takes_those_of
 def test_the_trainer_refuses_as_the_command_line_does(folder):
     path = trained_on(Images(val_fraction=0.2), folder)
     other = Images(val_fraction=0.2, seed=1)
-    with pytest.raises(ConfigurationError, match="other validation data.*use its data and its seed_everything"):
+    with pytest.raises(
+        ConfigurationError, match=r"other validation data.*use its data and its seed_everything"
+    ):
         evaluate("validate", other, path)
     assert evaluate("validate", other, path, accept=True)
     assert evaluate("validate", Images(val_fraction=0.2), path)
@@ -160,7 +160,9 @@ def test_test_images_that_the_seed_draws_are_those_of_training(folder):
             save(folder / "images" / name / f"{index}.png", torch.full((6, 6, 3), 20 * index + 5 * label))
 
     def drawn(**settings):
-        return ImageFolder(str(folder / "images"), 6, test_fraction=0.4, num_clients=2, batch_size=4, **settings)
+        return ImageFolder(
+            str(folder / "images"), 6, test_fraction=0.4, num_clients=2, batch_size=4, **settings
+        )
 
     path = trained_on(drawn(), folder, channels=3)
     assert evaluate("test", drawn(), path, channels=3)

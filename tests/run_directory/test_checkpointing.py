@@ -215,6 +215,20 @@ def test_resumed_run_compares_with_the_best_score_before_the_break(tmp_path, las
     assert round_of(tmp_path / "new" / "checkpoints" / "best.ckpt") == 4
 
 
+@pytest.mark.parametrize("best", [1, 2])
+def test_what_was_best_until_a_kept_round_is_kept_where_a_later_one_is_better(tmp_path, last, best):
+    scores = {**dict.fromkeys((1, 2, 3), 0.3), best: 0.5, 4: 0.9, 5: 0.4}
+    monitored = {"module": Rounds(scores), "check_val_every_n_epoch": 1}
+    fit(tmp_path, RoundCheckpoint(monitor="val/accuracy", keep_rounds=[2, 3]), **monitored)
+    assert round_of(last.with_name("best.ckpt")) == 4
+    scores[4] = 0.45
+    for kept in (2, 3):
+        checkpoint = RoundCheckpoint(monitor="val/accuracy")
+        fit(tmp_path / f"{kept}", checkpoint, ckpt_path=last.with_name(f"round_{kept}.ckpt"), **monitored)
+        assert (checkpoint.best_round, checkpoint.best_score) == (best, pytest.approx(0.5))
+        assert round_of(tmp_path / f"{kept}" / "checkpoints" / "best.ckpt") == best
+
+
 def test_monitor_that_only_some_rounds_log_is_judged_in_those_rounds(tmp_path, last):
     fit(tmp_path, RoundCheckpoint(monitor="val/accuracy"), module=Rounds({2: 0.3, 4: 0.9, 6: 0.5}))
     assert round_of(last.with_name("best.ckpt")) == 4
