@@ -138,6 +138,7 @@ class FederatedModule(ServerModule):
         self.parameter_groups, self.client_lr_schedule = parameter_groups or {}, client_lr_schedule
         self.initial_weights, self.budget_epochs = initial_weights, budget_epochs
         self.on_divergence, self.centralised, self.seed = on_divergence, centralised, seed
+        self.output_check.applies &= type(self).client_loss is FederatedModule.client_loss
         self.plan: RoundPlan
         self.slots: StateSlots
         self.executor_choice: Choice | None = None
@@ -207,8 +208,7 @@ class FederatedModule(ServerModule):
 
     def compute_gradients(self, cohort: RoundCohort, step: int) -> None:
         """The active clients' forward and backward passes of a local step: fills the gradient rows and the buffers."""
-        indices = cohort.begin_step(step)
-        if not indices:
+        if not (indices := cohort.begin_step(step)):
             return
         place = f"round {cohort.round}, local step {step + 1}"
         with self.clock.part("data"), doing(place):

@@ -23,6 +23,7 @@ from fl_lightning.ranks import Ranks
 from fl_lightning.recorded import Recorded
 from fl_lightning.round.clock import RoundClock
 from fl_lightning.round.evaluation import ServerEvaluation
+from fl_lightning.round.outputs import OutputCheck
 from fl_lightning.round.plan import RoundPlan
 from fl_lightning.round.record import RunRecord, check_data
 from fl_lightning.round.tasks import Classification, Task
@@ -72,6 +73,7 @@ class ServerModule(Recorded, L.LightningModule):
         self.task = task or Classification(getattr(loss, "ignore_index", -100))
         self.loss = loss or self.task.loss
         self.clock, self.record, self.evaluation = RoundClock(), RunRecord(), ServerEvaluation()
+        self.output_check = OutputCheck(type(self).evaluate_batch is ServerModule.evaluate_batch)
 
     @property
     def data(self) -> FederatedDataModule:
@@ -186,7 +188,8 @@ class ServerModule(Recorded, L.LightningModule):
             check_data(self, checkpoint["global_step"])
 
     def on_train_start(self) -> None:
-        """Keep what the data of the run are, for its checkpoints."""
+        """Keep what the data of the run are, for its checkpoints; and check the model's outputs where no evaluation has."""
+        self.output_check.before_training(self)
         self.record.data = self.record.data or self.data.fingerprint()
 
     def on_train_epoch_start(self) -> None:
@@ -253,7 +256,8 @@ class ServerModule(Recorded, L.LightningModule):
         ``validation_step``, which sees all batches.
         """
         inputs, targets = batch
-        evaluation.update(outputs := self.model(inputs), targets, self.loss(outputs, targets), self.task)
+        self.output_check.check(self, outputs := self.model(inputs), targets)
+        evaluation.update(outputs, targets, self.loss(outputs, targets), self.task)
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         """Evaluate the server model on a batch of evaluation data."""

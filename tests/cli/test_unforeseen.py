@@ -107,10 +107,6 @@ TABLE = {
         data(server="255") | net(),
         f"IndexError: Target 255 is out of bounds. ({BATCH}float32 [10, 1, 8, 8] and int64 [10] from 255 to 255; {WANTED}; {EVALUATION})",
     ),
-    "too few classes": (
-        data() | net(classes=5),
-        f"IndexError: Target 5 is out of bounds. ({BATCH}float32 [10, 1, 8, 8] and int64 [10] from 0 to 9; {WANTED}; {EVALUATION})",
-    ),
     "a loss that takes no labels": (
         data() | net() | {"model.loss": "BCEWithLogitsLoss"},
         ("ValueError: Target size (torch.Size([10])) must be the same as input size (torch.Size([10, 10])) "
