@@ -176,11 +176,6 @@ class StudyCells:
                     raise ConfigurationError(
                         f"{name}: {config[name]} is no setting of a study's cells, which have seeds and checkpoints of their own; leave it out"
                     )
-            if elsewhere := config["checkpoint"]["dirpath"]:
-                raise ConfigurationError(
-                    f"checkpoint.dirpath: {elsewhere} would be the folder of all cells, each of which keeps its checkpoints in its own run directory; "
-                    "leave it out, and set run_root to have all of them elsewhere"
-                )
             rounds = max(int(config["trainer"]["max_epochs"]), 0) or "budget"
             config |= {"seed_everything": seed, "name": f"{RUNS}/{rounds}"}  # seeds differ in nothing else
             self._made[key] = Cell(labels, seed, config)

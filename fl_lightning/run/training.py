@@ -172,7 +172,7 @@ class Training:
         # RunStart first, so that it prints before a progress bar takes the terminal
         self._beginning = RunStart(self.start, self.config, self.made, self.header)
         callbacks = [self._beginning, *callbacks, self._interruption, self.keeper]
-        attempt = self.start.attempt
+        self.keeper.attempt = attempt = self.start.attempt
         if attempt is None:
             return {"callbacks": callbacks, "logger": loggers or False}
         loggers.append(JSONLinesLogger(attempt.path))

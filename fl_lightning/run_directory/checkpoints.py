@@ -15,10 +15,11 @@ from lightning.pytorch.callbacks import Checkpoint
 
 from fl_lightning.cohort.client_memory import link_files, memories
 from fl_lightning.errors import ConfigurationError
-from fl_lightning.files import atomic_write, unwritable, user_path
+from fl_lightning.files import atomic_write, unwritable, user_path, write_text
 from fl_lightning.recorded import Recorded
 from fl_lightning.round.directions import best_is
 from fl_lightning.run_directory.checkpoint_io import AtomicCheckpointIO
+from fl_lightning.run_directory.directory import Attempt
 
 
 class RoundCheckpoint(Recorded, Checkpoint):
@@ -29,7 +30,8 @@ class RoundCheckpoint(Recorded, Checkpoint):
     never saved: the resumed run computes it again from its start. Nothing is written under ``fast_dev_run``.
 
     Args:
-        dirpath: Folder of the checkpoints; None means ``checkpoints`` in the trainer's ``default_root_dir``.
+        dirpath: Folder of the checkpoints; None means ``checkpoints`` in the trainer's ``default_root_dir``. Several runs
+            may share it: each attempt has a folder ``<name>/<hash>-s<seed>`` of its own there.
         every_n_seconds: Save when this many seconds, >= 0, have passed since the last save; 0 means after
             each round, None never for this reason.
         every_n_rounds: Save when the round is a multiple of this, >= 1; None never for this reason.
@@ -42,6 +44,7 @@ class RoundCheckpoint(Recorded, Checkpoint):
 
     Attributes:
         in_the_run: Whether they lie in the run's own folder, that of each fit.
+        attempt: The attempt whose checkpoints they are; None without a run directory.
         best_score: Best value of the monitored metric, None before the first.
         best_round: The round that reached it.
         best_model_path: Path of ``best.ckpt``, empty where there is none. Lightning reads it for
@@ -65,7 +68,9 @@ class RoundCheckpoint(Recorded, Checkpoint):
         if mode not in ("max", "min", None):
             raise ConfigurationError(f"mode must be 'max', 'min' or None, found {mode!r}")
         self.dirpath = None if dirpath is None else user_path("checkpoint.dirpath", dirpath)
+        self._given_dirpath = self.dirpath
         self.in_the_run = dirpath is None
+        self.attempt: Attempt | None = None
         self.every_n_seconds = every_n_seconds
         self.every_n_rounds = every_n_rounds
         self.monitor = monitor
@@ -151,13 +156,34 @@ class RoundCheckpoint(Recorded, Checkpoint):
             )
         if self.dirpath is None or (self.in_the_run and stage == "fit"):
             self.dirpath = Path(trainer.strategy.broadcast(trainer.default_root_dir)) / "checkpoints"
+        elif stage == "fit" and self._given_dirpath is not None:
+            own = self._given_dirpath if self.attempt is None else self.attempt.below(self._given_dirpath)
+            self.dirpath = Path(trainer.strategy.broadcast(str(own)))
         if stage == "fit":  # a checkpoint that is resumed brings its own
             self.best_score, self.best_round, self.best_model_path = None, None, ""
         if stage == "fit" and trainer.is_global_zero and self._active(trainer):
             try:
                 self.dirpath.mkdir(parents=True, exist_ok=True)
+                self._claim()
             except OSError as error:
                 raise unwritable(self.dirpath, error) from error
+
+    def _claim(self) -> None:
+        """Say in a shared folder whose checkpoints these are.
+
+        Raises:
+            ConfigurationError: They are another run's, of the same name in another folder of runs.
+        """
+        if self.attempt is None or self.in_the_run:
+            return
+        assert self.dirpath is not None
+        note, own = self.dirpath / "run.txt", str(self.attempt.path.resolve())
+        owner = note.read_text().strip() if note.is_file() else own
+        if owner != own and Attempt(Path(owner)).config.is_file():
+            raise ConfigurationError(
+                f"checkpoint.dirpath: {self.dirpath} holds the checkpoints of {owner}; use another folder, or another name of the run"
+            )
+        write_text(note, f"{own}\n")
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Start the clock; no round of this fit is complete or saved."""

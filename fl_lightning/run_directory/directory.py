@@ -63,7 +63,11 @@ class Attempt:
         """The folder of ``last.ckpt`` and ``best.ckpt``, which ``checkpoint.dirpath`` may have put elsewhere."""
         config = yaml.safe_load(self.config.read_text()) if self.config.is_file() else None
         elsewhere = ((config or {}).get("checkpoint") or {}).get("dirpath")
-        return Path(elsewhere).expanduser() if elsewhere else self.path / "checkpoints"
+        return self.below(Path(elsewhere).expanduser()) if elsewhere else self.path / "checkpoints"
+
+    def below(self, folder: Path) -> Path:
+        """Return this attempt's own folder in one that several runs share."""
+        return folder / self.path.parent.name / self.path.name
 
     @contextmanager
     def lock(self, certain: bool = False) -> Iterator[None]:

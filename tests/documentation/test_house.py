@@ -30,8 +30,5 @@ def test_an_import_for_types_alone_would_close_a_circle(tmp_path, monkeypatch):
     assert house.backward(house.imports()) == ["fl_lightning.two -> callbacks"]
 
 
-def test_the_rooms_at_the_top_can_be_counted_at_a_glance():
-    figures = house.figures()
-    assert int(figures["modules and packages at the top of fl_lightning"]) <= 24
-    assert float(figures["median file"]) <= 120
-    assert int(figures["longest file"].split()[0]) <= 300
+def test_most_files_are_read_at_one_sitting():
+    assert float(house.figures()["median file"]) <= 120

@@ -78,12 +78,31 @@ def test_killed_after_its_first_round_a_run_has_a_checkpoint(monkeypatch):
 def test_last_finds_the_checkpoints_that_lie_elsewhere_and_goes_on_in_the_same_attempt(monkeypatch):
     whole = rows(run("--name", "whole").attempt)
     killed_in_round(3, monkeypatch, "--checkpoint.dirpath", "elsewhere", "--checkpoint.every_n_rounds", 1)
-    assert {path.name for path in Path("elsewhere").iterdir()} == {"last.ckpt"}
+    (folder,) = Path("elsewhere/tiny").iterdir()
+    assert folder.name == Path("runs/tiny", folder.name).name
+    assert {path.name for path in folder.iterdir()} == {"last.ckpt", "run.txt"}
     resumed = run("--ckpt_path", "last", "--checkpoint.dirpath", "elsewhere").attempt
     assert rows(resumed) == whole
     assert len(list(Path("runs/tiny").iterdir())) == 1
-    run("--ckpt_path", "elsewhere/last.ckpt", "--trainer.max_epochs", 5, "--checkpoint.dirpath", "elsewhere")
+    run("--ckpt_path", folder / "last.ckpt", "--trainer.max_epochs", 5, "--checkpoint.dirpath", "elsewhere")
     assert [row["round"] for row in rows(resumed)] == list(range(6))
+
+
+def test_a_folder_of_checkpoints_that_two_runs_share_knows_whose_they_are(capsys):
+    shared = ("--checkpoint.dirpath", "ck", "--trainer.max_epochs", 1)
+    first = run(*shared).attempt
+    second = run(*shared, "--model.client_optimizer.lr", 0.5).attempt
+    again = run(*shared).attempt
+    assert len({one.checkpoints for one in (first, second, again)}) == 3
+    for one in (first, second, again):
+        assert (one.checkpoints / "last.ckpt").is_file()
+    longer = ("--checkpoint.dirpath", "ck", "--trainer.max_epochs", 2, "--ckpt_path", "last")
+    assert run(*longer, "--model.client_optimizer.lr", 0.5).attempt.path == second.path
+    assert run(*longer).attempt.path == again.path
+    assert [len(rows(one)) for one in (first, second, again)] == [2, 3, 3]
+    message = message_of(capsys, lambda: run(*shared, "--run_root", "other"))
+    assert "holds the checkpoints of" in message
+    assert not Path("other").exists()
 
 
 def test_trained_rounds_are_never_discarded_for_want_of_a_checkpoint(monkeypatch, tmp_path):
@@ -93,7 +112,8 @@ def test_trained_rounds_are_never_discarded_for_want_of_a_checkpoint(monkeypatch
     before = killed.metrics.read_bytes()
     assert run("--name", "tiny", "--trainer.max_epochs", 1).attempt.path != killed.path
     assert killed.metrics.read_bytes() == before
-    resumed = run("--ckpt_path", "~/ck/last.ckpt", "--checkpoint.dirpath", "~/ck").attempt
+    path = f"~/ck/tiny/{killed.path.name}/last.ckpt"
+    resumed = run("--ckpt_path", path, "--checkpoint.dirpath", "~/ck").attempt
     assert resumed.path == killed.path
     assert [row["round"] for row in rows(resumed)] == list(range(5))
 

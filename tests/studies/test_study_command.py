@@ -197,10 +197,6 @@ def test_settings_of_the_command_line_are_those_of_every_cell(ran):
             "seed_everything: 5 is no setting of a study's cells, which have seeds",
         ),
         (["s.yaml", "--ckpt_path", "last"], "ckpt_path: last is no setting of a study's cells"),
-        (
-            ["s.yaml", "--checkpoint.dirpath", "ck"],
-            "checkpoint.dirpath: ck would be the folder of all cells, each of which keeps its checkpoints in its own",
-        ),
         (["tiny.bin"], "study: tiny.bin cannot be read: it is not UTF-8"),
     ],
 )

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_flatten_with_path
 
 import callbacks
 from fl_lightning import FederatedCallback, FederatedModule
-from fl_lightning.run_directory.describe import in_words
+from fl_lightning.recorded import in_words
 
 MOMENTUM = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
 ADAM = partial(torch.optim.Adam, lr=0.01, eps=1e-3)
