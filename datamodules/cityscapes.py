@@ -20,7 +20,7 @@ from datamodules.labelled_images import (
 )
 from datamodules.streamed import StreamedClient
 from fl_lightning.client_data.federated import FederatedDataModule
-from fl_lightning.client_data.fingerprint import digest
+from fl_lightning.client_data.fingerprint import files_digest
 from fl_lightning.errors import ConfigurationError
 
 LAYOUT = (
@@ -169,7 +169,7 @@ class Cityscapes(FederatedDataModule):
         self.evaluation_images = self._images(held_out, None)
         self.names = list(own)
         files = sorted({path for pair in sum(own.values(), held_out) for path in pair})
-        self.loaded = digest([(str(x.relative_to(self.data_dir)), x.stat().st_size) for x in files])
+        self.loaded = files_digest(files, self.data_dir)
 
     def val_dataloader(self) -> DataLoader[Batch]:
         """The evaluation data."""

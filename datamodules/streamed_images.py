@@ -18,7 +18,7 @@ from datamodules.decoding import image_names, read_image
 from datamodules.images import Batch
 from datamodules.partitioned import PartitionedDataModule
 from datamodules.streamed import StreamedClient, StreamedSamples
-from fl_lightning.client_data.fingerprint import digest, sample
+from fl_lightning.client_data.fingerprint import digest, files_digest
 from fl_lightning.errors import ConfigurationError
 
 
@@ -72,14 +72,9 @@ class ImageStream(StreamedSamples):
         return images
 
     def contents(self) -> str:
-        """The digest of names, labels and eight files."""
-        chosen = torch.linspace(0, len(self) - 1, 8).long().tolist()
-        return digest(self.names, self.labels, [self.path(index).read_bytes() for index in chosen])
-
-    def fingerprint(self) -> str:
-        """The digest of names, labels and eight samples."""
-        chosen = torch.linspace(0, len(self) - 1, 8).long().tolist()
-        return digest(self.names, self.labels, sample(lambda: [self[index] for index in chosen]))
+        """Return the digest of names, labels and contents of the files."""
+        files = [self.path(index) for index in range(len(self))]
+        return digest(self.names, self.labels, files_digest(files, self.folder))
 
 
 class StreamedImages(PartitionedDataModule):
@@ -181,12 +176,12 @@ class StreamedImages(PartitionedDataModule):
 
     def evaluation_digests(self) -> list[str]:
         """The digest of the test images, and of which others are validation images."""
-        return [digest(self.test_images.fingerprint(), self.val_images.indices)]
+        return [digest(self.test_images.contents(), self.val_images.indices)]
 
     def fingerprint(self) -> dict[str, str]:
-        """Digests of the files' names, of labels and of some images, and of who has which."""
+        """Digests of the files, of labels, and of who has which."""
         return {
-            "training": self.train_images.fingerprint(),
+            "training": self.train_images.contents(),
             "evaluation": self.evaluation_digests()[0],
             "partition": digest(self._index_digests),
         }

@@ -178,7 +178,7 @@ class FederatedDataModule(Recorded, L.LightningDataModule):
     def fingerprint(self) -> dict[str, str]:
         """What the data are: a checkpoint keeps it, and a run goes on with other data only when that is asked for.
 
-        Of data in memory the contents count, of others the labels, the names and sizes of files, and some of the samples. How they
+        Of data in memory the contents count, of others the labels, the paths and contents of files, and some of the samples. How they
         are batched and loaded does not, nor when a file was changed.
 
         Returns:

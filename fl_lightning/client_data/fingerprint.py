@@ -1,7 +1,10 @@
 """What the data of a run are, as digests that a checkpoint can keep: equal for equal data, in any process and at any time."""
 
 import hashlib
-from collections.abc import Callable, Mapping
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -10,7 +13,12 @@ import numpy as np
 from torch import Tensor, uint8
 from torch.utils.data import ConcatDataset, IterableDataset, Subset, TensorDataset
 
+from fl_lightning.errors import ConfigurationError
+from fl_lightning.files import write_json
 from fl_lightning.randomness import seeded
+
+LARGE = 2**30
+"""Bytes of files above which their digests are cached from one start to the next."""
 
 
 def digest(*parts: Any) -> str:
@@ -58,8 +66,8 @@ def _feed(found: Any, part: Any) -> None:
 def dataset_digest(dataset: Any, known: dict[int, str]) -> str:
     """The digest of a data set: of tensors their contents, else its length, its labels, its files, and some samples.
 
-    The samples are eight of each of the first 32 data sets; of files names and sizes count. Labels are what it has as ``targets``
-    or ``labels``, files the pairs (path, class) of ``samples``, both as in torchvision.
+    The samples are eight of each of the first 32 data sets; of files paths and contents count. Labels are what it has as ``targets``
+    or ``labels``, files the pairs (path, class) of ``samples``, both as in torchvision, or the paths of ``files``.
 
     Args:
         dataset: The data set.
@@ -86,13 +94,41 @@ def _parts(dataset: Any, known: dict[int, str]) -> list[Any]:
     return [size, labels, _files(dataset), items]
 
 
-def _files(dataset: Any) -> list[tuple[str, int]]:
+def _files(dataset: Any) -> str:
+    files = getattr(dataset, "files", None)
     pairs, root = getattr(dataset, "samples", None), Path(str(getattr(dataset, "root", "")))
-    if not isinstance(pairs, list) or not all(isinstance(pair, tuple) and pair for pair in pairs):
-        return []
-    files = [Path(pair[0]) for pair in pairs if isinstance(pair[0], str | Path)]
+    if files is None and isinstance(pairs, list) and all(isinstance(pair, tuple) and pair for pair in pairs):
+        files = [Path(part) for pair in pairs for part in pair if isinstance(part, str | Path)]
+    return files_digest([x for x in files if x.is_file()], root) if files and isinstance(files, list) else ""
+
+
+def files_digest(files: Sequence[Path], root: Path) -> str:
+    """Return the digest of files: their paths below ``root`` and their content.
+
+    Of more than :data:`LARGE` bytes each file is read once: its digest is cached by its size and its time of change, and a
+    line says so.
+    """
+    states = [path.stat() for path in files]
+    size = sum(state.st_size for state in states)
     names = [str(x.relative_to(root)) if x.is_relative_to(root) else x.name for x in files]
-    return [(name, x.stat().st_size) for name, x in zip(names, files, strict=True) if x.is_file()]
+    if size <= LARGE:
+        return digest(list(zip(names, map(file_digest, files), strict=True)))
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "fl_lightning"
+    places = [str(path.absolute()) for path in files]
+    cache /= f"digests-{digest(os.path.commonpath(places))}.json"
+    known: dict[str, list[Any]] = json.loads(cache.read_text()) if cache.is_file() else {}
+    now = {place: [x.st_size, x.st_mtime_ns] for place, x in zip(places, states, strict=True)}
+    unread = [place for place in now if known.get(place, [None])[:-1] != now[place]]
+    if unread:
+        print(
+            f"data: {len(unread):,} files, such as {unread[0]}, are read once for their digests, which {cache} keeps by size and "
+            "time of change",
+            flush=True,
+        )
+        known |= {place: [*now[place], file_digest(Path(place))] for place in unread}
+        with suppress(ConfigurationError):  # a folder that cannot be written: they are read again next time
+            write_json(cache, known)
+    return digest([(name, known[place][-1]) for name, place in zip(names, places, strict=True)])
 
 
 def sample(read: Callable[[], Any]) -> str | None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import time
 from pathlib import Path
 
@@ -15,6 +16,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, Tenso
 from datamodules import InMemoryDataModule
 from datamodules.images import ImageData
 from fl_lightning import ConfigurationError, FederatedDataModule, FederatedModule
+from fl_lightning.client_data import fingerprint
+from fl_lightning.client_data.fingerprint import files_digest
 from fl_lightning.run_directory.metrics import read_metrics
 
 
@@ -323,3 +326,25 @@ class Squares(Dataset):
 
     def __getitem__(self, index):
         return torch.tensor(float(index)), index % 2
+
+
+@pytest.mark.parametrize("large", [2**30, 0], ids=["each start", "cached"])
+def test_files_count_by_their_content(tmp_path, monkeypatch, capsys, large):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(fingerprint, "LARGE", large)
+    files = [tmp_path / "data" / name for name in ("a", "b")]
+    files[0].parent.mkdir()
+    for path in files:
+        path.write_bytes(b"12345")
+    first = files_digest(files, tmp_path / "data")
+    assert files_digest(files, tmp_path / "data") == first
+    moved = tmp_path / "moved"
+    shutil.copytree(tmp_path / "data", moved)
+    assert files_digest([moved / "a", moved / "b"], moved) == first
+    files[1].write_bytes(b"12346")  # as many bytes
+    assert files_digest(files, tmp_path / "data") != first
+    said = capsys.readouterr().out.splitlines()
+    assert [line.split(" files")[0] for line in said] == ([] if large else ["data: 2", "data: 2", "data: 1"])
+    monkeypatch.setattr(fingerprint, "file_digest", None)  # what the cache knows is not read again
+    if not large:
+        assert files_digest([moved / "a", moved / "b"], moved) == first
