@@ -46,7 +46,7 @@ nitpick_ignore_regex = [
     (r"py:class", r".*\.(Key|Item|Result)"),  # type variables
     (
         r"py:.*",
-        r"(abc|argparse|collections|contextlib|enum|logging|multiprocessing|os|pathlib|random|signal|types)\..*",
+        r"(abc|argparse|collections|contextlib|enum|inspect|logging|multiprocessing|os|pathlib|random|signal|types|weakref)\..*",
     ),
 ]
 

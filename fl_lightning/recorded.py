@@ -3,12 +3,11 @@
 import functools
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, NamedTuple, ParamSpec, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar, cast
 
 from jsonargparse._parameter_resolvers import UnknownDefault, get_signature_parameters
 
-P = ParamSpec("P")
-T = TypeVar("T")
+Item = TypeVar("Item", bound=Callable[..., Any])
 
 _RECORD = "_made_with"
 
@@ -53,22 +52,22 @@ class Recorded:
         return made
 
 
-def records(*deciding_files: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
+def records(*deciding_files: str) -> Callable[[Item], Item]:
     """Let a function that makes objects, such as a model, record its arguments on them.
 
     Args:
         deciding_files: Names of arguments that are files whose content decides results.
     """
 
-    def of(function: Callable[P, T]) -> Callable[P, T]:
+    def of(function: Item) -> Item:
         @functools.wraps(function)
-        def make(*args: P.args, **kwargs: P.kwargs) -> T:
+        def make(*args: Any, **kwargs: Any) -> Any:
             made = function(*args, **kwargs)
             record(made, make, args, kwargs)
             return made
 
         vars(make)["deciding_files"] = deciding_files
-        return make
+        return cast(Item, make)
 
     return of
 
