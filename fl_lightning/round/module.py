@@ -279,7 +279,8 @@ class FederatedModule(ServerModule):
         rounds = self.fix_rounds(self.plan, self.budget_epochs)
         for round_number in range(1, rounds + 1):
             resolve_policy(self.federated_callbacks, round_number, rounds)
-        refuse_trained(self)
+        if not self.record.samples:
+            refuse_trained(method for method in self.federated_callbacks if method.state_dict())
         open_memories(self)
         self.slots = StateSlots(self.model)
         self.data.keep_on(self.device)

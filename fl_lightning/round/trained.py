@@ -1,5 +1,6 @@
 """Which models and methods a run of this process has trained: a new run of them would not start where it seems to."""
 
+from collections.abc import Iterable
 from typing import Any
 from weakref import WeakSet
 
@@ -9,14 +10,14 @@ TRAINED: WeakSet[Any] = WeakSet()
 """Models and methods that have finished a round."""
 
 
-def refuse_trained(module: Any) -> None:
-    """Refuse a method that another run has trained, whatever it keeps of that run.
+def refuse_trained(methods: Iterable[Any]) -> None:
+    """Refuse methods that another run has trained; observers begin anew with each run.
 
     Raises:
-        ConfigurationError: A run starts from round 1 with such a method.
+        ConfigurationError: There is such a method.
     """
-    for method in module.federated_callbacks:
-        if method in TRAINED and not module.record.samples:
+    for method in methods:
+        if method in TRAINED and getattr(method, "role", "method") != "observer":
             name = type(method).__name__
             raise ConfigurationError(
                 f"callbacks: {name} was trained already in another run; make a new {name} for a new run"

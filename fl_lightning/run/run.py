@@ -12,7 +12,7 @@ from fl_lightning.client_data.federated import FederatedDataModule
 from fl_lightning.dashboard.settings import WandbSettings
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.round.module import FederatedModule
-from fl_lightning.round.trained import TRAINED
+from fl_lightning.round.trained import TRAINED, refuse_trained
 from fl_lightning.run.interruption import stoppable
 from fl_lightning.run.training import TRAINER_DEFAULTS, Training, quiet_host
 from fl_lightning.run_directory.built import built_in_python, without_decided
@@ -85,6 +85,8 @@ class Run:
             Stopped: A signal has stopped the run, after a whole round.
             ConfigurationError: There is nothing to go on from, or the module was trained before and would start anew.
         """
+        if not resume:
+            refuse_trained(self.callbacks)
         if not resume and self.module.model in TRAINED:
             raise ConfigurationError(
                 "fit: the model is trained already; make a new model and module for a new run, which may start from a "

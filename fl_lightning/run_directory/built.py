@@ -83,10 +83,12 @@ def built_in_python(
 def without_decided(found: Mapping[str, Any], data: FederatedDataModule) -> dict[str, Any]:
     """Leave out the arguments of a model that the data decide, as a configuration does."""
     configured = copy.deepcopy(dict(found))
-    settings = configured["model"].get("init_args", found["model"])
+    settings = configured["model"].get("init_args", configured["model"])
     arguments = settings["model"]["init_args"]
     decided = [
-        name for name in LINKED if name in arguments and arguments[name] == as_plain(getattr(data, name))
+        name
+        for name in LINKED
+        if name in arguments and arguments[name] == as_plain(getattr(data, name, None))
     ]
     for name in decided:
         del arguments[name]

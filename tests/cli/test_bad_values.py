@@ -168,7 +168,7 @@ TABLE = [
     ("--checkpoint.keep_rounds 3", "checkpoint.keep_rounds: 3 is not valid; it takes list[int], null"),
     ("--checkpoint.keep_rounds [x]", "checkpoint.keep_rounds: ['x'] is not valid; it takes list[int], null"),
     ("--checkpoint.mode best", "checkpoint.mode: best is not valid; it takes ['max', 'min'], null"),
-    ("--checkpoint.dirpath tiny.yaml", "tiny.yaml cannot be written: File exists; free space or choose another folder"),
+    ("--checkpoint.dirpath tiny.yaml", "tiny.yaml/tiny/HASH-s0 cannot be written: Not a directory; free space or choose another folder"),
     ("--checkpoint.dirpath ~nouser/x", "checkpoint.dirpath: '~nouser/x' is no path of a local or mounted file system; give another path"),
     ("--checkpoint.dirpath s3://x", "checkpoint.dirpath: 's3://x' is no path of a local or mounted file system; give another path"),
     ("--checkpoint 3", "checkpoint: 3 holds no settings such as checkpoint.dirpath"),

@@ -110,7 +110,7 @@ def test_configuration_runs_one_whole_round_and_survives_being_printed_and_read_
     assert settings["model"]["client_optimizer"]["init_args"]["lr"] > 0
     cli = main(["fit", "--config", "printed.yaml", "--trainer.fast_dev_run", "true"])
     settings["trainer"]["fast_dev_run"] = True
-    assert yaml.safe_load(cli.config_yaml) == {**settings, "name": cli.config.fit.name}
+    assert cli.resolved == {**settings, "name": cli.config.fit.name}
     assert cli.trainer.global_step == 1
     plan = cli.model.plan
     steps = sum(plan.steps(client, 1) for client in plan.cohort(1))

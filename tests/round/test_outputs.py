@@ -175,10 +175,17 @@ def test_a_segmentation_has_an_output_for_each_class():
 @pytest.mark.parametrize(
     "before", [(), ("--trainer.num_sanity_val_steps", 0)], ids=["evaluated", "not evaluated"]
 )
-def test_a_function_whose_classes_nobody_sets_is_refused_on_the_command_line(before, capsys):
+def test_a_function_whose_classes_nobody_sets_is_refused_on_the_command_line(
+    before, capsys, tmp_path, monkeypatch
+):
     write_cifar10_folders()
     images = {"class_path": "CIFAR10", "init_args": {"image_size": 32, "num_clients": 2, "batch_size": 4}}
-    model = {"class_path": "torchvision.models.mobilenet_v3_small"}
+    (tmp_path / "nets.py").write_text(
+        "from torch import nn\nfrom torchvision.models import mobilenet_v3_small\n"
+        "def fixed() -> nn.Module:\n    return mobilenet_v3_small()\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    model = {"class_path": "nets.fixed"}
     write_config({"model.model": model, "data": images, "trainer.callbacks": []})
     one = ("--trainer.max_epochs", 1, "--trainer.devices", 1)
     line = message_of(capsys, lambda: run(*one, *before))

@@ -11,7 +11,7 @@ import yaml
 import fl_lightning
 from fl_lightning.cli.command_line import main as fit
 from fl_lightning.cli.study import StudyCells
-from fl_lightning.run_directory.directory import class_name
+from fl_lightning.run_directory.description import class_name
 from fl_lightning.studies.reading import read_study
 
 FOLDER = Path(fl_lightning.__file__).parents[1] / "configs/studies"
