@@ -1,6 +1,7 @@
 """Run directories as if they were a study: seeds of one configuration are a combination."""
 
 import json
+import re
 import textwrap
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -55,8 +56,7 @@ def found_in(directories: Sequence[Path]) -> dict[str, Any]:
     found: dict[Key, list[tuple[int, Attempt]]] = {}
     for attempt in map(Attempt, directories):
         config = resolved(attempt)
-        hashed = config_hash({key: config[key] for key in ("model", "data", "trainer")})
-        key = Key(config["name"], hashed, config["trainer"]["max_epochs"])
+        key = Key(config["name"], _hash_of(attempt, config), config["trainer"]["max_epochs"])
         configs.setdefault(key, config)
         found.setdefault(key, []).append((config["seed_everything"], attempt))
     grouped = {
@@ -155,6 +155,19 @@ def _learning_rate(config: Mapping[str, Any]) -> float | None:
         return float(config["model"]["client_optimizer"]["init_args"]["lr"])
     except (KeyError, TypeError, ValueError):
         return None
+
+
+def _hash_of(attempt: Attempt, config: Mapping[str, Any]) -> str:
+    """The hash that runs of one configuration share: that of the folder, but for weights of a script, which each seed may draw anew."""
+    model = config["model"].get("init_args", config["model"])
+    weights = "weights_digest" in model["model"]
+    named = re.fullmatch(r"([0-9a-f]{8})-s\d+(\.\d+)?", attempt.path.name)
+    if named and not weights:
+        return named[1]
+    node = {name: x for name, x in model["model"].items() if name != "weights_digest"}
+    settings = {**model, "model": node}
+    own = {**config["model"], "init_args": settings} if "init_args" in config["model"] else settings
+    return config_hash({"model": own, "data": config["data"], "trainer": config["trainer"]})
 
 
 def _apart(attempts: Sequence[tuple[int, Attempt]]) -> dict[str, Runs]:

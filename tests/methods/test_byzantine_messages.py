@@ -26,7 +26,7 @@ FIVE = {"num_clients": 5, "sizes": (16,)}
 def test_a_target_that_nobody_sends_is_refused(norm, method, settings, sent):
     attack = Byzantine(settings.pop("attack", SignFlip()), 2, **{"target": "means", **settings})
     data = blobs(**FIVE)
-    data.num_classes = 2
+    data.num_classes = 3
     if sent is None:
         train(small_cnn(norm), data, 1, [*method, attack], on_divergence="record")
         return

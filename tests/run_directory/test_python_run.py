@@ -142,7 +142,6 @@ def test_names_come_from_what_a_run_is_given_and_never_from_the_process():
 
 
 def test_a_report_shows_runs_of_scripts():
-    """Whose configuration has no number of rounds, and the learning rate where the optimizer says it."""
     runs = [a_run(2, lr=lr) for lr in (0.05, 0.1)]
     for run in runs:
         run.fit()
@@ -157,8 +156,22 @@ def test_a_report_shows_runs_of_scripts():
     assert "communication rounds" in page
     assert "<code>model.client_optimizer.lr</code>: 0.05 → 0.1" in page
     runs[0].attempt.identity.unlink()
-    assert resolved(runs[0].attempt)["trainer"]["max_epochs"] is None
     write_report([run.path for run in runs], Path("report.html"))
+
+
+def test_seeds_of_a_script_are_one_row_of_a_report():
+    """Also where the model's weights are no function of the run's seed."""
+    runs = []
+    for seed in (0, 1):
+        torch.manual_seed(10 + seed)
+        data = Digits(num_clients=3, max_examples=300, val_fraction=0.2, partition=Shards(0.4), seed=seed)
+        model = LeNet(num_classes=10, in_channels=1, image_size=8)
+        module = FederatedModule(model, SGD, local_steps=2, seed=seed)
+        runs.append(Run(module, data, max_epochs=1, **QUIET))
+        runs[-1].fit()
+    assert len({run.path.name.partition("-")[0] for run in runs}) == 2
+    (group,) = found_in([run.path for run in runs])["groups"]
+    assert [run["seed"] for run in group["runs"]] == [0, 1]
 
 
 def test_what_cannot_be_done_is_one_line():
@@ -169,7 +182,9 @@ def test_what_cannot_be_done_is_one_line():
     with pytest.raises(ConfigurationError, match=r"path: the run has no folder yet; call fit\(\)"):
         run.path  # noqa: B018
     run.fit()
-    with pytest.raises(ConfigurationError, match="the model is trained already; make a new model"):
+    with pytest.raises(
+        ConfigurationError, match="FixBN was trained already in another run; make a new FixBN"
+    ):
         run.fit()
     with pytest.raises(ConfigurationError, match="was trained on other data"):
         a_run(2, data=Digits(num_clients=3, max_examples=299)).fit(run.attempt.checkpoints / "last.ckpt")
