@@ -26,7 +26,7 @@ from fl_lightning.client_data.federated import FederatedDataModule
 from fl_lightning.client_data.fingerprint import digest
 from fl_lightning.models.dropout import convert_dropout
 from fl_lightning.randomness import seed_global
-from fl_lightning.recorded import making, parameters
+from fl_lightning.recorded import Making, Recorded, making, parameters
 from fl_lightning.round.module import FederatedModule
 
 LINKED = ("num_classes", "in_channels", "image_size")
@@ -73,11 +73,40 @@ def built_in_python(
     """Describe the objects of a script as :func:`built` does.
 
     The model also has a digest of its layers or its weights if these do not follow from its arguments and the run's seed.
+    Settings that were assigned after an object was made are those that count: module, data and callbacks have them as
+    ``reassigned``.
     """
     found = built(module, data, trainer)
     settings = found["model"].get("init_args", found["model"])
     settings["model"] |= _digests(module)
+    own = making(module)
+    given = own.arguments if own is not None else {}
+    settings |= {
+        name: as_plain(now)
+        for name, now in _plain_attributes(module).items()
+        if given.get(name) is not None and now != given[name] and name != "seed"
+    }
+    found["data"] |= _reassigned(data, making(data))
+    callbacks = trainer.get("callbacks") or []
+    for callback, node in zip(callbacks, found["trainer"].get("callbacks") or [], strict=True):
+        node |= _reassigned(callback, making(callback)) if isinstance(callback, Recorded) else {}
     return found
+
+
+def _plain_attributes(thing: object) -> dict[str, Any]:
+    kinds = bool | int | float | str | None
+    return {name: x for name, x in vars(thing).items() if name[:1] != "_" and isinstance(x, kinds)}
+
+
+def _reassigned(thing: object, made: Making | None) -> dict[str, Any]:
+    """Return the settings of an object that are no longer what its arguments make them."""
+    if made is None:
+        return {}
+    usual, now = _plain_attributes(made.again()), _plain_attributes(thing)
+    found = {
+        name: as_plain(now[name]) for name in made.arguments if name in now and now[name] != usual.get(name)
+    }
+    return {"reassigned": found} if found else {}
 
 
 def without_decided(found: Mapping[str, Any], data: FederatedDataModule) -> dict[str, Any]:

@@ -235,6 +235,30 @@ def test_differences_that_attributes_do_not_show_count_in_python(tmp_path, monke
     assert hash_of(data=Digits(2, partition=FromFile(str(file)))) not in names
 
 
+def assigned(thing, **values):
+    for name, value in values.items():
+        setattr(thing, name, value)
+    return thing
+
+
+def test_a_setting_that_is_assigned_later_is_the_one_that_counts():
+    run = python_run()
+    for changed in (
+        {"callbacks": [assigned(FixBN(freeze_round=2), freeze_round=3)]},
+        {
+            "data": assigned(
+                Digits(3, batch_size=10, partition=Shards(0.4), val_fraction=0.2, max_examples=300),
+                batch_size=7,
+            )
+        },
+    ):
+        assert hash_of(**changed) != config_hash(run.config)
+    module = assigned(run.module, local_steps=5)
+    assert config_hash(
+        Run(module, run.data, callbacks=run.callbacks, max_epochs=4, accelerator="cpu").config
+    ) == hash_of(local_steps=5)
+
+
 class Holder(torch.utils.data.Dataset):
     def __init__(self, values):
         self.values = values
