@@ -1,0 +1,56 @@
+"""What a command line would run, without running it: its name, its settings and what it built."""
+
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import yaml
+from command_line import FederatedCLI, run
+
+from fl_lightning.run_directory.built import built
+from fl_lightning.run_directory.description import config_hash, deciding_settings, misfits
+
+
+class Named(NamedTuple):
+    """A run before its first round.
+
+    Attributes:
+        hash: Its name.
+        config: Its resolved configuration, as ``config.yaml`` has it.
+        settings: The settings that decide results, as its checkpoints keep them.
+        model: The model.
+    """
+
+    hash: str
+    config: dict
+    settings: dict
+    model: object
+
+
+class _Found(BaseException):
+    pass
+
+
+def named(*arguments, config="tiny.yaml") -> Named:
+    """Name what a command line would run; what it built fits its configuration."""
+
+    def stop(self, **_):
+        trainer = vars(self.config_init[self.subcommand].trainer)
+        made = built(self.model, self.datamodule, trainer)
+        written = yaml.safe_load(yaml.safe_dump(self.resolved, sort_keys=False))
+        assert not misfits(written, made)
+        settings = deciding_settings(made)
+        raise _Found(Named(config_hash(self.resolved), self.resolved, settings, self.model.model))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FederatedCLI, "instantiate_trainer", stop)
+        with pytest.raises(_Found) as found:
+            run(*arguments, config=config)
+    return found.value.args[0]
+
+
+def named_again(first: Named) -> Named:
+    """Name what the ``config.yaml`` of a run would run."""
+    path = Path("written.yaml")
+    path.write_text(yaml.safe_dump(first.config, sort_keys=False))
+    return named(config=str(path))
