@@ -1,6 +1,7 @@
 """What was built, as plain values: the arguments that objects record, and the state of those that record none."""
 
 import copy
+import dis
 import enum
 import functools
 import hashlib
@@ -124,14 +125,14 @@ def without_decided(found: Mapping[str, Any], data: FederatedDataModule) -> dict
     return configured
 
 
-def _digests(module: FederatedModule) -> dict[str, str]:
+def _digests(module: FederatedModule) -> dict[str, Any]:
     """Return what of a model does not follow from its arguments and the seed."""
     model, made = module.model, making(module.model)
     weights = (
         {} if module.initial_weights is not None else {"weights_digest": digest(dict(model.state_dict()))}
     )
     if made is None:
-        return weights
+        return weights | _parts(model)
     with isolate_rng():
         seed_global(module.seed, torch.device("cpu"))
         again = made.again()
@@ -139,8 +140,16 @@ def _digests(module: FederatedModule) -> dict[str, str]:
     own = making(module)
     if own is not None and (momentum := own.arguments["bn_momentum"]) is not None:
         set_momentum(again, momentum)
-    other = {} if layers(again) == layers(model) else {"layers_digest": layers(model)}
+    same = layers(again) == layers(model)
+    other = {} if same else {"layers_digest": layers(model), **_parts(model)}
     return other | ({} if digest(dict(again.state_dict())) == weights.get("weights_digest") else weights)
+
+
+def _parts(model: nn.Module) -> dict[str, list[str]]:
+    """Name the classes of layers that are not of torch: their code computes the run."""
+    names = {_class_name(layer) for layer in model.modules() if layer is not model}
+    own = sorted(name for name in names if not name.startswith("torch."))
+    return {"layer_classes": own} if own else {}
 
 
 def as_plain(thing: Any, hint: Any = None) -> Any:
@@ -214,7 +223,7 @@ def _layer(layer: nn.Module) -> Any:
         for name, x in (*layer._parameters.items(), *layer._buffers.items())
     }
     hooks = [list(x.values()) for name, x in vars(layer).items() if name.endswith("_hooks") and x]
-    return [_class_name(layer), children, _state(own, []), tensors, _state(hooks, [])]
+    return [_reference(type(layer), []), children, _state(own, []), tensors, _state(hooks, [])]
 
 
 def _partial(thing: functools.partial[Any]) -> dict[str, Any]:
@@ -339,7 +348,7 @@ def _code(thing: Any, around: list[Any]) -> Any:
     used = {name: function.__globals__[name] for name in names if name in function.__globals__}
     closure = dict(zip(code.co_freevars, (_cell(x) for x in function.__closure__ or ()), strict=True))
     return [
-        _instructions(code, function.__doc__),
+        _instructions(code),
         [[name, _reference(x, inner)] for name, x in (used | closure).items()],
         _reference([function.__defaults__, function.__kwdefaults__], inner),
     ]
@@ -353,6 +362,7 @@ _NOT_CODE = (
     "__annotations__",
     "__abstractmethods__",
     "_abc_impl",
+    *("__firstlineno__", "__static_attributes__", "__annotate_func__", "__annotations_cache__"),
 )
 
 
@@ -375,16 +385,23 @@ def _cell(cell: Any) -> Any:
 
 def _names(code: CodeType) -> list[str]:
     inner = [name for one in code.co_consts if isinstance(one, CodeType) for name in _names(one)]
-    return list(dict.fromkeys([*code.co_names, *inner]))
+    own = [x.argval for x in dis.get_instructions(code) if x.opname in ("LOAD_GLOBAL", "LOAD_NAME")]
+    return list(dict.fromkeys([*own, *inner]))
 
 
-def _instructions(code: CodeType, doc: str | None = None) -> list[Any]:
-    inner = [
-        _instructions(x) if isinstance(x, CodeType) else repr(x)
-        for x in code.co_consts
-        if x != doc or x is None
-    ]
-    return [code.co_code.hex(), list(code.co_names), list(code.co_varnames), inner]
+def _instructions(code: CodeType) -> list[Any]:
+    """List instructions with what they use by name and value; a docstring is none of these."""
+    steps = list(dis.get_instructions(code))
+    stored = [*steps[1:], None]  # a class stores its docstring
+    docs = [x for x in stored if x is not None and (x.opname, x.argval) == ("STORE_NAME", "__doc__")]
+    kept = [x for x, after in zip(steps, stored, strict=True) if x not in docs and after not in docs]
+    return [[x.opname, _operand(x.argval)] for x in kept]
+
+
+def _operand(value: Any) -> Any:
+    if isinstance(value, CodeType):
+        return _instructions(value)
+    return sorted(map(repr, value)) if isinstance(value, frozenset) else repr(value)
 
 
 def _hints(maker: Any) -> dict[str, Any]:

@@ -109,9 +109,10 @@ def _origin(module: str) -> str:
 
 
 def _dotted_names(node: Any) -> Iterator[str]:
-    """Whatever may be the path of a class or a function: a loss is one without ``class_path``."""
-    if isinstance(node, str) and "." in node and all(part.isidentifier() for part in node.split(".")):
-        yield node
+    """Whatever may be the path of a class or a function, also of one in a function: a loss is one without ``class_path``."""
+    if isinstance(node, str) and "." in node:
+        if all(part.isidentifier() for part in node.partition(".<")[0].split(".")):
+            yield node
     elif isinstance(node, dict | list):
         for value in node.values() if isinstance(node, dict) else node:
             yield from _dotted_names(value)

@@ -92,7 +92,7 @@ def test_every_argument_of_every_shipped_class_names_a_run_and_yaml_and_python_a
 
 def test_every_default_of_every_shipped_class_is_pinned():
     """Run docs/scripts/defaults.py for a new setting. A default that is changed on purpose belongs into CHANGED."""
-    changed = set()  # (class, setting)
+    changed = {("fl_lightning.RoundCheckpoint", "mode")}  # (class, setting)
     pinned = json.loads(FILE.read_text())
     for name, found in today().items():
         missing = found.keys() - pinned.get(name, {}).keys()
