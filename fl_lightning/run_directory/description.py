@@ -151,6 +151,8 @@ def _with_digest(value: Any) -> Any:
 
 def _plain(node: Any) -> Any:
     """Copy a tree with full names of classes, ``dict_kwargs`` among the ``init_args``."""
+    if type(node) in _SCALARS:
+        return node
     if isinstance(node, Mapping):
         if not isinstance(node.get("class_path"), str):
             return {str(name): _plain(value) for name, value in node.items()}
@@ -162,6 +164,8 @@ def _plain(node: Any) -> Any:
 
 def _essential(node: Any) -> Any:
     """Return a description without the arguments that are at their defaults."""
+    if type(node) in _SCALARS:
+        return node
     if isinstance(node, list):
         return [_essential(value) for value in node]
     if not isinstance(node, Mapping):
@@ -177,6 +181,7 @@ def _essential(node: Any) -> Any:
 
 
 _MISSING = object()
+_SCALARS = frozenset({type(None), bool, int, float, str})
 
 
 def _content(value: Any) -> Any:
@@ -186,12 +191,13 @@ def _content(value: Any) -> Any:
 
 
 def _text(value: Any) -> str:
-    return json.dumps(value, sort_keys=True, default=str)
+    """Write a value for a comparison by type and content: ``1``, ``1.0`` and ``True`` differ."""
+    return repr(value) if type(value) in _SCALARS else json.dumps(value, sort_keys=True, default=str)
 
 
 @cache
 def _defaults(path: str) -> dict[str, str]:
-    """Return the defaults of a class or function as JSON: of shipped ones those that are pinned, of others today's."""
+    """Return the defaults of a class or function as text: of shipped ones those that are pinned, of others today's."""
     found = defaults(_maker(path))
     return {name: _text(value) for name, value in (found | pinned().get(path, {})).items()}
 

@@ -4,7 +4,7 @@ import ast
 import hashlib
 import platform
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -44,7 +44,8 @@ def provenance(config: Any) -> dict[str, str]:
     Args:
         config: The resolved configuration, whose classes and functions may be a user's own.
     """
-    digest, own = hashlib.sha256(_shipped_source()), sorted(own_files(config))
+    paths = _dotted_names(config)
+    digest, own = hashlib.sha256(_shipped_source()), sorted(_files(paths))
     for path in own:
         digest.update(_code(path))
     versions = {
@@ -52,7 +53,7 @@ def provenance(config: Any) -> dict[str, str]:
         "torch": str(torch.__version__),
         "lightning": L.__version__,
     }
-    named = (*_dotted_names(config), *(name for path in own for name in _imports(path, path.stem)))
+    named = (*paths, *(name for path in own for name in _imports(path, path.stem)))
     roots = {name.partition(".")[0] for name in named}
     versions |= {name: version(name) for name in _LIBRARIES if name in roots and find_spec(name)}
     return {"source": digest.hexdigest()[:8], **versions}
@@ -60,8 +61,12 @@ def provenance(config: Any) -> dict[str, str]:
 
 def own_files(config: Any) -> set[Path]:
     """The files of the classes and functions that a configuration names, and of what they import, that no installed package holds."""
+    return _files(_dotted_names(config))
+
+
+def _files(names: Iterable[str]) -> set[Path]:
     found: set[Path] = set()
-    waiting = [_module(name) for name in _dotted_names(config)]
+    waiting = [_module(name) for name in names if name.partition(".")[0] not in _NOT_OWN]
     while waiting:
         module = waiting.pop()
         if module and module.partition(".")[0] not in _NOT_OWN:
@@ -108,14 +113,16 @@ def _origin(module: str) -> str:
         return ""
 
 
-def _dotted_names(node: Any) -> Iterator[str]:
+def _dotted_names(tree: Any) -> set[str]:
     """Whatever may be the path of a class or a function, also of one in a function: a loss is one without ``class_path``."""
-    if isinstance(node, str) and "." in node:
-        if all(part.isidentifier() for part in node.partition(".<")[0].split(".")):
-            yield node
-    elif isinstance(node, dict | list):
-        for value in node.values() if isinstance(node, dict) else node:
-            yield from _dotted_names(value)
+    found, waiting = set(), [tree]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, dict | list):
+            waiting += node.values() if isinstance(node, dict) else node
+        elif isinstance(node, str) and "." in node:
+            found.add(node)
+    return {name for name in found if all(part.isidentifier() for part in name.partition(".<")[0].split("."))}
 
 
 @cache
