@@ -1,6 +1,7 @@
 """Settings outside of a run's name change no weight, no byte and no metric of a round.
 
-``accelerator: gpu`` and ``num_nodes: 2`` need machines of their own: they cannot be varied here.
+``accelerator: gpu`` and ``num_nodes: 2`` need machines of their own: they cannot be varied here. That
+batches do not depend on ``threads`` of a data module is tested with the data modules that have them.
 """
 
 import pytest
