@@ -48,8 +48,6 @@ OUTSIDE_THE_HASH = frozenset(
 _SHOWING = (RoundCheckpoint, ProgressBar)
 """Callbacks that change no result either."""
 
-_SHIPPED = ("fl_lightning", "callbacks", "datamodules")
-
 
 def description_of(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the description of a configuration: full names of classes, and no settings of the run's surroundings.
@@ -57,25 +55,33 @@ def description_of(config: Mapping[str, Any]) -> dict[str, Any]:
     Args:
         config: A resolved configuration, or the description itself; ``dict_kwargs`` are arguments like others.
     """
-    model, data = dict(config.get("model") or {}), _plain(config.get("data") or {})
-    if "class_path" not in model:
-        model = {"class_path": MODULE, "init_args": model}
-    model, trainer = _plain(model), {"class_path": TRAINER, "init_args": _plain(config.get("trainer") or {})}
-    model["init_args"].pop("seed", None)
-    settings = trainer["init_args"]
+    return {part: _plain(node) for part, node in _parts(config).items()}
+
+
+def _parts(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return model, data and trainer as classes with arguments, without settings of the run's surroundings."""
+    model, data = config.get("model") or {}, config.get("data") or {}
+    path, arguments = (
+        model.get("class_path", MODULE),
+        model.get("init_args", {} if "class_path" in model else model),
+    )
+    arguments = {name: x for name, x in arguments.items() if name != "seed"}
+    settings = config.get("trainer") or {}
     entries = settings.get("callbacks") or []
     entries = entries if isinstance(entries, list) else [entries]
-    settings["callbacks"] = [one for one in entries if not _shows(class_path(one))] or None
-    if not any(_evaluation_counts(class_path(one)) for one in entries):
-        settings.pop("check_val_every_n_epoch", None)
-    trainer["init_args"] = {
-        name: x
-        for name, x in settings.items()
-        if name == "check_val_every_n_epoch" or name not in OUTSIDE_THE_HASH
+    evaluated = any(_evaluation_counts(class_path(one)) for one in entries)
+    outside = OUTSIDE_THE_HASH - {"check_val_every_n_epoch"} if evaluated else OUTSIDE_THE_HASH
+    trainer = {name: x for name, x in settings.items() if name not in outside}
+    trainer["callbacks"] = [one for one in entries if not _shows(class_path(one))] or None
+    if isinstance(data.get("init_args"), Mapping):
+        data = {**data, "init_args": {name: x for name, x in data["init_args"].items() if name != "threads"}}
+    return {
+        "model": {**model, "class_path": path, "init_args": arguments}
+        if "class_path" in model
+        else {"class_path": path, "init_args": arguments},
+        "data": data,
+        "trainer": {"class_path": TRAINER, "init_args": trainer},
     }
-    if data:
-        data["init_args"] = {name: x for name, x in data["init_args"].items() if name != "threads"}
-    return {"model": model, "data": data, "trainer": trainer}
 
 
 def config_hash(config: Mapping[str, Any]) -> str:
@@ -86,7 +92,7 @@ def config_hash(config: Mapping[str, Any]) -> str:
     Args:
         config: Model, data and trainer; the order of keys is ignored.
     """
-    essential = _essential(description_of(config))
+    essential = {part: _essential(node) for part, node in _parts(config).items()}
     text = json.dumps(essential, sort_keys=True, separators=(",", ":"), default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:8]
 
@@ -155,10 +161,15 @@ def _plain(node: Any) -> Any:
         return node
     if isinstance(node, Mapping):
         if not isinstance(node.get("class_path"), str):
-            return {str(name): _plain(value) for name, value in node.items()}
-        given = {**(node.get("init_args") or {}), **(node.get("dict_kwargs") or {})}
-        rest = {name: x for name, x in node.items() if name not in ("class_path", "init_args", "dict_kwargs")}
-        return {"class_path": _resolved(node["class_path"]), "init_args": _plain(given), **rest}
+            return {
+                str(name): value if type(value) in _SCALARS else _plain(value) for name, value in node.items()
+            }
+        rest = {name: x for name, x in node.items() if name not in _OF_A_CLASS}
+        return {
+            "class_path": _resolved(node["class_path"]),
+            "init_args": _plain(dict(_arguments(node))),
+            **rest,
+        }
     return [_plain(value) for value in node] if isinstance(node, list | tuple) else node
 
 
@@ -166,21 +177,31 @@ def _essential(node: Any) -> Any:
     """Return a description without the arguments that are at their defaults."""
     if type(node) in _SCALARS:
         return node
-    if isinstance(node, list):
+    if isinstance(node, list | tuple):
         return [_essential(value) for value in node]
     if not isinstance(node, Mapping):
         return node
-    if "class_path" not in node:
-        return {name: _essential(value) for name, value in node.items()}
-    path, known = node["class_path"], _defaults(node["class_path"])
-    given = {name: x for name, x in node["init_args"].items() if known.get(name, _MISSING) != _text(x)}
-    files = getattr(_maker(path), "deciding_files", ())
-    given = {name: _content(x) if name in files else _essential(x) for name, x in given.items()}
-    rest = {name: x for name, x in node.items() if name not in ("class_path", "init_args")}
+    if not isinstance(node.get("class_path"), str):
+        return {str(name): _essential(value) for name, value in node.items()}
+    path = _resolved(node["class_path"])
+    known, files = _defaults(path), getattr(_maker(path), "deciding_files", ())
+    given = {}
+    for name, x in _arguments(node).items():
+        scalar = type(x) in _SCALARS
+        usual = known.get(name)
+        # None is the default of most objects: they need not be written to differ from it
+        if usual != repr(x) if scalar else usual in (None, "None") or usual != _text(_plain(x)):
+            given[name] = _content(x) if name in files else x if scalar else _essential(x)
+    rest = {name: x for name, x in node.items() if name not in _OF_A_CLASS}
     return {"class_path": path, **({"init_args": given} if given else {}), **rest}
 
 
-_MISSING = object()
+def _arguments(node: Mapping[str, Any]) -> Mapping[str, Any]:
+    given = node.get("init_args") or {}
+    return {**given, **node["dict_kwargs"]} if node.get("dict_kwargs") else given
+
+
+_OF_A_CLASS = ("class_path", "init_args", "dict_kwargs")
 _SCALARS = frozenset({type(None), bool, int, float, str})
 
 
@@ -240,11 +261,13 @@ def _resolved(path: str) -> str:
     return path if maker is None else full_name(maker)
 
 
+@cache
 def _shows(path: str) -> bool:
     maker = _maker(path) if path else None
     return isinstance(maker, type) and issubclass(maker, _SHOWING)
 
 
+@cache
 def _evaluation_counts(path: str) -> bool:
     """Whether what a method sends depends on how often the server evaluates."""
     return bool(getattr(_maker(path), "sends_for_evaluations", False)) if path else False

@@ -118,10 +118,13 @@ def _dotted_names(tree: Any) -> set[str]:
     found, waiting = set(), [tree]
     while waiting:
         node = waiting.pop()
-        if isinstance(node, dict | list):
-            waiting += node.values() if isinstance(node, dict) else node
-        elif isinstance(node, str) and "." in node:
-            found.add(node)
+        if isinstance(node, str):
+            if "." in node:
+                found.add(node)
+        elif isinstance(node, dict):
+            waiting += [x for x in node.values() if isinstance(x, str | dict | list)]
+        elif isinstance(node, list):
+            waiting += node
     return {name for name in found if all(part.isidentifier() for part in name.partition(".<")[0].split("."))}
 
 

@@ -152,7 +152,9 @@ def test_a_script_and_a_yaml_of_the_same_settings_are_one_run_with_one_name():
     assert ours["val/loss"] == yours["val/loss"]
     assert cli.model.record.description == mine.module.record.description
     assert run("--ckpt_path", "last", "--trainer.max_epochs", 2).attempt.path == mine.path
-    again = run("--trainer.max_epochs", 1, config=str(mine.attempt.config))  # a script's file starts its run, too
+    again = run(
+        "--trainer.max_epochs", 1, config=str(mine.attempt.config)
+    )  # a script's file starts its run, too
     assert again.attempt.path.name == f"{cli.attempt.path.name}.3"
 
 
