@@ -37,7 +37,7 @@ from fl_lightning.round.reports import log_round, skip_round, too_few
 from fl_lightning.round.server import ServerModule
 from fl_lightning.round.server_update import update_server
 from fl_lightning.round.tasks import Task
-from fl_lightning.round.trained import TRAINED, refuse_trained
+from fl_lightning.round.trained import mark_trained, refuse_trained
 from fl_lightning.round.trainer import check_trainer
 
 
@@ -174,11 +174,11 @@ class FederatedModule(ServerModule):
             seed_global(derive_seed(self.seed, "aggregation", cohort.round), self.device)
             cohort = check_updates(self, cohort)
             update_server(cohort, self.aggregator, self.statistics, strict=self.on_divergence == "error")
+            mark_trained([self.model, *self.federated_callbacks])
             self.server_step()
         self.call_hook("on_round_end", cohort)
         check_aggregate(self, cohort)
         agree(self, f"round {cohort.round}")
-        TRAINED.update([self.model, *self.federated_callbacks])
         log_round(self, cohort)
 
     def start_round(self) -> RoundCohort:

@@ -12,7 +12,6 @@ from fl_lightning.client_data.federated import FederatedDataModule
 from fl_lightning.dashboard.settings import WandbSettings
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.round.module import FederatedModule
-from fl_lightning.round.trained import TRAINED, refuse_trained
 from fl_lightning.run.interruption import stoppable
 from fl_lightning.run.training import TRAINER_DEFAULTS, Training, quiet_host
 from fl_lightning.run_directory.built import built_in_python, without_decided
@@ -62,12 +61,18 @@ class Run:
         self.checkpoint, self.wandb = checkpoint or RoundCheckpoint(), WandbSettings(wandb)
         self.trainer_settings = TRAINER_DEFAULTS | trainer
         self.attempt: Attempt | None = None
-        self._made = built_in_python(module, data, {**self.trainer_settings, "callbacks": self.callbacks})
+        self._place: dict[str, Any] = {"name": name, "run_root": str(run_root)}
+        self._describe()
+
+    def _describe(self) -> None:
+        """Describe what was built, which names the run."""
+        settings = {**self.trainer_settings, "callbacks": self.callbacks}
+        self._made = built_in_python(self.module, self.data, settings)
+        dirpath = None if self.checkpoint.in_the_run else str(self.checkpoint.dirpath)
         self.config: dict[str, Any] = {
-            "name": name,
-            "run_root": str(run_root),
-            "checkpoint": {"dirpath": None if self.checkpoint.in_the_run else str(self.checkpoint.dirpath)},
-            **without_decided(self._made, data),
+            **self._place,
+            "checkpoint": {"dirpath": dirpath},
+            **without_decided(self._made, self.data),
         }
 
     def fit(self, resume: bool | str | os.PathLike[str] = False, accept_data: bool = False) -> dict[str, Any]:
@@ -85,13 +90,8 @@ class Run:
             Stopped: A signal has stopped the run, after a whole round.
             ConfigurationError: There is nothing to go on from, or the module was trained before and would start anew.
         """
-        if not resume:
-            refuse_trained(self.callbacks)
-        if not resume and self.module.model in TRAINED:
-            raise ConfigurationError(
-                "fit: the model is trained already; make a new model and module for a new run, which may start from a "
-                "checkpoint by initial_weights, or resume with fit(resume=True)"
-            )
+        if self.attempt is None:  # also what was assigned since
+            self._describe()
         self.module.accept_data = accept_data
         settings = {**self.trainer_settings, "callbacks": self.callbacks}
         training = Training(

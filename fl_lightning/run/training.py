@@ -22,6 +22,7 @@ from fl_lightning.executors.choice import cpu_ranks
 from fl_lightning.executors.strategy import CohortStrategy
 from fl_lightning.launched import launched_rank, silence
 from fl_lightning.round.module import FederatedModule
+from fl_lightning.round.trained import refuse_trained
 from fl_lightning.run.interruption import FinishRound, Stopped
 from fl_lightning.run.progress import RoundProgress
 from fl_lightning.run.trainer import as_list, is_launched, make_trainer, useful_ranks
@@ -108,6 +109,8 @@ class Training:
         self._rounds = settings.get("max_epochs")
         path, checkpoint, resumed = None if rank else self.found(ckpt_path), {}, None
         writes = not settings.get("fast_dev_run") and not rank
+        if path is None and not rank:
+            refuse_trained(as_list(settings.get("callbacks")), self.module.model)
         if rank:
             silence()
         if path is not None:

@@ -7,6 +7,7 @@ import functools
 import hashlib
 import inspect
 import json
+import pickle
 import random
 import types
 import typing
@@ -20,6 +21,8 @@ import torch
 from jsonargparse._util import get_import_path
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from fl_lightning.batch_norm.layers import set_momentum
@@ -29,12 +32,15 @@ from fl_lightning.models.dropout import convert_dropout
 from fl_lightning.randomness import seed_global
 from fl_lightning.recorded import Making, Recorded, making, parameters
 from fl_lightning.round.module import FederatedModule
+from fl_lightning.round.trained import MARK
 
 LINKED = ("num_classes", "in_channels", "image_size")
 """Arguments of a model that the data decide unless they are given."""
 
 _TORCH_OWN = frozenset({*vars(nn.Module()), *vars(Optimizer([nn.Parameter(torch.zeros(1))], {}))})
 """Attributes that torch itself keeps on modules and optimizers."""
+
+_NOT_A_SETTING = _TORCH_OWN | {"_made_with", MARK}
 
 _TRAINER = {
     name: one.default for name, one in inspect.signature(L.Trainer).parameters.items() if name != "callbacks"
@@ -56,8 +62,8 @@ def built(module: FederatedModule, data: FederatedDataModule, trainer: Mapping[s
     """
     model, own = as_plain(module), as_plain(data)
     seed = model["init_args"].pop("seed")
-    if own["init_args"].get("seed") == seed:
-        del own["init_args"]["seed"]
+    if (data_seed := own["init_args"].pop("seed", seed)) != seed:
+        own["own_seed"] = data_seed  # beside the arguments: its default is the run's seed, not the class's
     if type(module) is FederatedModule:
         model = model["init_args"]
     return {
@@ -128,11 +134,14 @@ def without_decided(found: Mapping[str, Any], data: FederatedDataModule) -> dict
 def _digests(module: FederatedModule) -> dict[str, Any]:
     """Return what of a model does not follow from its arguments and the seed."""
     model, made = module.model, making(module.model)
-    weights = (
-        {} if module.initial_weights is not None else {"weights_digest": digest(dict(model.state_dict()))}
-    )
+    known = module.initial_weights is None and not any(map(is_lazy, model.parameters()))
+    weights = {"weights_digest": digest(dict(model.state_dict()))} if known else {}
     if made is None:
-        return weights | _parts(model)
+        return {"state_digest": layers(model)} | weights | _parts(model)
+    if any(
+        isinstance(x, nn.Module) for x in made.arguments.values()
+    ):  # built elsewhere, with weights of its own
+        return {"layers_digest": layers(model)} | weights | _parts(model)
     with isolate_rng():
         seed_global(module.seed, torch.device("cpu"))
         again = made.again()
@@ -212,16 +221,35 @@ def _class_name(thing: Any) -> str:
 
 def layers(model: nn.Module) -> str:
     """Return a digest of what a model is apart from its weights: classes, settings and shapes of its layers."""
-    return _digest([_layer(layer) for layer in model.modules()])
+    if id(model) in _UNDER_WAY:  # a hook of it, say, holds the model
+        return "itself"
+    _UNDER_WAY.add(id(model))
+    try:
+        return _layers(model)
+    finally:
+        _UNDER_WAY.remove(id(model))
+
+
+_UNDER_WAY: set[int] = set()
+"""The models that are being described, by their ids."""
+
+
+def _layers(model: nn.Module) -> str:
+    shared: dict[int, str] = {}
+    ties = [shared.setdefault(id(x), name) for name, x in model.named_parameters(remove_duplicate=False)]
+    return _digest([ties, [_layer(layer) for layer in model.modules()]])
 
 
 def _layer(layer: nn.Module) -> Any:
     children = list(layer._modules)
-    own = {name: x for name, x in vars(layer).items() if name not in _TORCH_OWN and name != "_made_with"}
+    own = {name: x for name, x in vars(layer).items() if name not in _NOT_A_SETTING}
+    if isinstance(layer, _BatchNorm):
+        own["training"] = layer.training  # a user's eval mode: the layer tracks nothing
     tensors = {
-        name: None if x is None else [list(x.shape), str(x.dtype), x.requires_grad]
+        name: None if x is None or is_lazy(x) else [list(x.shape), str(x.dtype), x.requires_grad]
         for name, x in (*layer._parameters.items(), *layer._buffers.items())
     }
+    own |= {f"buffer {name}": layer._buffers[name] for name in sorted(layer._non_persistent_buffers_set)}
     hooks = [list(x.values()) for name, x in vars(layer).items() if name.endswith("_hooks") and x]
     return [_reference(type(layer), []), children, _state(own, []), tensors, _state(hooks, [])]
 
@@ -256,8 +284,11 @@ def _optimizer(make: Callable[..., Optimizer]) -> dict[str, Any]:
 
 
 def _function(function: Any) -> Any:
-    name = full_name(function)
-    return {"class_path": name, "init_args": {}, **code} if (code := _code_of_local(function)) else name
+    name, code = full_name(function), _code_of_local(function)
+    owner = getattr(function, "__self__", None)
+    if owner is not None and not isinstance(owner, type | types.ModuleType):
+        code = {**code, "state_digest": _digest(_state(owner, []))}
+    return {"class_path": name, "init_args": {}, **code} if code else name
 
 
 def _by_state(thing: Any) -> Any:
@@ -271,7 +302,7 @@ def _by_state(thing: Any) -> Any:
         else {}
     )
     plain = {name: as_plain(x) for name, x in own.items() if isinstance(x, bool | int | float | str | None)}
-    content = layers(thing) if isinstance(thing, nn.Module) else _digest(_state(thing, []))
+    content = _digest(_state(thing, []))
     return {
         "class_path": full_name(kind),
         "init_args": plain,
@@ -301,7 +332,8 @@ def _state(thing: Any, around: list[Any]) -> Any:
     if isinstance(thing, random.Random):
         return repr(thing.getstate())
     if isinstance(thing, nn.Module):
-        return [layers(thing), digest(dict(thing.state_dict()))]
+        lazy = any(map(is_lazy, thing.parameters()))
+        return [layers(thing), None if lazy else digest(dict(thing.state_dict()))]
     known = isinstance(
         thing, Tensor | np.ndarray | np.generic | set | frozenset | functools.partial | type | enum.Enum
     )
@@ -310,12 +342,17 @@ def _state(thing: Any, around: list[Any]) -> Any:
     if isinstance(thing, types.ModuleType):
         return thing.__name__
     if hasattr(thing, "__dict__"):
-        skip = _TORCH_OWN if isinstance(thing, Optimizer) else frozenset({"trainer", "_trainer"})
+        skip = _TORCH_OWN if isinstance(thing, Optimizer) else frozenset({"trainer", "_trainer", MARK})
         return [
             _class_name(thing),
             {k: _state(x, inner) for k, x in vars(thing).items() if k not in skip},
         ]
-    return str(thing) if " at 0x" not in repr(thing) else _class_name(thing)
+    if hasattr(thing, "__array_interface__"):
+        return digest(thing)
+    try:
+        return [_class_name(thing), digest(pickle.dumps(thing, 4))]
+    except Exception:  # noqa: BLE001  # a lock, a file: no data
+        return _class_name(thing)
 
 
 def _digest(tree: Any) -> str:

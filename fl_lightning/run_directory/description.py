@@ -292,9 +292,33 @@ def misfits(written: Mapping[str, Any], made: Mapping[str, Any]) -> list[str]:
         made: What was built.
     """
     decided = [f"model.model.{name}" for name in LINKED]
-    found = differences(deciding_settings(written), deciding_settings(made))
+    file, objects = deciding_settings(written), deciding_settings(made)
     return [
-        f"{name}: {written_value} in the file, {made_value} was built"
-        for name, (written_value, made_value) in found.items()
-        if not (name in decided and written_value is None)
+        f"{name}: {old} in the file, {new} was built"
+        for name, (old, new) in differences(file, objects).items()
+        if not (name in decided and old is None)
+        and not (
+            old is None and any(one.startswith(f"{name}.") for one in file)
+        )  # a dataclass: its fields are
+        and not _is_foreign(name, objects)
+        and not _is_same(old, new)
     ]
+
+
+def _is_foreign(name: str, objects: Mapping[str, Any]) -> bool:
+    """Whether a setting is, or lies in, a value without a record of its arguments, such as a dataclass or a named tuple."""
+    parts = name.split(".")
+    around = [".".join(parts[:length]) for length in range(1, len(parts) + 1)]
+    return any(
+        f"{one}.{digest}" in objects for one in around for digest in ("state_digest", "content_digest")
+    ) or any(isinstance(objects.get(one), list) for one in around[:-1])
+
+
+def _is_same(old: Any, new: Any) -> bool:
+    """Whether a file and an object write one value in two ways: NaN, a set, a decimal number, a function's other name."""
+    if isinstance(old, list) and isinstance(new, list):
+        return sorted(map(str, old)) == sorted(map(str, new))
+    if isinstance(old, str) != isinstance(new, str) and None not in (old, new) and isinstance(new, list):
+        return True  # a range
+    words = [_resolved(x) if isinstance(x, str) else str(x) for x in (old, new)]
+    return words[0] == words[1] or (isinstance(new, str) and new[:2] in ("b'", 'b"'))
