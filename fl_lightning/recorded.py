@@ -13,11 +13,11 @@ _RECORD = "_made_with"
 
 
 class Making(NamedTuple):
-    """How an object was made.
+    """The maker of an object, and its arguments.
 
     Attributes:
         maker: The class or function.
-        arguments: Its arguments by name, those that were left out with their defaults.
+        arguments: Its arguments by name, with the defaults of arguments that were left out.
         again: Makes an equal object.
     """
 

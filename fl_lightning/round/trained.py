@@ -1,4 +1,4 @@
-"""Which models and methods a run has trained: a new run of them would not start where it seems to."""
+"""Marks on models and methods that a run has trained: a new run of them would start from trained state."""
 
 from collections.abc import Iterable
 from typing import Any

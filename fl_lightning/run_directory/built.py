@@ -1,4 +1,4 @@
-"""What was built, as plain values: the arguments that objects record, and the state of those that record none."""
+"""Descriptions of objects as plain values: by their recorded arguments, else by their state."""
 
 import copy
 import dis
@@ -138,9 +138,7 @@ def _digests(module: FederatedModule) -> dict[str, Any]:
     weights = {"weights_digest": digest(dict(model.state_dict()))} if known else {}
     if made is None:
         return {"state_digest": layers(model)} | weights | _parts(model)
-    if any(
-        isinstance(x, nn.Module) for x in made.arguments.values()
-    ):  # built elsewhere, with weights of its own
+    if any(isinstance(x, nn.Module) for x in made.arguments.values()):  # the caller has drawn its weights
         return {"layers_digest": layers(model)} | weights | _parts(model)
     with isolate_rng():
         seed_global(module.seed, torch.device("cpu"))
