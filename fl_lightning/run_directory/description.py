@@ -317,8 +317,10 @@ def _is_foreign(name: str, objects: Mapping[str, Any]) -> bool:
 def _is_same(old: Any, new: Any) -> bool:
     """Whether a file and an object write one value in two ways: NaN, a set, a decimal number, a function's other name."""
     if isinstance(old, list) and isinstance(new, list):
-        return sorted(map(str, old)) == sorted(map(str, new))
-    if isinstance(old, str) != isinstance(new, str) and None not in (old, new) and isinstance(new, list):
-        return True  # a range
+        return new == sorted(new, key=repr) and sorted(map(str, old)) == sorted(
+            map(str, new)
+        )  # a set is sorted
+    if isinstance(old, str) and old.startswith("range(") and isinstance(new, list):
+        return True
     words = [_resolved(x) if isinstance(x, str) else str(x) for x in (old, new)]
     return words[0] == words[1] or (isinstance(new, str) and new[:2] in ("b'", 'b"'))

@@ -117,6 +117,10 @@ class RunStart(L.Callback):
         """Keep the settings for checkpoints, and what is otherwise than it was in the one that the run goes on from."""
         record, start = module.record, self.start
         record.description, computes = deciding_settings(self.made), provenance(self.made)
+        if record.provenance and computes != record.provenance[-1]:
+            last = record.provenance[-1]
+            changed = [f"{x} {last.get(x)} -> {now}" for x, now in computes.items() if last.get(x) != now]
+            print(f"other code or versions than up to round {start.round}: {', '.join(changed)}", flush=True)
         if computes not in record.provenance:
             record.provenance.append(computes)
         if start.differs is not None:

@@ -125,3 +125,13 @@ def test_resuming_with_another_executor_or_number_of_threads_says_that_rounding_
         said = [printed for printed in capsys.readouterr().out.splitlines() if "computed" in printed]
         assert said == [line + words for words in told]
         torch.set_num_threads(1)
+
+
+def test_a_run_that_other_code_resumes_says_so(monkeypatch, capsys):
+    run("--trainer.max_epochs", 1)
+    capsys.readouterr()
+    run(*LAST, "--trainer.max_epochs", 2)
+    assert "other code" not in capsys.readouterr().out
+    monkeypatch.setattr("fl_lightning.run_directory.files.provenance", lambda made: {"source": "edited"})
+    run(*LAST, "--trainer.max_epochs", 3)
+    assert "other code or versions than up to round 2: source " in capsys.readouterr().out
