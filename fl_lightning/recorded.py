@@ -45,6 +45,20 @@ class Recorded:
 
     deciding_files: ClassVar[tuple[str, ...]] = ()
 
+    def __init_subclass__(cls, **settings: Any) -> None:
+        """Record the arguments of a class that makes its objects itself, too: it may not pass them on."""
+        super().__init_subclass__(**settings)
+        if "__new__" in vars(cls):
+            make = cls.__new__
+
+            @functools.wraps(make)
+            def recorded(kind: type, *args: Any, **kwargs: Any) -> Any:
+                made = make(kind, *args, **kwargs)
+                record(made, kind, args, kwargs)
+                return made
+
+            cls.__new__ = recorded  # type: ignore[method-assign,assignment]  # of the same arguments
+
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Record the arguments before the constructor runs: its signature stays what it is."""
         made = super().__new__(cls)

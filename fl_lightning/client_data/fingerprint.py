@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from torch import Tensor, uint8
+from torch import Tensor, strided, uint8
 from torch.utils.data import ConcatDataset, IterableDataset, Subset, TensorDataset
 
 from fl_lightning.errors import ConfigurationError
@@ -44,7 +44,8 @@ def _file_digest(path: Path, size: int, changed: int) -> str:
 def _feed(found: Any, part: Any) -> None:
     if isinstance(part, Tensor):
         found.update(f"{part.dtype}{list(part.shape)}".encode())
-        found.update(part.detach().cpu().contiguous().flatten().view(uint8).numpy())
+        part = part.detach().cpu().to_dense() if part.layout != strided else part.detach().cpu()
+        found.update(part.contiguous().flatten().view(uint8).numpy())
     elif hasattr(part, "__array_interface__") and np.asarray(part).dtype != object:  # an image has it, too
         array = np.asarray(part)
         found.update(f"{array.dtype}{array.shape}".encode())

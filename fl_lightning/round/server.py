@@ -46,7 +46,7 @@ class ServerModule(Recorded, L.LightningModule):
         accept_data: Whether a run may go on, or be evaluated, with other data than those of its checkpoint, False by default.
 
     Raises:
-        ConfigurationError: The model has no trainable parameters, or the optimizer cannot step them.
+        ConfigurationError: The model is scripted, has no trainable parameters, or the optimizer cannot step them.
     """
 
     def __init__(
@@ -59,6 +59,10 @@ class ServerModule(Recorded, L.LightningModule):
     ) -> None:
         super().__init__()
         self.automatic_optimization = False
+        if isinstance(model, torch.jit.ScriptModule):
+            raise ConfigurationError(
+                f"model: torch.jit.script hides the layers of {model.original_name}; give the model itself"
+            )
         trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
         if not trainable:
             raise ConfigurationError(f"model: {type(model).__name__} has no trainable parameters")

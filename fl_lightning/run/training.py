@@ -26,9 +26,9 @@ from fl_lightning.round.trained import refuse_trained
 from fl_lightning.run.interruption import FinishRound, Stopped
 from fl_lightning.run.progress import RoundProgress
 from fl_lightning.run.trainer import as_list, is_launched, make_trainer, useful_ranks
-from fl_lightning.run_directory.built import full_name
 from fl_lightning.run_directory.checkpoint_io import check_run, load_run
 from fl_lightning.run_directory.checkpoints import RoundCheckpoint
+from fl_lightning.run_directory.code import full_name
 from fl_lightning.run_directory.continuation import Start, find_start
 from fl_lightning.run_directory.description import directory_of
 from fl_lightning.run_directory.files import RunStart, draw_pictures

@@ -18,9 +18,12 @@ from lightning.pytorch.callbacks import ProgressBar
 from fl_lightning.client_data.fingerprint import file_digest
 from fl_lightning.files import folder_below
 from fl_lightning.recorded import parameters
-from fl_lightning.run_directory.built import LINKED, as_plain, full_name
+from fl_lightning.round.tasks import Classification
+from fl_lightning.run_directory.built import LINKED
 from fl_lightning.run_directory.checkpoints import RoundCheckpoint
+from fl_lightning.run_directory.code import full_name
 from fl_lightning.run_directory.directory import RunDirectory
+from fl_lightning.run_directory.values import as_plain
 
 MODULE = "fl_lightning.FederatedModule"
 TRAINER = "lightning.Trainer"
@@ -45,6 +48,12 @@ OUTSIDE_THE_HASH = frozenset(
 )
 """Settings of the trainer that change neither weights nor bytes nor the metrics of a round."""
 
+_TASK = full_name(Classification)
+"""The task of a run without one."""
+
+_PRECISIONS = {"32-true": None, "32": None, "64": "64-true", "16": "16-mixed", "bf16": "bf16-mixed"}
+"""Lightning's other names of a precision."""
+
 _SHOWING = (RoundCheckpoint, ProgressBar)
 """Callbacks that change no result either."""
 
@@ -66,12 +75,16 @@ def _parts(config: Mapping[str, Any]) -> dict[str, Any]:
         model.get("init_args", {} if "class_path" in model else model),
     )
     arguments = {name: x for name, x in arguments.items() if name != "seed"}
+    if arguments.get("loss") is None and _essential(arguments.get("task")) == {"class_path": _TASK}:
+        arguments["task"] = None
     settings = config.get("trainer") or {}
     entries = settings.get("callbacks") or []
     entries = entries if isinstance(entries, list) else [entries]
     evaluated = any(_evaluation_counts(class_path(one)) for one in entries)
     outside = OUTSIDE_THE_HASH - {"check_val_every_n_epoch"} if evaluated else OUTSIDE_THE_HASH
     trainer = {name: x for name, x in settings.items() if name not in outside}
+    if str(precision := trainer.get("precision")) in _PRECISIONS:
+        trainer["precision"] = _PRECISIONS[str(precision)]
     trainer["callbacks"] = [one for one in entries if not _shows(class_path(one))] or None
     if isinstance(data.get("init_args"), Mapping):
         data = {**data, "init_args": {name: x for name, x in data["init_args"].items() if name != "threads"}}

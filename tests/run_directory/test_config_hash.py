@@ -143,3 +143,23 @@ def test_the_quickstart_has_the_folder_of_the_readme(monkeypatch):
     with pytest.raises(Found) as found:
         main(["fit", "--config", str(ROOT / "configs/quickstart.yaml")])
     assert f"files            {found.value}\n" in (ROOT / "README.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("none", "spelt", "other"), [(None, "32-true", "64-true"), ("16", "16-mixed", "bf16-mixed")]
+)
+def test_a_precision_counts_by_what_lightning_makes_of_it(none, spelt, other):
+    hashes = [config_hash(changed("trainer", "precision", value=value)) for value in (none, spelt, other)]
+    assert hashes[0] == hashes[1] != hashes[2]
+
+
+def test_classification_counts_as_the_task_of_a_run_without_one():
+    task = {"class_path": "fl_lightning.round.tasks.Classification", "init_args": {"ignored": -100}}
+    given = changed("model", "init_args", "task", value=task)
+    assert config_hash(given) == config_hash(CONFIG)
+    task["init_args"]["ignored"] = 255
+    assert config_hash(given) != config_hash(CONFIG)
+    task["init_args"]["ignored"] = -100
+    with_loss = changed("model", "init_args", "loss", value="losses.own")
+    given["model"]["init_args"]["loss"] = "losses.own"
+    assert config_hash(given) != config_hash(with_loss)  # a loss decides its ignored label without a task

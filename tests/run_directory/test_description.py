@@ -30,8 +30,8 @@ from fl_lightning.attacks import FallOfEmpires
 from fl_lightning.models import LeNet, library_model
 from fl_lightning.recorded import Recorded, parameters
 from fl_lightning.run_directory import description
-from fl_lightning.run_directory.built import as_plain
 from fl_lightning.run_directory.description import config_hash, deciding_settings
+from fl_lightning.run_directory.values import as_plain
 
 SHIPPED = shipped()
 EVERY = [
@@ -125,7 +125,7 @@ def python_run(
 ):
     """TINY as a script makes it."""
     torch.manual_seed(seed)
-    model = model or LeNet(num_classes=10, in_channels=1, image_size=8)
+    model = LeNet(num_classes=10, in_channels=1, image_size=8) if model is None else model
     data = data or Digits(
         3, batch_size=10, partition=Shards(0.4), val_fraction=0.2, max_examples=300, seed=seed
     )

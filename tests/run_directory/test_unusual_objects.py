@@ -1,19 +1,23 @@
 """Objects that no configuration has are told apart by what they hold, and unusual arguments start a run all the same."""
 
 import copy
+import functools
+import logging
 import shutil
 from dataclasses import dataclass
 
 import numpy as np
+import PIL.Image
 import pytest
 import torch
 from command_line import run
 from test_description import hash_of, python_run
 from torch import nn
 
-from callbacks import FedProx, SlidingWindowFixBN
+from callbacks import Byzantine, FedProx, SlidingWindowFixBN
 from datamodules import Digits, Shards
 from fl_lightning import ConfigurationError, FederatedCallback, FederatedDataModule
+from fl_lightning.attacks import SignFlip
 from fl_lightning.models import LeNet
 from fl_lightning.run_directory.description import config_hash
 
@@ -168,3 +172,133 @@ def test_unusual_arguments_start_a_run(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     assert run("--trainer.max_epochs=1", "--trainer.callbacks=odd.Odd").trainer.global_step == 1
     assert run("--trainer.max_epochs=1", "--model.client_lr_schedule=odd.other").trainer.global_step == 1
+
+
+def by_size(rate):
+    def make(parameters):
+        kernels = [x for x in parameters if x.ndim > 1]
+        rest = [x for x in parameters if x.ndim <= 1]
+        return torch.optim.SGD([{"params": kernels, "weight_decay": rate}, {"params": rest}], lr=1.0)
+
+    return make
+
+
+def by_number(large, small):
+    def rate(parameter):
+        return large if parameter.numel() > 1000 else small
+
+    def make(given):
+        groups = [x if isinstance(x, dict) else {"params": [x]} for x in given]
+        return torch.optim.SGD([{**x, "lr": rate(x["params"][0])} for x in groups], lr=0.1)
+
+    return make
+
+
+def chain(length, last):
+    """Functions each of which calls all before it."""
+    space = {"last": last, "__name__": "__main__"}
+    for number in range(length):
+        calls = " + ".join(f"f{other}(n)" for other in range(number)) or "last"
+        exec(f"def f{number}(n, rounds=0): return {calls}", space)  # noqa: S102
+    return space[f"f{length - 1}"]
+
+
+def in_rounds(value):
+    """Two functions that call each other, one of them with a value."""
+
+    def one(round_number, rounds):
+        return other(round_number, rounds) if round_number < 0 else 1.0
+
+    def other(round_number, rounds):
+        return one(-1, rounds) * value
+
+    return one
+
+
+class Scaled:
+    def __init__(self, factor):
+        self.factor = factor
+        self.of_itself = self.at
+
+    def at(self, round_number, rounds):
+        return self.factor
+
+
+@dataclass
+class Called:
+    factor: float
+
+    def __call__(self, round_number, rounds, power=1):
+        return self.factor**power
+
+
+class Singular(FedProx):
+    def __new__(cls, *args, **settings):
+        return super().__new__(cls)
+
+
+def image(value):
+    return PIL.Image.new("L", (2, 2), value)
+
+
+def sparse(value):
+    return torch.eye(3).mul(value).to_sparse()
+
+
+MORE = {
+    "compiled models": [lambda: {"model": lenet()}, lambda: {"model": torch.compile(lenet())}],
+    "groups of a server optimizer": [lambda r=r: {"server_optimizer": by_size(r)} for r in (0.0, 0.1, 0.2)],
+    "groups of a client optimizer": [
+        lambda r=r: {"client_optimizer": by_number(*r)} for r in ((0.1, 0.1), (0.1, 0.2), (0.2, 0.1))
+    ],
+    "functions that share functions": [lambda v=v: {"client_lr_schedule": chain(24, v)} for v in (1, 2)],
+    "functions that call each other": [lambda v=v: {"client_lr_schedule": in_rounds(v)} for v in (1, 2)],
+    "an object that holds its own method": [lambda c=c: {"client_lr_schedule": Scaled(c).at} for c in (1, 2)],
+    "a partial of an object": [
+        lambda p=p: {"client_lr_schedule": functools.partial(Called(0.5), power=p)} for p in (1, 2)
+    ],
+    "an object of a partial": [
+        lambda c=c: {"client_lr_schedule": functools.partial(Called(c), power=1)} for c in (0.5, 0.1)
+    ],
+    "arguments that __new__ drops": [lambda m=m: {"callbacks": [Singular(mu=m)]} for m in (0.1, 0.2)],
+    "images": [lambda v=v: {"data": FederatedDataModule([image(v)])} for v in (1, 2)],
+    "sparse tensors": [lambda v=v: {"data": FederatedDataModule([sparse(v)])} for v in (1, 2)],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", MORE)
+def test_objects_that_are_met_again_or_decide_later_name_a_run(what):
+    names = [hash_of(**one()) for one in MORE[what]]
+    assert len({*names}) == len(names)
+    assert [hash_of(**one()) for one in MORE[what]] == names
+
+
+def test_a_compiled_model_is_trained():
+    python_run(rounds=1, model=torch.compile(lenet()), callbacks=[]).fit()
+
+
+LOG = logging.getLogger(__name__)
+
+
+def logs(round_number, rounds):
+    LOG.info("round %s", round_number)
+    return 1.0
+
+
+def test_a_logger_is_told_by_its_name(monkeypatch):
+    monkeypatch.setattr(logs, "__module__", "__main__")
+    before = hash_of(client_lr_schedule=logs)
+    LOG.addHandler(logging.StreamHandler())
+    assert hash_of(client_lr_schedule=logs) == before
+    monkeypatch.setitem(logs.__globals__, "LOG", logging.getLogger("other"))
+    assert hash_of(client_lr_schedule=logs) != before
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script. is deprecated:FutureWarning")  # until torch drops it
+def test_what_no_name_can_hold_is_refused_in_one_line():
+    with pytest.raises(
+        ConfigurationError, match=r"Byzantine.clients: an iterator \(generator\) can be read once"
+    ):
+        hash_of(callbacks=[Byzantine(SignFlip(), clients=(number for number in [1]))])
+    with pytest.raises(ConfigurationError, match=r"model: torch\.jit\.script hides the layers of LeNet"):
+        hash_of(model=torch.jit.script(lenet()))

@@ -1,0 +1,87 @@
+"""Names and code of classes and functions: of a script, a notebook or another function only the code tells which one it is."""
+
+import dis
+import functools
+import inspect
+from collections.abc import Callable
+from types import CodeType
+from typing import Any
+
+from jsonargparse._util import get_import_path
+
+_NOT_CODE = (
+    "__doc__",
+    "__module__",
+    "__dict__",
+    "__weakref__",
+    "__annotations__",
+    "__abstractmethods__",
+    "_abc_impl",
+    *("__firstlineno__", "__static_attributes__", "__annotate_func__", "__annotations_cache__"),
+)
+
+
+@functools.cache
+def full_name(maker: Any) -> str:
+    """Return the shortest dotted path that imports a class or function."""
+    try:
+        return str(get_import_path(maker))
+    except (ValueError, ImportError, AttributeError):
+        return f"{maker.__module__}.{getattr(maker, '__qualname__', type(maker).__qualname__)}"
+
+
+def is_local(maker: Any) -> bool:
+    """Tell whether no import finds a class or function: it is of a script, a notebook or another function."""
+    maker = inspect.unwrap(maker)
+    return maker.__module__ in ("__main__", None) or "<" in getattr(maker, "__qualname__", "<")
+
+
+def code_of(maker: Any, reference: Callable[[Any], Any]) -> Any:
+    """Describe what a class or function does: its instructions, and all that they name.
+
+    Args:
+        maker: The class, or the function without wrappers.
+        reference: Describes what the code names, such as a global or a default.
+    """
+    if isinstance(maker, type):
+        members = [[name, reference(x)] for name, x in vars(maker).items() if name not in _NOT_CODE]
+        return [full_name(maker), [reference(base) for base in maker.__bases__], members]
+    code = getattr(maker, "__code__", None)
+    if code is None:
+        return full_name(maker)
+    used = {name: maker.__globals__[name] for name in _names(code) if name in maker.__globals__}
+    closure = dict(zip(code.co_freevars, (_content(x) for x in maker.__closure__ or ()), strict=True))
+    return [
+        _instructions(code),
+        [[name, reference(x)] for name, x in (used | closure).items()],
+        reference([maker.__defaults__, maker.__kwdefaults__]),
+    ]
+
+
+def _content(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # not filled yet
+        return None
+
+
+def _names(code: CodeType) -> list[str]:
+    """List the globals that a function reads, those of its inner functions included."""
+    inner = [name for one in code.co_consts if isinstance(one, CodeType) for name in _names(one)]
+    own = [x.argval for x in dis.get_instructions(code) if x.opname in ("LOAD_GLOBAL", "LOAD_NAME")]
+    return list(dict.fromkeys([*own, *inner]))
+
+
+def _instructions(code: CodeType) -> list[Any]:
+    """List instructions with what they use by name and value; a docstring is none of these."""
+    steps = list(dis.get_instructions(code))
+    stored = [*steps[1:], None]  # a class stores its docstring
+    docs = [x for x in stored if x is not None and (x.opname, x.argval) == ("STORE_NAME", "__doc__")]
+    kept = [x for x, after in zip(steps, stored, strict=True) if x not in docs and after not in docs]
+    return [[x.opname, _operand(x.argval)] for x in kept]
+
+
+def _operand(value: Any) -> Any:
+    if isinstance(value, CodeType):
+        return _instructions(value)
+    return sorted(map(repr, value)) if isinstance(value, frozenset) else repr(value)
