@@ -35,7 +35,7 @@ _NOT_A_SETTING = _TORCH_OWN | {"_made_with", MARK}
 _DEPTH = 100  # levels of the state of an object; deeper ones count by their class
 
 
-class _Walk:
+class Walk:
     """The things that one description has met: each is described once, so that cycles end and shared things cost nothing."""
 
     def __init__(self) -> None:
@@ -65,7 +65,7 @@ class _Walk:
                 del self._met[id(thing)]
 
 
-def as_plain(thing: Any, hint: Any = None, walk: _Walk | None = None) -> Any:
+def as_plain(thing: Any, hint: Any = None, walk: Walk | None = None) -> Any:
     """Describe a value as a configuration does: plain values, lists, and ``class_path`` with ``init_args`` for objects.
 
     An optimizer that is yet to be made counts by a trial, a function by its name or, if no import finds it, by its code, a
@@ -124,9 +124,9 @@ def class_name(thing: Any) -> str:
     return full_name(kind)
 
 
-def layers(model: nn.Module, walk: _Walk | None = None) -> str:
+def layers(model: nn.Module, walk: Walk | None = None) -> str:
     """Return a digest of what a model is apart from its weights: classes, settings and shapes of its layers."""
-    walk, model = walk or _Walk(), getattr(model, "_orig_mod", model)
+    walk, model = walk or Walk(), getattr(model, "_orig_mod", model)
     shared: dict[int, str] = {}
     ties = [shared.setdefault(id(x), name) for name, x in model.named_parameters(remove_duplicate=False)]
     # a hook, say, may hold the model
@@ -135,7 +135,7 @@ def layers(model: nn.Module, walk: _Walk | None = None) -> str:
     )
 
 
-def _layer(layer: nn.Module, walk: _Walk) -> Any:
+def _layer(layer: nn.Module, walk: Walk) -> Any:
     children = list(layer._modules)
     own = {name: x for name, x in vars(layer).items() if name not in _NOT_A_SETTING}
     if isinstance(layer, _BatchNorm):
@@ -149,7 +149,7 @@ def _layer(layer: nn.Module, walk: _Walk) -> Any:
     return [_reference(type(layer), walk), children, _state(own, walk), tensors, _state(hooks, walk)]
 
 
-def _partial(thing: functools.partial[Any], walk: _Walk | None = None) -> Any:
+def _partial(thing: functools.partial[Any], walk: Walk | None = None) -> Any:
     makers = [x for x in (thing.func, *thing.args) if isinstance(x, type)]  # jsonargparse passes on the class
     maker = makers[0] if makers else thing.func
     if not (isinstance(maker, type) or inspect.isroutine(maker)):  # an object that is called
@@ -169,7 +169,7 @@ def _partial(thing: functools.partial[Any], walk: _Walk | None = None) -> Any:
     }
 
 
-def _optimizer(make: Callable[..., Optimizer], walk: _Walk | None = None) -> Any:
+def _optimizer(make: Callable[..., Optimizer], walk: Walk | None = None) -> Any:
     if isinstance(make, functools.partial):
         return _partial(make, walk)
     try:
@@ -199,15 +199,15 @@ def _is_of_torch(kind: type) -> bool:
     return kind.__module__.startswith("torch.")
 
 
-def _function(function: Any, walk: _Walk | None) -> Any:
+def _function(function: Any, walk: Walk | None) -> Any:
     name, code = full_name(function), _code_of_local(function, walk)
     owner = getattr(function, "__self__", None)
     if owner is not None and not isinstance(owner, type | types.ModuleType):
-        code = {**code, "state_digest": tree_digest(_state(owner, walk or _Walk()))}
+        code = {**code, "state_digest": tree_digest(_state(owner, walk or Walk()))}
     return {"class_path": name, "init_args": {}, **code} if code else name
 
 
-def _by_state(thing: Any, walk: _Walk | None) -> Any:
+def _by_state(thing: Any, walk: Walk | None) -> Any:
     """Describe an object that records no arguments by its class and all that it holds."""
     if _says_itself(thing):
         return str(thing)
@@ -218,7 +218,7 @@ def _by_state(thing: Any, walk: _Walk | None) -> Any:
         else {}
     )
     plain = {name: as_plain(x) for name, x in own.items() if isinstance(x, bool | int | float | str | None)}
-    content = tree_digest(_state(thing, walk or _Walk()))
+    content = tree_digest(_state(thing, walk or Walk()))
     return {
         "class_path": full_name(kind),
         "init_args": plain,
@@ -232,7 +232,7 @@ def _says_itself(thing: Any) -> bool:
     return not hasattr(thing, "__dict__") and " at 0x" not in repr(thing)
 
 
-def _state(thing: Any, walk: _Walk) -> Any:
+def _state(thing: Any, walk: Walk) -> Any:
     """Describe a value by what it holds; things that are not data, such as locks and files, by their class."""
     if thing is None or isinstance(thing, bool | int | float | str):
         return thing
@@ -275,17 +275,17 @@ def tree_digest(tree: Any) -> str:
     return hashlib.sha256(json.dumps(tree, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
-def _code_of_local(maker: Any, walk: _Walk | None = None) -> dict[str, str]:
+def _code_of_local(maker: Any, walk: Walk | None = None) -> dict[str, str]:
     """Return the code of a class or function that no file's name can stand for: of a script, a notebook or another function."""
-    return {"code_digest": tree_digest(_code(maker, walk or _Walk()))} if is_local(maker) else {}
+    return {"code_digest": tree_digest(_code(maker, walk or Walk()))} if is_local(maker) else {}
 
 
-def _code(maker: Any, walk: _Walk) -> Any:
+def _code(maker: Any, walk: Walk) -> Any:
     maker = inspect.unwrap(getattr(maker, "__func__", maker))
     return walk.describe(maker, lambda: code_of(maker, lambda thing: _reference(thing, walk)))
 
 
-def _reference(thing: Any, walk: _Walk) -> Any:
+def _reference(thing: Any, walk: Walk) -> Any:
     if isinstance(thing, staticmethod | classmethod):
         thing = thing.__func__
     if isinstance(thing, property):
