@@ -148,8 +148,14 @@ class Training:
             ConfigurationError: There is no such checkpoint.
         """
         if ckpt_path == "auto":
-            paths = (attempt.checkpoints / "last.ckpt" for attempt in self.directory.attempts())
-            return next((path for path in paths if path.is_file() and self._has_this_plan(path)), None)
+            paths = [attempt.checkpoints / "last.ckpt" for attempt in self.directory.attempts()]
+            paths = [path for path in paths if path.is_file()]
+            if not paths and (other := self.directory.other_checkpoint("last.ckpt")) is not None:
+                print(
+                    f"--ckpt_path auto: a new run; {other} is of other settings or an older version",
+                    flush=True,
+                )
+            return next((path for path in paths if self._has_this_plan(path)), None)
         return None if ckpt_path is None else self.directory.resolve_checkpoint(str(ckpt_path))
 
     def _has_this_plan(self, path: Path) -> bool:

@@ -2,7 +2,8 @@
 
 import copy
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -17,7 +18,7 @@ from fl_lightning.client_data.federated import FederatedDataModule
 from fl_lightning.client_data.fingerprint import digest
 from fl_lightning.models.dropout import convert_dropout
 from fl_lightning.randomness import seed_global
-from fl_lightning.recorded import Making, Recorded, making
+from fl_lightning.recorded import making
 from fl_lightning.round.module import FederatedModule
 from fl_lightning.run_directory.values import as_plain, class_name, group_settings, layers, tree_digest
 
@@ -27,6 +28,10 @@ LINKED = ("num_classes", "in_channels", "image_size")
 _TRAINER = {
     name: one.default for name, one in inspect.signature(L.Trainer).parameters.items() if name != "callbacks"
 }
+
+
+_LATER = ("seed", "executor")
+"""Arguments of a module that the run itself decides."""
 
 
 def built(module: FederatedModule, data: FederatedDataModule, trainer: Mapping[str, Any]) -> dict[str, Any]:
@@ -65,19 +70,16 @@ def built_in_python(
     """
     found = built(module, data, trainer)
     settings = found["model"].get("init_args", found["model"])
-    settings["model"] |= _digests(module)
-    _describe_groups(module, settings)
     own = making(module)
     given = own.arguments if own is not None else {}
-    settings |= {
-        name: as_plain(now)
-        for name, now in _plain_attributes(module).items()
-        if given.get(name) is not None and now != given[name] and name != "seed"
-    }
-    found["data"] |= _reassigned(data, making(data))
-    callbacks = trainer.get("callbacks") or []
-    for callback, node in zip(callbacks, found["trainer"].get("callbacks") or [], strict=True):
-        node |= _reassigned(callback, making(callback)) if isinstance(callback, Recorded) else {}
+    if module.model is not given.get("model"):
+        settings["model"] = as_plain(module.model)
+    settings["model"] |= _digests(module)
+    _describe_groups(module, settings)
+    settings |= _reassigned(module)
+    _add_reassigned(
+        [data, *(trainer.get("callbacks") or [])], [found["data"], *(found["trainer"].get("callbacks") or [])]
+    )
     return found
 
 
@@ -99,20 +101,40 @@ def _describe_groups(module: FederatedModule, settings: dict[str, Any]) -> None:
             settings[name] = {**node, "groups_digest": tree_digest([found, places])}
 
 
-def _plain_attributes(thing: object) -> dict[str, Any]:
-    kinds = bool | int | float | str | None
-    return {name: x for name, x in vars(thing).items() if name[:1] != "_" and isinstance(x, kinds)}
+def _add_reassigned(thing: Any, node: Any) -> None:
+    """Add to the description of an object, and of those among its arguments, what was assigned to it later."""
+    if isinstance(thing, list | tuple) and isinstance(node, list):
+        for one, its_node in zip(thing, node, strict=True):
+            _add_reassigned(one, its_node)
+    made = making(thing)
+    if made is None or not isinstance(node, dict):
+        return
+    for name, x in made.arguments.items():
+        _add_reassigned(x, node["init_args"].get(name))
+    if later := _reassigned(thing):
+        node["reassigned"] = later
 
 
-def _reassigned(thing: object, made: Making | None) -> dict[str, Any]:
-    """Return the settings of an object that are no longer what its arguments make them."""
+def _reassigned(thing: Any) -> dict[str, Any]:
+    """Return the settings and methods of an object that are no longer what its arguments and its class make them."""
+    made, held = making(thing), vars(thing)
     if made is None:
         return {}
-    usual, now = _plain_attributes(made.again()), _plain_attributes(thing)
-    found = {
-        name: as_plain(now[name]) for name in made.arguments if name in now and now[name] != usual.get(name)
+    given, kind = made.arguments, type(thing)
+    other = [n for n in given if n in held and n not in _LATER and not _is_same(held[n], given[n])]
+    usual = vars(made.again()) if other else {}
+    later = {
+        name: as_plain(held[name]) for name in other if as_plain(held[name]) != as_plain(usual.get(name))
     }
-    return {"reassigned": found} if found else {}
+    patched = {name: as_plain(x) for name, x in held.items() if inspect.isroutine(getattr(kind, name, None))}
+    return later | patched
+
+
+def _is_same(now: Any, given: Any) -> bool:
+    try:
+        return now is given or (type(now) is type(given) and bool(now == given))
+    except (ValueError, RuntimeError):  # arrays and tensors
+        return False
 
 
 def without_decided(found: Mapping[str, Any], data: FederatedDataModule) -> dict[str, Any]:
@@ -140,7 +162,7 @@ def _digests(module: FederatedModule) -> dict[str, Any]:
         return {"state_digest": layers(model)} | weights | _parts(model)
     if any(isinstance(x, nn.Module) for x in made.arguments.values()):  # the caller has drawn its weights
         return {"layers_digest": layers(model)} | weights | _parts(model)
-    with isolate_rng():
+    with isolate_rng(), _float32():
         seed_global(module.seed, torch.device("cpu"))
         again = made.again()
     convert_dropout(again)
@@ -150,6 +172,17 @@ def _digests(module: FederatedModule) -> dict[str, Any]:
     same = layers(again) == layers(model)
     other = {} if same else {"layers_digest": layers(model), **_parts(model)}
     return other | ({} if digest(dict(again.state_dict())) == weights.get("weights_digest") else weights)
+
+
+@contextmanager
+def _float32() -> Iterator[None]:
+    """Make tensors as a configuration does, whatever default type a script has set."""
+    before = torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(torch.float32)
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def _parts(model: nn.Module) -> dict[str, list[str]]:

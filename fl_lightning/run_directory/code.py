@@ -3,6 +3,7 @@
 import dis
 import functools
 import inspect
+import sys
 from collections.abc import Callable
 from types import CodeType
 from typing import Any
@@ -23,17 +24,27 @@ _NOT_CODE = (
 
 @functools.cache
 def full_name(maker: Any) -> str:
-    """Return the shortest dotted path that imports a class or function."""
+    """Return the shortest dotted path that imports a class or function; a script's is the same in its child processes."""
     try:
-        return str(get_import_path(maker))
+        path = str(get_import_path(maker))
     except (ValueError, ImportError, AttributeError):
-        return f"{maker.__module__}.{getattr(maker, '__qualname__', type(maker).__qualname__)}"
+        path = f"{maker.__module__}.{getattr(maker, '__qualname__', type(maker).__qualname__)}"
+    return path.replace("__mp_main__", "__main__")
 
 
 def is_local(maker: Any) -> bool:
-    """Tell whether no import finds a class or function: it is of a script, a notebook or another function."""
-    maker = inspect.unwrap(maker)
-    return maker.__module__ in ("__main__", None) or "<" in getattr(maker, "__qualname__", "<")
+    """Tell whether no import finds a class or function: it is of a script, a notebook, another function or ``exec``."""
+    inner = inspect.unwrap(maker)
+    path = f"{inner.__module__}.{getattr(inner, '__qualname__', '<')}"
+    if "<" in path or path.startswith(("__main__.", "__mp_main__.", "None.")):
+        return True
+    if not isinstance(inner, type) and not hasattr(inner, "__code__"):
+        return False
+    found: Any = sys.modules.get(inner.__module__)
+    for part in inner.__qualname__.split("."):
+        found = getattr(found, part, None)
+    found = inspect.unwrap(found) if callable(found) else found
+    return getattr(found, "__func__", found) is not getattr(inner, "__func__", inner)
 
 
 def code_of(maker: Any, reference: Callable[[Any], Any]) -> Any:

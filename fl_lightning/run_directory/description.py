@@ -15,6 +15,7 @@ from typing import Any
 
 from lightning.pytorch.callbacks import ProgressBar
 
+from fl_lightning.client_data.federated import FederatedDataModule
 from fl_lightning.client_data.fingerprint import file_digest
 from fl_lightning.files import folder_below
 from fl_lightning.recorded import parameters
@@ -86,7 +87,7 @@ def _parts(config: Mapping[str, Any]) -> dict[str, Any]:
     if str(precision := trainer.get("precision")) in _PRECISIONS:
         trainer["precision"] = _PRECISIONS[str(precision)]
     trainer["callbacks"] = [one for one in entries if not _shows(class_path(one))] or None
-    if isinstance(data.get("init_args"), Mapping):
+    if isinstance(data.get("init_args"), Mapping) and _threads_only_read(class_path(data)):
         data = {**data, "init_args": {name: x for name, x in data["init_args"].items() if name != "threads"}}
     return {
         "model": {**model, "class_path": path, "init_args": arguments}
@@ -281,6 +282,14 @@ def _shows(path: str) -> bool:
 
 
 @cache
+def _threads_only_read(path: str) -> bool:
+    """Whether ``threads`` of a data module is the shipped setting, on which no number depends; a user's own class may use it otherwise."""
+    kinds = getattr(_maker(path), "__mro__", ()) if path else ()
+    own = (kind for kind in kinds if "threads" in inspect.signature(kind).parameters)
+    return next(own, FederatedDataModule).__module__.partition(".")[0] in ("datamodules", "fl_lightning")
+
+
+@cache
 def _evaluation_counts(path: str) -> bool:
     """Whether what a method sends depends on how often the server evaluates."""
     return bool(getattr(_maker(path), "sends_for_evaluations", False)) if path else False
@@ -336,4 +345,4 @@ def _is_same(old: Any, new: Any) -> bool:
     if isinstance(old, str) and old.startswith("range(") and isinstance(new, list):
         return True
     words = [_resolved(x) if isinstance(x, str) else str(x) for x in (old, new)]
-    return words[0] == words[1] or (isinstance(new, str) and new[:2] in ("b'", 'b"'))
+    return words[0] == words[1]

@@ -191,6 +191,11 @@ class RunDirectory:
         known = [*self.attempts(), around] if around.config.is_file() else self.attempts()
         return next((attempt for attempt in known if attempt.checkpoints.resolve() == folder), None)
 
+    def other_checkpoint(self, name: str) -> Path | None:
+        """Return the newest checkpoint of a name among runs of other settings, or of older versions, with this run's name."""
+        others = self.root.glob(f"*/checkpoints/{name}")
+        return max(others, key=lambda path: path.stat().st_mtime, default=None)
+
     def resolve_checkpoint(self, ckpt_path: str) -> Path:
         """Find the file that ``--ckpt_path`` means.
 
@@ -205,8 +210,7 @@ class RunDirectory:
         name = f"{ckpt_path}.ckpt"
         found = self.newest_checkpoint(name)
         if found is None:
-            others = self.root.glob(f"*/checkpoints/{name}")
-            other = max(others, key=lambda path: path.stat().st_mtime, default=None)
+            other = self.other_checkpoint(name)
             raise ConfigurationError(
                 f"ckpt_path {ckpt_path!r} found no {name} in {self.root / self.stem}; give "
                 + (f"{other}, of other settings or an older version" if other else "the path of a checkpoint")

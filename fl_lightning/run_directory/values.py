@@ -1,14 +1,14 @@
 """Values as a configuration writes them: objects by their recorded arguments, else by their state."""
 
+import copyreg
+import dataclasses
 import enum
 import functools
 import hashlib
 import inspect
 import itertools
 import json
-import logging
-import pickle
-import random
+import re
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping
@@ -31,6 +31,8 @@ _TORCH_OWN = frozenset({*vars(nn.Module()), *vars(Optimizer([nn.Parameter(torch.
 """Attributes that torch itself keeps on modules and optimizers."""
 
 _NOT_A_SETTING = _TORCH_OWN | {"_made_with", MARK}
+
+_OF_A_RUN = frozenset({"trainer", "_trainer", MARK})
 
 _DEPTH = 100  # levels of the state of an object; deeper ones count by their class
 
@@ -95,7 +97,9 @@ def as_plain(thing: Any, hint: Any = None, walk: Walk | None = None) -> Any:
         return sorted((as_plain(value, _item(hint, 0), walk) for value in thing), key=repr)
     if isinstance(thing, list | tuple | range):
         return [as_plain(value, _item(hint, 0), walk) for value in thing]
-    if isinstance(thing, Tensor | np.ndarray):
+    if isinstance(thing, np.ma.MaskedArray):
+        return {"content_digest": digest(np.ma.getdata(thing), np.ma.getmaskarray(thing))}
+    if isinstance(thing, Tensor | np.ndarray | bytes):
         return {"content_digest": digest(thing)}
     if isinstance(thing, functools.partial):
         return _partial(thing, walk)
@@ -229,7 +233,8 @@ def _by_state(thing: Any, walk: Walk | None) -> Any:
 
 def _says_itself(thing: Any) -> bool:
     """Whether an object without parts is told by its text: a path, a type of numbers, a device."""
-    return not hasattr(thing, "__dict__") and " at 0x" not in repr(thing)
+    cut = isinstance(thing, re.Pattern) or dataclasses.is_dataclass(thing)
+    return not hasattr(thing, "__dict__") and not cut and " at 0x" not in repr(thing)
 
 
 def _state(thing: Any, walk: Walk) -> Any:
@@ -244,30 +249,40 @@ def _state(thing: Any, walk: Walk) -> Any:
         return walk.describe(thing, lambda: [_state(value, walk) for value in thing], again=True)
     if isinstance(thing, torch.Generator):
         return digest(thing.get_state())
-    if isinstance(thing, random.Random):
-        return repr(thing.getstate())
-    if isinstance(thing, logging.Logger | types.ModuleType):
-        return getattr(thing, "name", None) or getattr(thing, "__name__", None)
+    if isinstance(thing, types.ModuleType):
+        return thing.__name__
     if isinstance(thing, nn.Module):
         lazy = any(map(is_lazy, thing.parameters()))
         return [layers(thing, walk), None if lazy else digest(dict(thing.state_dict()))]
     known = isinstance(
-        thing, Tensor | np.ndarray | np.generic | set | frozenset | functools.partial | type | enum.Enum
+        thing,
+        Tensor | np.ndarray | np.generic | bytes | set | frozenset | functools.partial | type | enum.Enum,
     )
     if known or inspect.isroutine(thing) or making(thing) is not None:
         return as_plain(thing, None, walk)
     if hasattr(thing, "__array_interface__"):
         return digest(thing)
-    if hasattr(thing, "__dict__"):
-        skip = _TORCH_OWN if isinstance(thing, Optimizer) else frozenset({"trainer", "_trainer", MARK})
-        held = {name: x for name, x in vars(thing).items() if name not in skip}
-        return walk.describe(
-            thing, lambda: [class_name(thing), {k: _state(x, walk) for k, x in held.items()}]
-        )
+    return walk.describe(thing, lambda: [class_name(thing), _parts(thing, walk)])
+
+
+def _parts(thing: Any, walk: Walk) -> Any:
+    """Describe what an object without a record would be pickled as, else its attributes."""
     try:
-        return [class_name(thing), digest(pickle.dumps(thing, 4))]
+        reduce = copyreg.dispatch_table.get(type(thing))
+        made = reduce(thing) if reduce is not None else thing.__reduce_ex__(4)
     except Exception:  # noqa: BLE001  # a lock, a file: no data
-        return class_name(thing)
+        made = None
+    if isinstance(made, tuple) and not isinstance(thing, Optimizer):
+        _, arguments, state, *items = (*made, None, None, None)[:5]
+        parts = [arguments[1:] if arguments and arguments[0] is type(thing) else arguments, state]
+        parts += [list(one) for one in items if one is not None]
+    else:
+        parts = [made, getattr(thing, "__dict__", None)]
+    skip = _TORCH_OWN if isinstance(thing, Optimizer) else _OF_A_RUN
+    kept = [
+        {n: x for n, x in one.items() if n not in skip} if isinstance(one, dict) else one for one in parts
+    ]
+    return [_state(part, walk) for part in kept]
 
 
 def tree_digest(tree: Any) -> str:

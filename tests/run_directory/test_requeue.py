@@ -156,3 +156,15 @@ def test_auto_evaluates_no_untrained_model(capsys):
     write_config()
     message = message_of(capsys, lambda: run("--ckpt_path", "auto", command="test"))
     assert message == "error: ckpt_path: test needs a trained model; use --ckpt_path last or a file\n"
+
+
+def test_auto_says_when_it_leaves_another_run_of_the_same_name_alone(capsys):
+    first = run("--trainer.max_epochs", 1).attempt
+    capsys.readouterr()
+    run("--trainer.max_epochs", 1, "--ckpt_path", "auto", "--model.client_optimizer.lr", 0.5)
+    line = (
+        f"--ckpt_path auto: a new run; {first.checkpoints}/last.ckpt is of other settings or an older version"
+    )
+    assert line in capsys.readouterr().out
+    run("--trainer.max_epochs", 1, "--ckpt_path", "auto", "--name", "of-no-other")
+    assert "auto" not in capsys.readouterr().out
