@@ -1,6 +1,6 @@
 """The cohort as the module drives it through a communication round."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
 from typing import NamedTuple, Self
 
@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from fl_lightning.cohort.cohort import Cohort
 from fl_lightning.cohort.rows import Rows, join_columns
+from fl_lightning.errors import ConfigurationError
 from fl_lightning.models.dropout import Dropout, dropout_keys
 from fl_lightning.optimizers import GroupSettings, OptimizerCallable
 from fl_lightning.optimizers.client import ClientOptimizer
@@ -20,11 +21,13 @@ class RowState(NamedTuple):
 
     Attributes:
         tensors: Parameters, as autograd leaves, and buffers by name.
+        places: The views that hold their values, by name, with the addresses of these.
         trained: The parameters that are trained.
         gradients: Where their gradients go.
     """
 
     tensors: dict[str, Tensor]
+    places: dict[str, tuple[Tensor, int]]
     trained: list[Tensor]
     gradients: list[Tensor]
 
@@ -68,6 +71,8 @@ class RoundCohort(Cohort):
         self.trained_blocks: list[str] = []
         self.trained_names: list[str] = []
         self._row_state: dict[int, RowState] = {}
+        self._unused: dict[int, list[str]] = {}
+        self._missed: dict[int, set[str]] = {}
         self._finished: dict[int, list[Tensor]] = {}
 
     def broadcast(
@@ -99,6 +104,7 @@ class RoundCohort(Cohort):
         self.local_steps, self.policy, self._seed = list(local_steps), dict(policy), seed
         self.extra, self._completed = {}, set()
         self._finished.clear()
+        self._missed.clear()
         self.samples = [0] * len(self)
         self.losses = torch.zeros(len(self), device=next(iter(self.params.blocks.values())).device)
         for name, layout in self.params.layout.items():
@@ -182,6 +188,7 @@ class RoundCohort(Cohort):
             Indices of the rows that take it.
         """
         self.step = step
+        self._unused.clear()
         for row in (row for row, steps in enumerate(self.local_steps) if step == steps):
             for block in self.grads.blocks.values():
                 block[row].zero_()
@@ -195,14 +202,68 @@ class RoundCohort(Cohort):
     def row_state(self, row: int) -> RowState:
         """One client's state for a forward and backward pass of its own; made once and kept."""
         if row not in self._row_state:
-            leaves = {name: value.detach().requires_grad_() for name, value in self.params.row(row).items()}
-            gradients = self.grads.row(row)
+            params, buffers, gradients = self.params.row(row), self.buffers.row(row), self.grads.row(row)
+            leaves = {name: value.detach().requires_grad_() for name, value in params.items()}
+            # a forward pass may give a tensor other memory: the views of the rows keep theirs
+            hung = {name: value.detach() for name, value in buffers.items()}
             self._row_state[row] = RowState(
-                tensors={**leaves, **self.buffers.row(row)},
+                tensors={**leaves, **hung},
+                places={name: (value, value.data_ptr()) for name, value in {**params, **buffers}.items()},
                 trained=[leaves[name] for name in self.trained_names],
                 gradients=[gradients[name] for name in self.trained_names],
             )
         return self._row_state[row]
+
+    def take_up(self, row: int, found: Mapping[str, Tensor]) -> None:
+        """Take up what a forward pass has put in the place of a client's tensors, or given other memory (``x.data = y``).
+
+        Args:
+            row: The client's row.
+            found: What hangs in the model after the forward pass, by name.
+
+        Raises:
+            ConfigurationError: A tensor has another shape than before.
+        """
+        state = self.row_state(row)
+        other = {
+            name: value.detach().clone()  # it may be another tensor of the client, or a part of one
+            for name, value in found.items()
+            if value is not state.tensors[name]
+            or value.data_ptr() != state.places[name][1]
+            or value.shape != state.places[name][0].shape
+        }
+        for name, value in other.items():
+            place = state.places[name][0]
+            if value.shape != place.shape and value.numel() != 1:
+                raise ConfigurationError(
+                    f"model: the forward pass makes {name!r} {list(value.shape)}, it was {list(place.shape)}; parameters and "
+                    "buffers of clients keep their shapes: make the model with the final shape"
+                )
+            place.copy_(value)
+        if any(found[name] is state.tensors[name] for name in other):
+            del self._row_state[row]
+
+    def put_gradients(self, row: int, gradients: Sequence[Tensor | None]) -> None:
+        """Take a client's gradients: None for parameters that its loss does not use, which an optimizer of its own would skip.
+
+        Args:
+            row: The client's row.
+            gradients: Those of the trained parameters.
+        """
+        own = self.grads.row(row)
+        used = [(own[n], g) for n, g in zip(self.trained_names, gradients, strict=True) if g is not None]
+        torch._foreach_copy_([place for place, _ in used], [gradient for _, gradient in used])
+        if len(used) < len(gradients):
+            self.leave_out(
+                [row], [n for n, g in zip(self.trained_names, gradients, strict=True) if g is None]
+            )
+
+    def leave_out(self, rows: Sequence[int], names: Sequence[str]) -> None:
+        """Let the local step under way leave parameters of some rows as they are, but where a method gives them a gradient."""
+        for row in rows:
+            self._unused[row] = [*names]
+            for name in names:
+                self.grads.row(row)[name].zero_()
 
     def add_losses(self, indices: list[int], losses: Tensor, sizes: Sequence[int]) -> None:
         """Count a local step of some rows.
@@ -217,8 +278,33 @@ class RoundCohort(Cohort):
             self.samples[row] += size
 
     def take_step(self) -> None:
-        """Let the client optimizer take one local step of every row."""
+        """Let the client optimizer take one local step of every row, but for the parameters that a row does not use."""
+        kept = [(view, view.clone()) for view in self._left_alone()]
         self._optimizer.step()
+        for view, value in kept:
+            view.copy_(value)
+
+    def _left_alone(self) -> Iterator[Tensor]:
+        """The parameters, and what the optimizer remembers of them, that take no part in the local step under way.
+
+        Raises:
+            ConfigurationError: A parameter takes part again, and the optimizer counts the steps of each.
+        """
+        left = {
+            row: {name for name in names if not self.grads.row(row)[name].any()}
+            for row, names in self._unused.items()
+        }
+        for row, missed in self._missed.items():
+            if again := missed - left.get(row, set()):
+                self._optimizer.refuse_other_counts(min(again))
+        if not any(left.values()):
+            return
+        blocks = [self.params, *(self.optimizer_state(key) for key in self.optimizer_state_keys)]
+        for row, names in left.items():
+            self._missed.setdefault(row, set()).update(names)
+            for rows in blocks:
+                views = rows.row(row)
+                yield from (views[name] for name in names if name in views)
 
     def finish_step(self, step: int, last: int) -> None:
         """Keep aside the state of clients whose last local step was ``step`` while others, up to step ``last``, go on."""

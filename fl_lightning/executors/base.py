@@ -126,10 +126,17 @@ def client_loss(module: ClientTask, batch: Any) -> Tensor:
                 f"model {type(module.model).__name__} draws random numbers that VectorizedExecutor (or a joint "
                 "forward pass, as FedTAN's) cannot give each client by itself; use fl_lightning.models.dropout.Dropout, or SequentialExecutor"
             ) from error
-        if "atching rule not implemented" in str(error) or "vmap" in str(error):
-            raise CannotVectorize(
-                f"model {type(module.model).__name__} has an operation that torch.func.vmap cannot run for all clients at once "
-                f"({str(error).splitlines()[0].rstrip('.')}); use SequentialExecutor, and no method that needs a joint forward pass "
-                "(FedTAN)"
-            ) from error
+        if (refusal := cannot_vectorize(module, error)) is not None:
+            raise refusal from error
         raise
+
+
+def cannot_vectorize(module: ClientTask, error: RuntimeError) -> CannotVectorize | None:
+    """Return the error that names the way out where ``torch.func.vmap`` cannot run a model; None for other errors."""
+    said = str(error)
+    if not any(words in said for words in ("atching rule not implemented", "vmap", "functorch transform")):
+        return None
+    return CannotVectorize(
+        f"model {type(module.model).__name__} has an operation that torch.func.vmap cannot run for all clients at once "
+        f"({said.splitlines()[0].rstrip('.')}); use SequentialExecutor, and no method that needs a joint forward pass (FedTAN)"
+    )

@@ -69,19 +69,15 @@ class SequentialExecutor(Executor):
 
     def _one(self, module: ClientTask, cohort: RoundCohort, row: int, batch: Any) -> Tensor:
         """One client's loss. Nothing of it is left when the next client's begins: memory does not fall into pieces."""
-        state, buffers = cohort.row_state(row), cohort.buffers.row(row)
+        state = cohort.row_state(row)
         # A model's own draws (stochastic depth, say) become a function of (seed, round, client, step).
         own = derive_seed(module.seed, "model", cohort.round, cohort.client_ids[row], cohort.step)
         seed_global(own, module.device)
         with module.slots.filled(state.tensors):
             loss = client_loss(module, batch)
-            replaced = {
-                name: value.detach().clone()  # it may be another buffer, or a part of one
-                for name, value in module.slots.read(buffers).items()
-                if value is not buffers[name]
-            }
-        gradients = torch.autograd.grad(loss, state.trained, allow_unused=True, materialize_grads=True)
-        for name, value in replaced.items():  # not before: a compiled backward pass may read the old ones
-            buffers[name].copy_(value)
-        torch._foreach_copy_(state.gradients, list(gradients))
+            # here: layers that the backward pass runs again, and its hooks, find the client's state, too
+            gradients = torch.autograd.grad(loss, state.trained, allow_unused=True)
+            found = module.slots.read(state.tensors)
+        cohort.take_up(row, found)  # not before: a compiled backward pass may read what was replaced
+        cohort.put_gradients(row, gradients)
         return loss.detach()

@@ -14,7 +14,7 @@ from fl_lightning.batch_norm.stacked import StackedBatchNorm
 from fl_lightning.client_data.cohort_batch import CohortBatch
 from fl_lightning.cohort.round_cohort import RoundCohort
 from fl_lightning.errors import CannotVectorize, ConfigurationError, doing
-from fl_lightning.executors.base import ClientTask, Executor, client_loss
+from fl_lightning.executors.base import ClientTask, Executor, cannot_vectorize, client_loss
 from fl_lightning.executors.sequential import SequentialExecutor
 
 _log = logging.getLogger("fl_lightning")
@@ -111,11 +111,25 @@ class VectorizedExecutor(Executor):
             with slots.filled({**params, **buffers}):
                 return client_loss(module, batch), slots.read(buffers)
 
+        versions = {name: value._version for name, value in params.items()}
         with _numeric_momentum(module.model, buffers), StackedBatchNorm():
             losses, updated = torch.func.vmap(loss_and_buffers)(params, buffers, batch)
         leaves = [params[name] for name in trained]
-        gradients = torch.autograd.grad(losses.sum(), leaves, allow_unused=True, materialize_grads=True)
-        found = dict(zip(trained, gradients, strict=True))
+        try:  # hooks and layers that run again
+            gradients = torch.autograd.grad(losses.sum(), leaves, allow_unused=True)
+        except RuntimeError as error:
+            if (refusal := cannot_vectorize(module, error)) is not None:
+                raise refusal from error
+            raise
+        found = {
+            n: torch.zeros_like(params[n]) if g is None else g
+            for n, g in zip(trained, gradients, strict=True)
+        }
+        if unused := [name for name, g in zip(trained, gradients, strict=True) if g is None]:
+            cohort.leave_out(rows, unused)
+        for block, layout in cohort.params.layout.items():  # what the forward pass has changed in place
+            if any(params[name]._version != versions[name] for name in layout.shapes):
+                cohort.params.write(index, block, params)
         for block in cohort.trained_blocks:
             cohort.grads.write(index, block, found)
         for block in cohort.buffers.layout:

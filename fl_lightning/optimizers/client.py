@@ -126,6 +126,18 @@ class ClientOptimizer:
         state[key] = everyones[self._rows]
         return everyones
 
+    def refuse_other_counts(self, name: str) -> None:
+        """Refuse to step a parameter that a row has left out before: one count of steps is shared by all rows and tensors of a block.
+
+        Raises:
+            ConfigurationError: The optimizer counts steps.
+        """
+        if any("step" in keys for keys in self._keys.values()):
+            raise ConfigurationError(
+                f"client_optimizer {type(self.torch).__name__}: parameter {name!r} had no gradient in an earlier local step of this "
+                "round and has one now, and this optimizer counts the steps of each parameter; use SGD"
+            )
+
     def restore_steps(self, steps: Mapping[str, Tensor]) -> None:
         """Start each row of each block from its own step count ``[C]``; only optimizers that count steps (Adam) take notice.
 

@@ -30,6 +30,7 @@ from fl_lightning.round.communication import Communication
 from fl_lightning.round.declarations import ROLES, Declarations
 from fl_lightning.round.divergence import check_aggregate, check_updates, leave_out
 from fl_lightning.round.failures import ClientFailures, RoundSkipped
+from fl_lightning.round.first_steps import check_first_steps
 from fl_lightning.round.local_steps import agree, attacked, open_memories, take_local_steps
 from fl_lightning.round.plan import RoundPlan, Weighting, check_local_work, plan_rounds
 from fl_lightning.round.policy import check_together, resolve_policy
@@ -79,6 +80,8 @@ class FederatedModule(ServerModule):
         min_clients: The fewest clients with which a round is aggregated; with fewer the server keeps its state.
         centralised: Train one model on the union of the batches that the round's clients would have drawn; nothing is sent.
         tf32: Whether a GPU may compute float32 convolutions and matrix products in TF32: faster, with about three digits.
+        check_first_steps: Whether a run compares two local steps with plain PyTorch before it trains, see
+            :func:`~fl_lightning.round.first_steps.check_first_steps`.
         seed: Seed of participation and dropout.
 
     Attributes:
@@ -120,6 +123,7 @@ class FederatedModule(ServerModule):
         min_clients: int = 1,
         centralised: bool = False,
         tf32: bool = False,
+        check_first_steps: bool = True,
         seed: int = 0,
     ) -> None:
         super().__init__(model, server_optimizer, loss, tf32, task)
@@ -138,6 +142,7 @@ class FederatedModule(ServerModule):
         self.parameter_groups, self.client_lr_schedule = parameter_groups or {}, client_lr_schedule
         self.initial_weights, self.budget_epochs = initial_weights, budget_epochs
         self.on_divergence, self.centralised, self.seed = on_divergence, centralised, seed
+        self.check_first_steps = check_first_steps
         self.output_check.applies &= type(self).client_loss is FederatedModule.client_loss
         self.plan: RoundPlan
         self.slots: StateSlots
@@ -296,6 +301,12 @@ class FederatedModule(ServerModule):
         self.tracking_layers = [x for x in batch_norm_layers(self.model).values() if x.training]
         self._modes = {layer: layer.training for layer in self.modules()}
         self._cohort = None
+
+    def on_train_start(self) -> None:
+        """Check the model's outputs, then the first steps."""
+        super().on_train_start()
+        if self.check_first_steps:
+            self.ranks.exchange(lambda: check_first_steps(self))
 
     def on_fit_end(self) -> None:
         """Give the BN layers back as they came: in training mode, with their own forward pass."""

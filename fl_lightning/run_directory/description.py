@@ -75,7 +75,7 @@ def _parts(config: Mapping[str, Any]) -> dict[str, Any]:
         model.get("class_path", MODULE),
         model.get("init_args", {} if "class_path" in model else model),
     )
-    arguments = {name: x for name, x in arguments.items() if name != "seed"}
+    arguments = {name: x for name, x in arguments.items() if name not in ("seed", "check_first_steps")}
     if arguments.get("loss") is None and _essential(arguments.get("task")) == {"class_path": _TASK}:
         arguments["task"] = None
     settings = config.get("trainer") or {}

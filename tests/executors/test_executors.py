@@ -101,7 +101,7 @@ def test_every_client_step_and_round_has_random_numbers_of_its_own_in_the_sequen
             drawn.append(torch.rand(()).item())
             return super().forward(x)
 
-    outcome(Noisy(*small_cnn("gn")), blobs(), SequentialExecutor())
+    outcome(Noisy(*small_cnn("gn")), blobs(), SequentialExecutor(), check_first_steps=False)
     assert len(set(drawn)) == len(drawn) == 3 * 3 * 2
 
 
@@ -131,7 +131,10 @@ def test_a_model_that_draws_its_own_random_numbers_is_refused_by_the_vectorised_
         def forward(self, x):
             return super().forward(x + 0.1 * torch.randn_like(x))
 
-    runs = [outcome(Noisy(*small_cnn("gn")), blobs(), SequentialExecutor()) for _ in range(2)]
+    runs = [
+        outcome(Noisy(*small_cnn("gn")), blobs(), SequentialExecutor(), check_first_steps=False)
+        for _ in range(2)
+    ]
     assert distance(*runs) == 0
     with pytest.raises(ConfigurationError, match="Noisy draws random numbers"):
         outcome(Noisy(*small_cnn("gn")), blobs(), VectorizedExecutor())
@@ -211,12 +214,18 @@ class Scarce(VectorizedExecutor):
 def test_blocks_that_do_not_fit_into_memory_are_halved_until_they_do():
     reference = outcome(small_cnn("bn"), blobs(6), VectorizedExecutor(1), rounds=2)
     scarce = Scarce()
-    assert distance(reference, outcome(small_cnn("bn"), blobs(6), scarce, rounds=2)) < 1e-10
+    assert (
+        distance(reference, outcome(small_cnn("bn"), blobs(6), scarce, rounds=2, check_first_steps=False))
+        < 1e-10
+    )
     # half of six does not fit either; what fits is kept to
     assert scarce.sizes == [6, 3] + 6 * 4 * [1]
     scarce = Scarce(5)
     scarce.room = 3
-    assert distance(reference, outcome(small_cnn("bn"), blobs(6), scarce, rounds=2)) < 1e-10
+    assert (
+        distance(reference, outcome(small_cnn("bn"), blobs(6), scarce, rounds=2, check_first_steps=False))
+        < 1e-10
+    )
     assert scarce.sizes == [5, 2, 2, 2] + 3 * [2, 2, 2]
 
 

@@ -1,0 +1,217 @@
+"""The check of a run's first steps: its executor computes what plain PyTorch computes."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from lightning.pytorch.utilities.seed import isolate_rng
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from fl_lightning.client_data.cohort_batch import CohortBatch
+from fl_lightning.cohort.round_cohort import RoundCohort
+from fl_lightning.errors import ConfigurationError, doing
+from fl_lightning.executors.base import client_loss
+from fl_lightning.executors.joint import joint_executor
+from fl_lightning.models.dropout import Dropout, dropout_keys
+from fl_lightning.randomness import derive_seed, seed_global
+from fl_lightning.round.policy import resolve_policy
+
+_MOVE = 0.1  # of the length of all parameters, by the first step: the second one starts somewhere else
+_TOLERANCE = 0.01  # of a tensor's change
+
+
+def check_first_steps(module: Any) -> None:
+    """Compare two local steps of the run's first client with those of plain PyTorch; afterwards all is as it was.
+
+    The executor takes them on a cohort of one client, then PyTorch on the model itself: the same batches, seeds and precision,
+    BN layers as the methods have changed them, but none of their hooks. Both take SGD with momentum and weight decay, at a
+    rate at which the first step moves the parameters by a tenth of their length.
+
+    Args:
+        module: The federated module, when training starts.
+
+    Raises:
+        ConfigurationError: A parameter or buffer is another one than PyTorch's by more than rounding, or the executor has
+            changed one of the server's. The line names it.
+    """
+    clients, steps = module.plan.trained(module.round)
+    policy = resolve_policy(module.federated_callbacks, module.round, module.planned_rounds)
+    if not clients or any(map(is_lazy, module.model.parameters())):
+        return
+    _refuse_hooks(module.model)
+    with isolate_rng(), _kept(module):
+        for layer in module.tracking_layers:
+            layer.train(policy["mean"] != "frozen")
+        before = _tensors(module.model)
+        cohort = RoundCohort(module.model, 1)
+        cohort.broadcast(
+            round_number=module.round,
+            client_ids=clients[:1],
+            weights=torch.ones(1, dtype=torch.float64, device=module.device),
+            local_steps=[2],
+            policy=policy,
+            optimizer=_optimizer,
+            seed=module.seed,
+        )
+        if not cohort.trained_names:
+            return
+        batches = [module.client_batches(cohort, [0], min(step, steps[0] - 1)) for step in range(2)]
+        with _kept(module):
+            rate = _by_executor(module, cohort, batches)
+            _refuse_changed(module.model, before)
+        _by_torch(module, cohort, batches, rate)
+        _compare(module, before, _tensors(module.model), {**cohort.params.row(0), **cohort.buffers.row(0)})
+
+
+def _optimizer(parameters: Any, lr: float = 1.0) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=lr, momentum=0.9, weight_decay=0.01)
+
+
+def _by_executor(module: Any, cohort: RoundCohort, batches: Sequence[CohortBatch]) -> float:
+    """Take the steps as a round does; returns the rate."""
+    part, rate = cohort.part(), 0.0
+    for step, batch in enumerate(batches):
+        joint = module.joint_method if step == 0 else None
+        executor = module.executor if joint is None else joint_executor(joint)
+        rows = part.begin_step(step)
+        with doing(f"round {cohort.round}, local step {step + 1}"):
+            executor.backward(module, part, batch, rows)
+        rate = rate or _rate(part)
+        for group in part.optimizer.param_groups:
+            group["lr"] = rate
+        part.take_step()
+    return rate
+
+
+def _rate(cohort: RoundCohort) -> float:
+    """Return the rate of a step that moves all parameters by a tenth of their length, which counts as 1 at least."""
+    blocks = [
+        (cohort.params.blocks[n].double(), cohort.grads.blocks[n].double()) for n in cohort.trained_blocks
+    ]
+    length, slope = (
+        float(torch.stack([x.square().sum() for x in side]).sum().sqrt())
+        for side in zip(*blocks, strict=True)
+    )
+    rate = _MOVE * max(length, 1.0) / slope if slope else 0.0
+    return rate if 0 < rate < float("inf") else _MOVE
+
+
+def _by_torch(module: Any, cohort: RoundCohort, batches: Sequence[CohortBatch], rate: float) -> None:
+    """Take the steps on the model itself."""
+    model, (client,) = module.model, cohort.client_ids
+    optimizer = _optimizer([model.get_parameter(name) for name in cohort.trained_names], rate)
+    model.zero_grad()
+    for step, batch in enumerate(batches):
+        key = dropout_keys(module.seed, cohort.round, [client], step)[0]
+        for layer in model.modules():
+            if isinstance(layer, Dropout):
+                layer.key.copy_(key)
+        seed_global(derive_seed(module.seed, "model", cohort.round, client, step), module.device)
+        with doing("plain PyTorch, in the check of the first steps"):
+            client_loss(module, batch.batches()[0]).backward()  # type: ignore[no-untyped-call]  # torch gives it no types
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@contextmanager
+def _kept(module: nn.Module) -> Iterator[None]:
+    """Give a module back as it came: the values and memory of its tensors, and the attributes of its layers."""
+    parts = list(module.modules())
+    tensors = [*module.parameters(), *module.buffers()]
+    values = [(x, x.data, x.detach().clone(), x.grad) for x in tensors if not is_lazy(x)]
+    stores = [
+        store for part in parts for store in (vars(part), part._parameters, part._buffers, part._modules)
+    ]
+    entries = [(store, dict(store)) for store in stores]
+    try:
+        yield
+    finally:
+        for store, held in entries:
+            store.clear()
+            store.update(held)
+        for tensor, place, value, gradient in values:
+            place.copy_(value)
+            tensor.data, tensor.grad = place, gradient
+
+
+def _tensors(model: nn.Module) -> dict[str, Tensor]:
+    return {name: x.detach().clone() for name, x in (*model.named_parameters(), *model.named_buffers())}
+
+
+def _refuse_hooks(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+            raise ConfigurationError(
+                f"model: {name!r} has a hook on its gradient, which clients do not call: their parameters are tensors of their own; "
+                "change gradients in a method's on_after_local_backward"
+            )
+
+
+def _refuse_changed(model: nn.Module, before: Mapping[str, Tensor]) -> None:
+    """Refuse a model in which a client's forward pass changes what is the server's."""
+    for name, now in _tensors(model).items():
+        if now.shape != before[name].shape or _distance(now, before[name]):
+            raise ConfigurationError(
+                f"model: a client's forward pass changes {name!r} of the server's model, since it requires no gradient; make it a "
+                "buffer (register_buffer), of which each client has its own"
+            )
+
+
+def _compare(
+    module: Any, before: Mapping[str, Tensor], torchs: Mapping[str, Tensor], own: Mapping[str, Tensor]
+) -> None:
+    """Refuse an executor whose tensors are not those of PyTorch: the worst is named."""
+    rounding = _rounding(module)
+    # a buffer may be replaced by one number for all its elements
+    torchs = {
+        name: x.expand_as(own[name]) if x.numel() == 1 and name in own else x for name, x in torchs.items()
+    }
+    moved = {
+        name: _distance(torchs[name], before[name])
+        for name in own
+        if torchs[name].shape == before[name].shape
+    }
+    parameters = {name for name, _ in module.model.named_parameters()}
+    most = max((x for name, x in moved.items() if name in parameters and x < float("inf")), default=0.0)
+    off = {}
+    for name, value in own.items():
+        if torchs[name].shape != value.shape:
+            off[name] = float("inf")
+            continue
+        # a bias before BN has a gradient that is nothing but rounding of others'
+        scale = max(moved[name], 0.01 * most if name in parameters else 0.0)
+        size = float(value.double().nan_to_num(posinf=0.0, neginf=0.0).norm())
+        far = _distance(torchs[name], value)
+        if far > max(_TOLERANCE, 20 * rounding) * scale + 10 * rounding * size:
+            off[name] = far / moved[name] if moved[name] else float("inf")
+    if off:
+        name, executor = max(off, key=lambda one: off[one]), type(module.executor).__name__
+        share = f" by {off[name]:.0%} of its change" if off[name] < float("inf") else ""
+        remedy = (
+            "keep what a forward pass changes in buffers, and change them in place"
+            if executor == "SequentialExecutor"
+            else "use SequentialExecutor"
+        )
+        raise ConfigurationError(
+            f"model: after two local steps {name!r} differs from plain PyTorch{share} under {executor}, as the forward pass of "
+            f"{type(module.model).__name__} does more than compute: {remedy} (model.check_first_steps: false trains without this check)"
+        )
+
+
+def _rounding(module: Any) -> float:
+    """Return the relative error of one operation in the precision of the run."""
+    precision = str(module.trainer.precision)
+    if "bf16" in precision:
+        return 2.0**-8
+    if precision.startswith("16") or (module.tf32 and module.device.type == "cuda"):
+        return 2.0**-11
+    return float(torch.finfo(next(module.model.parameters()).dtype).eps)
+
+
+def _distance(one: Tensor, other: Tensor) -> float:
+    """Return the length of the difference of two tensors; infinite where one is not a number, or infinite, and the other is not."""
+    one, other = one.double(), other.double()
+    same = (one == other) | (one.isnan() & other.isnan())
+    return float(torch.where(same, 0.0, one - other).norm().nan_to_num(nan=float("inf")))
