@@ -6,7 +6,14 @@ from typing import Any
 
 import lightning as L
 import torch
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    WeightedRandomSampler,
+)
 
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.randomness import derive_seed, seeded
@@ -26,8 +33,8 @@ class LoaderBatches:
         seed: The run's seed.
 
     Attributes:
-        num_examples: Number of training examples: those that the loader's sampler draws from, which may be a part of the data
-            set that several clients share.
+        num_examples: Number of training examples: those that the loader's sampler draws from, each once however often it is drawn.
+            They may be a part of a data set that several clients share.
         steps_per_epoch: Number of batches in one pass over them.
         samples_per_step: Samples in a batch, on average over a pass.
 
@@ -78,20 +85,32 @@ class LoaderBatches:
         return self._fetch(epoch, index)
 
     def _count(self) -> None:
-        """Count what the sampler draws from."""
+        """Count what the sampler draws from, and how much it draws."""
         sampler = self.loader.batch_sampler or self.loader.sampler
         if type(sampler) is BatchSampler:
-            self.num_examples = len(sampler.sampler)  # type: ignore[arg-type]  # those of a loader with a length have one
+            self.num_examples = self._drawn_from(sampler.sampler)
             steps = sampler.drop_last and sampler.batch_size
-            self.samples_per_step = steps or self.num_examples / self.steps_per_epoch
+            self.samples_per_step = steps or len(sampler.sampler) / self.steps_per_epoch  # type: ignore[arg-type]  # those of a loader with a length have one
         elif self.loader.batch_sampler is not None:  # one of the user's own: its first epoch tells
-            with self._seeded("client loader", 0):
-                batches = [list(batch) for batch in sampler]
+            batches = self._first_epoch(sampler)
             self.num_examples = len({index for batch in batches for index in batch})
             self.samples_per_step = sum(map(len, batches)) / len(batches)
         elif isinstance(sampler, Sampler):  # sample by sample
-            self.num_examples = len(sampler)  # type: ignore[arg-type]  # likewise
-            self.samples_per_step = self.num_examples / self.steps_per_epoch
+            self.num_examples = self._drawn_from(sampler)
+            self.samples_per_step = len(sampler) / self.steps_per_epoch  # type: ignore[arg-type]  # likewise
+
+    def _drawn_from(self, sampler: Any) -> int:
+        """Count the samples of which a sampler draws some, maybe several times: torch's says it, another's first epoch tells."""
+        kind = type(sampler)
+        if kind is RandomSampler:
+            return len(sampler.data_source)
+        if kind is WeightedRandomSampler:
+            return int(sampler.weights.count_nonzero())
+        return len(set(self._first_epoch(sampler)))
+
+    def _first_epoch(self, sampler: Any) -> list[Any]:
+        with self._seeded("client loader", 0):
+            return list(sampler)
 
     def _start(self, epoch: int) -> None:
         samplers: list[Any] = [

@@ -4,7 +4,14 @@ import lightning as L
 import pytest
 import torch
 from helpers import SGD, ArrayClient, SaveRounds, distance, fit, small_cnn
-from torch.utils.data import DataLoader, SubsetRandomSampler, TensorDataset
+from torch.utils.data import (
+    DataLoader,
+    RandomSampler,
+    Sampler,
+    SubsetRandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
 
 from fl_lightning import FederatedDataModule, FederatedModule
 from fl_lightning.client_data.loaders import LoaderBatches
@@ -132,3 +139,40 @@ def test_indices_that_a_batch_sampler_gives_twice_are_one_example():
 
     source = LoaderBatches(Twice([], ""), 0, seed=0)
     assert (source.num_examples, source.samples_per_step) == (6, 4)
+
+
+class Repeated(Sampler):
+    """Three passes over a part of a data set."""
+
+    def __init__(self, part):
+        self.part = part
+
+    def __len__(self):
+        return 3 * len(self.part)
+
+    def __iter__(self):
+        return iter([*self.part] * 3)
+
+
+@pytest.mark.parametrize("batched", [True, False])
+@pytest.mark.parametrize(
+    ("make", "examples", "drawn"),
+    [
+        (lambda data: RandomSampler(data, replacement=True, num_samples=400), 60, 400),
+        (lambda data: RandomSampler(data, num_samples=20), 60, 20),
+        (lambda data: WeightedRandomSampler([0.0] * 20 + [0.5] * 40, 400), 40, 400),
+        (lambda data: Repeated(range(12)), 12, 36),
+    ],
+    ids=["replacement", "a part of each epoch", "weighted", "own"],
+)
+def test_a_client_weighs_its_samples_however_often_its_sampler_draws_them(make, examples, drawn, batched):
+    class Drawn(Shared):
+        def train_dataloader(self):
+            return DataLoader(self.dataset, 4 if batched else None, sampler=make(self.dataset))
+
+    data = FederatedDataModule([Drawn([], ""), Shared(range(20), "sampler")])
+    data.setup("fit")
+    assert data.num_examples(0) == examples
+    assert data.samples_per_step(0) * data.steps_per_epoch(0) == drawn
+    plan = RoundPlan(data, None, 1, 2, seed=0)
+    assert plan.weights([0, 1], 1).tolist() == [examples / (examples + 20), 20 / (examples + 20)]
