@@ -58,7 +58,7 @@ def make_norm(norm: str, channels: int, groups: int = 2) -> nn.Module:
 def convert_norm(model: nn.Module, norm: str, groups: int = 2) -> None:
     """Put norm layers of another kind in place of all BN layers of a model, found by type.
 
-    The new layers take over the affine parameters and ``eps``. Convolutions stay as they are: before ``"none"`` those without
+    The new layers take over the affine parameters and ``eps``. A layer that a model has in several places stays one. Convolutions stay as they are: before ``"none"`` those without
     a bias have none. What a BN layer does beyond (timm's ``BatchNormAct2d`` drops and activates) follows in a module of its own.
 
     Args:
@@ -70,6 +70,7 @@ def convert_norm(model: nn.Module, norm: str, groups: int = 2) -> None:
         ConfigurationError: The norm is another one, or the channels of a layer cannot be split into ``groups`` equal groups.
     """
     check_choice("norm", norm, ("bn", "gn", "ln", "in", "none"))
+    replaced: dict[nn.Module, nn.Module] = {}
     for name, layer in batch_norm_layers(model).items() if norm != "bn" else ():
         try:
             new = make_norm(norm, layer.num_features, groups)
@@ -79,7 +80,10 @@ def convert_norm(model: nn.Module, norm: str, groups: int = 2) -> None:
             new.eps, new.affine = layer.eps, layer.affine
             new.weight, new.bias = layer.weight, layer.bias
         after = [getattr(layer, part) for part in ("drop", "act") if hasattr(layer, part)]
-        model.set_submodule(name, nn.Sequential(new, *after) if after else new)
+        replaced[layer] = nn.Sequential(new, *after) if after else new
+    for name, module in [*model.named_modules(remove_duplicate=False)]:
+        if module in replaced:
+            model.set_submodule(name, replaced[module])
 
 
 def make_conv(

@@ -95,6 +95,17 @@ def test_what_a_batch_norm_layer_does_beyond_is_kept():
     assert [type(part) for part in model[1]] == [nn.GroupNorm, nn.Identity, nn.ReLU]
 
 
+def test_a_layer_that_a_model_has_twice_is_converted_in_both_places():
+    shared, conv = nn.BatchNorm2d(4), nn.Conv2d(4, 4, 1)
+    model = nn.ModuleDict({"trunk": nn.Sequential(conv, shared, conv, shared), "norm": shared})
+    convert_norm(model, "gn")
+    assert model["trunk"][1] is model["trunk"][3] is model["norm"]
+    x = torch.randn(2, 4, 5, 5)
+    model.train()
+    apart = [model["trunk"](image[None]) for image in x]  # as no BN layer would
+    torch.testing.assert_close(model["trunk"](x), torch.cat(apart))
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
