@@ -14,13 +14,14 @@ def check_trainer(trainer: L.Trainer) -> None:
     """Refuse settings of the trainer that a federated round cannot keep.
 
     Raises:
-        ConfigurationError: Rounds of none or more than all clients' batches, another strategy, scaled losses, or a
-            setting that would be ignored.
+        ConfigurationError: Rounds of none or more than all clients' batches, another strategy, scaled losses, weights and statistics
+            in half precision, or a setting that would be ignored.
     """
     given: Any = trainer  # several are set in helpers of the trainer
     averaging = [type(x).__name__ for x in given.callbacks if isinstance(x, StochasticWeightAveraging)]
     synchronised = given._accelerator_connector._layer_sync is not None
     of_ranks = isinstance(given.strategy, SingleDeviceStrategy | CohortStrategy)
+    short = str(given.precision) == "bf16-true"
     unscaled = not str(given.precision).startswith("16")
     every = given.check_val_every_n_epoch
     shown = {
@@ -37,6 +38,7 @@ def check_trainer(trainer: L.Trainer) -> None:
         ("strategy", of_ranks, "would mix the gradients of clients; use strategy: cohort"),
         ("sync_batchnorm", not synchronised, "would turn FedAvg into FBN; leave it out, or use FBN"),
         ("precision", unscaled, "scales losses; use bf16-mixed or 32-true"),
+        ("precision", not short, "would count and average in 8 bits; use bf16-mixed or 32-true"),
         ("gradient_clip_val", not given.gradient_clip_val, "would clip nothing; use ClientGradientClipping"),
         ("overfit_batches", given.overfit_batches == 0, rounds),
         ("limit_train_batches", given.limit_train_batches == 1, rounds),

@@ -12,6 +12,7 @@ REFUSED = {
     ("strategy", "ddp"): "DDPStrategy would mix the gradients of clients; use strategy: cohort",
     ("sync_batchnorm", True): "True would turn FedAvg into FBN; leave it out, or use FBN",
     ("precision", "16-true"): "16-true scales losses; use bf16-mixed or 32-true",
+    ("precision", "bf16-true"): "bf16-true would count and average in 8 bits; use bf16-mixed or 32-true",
     ("gradient_clip_val", 1.0): "1.0 would clip nothing; use ClientGradientClipping",
     ("limit_train_batches", 3): f"3 {ROUNDS}",
     ("val_check_interval", 0.5): "0.5 would be ignored; use trainer.check_val_every_n_epoch, in rounds",
