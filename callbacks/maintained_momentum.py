@@ -11,6 +11,7 @@ from fl_lightning import ConfigurationError, FederatedCallback
 from fl_lightning.cohort.client_memory import ClientMemory
 from fl_lightning.cohort.cohort import SERVER
 from fl_lightning.errors import check_choice
+from fl_lightning.round.server_update import aggregate
 
 if TYPE_CHECKING:
     from fl_lightning import Cohort, FederatedModule
@@ -63,12 +64,12 @@ class MaintainedMomentum(FederatedCallback):
     def on_before_aggregate(self, trainer: L.Trainer, pl_module: "FederatedModule", cohort: "Cohort") -> None:
         """Remember the state that the clients end with."""
         state = _state(cohort)
-        shared = {name: rows for name, (block, rows) in state.items() if self._is_shared(cohort, block)}
+        shared = {name: of for name, of in state.items() if self._is_shared(cohort, of[0])}
         own = {name: rows for name, (_, rows) in state.items() if name not in shared}
         steps = {self._is_shared(cohort, block): seen for block, seen in cohort.optimizer_steps.items()}
         if shared:
-            found = pl_module.aggregator.blocks(list(shared.values()), cohort.weights)
-            self._remember(SERVER, {**dict(zip(shared, found, strict=True)), "steps": steps[True].max()})
+            found = aggregate(cohort, shared, pl_module.aggregator)
+            self._remember(SERVER, {**found, "steps": steps[True].max()})
         for index, client in enumerate(cohort.client_ids if own else []):
             rest = {name: rows[index].clone() for name, rows in own.items()}
             self._remember(client, {**rest, "steps": steps[False][index].clone()})

@@ -9,6 +9,7 @@ import torch
 from fl_lightning import FederatedCallback
 from fl_lightning.cohort.client_memory import ClientMemory
 from fl_lightning.cohort.cohort import SERVER
+from fl_lightning.round.server_update import aggregate
 
 if TYPE_CHECKING:
     from fl_lightning import Cohort, FederatedModule
@@ -26,7 +27,9 @@ class SCAFFOLD(FederatedCallback):
 
     ``mean`` is the module's aggregator: with the default it has the aggregation weights. ``|S|/n`` is the cohort's share of
     all clients' weight, so that c stays the weighted mean of all c_i; with ``weighting: uniform``, or clients of one size,
-    both are the paper's. A robust aggregator keeps a Byzantine client's c_i out of c as it keeps its update out.
+    both are the paper's. With ``weighting: samples`` the weights of both are those of clients that take all of their steps:
+    those of a round with stragglers would be others, and c no mean of any. A robust aggregator keeps a Byzantine client's
+    c_i out of c as it keeps its update out, layer by layer where its ``per`` says so.
 
     There are control variates for what the server averages and trains: not for statistics, nor for parameters that are
     frozen or local (FedBN). They double what is sent of it, both ways. Callbacks before this one in the list have changed
@@ -71,10 +74,10 @@ class SCAFFOLD(FederatedCallback):
         share = pl_module.weight_share(cohort)
         steps = torch.tensor(cohort.local_steps, device=pl_module.device).unsqueeze(1)
         own = {block: cohort.extra[f"SCAFFOLD {block}"] / steps for block in self._own}
-        changes = [rows - self._own[block][cohort.rows] for block, rows in own.items()]
-        means = pl_module.aggregator.blocks(changes, cohort.weights)
+        changes = {block: (block, rows - self._own[block][cohort.rows]) for block, rows in own.items()}
+        means = aggregate(cohort, changes, pl_module.aggregator, pl_module.usual_weights(cohort))
         server = dict(self.memory.get(SERVER, {}))
-        for block, mean in zip(own, means, strict=True):
+        for block, mean in means.items():
             server[block] = server.get(block, torch.zeros_like(mean)).to(mean) + share * mean
         self.memory[SERVER] = server
         for index, client in enumerate(cohort.client_ids):

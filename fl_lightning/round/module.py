@@ -239,8 +239,12 @@ class FederatedModule(ServerModule):
         return self.loss(self.model(inputs), targets)
 
     def weight_share(self, cohort: Cohort) -> float:
-        """The cohort's part of all clients' aggregation weight: ``|S| / n`` where all weigh alike."""
-        return self.plan.weight_share(cohort.client_ids, self.round)
+        """The cohort's part of all clients' aggregation weight: ``|S| / n`` where all weigh alike. Stragglers count with all of their steps."""
+        return self.plan.usual().weight_share(cohort.client_ids, self.round)
+
+    def usual_weights(self, cohort: Cohort) -> Tensor:
+        """The cohort's aggregation weights ``[C]`` where all clients take all of their steps: for means over several rounds."""
+        return self.plan.usual().weights(cohort.client_ids, self.round).to(self.device)
 
     def call_hook(self, hook: str, cohort: RoundCohort, *step: int) -> None:
         """Call a hook of every method: what it draws depends on neither the executor nor on earlier draws."""

@@ -2,7 +2,7 @@
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil, inf
 from typing import Any, Literal
 
@@ -108,6 +108,10 @@ class RoundPlan:
         """Aggregation weights ``[C]`` of the models that a round trains, as far as they are known before its local steps."""
         sizes = [1.0] if self.centralised else self._sizes(client_ids, round_number)
         return torch.tensor([size / sum(sizes) for size in sizes], dtype=torch.float64)
+
+    def usual(self) -> "RoundPlan":
+        """The plan of rounds that neither a budget nor a failure cuts short: its weights are the same in every round."""
+        return replace(self, failures=None, last_round=None)
 
     def weight_share(self, client_ids: Sequence[int], round_number: int) -> float:
         """The clients' part of everyone's aggregation weight in a round: ``|S| / n`` where all weigh alike."""

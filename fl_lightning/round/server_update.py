@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from fl_lightning.aggregation import Aggregator, StatisticsAggregator, sent_statistics
+from fl_lightning.cohort.cohort import Cohort
 from fl_lightning.cohort.round_cohort import RoundCohort
 from fl_lightning.cohort.rows import split_columns
 from fl_lightning.errors import ConfigurationError
@@ -40,25 +41,45 @@ def _set_pseudo_gradient(cohort: RoundCohort, aggregator: Aggregator) -> None:
     blocks = {n: block for n, block in cohort.params.blocks.items() if cohort.treatment(n) == "averaged"}
     for parameter in cohort.server_parameters.values():
         parameter.grad = None
-    for block, mean in _aggregate(cohort, blocks, aggregator).items():
+    for block, mean in aggregate(cohort, {n: (n, rows) for n, rows in blocks.items()}, aggregator).items():
         torch.sub(cohort.server_rows.blocks[block][0], mean, out=cohort.pseudo_gradient.blocks[block][0])
         gradients = cohort.pseudo_gradient.row(0)
         for name in cohort.params.layout[block].shapes:
             cohort.server_parameters[name].grad = gradients[name]
 
 
-def _aggregate(
-    cohort: RoundCohort, blocks: Mapping[str, Tensor], aggregator: Aggregator
+def aggregate(
+    cohort: Cohort,
+    rows: Mapping[str, tuple[str, Tensor]],
+    aggregator: Aggregator,
+    weights: Tensor | None = None,
 ) -> dict[str, Tensor]:
-    """Aggregate parameter blocks ``[C, columns]``: a client is one vector over all of them, or one for each layer."""
+    """Aggregate what clients hold of each parameter: a client is one vector over all of it, or one for each layer (``per``).
+
+    Args:
+        cohort: The clients.
+        rows: By any name the parameter block, and ``[C, columns]`` with a column for each element of it.
+        aggregator: The rule.
+        weights: The clients' weights ``[C]``, sum 1. Default: those of the round.
+
+    Returns:
+        The aggregate ``[columns]`` by name.
+    """
+    weights = cohort.weights if weights is None else weights
     if getattr(aggregator, "per", None) != "layer":
-        return dict(zip(blocks, aggregator.blocks(list(blocks.values()), cohort.weights), strict=True))
-    means = {name: block.new_empty(block.shape[1]) for name, block in blocks.items()}
-    for parts in cohort.params.columns_by_layer(blocks).values():
-        rows = [blocks[name][:, columns] for name, columns in parts]
-        for (name, columns), mean in zip(parts, aggregator.blocks(rows, cohort.weights), strict=True):
-            means[name][columns] = mean
-    return means
+        return dict(zip(rows, aggregator.blocks([own for _, own in rows.values()], weights), strict=True))
+    found = {name: own.new_empty(own.shape[1]) for name, (_, own) in rows.items()}
+    for parts in cohort.params.columns_by_layer(dict.fromkeys(block for block, _ in rows.values())).values():
+        places = [
+            (name, own, columns)
+            for name, (of, own) in rows.items()
+            for block, columns in parts
+            if of == block
+        ]
+        pieces = aggregator.blocks([own[:, columns] for _, own, columns in places], weights)
+        for (name, _, columns), piece in zip(places, pieces, strict=True):
+            found[name][columns] = piece
+    return found
 
 
 def _set_local_parameters(cohort: RoundCohort, aggregator: Aggregator) -> None:

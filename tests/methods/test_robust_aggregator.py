@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 import torch
-from helpers import blobs, small_cnn, train
+from helpers import blobs, distance, small_cnn, train
 
 from callbacks import SCAFFOLD, FedDNA, FedTAN, MaintainedMomentum, MomentMatching
 from fl_lightning import ConfigurationError, FederatedCallback
@@ -66,6 +66,56 @@ def test_scaffolds_c_is_the_rules(rule):
     assert largest(method.memory[SERVER].values()) < 10
     assert largest(trained.values()) < 10
     assert largest(method.memory[0].values()) == 1e6  # its own is its own
+
+
+class Ends(FederatedCallback):
+    """Keeps the optimizer's state that the clients of the last round end with."""
+
+    def on_before_aggregate(self, trainer, pl_module, cohort):
+        self.params = cohort.params
+        self.states = {
+            f"{key}/{block}": rows.clone()
+            for key in cohort.optimizer_state_keys
+            for block, rows in cohort.optimizer_state(key).blocks.items()
+        }
+
+
+def by_layer(params, rows, rule):
+    """The aggregate of rows by a name that ends with the block's, each layer a vector of its own."""
+    found = {name: torch.full_like(own[0], torch.nan) for name, own in rows.items()}
+    for parts in params.columns_by_layer(params.blocks).values():
+        places = [
+            (name, columns) for name in rows for block, columns in parts if name.rpartition("/")[2] == block
+        ]
+        vectors = [rows[name][:, columns] for name, columns in places]
+        whole = rule(torch.cat(vectors, 1), torch.full((len(vectors[0]),), 1 / len(vectors[0])))
+        for (name, columns), piece in zip(places, whole.split([x.shape[1] for x in vectors]), strict=True):
+            found[name][columns] = piece
+    return found
+
+
+def test_a_rule_of_each_layer_takes_scaffolds_c_and_kept_momentum_layer_by_layer():
+    rule, ends, scaffold = Krum(1, per="layer"), Ends(), SCAFFOLD()
+    train(small_cnn(), blobs(**CLIENTS), 1, [scaffold, ends], aggregator=rule, local_steps=2)
+    own = {block: torch.stack([scaffold.memory[i][block] for i in range(5)]) for block in ends.params.blocks}
+    c = {block: scaffold.memory[SERVER][block] for block in own}
+    assert distance(by_layer(ends.params, own, rule), c) < 1e-12
+    chosen = {(own[block] == c[block]).all(1).any().item() for block in own}
+    assert chosen != {True}  # or the rule chose one client for all layers
+
+    for optimizer in (MOMENTUM, partial(torch.optim.Adam, lr=0.01)):
+        momentum = MaintainedMomentum("global")
+        train(
+            small_cnn(),
+            blobs(**CLIENTS),
+            1,
+            [momentum, ends],
+            aggregator=rule,
+            local_steps=2,
+            client_optimizer=optimizer,
+        )
+        held = {name: momentum.memory[SERVER][name] for name in ends.states}
+        assert distance(by_layer(ends.params, ends.states, rule), held) < 1e-12
 
 
 def test_matched_moments_are_the_rules():

@@ -15,6 +15,7 @@ from helpers import (
     fit,
     small_cnn,
     train,
+    uneven_clients,
 )
 from torch import nn
 from torch.nn.functional import cross_entropy
@@ -23,6 +24,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from callbacks import SCAFFOLD, FedBN, FedProx, FixBN, MaintainedMomentum
 from fl_lightning import (
     ClientDataModule,
+    ClientFailures,
     ConfigurationError,
     FederatedDataModule,
     FederatedModule,
@@ -239,6 +241,23 @@ def test_the_servers_control_variate_is_the_mean_of_the_clients_in_every_round(p
     if participation == 2:
         mutant = type("Mutant", (WholeShare, Variates), {})
         assert max(gaps(mutant())) > 1e-3
+
+
+@pytest.mark.parametrize("participation", [2, 1.0])
+def test_weights_of_samples_leave_it_a_mean_of_the_clients_whoever_straggles(participation):
+    callback = Variates()
+    data = uneven_clients((8, 4, 6, 2), (24, 60, 40, 30))
+    train(
+        small_cnn(), data, 6, [callback], participation=participation, local_steps=5, weighting="samples",
+        failures=ClientFailures(stragglers=0.7),
+    )  # fmt: skip
+    shares, largest = (0.4, 0.2, 0.3, 0.1), 0.0
+    for _, memory in callback.seen:
+        for block, c in memory[-1].items():
+            kept = [shares[i] * memory[i][block] for i in range(4) if i in memory]
+            torch.testing.assert_close(sum(kept), c, rtol=0, atol=1e-10)
+            largest = max(largest, float(c.abs().max()))
+    assert largest > 0.1
 
 
 def test_absent_clients_keep_their_control_variates_bitwise():

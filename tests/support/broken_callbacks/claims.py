@@ -168,7 +168,9 @@ class UnweightedVariates(SCAFFOLD):
     """Averages control variates with 1/n."""
 
     def on_before_aggregate(self, trainer, pl_module, cohort):
-        with_equal_weights(cohort, super().on_before_aggregate, trainer, pl_module)
+        pl_module.usual_weights = lambda cohort: torch.full_like(cohort.weights, 1 / len(cohort))
+        super().on_before_aggregate(trainer, pl_module, cohort)
+        del pl_module.usual_weights
 
 
 @fails("server_keeps_the_mean")
