@@ -20,7 +20,10 @@ if TYPE_CHECKING:
 class MaintainedMomentum(FederatedCallback):
     """Keep the client optimizer's state from one round to the next instead of starting each round from zero.
 
-    Any elementwise optimizer's state is kept: SGD's momentum, Adam's moments with each client's own step count.
+    Any elementwise optimizer's state is kept: SGD's momentum, Adam's moments with each client's own step count. All of it
+    starts from zeros, momentum with ``dampening`` d too: a client's first step ever is ``(1 - d) g``, as in FBN's
+    ``q <- 0.99 q + 0.01 g`` from q = 0, where torch's own first step is the whole g. Without this method every round
+    begins with torch's.
 
     Args:
         scope: ``"local"``: each client keeps its own state; absent clients keep theirs untouched. ``"global"``: clients

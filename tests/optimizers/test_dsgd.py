@@ -16,22 +16,28 @@ DAMPED = partial(torch.optim.SGD, momentum=0.99, dampening=0.99)
 
 
 @pytest.mark.parametrize("executor", [SequentialExecutor, VectorizedExecutor])
-def test_damped_momentum_starts_from_zero(executor):
+@pytest.mark.parametrize(
+    ("kept", "steps"), [(True, [0.01, 0.0199, 0.029701]), (False, [1, 1, 1])], ids=["kept", "reset"]
+)
+def test_damped_momentum_that_is_kept_starts_from_zero_and_each_round_without_as_torchs(
+    kept, steps, executor
+):
     ones = torch.ones(8, 1, dtype=torch.float64)
     clients = [ArrayClient(ones, ones, 2) for _ in range(3)]
-    method, states = MaintainedMomentum(), States()
+    states, methods = States(), [MaintainedMomentum()] if kept else []
     train(
         nn.Linear(1, 1, bias=False),
         FederatedDataModule(clients, clients[0]),
         3,
-        [method, states],
+        [*methods, states],
         client_optimizer=partial(DAMPED, lr=1.0),
         loss=lambda outputs, _: outputs.mean(),  # the weight's gradient is 1
         executor=executor(),
     )
     taken = [float(before["weight"] - after["weight"]) for before, after in pairwise(states.states)]
-    assert taken == pytest.approx([0.01, 0.0199, 0.029701], abs=1e-10)
-    assert float(method.memory[2]["momentum_buffer/weights"]) == pytest.approx(0.029701, abs=1e-10)
+    assert taken == pytest.approx(steps, abs=1e-10)
+    for method in methods:
+        assert float(method.memory[2]["momentum_buffer/weights"]) == pytest.approx(0.029701, abs=1e-10)
 
 
 def test_the_clients_mean_momentum_is_the_damped_momentum_of_the_mean_gradient():
