@@ -7,9 +7,11 @@ import lightning as L
 
 from fl_lightning import FederatedCallback
 from fl_lightning.aggregation import require_weighted_mean
+from fl_lightning.batch_norm.kinds import buffer_kinds, parameter_kinds
 from fl_lightning.batch_norm.layers import require_batch_norm
 from fl_lightning.errors import check_choice
 from fl_lightning.mechanisms.statistics_pass import Mode, collect
+from fl_lightning.round.policy import resolve_policy
 
 if TYPE_CHECKING:
     from fl_lightning import Cohort, FederatedModule
@@ -18,7 +20,8 @@ if TYPE_CHECKING:
 class StaticBN(FederatedCallback):
     """Train with batch statistics only, and measure the server's statistics in a pass over the clients' data (sBN).
 
-    No running statistic is tracked or sent in training. After each round that will be evaluated, and after the last one,
+    No running statistic is tracked or sent in training. After each round that will be evaluated, and after the last one (also
+    where that round is skipped, for the weights of an earlier one),
     all clients pass over their training data once with the server's new weights, without gradients (see
     :func:`~fl_lightning.mechanisms.statistics_pass.collect`). In the rounds between, the server, and so a checkpoint, holds the
     statistics of the last pass. Parameters train as in FedAvg: only evaluation sees the difference.
@@ -62,16 +65,32 @@ class StaticBN(FederatedCallback):
 
     def on_round_end(self, trainer: L.Trainer, pl_module: "FederatedModule", cohort: "Cohort") -> None:
         """The pass, where the statistics are about to be used."""
-        self._trained_round, self._pass = cohort.round, {}
-        self._is_last = cohort.round == trainer.fit_loop.max_epochs
-        if self._is_last or _is_evaluated(trainer, cohort.round):
-            self._measure(pl_module, cohort.round)
-            kinds, treatment = cohort.buffer_kinds, cohort.treatment
-            statistics = sum(cohort.buffers[n][0].numel() for n in kinds if kinds[n] in ("mean", "var"))
-            weights = sum(b.shape[1] for n, b in cohort.params.blocks.items() if treatment(n) == "averaged")
-            following = [] if self._is_last else pl_module.plan.cohort(cohort.round + 1)
-            clients = range(pl_module.data.num_clients)
-            self._pass = {client: (statistics, weights * (client not in following)) for client in clients}
+        self._trained_round = cohort.round
+        self._measure_if_used(trainer, pl_module, cohort.round)
+
+    def on_round_skipped(
+        self, trainer: L.Trainer, pl_module: "FederatedModule"
+    ) -> tuple[Mapping[int, tuple[int, int]], int]:
+        """The pass for the weights of an earlier round, where this one is evaluated and that one was not."""
+        self._measure_if_used(trainer, pl_module, pl_module.round)
+        return self._pass, int(self._is_last and bool(self._pass))
+
+    def _measure_if_used(self, trainer: L.Trainer, pl_module: "FederatedModule", round_number: int) -> None:
+        """Pass over the data where the statistics are about to be used and are not those of the weights, and note what is sent."""
+        self._pass, self._is_last = {}, round_number == trainer.fit_loop.max_epochs
+        used = self._is_last or _is_evaluated(trainer, round_number)
+        if not used or self.measured_round == self._trained_round:
+            return
+        self._measure(pl_module, self._trained_round)
+        model = pl_module.model
+        sizes = [(kind, model.get_buffer(name).numel()) for name, kind in buffer_kinds(model).items()]
+        statistics = sum(size for kind, size in sizes if kind in ("mean", "var"))
+        policy = resolve_policy(pl_module.federated_callbacks, round_number, pl_module.planned_rounds)
+        sent = [name for name, kind in parameter_kinds(model).items() if policy[kind] == "averaged"]
+        weights = sum(model.get_parameter(name).numel() for name in sent)
+        following = [] if self._is_last else pl_module.plan.cohort(round_number + 1)
+        clients = range(pl_module.data.num_clients)
+        self._pass = {client: (statistics, weights * (client not in following)) for client in clients}
 
     def on_train_end(self, trainer: L.Trainer, pl_module: "FederatedModule") -> None:  # type: ignore[override]  # rounds have one
         """The pass, where training ended before its last round."""
@@ -80,20 +99,20 @@ class StaticBN(FederatedCallback):
 
     def on_test_start(self, trainer: L.Trainer, pl_module: "FederatedModule") -> None:  # type: ignore[override]  # rounds have one
         """Say so when the checkpoint of a stopped run holds statistics of an earlier round."""
-        trained = int(pl_module.metrics.get("round", self.measured_round))
-        if trained != self.measured_round:
+        if self._trained_round != self.measured_round:
             pl_module.print(
-                f"StaticBN: the statistics are those of round {self.measured_round}, the weights of round {trained}: this run was "
+                f"StaticBN: the statistics are those of round {self.measured_round}, the weights of round {self._trained_round}: this run was "
                 "stopped between two passes; go on with fit --ckpt_path last for numbers that belong together"
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """The round of the last pass."""
-        return {"measured_round": self.measured_round}
+        """The round of the last pass, and that of the weights."""
+        return {"measured_round": self.measured_round, "trained_round": self._trained_round}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take up the round of the last pass."""
+        """Take up the round of the last pass, and that of the weights."""
         self.measured_round = state_dict["measured_round"]
+        self._trained_round = state_dict.get("trained_round", self.measured_round)
 
     def _measure(self, pl_module: "FederatedModule", round_number: int) -> None:
         self.measured_round = round_number

@@ -1,6 +1,6 @@
 """The hooks of a communication round: a method of the literature is a subclass of :class:`FederatedCallback`."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import lightning as L
@@ -40,7 +40,7 @@ class FederatedCallback(Recorded, Declarations, L.Callback):
 
     A client whose update is not finite is left out under ``on_divergence: drop``, before ``on_before_aggregate`` and again after
     it: the cohort of the hooks that follow has fewer clients than that of ``on_round_start``, and its ``rows`` say which. A round
-    that too few are left of, or too few report in, is skipped: its remaining hooks are not called.
+    that too few are left of, or too few report in, is skipped: ``on_round_skipped`` takes the place of its remaining hooks.
 
     Before each hook torch's global generator is seeded from (seed, class, hook, round, step): what a hook draws with
     ``torch.rand`` and its like depends on neither the executor nor on earlier draws, and is the same after a resume.
@@ -92,3 +92,13 @@ class FederatedCallback(Recorded, Declarations, L.Callback):
 
     def on_round_end(self, trainer: L.Trainer, pl_module: "FederatedModule", cohort: Cohort) -> None:
         """Called after the server step."""
+
+    def on_round_skipped(
+        self, trainer: L.Trainer, pl_module: "FederatedModule"
+    ) -> tuple[Mapping[int, tuple[int, int]], int]:
+        """Called when a round is skipped, in place of its remaining hooks.
+
+        Returns:
+            Floats that single clients send nonetheless, as in ``extra_traffic``, and exchanges, as in ``extra_exchanges``.
+        """
+        return {}, 0

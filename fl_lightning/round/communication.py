@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from fl_lightning.batch_norm.kinds import JOINT_LABELS
 from fl_lightning.cohort.cohort import Cohort
@@ -98,6 +98,24 @@ def round_communication(
             add(beside.setdefault(method, {}), client, (size * up, size * down))
         exchanges += callback.extra_exchanges(cohort)
     return Communication(cohort.client_ids, cohort.local_steps, each, beside, exchanges)
+
+
+def skipped_communication(
+    module: Any, told: Mapping[str, tuple[Mapping[int, tuple[int, int]], int]]
+) -> Communication:
+    """What clients send though their round is skipped.
+
+    Args:
+        module: The federated module.
+        told: What the callbacks' ``on_round_skipped`` have returned, by method.
+    """
+    size = next(p for p in module.model.parameters() if p.requires_grad).element_size()
+    beside = {
+        method: {client: (size * up, size * down) for client, (up, down) in traffic.items()}
+        for method, (traffic, _) in told.items()
+        if traffic
+    }
+    return Communication(beside=beside, exchanges=sum(exchanges for _, exchanges in told.values()))
 
 
 def add(totals: dict[Key, UpDown], key: Key, pair: UpDown) -> None:

@@ -76,6 +76,10 @@ class RunRecord:
         frozen = "frozen" in cohort.policy.values()
         self.holders = sorted({*self.holders, *cohort.client_ids}) if frozen else []
         self.samples += sum(cohort.samples)
+        self.spend(seconds, costs)
+
+    def spend(self, seconds: float, costs: Mapping[str, float]) -> None:
+        """Add time, and bytes by the names of their metrics, to the totals."""
         self.seconds += seconds
         self.upload_bytes += int(costs["comm/upload_bytes"])
         self.download_bytes += int(costs["comm/download_bytes"])

@@ -4,7 +4,8 @@ from typing import Any
 
 from fl_lightning.aggregation import RobustAggregator
 from fl_lightning.cohort.round_cohort import RoundCohort
-from fl_lightning.round.communication import Communication, round_communication
+from fl_lightning.errors import doing
+from fl_lightning.round.communication import Communication, round_communication, skipped_communication
 from fl_lightning.round.failures import RoundSkipped
 from fl_lightning.round.local_steps import agree
 
@@ -63,11 +64,16 @@ def skip_round(module: Any, skipped: RoundSkipped) -> None:
     for parameter in module.model.parameters():
         parameter.grad = None  # so the server optimizer passes it over
     module.server_step()
+    told = {}
+    for method in module.federated_callbacks:
+        own = f"{type(method).__name__}.on_round_skipped"
+        with module.clock.part("callbacks"), doing(f"{own}, round {module.round}"):
+            told[type(method).__name__] = method.on_round_skipped(module.trainer, module)
     agree(module, f"round {module.round}")
-    module.communication = Communication()
-    times = module.clock.stop()
-    module.record.seconds += times["time/round_s"]
-    module.log_numbers({**module.communication.metrics(), **times})
+    module.communication = skipped_communication(module, told)
+    costs, times = module.communication.metrics(), module.clock.stop()
+    module.record.spend(times["time/round_s"], costs)
+    module.log_numbers({**costs, **times})
     _log_clients(module, skipped.dropped, skipped=True)
 
 

@@ -5,12 +5,18 @@ from functools import partial
 
 import pytest
 import torch
-from helpers import ArrayClient, States, blobs, client_batch, distance, fit, small_cnn, train
+from helpers import ArrayClient, Rows, States, blobs, client_batch, distance, fit, small_cnn, train
 from torch import nn
 from torch.optim.swa_utils import update_bn
 
 from callbacks import FBN, FixBN, StaticBN
-from fl_lightning import ConfigurationError, FederatedCallback, FederatedDataModule, FederatedModule
+from fl_lightning import (
+    ClientFailures,
+    ConfigurationError,
+    FederatedCallback,
+    FederatedDataModule,
+    FederatedModule,
+)
 from fl_lightning.batch_norm.moments import moments
 from fl_lightning.mechanisms import statistics_pass
 from fl_lightning.mechanisms.statistics_pass import collect
@@ -257,3 +263,57 @@ def test_a_layer_that_the_user_has_put_in_eval_mode_is_neither_measured_nor_chan
     expected = static["1.weight"] * (static["0.bias"] - 3) / (25 + 1e-5) ** 0.5 + static["1.bias"]
     assert gap(static["2.running_mean"], expected) < 1e-6
     assert bool((static["2.running_var"] < 0.2).all())
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_round_that_is_skipped_is_evaluated_with_the_statistics_of_its_weights(mode):
+    class Dropped(FederatedCallback):
+        """Round 4 is skipped since no update is finite, rounds 2 and 7 by plan."""
+
+        def on_before_aggregate(self, trainer, pl_module, cohort):
+            if cohort.round == 4:
+                cohort.params["0.weight"].fill_(torch.nan)
+
+    recorder, rows, away = Passes(), Rows(), {client: [[2, 2], [7, 7]] for client in range(3)}
+    trainer = {"check_val_every_n_epoch": 2, "limit_val_batches": 1.0}
+    method, failures = StaticBN(mode), ClientFailures(schedule=away)
+    train(
+        small_cnn(), blobs(), 7, [method, Dropped(), recorder, rows], trainer,
+        failures=failures, on_divergence="drop", local_steps=2,
+    )  # fmt: skip
+    assert [rows.rows[r]["clients/skipped"] for r in range(1, 8)] == [0, 1, 0, 1, 0, 0, 1]
+    for number in (2, 4, 6, 7):
+        for layer, (mean, variance) in recorder.measured[number - 1][mode].items():
+            held = recorder.states[number]
+            assert gap(held[f"{layer}.running_mean"], mean) < 1e-10
+            assert gap(held[f"{layer}.running_var"], variance) < 1e-10
+    # rounds 2 and 4 measure the weights of rounds 1 and 3, and round 7 has nothing new to measure
+    statistics, weights = 8 * 2 * (4 + 6), 8 * sum(p.numel() for p in small_cnn().parameters())
+    costs = [
+        [rows.rows[r][f"comm/{what}"] for what in ("upload_bytes", "download_bytes", "exchanges")]
+        for r in range(1, 8)
+    ]
+    passed = [3 * statistics, 0, 0]
+    usual = [3 * weights, 3 * weights, 1]
+    assert costs[:2] == [usual, passed]
+    assert costs[3] == passed
+    assert costs[5][:1] == [usual[0] + passed[0]]
+    assert costs[6] == [0, 0, 0]
+
+
+def test_a_last_round_that_is_skipped_has_the_statistics_of_its_weights():
+    recorder, rows = Passes(), Rows()
+    failures = ClientFailures(schedule={client: [[4, 5]] for client in range(3)})
+    module = FederatedModule(small_cnn(), partial(SGD, lr=0.1), local_steps=1, failures=failures)
+    trainer = fit(
+        module, blobs(), 5, [StaticBN(), recorder, rows], check_val_every_n_epoch=5, limit_val_batches=1.0
+    )
+    held = module.state_dict()
+    for layer, (mean, variance) in recorder.measured[-1]["pooled"].items():
+        assert gap(held[f"{layer}.running_mean"], mean) < 1e-10
+        assert gap(held[f"{layer}.running_var"], variance) < 1e-10
+    assert rows.rows[5]["comm/exchanges"] == 1
+    assert module.record.upload_bytes == sum(row["comm/upload_bytes"] for row in rows.rows.values())
+    # the metrics of the last row are those of the weights and statistics that the run ends with
+    found = trainer.validate(module, datamodule=blobs(), verbose=False)[0]
+    assert found["val/loss"] == pytest.approx(rows.rows[5]["val/loss"], rel=1e-6)
