@@ -11,9 +11,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from callbacks.feddna import FedDNA
 from callbacks.silobn import SiloBN
 from fl_lightning import ConfigurationError
+from fl_lightning.aggregation import LayerStatistics, StatisticsAggregator, require_weighted_mean
 from fl_lightning.batch_norm.kinds import buffer_kinds
 from fl_lightning.batch_norm.layers import batch_norm_layers, require_batch_norm
-from fl_lightning.batch_norm.moments import total_variance
 from fl_lightning.cohort.client_memory import ClientMemory
 from fl_lightning.cohort.cohort import SERVER
 from fl_lightning.errors import check_choice
@@ -25,8 +25,7 @@ from fl_lightning.round.evaluation import ServerEvaluation
 if TYPE_CHECKING:
     from fl_lightning import Cohort, FederatedModule
 
-_AGGREGATED: dict[str, Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]] = {
-    "moment_matching": total_variance,
+_IMPORTANCES: dict[str, Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]] = {
     "feddna_kl": FedDNA("kl").aggregate,
     "feddna_reverse_kl": FedDNA("reverse_kl").aggregate,
 }
@@ -36,6 +35,7 @@ _MEASURED: dict[str, Mode | Literal["evaluation"]] = {
     "static_total_variance": "per_client_total_variance",
     "test_set": "evaluation",
 }
+_AGGREGATED = ("moment_matching", *_IMPORTANCES)
 _SOURCES = (*_AGGREGATED, *_MEASURED, "silobn", "batch")
 
 
@@ -48,7 +48,7 @@ class StatisticsSources(VariantEvaluation):
     own run with the same seed.
 
     - ``moment_matching``, ``feddna_kl``, ``feddna_reverse_kl``: what the server would hold, had it aggregated so in every
-      round. A client's running statistics are (1 - beta)^E times the server's that it started from, plus its own part,
+      round; the first by the module's ``statistics_aggregator``, the others with the weighted mean only. A client's running statistics are (1 - beta)^E times the server's that it started from, plus its own part,
       which is the same whatever it started from.
     - ``static_pooled``, ``static_per_client``, ``static_total_variance``: measured at each evaluation by a pass over the
       clients' training data.
@@ -59,6 +59,8 @@ class StatisticsSources(VariantEvaluation):
 
     ``batch``, ``test_set`` and the static ones go with every method that has BN, the others with those that average statistics.
 
+    Attackers send what they do against FedAvg: what they would send against another source is not known.
+
     Before the first round all sources but ``batch`` are the initial statistics.
 
     Args:
@@ -66,7 +68,8 @@ class StatisticsSources(VariantEvaluation):
         evaluate_clients: How many clients' models ``silobn`` evaluates, evenly spaced by id; None for all.
 
     Raises:
-        ConfigurationError: An unknown source, a model without running statistics, or a BN layer with ``momentum=None``.
+        ConfigurationError: An unknown source, a model without running statistics, a BN layer with ``momentum=None``, or a source of
+            FedDNA with another ``statistics_aggregator`` than the weighted mean.
 
     Attributes:
         server: What the server would hold, by source: means and variances of all BN layers, ``[2, channels]``.
@@ -98,17 +101,31 @@ class StatisticsSources(VariantEvaluation):
                 raise ConfigurationError(
                     f"StatisticsSources: BN layer {name!r} has momentum=None; set model.bn_momentum, such as 0.1"
                 )
+        if importances := [source for source in self._chosen if source in _IMPORTANCES]:
+            does = f"sums statistics with importances for {', '.join(importances)} (leave them out of its sources)"
+            require_weighted_mean(pl_module, "StatisticsSources", does, ["statistics_aggregator"])
 
-    def on_before_aggregate(self, trainer: L.Trainer, pl_module: "FederatedModule", cohort: "Cohort") -> None:
-        """What clients and server would hold after this round."""
+    def on_round_start(self, trainer: L.Trainer, pl_module: "FederatedModule", cohort: "Cohort") -> None:
+        """What the server holds before this round."""
+        self._start = server_statistics(cohort)
+        counters = [name for name, kind in cohort.buffer_kinds.items() if kind == "counter"]
+        self._counters = {name: cohort.server_buffers[name].clone() for name in counters}
+
+    def on_round_end(self, trainer: L.Trainer, pl_module: "FederatedModule", cohort: "Cohort") -> None:
+        """What the clients that were aggregated and the server would hold after this round."""
         if not self._followed:
             return
-        start, end = server_statistics(cohort), client_statistics(cohort)
-        kept = _kept(batch_norm_layers(pl_module.model), cohort).to(end)
+        start, end = self._start, client_statistics(cohort)
+        layers = batch_norm_layers(pl_module.model)
+        kept = _kept(layers, cohort, self._counters).to(end)
         for source in (source for source in self._chosen if source in _AGGREGATED):
             own = self.server.get(source, start).to(start)
             means, variances = end + kept * (own - start).unsqueeze(1)
-            self.server[source] = torch.stack(_AGGREGATED[source](means, variances, cohort.weights))
+            if source in _IMPORTANCES:
+                found = _IMPORTANCES[source](means, variances, cohort.weights)
+            else:
+                found = _matched(means, variances, cohort.weights, layers, pl_module.statistics)
+            self.server[source] = torch.stack(found)
         if "silobn" in self._chosen:
             self.clients.setdefault(SERVER, {"statistics": start})
             kept_by = [self._kept_by(client) for client in cohort.client_ids]
@@ -158,13 +175,33 @@ class StatisticsSources(VariantEvaluation):
         return (self.clients.get(client) or self.clients[SERVER])["statistics"]
 
 
-def _kept(layers: Mapping[str, _BatchNorm], cohort: "Cohort") -> Tensor:
-    """(1 - beta)^steps: the share of the server's statistics in each client's, ``[C, channels of all layers]``."""
+def _matched(
+    means: Tensor,
+    variances: Tensor,
+    weights: Tensor,
+    layers: Mapping[str, _BatchNorm],
+    statistics: StatisticsAggregator,
+) -> tuple[Tensor, Tensor]:
+    """What MomentMatching makes of the clients' means and variances ``[C, channels of all layers]`` by the run's rule."""
+    widths = [layer.num_features for layer in layers.values()]
+    pairs = zip(torch.split(means, widths, 1), torch.split(variances, widths, 1), strict=True)
+    rule = StatisticsAggregator(statistics.rule, statistics.domain)  # the run's own counts what it clamps
+    mean, variance = zip(*rule([LayerStatistics(*pair, weights, 1.0) for pair in pairs]), strict=True)
+    return torch.cat(mean), torch.cat(variance)
+
+
+def _kept(layers: Mapping[str, _BatchNorm], cohort: "Cohort", before: Mapping[str, Tensor]) -> Tensor:
+    """(1 - beta)^steps: the share of the server's statistics in each client's, ``[C, channels of all layers]``.
+
+    Args:
+        layers: The BN layers by name.
+        cohort: The clients after their local steps.
+        before: The server's counters before them, by name.
+    """
     shares = []
     for name, layer in layers.items():
         counter = f"{name}.num_batches_tracked"
-        steps = cohort.buffers[counter] - cohort.server_buffers[counter]
-        share = (1 - (layer.momentum or 0.0)) ** steps.double()
+        share = (1 - (layer.momentum or 0.0)) ** (cohort.buffers[counter] - before[counter]).double()
         shares.append(share.unsqueeze(1).expand(-1, layer.num_features))
     return torch.cat(shares, 1)
 

@@ -9,7 +9,14 @@ from lightning.pytorch.callbacks import Callback
 from torch.utils.data import DataLoader
 
 from callbacks import FBN, FedBN, FedDNA, FixBN, MomentMatching, SiloBN, StaticBN, StatisticsSources
-from fl_lightning import ConfigurationError, FederatedModule, SequentialExecutor, VectorizedExecutor
+from fl_lightning import (
+    ConfigurationError,
+    FederatedCallback,
+    FederatedModule,
+    SequentialExecutor,
+    VectorizedExecutor,
+)
+from fl_lightning.aggregation import GeometricMedian, Krum, TrimmedMean
 from fl_lightning.round.record import RunRecord
 
 FAMILY = {
@@ -108,6 +115,43 @@ def test_what_the_server_would_hold_is_what_it_holds_in_the_methods_own_run(meth
     assert abs(observer.server["moment_matching"] - observer.server["feddna_reverse_kl"]).max() > 1e-3
 
 
+@pytest.mark.parametrize(
+    "rule", [TrimmedMean(1), Krum(1, per="model"), GeometricMedian()], ids=lambda rule: type(rule).__name__
+)
+def test_matched_moments_under_a_robust_rule_are_those_of_the_methods_own_run(rule):
+    observer, settings = StatisticsSources(["moment_matching"]), {"statistics_aggregator": rule}
+    run(observer, **settings)
+    own, _ = run(MomentMatching(), **settings)
+    assert abs(observer.server["moment_matching"] - joined(own.state_dict())).max() < 1e-10
+    with pytest.raises(
+        ConfigurationError,
+        match=r"statistics_aggregator: .* for feddna_kl, feddna_reverse_kl \(leave them out of its sources",
+    ):
+        run(StatisticsSources(), **settings)
+
+
+class NotFinite(FederatedCallback):
+    """Client 1 sends NaN in round 2."""
+
+    role = "attack"
+
+    def on_before_aggregate(self, trainer, pl_module, cohort):
+        if cohort.round == 2:
+            for name, kind in cohort.buffer_kinds.items():
+                if kind in ("mean", "var"):
+                    cohort.buffers[name][cohort.client_ids.index(1)] = torch.nan
+
+
+@pytest.mark.parametrize("method", ["moment_matching", "feddna_reverse_kl"])
+def test_a_client_that_is_left_out_of_a_round_is_left_out_of_every_source(method):
+    observer = StatisticsSources()
+    _, rows = run(observer, NotFinite(), on_divergence="drop")
+    assert rows[2]["clients/dropped"] == 1
+    own, _ = run(FAMILY[method](), NotFinite(), on_divergence="drop")
+    assert abs(observer.server[method] - joined(own.state_dict())).max() < 1e-10
+    assert all(kept["statistics"].isfinite().all() for kept in observer.clients.values())
+
+
 def test_what_the_clients_would_keep_is_what_they_keep_with_silobn():
     observer, silobn = StatisticsSources(), SiloBN()
     run(observer, **UNEVEN)
@@ -121,6 +165,7 @@ def test_what_the_clients_would_keep_is_what_they_keep_with_silobn():
 def test_a_server_that_forgot_what_it_would_hold_is_not_the_methods_own_run():
     class Forgetful(StatisticsSources):
         def on_round_start(self, trainer, pl_module, cohort):
+            super().on_round_start(trainer, pl_module, cohort)
             self.server.clear()
 
     observer = Forgetful(["moment_matching"])
