@@ -82,7 +82,14 @@ class ServerEvaluation:
         finally:
             self._into = self._common
 
-    def update(self, outputs: Any, targets: Tensor, loss: Tensor, task: Task | None = None) -> None:
+    def update(
+        self,
+        outputs: Any,
+        targets: Tensor,
+        loss: Tensor,
+        task: Task | None = None,
+        weights: Tensor | None = None,
+    ) -> None:
         """Add a batch. Nothing waits for the device; numbers are read when the evaluation is finished.
 
         Outside of :meth:`divide` every rank adds every batch.
@@ -90,17 +97,21 @@ class ServerEvaluation:
         Args:
             outputs: The model's, such as class scores ``[b, classes, ...]``.
             targets: Such as class labels ``[b, ...]`` (integers).
-            loss: Mean loss of the batch, which weighs as many samples as it has targets that count.
+            loss: Mean loss of the batch.
             task: What of them is counted. Default: classification.
+            weights: What each target weighs in the mean loss, ``[b, ...]``. Default: those that count weigh 1.
         """
         self._task = task = task or self._task
         scores = task.scores(outputs)
         counts = {"not finite": (~scores.isfinite().all()).long(), **task.count(scores, targets)}
-        counted = torch.ones_like(targets, dtype=torch.bool)
-        if len(counts) > 1:
-            counted = targets.long() != task.ignored  # bytes do not know -100
+        if weights is None:
+            weights = (
+                task.counted(scores, targets)
+                if len(counts) > 1
+                else torch.ones_like(targets, dtype=torch.bool)
+            )
         # of the loss's own precision, but not of that of half floats
-        samples = counted.reshape(len(counted), -1).to(torch.promote_types(loss.dtype, torch.float32)).mean(1)
+        samples = weights.reshape(len(weights), -1).to(torch.promote_types(loss.dtype, torch.float32)).mean(1)
         # a batch without a target that counts has no mean loss
         whole = (loss.where(samples > 0, 0) * samples).sum()
         self._into.add(counts, torch.stack([whole, samples.sum()]).detach()[None])

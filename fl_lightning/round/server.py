@@ -23,6 +23,7 @@ from fl_lightning.ranks import Ranks
 from fl_lightning.recorded import Recorded
 from fl_lightning.round.clock import RoundClock
 from fl_lightning.round.evaluation import ServerEvaluation
+from fl_lightning.round.label_weights import LabelWeights, ignored_label
 from fl_lightning.round.outputs import OutputCheck
 from fl_lightning.round.plan import RoundPlan
 from fl_lightning.round.record import RunRecord, check_data
@@ -35,7 +36,7 @@ class ServerModule(Recorded, L.LightningModule):
     Args:
         model: The server's model.
         server_optimizer: Makes the server optimizer from parameters. Default: ``SGD(lr=1)``.
-        loss: Loss of (outputs, targets), averaged over the batch. Default: that of the task.
+        loss: Loss of (outputs, targets), averaged over the batch, which may weigh labels and ignore some. Default: that of the task.
         task: What is learnt: the loss and the metrics. Default: classification.
         tf32: Whether a GPU may compute float32 convolutions and matrix products in TF32.
 
@@ -74,8 +75,9 @@ class ServerModule(Recorded, L.LightningModule):
         self.total_rounds: int | None = None
         self.accept_data = self._resumed = False
         self._evaluate_every: int | None = None
-        self.task = task or Classification(getattr(loss, "ignore_index", -100))
+        self.task = task or Classification(-100 if (label := ignored_label(loss)) is None else label)
         self.loss = loss or self.task.loss
+        self.label_weights = LabelWeights(loss)
         self.clock, self.record, self.evaluation = RoundClock(), RunRecord(), ServerEvaluation()
         self.output_check = OutputCheck(type(self).evaluate_batch is ServerModule.evaluate_batch)
 
@@ -261,7 +263,9 @@ class ServerModule(Recorded, L.LightningModule):
         """
         inputs, targets = batch
         self.output_check.check(self, outputs := self.model(inputs), targets)
-        evaluation.update(outputs, targets, self.loss(outputs, targets), self.task)
+        loss = self.loss(outputs, targets)
+        targets, weights = self.label_weights.of(outputs, targets, self.task.ignored)
+        evaluation.update(outputs, targets, loss, self.task, weights)
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         """Evaluate the server model on a batch of evaluation data."""
@@ -279,6 +283,7 @@ class ServerModule(Recorded, L.LightningModule):
     def on_validation_epoch_start(self) -> None:
         """Start an evaluation."""
         self._evaluation_started = time.perf_counter()
+        self.label_weights.forget()
         self.evaluation.start()
 
     on_test_epoch_start = on_validation_epoch_start

@@ -39,6 +39,10 @@ class Task(Recorded, ABC):
             outputs = [*outputs.values()]
         return outputs[0] if isinstance(outputs, Sequence) else outputs
 
+    def counted(self, scores: Tensor, targets: Tensor) -> Tensor:
+        """Which targets count, bool of their shape."""
+        return targets.long() != self.ignored  # bytes do not know -100
+
     @abstractmethod
     def count(self, scores: Tensor, targets: Tensor) -> Counts:
         """What adds up over batches; empty where these targets have no metric but the loss."""
@@ -69,16 +73,27 @@ class Classification(Task):
         """Cross-entropy; a model with several outputs needs a loss of its own."""
         return cross_entropy(outputs, targets, ignore_index=self.ignored)
 
+    def counted(self, scores: Tensor, targets: Tensor) -> Tensor:
+        """Which targets count: neither the ignored one nor one that is none of the classes, such as the 255 of unlabelled pixels."""
+        labels = targets.long()  # bytes do not know -100
+        return (labels != self.ignored) & (labels >= 0) & (labels < scores.shape[1])
+
     def count(self, scores: Tensor, targets: Tensor) -> Counts:
         """Right ones, all, and wrong and right ones of each class ``[classes, 2]``.
 
-        A sample whose outputs are not all finite counts as wrong: the argmax of NaN would otherwise look like a guess. A label that
-        is none of the classes, such as the 255 of unlabelled pixels, belongs to none.
+        A sample whose outputs are not all finite counts as wrong: the argmax of NaN would otherwise look like a guess.
+
+        Raises:
+            ConfigurationError: There is one output for integer labels.
         """
         if targets.is_floating_point() or targets.shape != scores.shape[:1] + scores.shape[2:]:
             return {}
-        targets = targets.long()  # bytes know neither class 256 nor -100
-        counted = targets != self.ignored
+        if scores.dim() < 2 or scores.shape[1] == 1:
+            raise ConfigurationError(
+                f"model: outputs {[*scores.shape]} for labels {[*targets.shape]}: with one output the most likely class is always 0; make "
+                "the model with 2 outputs, or give targets of floating point, which have a loss and no accuracy, or a task of your own"
+            )
+        counted, targets = self.counted(scores, targets), targets.long()  # bytes know no class 256
         right = (scores.argmax(1) == targets) & scores.isfinite().all(1) & counted
         by_class = _count_by_class(right, targets.where(counted, -1), scores.shape[1])
         return {"right": right.sum(), "counted": counted.sum(), "by class": by_class}
