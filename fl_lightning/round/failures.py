@@ -34,7 +34,7 @@ class ClientFailures(Recorded):
             uniformly from 1 to all of its steps (Li et al. 2020, "Federated Optimization in Heterogeneous Networks", 5.2).
 
     Raises:
-        ConfigurationError: A probability is out of range, or an absence is no pair of rounds.
+        ConfigurationError: A probability is out of range, an absence is no pair of rounds, or a client no number.
     """
 
     def __init__(
@@ -44,15 +44,24 @@ class ClientFailures(Recorded):
         stragglers: float | dict[int, float] = 0.0,
     ) -> None:
         for setting, given in (("dropout", dropout), ("stragglers", stragglers)):
-            for value in given.values() if isinstance(given, Mapping) else [given]:
-                if not 0 <= value <= 1:
+            for client, value in given.items() if isinstance(given, Mapping) else [(0, given)]:
+                _check_client(setting, client)
+                if not isinstance(value, int | float) or not 0 <= value <= 1:
                     raise ConfigurationError(
                         f"ClientFailures.{setting}: {value} must be a probability in [0, 1]"
                     )
+        if not isinstance(schedule, Mapping | None):
+            raise ConfigurationError(
+                f"ClientFailures.schedule: {schedule} must be absences by client id, such as {{7: [[3, 5]]}}"
+            )
         for client, absences in (schedule or {}).items():
-            for absence in absences:
-                if not (
-                    isinstance(absence, Sequence) and len(absence) == 2 and 1 <= absence[0] <= absence[1]
+            _check_client("schedule", client)
+            for absence in absences if isinstance(absences, Sequence) else [absences]:
+                is_pair = isinstance(absence, Sequence) and len(absence) == 2
+                if (
+                    not is_pair
+                    or not all(type(x) is int for x in absence)
+                    or not 1 <= absence[0] <= absence[1]
                 ):
                     raise ConfigurationError(
                         f"ClientFailures.schedule: {absence} of client {client} must be [first round, last round], such as [3, 5]"
@@ -85,6 +94,11 @@ class ClientFailures(Recorded):
         if not _happens(self.stragglers, client_id, seed, "straggler", round_number):
             return full
         return 1 + derive_seed(seed, "steps of a straggler", round_number, client_id) % full
+
+
+def _check_client(setting: str, client: object) -> None:
+    if type(client) is not int:
+        raise ConfigurationError(f"ClientFailures.{setting}: {client!r} must be a client's number, such as 7")
 
 
 def fewest_reports(check: Callable[[int], None], min_clients: int, cohort_size: int) -> int:
