@@ -52,7 +52,7 @@ def load_weights(
 def _read(setting: str, path: Path) -> Mapping[str, Tensor]:
     if not path.is_file():
         raise ConfigurationError(
-            f"{setting}: {path} does not exist; give a state dict (.pt, .pth, .safetensors), or a last.ckpt or best.ckpt"
+            f"{setting}: {path} {'is no file' if path.exists() else 'does not exist'}; give a state dict (.pt, .pth, .safetensors), or a last.ckpt or best.ckpt"
         )
     if path.suffix == ".safetensors":
         try:
@@ -70,6 +70,22 @@ def _read(setting: str, path: Path) -> Mapping[str, Tensor]:
         raise ConfigurationError(
             f"{setting}: {path} holds no weights; give a state dict, or a last.ckpt or best.ckpt that fit wrote"
         )
+    for name, value in weights.items():
+        if not isinstance(name, str):
+            raise ConfigurationError(
+                f"{setting}: {path} names a tensor {name!r}; give a model's state_dict(), by names"
+            )
+        if value.layout != torch.strided or value.is_quantized or value.is_meta or value.is_nested:
+            kinds = {
+                "quantized": value.is_quantized,
+                "meta": value.is_meta,
+                "nested": value.is_nested,
+                "sparse": True,
+            }
+            kind = next(kind for kind, holds in kinds.items() if holds)
+            raise ConfigurationError(
+                f"{setting}: {path} has {name} as a {kind} tensor; give ordinary tensors, of the model before it was converted"
+            )
     return dict(weights)
 
 

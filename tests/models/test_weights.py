@@ -70,6 +70,13 @@ def cut(state, path):
     Path(path).write_bytes(content[: len(content) // 2])
 
 
+def saved_as(change):
+    """Writes a state dict with one tensor of another kind."""
+    return lambda state, path: torch.save(
+        {**state, "features.0.weight": change(state["features.0.weight"])}, path
+    )
+
+
 @pytest.mark.parametrize(
     ("write", "model", "message"),
     [
@@ -77,6 +84,27 @@ def cut(state, path):
         (cut, LeNet(), r"initial_weights: w.pth is truncated, damaged or holds .* use another one"),
         (lambda s, path: torch.save({}, path), LeNet(), "initial_weights: w.pth holds no weights"),
         (lambda s, path: torch.save([1, 2], path), LeNet(), "initial_weights: w.pth holds no weights"),
+        (lambda s, path: Path(path).mkdir(), LeNet(), "initial_weights: w.pth is no file; give a state dict"),
+        (
+            lambda s, path: torch.save({0: torch.zeros(3), 1: torch.zeros(2)}, path),
+            LeNet(),
+            r"initial_weights: w.pth names a tensor 0; give a model's state_dict\(\), by names",
+        ),
+        (
+            saved_as(lambda x: x.to_sparse()),
+            LeNet(),
+            "initial_weights: w.pth has features.0.weight as a sparse tensor",
+        ),
+        (
+            saved_as(lambda x: x.to("meta")),
+            LeNet(),
+            "initial_weights: w.pth has features.0.weight as a meta tensor",
+        ),
+        (
+            saved_as(lambda x: torch.quantize_per_tensor(x, 0.1, 0, torch.qint8)),
+            LeNet(),
+            "has features.0.weight as a quantized tensor; give ordinary tensors, of the model before it was converted",
+        ),
         (
             torch.save,
             LeNet(norm="gn"),
