@@ -77,6 +77,7 @@ def saved_as(change):
     )
 
 
+@pytest.mark.filterwarnings("ignore:.*(Sparse|quantize|TypedStorage)")
 @pytest.mark.parametrize(
     ("write", "model", "message"),
     [
