@@ -70,7 +70,21 @@ class Classification(Task):
         self.ignored = ignored
 
     def loss(self, outputs: Any, targets: Any) -> Tensor:
-        """Cross-entropy; a model with several outputs needs a loss of its own."""
+        """Cross-entropy; a model with several outputs needs a loss of its own.
+
+        Raises:
+            ConfigurationError: There are scores for each pixel, and a label for each image.
+        """
+        if (
+            isinstance(outputs, Tensor)
+            and outputs.dim() > 2
+            and targets.dim() == 1
+            and not targets.is_floating_point()
+        ):
+            raise ConfigurationError(
+                f"model.model: scores {[*outputs.shape]} are those of pixels, and the labels {[*targets.shape]} those of whole images; use a "
+                "model that classifies images, such as LeNet or ResNet8, or data with a label for each pixel"
+            )
         return cross_entropy(outputs, targets, ignore_index=self.ignored)
 
     def counted(self, scores: Tensor, targets: Tensor) -> Tensor:

@@ -2,11 +2,13 @@
 
 import pytest
 import torch
+from helpers import SGD, blobs, fit
 from PIL import Image
 from torch.nn.functional import cross_entropy
 from torchmetrics.classification import MulticlassJaccardIndex
 
-from fl_lightning import Classification, ConfigurationError, Segmentation
+from fl_lightning import Classification, ConfigurationError, FederatedModule, Segmentation
+from fl_lightning.models import SmallDeepLab
 from fl_lightning.round.evaluation import ServerEvaluation
 from fl_lightning.run_directory.predictions import write_predictions
 
@@ -118,6 +120,16 @@ def test_a_label_that_is_no_class_is_named():
 def test_a_classifier_with_several_outputs_does_not_silently_train_on_the_first():
     with pytest.raises(TypeError):
         Classification().loss((torch.zeros(2, 3), torch.zeros(2, 3)), torch.zeros(2, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("evaluated", [1.0, 0])
+def test_a_segmentation_model_on_labels_of_images_is_one_line(evaluated):
+    module = FederatedModule(SmallDeepLab(3, 2, width=4), SGD, local_steps=1)
+    with pytest.raises(
+        ConfigurationError, match=r"model.model: scores \[\d+, 3, 6, 6\] are .* such as LeNet"
+    ) as caught:
+        fit(module, blobs(), 1, limit_val_batches=evaluated, num_sanity_val_steps=1)
+    assert "\n" not in str(caught.value)
 
 
 def test_predictions_smaller_than_the_labels_are_written_in_their_size(tmp_path):
