@@ -59,20 +59,31 @@ class Freezing(FederatedCallback):
         require_batch_norm(pl_module.model, type(self).__name__, statistics="mean" in self.kinds)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: "FederatedModule") -> None:  # type: ignore[override]  # rounds have one
-        """Say so when T* is beyond the last round, of the plan or of this fit."""
-        planned, last = pl_module.planned_rounds, self.last_batch_round(pl_module.planned_rounds)
-        rounds = min(planned, trainer.fit_loop.max_epochs or planned)
-        if last is not None and last >= rounds:
+        """Say so when T* is not before the last round of this fit."""
+        if self.remark(pl_module):
+            last, rounds = self.last_batch_round(pl_module.planned_rounds), _last_round(pl_module)
             name = type(self).__name__
             pl_module.print(
                 f"{name}: T* = {last}, and training ends with round {rounds}: nothing is frozen in this run."
             )
+
+    def remark(self, module: "FederatedModule") -> str:
+        """That nothing is frozen, where T* is not before the last round."""
+        if module.total_rounds is None:
+            return ""
+        last = self.last_batch_round(module.planned_rounds)
+        return "nothing frozen" if last is not None and last >= _last_round(module) else ""
 
     def on_round_start(self, trainer: L.Trainer, pl_module: "FederatedModule", cohort: "Cohort") -> None:
         """Log T*."""
         last = self.last_batch_round(pl_module.planned_rounds)
         if last is not None:
             pl_module.log("fixbn/freeze_round", float(last))
+
+
+def _last_round(module: "FederatedModule") -> int:
+    limit = module.trainer.fit_loop.max_epochs
+    return module.planned_rounds if limit in (None, -1) else limit
 
 
 class FoundFreezing(Freezing):

@@ -71,6 +71,14 @@ class Declarations:
         """
         return None
 
+    def remark(self, module: Any) -> str:
+        """What stands behind the method's name in results, tables and pictures of a run: that it does nothing in it, say.
+
+        Args:
+            module: The federated module of the run.
+        """
+        return ""
+
     def extra_payload(self, cohort: Cohort) -> tuple[int, int]:
         """Floats that this method sends on top of the averaged state, per client and round: (upload, download)."""
         return 0, 0

@@ -17,6 +17,7 @@ from fl_lightning.aggregation import WeightedMean
 from fl_lightning.models.convolutions import ScaledStandardizedConv2d, StandardizedConv2d, WeightNormConv2d
 from fl_lightning.models.fixup import FixupBlock
 from fl_lightning.recorded import describe
+from fl_lightning.round.declarations import Declarations
 from fl_lightning.round.module import FederatedModule
 
 _LAYERS: dict[str, type[nn.Module]] = {
@@ -31,8 +32,8 @@ _LAYERS: dict[str, type[nn.Module]] = {
 }
 
 
-def method_name(module: FederatedModule, callbacks: Sequence[object]) -> str:
-    """The method of a run in the field's words, such as ``"FedAvg + FixBN(freeze_fraction=0.5)"``."""
+def method_name(module: FederatedModule, callbacks: Sequence[Declarations]) -> str:
+    """The method of a run in the field's words, such as ``"FedAvg + FixBN(freeze_fraction=0.5)"``, with the callbacks' remarks."""
     optimizer = module.server_optimizer([torch.zeros(1)])
     settings = optimizer.param_groups[0]
     base = f"server {type(optimizer).__name__}(lr={settings['lr']:g})"
@@ -46,7 +47,7 @@ def method_name(module: FederatedModule, callbacks: Sequence[object]) -> str:
         rule, domain = module.statistics.rule, module.statistics.domain
         base += f", statistics by {describe(rule)}" + (f" of {domain}" if domain else "")
     base = f"centralised twin of {base}" if module.centralised else base
-    return " + ".join([base, *map(describe, callbacks)])
+    return " + ".join([base, *(", ".join(filter(None, (describe(x), x.remark(module)))) for x in callbacks)])
 
 
 def identity(module: FederatedModule) -> dict[str, Any]:

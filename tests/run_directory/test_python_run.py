@@ -19,6 +19,7 @@ from fl_lightning import ConfigurationError, FederatedModule, Run
 from fl_lightning.models import LeNet
 from fl_lightning.run_directory.checkpoint_io import AtomicCheckpointIO
 from fl_lightning.run_directory.checkpoints import RoundCheckpoint
+from fl_lightning.run_directory.describe import run_title
 from fl_lightning.run_directory.values import as_plain
 from fl_lightning.studies.report import write_report
 from fl_lightning.studies.run_groups import found_in, resolved
@@ -56,6 +57,19 @@ def test_three_lines_give_a_folder_with_metrics_pictures_checkpoints_and_a_resul
     assert 0 < result["test/accuracy"] < 1
     assert [row["round"] for row in rows(run.attempt)] == [0, 1, 2, 3, 4]
     assert f"files            {run.path}" in capsys.readouterr().out
+
+
+def test_a_method_that_freezes_nothing_is_called_so_in_the_result_the_table_and_pictures(capsys):
+    run = a_run(3, callbacks=[FixBN(freeze_round=3), MaintainedMomentum()])
+    result = run.fit()
+    name = "FedAvg + FixBN(freeze_round=3), nothing frozen + MaintainedMomentum()"
+    assert result["method"] == json.loads((run.path / "run.json").read_text())["method"] == name
+    assert run_title(run.module)[0] == name
+    assert f"method           {name}\n" in capsys.readouterr().out
+    # a run that goes on for longer freezes
+    again = a_run(5, callbacks=[FixBN(freeze_round=3), MaintainedMomentum()])
+    assert again.fit("last")["method"] == "FedAvg + FixBN(freeze_round=3) + MaintainedMomentum()"
+    assert "nothing is frozen" not in capsys.readouterr().out
 
 
 def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit():
