@@ -9,8 +9,8 @@ import re
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
-from math import isfinite
-from typing import Any
+from math import inf, isfinite
+from typing import Any, NamedTuple
 
 from scipy.stats import t
 
@@ -20,6 +20,86 @@ ONE_SEED = 0.1
 """How far one pair of runs must be apart to say anything: twice the deviation of a difference between cells that deviate by 0.035 each."""
 
 _CONFIDENCE = 0.9
+
+
+class Claim(NamedTuple):
+    """A claim as its text says it.
+
+    Attributes:
+        sides: What is compared, in words.
+        constraints: The labels of each side, by axis.
+        fixed: The labels at which it is about them, by axis.
+        margin: Within what they are as good as equal; None for an ordering.
+    """
+
+    sides: list[str]
+    constraints: list[dict[str, str]]
+    fixed: dict[str, str]
+    margin: float | None
+
+
+def read_claim(claim: str, known: Mapping[str, Sequence[str]]) -> Claim:
+    """Read a claim.
+
+    Args:
+        claim: The claim.
+        known: The labels that there are, by axis.
+
+    Raises:
+        ConfigurationError: It cannot be read, or no runs could decide it.
+    """
+    body, _, at = claim.partition(" at ")
+    ordering, _, within = body.partition(" within ")
+    sides, signs = [part.strip() for part in re.split(r"[>~]", ordering)], {*re.findall(r"[>~]", ordering)}
+    try:
+        margin = float(within) if within else None
+    except ValueError:
+        margin = -1.0
+    if len(signs) > 1:
+        raise ConfigurationError(f"claims: {claim!r} mixes > and ~; write a claim for each of them")
+    if not signs or (signs == {"~"}) != bool(within) or not 0 < (1 if margin is None else margin) < inf:
+        raise ConfigurationError(
+            f"claims: {claim!r} must be an ordering such as 'A > B at axis=label' or 'A ~ B within 0.02'"
+        )
+    constraints = [_labels(side, claim, known) for side in sides]
+    fixed = _labels(at, claim, known) if at else {}
+    _comparable(claim, sides, constraints)
+    if twice := fixed.keys() & constraints[0].keys():
+        raise ConfigurationError(
+            f"claims: {claim!r} compares labels of {twice.pop()} and cannot be at one of them; leave it out after 'at'"
+        )
+    return Claim(sides, constraints, fixed, margin)
+
+
+def read_difference(words: str, known: Mapping[str, Sequence[str]]) -> Claim:
+    """Read a difference such as ``"GN - BN"``.
+
+    Args:
+        words: The difference.
+        known: The labels that there are, by axis.
+
+    Raises:
+        ConfigurationError: It cannot be read, or has one side twice.
+    """
+    sides = [side.strip() for side in words.split(" - ")]
+    if len(sides) != 2:
+        raise ConfigurationError(f"difference: {words!r} must be one label minus another, such as 'GN - BN'")
+    constraints = [_labels(side, words, known, "difference") for side in sides]
+    _comparable(words, sides, constraints, "difference")
+    return Claim(sides, constraints, {}, None)
+
+
+def _comparable(
+    words: str, sides: Sequence[str], constraints: Sequence[Mapping[str, str]], key: str = "claims"
+) -> None:
+    """Refuse sides that are the same, or labels of different axes."""
+    for number, (side, own) in enumerate(zip(sides, constraints, strict=True)):
+        if own in constraints[:number]:
+            raise ConfigurationError(f"{key}: {words!r} has {side} twice; name different labels")
+        if own.keys() != constraints[0].keys():
+            raise ConfigurationError(
+                f"{key}: {words!r} compares {sides[0]} with {side}, which are labels of different axes; name labels of the same ones"
+            )
 
 
 def judge(claim: str, found: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -38,19 +118,7 @@ def judge(claim: str, found: Mapping[str, Any]) -> dict[str, Any] | None:
     Raises:
         ConfigurationError: The claim cannot be read.
     """
-    body, _, at = claim.partition(" at ")
-    ordering, _, within = body.partition(" within ")
-    sides = [part.strip() for part in re.split(r"[>~]", ordering)]
-    try:
-        margin = float(within) if within else None
-    except ValueError:
-        margin = -1.0
-    if len(sides) < 2 or ("~" in ordering) != bool(within) or (margin is not None and not margin > 0):
-        raise ConfigurationError(
-            f"claims: {claim!r} must be an ordering such as 'A > B at axis=label' or 'A ~ B within 0.02'"
-        )
-    constraints = [_labels(side, claim, found) for side in sides]
-    fixed = _labels(at, claim, found) if at else {}
+    sides, constraints, fixed, margin = read_claim(claim, found["known"])
     if any(label not in found["axes"][axis] for own in (*constraints, fixed) for axis, label in own.items()):
         return None
     for one in found["choices"]:
@@ -94,11 +162,8 @@ def difference(found: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ConfigurationError: The difference cannot be read.
     """
-    words, metric = found["difference"], next(iter(found["metrics"]))
-    sides = words.split(" - ")
-    if len(sides) != 2:
-        raise ConfigurationError(f"difference: {words!r} must be one label minus another, such as 'GN - BN'")
-    one, other = (_labels(side.strip(), words, found, "difference") for side in sides)
+    metric = next(iter(found["metrics"]))
+    sides, (one, other), *_ = read_difference(found["difference"], found["known"])
     groups = []
     for group, against in _paired(one, other, found):
         (values, less) = (own["values"][metric] for own in (group, against))
@@ -163,16 +228,20 @@ def interval(differences: Sequence[float]) -> tuple[float, float]:
     return mean - half, mean + half
 
 
-def _labels(text: str, claim: str, found: Mapping[str, Any], key: str = "claims") -> dict[str, str]:
+def _labels(text: str, claim: str, known: Mapping[str, Sequence[str]], key: str = "claims") -> dict[str, str]:
     """The labels that a side or the place of a claim names, by axis."""
-    labels = {}
+    labels: dict[str, str] = {}
     for part in (part.strip() for part in text.split(",")):
         axis, _, label = part.rpartition("=")
-        axes = [axis] if axis else [name for name, own in found["known"].items() if label in own]
-        if len(axes) != 1 or label not in found["known"].get(axes[0], ()):
+        axes = [axis] if axis else [name for name, own in known.items() if label in own]
+        if len(axes) != 1 or label not in known.get(axes[0], ()):
             raise ConfigurationError(
                 f"{key}: {claim!r}: {part!r} is no label of one axis; there are "
-                + "; ".join(f"{name}: {', '.join(own)}" for name, own in found["known"].items())
+                + ", ".join(f"{name}: {', '.join(own)}" for name, own in known.items())
+            )
+        if axes[0] in labels:
+            raise ConfigurationError(
+                f"{key}: {claim!r}: {text.strip()!r} names {axes[0]} twice; name it once"
             )
         labels[axes[0]] = label
     return labels

@@ -1,13 +1,28 @@
-"""What a study is: a file with a base configuration, axes, seeds, published values and claims, at three scales."""
+"""What a study is: a file with a base configuration, axes, seeds, published values and claims, at three scales.
+
+The types of the classes here are the schema of the file: pydantic checks all of it at once, :mod:`fl_lightning.studies.reading` says what is wrong.
+"""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
+from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from fl_lightning.errors import ConfigurationError
+from pydantic import (
+    AfterValidator,
+    AllowInfNan,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Strict,
+    Tag,
+)
+from pydantic.dataclasses import dataclass as schema
+from typing_extensions import TypedDict
 
 Labels = dict[str, str]
 """A label of each axis, such as ``{"method": "GN", "E": "100"}``."""
@@ -16,7 +31,94 @@ SPECIAL = ("config", "metric", "seeds")
 """What a label may hold beside settings: configurations laid over the base, a metric in place of the table's first, seeds of its own."""
 
 
-@dataclass(frozen=True)
+def listed(value: Any) -> Sequence[Any]:
+    """A value as a list: of itself where it is none, empty for None."""
+    return () if value is None else value if isinstance(value, list) else [value]
+
+
+def _printable(text: str) -> str:
+    if not text.isprintable():
+        raise ValueError("must be one line without control characters")
+    return text
+
+
+def _different(values: list[Any]) -> list[Any]:
+    names = [*map(str, values)]
+    if len({*names}) < len(names):
+        raise ValueError(f"must be different; {next(x for x in names if names.count(x) > 1)} is there twice")
+    _printable("".join(names))
+    return values
+
+
+def _without(*names: str) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    """A check that settings are none of some names."""
+
+    def check(settings: dict[str, Any]) -> dict[str, Any]:
+        for name in settings:
+            if name in names:
+                raise ValueError(
+                    f"{name} is no setting of a study's cells, which have names of their own, and seeds and metrics of the study, its scale "
+                    "or a label; leave it out"
+                )
+            _printable(name)
+        return settings
+
+    return check
+
+
+Name = Annotated[str, Strict(), Field(min_length=1), AfterValidator(_printable)]
+Text = Annotated[str, Strict(), AfterValidator(lambda text: _printable(" ".join(text.split())))]
+Label = Annotated[Name, BeforeValidator(lambda x: x if isinstance(x, list | dict) else str(x))]
+Wanted = Annotated[list[Label], BeforeValidator(listed), Field(min_length=1)]
+Files = Annotated[list[Name], BeforeValidator(listed)]
+Seed = Annotated[int, Strict(), Field(ge=0, lt=2**32)]
+Seeds = Annotated[list[Seed], Field(min_length=1), AfterValidator(_different)]
+Number = Annotated[float, Strict(), AllowInfNan(False)]
+
+
+class _OfCells(TypedDict, total=False):
+    __pydantic_config__ = ConfigDict(extra="allow")  # type: ignore[misc]
+    config: Files
+
+
+class _OfLabel(_OfCells, total=False):
+    metric: Name
+    seeds: Seeds
+
+
+class _Published(TypedDict):
+    __pydantic_config__ = ConfigDict(extra="allow")  # type: ignore[misc]
+    value: Number
+
+
+Settings = Annotated[_OfCells, AfterValidator(_without("name", "seed_everything", "metric", "seeds"))]
+_LabelSettings = Annotated[
+    _OfLabel,
+    BeforeValidator(lambda settings: {} if settings is None else settings),
+    AfterValidator(_without("name", "seed_everything")),
+]
+
+
+def _values_or_labels(content: Any) -> Any:
+    if not isinstance(content, list | dict):
+        raise ValueError(  # noqa: TRY004  # pydantic's
+            "must be a list of values, or labels with settings such as {GN: {model.model.norm: gn}}"
+        )
+    return content
+
+
+Axis = Annotated[
+    Annotated[list[Any], Field(min_length=1), AfterValidator(_different), Tag("(values)")]
+    | Annotated[dict[Name, _LabelSettings], Field(min_length=1), Tag("(labels)")],
+    Discriminator(lambda content: "(labels)" if isinstance(content, dict) else "(values)"),
+    BeforeValidator(_values_or_labels),
+]
+"""A list of values, or labels with their settings."""
+
+_STRICT = ConfigDict(extra="forbid")
+
+
+@schema(frozen=True, config=_STRICT)
 class Scale:
     """How large a study is run.
 
@@ -31,16 +133,18 @@ class Scale:
         published: Published values in place of the study's.
     """
 
-    base: str | list[str]
-    settings: dict[str, Any] = field(default_factory=dict)
-    axes: dict[str, Any] = field(default_factory=dict)
-    seeds: list[int] = field(default_factory=lambda: [0])
-    cell_seconds: float | None = None
-    title: str | None = None
-    published: list[dict[str, Any]] | None = None
+    base: Annotated[Files, Field(min_length=1)]
+    settings: Settings = field(default_factory=_OfCells)
+    axes: dict[Name, Annotated[Axis, BeforeValidator(lambda x: x if isinstance(x, dict) else listed(x))]] = (
+        field(default_factory=dict)
+    )
+    seeds: Seeds = field(default_factory=lambda: [0])
+    cell_seconds: Annotated[Number, Field(ge=0)] | None = None
+    title: Text | None = None
+    published: list[_Published] | None = None
 
 
-@dataclass(frozen=True)
+@schema(frozen=True, config=_STRICT)
 class Choice:
     """An axis whose label is chosen on validation data, never on test data.
 
@@ -52,14 +156,14 @@ class Choice:
         seed: The seed of the trial runs; None: the first of the scale.
     """
 
-    axis: str
-    by: list[str] = field(default_factory=list)
-    at: dict[str, str] = field(default_factory=dict)
-    metric: str = "val/accuracy"
-    seed: int | None = None
+    axis: Name
+    by: list[Name] = field(default_factory=list)
+    at: dict[Name, Label] = field(default_factory=dict)
+    metric: Name = "val/accuracy"
+    seed: Seed | None = None
 
 
-@dataclass(frozen=True)
+@schema(frozen=True, config=_STRICT)
 class Definition:
     """A study as its file says.
 
@@ -78,18 +182,20 @@ class Definition:
         claims: Orderings such as ``"FixBN > BN at E=100"``, see :mod:`fl_lightning.studies.claims`.
     """
 
-    title: str
-    scales: dict[str, Scale]
-    axes: dict[str, Any]
-    paper: str = ""
-    settings: dict[str, Any] = field(default_factory=dict)
-    metrics: dict[str, str] = field(default_factory=lambda: {"test/accuracy": "test accuracy"})
-    spread: str | None = None
-    without: list[dict[str, Any]] = field(default_factory=list)
+    title: Text
+    scales: dict[Name, Scale]
+    axes: dict[Name, Axis]
+    paper: Text = ""
+    settings: Settings = field(default_factory=_OfCells)
+    metrics: Annotated[dict[Name, Text], Field(min_length=1)] = field(
+        default_factory=lambda: {"test/accuracy": "test accuracy"}
+    )
+    spread: Name | None = None
+    without: list[Annotated[dict[Name, Wanted], Field(min_length=1)]] = field(default_factory=list)
     choose: list[Choice] = field(default_factory=list)
-    published: list[dict[str, Any]] = field(default_factory=list)
-    difference: str | None = None
-    claims: list[str] = field(default_factory=list)
+    published: list[_Published] = field(default_factory=list)
+    difference: Text | None = None
+    claims: list[Text] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -122,25 +228,39 @@ class Study:
 
     def known_labels(self) -> dict[str, list[str]]:
         """All labels of all axes, those included that this scale leaves out."""
-        found = {axis: [*labels_of(axis, own, self.folder)] for axis, own in self.definition.axes.items()}
+        found = {axis: [*labels_of(axis, own)] for axis, own in self.definition.axes.items()}
         return {
             axis: [*dict.fromkeys([*found.get(axis, []), *own])]
             for axis, own in (found | dict(self.axes)).items()
         }
 
-    def combinations(self, fixed: Mapping[str, str] | None = None) -> Iterator[Labels]:
+    @property
+    def size(self) -> int:
+        """How many cells its axes and seeds make, those of combinations included that it leaves out."""
+        own = (
+            label["seeds"] for labels in self.axes.values() for label in labels.values() if "seeds" in label
+        )
+        return prod(map(len, self.axes.values())) * max(map(len, [self.scale.seeds, *own]))
+
+    def has(self, *fixed: Mapping[str, Any]) -> bool:
+        """Whether there is a combination of each of some labels that the study does not leave out."""
+        return next(self.combinations(*fixed), None) is not None
+
+    def combinations(self, *fixed: Mapping[str, Any]) -> Iterator[Labels]:
         """All combinations of labels that the study does not leave out, those with some ``fixed`` labels."""
-        for labels in product(*self.axes.values()):
-            found = dict(zip(self.axes, labels, strict=True))
-            if matches(found, fixed or {}) and not any(
-                matches(found, left_out) for left_out in self.definition.without
-            ):
+        labels = [
+            [x for x in own if all(matches({axis: x}, {axis: one.get(axis, x)}) for one in fixed)]
+            for axis, own in self.axes.items()
+        ]
+        for row in product(*labels):
+            found = dict(zip(self.axes, row, strict=True))
+            if not any(matches(found, left_out) for left_out in self.definition.without):
                 yield found
 
     @property
     def base(self) -> list[str]:
         """The arguments of ``fit`` for the configurations that all cells start from."""
-        return [self._config(path) for path in listed(self.scale.base)]
+        return [self._config(path) for path in self.scale.base]
 
     def arguments(self, labels: Mapping[str, str], seed: int) -> list[str]:
         """The arguments of ``fit`` that come after the base for a combination of labels and a seed; later ones win."""
@@ -150,7 +270,7 @@ class Study:
             self.scale.settings,
             *(self.axes[axis][label] for axis, label in labels.items()),
         ):
-            found += [self._config(path) for path in listed(settings.get("config"))]
+            found += [self._config(path) for path in settings.get("config", ())]
             found += [as_argument(name, value) for name, value in settings.items() if name not in SPECIAL]
         return [*found, f"--seed_everything={seed}"]
 
@@ -170,8 +290,8 @@ class Study:
     def published(self, labels: Mapping[str, str]) -> float | None:
         """The published value of a combination, None where there is none."""
         for entry in self.definition.published:
-            if matches(labels, {axis: x for axis, x in entry.items() if axis != "value"}):
-                return float(entry["value"])
+            if matches(labels, rows_of(entry)):
+                return entry["value"]
         return None
 
 
@@ -180,31 +300,18 @@ def matches(labels: Mapping[str, str], wanted: Mapping[str, Any]) -> bool:
     return all(labels.get(axis) in [*map(str, listed(own))] for axis, own in wanted.items())
 
 
+def rows_of(published: Mapping[str, Any]) -> dict[str, Any]:
+    """The labels of the rows that a published value is of."""
+    return {axis: labels for axis, labels in published.items() if axis != "value"}
+
+
 def as_argument(name: str, value: Any) -> str:
     """A setting as an argument of the command line; a name that ends in ``+`` adds to a list."""
     return f"--{name}={value if isinstance(value, str) else json.dumps(value)}"
 
 
-def labels_of(axis: str, content: Any, path: Path) -> dict[str, dict[str, Any]]:
-    """The labels of an axis and their settings.
-
-    Args:
-        axis: Its name.
-        content: What a file says of it.
-        path: The file, for the message.
-
-    Raises:
-        ConfigurationError: It says something else.
-    """
-    if isinstance(content, list):
-        return {str(value): {axis: value} for value in content}
-    if isinstance(content, dict) and all(isinstance(x, dict | None) for x in content.values()):
-        return {str(label): settings or {} for label, settings in content.items()}
-    raise ConfigurationError(
-        f"{path}: axes.{axis}: {content!r} must be a list of values, or labels with settings such as {{GN: {{model.model.norm: gn}}}}"
-    )
-
-
-def listed(value: Any) -> Sequence[Any]:
-    """A value as a list: of itself where it is none, empty for None."""
-    return () if value is None else value if isinstance(value, list) else [value]
+def labels_of(
+    axis: str, content: list[Any] | Mapping[str, Mapping[str, Any]]
+) -> dict[str, Mapping[str, Any]]:
+    """The labels of an axis and their settings."""
+    return {str(x): {axis: x} for x in content} if isinstance(content, list) else {**content}

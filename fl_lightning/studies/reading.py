@@ -1,17 +1,38 @@
-"""Reading a study's file, with one line for whatever is wrong in it."""
+"""Reading a study's file: everything that is wrong in it is named at once, in a line."""
 
-from collections.abc import Mapping
-from dataclasses import fields
-from math import isfinite
+import json
+from collections.abc import Iterator, Mapping
+from copy import deepcopy
+from dataclasses import fields, replace
+from itertools import combinations
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
 import yaml
-from jsonargparse import ArgumentError, ArgumentParser
+from pydantic import TypeAdapter, ValidationError
 
 from fl_lightning.errors import ConfigurationError, nearest
-from fl_lightning.studies.claims import difference, judge
-from fl_lightning.studies.definition import Choice, Definition, Scale, Study, labels_of, listed
+from fl_lightning.studies.claims import read_claim, read_difference
+from fl_lightning.studies.definition import Choice, Definition, Scale, Study, labels_of, listed, rows_of
+
+_NO_SUCH_KEY = "unexpected_keyword_argument"
+"""What pydantic calls it."""
+
+_NO_KEYS = ("[key]", "(values)", "(labels)")
+"""What stands in its places beside keys of the file."""
+
+_WORDS = {
+    "dataclass_type": "must be a mapping",
+    "dict_type": "must be a mapping",
+    "finite_number": "must be a finite number",
+    "float_type": "must be a number",
+    "int_type": "must be a whole number",
+    "list_type": "must be a list",
+    "string_type": "must be a text; write it in quotes",
+    "string_too_short": "must not be empty",
+    "too_short": "must not be empty",
+}
+"""Of pydantic's errors those that it tells in the words of Python."""
 
 
 def read_study(path: Path, scale: str) -> Study:
@@ -22,10 +43,68 @@ def read_study(path: Path, scale: str) -> Study:
         scale: The scale to run.
 
     Raises:
-        ConfigurationError: The file is none, a key or label is unknown, or it has no such scale.
+        ConfigurationError: The file is none, it has no such scale, or something in it is wrong or contradicts itself at this scale or another.
     """
+    content, mistakes = _content(path)
+    definition, unlike = _checked(content)
+    mistakes += unlike
+    if definition is not None and scale not in definition.scales:
+        raise ConfigurationError(
+            f"--scale: {path} has no scale {scale!r}; use one of {', '.join(definition.scales)}"
+        )
+    studies = []
+    if definition is not None:
+        for name in dict.fromkeys([scale, *definition.scales]):
+            study, unknown = _at_scale(path, definition, name)
+            studies.append(study)
+            mistakes += unknown or _contradictions(study)
+    told = [*{mistake.partition("; ")[0]: mistake for mistake in map(_printable, mistakes)}.values()]
+    if len(told) > 1:
+        numbered = (f"({number}) {mistake}" for number, mistake in enumerate(told, 1))
+        raise ConfigurationError(f"{path}: {len(told)} mistakes: {' '.join(numbered)}")
+    if told:
+        raise ConfigurationError(f"{path}: {told[0]}")
+    return studies[0]
+
+
+def _printable(text: str) -> str:
+    return "".join(x if x.isprintable() else x.encode("unicode_escape").decode() for x in text)
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML whose keys are texts, each once in its mapping.
+
+    Attributes:
+        mistakes: The keys that are there twice.
+    """
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.mistakes: list[str] = []
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        """Read a mapping: the only place that sees a key twice."""
+        node = super().compose_mapping_node(anchor)
+        lines: dict[str, int] = {}
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
+                key.value, key.tag = str(self.construct_object(key)), "tag:yaml.org,2002:str"
+                self.constructed_objects.pop(key)
+                line = key.start_mark.line + 1
+                if key.value in lines:
+                    self.mistakes.append(
+                        f"{key.value!r} is there twice, in lines {lines[key.value]} and {line}; name it once"
+                    )
+                lines.setdefault(key.value, line)
+        return node
+
+
+def _content(path: Path) -> tuple[Any, list[str]]:
+    """What a file holds, and its keys that are there twice."""
     try:
-        content = yaml.safe_load(path.read_text())
+        loader = _Loader(path.read_text())
+        content = loader.get_single_data()
+        json.dumps(content, default=_refused)
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", "it is not UTF-8")
         raise ConfigurationError(
@@ -33,138 +112,130 @@ def read_study(path: Path, scale: str) -> Study:
         ) from error
     except yaml.YAMLError as error:
         raise ConfigurationError(f"study: {path} is no YAML: {' '.join(str(error).split())}") from error
-    definition: Definition = _built(Definition, content, str(path))
-    definition = _replaced(
-        definition, scales={k: _built(Scale, v, f"{path}: scales.{k}") for k, v in definition.scales.items()}
-    )
-    definition = _replaced(
-        definition, choose=[_built(Choice, v, f"{path}: choose") for v in definition.choose]
-    )
-    if scale not in definition.scales:
-        raise ConfigurationError(
-            f"--scale: {path} has no scale {scale!r}; use one of {', '.join(definition.scales)}"
+    except (RecursionError, TypeError, ValueError) as error:
+        what = (
+            f"{error}"
+            if isinstance(error, TypeError)
+            else "an alias within itself, or too many levels or digits"
         )
-    own = {name: getattr(definition.scales[scale], name) for name in ("title", "published")}
-    definition = _replaced(definition, **{name: value for name, value in own.items() if value is not None})
-    study = Study(
-        path.stem, path.parent, definition, scale, _axes(definition, definition.scales[scale], path)
+        raise ConfigurationError(
+            f"study: {path} holds {what}; use texts, numbers, true, false, null, lists and mappings"
+        ) from error
+    return content, loader.mistakes
+
+
+def _refused(value: Any) -> None:
+    raise TypeError(f"{value!r}, a value of kind {type(value).__name__}")
+
+
+def _checked(content: Any) -> tuple[Definition | None, list[str]]:
+    """A definition of the keys that are known, None where one has a wrong value; and what is wrong, by pydantic's errors."""
+    adapter, mistakes = TypeAdapter(Definition), list[str]()
+    content = deepcopy(content)
+    while True:
+        try:
+            return adapter.validate_python(content), mistakes
+        except ValidationError as found:
+            errors = found.errors()
+        mistakes += map(_in_words, errors)
+        unknown = [error["loc"] for error in errors if error["type"] == _NO_SUCH_KEY]
+        if len(unknown) < len(errors):
+            return None, mistakes
+        for *place, key in unknown:
+            owner = content
+            for part in place:
+                owner = owner[part]
+            owner.pop(key, None)  # an alias is removed at its first place
+
+
+def _in_words(error: Any) -> str:
+    """What is wrong by an error of pydantic, and where."""
+    *place, last = [part for part in error["loc"] if part not in _NO_KEYS] or [""]
+    within = "".join(f"{part}: " for part in [".".join(map(str, place))] if part)
+    if error["type"] == "missing":
+        return f"{within}{last} is missing"
+    if error["type"] == _NO_SUCH_KEY:
+        kind = {"scales": Scale, "choose": Choice}.get(place[0] if place else "", Definition)
+        names = [one.name for one in fields(kind)]
+        return f"{within}there is no key {last!r}{nearest(str(last), names)}; use {', '.join(names)}"
+    shown = repr(error["input"])
+    words = _WORDS.get(
+        error["type"], error["msg"].removeprefix("Value error, ").replace("Input should", "must")
     )
-    _check(study, path)
-    return study
+    where = ".".join(map(str, [*place, last]))
+    return f"{where}{': ' * bool(where)}{shown if len(shown) < 80 else shown[:77] + '...'} {words}"
 
 
-def _built(kind: type, content: Any, place: str) -> Any:
-    """An object of a dataclass from a mapping, its keys and types checked."""
-    if not isinstance(content, dict):
-        raise ConfigurationError(f"{place}: a mapping is needed, found {type(content).__name__}")
-    names = [one.name for one in fields(kind)]
-    for name in content:
-        if name not in names:
-            raise ConfigurationError(
-                f"{place}: there is no key {name!r}{nearest(str(name), names)}; use {', '.join(names)}"
-            )
-    hints = get_type_hints(kind) | {"scales": dict[str, Any], "choose": list[Any]}
-    parser = ArgumentParser(exit_on_error=False)
-    for name in content:
-        parser.add_argument(f"--{name}", type=hints[name])
-    try:
-        checked = parser.parse_object(content).as_dict()  # classes that can be imported are no dicts before
-        return kind(**{name: checked[name] for name in content})
-    except (ArgumentError, TypeError) as error:
-        raise ConfigurationError(f"{place}: {' '.join(str(error).split())}") from error
-
-
-def _replaced(definition: Definition, **changes: Any) -> Definition:
-    return Definition(
-        **{**{one.name: getattr(definition, one.name) for one in fields(definition)}, **changes}
-    )
-
-
-def _axes(definition: Definition, scale: Scale, path: Path) -> dict[str, dict[str, dict[str, Any]]]:
-    found: dict[str, dict[str, dict[str, Any]]] = {}
+def _at_scale(path: Path, definition: Definition, name: str) -> tuple[Study, list[str]]:
+    """The study at a scale; and the labels of that which it does not have."""
+    scale, mistakes = definition.scales[name], list[str]()
+    found: dict[str, dict[str, Mapping[str, Any]]] = {}
     for axis in dict.fromkeys([*definition.axes, *scale.axes]):
-        known = labels_of(axis, definition.axes.get(axis, scale.axes.get(axis)), path)
-        own = scale.axes.get(axis)
-        if own is None or axis not in definition.axes:
-            found[axis] = known
+        every, own = definition.axes.get(axis), scale.axes.get(axis)
+        if every is None or (isinstance(own, list) and isinstance(every, list)):  # other values
+            found[axis] = labels_of(axis, own or [])
             continue
-        if isinstance(own, list) and isinstance(
-            definition.axes[axis], list
-        ):  # values, and others at this scale
-            found[axis] = labels_of(axis, own, path)
-            continue
-        chosen = own if isinstance(own, Mapping) else {str(label): None for label in listed(own)}
-        for label in map(str, chosen):
-            if label not in known:
-                raise ConfigurationError(
-                    f"{path}: axes.{axis} has no label {label!r}{nearest(label, known)}; it has {', '.join(known)}"
-                )
-        found[axis] = {
-            str(label): {**known[str(label)], **(settings or {})} for label, settings in chosen.items()
-        }
-    return found
+        known = labels_of(axis, every)
+        further: Mapping[str, Mapping[str, Any]] = (
+            {str(label): {} for label in own} if isinstance(own, list) else own or known
+        )
+        found[axis] = {label: {**known.get(label, {}), **settings} for label, settings in further.items()}
+        mistakes += [
+            f"scales.{name}.axes.{axis} has no label {label!r}{nearest(label, known)}; it has {', '.join(known)}"
+            for label in further
+            if label not in known
+        ]
+    instead: dict[str, Any] = {
+        key: x for key in ("title", "published") if (x := getattr(scale, key)) is not None
+    }
+    return Study(path.stem, path.parent, replace(definition, **instead), name, found), mistakes
 
 
-def _check(study: Study, path: Path) -> None:
-    """Refuse names of axes and labels that the study does not have at any scale."""
+def _contradictions(study: Study) -> Iterator[str]:
+    """Names of axes and labels that the study does not have, and what contradicts itself."""
     definition, known = study.definition, study.known_labels()
-    named = [("without", entry) for entry in definition.without]
-    named += [
-        ("published", {axis: x for axis, x in entry.items() if axis != "value"})
-        for entry in definition.published
-    ]
-    named += [
-        ("choose", {choice.axis: [], **{axis: [] for axis in choice.by}, **choice.at})
-        for choice in definition.choose
-    ]
+    named: list[tuple[str, Mapping[str, Any]]] = [("without", entry) for entry in definition.without]
+    named += [("published", rows_of(entry)) for entry in definition.published]
+    named += [("choose", {**{axis: [] for axis in (x.axis, *x.by)}, **x.at}) for x in definition.choose]
     named += [("spread", {definition.spread: []})] if definition.spread else []
     for key, entry in named:
         for axis, labels in entry.items():
             if axis not in known:
-                raise ConfigurationError(
-                    f"{path}: {key}: there is no axis {axis!r}; there are {', '.join(known)}"
-                )
+                yield f"{key}: there is no axis {axis!r}{nearest(axis, known)}; there are {', '.join(known)}"
+                continue
             for label in map(str, listed(labels)):
                 if label not in known[axis]:
-                    raise ConfigurationError(
-                        f"{path}: {key}: axis {axis} has no label {label!r}; it has {', '.join(known[axis])}"
+                    yield (
+                        f"{key}: axis {axis} has no label {label!r}{nearest(label, known[axis])}; it has {', '.join(known[axis])}"
                     )
-    for axis in known:
-        if not isinstance(axis, str):
-            raise ConfigurationError(f"{path}: axes: {axis!r} is no name; write it in quotes")
     for choice in definition.choose:
         if choice.axis in choice.by:
-            raise ConfigurationError(
-                f"{path}: choose: {choice.axis} is chosen and cannot be in by, {choice.by}, too; leave it out there"
-            )
+            yield f"choose: {choice.axis} is chosen and cannot be in by, {choice.by}, too; leave it out there"
+        for axis in {choice.axis, *choice.by} & choice.at.keys():
+            yield f"choose: at cannot name a label of {axis}, which is chosen or in by; leave it out there"
         if not choice.metric.startswith("val/"):
-            raise ConfigurationError(
-                f"{path}: choose: metric {choice.metric} must be one of the validation data, such as val/accuracy"
-            )
-    nothing = {"known": known, "axes": known, "choose": [], "choices": [], "groups": []}
-    nothing |= {"metrics": definition.metrics}
-    for claim in definition.claims:
-        judge(claim, nothing)
-    if definition.difference:
-        difference({**nothing, "difference": definition.difference})
-    for entry in definition.published:
-        if not isinstance(value := entry.get("value"), int | float) or not isfinite(value):
-            raise ConfigurationError(f"{path}: published: {entry} has no number as its value")
-    if not definition.metrics:
-        raise ConfigurationError(f"{path}: metrics: name one at least, such as test/accuracy: test accuracy")
-    every = [label for labels in study.axes.values() for label in labels.values()]
-    for settings in (definition.settings, study.scale.settings, *every):
-        if own := settings.keys() & {"name", "seed_everything"}:
-            raise ConfigurationError(
-                f"{path}: {own.pop()} is no setting of a study's cells, which have names of their own and the scale's seeds; leave it out"
-            )
-        if not all(isinstance(one, str) for one in listed(settings.get("config"))):
-            raise ConfigurationError(
-                f"{path}: config: {settings['config']} must be a file or a list of files"
-            )
-    for seeds in (study.scale.seeds, *(label["seeds"] for label in every if "seeds" in label)):
-        known_as_list = isinstance(seeds, list) and seeds and all(type(seed) is int for seed in seeds)
-        if not known_as_list or len({*seeds}) < len(seeds):
-            raise ConfigurationError(
-                f"{path}: seeds: {seeds} must be a list of different numbers such as [0, 1, 2]"
-            )
+            yield f"choose: metric {choice.metric} must be one of the validation data, such as val/accuracy"
+    for axis in {x.axis for x in definition.choose if [y.axis for y in definition.choose].count(x.axis) > 1}:
+        yield f"choose: {axis} is chosen twice; name it once"
+    for read, texts in (
+        (read_claim, definition.claims),
+        (read_difference, filter(None, [definition.difference])),
+    ):
+        for words in texts:
+            try:
+                read(words, known)
+            except ConfigurationError as error:
+                yield str(error)
+    for one, other in combinations(definition.published, 2):
+        if study.has({axis: [*map(str, listed(x))] for axis, x in rows_of(one).items()}, rows_of(other)):
+            yield f"published: {one} and {other} are values of the same row; keep one"
+    for key in ("metric", "seeds"):
+        own: list[tuple[dict[str, str], Any]] = [
+            ({axis: label}, x[key])
+            for axis, labels in study.axes.items()
+            for label, x in labels.items()
+            if key in x
+        ]
+        for (one_row, its), (other_row, given) in combinations(own, 2):
+            if its != given and one_row.keys() != other_row.keys() and study.has(one_row, other_row):
+                yield f"{key}: {its} of {one_row} and {given} of {other_row} are for the same row; keep one"

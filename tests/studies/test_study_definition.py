@@ -99,17 +99,16 @@ def test_an_axis_with_one_label_is_not_chosen(tmp_path):
         ({"title": ["a"]}, "title"),
         ({"axes": {"method": "GN"}}, r"axes.method: 'GN' must be a list of values, or labels with settings"),
         ({"published": [{"method": "LN", "value": 1}]}, "published: axis method has no label 'LN'; it has BN, GN, sBN"),
-        ({"published": [{"method": "GN"}]}, "has no number as its value"),
-        ({"published": [{"method": "GN", "value": float("nan")}]}, "has no number as its value"),
-        ({"metrics": {}}, "metrics: name one at least"),
-        ({"scales": {"reduced": {"base": "b", "seeds": []}}}, r"seeds: \[\] must be a list of different numbers"),
+        ({"published": [{"method": "GN"}]}, "published.0: value is missing"),
+        ({"published": [{"method": "GN", "value": float("nan")}]}, "published.0.value: nan must be a finite number"),
+        ({"metrics": {}}, "metrics: {} must not be empty"),
+        ({"scales": {"reduced": {"base": "b", "seeds": []}}}, r"scales.reduced.seeds: \[\] must not be empty"),
         ({"axes": {"method": {"BN": {}, "GN": {"seeds": 1}, "sBN": {}}}, "scales": {"reduced": {"base": "b"}}}, "seeds: 1 must be a list"),
-        ({"scales": {"reduced": {"base": "b", "seeds": [0, 0]}}}, r"seeds: \[0, 0\] must be a list of different numbers"),
-        ({"axes": {"method": {"BN": {}, "GN": {}, "sBN": {}}, 5: {"a": {}}}, "scales": {"reduced": {"base": "b"}}}, "axes: 5 is no name"),
+        ({"scales": {"reduced": {"base": "b", "seeds": [0, 0]}}}, r"scales.reduced.seeds: \[0, 0\] must be different; 0 is there twice"),
         ({"choose": [{"axis": "method", "by": ["method"]}]}, "choose: method is chosen and cannot be in by"),
         ({"settings": {"seed_everything": 3}}, "seed_everything is no setting of a study's cells"),
         ({"axes": {"method": {"BN": {"name": "x"}, "GN": {}, "sBN": {}}}, "scales": {"reduced": {"base": "b"}}}, "name is no setting of"),
-        ({"settings": {"config": 3}}, "config: 3 must be a file or a list of files"),
+        ({"settings": {"config": 3}}, "settings.config.0: 3 must be a text"),
         ({"without": [{"norm": "GN"}]}, "without: there is no axis 'norm'; there are method, model.client_optimizer.lr"),
         ({"claims": ["BN > FN"]}, "claims: 'BN > FN': 'FN' is no label of one axis"),
         ({"difference": "BN > GN"}, "difference: 'BN > GN' must be one label minus another"),
@@ -117,10 +116,10 @@ def test_an_axis_with_one_label_is_not_chosen(tmp_path):
         ({"spread": "E"}, "spread: there is no axis 'E'"),
         ({"choose": [{"axis": "E"}]}, "choose: there is no axis 'E'"),
         ({"choose": [{"axis": "method", "metric": "test/accuracy"}]}, "choose: metric test/accuracy must be one of the validation data"),
-        ({"choose": [{"axes": "E"}]}, "choose: there is no key 'axes'"),
+        ({"choose": [{"axes": "E"}]}, "choose.0: there is no key 'axes'"),
         ({"scales": {"full": {"base": "b.yaml"}}}, "--scale: .*study.yaml has no scale 'reduced'; use one of full"),
         ({"scales": {"reduced": {"seeds": [0]}}}, "scales.reduced: .*base"),
-        ({"scales": {"reduced": {"base": "b", "seeds": "x"}}}, "scales.reduced: .*seeds"),
+        ({"scales": {"reduced": {"base": "b", "seeds": "x"}}}, "scales.reduced.seeds: 'x' must be a list"),
         ({"scales": {"reduced": {"base": "b", "axes": {"method": ["FN"]}}}}, "axes.method has no label 'FN'"),
     ],
 )  # fmt: skip
@@ -130,6 +129,108 @@ def test_what_is_wrong_is_one_line(tmp_path, changes, message):
     assert "\n" not in str(refused.value)
 
 
+BN_GN = {"method": {"BN": {}, "GN": {}, "LN": {}}, "E": ["1", "2"]}
+SMALL = {"title": "t", "axes": BN_GN, "scales": {"reduced": {"base": "b"}}, "published": [], "settings": {}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"claims": ["BN > GN ~ LN within 0.5"]}, "mixes > and ~; write a claim for each"),
+        ({"claims": ["BN ~ GN within inf"]}, "'BN ~ GN within inf' must be"),
+        ({"claims": ["BN ~ GN within nan"]}, "'BN ~ GN within nan' must be"),
+        ({"claims": ["BN > BN"]}, "has BN twice"),
+        ({"claims": ["BN > GN > BN"]}, "has BN twice"),
+        ({"claims": ["BN > GN at method=BN"]}, "compares labels of method and cannot be at one of them"),
+        ({"claims": ["BN > E=1"]}, "compares BN with E=1, which are labels of different axes"),
+        ({"claims": ["BN, GN > LN"]}, "'BN, GN' names method twice"),
+        ({"difference": "BN - BN"}, "difference: 'BN - BN' has BN twice"),
+        ({"settings": {"seeds": [1]}}, "settings: .* seeds is no setting of a study's cells"),
+        ({"settings": {"metric": "test/loss"}}, "settings: .* metric is no setting"),
+        ({"scales": {"reduced": {"base": "b", "settings": {"seeds": [1]}}}}, "scales.reduced.settings: .* seeds is no"),
+        ({"published": [{"method": "GN", "value": 1}, {"E": 1, "value": 2}]}, "published: .* are values of the same row"),
+        ({"published": [{"method": "GN", "value": True}]}, "published.0.value: True must be a number"),
+        ({"axes": {"method": {"BN": {"seeds": [1]}}, "E": {"1": {"seeds": [2]}}}}, "seeds: .* are for the same row"),
+        ({"choose": [{"axis": "E", "at": {"E": 1}}]}, "choose: at cannot name a label of E"),
+        ({"choose": [{"axis": "E"}, {"axis": "E", "by": ["method"]}]}, "choose: E is chosen twice"),
+        ({"axes": {"E": [1, "1"]}}, r"axes.E: \[1, '1'\] must be different; 1 is there twice"),
+        ({"scales": {"reduced": {"base": "b", "seeds": [-1]}}}, "seeds.0: -1 must be greater than or equal to 0"),
+        ({"choose": [{"axis": "E", "seed": -1}]}, "choose.0.seed: -1 must be greater"),
+        *(({key: value}, f"{key}: {value} must be a ") for key in ("axes", "scales", "claims", "published") for value in (None, 3)),
+        ({"axes": {"method": None}}, "axes.method: None must be a list of values, or labels"),
+        ({"scales": {"reduced": None}}, "scales.reduced: None must be a mapping"),
+        ({"scales": {"reduced": {"base": None}}}, r"scales.reduced.base: None must not be empty"),
+        ({"scales": {"reduced": {"base": "b", "axes": {"method": {"BN": "x"}}}}}, "axes.method.BN: 'x' must be a mapping"),
+        ({"axes": {"method": {"BN": "x"}}}, "axes.method.BN: 'x' must be a mapping"),
+        ({"axes": {"method": {"BN\nx: 1": {}}}}, r"'BN\\nx: 1' must be one line without control characters"),
+        ({"axes": {"method": {"BN\u2028": {}}}}, r"'BN\\u2028' must be one line without control characters"),
+        ({"axes": {"E": ["\x1b[31m"]}}, r"\\x1b\[31m'\] must be one line without control characters"),
+        ({"title": "red \x1b[31m"}, r"title: 'red \\x1b\[31m' must be one line without control characters"),
+    ],
+)  # fmt: skip
+def test_what_contradicts_itself_is_refused(tmp_path, changes, message):
+    with pytest.raises(ConfigurationError, match=message) as refused:
+        read(tmp_path, **{**SMALL, **changes})
+    assert str(refused.value).isprintable()
+    assert "mistakes" not in str(refused.value)
+
+
+def test_everything_that_is_wrong_at_any_scale_is_named_at_once(tmp_path):
+    with pytest.raises(ConfigurationError) as refused:
+        read(
+            tmp_path,
+            claim=[],
+            claims=["BN > FN", "BN > BN"],
+            published=[{"method": "LN", "value": 1}],
+            scales={
+                "reduced": {"base": "b", "seed": 1},
+                "full": {"base": "b", "published": [{"E": 1, "value": 1}]},
+            },
+        )
+    said = str(refused.value)
+    for part in (
+        "6 mistakes: ", "no key 'claim'; did you mean claims", "scales.reduced: there is no key 'seed'", "'FN' is no label", "has BN twice",
+        "no label 'LN'", "there is no axis 'E'",
+    ):  # fmt: skip
+        assert part in said
+    with pytest.raises(
+        ConfigurationError, match=r"2 mistakes: \(1\) scales.full.base: .* \(2\) published.0.value: 'x' "
+    ):
+        read(tmp_path, published=[{"value": "x"}], scales={"reduced": {"base": "b"}, "full": {"base": []}})
+
+
+@pytest.mark.parametrize(
+    ("axes", "message"),
+    [
+        ("{m: {BN: {}, GN: {}, BN: {a: 1}}}", "'BN' is there twice, in lines 3 and 3"),
+        ("{m: {1: {}, '1': {a: 1}}}", "'1' is there twice"),
+        ("{m: {a: {x: 1, x: 2}}}", "'x' is there twice"),
+        ("{m: [2020-01-01]}", r"holds datetime.date\(2020, 1, 1\), a value of kind date"),
+        ("{m: {a: {x: !!set {y}}}}", "a value of kind set"),
+        ("{m: [!!binary aGk=]}", "a value of kind bytes"),
+        (f"{'[' * 3000}{']' * 3000}", "too many levels"),
+        ("&a {m: {x: *a}}", "an alias within itself"),
+        (f"{{m: [{'9' * 5000}]}}", "too many levels or digits"),
+        ("{m: {[1, 2]: {}}}", "is no YAML"),
+    ],
+)
+def test_what_is_no_plain_yaml_is_refused(tmp_path, axes, message):
+    (tmp_path / "s.yaml").write_text(f"title: t\nscales: {{quick: {{base: b}}}}\naxes: {axes}\n")
+    with pytest.raises(ConfigurationError, match=message) as refused:
+        read_study(tmp_path / "s.yaml", "quick")
+    assert "\n" not in str(refused.value)
+
+
+def test_names_may_be_numbers_and_a_mapping_may_take_another_s_keys(tmp_path):
+    (tmp_path / "s.yaml").write_text(
+        "title: >\n  two\n  lines\nscales: {1: &one {base: b, seeds: [4]}, two: {<<: *one, seeds: [5]}}\naxes: {m: {1: {}, 2.5: null}}\n"
+    )
+    studies = [read_study(tmp_path / "s.yaml", scale) for scale in ("1", "two")]
+    assert [study.scale.seeds for study in studies] == [[4], [5]]
+    assert studies[0].definition.title == "two lines"
+    assert [*studies[0].combinations()] == [{"m": "1"}, {"m": "2.5"}]
+
+
 def test_files_that_are_no_study_are_refused(tmp_path):
     with pytest.raises(ConfigurationError, match=r"study: nowhere.yaml cannot be read: No such file"):
         read_study(Path("nowhere.yaml"), "quick")
@@ -137,5 +238,5 @@ def test_files_that_are_no_study_are_refused(tmp_path):
     with pytest.raises(ConfigurationError, match=r"x.yaml is no YAML"):
         read_study(tmp_path / "x.yaml", "quick")
     (tmp_path / "x.yaml").write_text("- 1")
-    with pytest.raises(ConfigurationError, match=r"x.yaml: a mapping is needed, found list"):
+    with pytest.raises(ConfigurationError, match=r"x.yaml: \[1\] must be a mapping"):
         read_study(tmp_path / "x.yaml", "quick")
