@@ -36,7 +36,7 @@ nitpick_ignore_regex = [
     # documented by their own projects, whose inventories would have to be downloaded
     (
         r"py:.*",
-        r"(torch|torchvision|torchmetrics|lightning|jsonargparse|matplotlib|numpy|PIL|wandb|rich|ray|submitit)\..*",
+        r"(torch|torchvision|torchmetrics|lightning|jsonargparse|pydantic|typing_extensions|matplotlib|numpy|PIL|wandb|rich|ray|submitit)\..*",
     ),
     (
         r"py:class",

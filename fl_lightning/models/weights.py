@@ -1,7 +1,7 @@
 """Weights that a model starts from: those of a file."""
 
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,7 @@ def load_weights(
     differing = {name: shapes for name, shapes in misfits(weights, model).items() if name not in counters}
     if differing and not _are_heads(differing):
         raise misfit_error(f"{setting}: {path}", "file", model, differing)
+    _expect_numbers(f"{setting}: {path}", weights, model, differing)
     model.load_state_dict({n: value for n, value in weights.items() if n not in differing}, strict=False)
     said = f"{setting}: the model starts from {path}"
     for old, new in [*differing.values()][:1]:
@@ -47,6 +48,42 @@ def load_weights(
             f" but for {', '.join(differing)}, which stay at their initial values: {old} there, {new} here"
         )
     return said
+
+
+def _expect_numbers(
+    place: str, weights: Mapping[str, Tensor], model: nn.Module, without: Container[str]
+) -> None:
+    """Refuse tensors that torch would cut to the model's kind of number, or cannot copy, and those that are not finite.
+
+    Args:
+        place: Where the weights are, for the message.
+        weights: What is there.
+        model: The model that they are for. A buffer may be infinite, such as a mask.
+        without: The names of tensors that are not loaded.
+
+    Raises:
+        ConfigurationError: One is such; the message names the first.
+    """
+    own, parameters = model.state_dict(), dict(model.named_parameters())
+    for name, value in weights.items():
+        if name in without:
+            continue
+        if _kind(value) != _kind(own[name]):
+            raise ConfigurationError(
+                f"{place} does not fit model.model {type(model).__name__}: {name} is {_kind(value)} in the file and {_kind(own[name])} "
+                "in the model; save the tensors as those of the model"
+            )
+        if not (value.isfinite() if name in parameters else ~value.isnan()).all():
+            raise ConfigurationError(
+                f"{place} holds NaN or infinity in {name}; use weights of a run that has not diverged"
+            )
+
+
+def _kind(value: Tensor) -> str:
+    """The kind of a tensor's numbers, in words."""
+    if value.is_quantized or value.is_meta or value.layout != torch.strided:
+        return "meta, without values" if value.is_meta else "quantized" if value.is_quantized else "sparse"
+    return "floating-point" if value.is_floating_point() else "complex" if value.is_complex() else "integer"
 
 
 def _read(setting: str, path: Path) -> Mapping[str, Tensor]:
@@ -66,7 +103,7 @@ def _read(setting: str, path: Path) -> Mapping[str, Tensor]:
             raise ConfigurationError(f"{setting}: {path} is truncated or damaged: {error}") from error
     content = load_whole(f"{setting}:", path)
     weights = content.get("state_dict", content) if isinstance(content, Mapping) else {}
-    if not weights or not all(isinstance(value, Tensor) for value in weights.values()):
+    if not weights or not all(isinstance(x, str) and isinstance(y, Tensor) for x, y in weights.items()):
         raise ConfigurationError(
             f"{setting}: {path} holds no weights; give a state dict, or a last.ckpt or best.ckpt that fit wrote"
         )

@@ -76,24 +76,30 @@ Seeds = Annotated[list[Seed], Field(min_length=1), AfterValidator(_different)]
 Number = Annotated[float, Strict(), AllowInfNan(False)]
 
 
-class _OfCells(TypedDict, total=False):
+class SettingsOfCells(TypedDict, total=False):
+    """Settings by dotted name, and configurations that are laid over the base."""
+
     __pydantic_config__ = ConfigDict(extra="allow")  # type: ignore[misc]
     config: Files
 
 
-class _OfLabel(_OfCells, total=False):
+class SettingsOfLabel(SettingsOfCells, total=False):
+    """Settings of a label, and a metric and seeds of its own."""
+
     metric: Name
     seeds: Seeds
 
 
-class _Published(TypedDict):
+class Published(TypedDict):
+    """A published value, and the labels of its rows by axis."""
+
     __pydantic_config__ = ConfigDict(extra="allow")  # type: ignore[misc]
     value: Number
 
 
-Settings = Annotated[_OfCells, AfterValidator(_without("name", "seed_everything", "metric", "seeds"))]
+Settings = Annotated[SettingsOfCells, AfterValidator(_without("name", "seed_everything", "metric", "seeds"))]
 _LabelSettings = Annotated[
-    _OfLabel,
+    SettingsOfLabel,
     BeforeValidator(lambda settings: {} if settings is None else settings),
     AfterValidator(_without("name", "seed_everything")),
 ]
@@ -107,13 +113,13 @@ def _values_or_labels(content: Any) -> Any:
     return content
 
 
+# a list of values, or labels with their settings
 Axis = Annotated[
     Annotated[list[Any], Field(min_length=1), AfterValidator(_different), Tag("(values)")]
     | Annotated[dict[Name, _LabelSettings], Field(min_length=1), Tag("(labels)")],
     Discriminator(lambda content: "(labels)" if isinstance(content, dict) else "(values)"),
     BeforeValidator(_values_or_labels),
 ]
-"""A list of values, or labels with their settings."""
 
 _STRICT = ConfigDict(extra="forbid")
 
@@ -134,14 +140,14 @@ class Scale:
     """
 
     base: Annotated[Files, Field(min_length=1)]
-    settings: Settings = field(default_factory=_OfCells)
+    settings: Settings = field(default_factory=SettingsOfCells)
     axes: dict[Name, Annotated[Axis, BeforeValidator(lambda x: x if isinstance(x, dict) else listed(x))]] = (
         field(default_factory=dict)
     )
     seeds: Seeds = field(default_factory=lambda: [0])
     cell_seconds: Annotated[Number, Field(ge=0)] | None = None
     title: Text | None = None
-    published: list[_Published] | None = None
+    published: list[Published] | None = None
 
 
 @schema(frozen=True, config=_STRICT)
@@ -186,14 +192,14 @@ class Definition:
     scales: dict[Name, Scale]
     axes: dict[Name, Axis]
     paper: Text = ""
-    settings: Settings = field(default_factory=_OfCells)
+    settings: Settings = field(default_factory=SettingsOfCells)
     metrics: Annotated[dict[Name, Text], Field(min_length=1)] = field(
         default_factory=lambda: {"test/accuracy": "test accuracy"}
     )
     spread: Name | None = None
     without: list[Annotated[dict[Name, Wanted], Field(min_length=1)]] = field(default_factory=list)
     choose: list[Choice] = field(default_factory=list)
-    published: list[_Published] = field(default_factory=list)
+    published: list[Published] = field(default_factory=list)
     difference: Text | None = None
     claims: list[Text] = field(default_factory=list)
 
