@@ -117,7 +117,7 @@ def main(args: Sequence[str]) -> None:
             stopped.kept = "finished cells and the checkpoints of others are kept; the same command goes on"
             raise
     if table:
-        found = findings(study, table, choices, runner.failed, own.accept_stale)
+        found = findings(study, table, choices, runner.failed, own.accept_stale, runner.diverged)
         named = ["--name", own.name] if own.name else []
         command_line = ["study", own.file, "--scale", own.scale, *named, *fit_options]
         found |= {"options": shlex.join(deciding_options(fit_options)), "command": shlex.join(command_line)}

@@ -3,7 +3,7 @@
 import csv
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from fl_lightning.files import restored
 from fl_lightning.round.directions import best_is
 from fl_lightning.round.policy import stages_in_words
 from fl_lightning.run_directory.directory import Attempt
+from fl_lightning.run_directory.finished import read_result
 
 SUMMARIES = {
     f"{split}/{name}": f"{best_is(name)},last"
@@ -88,7 +89,7 @@ def _typed(column: Sequence[str]) -> list[Any]:
 
 def summary(attempt: Attempt) -> dict[str, Any]:
     """The numbers of ``result.json`` by names such as ``final/test/accuracy``, and ``diverged``."""
-    result: Mapping[str, Any] = restored(json.loads(attempt.result.read_text()))
+    result = read_result(attempt.result)
     numbers = {f"final/{name}": value for name, value in result.items() if type(value) in (int, float)}
     return {**numbers, "diverged": bool(result["diverged"])}
 

@@ -13,6 +13,7 @@ from fl_lightning.errors import ConfigurationError
 from fl_lightning.run_directory.checkpoint_io import load_run
 from fl_lightning.run_directory.description import directory_of
 from fl_lightning.run_directory.directory import Attempt
+from fl_lightning.run_directory.finished import read_result
 from fl_lightning.run_directory.source import provenance
 from fl_lightning.studies.first_stages import other_origin
 
@@ -124,7 +125,9 @@ class Cell:
             return stale
         if newest.error.exists():
             return State("failed", newest, why=_last_line(newest.error), round=last)
-        return State("stopped" if self._resumable(newest, accept_stale) else "missing", newest, round=last)
+        if self._resumable(newest, accept_stale):
+            return State("stopped", newest, round=last)
+        return State("missing", newest, why=_damaged(newest), round=last)
 
     def checkpoint(self, accept_stale: bool = False) -> Path | None:
         """The checkpoint that its newest attempt goes on from; None where it has none, is finished or is by other source."""
@@ -163,9 +166,8 @@ class Cell:
 
 def _origins(attempt: Attempt) -> list[dict[str, Any]]:
     """The checkpoints from which an attempt went on otherwise; empty while a process trains it."""
-    with suppress(OSError, ValueError):
-        found: list[dict[str, Any]] = json.loads(attempt.result.read_text()).get("continued_from", [])
-        return found
+    with suppress(ConfigurationError):
+        return list(read_result(attempt.result).get("continued_from", []))
     path = attempt.checkpoints / "last.ckpt"
     record = _record(path, path.stat().st_mtime_ns) if path.is_file() and not attempt.is_locked() else None
     return record["continued_from"] if record is not None else []
@@ -208,10 +210,20 @@ def differences(computed_by: list[dict[str, str]], now: Mapping[str, str]) -> st
 
 def _finished(attempt: Attempt, rounds: int) -> dict[str, Any] | None:
     try:
-        result: dict[str, Any] = json.loads(attempt.result.read_text())
-    except (OSError, ValueError):
+        result = read_result(attempt.result)
+    except ConfigurationError:
         return None
     return result if result["rounds"] == result["planned_rounds"] == (rounds or result["rounds"]) else None
+
+
+def _damaged(attempt: Attempt) -> str:
+    """What is wrong with the result of an attempt; empty where there is none, or it is one."""
+    try:
+        if attempt.result.exists():
+            read_result(attempt.result)
+    except ConfigurationError as error:
+        return str(error)
+    return ""
 
 
 def _last_round(attempt: Attempt) -> int:

@@ -1,7 +1,7 @@
 """Labels that are chosen on validation data: a learning rate, or T*."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from math import inf, isnan
+from math import inf, isfinite
 from pathlib import Path
 from typing import Any
 
@@ -117,4 +117,4 @@ def _value(result: Mapping[str, Any] | None, metric: str, worst: float) -> float
             f"choose: the runs have no metric {metric}; there are {', '.join(n for n in result if '/' in n)}"
         )
     value = float(result[metric])
-    return worst if isnan(value) or result["diverged"] else value
+    return worst if not isfinite(value) or result["diverged"] else value

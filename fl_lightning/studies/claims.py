@@ -190,11 +190,18 @@ def _judge_pair(
 ) -> tuple[str, str]:
     for run in (*group["runs"], *other["runs"]):
         if run["phase"] != "done":
-            return "undecided", f"{run['directory']} is {run['phase']}"
+            return (
+                "undecided",
+                f"{run['directory']} {'diverged' if run.get('diverged') else 'is ' + run['phase']}",
+            )
     one, two = group["values"][metric], other["values"][metric]
+    for own in (group, other):
+        if seeds := [seed for seed, value in own["values"][metric].items() if not isfinite(value)]:
+            words = " ".join(f"{axis}={label}" for axis, label in own["labels"].items())
+            return "undecided", f"{words} has no finite number with seed {', '.join(seeds)}"
     seeds = [seed for seed in one if seed in two]
     differences = [one[seed] - two[seed] for seed in seeds]
-    if not differences or not all(map(isfinite, differences)):
+    if not differences:
         return "undecided", "no pair of finished runs with numbers"
     mean = statistics.mean(differences)
     low, high = interval(differences)

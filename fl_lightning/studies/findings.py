@@ -1,6 +1,6 @@
 """What a study has found: the values of its cells by combination and seed, as ``study.json`` holds them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ def findings(
     choices: Choices,
     failed: Mapping[Path, str],
     accept_stale: bool = False,
+    diverged: Collection[Path] = (),
 ) -> dict[str, Any]:
     """Everything that tables, figures and the report are made of, as plain values.
 
@@ -27,6 +28,7 @@ def findings(
         choices: What was chosen on validation data.
         failed: Errors of cells by their keys.
         accept_stale: Whether results by other source count.
+        diverged: Keys of the cells that an update ended which was not finite.
     """
     definition = study.definition
     states = {cell: cell.state(accept_stale) for cell in cells}
@@ -43,7 +45,7 @@ def findings(
         "spread": definition.spread,
         "difference": definition.difference,
         "metrics": definition.metrics,
-        "groups": [_group(study, own, states, failed) for own in groups.values()],
+        "groups": [_group(study, own, states, failed, diverged) for own in groups.values()],
         "choices": choices,
         "known": study.known_labels(),
     }
@@ -63,7 +65,11 @@ def findings(
 
 
 def _group(
-    study: Study, cells: Sequence[Cell], states: Mapping[Cell, State], failed: Mapping[Path, str]
+    study: Study,
+    cells: Sequence[Cell],
+    states: Mapping[Cell, State],
+    failed: Mapping[Path, str],
+    diverged: Collection[Path],
 ) -> dict[str, Any]:
     """A combination of labels with its cells, one for each seed."""
     labels, first = cells[0].labels, cells[0].config["model"]
@@ -85,7 +91,10 @@ def _group(
         "published": study.published(labels),
         "learning_rate": ((first.get("client_optimizer") or {}).get("init_args") or {}).get("lr"),
         "values": values,
-        "runs": [run_found(cell.seed, states[cell], cell.key, failed.get(cell.key, "")) for cell in cells],
+        "runs": [
+            run_found(cell.seed, states[cell], cell.key, failed.get(cell.key, ""), cell.key in diverged)
+            for cell in cells
+        ],
     }
 
 
@@ -94,7 +103,9 @@ def _reads(group: Mapping[str, Any]) -> list[Any]:
     return [group["metric"], *(run["directory"] for run in group["runs"])]
 
 
-def run_found(seed: int, state: State, place: Path, error: str = "") -> dict[str, Any]:
+def run_found(
+    seed: int, state: State, place: Path, error: str = "", diverged: bool = False
+) -> dict[str, Any]:
     """A run: where it is, and what it took.
 
     Args:
@@ -102,6 +113,7 @@ def run_found(seed: int, state: State, place: Path, error: str = "") -> dict[str
         state: What is known of it.
         place: Where its first attempt would be.
         error: What ended it in this study.
+        diverged: Whether that was an update that was not finite: in the round after the last that is logged.
     """
     found: dict[str, Any] = {
         "seed": seed,
@@ -111,7 +123,7 @@ def run_found(seed: int, state: State, place: Path, error: str = "") -> dict[str
     }
     result = state.result if state.phase == "done" else None
     if result is None or state.attempt is None:
-        return found
+        return {**found, **({"diverged": True, "diverged_round": state.round + 1} if diverged else {})}
     rows = read_metrics(state.attempt.metrics)
     kept = (
         "method",
@@ -124,10 +136,11 @@ def run_found(seed: int, state: State, place: Path, error: str = "") -> dict[str
         "download_bytes",
         "train_seconds",
         "diverged",
+        "diverged_round",
     )
     return {
         **found,
-        **{name: result[name] for name in kept},
+        **{name: result[name] for name in kept if name in result},
         "exchanges": sum(row.get("comm/exchanges", 0) for row in rows),
         "provenance": result.get("provenance", []),
         "data": result.get("data", {}),

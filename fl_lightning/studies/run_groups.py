@@ -16,6 +16,7 @@ from fl_lightning.round.directions import best_is
 from fl_lightning.run_directory.describe import origin_in_words
 from fl_lightning.run_directory.description import config_hash
 from fl_lightning.run_directory.directory import Attempt
+from fl_lightning.run_directory.finished import read_result
 from fl_lightning.run_directory.metrics import read_metrics
 from fl_lightning.studies.cells import RUNS, State
 from fl_lightning.studies.findings import run_found
@@ -106,8 +107,10 @@ def found_in(directories: Sequence[Path]) -> dict[str, Any]:
 def state_of(attempt: Attempt) -> State:
     """Where a run stands: ``done`` with a result, ``failed`` with an error, ``running``, or ``stopped``."""
     try:
-        return State("done", attempt, json.loads(attempt.result.read_text()))
-    except (OSError, ValueError):
+        return State("done", attempt, read_result(attempt.result))
+    except ConfigurationError as error:
+        if attempt.result.is_file():
+            return State("failed", attempt, why=str(error))
         rounds = read_metrics(attempt.metrics)[-1:] if attempt.metrics.is_file() else []
     why = f"no result.json; the last logged round is {rounds[0]['round']}" if rounds else "no round is logged"
     if attempt.error.is_file():
@@ -120,7 +123,7 @@ def _origin(state: State, attempt: Attempt) -> list[str]:
     """From which other runs a run went on, in words."""
     if state.result is not None:
         return origin_in_words(state.result.get("continued_from", []))
-    with suppress(OSError, ValueError):
+    with suppress(OSError, ValueError, AttributeError, TypeError):
         return [*json.loads(attempt.identity.read_text()).get("continued_from", [])]
     return []
 
@@ -144,7 +147,7 @@ def resolved(attempt: Attempt) -> dict[str, Any]:
 
 def _planned_rounds(attempt: Attempt) -> int | None:
     for path in (attempt.result, attempt.identity):
-        with suppress(OSError, ValueError, KeyError):
+        with suppress(OSError, ValueError, KeyError, TypeError):
             return int(json.loads(path.read_text())["planned_rounds"])
     return None
 

@@ -21,11 +21,23 @@ Rows = tuple[list[str], list[list[str]]]
 
 
 def mean_and_deviation(values: Sequence[float]) -> str:
-    """Mean and standard deviation over the seeds (n - 1), such as ``"0.528 ± 0.006"``; empty without a value."""
-    if not values:
-        return ""
-    spread = f" ± {statistics.stdev(values):.3f}" if len(values) > 1 else ""
-    return f"{statistics.mean(values):.3f}{spread}"
+    """Mean and standard deviation over the seeds (n - 1), such as ``"0.528 ± 0.006"``; empty without a value.
+
+    Values that are not finite are left out, and counted in words.
+    """
+    finite = [*filter(isfinite, values)]
+    parts = [f"{statistics.mean(finite):.3f}"] if finite else []
+    parts += [f"± {statistics.stdev(finite):.3f}"] if len(finite) > 1 else []
+    if lacking := len(values) - len(finite):
+        parts.append(
+            f"{'(' * bool(finite)}not finite in {of_seeds(lacking, len(values))}{')' * bool(finite)}"
+        )
+    return " ".join(parts)
+
+
+def of_seeds(count: int, seeds: int) -> str:
+    """A number of seeds among all, such as ``"2 of 3 seeds"``."""
+    return f"{count} of {seeds} seed{'s' * (seeds > 1)}"
 
 
 _COSTS = ("samples", "sent by clients", "exchanges", "training")
@@ -54,7 +66,9 @@ def whole_table(found: Mapping[str, Any], brief: bool = False) -> Rows:
                 *(group["labels"][axis] for axis in axes),
                 *(mean_and_deviation([*values[name].values()]) for name in metrics),
                 f"{published:g}" if published is not None else "",
-                f"{statistics.mean(ours) - published:+.3f}" if ours and published is not None else "",
+                f"{statistics.mean(ours) - published:+.3f}"
+                if ours and published is not None and all(map(isfinite, ours))
+                else "",
                 learning_rate(group, found),
                 ", ".join(str(run["seed"]) for run in done),
                 *(
@@ -84,10 +98,10 @@ def spread_table(found: Mapping[str, Any]) -> Rows | None:
     first = next(iter(found["metrics"]))
     rows: dict[tuple[str, ...], dict[str, str]] = {}
     for group in found["groups"]:
-        text = mean_and_deviation([*group["values"][first].values()]) or "-"
+        text = mean_and_deviation([*group["values"][first].values()]) or diverged_in_words(group) or "-"
         published = f" ({group['published']:g})" if group["published"] is not None else ""
         done, planned = len(group["values"][first]), len(group["runs"])
-        text += f", {done} of {planned} seeds" if 0 < done < planned else ""
+        text += f", {of_seeds(done, planned)}" if 0 < done < planned else ""
         rows.setdefault(tuple(group["labels"][axis] for axis in others), {})[group["labels"][spread]] = (
             text + published
         )
@@ -116,7 +130,10 @@ def learning_rate(group: Mapping[str, Any], found: Mapping[str, Any]) -> str:
 def choice_in_words(choice: Mapping[str, Any]) -> str:
     """What was chosen on validation data, from what."""
     own = " ".join(f"{axis}={label}" for axis, label in choice["for"].items())
-    values = (f"{label}: {'-' if x is None else f'{x:.3f}'}" for label, x in choice["values"].items())
+    values = (
+        f"{label}: {'-' if x is None else f'{x:.3f}' if isfinite(x) else 'diverged'}"
+        for label, x in choice["values"].items()
+    )
     how = f"{choice['metric']}{_kind_of(choice)} ({', '.join(values)})"
     return f"{choice['axis']}{' of ' + own if own else ''}: {choice['chosen']}, by {how}"
 
@@ -155,20 +172,28 @@ def remarks(group: Mapping[str, Any]) -> list[str]:
     ):
         found.append("seeds of different source or versions")
     accepted = [run for run in group["runs"] if run["phase"] == "done" and run["why"]]
+    found += filter(None, [diverged_in_words(group)])
     for what, runs in {
-        "diverged": [run for run in group["runs"] if run.get("diverged")],
         **{
             f"accepted though stale ({why})": [run for run in accepted if run["why"] == why]
             for why in dict.fromkeys(run["why"] for run in accepted)
         },
         **{
-            phase: [run for run in group["runs"] if run["phase"] == phase]
+            phase: [run for run in group["runs"] if run["phase"] == phase and not run.get("diverged")]
             for phase in ("failed", "stale", "running", "stopped", "missing")
         },
     }.items():
         if runs:
             found.append(f"{what}: seed {', '.join(str(run['seed']) for run in runs)}")
     return found
+
+
+def diverged_in_words(group: Mapping[str, Any]) -> str:
+    """How many of a combination's runs diverged, such as ``"diverged in 2 of 3 seeds, round 17"``; empty where none did."""
+    runs = [run for run in group["runs"] if run.get("diverged")]
+    rounds = sorted({run["diverged_round"] for run in runs if "diverged_round" in run})
+    where = f", round {', '.join(map(str, rounds))}" if rounds else ""
+    return f"diverged in {of_seeds(len(runs), len(group['runs']))}{where}" if runs else ""
 
 
 def as_text(rows: Rows, form: str = "simple") -> str:

@@ -200,3 +200,12 @@ def test_what_is_neither_study_nor_run_is_refused_in_a_line(tmp_path):
     write_text(tmp_path / "study.json", "{}")
     with pytest.raises(ConfigurationError, match=r"study.json is not what a study writes"):
         write_report([tmp_path], tmp_path / "report.html")
+
+
+@pytest.mark.parametrize("content", ["[1]", "null", "{}", '{"rounds": "two"}'])
+def test_a_result_that_no_run_writes_is_named_in_the_page(tmp_path, content):
+    place = write_run(tmp_path / "a")
+    (place / "result.json").write_text(content)
+    ((run,),) = [group["runs"] for group in found_in([place])["groups"]]
+    assert run["phase"] == "failed"
+    assert "result.json is not what a finished run writes" in run["why"]

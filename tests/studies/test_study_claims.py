@@ -130,6 +130,12 @@ def test_as_good_as_equal_is_a_claim_with_a_margin():
 def test_numbers_that_are_missing_or_none_decide_nothing():
     assert verdict("GN > BN", {("GN", "1"): [0.5, float("nan")], ("BN", "1"): [0.1, 0.1]}) == "undecided"
     assert verdict("GN > BN", {("GN", "1"): [], ("BN", "1"): [0.1]}) == "undecided"
+    found = judge("GN > BN", study({("GN", "1"): [0.5, 0.5], ("BN", "1"): [0.1, float("inf")]}))
+    assert found["verdict"] == "undecided"
+    assert found["words"] == "method=BN E=1 lr=0.1 has no finite number with seed 1"
+    failed = study({("GN", "1"): [0.6], ("BN", "1"): [0.4]})
+    failed["groups"][1]["runs"].append({"phase": "failed", "directory": "runs/1-s2", "diverged": True})
+    assert judge("GN > BN", failed)["words"] == "runs/1-s2 diverged"
     assert judge("GN > BN", study({("GN", "1"): [0.5]}))["words"] == "no pair of runs of GN and BN"
 
 

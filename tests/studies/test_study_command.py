@@ -141,6 +141,27 @@ def test_a_trial_that_diverges_is_no_failure_of_the_study(ran, capsys):
     assert [run["phase"] for run in found()["groups"][0]["runs"]] == ["failed"] * 2
 
 
+def test_runs_that_diverged_are_rows(ran, capsys):
+    lr, record = {"model.client_optimizer.lr": 1e30}, {"model.on_divergence": "record"}
+    write(
+        axes={"method": {"good": {}, "ended": lr, "recorded": {**lr, **record}}}, without=[], published=[], metrics={"test/loss": "loss"},
+        claims=["recorded > good"],
+    )  # fmt: skip
+    for _ in range(2):
+        assert message_of(capsys, study).startswith("error: study: 2 cells failed")
+    table = Path("runs/studies/s-quick/table.md").read_text()
+    ended, recorded = (
+        next(x for x in table.splitlines() if x.startswith(f"| {name}")) for name in ("ended", "recorded")
+    )
+    assert "diverged in 2 of 2 seeds, round 2" in ended
+    assert "not finite in 2 of 2 seeds" in recorded
+    assert "diverged in 2 of 2 seeds, round 2" in recorded
+    assert found()["claims"][0]["verdict"] == "undecided"
+    main(["report", "runs/studies/s-quick"])
+    main(["report", *(run["directory"] for run in found()["groups"][2]["runs"])])
+    assert Path("report.html").read_text().count("not finite in 2 of 2 seeds") == 1
+
+
 def test_a_trial_that_fails_otherwise_leaves_its_choice_open_and_the_rest_goes_on(ran, capsys):
     """What ends it may say nothing of the value: the machine's memory, a full disk."""
     batch = {"data.batch_size": [20, 4000]}

@@ -6,6 +6,7 @@ import pytest
 
 from fl_lightning.studies.tables import (
     caption,
+    choice_in_words,
     learning_rate,
     mean_and_deviation,
     remarks,
@@ -73,6 +74,30 @@ def test_mean_and_standard_deviation():
     assert mean_and_deviation([]) == ""
 
 
+def test_numbers_that_are_not_finite_are_words():
+    nan, inf = float("nan"), float("inf")
+    assert mean_and_deviation([0.3, nan, 0.5]) == "0.400 ± 0.141 (not finite in 1 of 3 seeds)"
+    assert mean_and_deviation([inf, nan]) == "not finite in 2 of 2 seeds"
+    assert mean_and_deviation([-inf]) == "not finite in 1 of 1 seed"
+    diverged = [
+        run(0),
+        run(1, diverged=True, diverged_round=17),
+        run(2, "failed", diverged=True, diverged_round=9),
+    ]
+    groups = [
+        group("BN", "1", [0.5, inf], 0.45, runs=diverged),
+        group("GN", "1", [], runs=[run(0, "failed", diverged=True, diverged_round=17)]),
+    ]
+    header, rows = whole_table({**FOUND, "groups": groups})
+    found = dict(zip(header, rows[0], strict=True))
+    assert found["remarks"] == "diverged in 2 of 3 seeds, round 9, 17"
+    assert found["test accuracy"] == "0.500 (not finite in 1 of 2 seeds)"
+    assert "ours - published" not in header
+    assert spread_table({**FOUND, "groups": groups})[1][1] == ["GN", "diverged in 1 of 1 seed, round 17", ""]
+    choice = {**FOUND["choices"][0], "values": {"0.1": 0.5, "0.2": -inf}}
+    assert "(0.1: 0.500, 0.2: diverged)" in choice_in_words(choice)
+
+
 def test_a_row_says_what_was_found_what_was_published_and_what_it_took():
     header, rows = whole_table(FOUND)
     first = dict(zip(header, rows[0], strict=True))
@@ -83,7 +108,7 @@ def test_a_row_says_what_was_found_what_was_published_and_what_it_took():
     }  # fmt: skip
     remarks = [dict(zip(header, row, strict=True))["remarks"] for row in rows[1:]]
     assert remarks == [
-        "diverged: seed 0; failed: seed 1; missing: seed 2",
+        "diverged in 1 of 3 seeds; failed: seed 1; missing: seed 2",
         "accepted though stale (torch 1, now 2): seed 0",
         "stale: seed 0, 1, 2",
     ]

@@ -29,6 +29,14 @@ def finish(one, attempt="", **result):
     folder = Path(f"{one.key}{attempt}")
     folder.mkdir(parents=True)
     found = {
+        "method": "FedAvg",
+        "model": "LeNet",
+        "partition": "IID",
+        "samples": 2800,
+        "upload_bytes": 1000,
+        "download_bytes": 1000,
+        "train_seconds": 12.5,
+        "environment": {},
         "rounds": 40,
         "planned_rounds": 40,
         "provenance": [one.now],
