@@ -62,7 +62,7 @@ def main(args: Sequence[str]) -> None:
     parser = CommandParser(
         "study",
         _DESCRIPTION,
-        "FILE [--scale quick|reduced|full] [--engine local|ray|slurm] [--jobs N] [--dry-run] [--accept-stale] [--name NAME] [options of fit]",
+        "FILE [--scale quick|reduced|full] [--engine local|ray|slurm] [--jobs N] [--dry-run] [--accept-stale] [--name NAME] [--max-cells N] [options of fit]",
     )
     parser.add_argument("file", metavar="FILE", help="a study, such as configs/studies/fixbn_table4.yaml")
     parser.add_argument("--scale", default="quick", help="quick (default), reduced or full")
@@ -87,12 +87,24 @@ def main(args: Sequence[str]) -> None:
         "--name",
         help="folder of its tables in runs/studies (default: that of FILE and --scale, whatever the options)",
     )
+    parser.add_argument(
+        "--max-cells",
+        type=int,
+        default=1000,
+        help="how many cells its axes and seeds may make (default 1000): another number allows more",
+    )
     own, fit_options = parser.parse_known_args(args)
     if own.jobs is not None and own.jobs < 1:
         raise ConfigurationError(f"--jobs: {own.jobs} must be at least 1")
     if own.name is not None and Path(own.name).name != own.name:
         raise ConfigurationError(f"--name: {own.name!r} must be the name of a folder, such as mine")
     study = read_study(Path(shipped(own.file)), own.scale)
+
+    if study.size > own.max_cells:
+        raise ConfigurationError(
+            f"study: {study.name} has {study.size:,} cells at scale {own.scale}, more than --max-cells {own.max_cells}; name fewer labels or "
+            f"seeds, or allow them with --max-cells {study.size}"
+        )
 
     cells = StudyCells(study, fit_options)
     if own.dry_run:

@@ -144,11 +144,24 @@ class Cell:
         return own, next(filter(None, origins), "")
 
     def branch(self, accept_stale: bool = False) -> Path | None:
-        """The checkpoint of its parent that it goes on from where it has none of its own; None where there is none."""
+        """The checkpoint of its parent that it goes on from where it has none of its own.
+
+        None where there is none; one that is damaged is named, and the cell trains the shared rounds itself.
+        """
         if self.parent is None or (found := self.parent.state(accept_stale)).attempt is None:
             return None
         path = found.attempt.checkpoints / f"round_{self.shared_rounds}.ckpt"
-        return path if found.phase == "done" and path.is_file() else None
+        if found.phase != "done" or not path.is_file():
+            return None
+        try:
+            load_run(path)
+        except ConfigurationError:
+            print(
+                f"damaged: {path}; {self.name} trains the rounds until {self.shared_rounds} itself",
+                flush=True,
+            )
+            return None
+        return path
 
     def _other_data(self, result: Mapping[str, Any]) -> str:
         """What of a result's data is not as newer cells of equal settings have it, in words."""

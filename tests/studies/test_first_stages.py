@@ -4,6 +4,7 @@ import json
 import sys
 
 import pytest
+import torch
 from untrained_cells import LR, cell, finish
 
 from callbacks import FixBN, SlidingWindowFixBN
@@ -125,7 +126,8 @@ def test_a_cell_starts_where_its_parent_has_kept_the_round():
     folder = finish(parent)
     assert child.branch() is None  # of a run that kept nothing
     (folder / "checkpoints").mkdir()
-    (folder / "checkpoints" / "round_20.ckpt").touch()
+    whole = {"state_dict": {}, "global_step": 20, "pytorch-lightning_version": "2", "fl_lightning": {}}
+    torch.save(whole, folder / "checkpoints" / "round_20.ckpt")
     assert child.branch() == folder / "checkpoints" / "round_20.ckpt"
     assert child.checkpoint() is parent.branch() is None
     (folder / "result.json").unlink()  # a parent that is not done

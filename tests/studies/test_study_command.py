@@ -1,6 +1,7 @@
 """``study`` from its file to its table, each cell computed in this process: nothing twice, nothing mixed, T* as if alone."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -64,6 +65,39 @@ def test_one_first_stage_is_trained_once_and_each_freeze_round_is_as_if_alone(ra
     ]
     for one, other in zip(*lines, strict=True):
         assert own(one) == own(other)
+
+
+def test_a_damaged_first_stage_is_named_and_trained_anew(ran, capsys):
+    study()
+    child, _, parent = (Path(group["runs"][0]["directory"]) for group in found()["groups"])
+    before = [own(json.loads(x)) for x in (child / "metrics.jsonl").read_text().splitlines()]
+    shutil.rmtree(child)
+    shared = parent / "checkpoints/round_2.ckpt"
+    shared.write_bytes(shared.read_bytes()[:-100])
+    ran.clear()
+    capsys.readouterr()
+    study()
+    assert (
+        f"damaged: {shared}; T*=2 method=BN seed=0 trains the rounds until 2 itself"
+        in capsys.readouterr().out
+    )
+    assert len(ran) == 1
+    assert [own(json.loads(x)) for x in (child / "metrics.jsonl").read_text().splitlines()] == before
+    assert json.loads((child / "result.json").read_text())["continued_from"] == []
+
+
+def test_more_cells_than_a_bound_are_refused_by_their_number(ran, capsys):
+    axes = {f"x{n}": [*range(100)] for n in range(5)}
+    write(axes=axes, without=[], published=[], claims=[])
+    assert message_of(capsys, study).startswith(
+        "error: study: s has 20,000,000,000 cells at scale quick, more than --max-cells 1000; "
+    )
+    write(scales={"quick": {"base": "tiny.yaml", "seeds": [*range(400)]}})
+    assert "has 1,600 cells" in message_of(capsys, study)
+    assert "has 1,600 cells" in message_of(capsys, lambda: study("--max-cells=1599"))
+    write()
+    study("--dry-run", "--max-cells=8")
+    assert "0 of 6 cells are there" in capsys.readouterr().out
 
 
 def test_rounds_that_are_to_be_kept_are_kept_beside_those_of_first_stages(ran):
