@@ -19,7 +19,7 @@ from fl_lightning.files import folder_below, write_json
 from fl_lightning.run.interruption import Stopped
 from fl_lightning.run_directory.console import in_words
 from fl_lightning.run_directory.description import OUTSIDE_THE_HASH
-from fl_lightning.studies.cells import RUNS, Cell, expect_newest_data
+from fl_lightning.studies.cells import RUNS, Cell, State, expect_newest_data
 from fl_lightning.studies.choosing import Choices, chosen, is_chosen, trial_cells
 from fl_lightning.studies.definition import Labels, Study, as_argument
 from fl_lightning.studies.engines.base import Engine
@@ -27,6 +27,7 @@ from fl_lightning.studies.figures import write_figures
 from fl_lightning.studies.findings import findings
 from fl_lightning.studies.progress import StudyProgress, time_left
 from fl_lightning.studies.reading import read_study
+from fl_lightning.studies.reads import Reads
 from fl_lightning.studies.running import Runner
 from fl_lightning.studies.sharing import share_first_stages
 from fl_lightning.studies.tables import (
@@ -114,14 +115,20 @@ def main(args: Sequence[str]) -> None:
     folder = folder_below(cells.any.config["run_root"], f"studies/{name}")
     engine = make_engine(own.engine)
     jobs = own.jobs or _room(cells, engine)
+    reads = Reads(study)
     with StudyProgress(jobs, study.scale.cell_seconds) as progress:
-        runner = Runner(folder, engine, jobs, own.accept_stale, progress.show)
+
+        def show(states: Sequence[tuple[Cell, State]]) -> None:
+            progress.show(states)
+            reads.check(states)
+
+        runner = Runner(folder, engine, jobs, own.accept_stale, show)
         try:
-            trials = [cell for trial in cells.trials for cell in trial]
+            trials = reads.soon([cell for trial in cells.trials for cell in trial])
             runner.run(trials)
             choices = chosen(study, cells.trials, own.accept_stale, runner.diverged)
             table = cells.table(choices)
-            runner.run([*trials, *table])
+            runner.run([*trials, *reads.soon(table)])
             while (again := chosen(study, cells.trials, own.accept_stale, runner.diverged)) != choices:
                 choices, table = again, cells.table(again)  # a trial was on other data than the table's cells
                 runner.run([*trials, *table])
@@ -136,7 +143,7 @@ def main(args: Sequence[str]) -> None:
         write_json(folder / "study.json", found)
         write_tables(folder, found)
         write_figures(folder, found)
-        show(found, folder)
+        print_found(found, folder)
     worst = runner.diverged - {cell.key for cell in table}
     for cell in {cell.key: cell for cell in (*trials, *table)}.values():
         if cell.key in runner.failed:
@@ -270,7 +277,7 @@ def deciding_options(fit_options: Sequence[str]) -> list[str]:
     return kept
 
 
-def show(found: dict[str, Any], folder: Path) -> None:
+def print_found(found: dict[str, Any], folder: Path) -> None:
     """Print the tables and the verdicts."""
     print(caption(found))
     for rows in (spread_table(found), whole_table(found, brief=True)):

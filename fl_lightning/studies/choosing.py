@@ -81,8 +81,7 @@ def chosen(
     for choice, own in zip(study.choices, cells, strict=True):
         for key, combinations in trials(study, choice).items():
             by = dict(zip(choice.by, key, strict=True))
-            read = next((x for labels in combinations if (x := study.metric(labels))), None)
-            metric = f"val/{read.partition('/')[2]}" if read else choice.metric
+            metric = metric_of(study, choice, combinations)
             worst = inf if best_is(metric) == "min" else -inf
             values: dict[str, float | None] = {}
             for cell in (cell for cell in own if matches(cell.labels, by)):
@@ -101,6 +100,12 @@ def chosen(
                 | {"values": values}
             )
     return found
+
+
+def metric_of(study: Study, choice: Choice, combinations: Sequence[Labels]) -> str:
+    """The metric by which one of some combinations is chosen: on validation data that of a label, where one has its own."""
+    read = next((x for labels in combinations if (x := study.metric(labels))), None)
+    return f"val/{read.partition('/')[2]}" if read else choice.metric
 
 
 def is_chosen(labels: Mapping[str, str], choices: Choices) -> bool:

@@ -30,7 +30,7 @@ class Runner:
         engine: Who runs them.
         jobs: How many run at a time, those of other processes included.
         accept_stale: Whether results of other source count as done.
-        show: Called with all cells and their states, again and again.
+        show: Called with all cells and their states, again and again, before others are started; an error of it ends all.
     """
 
     def __init__(
@@ -100,6 +100,7 @@ class Runner:
                             self.failed[cell.key] = self._error(cell, status, states[cell])
                             if status == Diverged.exit_status:
                                 self.diverged.add(cell.key)
+                self.show([*states.items()])
                 elsewhere = 0
                 for cell in [*waiting]:
                     if states[cell].phase == "done":
@@ -117,7 +118,6 @@ class Runner:
                         submitted[cell.job], before[cell] = cell, states[cell]
                         jobs.append(self._job(cell))
                 self.engine.submit(jobs)
-                self.show([*states.items()])
                 if waiting or submitted or ended:
                     time.sleep(_PAUSE)
         except BaseException:

@@ -3,6 +3,7 @@
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +12,10 @@ from study_in_process import found, study, write
 
 from fl_lightning.__main__ import main
 from fl_lightning.cli.study import deciding_options
+from fl_lightning.files import write_text
+from fl_lightning.run_directory.directory import Attempt
+from fl_lightning.studies.cells import State
+from fl_lightning.studies.reads import logged
 
 
 def own(line):
@@ -222,8 +227,55 @@ def test_a_metric_that_no_run_has_is_no_empty_column(ran, capsys):
     write(metrics={"test/accuracy": "test", "test/acuracy": "test too"})
     message = message_of(capsys, lambda: study("--trainer.max_epochs=5"))
     assert message.startswith(
-        "error: metrics: no run has test/acuracy; there are val/loss, val/accuracy, test/loss"
+        "error: metrics: no run has test/acuracy; did you mean test/accuracy or val/accuracy?; there are"
     )
+    assert len(ran) == 3  # one of each kind
+
+    write(
+        metrics={"test/acuracy": "test"},
+        axes={"method": {"BN": {}}, "model.client_optimizer.lr": [0.1, 0.2]},
+        without=[],
+        published=[],
+        claims=[],
+    )
+    ran.clear()
+    message_of(capsys, study)
+    assert len(ran) == 1
+
+
+def test_the_metric_of_a_label_or_a_choice_that_no_run_has_ends_the_study_at_its_first_cell(ran, capsys):
+    lr, nothing = "model.client_optimizer.lr", {"without": [], "published": [], "claims": []}
+    write(axes={"method": {"BN": {}, "sBN": {"metric": "test/accuracy_static"}}, lr: [0.1, 0.2]}, **nothing)
+    assert message_of(capsys, study).startswith(
+        "error: metric: the runs of method=sBN lr=0.1 seed=0 have no test/accuracy_static"
+    )
+    write(axes={lr: [0.1, 0.2, 0.3]}, choose=[{"axis": lr, "metric": "val/acuracy"}], **nothing)
+    assert message_of(capsys, study).startswith(
+        "error: choose: the runs have no metric val/acuracy; did you mean val/accuracy or"
+    )
+    assert len(ran) == 1  # the first cell, which is the other study's too
+    assert not Path("runs/studies/s-quick/study.json").exists()
+
+
+def test_a_running_cell_shows_by_its_first_rows_what_it_will_log(ran):
+    row = {"round": 0, "val/loss": 2.3, "val/accuracy": 0.1}
+    both = {"val/loss", "val/accuracy", "test/loss", "test/accuracy"}
+    own = {"class_path": "methods.Mine"}
+    byzantine = {"class_path": "callbacks.Byzantine"}
+    later = {"round": 3, "val/attack_success": 0.2}
+    for callbacks, rows, names in (
+        (None, [], set()),
+        (None, [{"round": 0}], set()),
+        (None, [row], both),
+        ([byzantine], [row], set()),
+        ([byzantine], [row, later], {"val/attack_success", "test/attack_success"}),
+        ([own], [row, later], set()),
+    ):
+        attempt = Attempt(Path("run"))
+        write_text(attempt.metrics, "".join(f"{json.dumps(one)}\n" for one in rows))
+        cell = SimpleNamespace(config={"trainer": {"callbacks": callbacks}, "model": {}})
+        assert logged(cell, State("running", attempt)) == names
+        assert logged(cell, State("stale", attempt, {"val/loss": 1.0})) == set()
 
 
 def test_settings_of_the_command_line_are_those_of_every_cell(ran):
