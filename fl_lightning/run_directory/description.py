@@ -296,9 +296,13 @@ def _evaluation_counts(path: str) -> bool:
 
 
 def differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, list[Any]]:
-    """Return the old and the new value of each setting that differs, by name."""
+    """Return the old and the new value of each setting that differs, by name; NaN does not differ from NaN."""
     pairs = {name: [before.get(name), after.get(name)] for name in dict.fromkeys([*before, *after])}
-    return {name: [old, new] for name, (old, new) in pairs.items() if old != new and not _is_gone(old, new)}
+    return {
+        name: [old, new]
+        for name, (old, new) in pairs.items()
+        if old != new and repr(old) != repr(new) and not _is_gone(old, new)
+    }
 
 
 def _is_gone(old: Any, new: Any) -> bool:

@@ -30,7 +30,7 @@ from fl_lightning.attacks import FallOfEmpires
 from fl_lightning.models import LeNet, library_model
 from fl_lightning.recorded import Recorded, parameters
 from fl_lightning.run_directory import description
-from fl_lightning.run_directory.description import config_hash, deciding_settings
+from fl_lightning.run_directory.description import config_hash, deciding_settings, differences
 from fl_lightning.run_directory.values import as_plain
 
 SHIPPED = shipped()
@@ -355,3 +355,10 @@ def test_auto_does_not_resume_a_run_of_another_plan_and_last_extends_it(capsys):
 
 def test_signatures_are_those_of_the_constructors():
     assert list(inspect.signature(FixBN.__init__).parameters)[1:] == list(parameters(FixBN))
+
+
+def test_nan_does_not_differ_from_nan():
+    """A run whose settings hold NaN would go on as one of other settings."""
+    nan = float("nan")
+    assert differences({"a": nan, "b": [nan, 1]}, {"a": nan, "b": [nan, 1]}) == {}
+    assert [*differences({"a": nan, "b": 1}, {"a": 1.0, "b": 1.0})] == ["a"]
