@@ -1,19 +1,25 @@
 """The metrics that a study reads: refused as soon as it is known that no run logs them."""
 
+import json
 import re
 from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 from fl_lightning.errors import ConfigurationError, nearest
 from fl_lightning.run_directory.description import class_path
-from fl_lightning.run_directory.metrics import read_metrics
 from fl_lightning.studies.cells import Cell, State
 from fl_lightning.studies.choosing import metric_of, trials
 from fl_lightning.studies.definition import Labels, Study
 
 _SHIPPED = ("callbacks.", "fl_lightning.", "lightning.")
 """The packages whose callbacks log at the end what they log of an evaluation during training."""
+
+
+_HEAD = (
+    1 << 18
+)  # bytes of metrics.jsonl that hold its first evaluation, unless there are hundreds of rounds before
 
 
 class Reads:
@@ -87,13 +93,22 @@ def logged(cell: Cell, state: State) -> set[str]:
     callbacks = cell.config["trainer"]["callbacks"] or []
     entries = [*(callbacks if isinstance(callbacks, list) else [callbacks]), cell.config["model"]]
     shipped = all(class_path(entry).startswith(_SHIPPED) or not class_path(entry) for entry in entries)
-    if state.attempt is None or not shipped or not state.attempt.metrics.is_file():
+    if state.attempt is None or not shipped:
         return set()
-    for row in read_metrics(state.attempt.metrics):
+    for row in _first_rows(state.attempt.metrics):
         names = {name for name in row if name.startswith(("val/", "test/"))}
         if names and (not callbacks or row["round"]):
             return names | {f"test/{name.partition('/')[2]}" for name in names}
     return set()
+
+
+def _first_rows(path: Path) -> list[dict[str, Any]]:
+    """The first whole rows of a ``metrics.jsonl``: it is read again and again, and may grow long."""
+    try:
+        with path.open("rb") as file:
+            return [json.loads(line) for line in file.read(_HEAD).split(b"\n")[:-1]]
+    except (OSError, ValueError):
+        return []
 
 
 def _expect(words: str, metric: str, names: set[str]) -> None:
