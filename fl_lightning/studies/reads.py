@@ -16,10 +16,8 @@ from fl_lightning.studies.definition import Labels, Study
 _SHIPPED = ("callbacks.", "fl_lightning.", "lightning.")
 """The packages whose callbacks log at the end what they log of an evaluation during training."""
 
-
-_HEAD = (
-    1 << 18
-)  # bytes of metrics.jsonl that hold its first evaluation, unless there are hundreds of rounds before
+_HEAD = 1 << 18
+"""Bytes of a ``metrics.jsonl`` that hold its first evaluation, unless there are hundreds of rounds before it."""
 
 
 class Reads:
