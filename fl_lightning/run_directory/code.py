@@ -43,8 +43,7 @@ def is_local(maker: Any) -> bool:
     found: Any = sys.modules.get(inner.__module__)
     for part in inner.__qualname__.split("."):
         found = getattr(found, part, None)
-    found = inspect.unwrap(found) if callable(found) else found
-    return getattr(found, "__func__", found) is not getattr(inner, "__func__", inner)
+    return found is None
 
 
 def code_of(maker: Any, reference: Callable[[Any], Any]) -> Any:
