@@ -16,18 +16,23 @@ from fl_lightning.optimizers.client import ClientOptimizer
 from fl_lightning.ranks import Ranks
 
 
+def _memory(tensor: Tensor) -> tuple[int, int]:
+    """Return a tensor's storage and where in it the tensor begins."""
+    return tensor.untyped_storage()._cdata, int(tensor.storage_offset())
+
+
 class RowState(NamedTuple):
     """One client's state as views of stacked rows.
 
     Attributes:
         tensors: Parameters, as autograd leaves, and buffers by name.
-        places: The views that hold their values, by name, with the addresses of these.
+        places: The views that hold their values, by name, with their memory.
         trained: The parameters that are trained.
         gradients: Where their gradients go.
     """
 
     tensors: dict[str, Tensor]
-    places: dict[str, tuple[Tensor, int]]
+    places: dict[str, tuple[Tensor, tuple[int, int]]]
     trained: list[Tensor]
     gradients: list[Tensor]
 
@@ -208,7 +213,7 @@ class RoundCohort(Cohort):
             hung = {name: value.detach() for name, value in buffers.items()}
             self._row_state[row] = RowState(
                 tensors={**leaves, **hung},
-                places={name: (value, value.data_ptr()) for name, value in {**params, **buffers}.items()},
+                places={name: (value, _memory(value)) for name, value in {**params, **buffers}.items()},
                 trained=[leaves[name] for name in self.trained_names],
                 gradients=[gradients[name] for name in self.trained_names],
             )
@@ -229,7 +234,7 @@ class RoundCohort(Cohort):
             name: value.detach().clone()  # it may be another tensor of the client, or a part of one
             for name, value in found.items()
             if value is not state.tensors[name]
-            or value.data_ptr() != state.places[name][1]
+            or _memory(value) != state.places[name][1]
             or value.shape != state.places[name][0].shape
         }
         for name, value in other.items():
