@@ -53,7 +53,7 @@ def load_weights(
 def _expect_numbers(
     place: str, weights: Mapping[str, Tensor], model: nn.Module, without: Container[str]
 ) -> None:
-    """Refuse tensors that torch would cut to the model's kind of number, or cannot copy, and those that are not finite.
+    """Refuse tensors that torch would cut to the model's kind of number, and those that are not finite.
 
     Args:
         place: Where the weights are, for the message.
@@ -81,15 +81,14 @@ def _expect_numbers(
 
 def _kind(value: Tensor) -> str:
     """The kind of a tensor's numbers, in words."""
-    if value.is_quantized or value.is_meta or value.layout != torch.strided:
-        return "meta, without values" if value.is_meta else "quantized" if value.is_quantized else "sparse"
     return "floating-point" if value.is_floating_point() else "complex" if value.is_complex() else "integer"
 
 
 def _read(setting: str, path: Path) -> Mapping[str, Tensor]:
     if not path.is_file():
         raise ConfigurationError(
-            f"{setting}: {path} {'is no file' if path.exists() else 'does not exist'}; give a state dict (.pt, .pth, .safetensors), or a last.ckpt or best.ckpt"
+            f"{setting}: {path} {'is no file' if path.exists() else 'does not exist'}; give a state dict (.pt, .pth, "
+            ".safetensors), or a last.ckpt or best.ckpt"
         )
     if path.suffix == ".safetensors":
         try:
@@ -103,7 +102,7 @@ def _read(setting: str, path: Path) -> Mapping[str, Tensor]:
             raise ConfigurationError(f"{setting}: {path} is truncated or damaged: {error}") from error
     content = load_whole(f"{setting}:", path)
     weights = content.get("state_dict", content) if isinstance(content, Mapping) else {}
-    if not weights or not all(isinstance(x, str) and isinstance(y, Tensor) for x, y in weights.items()):
+    if not weights or not all(isinstance(value, Tensor) for value in weights.values()):
         raise ConfigurationError(
             f"{setting}: {path} holds no weights; give a state dict, or a last.ckpt or best.ckpt that fit wrote"
         )

@@ -40,7 +40,8 @@ class FederatedCallback(Recorded, Declarations, L.Callback):
 
     A client whose update is not finite is left out under ``on_divergence: drop``, before ``on_before_aggregate`` and again after
     it: the cohort of the hooks that follow has fewer clients than that of ``on_round_start``, and its ``rows`` say which. A round
-    that too few are left of, or too few report in, is skipped: ``on_round_skipped`` takes the place of its remaining hooks.
+    that too few are left of, or too few report in, is skipped: ``on_round_skipped(trainer, pl_module)`` takes the place of its
+    remaining hooks.
 
     Before each hook torch's global generator is seeded from (seed, class, hook, round, step): what a hook draws with
     ``torch.rand`` and its like depends on neither the executor nor on earlier draws, and is the same after a resume.

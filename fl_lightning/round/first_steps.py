@@ -20,6 +20,7 @@ from fl_lightning.round.policy import resolve_policy
 
 _MOVE = 0.1  # of the length of all parameters, by the first step: the second one starts somewhere else
 _TOLERANCE = 0.01  # of a tensor's change
+_NOISE = 20  # times what rounding changed
 
 
 def check_first_steps(module: Any) -> None:
@@ -27,7 +28,8 @@ def check_first_steps(module: Any) -> None:
 
     The executor takes them on a cohort of one client, then PyTorch on the model itself: the same batches, seeds and precision,
     BN layers as the methods have changed them, but none of their hooks. Both take SGD with momentum and weight decay, at a
-    rate at which the first step moves the parameters by a tenth of their length.
+    rate at which the first step moves the parameters by a tenth of their length. How much rounding can change is measured: PyTorch
+    takes the steps once more from parameters that differ by rounding.
 
     Args:
         module: The federated module, when training starts.
@@ -36,9 +38,9 @@ def check_first_steps(module: Any) -> None:
         ConfigurationError: A parameter or buffer is another one than PyTorch's by more than rounding, or the executor has
             changed one of the server's. The line names it.
     """
-    clients, steps = module.plan.trained(module.round)
+    clients, steps = module.plan.usual().trained(module.round)
     policy = resolve_policy(module.federated_callbacks, module.round, module.planned_rounds)
-    if not clients or any(map(is_lazy, module.model.parameters())):
+    if any(map(is_lazy, module.model.parameters())):
         return
     _refuse_hooks(module.model)
     with isolate_rng(), _kept(module):
@@ -61,8 +63,17 @@ def check_first_steps(module: Any) -> None:
         with _kept(module):
             rate = _by_executor(module, cohort, batches)
             _refuse_changed(module.model, before)
+        with _kept(module):
+            _by_torch(module, cohort, batches, rate)
+            torchs = _tensors(module.model)
+        _change_by_rounding(module)
         _by_torch(module, cohort, batches, rate)
-        _compare(module, before, _tensors(module.model), {**cohort.params.row(0), **cohort.buffers.row(0)})
+        noise = {
+            n: _distance(x, torchs[n])
+            for n, x in _tensors(module.model).items()
+            if x.shape == torchs[n].shape
+        }
+        _compare(module, before, torchs, {**cohort.params.row(0), **cohort.buffers.row(0)}, noise)
 
 
 def _optimizer(parameters: Any, lr: float = 1.0) -> torch.optim.Optimizer:
@@ -159,8 +170,21 @@ def _refuse_changed(model: nn.Module, before: Mapping[str, Tensor]) -> None:
             )
 
 
+def _change_by_rounding(module: Any) -> None:
+    """Change every parameter by about as much as one operation rounds."""
+    seed_global(derive_seed(module.seed, "rounding"), module.device)
+    with torch.no_grad():
+        for parameter in module.model.parameters():
+            if parameter.is_floating_point():
+                parameter.mul_(1 + 2 * _rounding(module) * torch.randn_like(parameter))
+
+
 def _compare(
-    module: Any, before: Mapping[str, Tensor], torchs: Mapping[str, Tensor], own: Mapping[str, Tensor]
+    module: Any,
+    before: Mapping[str, Tensor],
+    torchs: Mapping[str, Tensor],
+    own: Mapping[str, Tensor],
+    noise: Mapping[str, float],
 ) -> None:
     """Refuse an executor whose tensors are not those of PyTorch: the worst is named."""
     rounding = _rounding(module)
@@ -174,17 +198,21 @@ def _compare(
         if torchs[name].shape == before[name].shape
     }
     parameters = {name for name, _ in module.model.named_parameters()}
-    most = max((x for name, x in moved.items() if name in parameters and x < float("inf")), default=0.0)
+    most = dict.fromkeys((True, False), 0.0)
+    for name, length in moved.items():
+        if own[name].is_floating_point() and length < float("inf"):
+            most[name in parameters] = max(most[name in parameters], length)
     off = {}
     for name, value in own.items():
         if torchs[name].shape != value.shape:
             off[name] = float("inf")
             continue
-        # a bias before BN has a gradient that is nothing but rounding of others'
-        scale = max(moved[name], 0.01 * most if name in parameters else 0.0)
+        # the gradient of a bias before BN is 0, and so is a mean of centred inputs: both hold the rounding errors of others
+        floor = max(1e-4 if name in parameters else 1e-5, 10 * rounding) * most[name in parameters]
         size = float(value.double().nan_to_num(posinf=0.0, neginf=0.0).norm())
         far = _distance(torchs[name], value)
-        if far > max(_TOLERANCE, 20 * rounding) * scale + 10 * rounding * size:
+        least = max(_TOLERANCE, 20 * rounding) * moved[name] + floor + 10 * rounding * size
+        if far > least + _NOISE * noise.get(name, 0.0):
             off[name] = far / moved[name] if moved[name] else float("inf")
     if off:
         name, executor = max(off, key=lambda one: off[one]), type(module.executor).__name__

@@ -14,7 +14,7 @@ from fl_lightning.files import restored
 class Result(TypedDict):
     """What others read of a result, beside its metrics: the names with a slash."""
 
-    __pydantic_config__ = ConfigDict(extra="allow", strict=True)  # type: ignore[misc]
+    __pydantic_config__ = ConfigDict(extra="allow", strict=True)  # type: ignore[misc]  # pydantic's way to configure a TypedDict
     method: str
     model: str
     partition: str

@@ -79,7 +79,7 @@ Number = Annotated[float, Strict(), AllowInfNan(False)]
 class SettingsOfCells(TypedDict, total=False):
     """Settings by dotted name, and configurations that are laid over the base."""
 
-    __pydantic_config__ = ConfigDict(extra="allow")  # type: ignore[misc]
+    __pydantic_config__ = ConfigDict(extra="allow")  # type: ignore[misc]  # pydantic's way to configure a TypedDict
     config: Files
 
 
@@ -93,7 +93,7 @@ class SettingsOfLabel(SettingsOfCells, total=False):
 class Published(TypedDict):
     """A published value, and the labels of its rows by axis."""
 
-    __pydantic_config__ = ConfigDict(extra="allow")  # type: ignore[misc]
+    __pydantic_config__ = ConfigDict(extra="allow")  # type: ignore[misc]  # pydantic's way to configure a TypedDict
     value: Number
 
 

@@ -7,14 +7,14 @@ import pytest
 import timm
 import torch
 import torchvision
-from helpers import blobs, client_batch, fit, small_cnn
+from helpers import ArrayClient, blobs, client_batch, fit, small_cnn
 from outcomes import outcome, same
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
 from callbacks import FBN
-from fl_lightning import ConfigurationError, FederatedCallback, FederatedModule
+from fl_lightning import ConfigurationError, FederatedCallback, FederatedDataModule, FederatedModule
 from fl_lightning.executors.sequential import SequentialExecutor
 from fl_lightning.executors.vectorized import VectorizedExecutor
 from fl_lightning.run_directory.description import config_hash
@@ -398,6 +398,9 @@ def vision(name):
     return getattr(torchvision.models, name)(num_classes=3, **VISION[name])
 
 
+SLOW = ("resnet18", "densenet121", "timm with gradient checkpointing")
+"""Models that take a processor without bfloat16 half a minute each."""
+
 TIMM = ("byobnet", "convnext", "efficientnet", "nfnet", "resnet", "vit")
 """timm's smallest model of each family."""
 
@@ -418,10 +421,28 @@ REAL = (
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*torch.ao.quantization is deprecated:DeprecationWarning")
-@pytest.mark.parametrize("what", REAL)
-def test_real_models_train_as_in_plain_pytorch(what):
+@pytest.mark.filterwarnings("ignore:.*There is a performance drop because:UserWarning")
+@pytest.mark.parametrize("executor", [SequentialExecutor, partial(VectorizedExecutor, where_possible=True)])
+@pytest.mark.parametrize(
+    ("what", "precision"),
+    [
+        (what, x)
+        for what in REAL
+        for x in ("64-true", "32-true", "bf16-mixed")
+        if x != "bf16-mixed" or what not in SLOW
+    ],
+)
+def test_real_models_train_as_in_plain_pytorch(what, executor, precision):
     torch.manual_seed(0)
-    images = blobs(num_clients=1, sizes=(24,), shape=(3, 32, 32))
-    module = FederatedModule(REAL[what](), partial(torch.optim.SGD, lr=0.01), local_steps=2)
-    fit(module, images, rounds=1)
-    assert module.record.samples
+    dtype = torch.float64 if precision == "64-true" else torch.float32
+    client = ArrayClient(torch.randn(24, 3, 32, 32, dtype=dtype), torch.randint(3, (24,)), 8)
+    settings = {"local_steps": 2, "executor": executor()}
+    module = FederatedModule(REAL[what](), partial(torch.optim.SGD, lr=0.01), **settings)
+    if what == "densenet121" and isinstance(module.executor, VectorizedExecutor):
+        with pytest.raises(
+            ConfigurationError, match=r"num_batches_tracked' differs .*: use SequentialExecutor"
+        ):
+            fit(module, FederatedDataModule([client]), rounds=1, precision=precision)
+    else:
+        fit(module, FederatedDataModule([client]), rounds=1, precision=precision)
+        assert module.record.samples
