@@ -76,7 +76,7 @@ class StaticBN(FederatedCallback):
         return self._pass, int(self._is_last and bool(self._pass))
 
     def _measure_if_used(self, trainer: L.Trainer, pl_module: "FederatedModule", round_number: int) -> None:
-        """Pass over the data where the statistics are about to be used and are not those of the weights, and note what is sent."""
+        """Pass over the data if statistics of older weights are about to be used, and note what is sent."""
         self._pass, self._is_last = {}, round_number == trainer.fit_loop.max_epochs
         used = self._is_last or _is_evaluated(trainer, round_number)
         if not used or self.measured_round == self._trained_round:

@@ -106,13 +106,13 @@ class StatisticsSources(VariantEvaluation):
             require_weighted_mean(pl_module, "StatisticsSources", does, ["statistics_aggregator"])
 
     def on_round_start(self, trainer: L.Trainer, pl_module: "FederatedModule", cohort: "Cohort") -> None:
-        """What the server holds before this round."""
+        """Keep the statistics that the server holds before this round."""
         self._start = server_statistics(cohort)
         counters = [name for name, kind in cohort.buffer_kinds.items() if kind == "counter"]
         self._counters = {name: cohort.server_buffers[name].clone() for name in counters}
 
     def on_round_end(self, trainer: L.Trainer, pl_module: "FederatedModule", cohort: "Cohort") -> None:
-        """What the clients that were aggregated and the server would hold after this round."""
+        """Keep the statistics that the aggregated clients and the server would hold after this round."""
         if not self._followed:
             return
         start, end = self._start, client_statistics(cohort)
@@ -182,7 +182,7 @@ def _matched(
     layers: Mapping[str, _BatchNorm],
     statistics: StatisticsAggregator,
 ) -> tuple[Tensor, Tensor]:
-    """What MomentMatching makes of the clients' means and variances ``[C, channels of all layers]`` by the run's rule."""
+    """Aggregate the clients' means and variances ``[C, channels of all layers]`` by the run's rule, as MomentMatching does."""
     widths = [layer.num_features for layer in layers.values()]
     pairs = zip(torch.split(means, widths, 1), torch.split(variances, widths, 1), strict=True)
     rule = StatisticsAggregator(statistics.rule, statistics.domain)  # the run's own counts what it clamps

@@ -249,11 +249,11 @@ class RoundCohort(Cohort):
             del self._row_state[row]
 
     def put_gradients(self, row: int, gradients: Sequence[Tensor | None]) -> None:
-        """Take a client's gradients: None for parameters that its loss does not use, which an optimizer of its own would skip.
+        """Take a client's gradients; parameters without one are skipped, as in plain PyTorch.
 
         Args:
             row: The client's row.
-            gradients: Those of the trained parameters.
+            gradients: One for each trained parameter, None if the loss does not use it.
         """
         own = self.grads.row(row)
         used = [(own[n], g) for n, g in zip(self.trained_names, gradients, strict=True) if g is not None]
@@ -264,7 +264,7 @@ class RoundCohort(Cohort):
             )
 
     def leave_out(self, rows: Sequence[int], names: Sequence[str]) -> None:
-        """Let the local step under way leave parameters of some rows as they are, but where a method gives them a gradient."""
+        """Skip parameters of some rows in this local step, unless a method gives them a gradient."""
         for row in rows:
             self._unused[row] = [*names]
             for name in names:

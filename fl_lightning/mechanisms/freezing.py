@@ -68,7 +68,7 @@ class Freezing(FederatedCallback):
             )
 
     def remark(self, module: "FederatedModule") -> str:
-        """That nothing is frozen, where T* is not before the last round."""
+        """Return "nothing frozen" if T* is not before the last round."""
         if module.total_rounds is None:
             return ""
         last = self.last_batch_round(module.planned_rounds)

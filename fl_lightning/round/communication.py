@@ -103,7 +103,7 @@ def round_communication(
 def skipped_communication(
     module: Any, told: Mapping[str, tuple[Mapping[int, tuple[int, int]], int]]
 ) -> Communication:
-    """What clients send though their round is skipped.
+    """Count what clients send in a round that is skipped.
 
     Args:
         module: The federated module.

@@ -72,7 +72,7 @@ class Declarations:
         return None
 
     def remark(self, module: Any) -> str:
-        """What stands behind the method's name in results, tables and pictures of a run: that it does nothing in it, say.
+        """Return a remark that follows the method's name in results, tables and pictures, such as "nothing frozen".
 
         Args:
             module: The federated module of the run.

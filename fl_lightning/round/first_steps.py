@@ -24,7 +24,7 @@ _NOISE = 20  # times what rounding changed
 
 
 def check_first_steps(module: Any) -> None:
-    """Compare two local steps of the run's first client with those of plain PyTorch; afterwards all is as it was.
+    """Compare two local steps of the run's first client with plain PyTorch, and restore the model.
 
     The executor takes them on a cohort of one client, then PyTorch on the model itself: the same batches, seeds and precision,
     BN layers as the methods have changed them, but none of their hooks. Both take SGD with momentum and weight decay, at a
@@ -186,7 +186,7 @@ def _compare(
     own: Mapping[str, Tensor],
     noise: Mapping[str, float],
 ) -> None:
-    """Refuse an executor whose tensors are not those of PyTorch: the worst is named."""
+    """Refuse an executor whose tensors differ from PyTorch's, and name the worst."""
     rounding = _rounding(module)
     # a buffer may be replaced by one number for all its elements
     torchs = {

@@ -1,4 +1,4 @@
-"""What each label weighs in the mean that a loss takes: means of batches make the mean of all data only with these weights."""
+"""The weights of labels in the mean that a loss takes: with them the means of batches give the mean of all data."""
 
 from collections.abc import Callable
 from contextlib import suppress

@@ -1,4 +1,4 @@
-"""What a run was built from, as one tree of plain values."""
+"""The objects of a run, as one tree of plain values."""
 
 import copy
 import inspect

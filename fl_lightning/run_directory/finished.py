@@ -1,4 +1,4 @@
-"""What a finished run found: ``result.json``, read back and checked."""
+"""The result of a finished run (``result.json``), read back and checked."""
 
 import json
 from pathlib import Path
