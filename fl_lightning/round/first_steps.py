@@ -38,7 +38,8 @@ def check_first_steps(module: Any) -> None:
         ConfigurationError: A parameter or buffer is another one than PyTorch's by more than rounding, or the executor has
             changed one of the server's. The line names it.
     """
-    clients, steps = module.plan.usual().trained(module.round)
+    plan = module.plan.usual()
+    clients, steps = plan.trained(module.round)
     policy = resolve_policy(module.federated_callbacks, module.round, module.planned_rounds)
     if any(map(is_lazy, module.model.parameters())):
         return
@@ -59,7 +60,7 @@ def check_first_steps(module: Any) -> None:
         )
         if not cohort.trained_names:
             return
-        batches = [module.client_batches(cohort, [0], min(step, steps[0] - 1)) for step in range(2)]
+        batches = [module.planned_batches(plan, clients[:1], min(step, steps[0] - 1)) for step in range(2)]
         with _kept(module):
             rate = _by_executor(module, cohort, batches)
             _refuse_changed(module.model, before)

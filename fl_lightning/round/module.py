@@ -1,7 +1,6 @@
 """The federated LightningModule: ``training_step`` is one communication round."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -226,9 +225,10 @@ class FederatedModule(ServerModule):
 
     def client_batches(self, cohort: Cohort, indices: Sequence[int], step: int) -> CohortBatch:
         """The batches of some rows at local step ``step`` of the round, on this module's device and in its precision."""
-        return self._batches(self.plan, [cohort.client_ids[row] for row in indices], step)
+        return self.planned_batches(self.plan, [cohort.client_ids[row] for row in indices], step)
 
-    def _batches(self, plan: RoundPlan, clients: Sequence[int], step: int) -> CohortBatch:
+    def planned_batches(self, plan: RoundPlan, clients: Sequence[int], step: int) -> CohortBatch:
+        """The batches of some clients at local step ``step`` of the round, by a plan: the run's own, or one without failures."""
         sources = plan.sources(clients, self.round, step)
         batches = attacked(self, sources[0], self.data.cohort_batch(*sources))
         return (batches.union() if self.centralised else batches).map(self.on_device)
@@ -293,14 +293,14 @@ class FederatedModule(ServerModule):
         open_memories(self)
         self.slots = StateSlots(self.model)
         self.data.keep_on(self.device)
-        usual = replace(self.plan, failures=None)
+        usual = self.plan.usual()
         clients, steps = usual.trained(1)
         if self.chooses_executor:
             self.executor.close()  # of a fit that an error ended
             self.executor_choice = choose_executor(self, len(clients))
             self.executor = self.executor_choice.executor
         decide_compilation(
-            self, rounds * sum(steps), lambda: self._batches(usual, clients[:1], 0).batches()[0]
+            self, rounds * sum(steps), lambda: self.planned_batches(usual, clients[:1], 0).batches()[0]
         )
         self.tracking_layers = [x for x in batch_norm_layers(self.model).values() if x.training]
         self._modes = {layer: layer.training for layer in self.modules()}

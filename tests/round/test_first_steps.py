@@ -401,6 +401,12 @@ def vision(name):
 SLOW = ("resnet18", "densenet121", "timm with gradient checkpointing")
 """Models that take a processor without bfloat16 half a minute each."""
 
+CASES = [
+    (SequentialExecutor, "32-true"),
+    (partial(VectorizedExecutor, where_possible=True), "32-true"),
+    (partial(VectorizedExecutor, where_possible=True), "bf16-mixed"),
+]
+
 TIMM = ("byobnet", "convnext", "efficientnet", "nfnet", "resnet", "vit")
 """timm's smallest model of each family."""
 
@@ -422,20 +428,18 @@ REAL = (
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*torch.ao.quantization is deprecated:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:.*There is a performance drop because:UserWarning")
-@pytest.mark.parametrize("executor", [SequentialExecutor, partial(VectorizedExecutor, where_possible=True)])
 @pytest.mark.parametrize(
-    ("what", "precision"),
+    ("what", "executor", "precision"),
     [
-        (what, x)
+        (what, kind, precision)
         for what in REAL
-        for x in ("64-true", "32-true", "bf16-mixed")
-        if x != "bf16-mixed" or what not in SLOW
+        for kind, precision in CASES
+        if precision == "32-true" or what not in SLOW
     ],
 )
 def test_real_models_train_as_in_plain_pytorch(what, executor, precision):
     torch.manual_seed(0)
-    dtype = torch.float64 if precision == "64-true" else torch.float32
-    client = ArrayClient(torch.randn(24, 3, 32, 32, dtype=dtype), torch.randint(3, (24,)), 8)
+    client = ArrayClient(torch.randn(24, 3, 32, 32), torch.randint(3, (24,)), 8)
     settings = {"local_steps": 2, "executor": executor()}
     module = FederatedModule(REAL[what](), partial(torch.optim.SGD, lr=0.01), **settings)
     if what == "densenet121" and isinstance(module.executor, VectorizedExecutor):
