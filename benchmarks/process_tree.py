@@ -11,22 +11,27 @@ _PROC = Path("/proc")
 def cpu_seconds() -> float:
     """Processor time of this process and of all below it, living or ended."""
     ended = os.times()
-    living = sum(_cpu_seconds(pid) for pid in _tree(os.getpid())[1:])
+    living = sum(_cpu_seconds(pid) for pid in tree(os.getpid())[1:])
     return time.process_time() + ended.children_user + ended.children_system + living
 
 
 def pss_mb(root: int) -> float:
     """Memory of a process and of all below it in MB; a page that n processes share counts an nth in each."""
-    return sum(_pss_mb(pid) for pid in _tree(root))
+    return sum(_pss_mb(pid) for pid in tree(root))
 
 
 def running() -> set[int]:
     """The processes below this one that have not ended."""
-    return {pid for pid in _tree(os.getpid())[1:] if _fields(pid)[:1] not in ([], ["Z"])}
+    return {pid for pid in tree(os.getpid())[1:] if is_running(pid)}
 
 
-def _tree(root: int) -> list[int]:
-    """A process and all below it, the process first."""
+def is_running(pid: int) -> bool:
+    """Return whether a process has not ended."""
+    return _fields(pid)[:1] not in ([], ["Z"])
+
+
+def tree(root: int) -> list[int]:
+    """Return a process and all below it, the process first."""
     children: dict[int, list[int]] = {}
     for folder in _PROC.glob("[0-9]*"):
         fields = _fields(int(folder.name))

@@ -4,7 +4,8 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any, ClassVar, NoReturn, get_type_hints
+from types import NoneType
+from typing import Any, ClassVar, NoReturn, get_args, get_type_hints
 
 import yaml
 from jsonargparse import Namespace
@@ -15,7 +16,7 @@ from torch import nn
 from fl_lightning.cli.messages import explain, refuse
 from fl_lightning.errors import ConfigurationError, doing
 from fl_lightning.files import user_path
-from fl_lightning.recorded import record
+from fl_lightning.recorded import parameters, record
 
 
 class ConciseParser(LightningArgumentParser):
@@ -95,9 +96,22 @@ def _make(class_type: type, *args: Any, **settings: Any) -> Any:
     with doing(
         f"making {class_type.__name__}({', '.join(f'{name}={value!r}' for name, value in given.items())})"
     ):
+        _refuse_null(class_type, settings)
         made = class_type(*args, **settings)
         record(made, class_type, args, settings)
         return made
+
+
+def _refuse_null(class_type: type, settings: Mapping[str, Any]) -> None:
+    """Raise an error for a setting without a value whose type has no null: jsonargparse lets it pass."""
+    for name in [name for name, value in settings.items() if value is None]:
+        known = parameters(class_type).get(name)
+        if known is None or known.default is None:
+            continue
+        kinds = get_args(known.annotation) or (known.annotation,)
+        if NoneType not in kinds and all(isinstance(kind, type) for kind in kinds):
+            takes = ", ".join(kind.__name__ for kind in kinds)
+            raise ConfigurationError(f"{class_type.__name__}.{name}: null is not valid; it takes {takes}")
 
 
 def given_settings(arguments: Sequence[str]) -> dict[str, Any]:

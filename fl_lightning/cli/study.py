@@ -2,17 +2,19 @@
 
 import io
 import shlex
+import sys
 from collections.abc import Sequence
-from contextlib import redirect_stdout
+from contextlib import redirect_stderr, redirect_stdout
 from functools import cache, cached_property
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import yaml
 
 from fl_lightning.cli.command_line import main as run
 from fl_lightning.cli.command_line import shipped
+from fl_lightning.cli.federated_cli import FederatedCLI
 from fl_lightning.cli.messages import CommandParser, command
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.files import folder_below, write_json
@@ -108,6 +110,7 @@ def main(args: Sequence[str]) -> None:
         )
 
     cells = StudyCells(study, fit_options)
+    cells.check()
     if own.dry_run:
         dry_run(cells, own.jobs or 1, own.accept_stale)
         return
@@ -161,20 +164,47 @@ class StudyCells:
     Args:
         study: The study.
         fit_options: Settings of all cells, as arguments of ``fit``.
-
-    Attributes:
-        any: Some cell.
     """
 
     def __init__(self, study: Study, fit_options: Sequence[str]) -> None:
         self.study, self._options = study, list(fit_options)
         self._made: dict[tuple[Any, ...], Cell] = {}
-        every = next(iter(study.combinations()), None)
-        if every is None:
+        if not study.has():
             raise ConfigurationError(
                 f"study: {study.name} leaves out all of its cells at scale {study.scale_name}"
             )
-        self.any = self.cell(every, study.scale.seeds[0])
+
+    def check(self) -> None:
+        """Build the objects of some cells, such that each label of each axis is among them.
+
+        Raises:
+            ConfigurationError: Settings of the study do not work; all mistakes are named.
+        """
+        seen: set[tuple[str, str]] = set()
+        mistakes: dict[str, str] = {}
+        for labels in self.study.combinations():
+            if not seen.issuperset(labels.items()):
+                try:
+                    settings = self._settings(labels)
+                    run_fit(settings, _Built)
+                    resolve(settings)
+                except ConfigurationError as error:
+                    if f"{error}" not in mistakes:
+                        new = [
+                            f"{axis}={label}" for axis, label in labels.items() if (axis, label) not in seen
+                        ]
+                        mistakes[f"{error}"] = " ".join(new)
+                seen.update(labels.items())
+        if len(mistakes) == 1:
+            raise ConfigurationError(*mistakes)
+        if mistakes:
+            told = (f"({i}) {labels}: {line}" for i, (line, labels) in enumerate(mistakes.items(), 1))
+            raise ConfigurationError(f"study: {len(mistakes)} mistakes: {' '.join(told)}")
+
+    @cached_property
+    def any(self) -> Cell:
+        """Some cell."""
+        return self.cell(next(self.study.combinations()), self.study.scale.seeds[0])
 
     @cached_property
     def trials(self) -> list[list[Cell]]:
@@ -185,10 +215,8 @@ class StudyCells:
         """The cell of a combination and a seed."""
         key = (*labels.items(), seed)
         if key not in self._made:
-            computed = [as_argument(name, value) for name, value in _COMPUTED.items()]
             first = self.study.seeds(labels)[0]
-            arguments = self.study.arguments(labels, first)
-            config = resolve([*self.study.base, *computed, *arguments, *self._options])
+            config = resolve(self._settings(labels))
             own = {"seed_everything": first, "ckpt_path": None, "accept_data": False, "weights_only": None}
             for name, value in own.items():
                 if config[name] != value:
@@ -200,6 +228,12 @@ class StudyCells:
             self._made[key] = Cell(labels, seed, config)
         return self._made[key]
 
+    def _settings(self, labels: Labels) -> list[str]:
+        """The settings of a combination, as arguments of ``fit``, with its first seed."""
+        computed = [as_argument(name, value) for name, value in _COMPUTED.items()]
+        arguments = self.study.arguments(labels, self.study.seeds(labels)[0])
+        return [*self.study.base, *computed, *arguments, *self._options]
+
     def table(self, choices: Choices) -> list[Cell]:
         """The cells of the table: those with the labels that were chosen, or would be, of all seeds."""
         return [
@@ -210,16 +244,37 @@ class StudyCells:
         ]
 
 
-@cache
-def _printed(arguments: tuple[str, ...]) -> str:
-    printed = io.StringIO()
+class _Built(FederatedCLI):
+    """A command line that ends once data, model and callbacks are built."""
+
+    def instantiate_trainer(self, **kwargs: Any) -> NoReturn:
+        """End."""
+        sys.exit(0)
+
+
+def run_fit(arguments: Sequence[str], cli_class: type[FederatedCLI] = FederatedCLI) -> str:
+    """Run ``fit`` in this process, and return what it prints.
+
+    Raises:
+        ConfigurationError: The line with which ``fit`` refuses its settings.
+    """
+    printed, told = io.StringIO(), io.StringIO()
     try:
-        with redirect_stdout(printed):
-            run(["fit", *arguments, "--print_config"])
+        with redirect_stdout(printed), redirect_stderr(told):
+            run(["fit", *arguments], cli_class=cli_class)
     except SystemExit as stop:
+        if stop.code == ConfigurationError.exit_status:
+            line = told.getvalue().strip().rpartition("\n")[2]
+            raise ConfigurationError(line.removeprefix("error: ")) from None
         if stop.code:
+            print(told.getvalue(), end="", file=sys.stderr)
             raise
     return printed.getvalue()
+
+
+@cache
+def _printed(arguments: tuple[str, ...]) -> str:
+    return run_fit([*arguments, "--print_config"])
 
 
 def resolve(fit_options: Sequence[str]) -> dict[str, Any]:

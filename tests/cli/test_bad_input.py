@@ -108,6 +108,15 @@ TABLE = {
     "negative learning rate": (optimizer("SGD", lr=-0.1), ["client_optimizer", "-0.1"]),
     "optimizer that mixes clients": (optimizer("Adafactor", lr=0.1), ["Adafactor", "elementwise", "SGD"]),
     "optimizer that needs a closure": (optimizer("LBFGS", lr=0.1), ["LBFGS", "closure", "SGD"]),
+    "null for a number": (f"{DATA}batch_size null", ["batch_size", "null", "int"]),
+    "null for a number of the module": (
+        "--model.participation null",
+        ["participation", "None", "int, float"],
+    ),
+    "null for a number of an optimizer": (
+        "--model.client_optimizer.init_args.momentum null",
+        ["momentum", "null", "float"],
+    ),
     "no number of rounds": ({"trainer.max_epochs": None}, ["trainer.max_epochs", "model.budget_epochs"]),
     "budget below one step": ("--model.budget_epochs 1e-6", ["budget_epochs: 1e-06", "raise it"]),
     "validation fraction above one": (f"{DATA}val_fraction 1.5", ["val_fraction", "[0, 1)", "found 1.5"]),

@@ -1,4 +1,4 @@
-"""The command that kills runs: what it counts, and that it sees what is lost."""
+"""The command that kills runs, ranks and studies: its counts, and that it sees losses."""
 
 import json
 import random
@@ -8,21 +8,37 @@ import torch
 
 from benchmarks import faults
 from benchmarks.__main__ import main
+from benchmarks.faults import checkpoints, mistakes
 
 pytestmark = pytest.mark.slow
 
 
 def test_killed_runs_and_damaged_checkpoints_are_counted(tmp_path, capsys):
     file = tmp_path / "faults.json"
-    options = ["--kills", "2", "--damages", "60", "--rounds", "6", "--executors", "sequential"]
+    options = [
+        "--kills",
+        "2",
+        "--rank-kills",
+        "1",
+        "--study-kills",
+        "1",
+        "--damages",
+        "60",
+        "--mistakes",
+        "10",
+    ]
+    options += ["--rounds", "6", "--executors", "sequential"]
     with pytest.raises(SystemExit) as end:
         main(["faults", *options, "--configurations", "FedBN, Adam kept globally", "--json", str(file)])
     assert end.value.code == 0
     found = json.loads(file.read_text())
-    assert sum(found["kills"]["FedBN, Adam kept globally; sequential"].values()) == 2
-    assert sum(found["damages"].values()) == 60
-    assert found["damages"]["refused in one line"] > 30
-    assert "all kills: " in capsys.readouterr().out
+    assert sum(found["kills by run"]["FedBN, Adam kept globally; sequential"].values()) == 2
+    assert sum(found["kills of ranks"].values()) == 1
+    assert sum(count for what, count in found["kills of studies"].items() if what.startswith("of ")) == 1
+    assert sum(found["damaged checkpoints"].values()) == 60
+    assert found["damaged checkpoints"]["refused in one line"] > 30
+    assert found["mistakes"] == {"refused in one line that names it": 10}
+    assert "kills of runs: " in capsys.readouterr().out
 
 
 def test_other_bits_are_seen():
@@ -35,6 +51,14 @@ def test_other_bits_are_seen():
 def test_a_checkpoint_that_loads_as_other_numbers_is_counted(tmp_path, monkeypatch):
     path = tmp_path / "last.ckpt"
     path.write_bytes(bytes(5000))
-    monkeypatch.setattr(faults, "load_run", lambda path: {"weights": sum(path.read_bytes())})
-    assert faults._damaged(path, 20, random.Random(0))["loaded as other numbers"] > 0
+    monkeypatch.setattr(checkpoints, "load_run", lambda path: {"weights": sum(path.read_bytes())})
+    assert checkpoints.damaged(path, 20, random.Random(0))["loaded as other numbers"] > 0
     assert path.read_bytes() == bytes(5000)
+
+
+def test_a_mistake_that_is_accepted_is_counted(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(mistakes, "_typed", lambda draw: (mistakes._text(mistakes.FILE).encode(), "title"))
+    monkeypatch.setattr(mistakes, "_misspelt", lambda draw: (b"title: [", "no such word"))
+    found = mistakes.refused(2, random.Random(0), tmp_path / "folder")
+    assert found == {"accepted": 1, "refused without its name": 1}
+    assert "accepted: title" in capsys.readouterr().out

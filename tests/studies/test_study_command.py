@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from command_line import message_of, run
-from study_in_process import found, study, write
+from study_in_process import STUDY, found, study, write
 
 from fl_lightning.__main__ import main
 from fl_lightning.cli.study import deciding_options
@@ -103,6 +103,27 @@ def test_more_cells_than_a_bound_are_refused_by_their_number(ran, capsys):
     write()
     study("--dry-run", "--max-cells=8")
     assert "0 of 6 cells are there" in capsys.readouterr().out
+
+
+def test_settings_that_do_not_work_are_all_named_before_the_first_cell(ran, capsys):
+    freeze = {
+        "2": {"trainer.callbacks": [{"class_path": "FixBN", "init_args": {"freeze_fraction": 3}}]},
+        "4": {"model.lacal_steps": 3},
+    }
+    # T* is chosen by trials: its second label is trained after the others
+    for options in ([], ["--dry-run"]):
+        write(
+            axes={**STUDY["axes"], "T*": freeze}, choose=[{"axis": "T*", "at": {"method": "BN"}}], claims=[]
+        )
+        with pytest.raises(SystemExit) as end:
+            study(*options)
+        said = capsys.readouterr().err
+        assert end.value.code == 2
+        assert said.count("\n") == 1
+        assert not ran
+        assert all(
+            x in said for x in ("2 mistakes", "T*=2", "freeze_fraction", "T*=4", "'model.lacal_steps'")
+        )
 
 
 def test_rounds_that_are_to_be_kept_are_kept_beside_those_of_first_stages(ran):

@@ -1,0 +1,193 @@
+"""Runs that are killed at random moments and started again until they end."""
+
+import contextlib
+import multiprocessing
+import os
+import random
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from benchmarks.faults.contents import contents, same
+
+_MOMENTUM = {"class_path": "SGD", "init_args": {"lr": 0.02, "momentum": 0.9}}
+_ADAM = {"class_path": "Adam", "init_args": {"lr": 0.005}}
+
+CONFIGURATIONS: dict[str, tuple[list[Any], dict[str, Any]]] = {
+    "FedAvg, 2 of 5 clients": ([], {"participation": 2}),
+    "FixBN, local momentum, FedAvgM": (
+        ["FixBN", {"class_path": "MaintainedMomentum", "init_args": {"scope": "local"}}],
+        {"client_optimizer": _MOMENTUM, "server_optimizer": _MOMENTUM | {"init_args": {"lr": 1.0, "momentum": 0.5}}},
+    ),
+    "FedBN, Adam kept globally": (
+        ["FedBN", {"class_path": "MaintainedMomentum", "init_args": {"scope": "global"}}],
+        {"client_optimizer": _ADAM, "participation": 3},
+    ),
+    "SCAFFOLD, FedAdam, local epochs": (
+        ["SCAFFOLD"],
+        {"local_steps": None, "local_epochs": 1, "server_optimizer": {"class_path": "FedAdam", "init_args": {"lr": 0.01}}},
+    ),
+    "FBN, trimmed mean": (
+        ["FBN"],
+        {"aggregator": {"class_path": "TrimmedMean", "init_args": {"f": 1}}},
+    ),
+    "T* by the window, 4 of 5 clients": (
+        [{"class_path": "SlidingWindowFixBN", "init_args": {"window": 4, "threshold": 1e3}}],
+        {"participation": 4},
+    ),
+}  # fmt: skip
+"""Callbacks and settings of the module, by name."""
+
+EXECUTORS: dict[str, tuple[str, int]] = {
+    "sequential": ("SequentialExecutor", 1),
+    "vectorized": ("VectorizedExecutor", 1),
+    "two ranks": ("SequentialExecutor", 2),
+}
+"""Executors and numbers of ranks, by name."""
+
+
+def configuration(
+    callbacks: list[Any], settings: dict[str, Any], executor: str, ranks: int, rounds: int, every: int
+) -> dict[str, Any]:
+    """Return the configuration of a run.
+
+    Args:
+        callbacks: Its callbacks.
+        settings: Settings of the module beyond the common ones.
+        executor: Class of the executor.
+        ranks: Number of ranks.
+        rounds: Number of communication rounds.
+        every: Rounds between two checkpoints.
+    """
+    return {
+        "name": "faults",
+        "trainer": {"max_epochs": rounds, "check_val_every_n_epoch": 5, "accelerator": "cpu", "devices": ranks, "callbacks": callbacks},
+        "model": {
+            "model": {"class_path": "LeNet"},
+            "client_optimizer": {"class_path": "SGD", "init_args": {"lr": 0.05}},
+            "local_steps": 2,
+            "executor": {"class_path": executor},
+            **settings,
+        },
+        "data": {
+            "class_path": "Digits",
+            "init_args": {
+                "num_clients": 5, "batch_size": 10, "max_examples": 300, "val_fraction": 0.2,
+                "partition": {"class_path": "Dirichlet", "init_args": {"alpha": 1.0}},
+            },
+        },
+        "checkpoint": {"every_n_rounds": every},
+    }  # fmt: skip
+
+
+def killed(
+    name: str, executor: str, kills: int, rounds: int, draw: random.Random, folder: Path
+) -> Counter[str]:
+    """Kill runs of a cell at random moments, let them end, and compare them with an uninterrupted one."""
+    (callbacks, settings), (computed_by, ranks) = CONFIGURATIONS[name], EXECUTORS[executor]
+    config = configuration(callbacks, settings, computed_by, ranks, rounds, draw.choice([1, 7]))
+    whole, seconds = uninterrupted(config, folder)
+    counts: Counter[str] = Counter()
+    runs = 0
+    while counts.total() < kills:
+        runs += 1
+        place = folder / str(runs)
+        place.mkdir()
+        while counts.total() < kills:
+            process = start(place)
+            if draw.random() < 0.25:  # at any moment, most of which are imports
+                process.join(draw.uniform(0, seconds))
+            else:
+                wait_for(place, process, draw.randrange(1, rounds + 2))
+                process.join(draw.uniform(0, 0.1))
+            if not process.is_alive():
+                break
+            process.kill()
+            process.join()
+            counts[moment(place, rounds)] += 1
+        run_to_end(place)
+        counts["other bits"] += not is_whole(place, whole)
+    return +counts
+
+
+def uninterrupted(config: dict[str, Any], folder: Path) -> tuple[dict[str, Any], float]:
+    """Write a configuration into a new folder, run it once, and return the run's content and its seconds."""
+    (folder / "whole").mkdir(parents=True)
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    started = time.monotonic()
+    run_to_end(folder / "whole")
+    seconds = time.monotonic() - started
+    return contents(_saved(folder / "whole")[0]), seconds
+
+
+def is_whole(place: Path, whole: dict[str, Any]) -> bool:
+    """Return whether a folder holds one run, with the content of the uninterrupted one."""
+    saved = _saved(place)
+    return len(saved) == 1 and same(contents(saved[0]), whole)
+
+
+def wait_for(place: Path, process: BaseProcess, lines: int) -> None:
+    """Wait until a run has written so many lines of metrics, or has ended."""
+    while process.is_alive() and _written(place) < lines:
+        time.sleep(0.002)
+
+
+def moment(place: Path, rounds: int) -> str:
+    """Return when a run was killed, by the metrics that it had written."""
+    written = _written(place)
+    if written <= 1:
+        return "before the end of round 1"
+    return "in later rounds" if written <= rounds else "after the last round"
+
+
+def start(place: Path) -> BaseProcess:
+    """Start the run of a folder, or resume it."""
+    return in_process(_fit, str(place))
+
+
+def in_process(function: Callable[[str], None], argument: str) -> BaseProcess:
+    """Call a function in a process of its own, which has imported the package already."""
+    processes = multiprocessing.get_context("forkserver")
+    processes.set_forkserver_preload(["fl_lightning.cli.command_line", "datamodules", "callbacks"])
+    process = processes.Process(target=function, args=(argument,))
+    process.start()
+    return process
+
+
+def called(place: str, arguments: Sequence[str]) -> None:
+    """Call the command line in a folder, in this process; its output is added to ``log.txt``."""
+    from fl_lightning.__main__ import main as run
+
+    os.setpgrp()
+    os.chdir(place)
+    torch.set_num_threads(1)
+    with Path("log.txt").open("a") as log, contextlib.redirect_stdout(log), contextlib.redirect_stderr(log):
+        run(arguments)
+
+
+def run_to_end(place: Path) -> None:
+    """Run what a folder holds to its end, which must be a good one."""
+    process = start(place)
+    process.join()
+    if process.exitcode != 0:
+        sys.exit(f"a run of {place} does not end: {(place / 'log.txt').read_text()[-2000:]}")
+
+
+def _fit(place: str) -> None:
+    called(place, ["fit", "--config", "../config.yaml", "--ckpt_path", "auto", "--threads", "1"])
+
+
+def _written(place: Path) -> int:
+    files = place.glob("runs/faults/*/metrics.jsonl")
+    return max((path.read_bytes().count(b"\n") for path in files), default=0)
+
+
+def _saved(place: Path) -> list[Path]:
+    return [path.parents[1] for path in place.glob("runs/faults/*/checkpoints/last.ckpt")]
