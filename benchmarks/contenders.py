@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
+from unittest.mock import patch
 
 import lightning as L
 import torch
@@ -19,6 +20,7 @@ from benchmarks.stopwatch import Stopwatch, nothing
 from benchmarks.workloads import SyntheticImages, Workload
 from fl_lightning import FederatedModule, SequentialExecutor, VectorizedExecutor
 from fl_lightning.executors.base import Executor
+from fl_lightning.round.first_steps import check_first_steps
 from fl_lightning.round.plan import sample_cohort
 
 EXECUTORS: dict[str, Callable[[], Executor]] = {
@@ -141,6 +143,20 @@ class Framework:
         clock = _RoundClock(Timing.on(self.device))
         fit(self.module, self.data, rounds, [clock], self.device, **self.settings)
         return clock.timing
+
+    def first_steps(self) -> Stopwatch:
+        """Run a round with the check of a run's first steps, and return the time of the check."""
+        watch = Timing.on(self.device).total
+
+        def timed(module: FederatedModule) -> None:
+            with watch:
+                check_first_steps(module)
+
+        self.module.check_first_steps = True
+        with patch("fl_lightning.round.module.check_first_steps", timed):
+            self.run(1)
+        self.module.check_first_steps = False
+        return watch
 
 
 def client_images(

@@ -13,6 +13,9 @@ from benchmarks.workloads import WORKLOADS, SyntheticImages
 
 PARTS = ("forward + backward", "augmentation", "optimizer")
 
+RUN = 100
+"""Rounds of the run of which the check of the first steps is a share."""
+
 SINGLE_PROCESS = ("sequential", "vectorized")
 """The executors whose parts can be timed alone."""
 
@@ -39,8 +42,9 @@ def overhead(
         Spreads of ms per client step: ``naive[clock]`` and for each executor ``executors[name][clock][what]``, ``what``
         being total, one of the parts, own (total minus parts timed alone), own, inside (total minus the same parts
         timed where they happen, in a run of their own), both as shares of the naive loop's total, the latter also
-        ``strict`` (the reset of the client optimizers' state and the server optimizer's step count as own as well), and
-        ``Trainer per round`` (ms).
+        ``strict`` (the reset of the client optimizers' state and the server optimizer's step count as own as well),
+        ``Trainer per round`` (ms), and the check of a run's first steps: ``first steps`` (ms) and its share of a run of
+        100 rounds.
     """
     workload = WORKLOADS[workload_name]
     rounds = rounds or workload.rounds
@@ -77,6 +81,11 @@ def overhead(
                 outside = getattr(timing.total, clock) - getattr(timing.in_rounds, clock)
                 row["Trainer per round"] = 1000 * outside / rounds
                 rows[name][clock].append(row)
+            check = framework.first_steps()
+            for clock in CLOCKS:
+                row, seconds = rows[name][clock][-1], getattr(check, clock)
+                row["first steps"] = 1000 * seconds
+                row["first steps / run"] = seconds / (seconds + RUN * getattr(timing.total, clock) / rounds)
             with compute_watched() as inside:
                 whole = framework.run(rounds).total
             for clock in CLOCKS:
@@ -109,7 +118,7 @@ def overhead(
 def table(results: list[dict[str, Any]]) -> Iterator[str]:
     """The results, by processor time, as the lines of a Markdown table."""
     own = ("own", "own / naive", "own, inside", "inside / naive", "inside / naive, strict")
-    columns = ("total", *PARTS, *own, "Trainer per round")
+    columns = ("total", *PARTS, *own, "Trainer per round", "first steps", "first steps / run")
     yield f"| workload | model | executor | naive | {' | '.join(columns)} |"
     yield "|---" * (len(columns) + 4) + "|"
     for result in results:

@@ -177,6 +177,8 @@ def test_overhead_is_the_total_without_its_parts(capsys):
             assert value["own / naive"] == pytest.approx(value["own"] / result["naive"][clock]["median"])
             assert value["Trainer per round"] > 0
             assert value["inside / naive, strict"] > value["inside / naive"]
+            assert value["first steps"] > 0
+            assert 0 < value["first steps / run"] < 1
 
 
 class TwiceOurs:
