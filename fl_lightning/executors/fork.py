@@ -95,7 +95,7 @@ class ForkLauncher(_Launcher):
                     self._others[rank] = self._fork(rank, lambda: function(*args, **kwargs), trainer)
                 return function(*args, **kwargs)
             except LostRank:
-                if ended := self._why_one_ended():
+                if ended := self.why_one_ended():
                     raise ended  # noqa: B904  # its cause is that of the other rank
                 raise
             finally:
@@ -135,7 +135,7 @@ class ForkLauncher(_Launcher):
         os.close(theirs)
         return pid, ours
 
-    def _why_one_ended(self) -> Exception | None:
+    def why_one_ended(self) -> Exception | None:
         """Why a rank of this machine has ended; None where none has, but of those that miss another one."""
         for rank, (pid, pipe) in self._others.items():
             found = status = 0

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from datetime import timedelta
 from threading import Thread
 from typing import Any
@@ -17,8 +17,13 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ParallelStrategy, StrategyRegistry
 from torch import Tensor
 
+from fl_lightning.errors import ConfigurationError
+from fl_lightning.executors.choice import usable_cores
 from fl_lightning.executors.fork import ForkLauncher
 from fl_lightning.ranks import LostRank, Ranks
+
+_MORE_THAN_CORES = 8  # ranks that a small machine has beside one for each core, to try what many do
+_GLANCE = 0.1  # seconds between two looks whether a rank that is waited for has ended
 
 
 class CohortStrategy(ParallelStrategy):
@@ -89,7 +94,13 @@ class CohortStrategy(ParallelStrategy):
         assert environment is not None
         environment.validate_settings(self.num_processes, self.num_nodes)
         if not environment.creates_processes_externally:
-            self._launcher = ForkLauncher(self)
+            cores = usable_cores()
+            if self.root_device.type == "cpu" and self.num_processes > cores + _MORE_THAN_CORES:
+                raise ConfigurationError(
+                    f"trainer.devices: {self.num_processes} ranks are too many for {cores} CPU cores: each computes on one core, and "
+                    f"more ranks wait for each other; use {cores}, at most {cores + _MORE_THAN_CORES}"
+                )
+            self._launcher: ForkLauncher | None = ForkLauncher(self)
 
     def setup_environment(self) -> None:
         """Meet the other ranks."""
@@ -98,25 +109,34 @@ class CohortStrategy(ParallelStrategy):
         self.meet()
 
     def meet(self) -> None:
-        """Meet the other ranks, if there are any and they have not met yet."""
-        device = self.root_device
+        """Meet the other ranks, if there are any and they have not met yet.
+
+        Raises:
+            ConfigurationError: One does not come, or has ended.
+        """
         if self.world_size == 1:
             return
         if not dist.is_initialized():
-            gpu = device if device.type == "cuda" else None
-            # in a thread: a signal ends the waiting, which it cannot in C++
-            found: Future[Any] = Future()
-            Thread(target=_fulfil, args=(found, self._find_others), daemon=True).start()
-            dist.init_process_group(
-                "nccl" if gpu else "gloo",
-                timeout=self.timeout,
-                world_size=self.world_size,
-                rank=self.global_rank,
-                store=found.result(),
-                device_id=gpu,
-            )
+            # in a thread: a signal ends the waiting, which it cannot in C++, and so does the end of a rank
+            met: Future[Any] = Future()
+            Thread(target=_fulfil, args=(met, self._join), daemon=True).start()
+            while not wait([met], _GLANCE).done:
+                if self._launcher is not None and (ended := self._launcher.why_one_ended()):
+                    raise ended
+            met.result()
         self.ranks = Ranks(
             self.global_rank, self.world_size, self.timeout.total_seconds(), self.num_processes
+        )
+
+    def _join(self) -> None:
+        gpu = self.root_device if self.root_device.type == "cuda" else None
+        dist.init_process_group(
+            "nccl" if gpu else "gloo",
+            timeout=self.timeout,
+            world_size=self.world_size,
+            rank=self.global_rank,
+            store=self._find_others(),
+            device_id=gpu,
         )
 
     def _find_others(self) -> Any:

@@ -47,6 +47,8 @@ def make_trainer(settings: Mapping[str, Any], ranks: int = 1, **equipment: Any) 
         given["strategy"] = CohortStrategy()
     try:
         trainer = L.Trainer(**given)
+    except ConfigurationError:
+        raise
     except (ValueError, TypeError, MisconfigurationException) as error:
         place = f"accelerator: {settings.get('accelerator')}, devices: {given['devices']}"
         raise ConfigurationError(f"trainer ({place}): {error}") from error

@@ -6,6 +6,7 @@ import pytest
 from command_line import attempts, message_of, run, write_config
 
 from fl_lightning.cli.command_line import main
+from fl_lightning.executors.choice import usable_cores
 
 DATA = "--data.init_args."
 OPTIMIZER = "model.client_optimizer"
@@ -39,6 +40,8 @@ TABLE = {
         "--trainer.max_epoch 3",
         ["'trainer.max_epoch'", "did you mean trainer.max_epochs"],
     ),
+    "unknown setting of W&B": ("--wandb.foo 1", ["'wandb.foo'", "did you mean wandb.mode"]),
+    "unknown setting of W&B in YAML": ({"wandb": {"foo": 1}}, ["'wandb.foo'", "did you mean wandb.mode"]),
     "abbreviated seed": ("--seed 3", ["'seed'", "did you mean seed_everything"]),
     "word for a number": ("--model.local_steps three", ["model.local_steps: three", "it takes int"]),
     "word for a number of a class": (f"{DATA}num_clients x", ["Digits.num_clients: x", "it takes int"]),
@@ -121,6 +124,10 @@ TABLE = {
     "budget below one step": ("--model.budget_epochs 1e-6", ["budget_epochs: 1e-06", "raise it"]),
     "validation fraction above one": (f"{DATA}val_fraction 1.5", ["val_fraction", "[0, 1)", "found 1.5"]),
     "no device": ("--trainer.devices 0", ["trainer", "devices: 0"]),
+    "more ranks than cores": (
+        "--trainer.devices 999",
+        ["trainer.devices: 999", f"{usable_cores()} CPU cores", f"use {usable_cores()}"],
+    ),
     "unknown accelerator": ("--trainer.accelerator gpuu", ["accelerator: gpuu", "Available names"]),
     "evaluation every zero rounds": (
         "--trainer.check_val_every_n_epoch 0",

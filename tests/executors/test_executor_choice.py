@@ -78,11 +78,11 @@ LONG = ("--model.local_steps", 7)
     ("cores", "settings", "ranks"),
     [
         (2, LONG, 2),
-        (16, LONG, 3),
+        (9, LONG, 3),
         (2, ("--model.local_steps", 6), 1),
         (2, (*LONG, "--threads", 2), 1),
         (2, (*LONG, "--trainer.devices", 1), 1),
-        (16, ("--model.local_steps", 1, "--trainer.devices", 2), 2),
+        (9, ("--model.local_steps", 1, "--trainer.devices", 2), 2),
         (2, ("--model.local_steps", 30, "--model.participation", 1), 1),
         (2, (*LONG, "--model.participation", 1.0), 2),
         (2, ("--model.local_steps", 30, "--model.centralised", "true"), 1),
