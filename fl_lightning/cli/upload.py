@@ -1,8 +1,9 @@
 """``python -m fl_lightning upload``: runs at Weights & Biases from their folders, without training."""
 
 from collections.abc import Sequence
+from dataclasses import fields, replace
 
-import yaml
+from pydantic import TypeAdapter, ValidationError
 
 from fl_lightning.cli.messages import CommandParser, command
 from fl_lightning.dashboard.logger import RoundWandbLogger
@@ -10,6 +11,7 @@ from fl_lightning.dashboard.settings import WandbSettings
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.files import user_path
 from fl_lightning.run_directory.directory import Attempt
+from fl_lightning.studies.run_groups import resolved
 
 
 @command()
@@ -32,9 +34,8 @@ def main(args: Sequence[str]) -> None:
             raise ConfigurationError(
                 f"upload: {attempt.path} is no run: it has no {', '.join(missing)}; give folders such as runs/NAME/HASH-s0"
             )
-    for attempt in attempts:
-        given = yaml.safe_load(attempt.config.read_text()).get("wandb") or {}
-        logger = RoundWandbLogger(attempt, WandbSettings(**{**given, "mode": "auto"}))
+    for attempt, settings in [(attempt, _settings(attempt)) for attempt in attempts]:
+        logger = RoundWandbLogger(attempt, settings)
         with attempt.lock():
             logger.start()
             logger.close()
@@ -43,3 +44,17 @@ def main(args: Sequence[str]) -> None:
                 f"upload: {attempt.path} is not at W&B, which failed or is disabled; see WANDB_MODE and the lines above"
             )
         print(logger.place, flush=True)
+
+
+def _settings(attempt: Attempt) -> WandbSettings:
+    """Return where a run is logged, by its configuration; the mode is that of now."""
+    given = resolved(attempt).get("wandb") or {}
+    try:
+        return replace(TypeAdapter(WandbSettings).validate_python(given), mode="auto")
+    except ValidationError as error:
+        first = error.errors()[0]
+        setting = ".".join(map(str, ("wandb", *first["loc"])))
+        raise ConfigurationError(
+            f"upload: {attempt.config}: {setting}: {first['input']!r} is not valid; there are "
+            f"{', '.join(f'wandb.{field.name}' for field in fields(WandbSettings))}, as fit takes them"
+        ) from error

@@ -5,7 +5,9 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
+
+from pydantic import ConfigDict
 
 _INIT_SECONDS = 10.0
 _UPLOAD_SECONDS = 120.0  # at the end of a run; what is not uploaded by then is left to wandb sync
@@ -27,6 +29,7 @@ class WandbSettings:
         log_checkpoints: Whether ``last.ckpt`` and ``best.ckpt`` become an artifact of the run when it ends.
     """
 
+    __pydantic_config__: ClassVar = ConfigDict(extra="forbid")  # for upload, which reads them from a file
     mode: Literal["auto", "online", "offline", "disabled"] = "auto"
     project: str | None = None
     entity: str | None = None

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -61,9 +62,25 @@ class Attempt:
     @property
     def checkpoints(self) -> Path:
         """The folder of ``last.ckpt`` and ``best.ckpt``, which ``checkpoint.dirpath`` may have put elsewhere."""
-        config = yaml.safe_load(self.config.read_text()) if self.config.is_file() else None
-        elsewhere = ((config or {}).get("checkpoint") or {}).get("dirpath")
+        config = self.read_config() if self.config.is_file() else {}
+        elsewhere = (config.get("checkpoint") or {}).get("dirpath")
         return self.below(Path(elsewhere).expanduser()) if elsewhere else self.path / "checkpoints"
+
+    def read_config(self) -> dict[str, Any]:
+        """Return the resolved configuration.
+
+        Raises:
+            ConfigurationError: It cannot be read.
+        """
+        try:
+            config = yaml.safe_load(self.config.read_text())
+        except (OSError, ValueError, RecursionError, yaml.YAMLError):
+            config = None
+        if not isinstance(config, dict):
+            raise ConfigurationError(
+                f"{self.config} is no resolved configuration of a run; restore the file or leave its folder out"
+            )
+        return config
 
     def below(self, folder: Path) -> Path:
         """Return this attempt's own folder in one that several runs share."""

@@ -6,12 +6,13 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import yaml
 from jsonargparse import ArgumentParser
 
+from fl_lightning.errors import ConfigurationError
 from fl_lightning.round.callback import FederatedCallback
 from fl_lightning.run_directory.describe import origin_in_words
 from fl_lightning.run_directory.description import config_hash
+from fl_lightning.run_directory.directory import Attempt
 
 
 def first_stage(config: Mapping[str, Any]) -> float:
@@ -56,10 +57,10 @@ def other_origin(continued_from: Iterable[Mapping[str, Any]], config: Mapping[st
 def _is_shared(entry: Mapping[str, Any], config: Mapping[str, Any], folder: Path) -> bool:
     """Whether a run and the one that it went on from were one run up to there."""
     try:
-        source = yaml.safe_load((folder / Path(entry["checkpoint"]).parts[-3] / "config.yaml").read_text())
+        source = Attempt(folder / Path(entry["checkpoint"]).parts[-3]).read_config()
         until = min(first_stage(source), first_stage(config))
         return family_of(source) == family_of(config) and entry["round"] <= until
-    except (OSError, yaml.YAMLError, IndexError, KeyError, TypeError):  # it is no run of a study
+    except (ConfigurationError, IndexError, KeyError, TypeError):  # it is no run of a study
         return False
 
 

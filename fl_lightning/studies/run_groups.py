@@ -9,8 +9,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import yaml
-
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.round.directions import best_is
 from fl_lightning.run_directory.describe import origin_in_words
@@ -135,12 +133,12 @@ def resolved(attempt: Attempt) -> dict[str, Any]:
         ConfigurationError: It cannot be read.
     """
     try:
-        config: dict[str, Any] = yaml.safe_load(attempt.config.read_text())
+        config = attempt.read_config()
         config["name"], config["seed_everything"], config["data"]["class_path"], config["model"].items()
         config["trainer"].setdefault("max_epochs", _planned_rounds(attempt))
-    except (OSError, yaml.YAMLError, KeyError, TypeError, AttributeError) as error:
+    except (KeyError, TypeError, AttributeError) as error:
         raise ConfigurationError(
-            f"report: {attempt.config} is no resolved configuration of a run; leave its folder out"
+            f"{attempt.config} is no resolved configuration of a run; restore the file or leave its folder out"
         ) from error
     return config
 

@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import yaml
 from command_line import message_of, run, write_config
 from wandb_files import offline_runs, read_run, run_id
 
@@ -87,6 +88,29 @@ def test_folder_that_is_no_run_is_one_line_and_nothing_is_uploaded(missing, caps
     (Path("other") / missing).unlink()
     line = message_of(capsys, lambda: main(["upload", str(attempt.path), "other"]))
     assert f"upload: other is no run: it has no {missing}" in line
+    assert not (attempt.path / "wandb").exists()
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"\xff\x00", ["config.yaml", "no resolved configuration"]),
+        (b"[1, 2]", ["config.yaml", "no resolved configuration"]),
+        (b"", ["config.yaml", "no resolved configuration"]),
+        (b"wandb: 3", ["config.yaml", "wandb", "3", "wandb.mode"]),
+        (b"wandb: {foo: 1}", ["config.yaml", "wandb.foo", "1", "wandb.mode"]),
+        (b"wandb: {tags: 1}", ["config.yaml", "wandb.tags", "1", "wandb.mode"]),
+    ],
+)
+def test_damaged_configuration_is_one_line_and_nothing_is_uploaded(content, words, capsys):
+    attempt = run("--trainer.max_epochs", 1, "--wandb.mode", "disabled").attempt
+    shutil.copytree(attempt.path, "other")
+    if content.startswith(b"wandb"):
+        kept = attempt.read_config() | yaml.safe_load(content)
+        content = yaml.safe_dump(kept).encode()
+    Path("other/config.yaml").write_bytes(content)
+    line = message_of(capsys, lambda: main(["upload", str(attempt.path), "other"]))
+    assert all(word in line for word in words)
     assert not (attempt.path / "wandb").exists()
 
 

@@ -411,3 +411,14 @@ def test_a_budget_that_is_used_up_leaves_no_new_attempt(capsys):
     words = refused(capsys, *budget, "--ckpt_path", path, "--model.client_optimizer.init_args.lr", 0.01)
     assert "nothing is left to train; use more rounds or a larger model.budget_epochs" in words
     assert attempts() == [source.path.name]
+
+
+@pytest.mark.parametrize("content", [b"\xff\x00", b"[1]", b"text"])
+@pytest.mark.parametrize("ckpt_path", ["last", "auto"])
+def test_a_damaged_configuration_beside_a_checkpoint_is_one_line(content, ckpt_path, capsys):
+    attempt = run("--trainer.max_epochs", 1).attempt
+    attempt.config.write_bytes(content)
+    capsys.readouterr()
+    message = message_of(capsys, lambda: run("--ckpt_path", ckpt_path, "--trainer.max_epochs", 2))
+    assert f"{attempt.config} is no resolved configuration" in message
+    assert run("--trainer.max_epochs", 1).attempt.path.name == f"{attempt.path.name}.2"

@@ -194,9 +194,10 @@ def test_the_command_writes_the_page_and_says_where(tmp_path, monkeypatch, capsy
 def test_what_is_neither_study_nor_run_is_refused_in_a_line(tmp_path):
     with pytest.raises(ConfigurationError, match=r"^report: .* is neither a study's folder .*; give .*$"):
         write_report([tmp_path], tmp_path / "report.html")
-    write_text(tmp_path / "config.yaml", "name: x\n")
-    with pytest.raises(ConfigurationError, match=r"config.yaml is no resolved configuration"):
-        write_report([tmp_path], tmp_path / "report.html")
+    for content in (b"\xff\x00", b"[1, 2]", b"text", b"", b"{a: [", b"[" * 10_000, b"name: x\n"):
+        (tmp_path / "config.yaml").write_bytes(content)
+        with pytest.raises(ConfigurationError, match=r"config.yaml is no resolved configuration"):
+            write_report([tmp_path], tmp_path / "report.html")
     write_text(tmp_path / "study.json", "{}")
     with pytest.raises(ConfigurationError, match=r"study.json is not what a study writes"):
         write_report([tmp_path], tmp_path / "report.html")
