@@ -1,6 +1,7 @@
 """``python -m fl_lightning``: answers ``--version`` and the top-level ``--help`` without importing torch."""
 
 import io
+import signal
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -98,4 +99,8 @@ def _run(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    finally:
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while Python ends would print a traceback

@@ -1,5 +1,6 @@
 """Ctrl-C, SIGTERM and SIGHUP end nothing untold: they finish the round of a run."""
 
+import os
 import signal
 import sys
 import threading
@@ -15,6 +16,7 @@ from fl_lightning.launched import under_torchrun
 from fl_lightning.ranks import LostRank, Ranks
 
 _WAYS = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM", signal.SIGHUP: "SIGHUP"}
+_AGAIN = 0.05  # seconds after which a signal is sent again that nothing could take
 _ECHO = 2.0  # seconds in which torchrun passes on a signal that the terminal has sent to all
 
 
@@ -27,14 +29,30 @@ class Stopped(SystemExit):
 
     def __init__(self, number: int) -> None:
         super().__init__(128 + number)
-        self.way = _WAYS[signal.Signals(number)]
+        self.signal = signal.Signals(number)
+        self.way = _WAYS[self.signal]
         self.kept = "nothing is kept"
 
 
 @contextmanager
 def stoppable() -> Iterator[None]:
     """Let a signal end the block with one line, by :class:`Stopped`."""
-    previous = _listen(_stop)
+    previous, unraisable = _listen(_stop), sys.unraisablehook
+    left = threading.Event()
+
+    def send_again(number: int) -> None:
+        if not left.wait(_AGAIN):
+            os.kill(os.getpid(), number)
+
+    def hear_lost(lost: Any) -> None:
+        if isinstance(
+            lost.exc_value, Stopped
+        ):  # from a destructor or a weakref's callback, which Python lets end nothing
+            threading.Thread(target=send_again, args=(lost.exc_value.signal,), daemon=True).start()
+        else:
+            unraisable(lost)
+
+    sys.unraisablehook = hear_lost
     try:
         yield
     except Stopped as stopped:
@@ -44,8 +62,10 @@ def stoppable() -> Iterator[None]:
         stopped.kept = ""
         raise
     finally:
+        left.set()
         for number, handler in previous.items():
             signal.signal(number, handler)
+        sys.unraisablehook = unraisable
 
 
 class FinishRound(L.Callback):
