@@ -1,5 +1,6 @@
 """A LightningCLI parser whose errors are one line, and what the user gave before it adds defaults, types and links."""
 
+import enum
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import zip_longest
@@ -17,6 +18,9 @@ from fl_lightning.cli.messages import explain, refuse
 from fl_lightning.errors import ConfigurationError, doing
 from fl_lightning.files import user_path
 from fl_lightning.recorded import parameters, record
+
+# an enum that a parameter of another type has by default: Timer(interval: str = Interval.step)
+yaml.SafeDumper.add_multi_representer(enum.Enum, lambda dumper, member: dumper.represent_data(member.value))
 
 
 class ConciseParser(LightningArgumentParser):

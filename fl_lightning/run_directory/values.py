@@ -84,7 +84,8 @@ def as_plain(thing: Any, hint: Any = None, walk: Walk | None = None) -> Any:
     if isinstance(thing, np.generic):
         thing = thing.item()
     if isinstance(thing, enum.Enum):
-        return str(thing.name)
+        as_value = any(_takes(hint, kind) for kind in (int, float, str)) and not _takes(hint, type(thing))
+        return as_plain(thing.value, hint) if as_value else str(thing.name)
     for kind in (bool, int, float, str):  # exactly these: YAML knows no others
         if isinstance(thing, kind):
             decimal = kind is int and _takes(hint, float) and not _takes(hint, int)

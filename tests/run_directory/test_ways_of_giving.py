@@ -8,6 +8,7 @@ from command_line import write_config
 from naming import named, named_again
 
 OWN = '''
+import enum
 from torch import nn
 from callbacks import FedProx
 from datamodules import Digits
@@ -57,6 +58,21 @@ class Prox(FedProx):
     def __init__(self, scale: float = 1.0, **kwargs):
         super().__init__(**kwargs)
         self.scale = scale
+
+
+class Colour(str, enum.Enum):
+    red = "light red"
+    blue = "light blue"
+
+
+class Number(enum.IntEnum):
+    one = 1
+
+
+class Painted(FedProx):
+    def __init__(self, word: str = Colour.red, number: float = Number.one, colour: Colour = Colour.red, other=Colour.red):
+        super().__init__()
+        self.word, self.number, self.colour, self.other = word, number, colour, other
 '''
 
 POINTS = {
@@ -82,6 +98,11 @@ def in_all_ways():
     lr = {"model": {"client_optimizer": {"init_args": {"lr": 0.1}}}}
     fixbn = "--trainer.callbacks+=FixBN"
     again = "--trainer.callbacks.freeze_round=3"
+    timer, hour = (
+        "--trainer.callbacks=lightning.pytorch.callbacks.Timer",
+        "--trainer.callbacks.duration=00:01:00:00",
+    )
+    painted = "--trainer.callbacks=mine_given.Painted"
     return {
         "values": (
             [
@@ -158,6 +179,19 @@ def in_all_ways():
                 {"trainer": {"callbacks": [{"class_path": "mine_given.Prox", "dict_kwargs": {"mu": 0.01, "scale": 1}}]}},
             ],
             [["--trainer.callbacks=mine_given.Prox", "--trainer.callbacks.mu=0.02"], ["--trainer.callbacks=mine_given.Prox", "--trainer.callbacks.scale=2"], ["--trainer.callbacks=FedProx"]],
+        ),
+        "enum of another class": (
+            [[timer, hour], [timer, hour, "--trainer.callbacks.interval=step"]],
+            [[timer, hour, "--trainer.callbacks.interval=epoch"]],
+        ),
+        "own enum": (
+            [
+                [painted],
+                [painted, "--trainer.callbacks.word=light red"],
+                [painted, "--trainer.callbacks.number=1"],
+                [painted, "--trainer.callbacks.colour=red", "--trainer.callbacks.other=red"],
+            ],
+            [[painted, "--trainer.callbacks.word=red"], [painted, "--trainer.callbacks.colour=blue"], [painted, "--trainer.callbacks.other=blue"]],
         ),
         "function": (
             [
