@@ -30,7 +30,7 @@ def update_server(
     _set_local_parameters(cohort, aggregator)
     _set_statistics(cohort, aggregator, statistics)
     if strict:
-        _check_variances(cohort, clients=not statistics.is_robust)
+        _check_variances(cohort, clients=not statistics.is_robust and statistics.domain is None)
 
 
 def _set_pseudo_gradient(cohort: RoundCohort, aggregator: Aggregator) -> None:
@@ -120,7 +120,15 @@ def _check_variances(cohort: RoundCohort, *, clients: bool) -> None:
     """Refuse negative running variances of the server or, ``clients``, a client, which would be NaN under the square root."""
     names = [name for name, kind in cohort.buffer_kinds.items() if kind == "var"]
     everyone = [f"client {client}" for client in cohort.client_ids] if clients else []
-    for owners, buffers in ((everyone, cohort.buffers), (["the server"], cohort.server_buffers)):
+    of_a_client = (
+        "set model.statistics_domain: variance, which leaves it out, a robust model.statistics_aggregator such as Median, "
+        "stay_valid: true of Byzantine, or model.on_divergence: record"
+    )
+    of_the_rule = "its rule makes variances below 0; set model.statistics_domain: log_variance, or another model.statistics_aggregator"
+    for owners, buffers, remedy in (
+        (everyone, cohort.buffers, of_a_client),
+        (["the server"], cohort.server_buffers, of_the_rule),
+    ):
         found = {name: buffers[name].reshape(len(owners), -1) for name in names} if owners else {}
         if not found or bool(torch.cat([*found.values()], 1).amin() >= 0):
             continue
@@ -129,6 +137,5 @@ def _check_variances(cohort: RoundCohort, *, clients: bool) -> None:
             if any(negative):  # the others are not finite
                 raise ConfigurationError(
                     f"round {cohort.round}: {owners[negative.index(True)]} holds a negative running variance in BN layer "
-                    f"{name.rpartition('.')[0]!r}; statistics must be aggregated by a rule that keeps variances >= 0, such as "
-                    "WeightedMean"
+                    f"{name.rpartition('.')[0]!r}; {remedy}"
                 )

@@ -16,7 +16,7 @@ from fl_lightning import (
     SequentialExecutor,
     VectorizedExecutor,
 )
-from fl_lightning.aggregation import Aggregator
+from fl_lightning.aggregation import Aggregator, Median
 from fl_lightning.batch_norm.kinds import buffer_kinds, parameter_kinds
 from fl_lightning.batch_norm.layers import batch_norm_layers
 from fl_lightning.round.evaluation import ServerEvaluation
@@ -150,7 +150,8 @@ def test_an_unknown_or_half_frozen_policy_is_refused(declared):
 
 def test_a_negative_variance_names_layer_client_and_round():
     with pytest.raises(
-        ConfigurationError, match=r"round 2: client 1 holds a negative running variance in BN layer '4'"
+        ConfigurationError,
+        match=r"round 2: client 1 .* BN layer '4'; .*domain: variance.*Median.*stay_valid: true",
     ):
         train(small_cnn(), blobs(), 3, [Overwrites(2, 1, "4.running_var", -0.5)])
 
@@ -161,9 +162,23 @@ def test_a_negative_variance_that_an_aggregation_rule_makes_is_the_servers():
             return -rows.abs().amax(0)
 
     with pytest.raises(
-        ConfigurationError, match=r"round 1: the server holds a negative running variance in BN layer '1'"
+        ConfigurationError, match=r"round 1: the server .* BN layer '1'; .*statistics_domain: log_variance"
     ):
         train(small_cnn(), blobs(), 1, aggregator=Negative())
+    train(small_cnn(), blobs(), 1, statistics_aggregator=Negative(), statistics_domain="log_variance")
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"statistics_domain": "variance"},
+        {"statistics_domain": "log_variance"},
+        {"statistics_aggregator": Median()},
+        {"on_divergence": "record"},
+    ],
+)
+def test_what_the_message_of_a_negative_variance_names_works(settings):
+    train(small_cnn(), blobs(), 3, [Overwrites(2, 1, "4.running_var", -0.5)], **settings)
 
 
 @EXECUTORS
