@@ -104,7 +104,7 @@ class FromFile(Partition):
         clients = content.get("clients")
         if not isinstance(clients, list) or not clients or not all(isinstance(one, dict) for one in clients):
             raise ConfigurationError(
-                f'partition.path: {self.path} has no clients; it takes "clients": [{{"id": "0", "train": [3, 17]}}, ...]'
+                f'partition.path: {self.path} has no clients, or a client that is none; it takes "clients": [{{"id": "0", "train": [3, 17]}}, ...]'
             )
         ids = [str(client.get("id", number)) for number, client in enumerate(clients)]
         unknown = sorted({key for client in clients for key in client} - {"id", *SPLITS})

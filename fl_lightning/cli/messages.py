@@ -46,11 +46,12 @@ SHAPES = {
     "unknown setting": r"(?:[Oo]ption '(?P<name>[^']+)' is not accepted|does not accept option '(?P<of_command>[^']+)'"
     r"|unrecognized arguments: --(?P<argument>[\w.]+))",
     "unknown class": r"(?:dot import path string: |Import path |Unable to import .*?)'?([\w.,]+)'?",
+    "no class": r"(?s)(?:Not a valid subclass of|expects a function or a callable class).*(?:Got|Given) value: (.*?)(?:\n|$)",
     "broken class": r"class_path '([^']+)':\s*(.*)",
     "value": r"Expected a (<class '[\w.]+'>|typing\.Literal\[.*\])\. Got value: (.*)",
     "value of several types": r"(?s)Subtypes: \[(.*?)\]\n.*Given value: (.*)",
     "setting of no class": r"Given value: NestedArg\(key='(.+?)'",
-    "what a class says": r"(?m)^ +- (?!Expected |Type |Import path does |Not a|Not of|Problem with |Does not |a class path|a dict )(.+)",
+    "what a class says": r"(?m)^ +- (?!Expected |Type |Import path |Not a|Not of|Problem with |Does not |a class path|a dict |invalid literal)(.+)",
 }
 """What of jsonargparse's messages is read, as regular expressions: ``tests/cli/test_jsonargparse.py`` holds it to them."""
 
@@ -83,14 +84,23 @@ def explain(message: str, settings: Sequence[str] = (), owner: str = "") -> str:
     if broken := found["broken class"]:
         return f"{setting}class {broken[1]!r} cannot be imported: {broken[2]}"
     value = found["value of several types"] or found["value"]
-    if value and ("import path" not in message or re.search(r"<class '(int|float|bool)'>", value[1])):
-        types = re.sub(r"<class '(?:\w+\.)*(\w+)'>|typing\.(?:Literal)?", r"\1", value[1])
+    of_a_number = value and re.search(r"<class '(int|float|bool)'>", value[1])
+    missing, no_class = found["unknown class"], found["no class"]
+    if value and (of_a_number or not (missing or no_class)):
+        types = re.sub(r"<class '(?:\w+\.)*(\w+)'>|typing\.Literal|\b[a-z_]\w*\.(?:\w+\.)*", r"\1", value[1])
         return f"{setting}{_one_line(value[2])} is not valid; it takes {types.replace('NoneType', 'null')}"
-    if missing := found["unknown class"]:
+    if missing or no_class:
         kinds = kinds_of_settings()
         known = _class_names(kinds[last]) if (last := key.rpartition(".")[2]) in kinds else set()
         remedy = "give one that this setting takes, or the dotted path of your own"
         remedy = f"there are {', '.join(sorted(known))}" if 0 < len(known) <= 17 else remedy
+        if not missing:
+            what = "a list, not one class" if no_class[1][0] == "[" and "list[" not in message else "no class"
+            return f"{setting}{_one_line(no_class[1])} is {what}; {remedy}"
+        if other := re.search(
+            rf"{re.escape(missing[1])} does not correspond to a subclass of (\w+)", message
+        ):
+            return f"{setting}{missing[1]} is no {other[1]}, nor a function annotated to return one; {remedy}"
         if any(missing[1] in _class_names(kind) for kind in kinds.values()):
             return f"{setting}the class {missing[1]!r} is of another kind; {remedy}"
         near = nearest(missing[1].rpartition(".")[2], known)

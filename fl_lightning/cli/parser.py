@@ -163,8 +163,25 @@ def _walk(tree: Any, name: str, folder: Path) -> Iterator[tuple[str, Any]]:
             if isinstance(item, dict):
                 yield from _walk(item, name, folder)
         return
+    if "class_path" in tree:
+        _check_class(tree, name)
     for key, value in tree.items():
         yield from _walk(value, f"{name}.{key}".lstrip("."), folder)
+
+
+def _check_class(tree: dict[str, Any], name: str) -> None:
+    """Refuse what jsonargparse takes for a mistake in its own words: a class without a name, settings beside it or without names."""
+    kind, settings = tree["class_path"], tree.get("init_args") or {}
+    if not isinstance(kind, str):
+        raise ConfigurationError(f"{name}: class_path: {kind} must be the name of one class")
+    if not isinstance(settings, dict | str):
+        raise ConfigurationError(
+            f"{name}: init_args of {kind}: {settings} must be settings with names, such as {{name: value}}"
+        )
+    if beside := tree.keys() - {"class_path", "init_args", "dict_kwargs"}:
+        raise ConfigurationError(
+            f"{name}: {', '.join(sorted(beside))} beside class_path: {kind}; settings of a class go below its init_args"
+        )
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -12,6 +12,15 @@ DATA = (
     "there are CIFAR10, CIFAR100, Cityscapes, Digits, FEMNIST, FashionMNIST, Gaussians, HuggingFaceImages, "
     "ImageDomains, ImageFiles, ImageFolder, ImageNet, InMemoryDataModule, PartitionedDataModule, StreamedImages, TinyImageNet, TorchvisionImages"
 )
+ATTACKS = (
+    "there are ALittleIsEnough, Backdoor, FallOfEmpires, Gaussian, GradientAscent, LabelFlip, Mimic, "
+    "ModelReplacement, NonFinite, Scaled, SignFlip"
+)
+
+
+def byzantine(**settings):
+    return {"class_path": "Byzantine", "init_args": {"attack": "SignFlip", "clients": 1, **settings}}
+
 
 # (arguments or changes of the YAML, the line)
 TABLE = [
@@ -213,7 +222,7 @@ TABLE = [
     ({"checkpoint": {"keep_rounds": 3}}, "checkpoint.keep_rounds: 3 is not valid; it takes list[int], null"),
     ({"model": [1]}, "model: [1] holds no settings such as model.model"),
     ({"model": {}}, "the following arguments are required: fit.model.model, fit.model.client_optimizer"),
-    ({"data": [1]}, "data: [1] is not valid; it takes FederatedDataModule, null"),
+    ({"data": [1]}, "data: [1] is a list, not one class; " + DATA),
     ({"data": {}}, "model.model.init_args.num_classes: the data set does not say its num_classes; set model.model.init_args.num_classes, or num_classes in the data module"),
     ({"ckpt_path": ""}, "ckpt_path: '' is no path of a local or mounted file system; give another path"),
     ({"name": "a\x00b"}, "name: 'a\\x00b' is no folder below run_root runs; use one such as mine"),
@@ -221,8 +230,18 @@ TABLE = [
     ({"ckpt_path": "a\x00b"}, "ckpt_path: 'a\\x00b' is no path of a local or mounted file system; give another path"),
     ({"name": "/x"}, "name: '/x' is no folder below run_root runs; use one such as mine"),
     ({"threads": -1}, "threads: -1 is not valid; it takes int_from_1_to_1024, null"),
-    ({"trainer.callbacks": 3}, "trainer.callbacks: 3 is not valid; it takes list[lightning.pytorch.callbacks.callback.Callback], Callback, null"),
-    ({"trainer.callbacks": [3]}, "trainer.callbacks: [3] is not valid; it takes list[lightning.pytorch.callbacks.callback.Callback], Callback, null"),
+    ({"trainer.callbacks": 3}, "trainer.callbacks: 3 is no class; give one that this setting takes, or the dotted path of your own"),
+    ({"trainer.callbacks": [3]}, "trainer.callbacks: [3] is no class; give one that this setting takes, or the dotted path of your own"),
+    ({"trainer.callbacks": [{"class_path": 3}]}, "trainer.callbacks: class_path: 3 must be the name of one class"),
+    ({"model.model": {"class_path": ["LeNet"]}}, "model.model: class_path: ['LeNet'] must be the name of one class"),
+    ({"model.model": {"class_path": "LeNet", "init_args": [1]}}, "model.model: init_args of LeNet: [1] must be settings with names, such as {name: value}"),
+    ({"model.model": {"class_path": "LeNet", "norm": "gn"}}, "model.model: norm beside class_path: LeNet; settings of a class go below its init_args"),
+    ({"model.client_lr_schedule": ["MultiStep"]}, "model.client_lr_schedule: ['MultiStep'] is a list, not one class; there are InverseSteps, MultiStep"),
+    ("--model.client_optimizer [SGD]", "model.client_optimizer: ['SGD'] is a list, not one class; give one that this setting takes, or the dotted path of your own"),
+    ({"trainer.callbacks": [byzantine(attack=["SignFlip"])]}, "Byzantine.attack: ['SignFlip'] is a list, not one class; " + ATTACKS),
+    ({"trainer.callbacks": [byzantine(attack="torch.nn.Linear")]}, "Byzantine.attack: torch.nn.Linear is no Attack, nor a function annotated to return one; " + ATTACKS),
+    ({"trainer.callbacks": [byzantine(clients=[[1]])]}, "Byzantine.clients: [[1]] is not valid; it takes int, float, Sequence[int]"),
+    ({"model.failures": {"dropout": {"a": 0.5}}}, "ClientFailures.dropout: {'a': 0.5} is not valid; it takes float, dict[int, float]"),
     ({"trainer.callbacks": ["FixBM"]}, "trainer.callbacks: there is no class 'FixBM'; did you mean FixBN?"),
     ({"trainer.callbacks": [{"class_path": "FixBN"}, {"class_path": "FBN"}]}, "callbacks FixBN and FBN cannot be combined: one wants mean averaged, the other pooled, in round 1"),
     ({"model.model": "nowhere.yaml"}, "model.model: class 'nowhere.yaml' cannot be imported: No module named 'nowhere'"),

@@ -237,6 +237,7 @@ ONE = [{"train": [0, 1]}]
         (content(ONE, labels_sha256="0a"), "its labels_sha256 is 0a, here it is [0-9a-f]{64}; use"),
         (content([]), "has no clients"),
         (content({"0": [1]}), "has no clients"),
+        (content([*ONE, [1, 2]]), "a client that is none"),
         (content([*ONE, {"id": "x", "train": []}]), "client x has no training sample"),
         (content([{"train": [0, 60]}]), "client 0, train has the sample 60; samples are 0 to 59"),
         (content([{"train": [0], "val": [-1]}]), "client 0, val has the sample -1"),

@@ -131,7 +131,7 @@ def test_a_word_where_a_list_belongs_is_told_with_the_list(capsys):
     with pytest.raises(SystemExit):
         run()
     assert (
-        "BatchNormDiagnostics.measure: gap is not valid; it takes collections.abc.Sequence[str], null"
+        "BatchNormDiagnostics.measure: gap is not valid; it takes Sequence[str], null"
         in capsys.readouterr().err
     )
 
