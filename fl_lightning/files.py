@@ -67,6 +67,18 @@ def user_path(setting: str, text: str | os.PathLike[str]) -> Path:
     return Path(path)
 
 
+def user_file(setting: str, text: str | os.PathLike[str]) -> Path:
+    """The path of a file to write that a user gave.
+
+    Raises:
+        ConfigurationError: A folder is there, or :func:`user_path` refuses the path.
+    """
+    path = user_path(setting, text)
+    if path.is_dir():
+        raise ConfigurationError(f"{setting}: {text} is a folder; give a file in it")
+    return path
+
+
 def folder_below(root: str | os.PathLike[str], name: str) -> Path:
     """A folder by its name below another one, ``~`` being the user's home.
 

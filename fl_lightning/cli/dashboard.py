@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from fl_lightning.cli.messages import CommandParser, command
 from fl_lightning.dashboard.workspace import as_json, make_workspace, publish
-from fl_lightning.files import user_path, write_text
+from fl_lightning.files import user_file, write_text
 
 
 @command()
@@ -34,6 +34,6 @@ def main(args: Sequence[str]) -> None:
     if url is not None:
         print(f"W&B: {url}")
         return
-    path = user_path("file", own.file or "dashboard.json")
+    path = user_file("file", own.file or "dashboard.json")
     write_text(path, as_json(make_workspace(own.project, own.entity or "")))
     print(f"W&B: the workspace is in {path}; to save it there: wandb login, then this command without --file")

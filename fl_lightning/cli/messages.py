@@ -76,8 +76,8 @@ def explain(message: str, settings: Sequence[str] = (), owner: str = "") -> str:
         among = f" among {', '.join(settings) or 'none, or its class_path is missing'}" if owner else ""
         sections = (known.partition(".")[0] for known in settings)
         return f"{setting}there is no setting {option!r}{among}{nearest(option, [*settings, *sections])}"
-    if said := found["what a class says"]:
-        return setting + said[1]
+    if own_words := found["what a class says"]:
+        return setting + own_words[1]
     if own := found["setting of no class"]:
         classes = _class_names(kinds_of_settings().get(key.rpartition(".")[2], type(None)))
         return f"{name}.{own[1]}: {name} is null; give its class first, --{name} CLASS ({', '.join(sorted(classes))})"
@@ -106,7 +106,9 @@ def explain(message: str, settings: Sequence[str] = (), owner: str = "") -> str:
         near = nearest(missing[1].rpartition(".")[2], known)
         near = f"; give one class, or for a list [{missing[1]}]" if "," in missing[1] else near
         return f"{setting}there is no class {missing[1]!r}{near or '; ' + remedy}"
-    return setting + _one_line(message.partition(f'"{key}":')[2] if key else message)
+    said = message.partition(f'"{key}":')[2] if key else message
+    # a user gives a setting without the command
+    return setting + _one_line(re.sub(r"(required:|,) (?:fit|validate|test|predict)\.", r"\1 ", said))
 
 
 def kinds_of_settings() -> dict[str, type]:

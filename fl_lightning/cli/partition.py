@@ -5,6 +5,8 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
+from lightning.pytorch.cli import LightningArgumentParser
+
 from fl_lightning import __version__
 from fl_lightning.cli.command_line import import_shipped
 from fl_lightning.cli.command_line import main as run
@@ -13,7 +15,7 @@ from fl_lightning.cli.messages import CommandParser, command
 from fl_lightning.cli.parser import ConciseParser
 from fl_lightning.client_data.federated import FederatedDataModule
 from fl_lightning.errors import ConfigurationError
-from fl_lightning.files import user_path, write_text
+from fl_lightning.files import user_file, user_path, write_text
 from fl_lightning.pictures.federation import clients_figure
 from fl_lightning.pictures.style import write_figure
 from fl_lightning.run_directory.console import print_table
@@ -25,6 +27,12 @@ Nothing is trained, and no model is made. All other options are those of fit, su
 
 class DataCLI(FederatedCLI):
     """Reads all settings of ``fit``, and makes the data alone."""
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """Add the settings of ``fit``, and ask for none of the model."""
+        super().add_arguments_to_parser(parser)
+        for action in parser._actions:
+            action.required &= not action.dest.startswith("model.")
 
     def instantiate_classes(self) -> None:
         """Make the data."""
@@ -53,6 +61,7 @@ def main(args: Sequence[str]) -> None:
         "--save", metavar="FILE.json", help="write the clients for partition: FromFile(FILE.json)"
     )
     own, fit_options = parser.parse_known_args(args)
+    saved = None if own.save is None else user_file("save", own.save)
     cli = run(["fit", *fit_options], cli_class=DataCLI)
     data: FederatedDataModule = cli.datamodule
     data.prepare_data()
@@ -61,7 +70,7 @@ def main(args: Sequence[str]) -> None:
         "validate" if partitioned else "fit"
     )  # fit refuses clients without a batch: here they are counted
     distribution: Any = getattr(data, "distribution", None)
-    if own.save is not None and distribution is None:
+    if saved is not None and distribution is None:
         raise ConfigurationError(
             f"save: the samples of {type(data).__name__} have no numbers by which a file could name them; leave --save out"
         )
@@ -77,12 +86,12 @@ def main(args: Sequence[str]) -> None:
         f"{type(data).__name__}: {data.describe_partition()}",
         f"{cli.config.fit.name}; seed {data.seed}",
     ]
-    write_figure(picture, clients_figure(record, data.class_names, title))
-    if own.save is not None:
+    if saved is not None:
         settings = {"partition": str(record["partition"]), "seed": data.seed}
         origin = {"program": f"fl_lightning {__version__}", "settings": settings}
-        rows["saved"] = str(path := user_path("save", own.save))
-        write_text(path, json.dumps(distribution.as_file(type(data).__name__, origin)) + "\n")
+        rows["saved"] = str(saved)
+        write_text(saved, json.dumps(distribution.as_file(type(data).__name__, origin)) + "\n")
+    write_figure(picture, clients_figure(record, data.class_names, title))
     print_table("Clients", rows)
 
 

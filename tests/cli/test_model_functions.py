@@ -98,8 +98,10 @@ def test_a_model_of_torchvision_takes_another_norm_from_a_yaml():
         ),
         (
             ("functions.unsaid",),
-            "model.model: functions.unsaid is no Module, nor a function annotated to return one; give one that this setting takes, or the "
-            "dotted path of your own",
+            (
+                "model.model: functions.unsaid is no Module, nor a function annotated to return one; give one that this setting takes, "
+                "or the dotted path of your own"
+            ),
         ),
     ],
 )

@@ -52,6 +52,13 @@ def test_it_shows_the_clients_of_a_configuration_of_fit_without_its_model(tmp_pa
     assert not Path("runs").exists()
 
 
+def test_no_model_needs_to_be_given(capsys):
+    found = table(capsys, "--data", "Digits", "--data.num_clients", 3)
+    assert found["partition"].strip() == "IID(), 3 clients"
+    message = message_of(capsys, lambda: main(["partition", "--threads", "1"]))
+    assert message == "error: the following arguments are required: data\n"
+
+
 def test_clients_smaller_than_a_batch_are_counted_where_fit_refuses_them(capsys):
     write_config()
     found = table(capsys, "--config", "tiny.yaml", "--data.partition", "IID", "--data.batch_size", 81)
@@ -111,11 +118,14 @@ def test_a_thousand_clients_take_seconds(capsys):
         (["--outputs", "x"], "there is no setting 'outputs'"),
         (["--data.partition", "FromFile", "--data.partition.path", "p.pkl"], "p.pkl is a pickle"),
         (["--data.num_clients", "9999"], "num_clients must be in"),
+        (["--save", "."], "save: . is a folder"),
+        (["--save", "tiny.yaml/x.json"], "tiny.yaml/x.json cannot be written"),
     ],
 )
-def test_a_mistake_is_one_line(arguments, message, capsys):
+def test_a_mistake_is_one_line_and_leaves_nothing(arguments, message, capsys):
     write_config()
     assert message in message_of(capsys, lambda: main(["partition", "--config", "tiny.yaml", *arguments]))
+    assert [path.name for path in Path().iterdir()] == ["tiny.yaml"]
 
 
 def test_help_is_short_and_names_the_options(capsys):
