@@ -66,7 +66,7 @@ def main(args: Sequence[str] | None = None) -> None:
         _run(list(sys.argv[1:] if args is None else args))
     except KeyboardInterrupt:  # while torch is imported; a command that has begun hears the signals itself
         if not launched_rank():
-            print("stopped by Ctrl-C; nothing is kept", file=sys.stderr)
+            print("stopped by Ctrl-C; nothing new is kept", file=sys.stderr)
         sys.exit(130)
 
 

@@ -3,8 +3,8 @@
 import io
 import shlex
 import sys
-from collections.abc import Sequence
-from contextlib import redirect_stderr, redirect_stdout
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from functools import cache, cached_property
 from importlib import import_module
 from pathlib import Path
@@ -55,7 +55,18 @@ Run the cells of a study that have no result yet, and print its table. The same 
 options are settings of every cell, such as --data.data_dir data/cifar10 or --trainer.accelerator gpu."""
 
 
+@contextmanager
+def _cells_are_kept() -> Iterator[None]:
+    """Let a stop say what is kept, at whatever moment it comes."""
+    try:
+        yield
+    except Stopped as stopped:
+        stopped.kept = "finished cells and the checkpoints of others are kept; the same command goes on"
+        raise
+
+
 @command()
+@_cells_are_kept()
 def main(args: Sequence[str]) -> None:
     """Run a study, print and write its tables.
 
@@ -126,18 +137,14 @@ def main(args: Sequence[str]) -> None:
             reads.check(states)
 
         runner = Runner(folder, engine, jobs, own.accept_stale, show)
-        try:
-            trials = reads.soon([cell for trial in cells.trials for cell in trial])
-            runner.run(trials)
-            choices = chosen(study, cells.trials, own.accept_stale, runner.diverged)
-            table = cells.table(choices)
-            runner.run([*trials, *reads.soon(table)])
-            while (again := chosen(study, cells.trials, own.accept_stale, runner.diverged)) != choices:
-                choices, table = again, cells.table(again)  # a trial was on other data than the table's cells
-                runner.run([*trials, *table])
-        except Stopped as stopped:
-            stopped.kept = "finished cells and the checkpoints of others are kept; the same command goes on"
-            raise
+        trials = reads.soon([cell for trial in cells.trials for cell in trial])
+        runner.run(trials)
+        choices = chosen(study, cells.trials, own.accept_stale, runner.diverged)
+        table = cells.table(choices)
+        runner.run([*trials, *reads.soon(table)])
+        while (again := chosen(study, cells.trials, own.accept_stale, runner.diverged)) != choices:
+            choices, table = again, cells.table(again)  # a trial was on other data than the table's cells
+            runner.run([*trials, *table])
     if table:
         found = findings(study, table, choices, runner.failed, own.accept_stale, runner.diverged)
         named = ["--name", own.name] if own.name else []

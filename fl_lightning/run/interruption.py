@@ -31,12 +31,12 @@ class Stopped(SystemExit):
         super().__init__(128 + number)
         self.signal = signal.Signals(number)
         self.way = _WAYS[self.signal]
-        self.kept = "nothing is kept"
+        self.kept = "nothing new is kept"
 
 
 @contextmanager
 def stoppable() -> Iterator[None]:
-    """Let a signal end the block with one line, by :class:`Stopped`."""
+    """Let a signal end the block with one line, by :class:`Stopped`; that of a block within it is left to the outer one."""
     previous, unraisable = _listen(_stop), sys.unraisablehook
     left = threading.Event()
 
@@ -56,10 +56,10 @@ def stoppable() -> Iterator[None]:
     try:
         yield
     except Stopped as stopped:
-        if stopped.kept:
+        if stopped.kept and _stop not in previous.values():
             lost = f" after: {stopped.__context__}" if isinstance(stopped.__context__, LostRank) else ""
             print(f"stopped by {stopped.way}{lost}; {stopped.kept}", file=sys.stderr)
-        stopped.kept = ""
+            stopped.kept = ""
         raise
     finally:
         left.set()

@@ -131,7 +131,7 @@ def test_signal_before_the_first_round_tells_it_and_leaves_nothing(
     with pytest.raises(SystemExit) as stop:
         run()
     assert stop.value.code == 128 + number
-    assert capsys.readouterr().err == f"stopped by {WAYS[number]}; nothing is kept\n"
+    assert capsys.readouterr().err == f"stopped by {WAYS[number]}; nothing new is kept\n"
     assert attempts() == []
 
 
@@ -177,7 +177,7 @@ def test_ctrl_c_while_torch_is_imported_is_one_line(capsys, monkeypatch):
     with pytest.raises(SystemExit) as stop:
         main(["fit"])
     assert stop.value.code == 130
-    assert capsys.readouterr().err == "stopped by Ctrl-C; nothing is kept\n"
+    assert capsys.readouterr().err == "stopped by Ctrl-C; nothing new is kept\n"
 
 
 def test_signal_that_is_ignored_stays_so():

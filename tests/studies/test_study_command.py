@@ -1,7 +1,9 @@
 """``study`` from its file to its table, each cell computed in this process: nothing twice, nothing mixed, T* as if alone."""
 
 import json
+import os
 import shutil
+import signal
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,7 +12,9 @@ import torch
 from command_line import message_of, run
 from study_in_process import STUDY, found, study, write
 
+import fl_lightning.cli.study
 from fl_lightning.__main__ import main
+from fl_lightning.cli.federated_cli import FederatedCLI
 from fl_lightning.cli.study import deciding_options
 from fl_lightning.files import write_text
 from fl_lightning.run_directory.directory import Attempt
@@ -332,6 +336,22 @@ def test_bad_input_is_one_line(ran, capsys, args, message):
     Path("tiny.bin").write_bytes(b"\xff\xfe")
     assert message in message_of(capsys, lambda: main(["study", *args]))
     assert not Path("runs").exists()
+
+
+@pytest.mark.parametrize("moment", ["parse_arguments", "findings"])
+def test_ctrl_c_at_the_start_or_the_end_says_that_cells_are_kept(moment, ran, capsys, monkeypatch):
+    def strike(*arguments, **settings):
+        os.kill(os.getpid(), signal.SIGINT)
+
+    owner = FederatedCLI if moment == "parse_arguments" else fl_lightning.cli.study
+    monkeypatch.setattr(owner, moment, strike)
+    with pytest.raises(SystemExit) as stop:
+        study("--model.local_steps=1", "--trainer.max_epochs=1")
+    assert stop.value.code == 130
+    line = (
+        "stopped by Ctrl-C; finished cells and the checkpoints of others are kept; the same command goes on"
+    )
+    assert capsys.readouterr().err.splitlines()[-1] == line
 
 
 def test_a_cell_that_ends_before_its_plan_says_so(ran, capsys, monkeypatch):
