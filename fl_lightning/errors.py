@@ -31,6 +31,31 @@ class CannotVectorize(ConfigurationError):
     """A model or batches that cannot be computed for all clients at once; one after the other they can."""
 
 
+_EXTRAS = {
+    "datasets": "hf",
+    "pyarrow": "hf",
+    "ray": "ray",
+    "segmentation_models_pytorch": "segmentation",
+    "submitit": "slurm",
+    "timm": "timm",
+    "wandb_workspaces": "dashboard",
+}
+"""This project's extras by the package that they bring."""
+
+
+def missing_module(name: str, owner: str = "") -> str:
+    """Say what installs a module that is missing, empty where it may be one of the user's own.
+
+    Args:
+        name: The module.
+        owner: The module that needs it; where it is the missing one itself, a name may be misspelt.
+    """
+    package = name.partition(".")[0]
+    if package in _EXTRAS:
+        return f"; pip install 'fl_lightning[{_EXTRAS[package]}]'"
+    return "" if not name or "." in name or owner.partition(".")[0] == package else f"; pip install {package}"
+
+
 @contextmanager
 def doing(what: str | Callable[[], str]) -> Iterator[None]:
     """Note on an exception that leaves the block what was being done: the command line's line of it says so.

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from fl_lightning.aggregation import Aggregator, PreAggregator
 from fl_lightning.attacks import Attack
 from fl_lightning.client_data.federated import FederatedDataModule
-from fl_lightning.errors import ConfigurationError, nearest
+from fl_lightning.errors import ConfigurationError, missing_module, nearest
 from fl_lightning.executors.base import Executor
 from fl_lightning.launched import launched_rank, silence, under_torchrun
 from fl_lightning.optimizers.schedules import LRSchedule
@@ -82,7 +82,9 @@ def explain(message: str, settings: Sequence[str] = (), owner: str = "") -> str:
         classes = _class_names(kinds_of_settings().get(key.rpartition(".")[2], type(None)))
         return f"{name}.{own[1]}: {name} is null; give its class first, --{name} CLASS ({', '.join(sorted(classes))})"
     if broken := found["broken class"]:
-        return f"{setting}class {broken[1]!r} cannot be imported: {broken[2]}"
+        lacks = re.search(r"No module named '([\w.]+)'", broken[2])
+        remedy = missing_module(lacks[1], broken[1]) if lacks else ""
+        return f"{setting}class {broken[1]!r} cannot be imported: {broken[2]}{remedy}"
     value = found["value of several types"] or found["value"]
     of_a_number = value and re.search(r"<class '(int|float|bool)'>", value[1])
     missing, no_class = found["unknown class"], found["no class"]
@@ -251,9 +253,8 @@ def fail(error: Exception) -> NoReturn:
     if line is not None:
         refuse(line, getattr(error, "exit_status", 2))
     kept = _keep_traceback(error)
-    cause = error.__cause__
-    if hasattr(error, "__notes__") or not hasattr(cause, "__notes__"):
-        cause = error  # else jsonargparse's is around that of a class
+    # jsonargparse's are around that of a class
+    cause = next((one for one in _causes(error) if hasattr(one, "__notes__")), error)
     doing = "; ".join([*getattr(cause, "__notes__", ()), kept])
     refuse(f"{type(cause).__name__}: {_one_line(str(cause))}".rstrip(": ") + f" ({doing})", 1)
 
@@ -274,6 +275,10 @@ def _keep_traceback(error: Exception) -> str:
 
 def told(error: BaseException | None) -> str | None:
     """The line of an exception that a user can act on; None where it is one that nobody foresaw."""
+    cause = next((one for one in _causes(error) if isinstance(one, ConfigurationError | ImportError)), None)
+    if isinstance(cause, ModuleNotFoundError):
+        doing = "".join(f" ({note})" for note in getattr(cause, "__notes__", ())[:1])
+        return _one_line(str(cause)) + missing_module(cause.name or "") + doing
     while error is not None:
         if isinstance(error, ConfigurationError | MisconfigurationException):
             return " ".join(str(error).split())
@@ -281,3 +286,10 @@ def told(error: BaseException | None) -> str | None:
             return " ".join(str(error).split())
         error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     return None
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    """An exception and what it was raised from; not what was merely handled when it came."""
+    while error is not None:
+        yield error
+        error = error.__cause__

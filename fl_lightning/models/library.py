@@ -5,28 +5,25 @@ from typing import Any, Literal, NamedTuple
 
 from torch import nn
 
-from fl_lightning.errors import ConfigurationError
+from fl_lightning.errors import ConfigurationError, missing_module
 from fl_lightning.models.norm import convert_norm
 from fl_lightning.models.weights import load_weights
 from fl_lightning.recorded import records
 
 
 class _Library(NamedTuple):
-    """What a library calls the number of classes and of channels (None: always 3), its own defaults that go, its extra."""
+    """What a library calls the number of classes and of channels (None: always 3), its own defaults that go."""
 
     num_classes: str = "num_classes"
     in_channels: str | None = "in_channels"
     defaults: dict[str, Any] = {}  # noqa: RUF012  # never changed
-    extra: str | None = None
 
 
 _LIBRARIES = {
     "torchvision": _Library(in_channels=None),
-    "timm": _Library(in_channels="in_chans", extra="timm"),
+    "timm": _Library(in_channels="in_chans"),
     # would download weights
-    "segmentation_models_pytorch": _Library(
-        "classes", defaults={"encoder_weights": None}, extra="segmentation"
-    ),
+    "segmentation_models_pytorch": _Library("classes", defaults={"encoder_weights": None}),
 }
 
 
@@ -62,8 +59,8 @@ def library_model(
     try:
         make = getattr(import_module(module), name)
     except ImportError as error:
-        remedy = f"pip install 'fl_lightning[{library.extra}]'" if library.extra else "give a dotted path"
-        raise ConfigurationError(f"function: {function!r} cannot be imported ({error}); {remedy}") from error
+        remedy = missing_module(error.name or "", function) or "; give a dotted path"
+        raise ConfigurationError(f"function: {function!r} cannot be imported ({error}){remedy}") from error
     except (AttributeError, ValueError) as error:
         raise ConfigurationError(
             f"function: there is no {function!r}; give a dotted path such as torchvision.models.resnet18"

@@ -1,5 +1,6 @@
 """Mistakes in the settings: each is one line that names it, and leaves nothing behind."""
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -75,8 +76,13 @@ TABLE = {
     "missing name in a module": (callback("callbacks.FixBM"), ["'callbacks.FixBM'", "no attribute 'FixBM'"]),
     "broken callback module": (
         callback("broken.Mine"),
-        ["'broken.Mine'", "cannot be imported", "not_installed"],
+        ["'broken.Mine'", "cannot be imported", "not_installed", "pip install not_installed"],
     ),
+    "extra that is missing": (
+        "--model.model timm.create_model",
+        ["timm.create_model", "pip install 'fl_lightning[timm]'"],
+    ),
+    "package that a class imports": ("--trainer.logger needs.Logs", ["making Logs()", "pip install nowhere"]),
     "unknown callback setting": (
         callback("FixBN", freeze_rond=2),
         ["FixBN", "'freeze_rond'", "freeze_round"],
@@ -200,10 +206,25 @@ TABLE = {
 }
 
 
+class Missing:
+    """Finds no timm, as where the extra is not installed."""
+
+    def find_spec(self, name, *others):
+        if name == "timm":
+            raise ModuleNotFoundError("No module named 'timm'", name="timm")
+
+
 @pytest.mark.parametrize(("given", "words"), TABLE.values(), ids=TABLE)
 def test_mistake_is_one_line_that_names_it_and_leaves_nothing(given, words, capsys, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     Path("broken.py").write_text("import not_installed\n")
+    monkeypatch.setattr(sys, "meta_path", [Missing(), *sys.meta_path])
+    Path("needs.py").write_text(
+        "from lightning.pytorch.loggers import CSVLogger\n"
+        "class Logs(CSVLogger):\n"
+        "    def __init__(self):\n"
+        "        import nowhere\n"
+    )
     Path("misspelt.py").write_text(
         "from fl_lightning import FederatedCallback\n"
         "class A(FederatedCallback):\n"
