@@ -15,7 +15,7 @@ from jsonargparse.typing import restricted_number_type
 from lightning.pytorch import Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
-from fl_lightning.cli.parser import ConciseParser, given_settings, one_milestone_each
+from fl_lightning.cli.parser import ConciseParser, given_settings, one_milestone_each, read_given
 from fl_lightning.dashboard.settings import WandbSettings
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.launched import under_torchrun
@@ -86,7 +86,8 @@ class FederatedCLI(LightningCLI):
         command = next((argument for argument in args if argument in LightningCLI.subcommands()), "")
         known = parser.settings()
         # a file for all commands has a section for each
-        self.given = {name.removeprefix(f"{command}."): x for name, x in given_settings(args).items()}
+        read = [one._replace(name=one.name.removeprefix(f"{command}.")) for one in read_given(args)]
+        ConciseParser.given, self.given = read, given_settings(read)
         for name, value in self.given.items():
             # every comparison is false: ranges let it pass
             if isinstance(value, float) and math.isnan(value):

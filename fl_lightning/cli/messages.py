@@ -1,6 +1,7 @@
 """How a command ends: its errors are one line with the setting, the value and what would work."""
 
 import errno
+import inspect
 import os
 import re
 import signal
@@ -8,7 +9,7 @@ import sys
 import time
 import traceback
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
@@ -56,13 +57,16 @@ SHAPES = {
 """What of jsonargparse's messages is read, as regular expressions: ``tests/cli/test_jsonargparse.py`` holds it to them."""
 
 
-def explain(message: str, settings: Sequence[str] = (), owner: str = "") -> str:
+def explain(
+    message: str, settings: Sequence[str] = (), owner: str = "", given: Mapping[str, Any] | None = None
+) -> str:
     """The line of a parser's message that matters.
 
     Args:
         message: What the parser says.
         settings: The parser's own settings.
         owner: The class whose settings the parser reads, empty where they are of several.
+        given: What the user gave, by plain name.
 
     Returns:
         One line that names the setting and the value, with near names where something is misspelt.
@@ -71,11 +75,13 @@ def explain(message: str, settings: Sequence[str] = (), owner: str = "") -> str:
     key = found["setting"][1] if found["setting"] else ""
     name = ".".join(filter(None, (owner, key)))
     setting = f"{name}: " if name else ""
-    if unknown := found["unknown setting"]:
-        option = str(unknown[unknown.lastgroup or 0])
-        among = f" among {', '.join(settings) or 'none, or its class_path is missing'}" if owner else ""
-        sections = (known.partition(".")[0] for known in settings)
-        return f"{setting}there is no setting {option!r}{among}{nearest(option, [*settings, *sections])}"
+    if found["unknown setting"]:
+        option = setting_of(message, settings)
+        if owner:
+            among = ", ".join(settings) or "none, or its class_path is missing"
+            near = nearest(option, settings) or _classes_with(option, owner)
+            return f"{setting}there is no setting {option!r} among {among}{near}"
+        return f"{setting}there is no setting {option!r}{_alike(option, settings, given or {})}"
     if own_words := found["what a class says"]:
         return setting + own_words[1]
     if own := found["setting of no class"]:
@@ -113,6 +119,50 @@ def explain(message: str, settings: Sequence[str] = (), owner: str = "") -> str:
     return setting + _one_line(re.sub(r"(required:|,) (?:fit|validate|test|predict)\.", r"\1 ", said))
 
 
+def setting_of(message: str, settings: Sequence[str]) -> str:
+    """The setting that a parser's message is about; of one that does not exist the outermost part that is unknown.
+
+    Args:
+        message: What the parser says.
+        settings: The parser's own settings.
+    """
+    unknown = re.search(SHAPES["unknown setting"], message)
+    if not unknown:
+        key = re.search(SHAPES["setting"], message)
+        return key[1] if key else ""
+    option = str(unknown[unknown.lastgroup or 0])
+    for end in (match.start() for match in re.finditer(r"\.", option)):
+        if option[:end] in settings:  # its own settings are not known here
+            break
+        if not any(known.startswith(option[: end + 1]) for known in settings):
+            return option[:end]
+    return option
+
+
+def _alike(option: str, settings: Sequence[str], given: Mapping[str, Any]) -> str:
+    """A clause with settings of the same last part, those of the classes that are given among them, else with near names."""
+    kinds, last = kinds_of_settings(), option.rpartition(".")[2]
+    known = [*settings, *(name for name in given if name.partition(".")[0] != option.partition(".")[0])]
+    for name, value in given.items():
+        kind = kinds.get(name.rpartition(".")[2])
+        if kind is not None and (made := _classes(kind).get(str(value))) is not None:
+            known += [f"{name}.{parameter}" for parameter in inspect.signature(made.__init__).parameters]
+    same = [name for name in dict.fromkeys(known) if name.endswith(f".{last}") and name != option]
+    sections = (name.partition(".")[0] for name in settings)
+    return f"; did you mean {' or '.join(same[:3])}?" if same else nearest(option, [*settings, *sections])
+
+
+def _classes_with(option: str, owner: str) -> str:
+    """A clause with the other classes of a class's kind that have a setting; empty where they are none or many."""
+    for classes in map(_classes, kinds_of_settings().values()):
+        others = [
+            name for name, kind in classes.items() if option in inspect.signature(kind.__init__).parameters
+        ]
+        if owner in classes and 0 < len(others) < 5:
+            return f"; {', '.join(sorted(others))} {'has' if len(others) == 1 else 'have'} it"
+    return ""
+
+
 def kinds_of_settings() -> dict[str, type]:
     """The class that those are subclasses of which a setting takes, by the last part of its name."""
     from datamodules.partitions import Partition  # not before main() has found out whose package this is
@@ -137,13 +187,17 @@ def kinds_of_settings() -> dict[str, type]:
 
 
 def _class_names(base: type) -> set[str]:
-    """The bare names of a class's subclasses; those of one's own go by their dotted path."""
-    names, subclasses = set(), list[type](type.__subclasses__(base))
+    return set(_classes(base))
+
+
+def _classes(base: type) -> dict[str, type]:
+    """A class's subclasses by their bare names; those of one's own go by their dotted path."""
+    found, subclasses = dict[str, type](), list[type](type.__subclasses__(base))
     for kind in subclasses:
-        names |= _class_names(kind)
+        found |= _classes(kind)
         if kind.__module__.partition(".")[0] in _SHIPPED and not kind.__name__.startswith("_"):
-            names.add(kind.__name__)
-    return names
+            found[kind.__name__] = kind
+    return found
 
 
 def _one_line(text: str) -> str:

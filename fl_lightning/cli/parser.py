@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import zip_longest
 from pathlib import Path
 from types import NoneType
-from typing import Any, ClassVar, NoReturn, get_args, get_type_hints
+from typing import Any, ClassVar, NamedTuple, NoReturn, get_args, get_type_hints
 
 import yaml
 from jsonargparse import Namespace
@@ -14,7 +14,7 @@ from jsonargparse._parameter_resolvers import UnknownDefault
 from lightning.pytorch.cli import LightningArgumentParser
 from torch import nn
 
-from fl_lightning.cli.messages import explain, refuse
+from fl_lightning.cli.messages import explain, refuse, setting_of
 from fl_lightning.errors import ConfigurationError, doing
 from fl_lightning.files import user_path
 from fl_lightning.recorded import parameters, record
@@ -28,9 +28,11 @@ class ConciseParser(LightningArgumentParser):
 
     Attributes:
         owner: The class whose settings it reads, empty where they are of several.
+        given: What the user gave; errors of all parsers name near settings of it, and where a file gives what is wrong.
     """
 
     owner = ""
+    given: ClassVar[Sequence["Given"]] = ()
     _functions: ClassVar[set[Any]] = set()
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -92,7 +94,10 @@ class ConciseParser(LightningArgumentParser):
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Print a short form of a parser's message to stderr and exit with status 2."""
-        refuse(explain(message, self.settings(), self.owner))
+        settings = self.settings()
+        given = {one.setting: one.value for one in self.given if one.value is not _SECTION}
+        place = _place(plain_name(setting_of(message, settings)), bool(self.owner), self.given)
+        refuse(explain(message, settings, self.owner, given) + place)
 
 
 def _make(class_type: type, *args: Any, **settings: Any) -> Any:
@@ -118,8 +123,33 @@ def _refuse_null(class_type: type, settings: Mapping[str, Any]) -> None:
             raise ConfigurationError(f"{class_type.__name__}.{name}: null is not valid; it takes {takes}")
 
 
-def given_settings(arguments: Sequence[str]) -> dict[str, Any]:
-    """The settings that the files and the arguments name, by plain name (:func:`plain_name`); later ones win.
+class Given(NamedTuple):
+    """A setting that the user gave.
+
+    Attributes:
+        name: Its dotted name as it is given.
+        value: Its value.
+        file: The file that gives it, empty for the command line.
+        line: The line of its key there.
+    """
+
+    name: str
+    value: Any
+    file: str = ""
+    line: int = 0
+
+    @property
+    def setting(self) -> str:
+        """Its plain name (:func:`plain_name`)."""
+        return plain_name(self.name)
+
+
+_SECTION = object()
+"""The value of a key whose settings have lines of their own."""
+
+
+def read_given(arguments: Sequence[str]) -> list[Given]:
+    """What the files and the arguments give, with the sections in which files give it.
 
     Args:
         arguments: The command line without the program's name.
@@ -127,13 +157,31 @@ def given_settings(arguments: Sequence[str]) -> dict[str, Any]:
     Raises:
         ConfigurationError: A file is not YAML, or it holds no settings.
     """
-    given: dict[str, Any] = {}
+    given: list[Given] = []
     for argument, following in zip_longest(arguments, arguments[1:], fillvalue=""):
         option, equals, value = argument.partition("=")
         if option == "-c" or option.startswith("--"):
             name = "" if option in ("-c", "--config") else option.removeprefix("--")
-            given |= dict(_walk(_value(value if equals else following), name, Path()))
+            given += _walk(Given(name, _value(value if equals else following)), Path())
     return given
+
+
+def given_settings(given: Sequence[Given]) -> dict[str, Any]:
+    """The settings that were given, by plain name (:func:`plain_name`); later ones win."""
+    return {one.setting: one.value for one in given if one.value is not _SECTION}
+
+
+def _place(setting: str, of_a_class: bool, given: Sequence[Given]) -> str:
+    """Where a file gives a setting, such as `` (mine.yaml, line 7)``; empty where it is not clear which one is meant."""
+    found = [
+        one
+        for one in given
+        if setting and (one.setting == setting or (of_a_class and one.setting.endswith(f".{setting}")))
+    ]
+    outermost = min((one.name for one in found), key=len, default="")
+    places = {(one.file, one.line) for one in found if one.name == outermost or not one.file}
+    is_clear = len({one.setting for one in found}) == len(places) == 1
+    return _at(*places.pop()) if is_clear else ""
 
 
 def one_milestone_each(arguments: Sequence[str], given: Mapping[str, Any]) -> list[str]:
@@ -153,34 +201,42 @@ def plain_name(setting: str) -> str:
     return ".".join(part for part in setting.split(".") if part not in ("init_args", "class_path"))
 
 
-def _walk(tree: Any, name: str, folder: Path) -> Iterator[tuple[str, Any]]:
+def _walk(given: Given, folder: Path) -> Iterator[Given]:
+    name, tree, file, _ = given
     may_be_file = isinstance(tree, str) and (not name or tree.endswith((".yaml", ".yml")))
     if may_be_file and (path := folder / user_path("config", tree)).is_file():
-        folder, tree = path.parent, _read(path)
+        folder, tree, file = path.parent, _read(path), str(path)
     if not isinstance(tree, dict):
-        yield plain_name(name), tree
+        yield given
         for item in tree if isinstance(tree, list) else ():
             if isinstance(item, dict):
-                yield from _walk(item, name, folder)
+                yield from _walk(Given(name, item, file), folder)
         return
     if "class_path" in tree:
-        _check_class(tree, name)
+        _check_class(tree, plain_name(name), _at(file, getattr(tree, "lines", {}).get("class_path", 0)))
+    if given.line:
+        yield given._replace(value=_SECTION)
     for key, value in tree.items():
-        yield from _walk(value, f"{name}.{key}".lstrip("."), folder)
+        line = getattr(tree, "lines", {}).get(key, 0)
+        yield from _walk(Given(f"{name}.{key}".lstrip("."), value, file, line), folder)
 
 
-def _check_class(tree: dict[str, Any], name: str) -> None:
+def _at(file: str, line: int) -> str:
+    return f" ({file}, line {line})" if file and line else ""
+
+
+def _check_class(tree: dict[str, Any], name: str, place: str) -> None:
     """Refuse what jsonargparse takes for a mistake in its own words: a class without a name, settings beside it or without names."""
     kind, settings = tree["class_path"], tree.get("init_args") or {}
     if not isinstance(kind, str):
-        raise ConfigurationError(f"{name}: class_path: {kind} must be the name of one class")
+        raise ConfigurationError(f"{name}: class_path: {kind} must be the name of one class{place}")
     if not isinstance(settings, dict | str):
         raise ConfigurationError(
-            f"{name}: init_args of {kind}: {settings} must be settings with names, such as {{name: value}}"
+            f"{name}: init_args of {kind}: {settings} must be settings with names, such as {{name: value}}{place}"
         )
     if beside := tree.keys() - {"class_path", "init_args", "dict_kwargs"}:
         raise ConfigurationError(
-            f"{name}: {', '.join(sorted(beside))} beside class_path: {kind}; settings of a class go below its init_args"
+            f"{name}: {', '.join(sorted(beside))} beside class_path: {kind}; settings of a class go below its init_args{place}"
         )
 
 
@@ -188,21 +244,38 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         settings = yaml.load(path.read_text(encoding="utf-8"), _OnceEach)  # a SafeLoader
     except (yaml.YAMLError, ValueError) as error:
-        raise ConfigurationError(f"config {path} is not YAML: {error}") from error
+        mark = getattr(error, "problem_mark", None)
+        said = f"line {mark.line + 1}: {getattr(error, 'problem', '')}" if mark else error
+        raise ConfigurationError(f"config {path} is not YAML: {said}") from error
     if not isinstance(settings, dict):
         raise ConfigurationError(f"config {path} holds no settings such as 'model: ...': {settings}")
     return settings
 
 
-class _OnceEach(yaml.SafeLoader):
-    """Refuses a key that is given twice: the last one would win in silence."""
+class _Lined(dict[Any, Any]):
+    """A mapping of a file, with the line of each key."""
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [key.value for key, _ in node.value if key.tag != "tag:yaml.org,2002:merge"]
-        for key in keys:
-            if keys.count(key) > 1:
-                raise ValueError(f"{key!r} is given twice{node.start_mark}; keep one of them")
-        return super().construct_mapping(node, deep)
+    lines: Mapping[Any, int]
+
+
+class _OnceEach(yaml.SafeLoader):
+    """Reads the lines of keys, and refuses a key that is given twice: the last one would win in silence."""
+
+    def lined(self, node: yaml.MappingNode) -> Iterator[_Lined]:
+        """Read a mapping, empty at first, as an alias may be within it."""
+        found = _Lined()
+        yield found
+        keys: dict[Any, int] = {}
+        for key, _ in node.value:
+            if key.tag != "tag:yaml.org,2002:merge" and key.value in keys:
+                problem = f"{key.value!r} is given twice; keep one of them"
+                raise yaml.MarkedYAMLError(problem=problem, problem_mark=key.start_mark)
+            keys[key.value] = key.start_mark.line + 1
+        found.update(self.construct_mapping(node))
+        found.lines = keys
+
+
+_OnceEach.add_constructor("tag:yaml.org,2002:map", _OnceEach.lined)
 
 
 def _value(text: str) -> Any:

@@ -14,12 +14,14 @@ import fl_lightning.__main__ as program
 TEXT = "model:\n  local_steps: 3\n"
 
 FILES = {
+    "a bracket that stays open": (b"a: 1\nb: [1\nc: }\n", "is not YAML: line 3: expected ',' or ']', but got ':'"),
+    "a tab": (b"model:\n\tlocal_steps: 1\n", "is not YAML: line 2: found character '\\t' that cannot start any token"),
     "binary": (bytes(range(256)), "is not YAML: 'utf-8' codec can't decode byte 0x80 in position 128: invalid start byte"),
     "UTF-16": (TEXT.encode("utf-16"), "is not YAML: 'utf-8' codec can't decode byte 0xff in position 0: invalid start byte"),
     "Latin-1": ("name: Zürich\n".encode("latin-1"), "is not YAML: 'utf-8' codec can't decode byte 0xfc in position 7: invalid start byte"),
     "a key twice": (
         (TEXT + "  local_steps: 4\n").encode(),
-        "is not YAML: 'local_steps' is given twice in \"<unicode string>\", line 2, column 3: local_steps: 3 ^; keep one of them",
+        "is not YAML: line 3: 'local_steps' is given twice; keep one of them",
     ),
 }  # fmt: skip
 
@@ -136,3 +138,39 @@ def test_a_name_that_the_terminal_cannot_show_ends_no_run(tmp_path):
     )  # fmt: skip
     assert (done.returncode, done.stderr) == (0, b"")
     assert rb"runs/Z\xfcrich/" in done.stdout
+
+
+CALLBACKS = [
+    {"class_path": "FedProx", "init_args": {"mu": "x"}},
+    {"class_path": "FixBN", "init_args": {"freeze_rond": 2}},
+]
+# (changes of the YAML, arguments, the end of the line; L the line of the file that begins with these words)
+PLACES = [
+    ({"model.local_stepz": 3}, "", ("local_stepz",)),
+    ({"dta": {"class_path": "Digits", "init_args": {"num_clients": 3}}}, "", ("dta",)),
+    ({"trainer.max_epochs": "x"}, "", ("max_epochs",)),
+    ({"trainer.callbacks": CALLBACKS[1:]}, "", ("freeze_rond",)),
+    ({"trainer.callbacks": CALLBACKS[:1]}, "", ("mu",)),
+    ({"model.client_optimizer.init_args": {"lr": "x"}}, "", ("lr",)),
+    ({"model.model": {"class_path": "LeNet", "norm": "gn"}}, "", ("class_path: LeNet",)),
+    ({"model.aggregator": ["Median"]}, "", ("aggregator",)),
+    ({}, "--trainer.max_epochs x", None),  # not in the file
+    ({"trainer.max_epochs": 3}, "--trainer.max_epochs x", None),
+    (
+        {"trainer.callbacks": [CALLBACKS[0], {**CALLBACKS[0], "init_args": {"mu": 1}}]},
+        "",
+        None,
+    ),  # which of them?
+]
+
+
+@pytest.mark.parametrize(("changes", "arguments", "words"), PLACES)
+def test_a_wrong_setting_of_a_file_is_named_with_its_line(changes, arguments, words, capsys):
+    write_config(changes)
+    message = message_of(capsys, lambda: run(*arguments.split())).rstrip()
+    if words is None:
+        assert "tiny.yaml" not in message
+        return
+    lines = [text.strip(" -") for text in Path("tiny.yaml").read_text().splitlines()]
+    (line,) = (number for number, text in enumerate(lines, 1) if text.startswith(words))
+    assert message.endswith(f" (tiny.yaml, line {line})")

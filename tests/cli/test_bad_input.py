@@ -37,6 +37,15 @@ TABLE = {
         ["'model.local_stepz'", "did you mean model.local_steps"],
     ),
     "unknown section in YAML": ({"modle": 3}, ["'modle'", "did you mean model"]),
+    "setting of another section": (
+        "--model.lr 0.1",
+        ["'model.lr'", "did you mean model.client_optimizer.lr?"],
+    ),
+    "misspelt section": (
+        {"dta": {"class_path": "Digits", "init_args": {"num_clients": 3}}},
+        ["no setting 'dta'", "did you mean data?"],
+    ),
+    "setting of another partition": ("--data.partition.alpha 1", ["Shards", "'alpha'", "Dirichlet has it"]),
     "abbreviated setting": (
         "--trainer.max_epoch 3",
         ["'trainer.max_epoch'", "did you mean trainer.max_epochs"],

@@ -7,7 +7,7 @@ from command_line import message_of
 
 import callbacks  # noqa: F401  # makes their bare names known
 from fl_lightning import FederatedCallback
-from fl_lightning.cli.parser import ConciseParser, given_settings
+from fl_lightning.cli.parser import ConciseParser, given_settings, read_given
 from fl_lightning.errors import ConfigurationError
 
 
@@ -52,7 +52,7 @@ def test_given_settings_have_plain_names_and_the_last_one_wins():
         "--seed",
         "-1",
     ]
-    assert given_settings(arguments) == {
+    assert given_settings(read_given(arguments)) == {
         "json": "out.json",
         "seed_everything": 1,
         "model.model": "LeNet",
@@ -65,13 +65,13 @@ def test_given_settings_have_plain_names_and_the_last_one_wins():
 
 @pytest.mark.parametrize("text", ["2025-02-30", "[1, ", "0x_"])
 def test_text_that_is_no_yaml_stays_text(text):
-    assert given_settings(["fit", "--name", text]) == {"name": text}
+    assert given_settings(read_given(["fit", "--name", text])) == {"name": text}
 
 
 def test_a_file_below_the_home_is_found_where_the_shell_leaves_the_tilde(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "x.yaml").write_text("model:\n  seed: 5\n")
-    assert given_settings(["fit", "--config=~/x.yaml"]) == {"model.seed": 5}
+    assert given_settings(read_given(["fit", "--config=~/x.yaml"])) == {"model.seed": 5}
     (tmp_path / "x.yaml").write_text("date: 2025-02-30\n")
     with pytest.raises(ConfigurationError, match=r"x\.yaml is not YAML"):
-        given_settings(["fit", "--config=~/x.yaml"])
+        given_settings(read_given(["fit", "--config=~/x.yaml"]))
