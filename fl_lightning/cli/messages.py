@@ -97,14 +97,14 @@ def explain(
     if value and (of_a_number or not (missing or no_class)):
         types = re.sub(r"<class '(?:\w+\.)*(\w+)'>|typing\.Literal|\b[a-z_]\w*\.(?:\w+\.)*", r"\1", value[1])
         return f"{setting}{_one_line(value[2])} is not valid; it takes {types.replace('NoneType', 'null')}"
-    if missing or no_class:
-        kinds = kinds_of_settings()
-        known = _class_names(kinds[last]) if (last := key.rpartition(".")[2]) in kinds else set()
-        remedy = "give one that this setting takes, or the dotted path of your own"
-        remedy = f"there are {', '.join(sorted(known))}" if 0 < len(known) <= 17 else remedy
-        if not missing:
-            what = "a list, not one class" if no_class[1][0] == "[" and "list[" not in message else "no class"
-            return f"{setting}{_one_line(no_class[1])} is {what}; {remedy}"
+    kinds = kinds_of_settings()
+    known = _class_names(kinds[last]) if (last := key.rpartition(".")[2]) in kinds else set()
+    remedy = "give one that this setting takes, or the dotted path of your own"
+    remedy = f"there are {', '.join(sorted(known))}" if 0 < len(known) <= 17 else remedy
+    if no_class and not missing:
+        what = "a list, not one class" if no_class[1][0] == "[" and "list[" not in message else "no class"
+        return f"{setting}{_one_line(no_class[1])} is {what}; {remedy}"
+    if missing:
         if other := re.search(
             rf"{re.escape(missing[1])} does not correspond to a subclass of (\w+)", message
         ):
@@ -146,7 +146,7 @@ def _alike(option: str, settings: Sequence[str], given: Mapping[str, Any]) -> st
     for name, value in given.items():
         kind = kinds.get(name.rpartition(".")[2])
         if kind is not None and (made := _classes(kind).get(str(value))) is not None:
-            known += [f"{name}.{parameter}" for parameter in inspect.signature(made.__init__).parameters]
+            known += [f"{name}.{parameter}" for parameter in inspect.signature(made).parameters]
     same = [name for name in dict.fromkeys(known) if name.endswith(f".{last}") and name != option]
     sections = (name.partition(".")[0] for name in settings)
     return f"; did you mean {' or '.join(same[:3])}?" if same else nearest(option, [*settings, *sections])
@@ -155,9 +155,7 @@ def _alike(option: str, settings: Sequence[str], given: Mapping[str, Any]) -> st
 def _classes_with(option: str, owner: str) -> str:
     """A clause with the other classes of a class's kind that have a setting; empty where they are none or many."""
     for classes in map(_classes, kinds_of_settings().values()):
-        others = [
-            name for name, kind in classes.items() if option in inspect.signature(kind.__init__).parameters
-        ]
+        others = [name for name, kind in classes.items() if option in inspect.signature(kind).parameters]
         if owner in classes and 0 < len(others) < 5:
             return f"; {', '.join(sorted(others))} {'has' if len(others) == 1 else 'have'} it"
     return ""

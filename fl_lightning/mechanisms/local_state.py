@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import lightning as L
 from torch import Tensor
 
-from fl_lightning.batch_norm.kinds import buffer_kinds, parameter_kinds
+from fl_lightning.batch_norm.kinds import KINDS, buffer_kinds, parameter_kinds
 from fl_lightning.cohort.client_memory import ClientMemory
 from fl_lightning.cohort.cohort import SERVER
 from fl_lightning.cohort.rows import buffer_layout, parameter_layout, split_columns
-from fl_lightning.errors import ConfigurationError
+from fl_lightning.errors import ConfigurationError, check_choice
 from fl_lightning.mechanisms.variant_evaluation import VariantEvaluation
 from fl_lightning.randomness import derive_seed, seeded
 from fl_lightning.round.evaluation import ServerEvaluation
@@ -41,7 +41,7 @@ class LocalState(VariantEvaluation):
             own evaluation. Default: all.
 
     Raises:
-        ConfigurationError: ``evaluate_clients`` is below 1, or the model has no state of these kinds.
+        ConfigurationError: ``evaluate_clients`` is below 1, there is no such kind, or the model has no state of these kinds.
 
     Attributes:
         kinds: The kinds of state that clients keep (see ``fl_lightning.round.policy``).
@@ -65,11 +65,16 @@ class LocalState(VariantEvaluation):
     def configure_batch_norm(self, pl_module: "FederatedModule") -> None:
         """Check that there is something to keep."""
         model = pl_module.model
+        for kind in self.kinds:
+            check_choice(f"{type(self).__name__}.kinds", kind, KINDS)
         present = {*parameter_kinds(model).values(), *buffer_kinds(model).values()}
         if not present.intersection(self.kinds):
+            remedy = (
+                "" if set(self.kinds) <= {"weight", "buffer"} else ": it needs Batch Normalization, norm: bn"
+            )
             raise ConfigurationError(
                 f"{type(self).__name__}: the model {type(model).__name__} has no state of the kinds that clients would keep "
-                f"({', '.join(self.kinds)}): it needs Batch Normalization, norm: bn"
+                f"({', '.join(self.kinds)}), but {', '.join(kind for kind in KINDS if kind in present)}{remedy}"
             )
 
     def on_round_start(self, trainer: L.Trainer, pl_module: "FederatedModule", cohort: "Cohort") -> None:

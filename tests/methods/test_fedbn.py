@@ -223,9 +223,21 @@ def test_bn_layers_are_found_by_type_and_not_by_name():
     assert not torch.equal(first["downsample.1.weight"], second["downsample.1.weight"])
 
 
-def test_a_model_without_bn_is_refused():
-    with pytest.raises(ConfigurationError, match="FedBN: the model Sequential has no state of the kinds"):
-        run(FedBN(), model=small_cnn("gn"))
+@pytest.mark.parametrize(
+    ("kinds", "line"),
+    [
+        (
+            ("affine", "mean"),
+            r"the model Sequential has no .*\(affine, mean\), but weight: it needs Batch Norm",
+        ),
+        (("buffer",), r"the model Sequential has no .*\(buffer\), but weight$"),
+        (("fc",), "kinds: 'fc' must be one of weight, affine, mean, var, counter, buffer"),
+    ],
+)
+def test_kinds_that_a_model_does_not_have_are_refused(kinds, line):
+    method = type("Own", (LocalState,), {"kinds": kinds})()
+    with pytest.raises(ConfigurationError, match=rf"^Own(: |\.){line}"):
+        run(method, model=small_cnn("gn"))
 
 
 def test_fedbn_and_frozen_statistics_are_refused_together():
