@@ -11,6 +11,7 @@ from typing import Any, ClassVar, NamedTuple, NoReturn, get_args, get_type_hints
 import yaml
 from jsonargparse import Namespace
 from jsonargparse._parameter_resolvers import UnknownDefault
+from jsonargparse._util import import_object
 from lightning.pytorch.cli import LightningArgumentParser
 from torch import nn
 
@@ -48,6 +49,7 @@ class ConciseParser(LightningArgumentParser):
             self.owner = class_type.__name__
         names: list[str] = super().add_class_arguments(class_type, nested_key, *args, **kwargs)
         self._let_links_decide(kwargs.get("linked_targets"))
+        self._refuse_class_defaults(class_type)
         return names
 
     def add_function_arguments(
@@ -58,6 +60,7 @@ class ConciseParser(LightningArgumentParser):
         self._functions.add(function)
         names: list[str] = super().add_function_arguments(function, *args, **kwargs)
         self._let_links_decide(linked_targets)
+        self._refuse_class_defaults(function)
         parameters, made = inspect.signature(function).parameters.values(), get_type_hints(function)["return"]
         passes_on = any(parameter.kind == parameter.VAR_KEYWORD for parameter in parameters)
         if passes_on and "num_classes" not in names and issubclass(made, nn.Module):
@@ -70,6 +73,20 @@ class ConciseParser(LightningArgumentParser):
         for action in self._actions:
             if action.dest in (targets or ()) and isinstance(action.default, UnknownDefault):
                 action.default = None
+
+    def _refuse_class_defaults(self, made: Callable[..., Any]) -> None:
+        """Refuse a setting whose default is a class that takes arguments, as ShuffleNetV2's blocks: a parser asks for them."""
+        for action in self._actions:
+            if isinstance(action.default, dict) and action.default.keys() == {"class_path"}:
+                parameters = inspect.signature(
+                    import_object(action.default["class_path"])
+                ).parameters.values()
+                if any(p.default is p.empty and p.kind == p.POSITIONAL_OR_KEYWORD for p in parameters):
+                    raise ConfigurationError(
+                        f"{made.__name__}: its setting {action.dest} is a class by default ({action.default['class_path']}), which a "
+                        "configuration cannot name; use fl_lightning.models.library_model with "
+                        f"function: {made.__module__}.{made.__name__}"
+                    )
 
     def add_subcommands(self, *args: Any, **kwargs: Any) -> Any:
         """Add the place of the subcommands, and remember it."""

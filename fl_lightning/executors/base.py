@@ -1,18 +1,20 @@
 """What an executor is: it computes the losses and gradients of one local step for some rows of a cohort."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 
 import lightning as L
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from fl_lightning.batch_norm.layers import explain_batch_of_one
 from fl_lightning.client_data.cohort_batch import CohortBatch, describe_batch
 from fl_lightning.cohort.round_cohort import RoundCohort
 from fl_lightning.cohort.slots import StateSlots
-from fl_lightning.errors import CannotVectorize, doing
+from fl_lightning.errors import CannotVectorize, ConfigurationError, doing
 from fl_lightning.recorded import Recorded
 
 
@@ -101,7 +103,38 @@ class Executor(Recorded, ABC):
         """Give back what the executor holds between local steps, such as processes; it can be used again."""
 
 
-def computation(module: Any, batch: Any) -> str:
+@contextmanager
+def computing(module: Any, batch: Any) -> Iterator[None]:
+    """Note on an exception what is computed of a batch; inputs that the model's first layer refuses are one line."""
+    try:
+        with doing(lambda: _computation(module, batch)):
+            yield
+    except RuntimeError as error:
+        _refuse_inputs(module.model, batch, error)
+        raise
+
+
+def _refuse_inputs(model: nn.Module, batch: Any, error: RuntimeError) -> None:
+    layers = ((name, layer) for name, layer in model.named_modules() if [*layer.parameters(recurse=False)])
+    name, layer = next(layers, ("", None))
+    inputs = next((leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)), None)
+    if inputs is None or inputs.dim() < 2:
+        return
+    is_other = (
+        isinstance(layer, nn.Conv2d) and inputs.dim() == 4 and layer.in_channels != inputs.shape[1]
+    ) or (
+        isinstance(layer, nn.Linear)
+        and layer.in_features not in (inputs.shape[-1], inputs[0].numel())
+        and "cannot be multiplied" in str(error)
+    )
+    if is_other:
+        raise ConfigurationError(
+            f"model: {type(model).__name__} cannot take inputs of the shape {list(inputs.shape)}: its first layer {name!r} is {layer}; "
+            "make the model for such inputs (in_channels, image_size), or give it others"
+        ) from error
+
+
+def _computation(module: Any, batch: Any) -> str:
     """What is computed of a batch and what can be, in words for the error that it ends in."""
     model, loss = module.model, getattr(module.loss, "__qualname__", type(module.loss).__name__)
     numbers = str(next(model.parameters()).dtype).removeprefix("torch.")
@@ -116,7 +149,7 @@ def client_loss(module: ClientTask, batch: Any) -> Tensor:
     try:
         with (
             module.trainer.precision_plugin.forward_context(),
-            doing(lambda: computation(module, batch)),
+            computing(module, batch),
             explain_batch_of_one(),
         ):
             return module.client_loss(batch)

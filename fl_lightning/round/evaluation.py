@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from fl_lightning.errors import doing
-from fl_lightning.executors.base import computation
+from fl_lightning.executors.base import computing
 from fl_lightning.randomness import derive_seed, seed_everything
 from fl_lightning.ranks import Ranks
 from fl_lightning.round.tasks import Classification, Task
@@ -73,7 +73,7 @@ class ServerEvaluation:
         self._into = self._own
         try:
             seed_everything(seed)
-            with doing(place), doing(lambda: computation(module, batch)):
+            with doing(place), computing(module, batch):
                 evaluate(batch, self)
         except Exception as error:
             if ranks.size == 1:

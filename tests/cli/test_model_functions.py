@@ -26,6 +26,17 @@ def by_name(model_name: str, pretrained: bool = False, **kwargs) -> nn.Module:
 
 def unsaid(num_classes=10):
     return small(num_classes)
+
+class Three(nn.Sequential):
+    def __init__(self, num_classes: int = 10, in_channels: int = 3):
+        conv = nn.Conv2d(in_channels, 4, 3)
+        super().__init__(conv, nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(144, num_classes))
+
+def three(num_classes: int = 10) -> nn.Module:
+    return Three(num_classes)
+
+def wide(num_classes: int = 10) -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(784, 4), nn.BatchNorm1d(4), nn.Linear(4, num_classes))
 """
 
 
@@ -58,6 +69,37 @@ def test_the_data_decide_the_classes_of_a_function_that_takes_them(settings, sha
     assert tuple(cli.model.model[-1].weight.shape) == shape
     again = run(*ONE, config=str(cli.attempt.config))  # the saved configuration names it, too
     assert tuple(again.model.model[-1].weight.shape) == shape
+
+
+def test_the_data_decide_the_channels_of_a_model_of_ones_own_that_takes_them():
+    cli = run("--model.model", "functions.Three", *ONE)
+    assert cli.model.model[0].in_channels == 1
+
+
+@pytest.mark.parametrize("evaluated", [[], ["--trainer.limit_val_batches", 0]])
+@pytest.mark.parametrize(
+    ("model", "layer"), [("three", "'0' is Conv2d(3, 4,"), ("wide", "'1' is Linear(in_features=784,")]
+)
+def test_inputs_that_a_model_refuses_are_named_with_its_first_layer(model, layer, evaluated, capsys):
+    arguments = ["--model.model", f"functions.{model}", "--trainer.callbacks=[]", *ONE, *evaluated]
+    message = message_of(capsys, lambda: run(*arguments))
+    size = 10 if evaluated else 60
+    assert f" cannot take inputs of the shape [{size}, 1, 8, 8]: its first layer {layer}" in message
+    assert "in_channels" in message
+
+
+@pytest.mark.parametrize("name", ["shufflenet_v2_x0_5", "ShuffleNetV2"])
+def test_a_setting_that_is_a_class_by_default_names_the_way_out(name, capsys):
+    model = f"torchvision.models.{name}"
+    for changes, arguments in (({}, ["--model.model", model]), ({"model.model": {"class_path": model}}, [])):
+        write_config(changes)
+        message = message_of(capsys, lambda arguments=arguments: run(*arguments))
+        words = (
+            f"model.model: {name}",
+            "inverted_residual",
+            "library_model with function: torchvision.models.",
+        )
+        assert [word for word in words if word not in message] == []
 
 
 def test_resnet18_of_torchvision_is_trained_and_resumed_from_a_yaml():
