@@ -296,19 +296,29 @@ def fail(error: Exception) -> NoReturn:
     The traceback of such a one is in ``error.txt`` beside its run; that of any is above the line where the environment variable
     ``FL_LIGHTNING_TRACEBACK`` is set.
     """
-    line = told(error)
+    line, module = told(error), broken_module(error)
     if is_shared(error) and dist.is_initialized() and dist.get_rank():
         _let_the_first_rank_speak()
         sys.exit(1)
     if os.environ.get("FL_LIGHTNING_TRACEBACK"):
         traceback.print_exception(error, file=_errors())
     if line is not None:
-        refuse(line, getattr(error, "exit_status", 2))
+        refuse(line + module, getattr(error, "exit_status", 2))
     kept = _keep_traceback(error)
     # jsonargparse's are around that of a class
     cause = next((one for one in _causes(error) if hasattr(one, "__notes__")), error)
     doing = "; ".join([*getattr(cause, "__notes__", ()), kept])
-    refuse(f"{type(cause).__name__}: {_one_line(str(cause))}".rstrip(": ") + f" ({doing})", 1)
+    refuse(f"{type(cause).__name__}: {_one_line(str(cause))}".rstrip(": ") + f"{module} ({doing})", 1)
+
+
+def broken_module(error: BaseException | None) -> str:
+    """Where a module ended in an exception as it was imported, such as `` (methods.py, line 7)``; empty where none did."""
+    found = ""
+    for one in _causes(error):
+        for frame in traceback.extract_tb(one.__traceback__):
+            if frame.name == "<module>":
+                found = f" ({os.path.relpath(frame.filename)}, line {frame.lineno})"
+    return found
 
 
 def _keep_traceback(error: Exception) -> str:

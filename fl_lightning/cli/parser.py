@@ -15,7 +15,7 @@ from jsonargparse._util import import_object
 from lightning.pytorch.cli import LightningArgumentParser
 from torch import nn
 
-from fl_lightning.cli.messages import explain, refuse, setting_of
+from fl_lightning.cli.messages import broken_module, explain, refuse, setting_of
 from fl_lightning.errors import ConfigurationError, doing
 from fl_lightning.files import user_path
 from fl_lightning.recorded import parameters, record
@@ -114,7 +114,7 @@ class ConciseParser(LightningArgumentParser):
         settings = self.settings()
         given = {one.setting: one.value for one in self.given if one.value is not _SECTION}
         place = _place(plain_name(setting_of(message, settings)), bool(self.owner), self.given)
-        refuse(explain(message, settings, self.owner, given) + place)
+        refuse(explain(message, settings, self.owner, given) + (broken_module(ex) or place))
 
 
 def _make(class_type: type, *args: Any, **settings: Any) -> Any:
@@ -158,7 +158,7 @@ class Given(NamedTuple):
     @property
     def setting(self) -> str:
         """Its plain name (:func:`plain_name`)."""
-        return plain_name(self.name)
+        return plain_name(self.name).removesuffix("+")
 
 
 _SECTION = object()

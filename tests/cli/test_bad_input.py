@@ -85,7 +85,12 @@ TABLE = {
     "missing name in a module": (callback("callbacks.FixBM"), ["'callbacks.FixBM'", "no attribute 'FixBM'"]),
     "broken callback module": (
         callback("broken.Mine"),
-        ["'broken.Mine'", "cannot be imported", "not_installed", "pip install not_installed"],
+        [
+            "'broken.Mine'",
+            "cannot be imported",
+            "not_installed",
+            "pip install not_installed (broken.py, line 1)",
+        ],
     ),
     "extra that is missing": (
         "--model.model timm.create_model",
@@ -186,7 +191,14 @@ TABLE = {
         ["the data set does not say its num_classes"],
     ),
     "misspelt loss": ("--model.loss CrossEntropyLos", ["model.loss", "did you mean CrossEntropyLoss"]),
-    "misspelt hook": (callback("misspelt.A"), ["A.on_rond_start", "did you mean on_round_start"]),
+    "misspelt hook": (
+        callback("misspelt.A"),
+        ["A.on_rond_start", "did you mean on_round_start", "(misspelt.py, line 2)"],
+    ),
+    "class in a module that ends in another's error": (
+        "--trainer.callbacks nameless.Good",
+        ["name 'Nothing' is not defined (nameless.py, line 4)"],
+    ),
     "misspelt hook on the command line": (
         "--trainer.callbacks+=misspelt.A",
         ["A.on_rond_start", "did you mean on_round_start"],
@@ -233,6 +245,9 @@ def test_mistake_is_one_line_that_names_it_and_leaves_nothing(given, words, caps
         "class Logs(CSVLogger):\n"
         "    def __init__(self):\n"
         "        import nowhere\n"
+    )
+    Path("nameless.py").write_text(
+        "import lightning as L\nclass Good(L.Callback): ...\n\nclass Bad(Nothing): ...\n"
     )
     Path("misspelt.py").write_text(
         "from fl_lightning import FederatedCallback\n"
