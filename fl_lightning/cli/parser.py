@@ -2,6 +2,7 @@
 
 import enum
 import inspect
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import zip_longest
 from pathlib import Path
@@ -114,7 +115,19 @@ class ConciseParser(LightningArgumentParser):
         settings = self.settings()
         given = {one.setting: one.value for one in self.given if one.value is not _SECTION}
         place = _place(plain_name(setting_of(message, settings)), bool(self.owner), self.given)
-        refuse(explain(message, settings, self.owner, given) + (broken_module(ex) or place))
+        broken = broken_module(ex) or broken_module(_of_import(message))
+        refuse(explain(message, settings, self.owner, given) + (broken or place))
+
+
+def _of_import(message: str) -> Exception | None:
+    """What a class's module ends in as it is imported: jsonargparse loses it where a list of classes may be given."""
+    named = re.search(r"Given value: '?(\w+(?:\.\w+)+)'?$", message)
+    try:
+        if named:
+            import_object(named[1])
+    except Exception as error:  # noqa: BLE001  # the module's own
+        return error
+    return None
 
 
 def _make(class_type: type, *args: Any, **settings: Any) -> Any:
