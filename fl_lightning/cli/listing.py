@@ -63,6 +63,7 @@ def named(kind: str) -> dict[str, str]:
         made = get_type_hints(thing).get("return") if isfunction(thing) else thing
         is_base = thing in bases or isabstract(thing)
         if isinstance(made, type) and issubclass(made, base) and not is_base:
+            name = f"{module.__name__}.{name}" if isfunction(thing) else name  # as the command line takes it
             line = (thing.__doc__ or "").partition("\n")[0]
             found[name] = re.sub(r":\w+:`~?(?:[\w.]*\.)?(\w+)`", r"\1", line).replace("``", "")
     return found

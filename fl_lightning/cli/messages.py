@@ -21,6 +21,7 @@ from torch.nn import Module
 from torch.nn.modules.loss import _Loss
 from torch.optim import Optimizer
 
+from fl_lightning import models
 from fl_lightning.aggregation import Aggregator, PreAggregator
 from fl_lightning.attacks import Attack
 from fl_lightning.client_data.federated import FederatedDataModule
@@ -112,6 +113,8 @@ def explain(
         if any(missing[1] in _class_names(kind) for kind in kinds.values()):
             return f"{setting}the class {missing[1]!r} is of another kind; {remedy}"
         near = nearest(missing[1].rpartition(".")[2], known)
+        if last == "model" and missing[1] in models.__all__:  # a function has no bare name
+            near = f"; did you mean {models.__name__}.{missing[1]}?"
         near = f"; give one class, or for a list [{missing[1]}]" if "," in missing[1] else near
         return f"{setting}there is no class {missing[1]!r}{near or '; ' + remedy}"
     said = message.partition(f'"{key}":')[2] if key else message

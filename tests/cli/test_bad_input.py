@@ -102,6 +102,10 @@ TABLE = {
         ["FixBN", "'freeze_rond'", "freeze_round"],
     ),
     "unknown model": ("--model.model LeNett", ["model.model", "'LeNett'", "did you mean LeNet"]),
+    "bare name of a function": (
+        "--model.model deeplab_v3_plus",
+        ["'deeplab_v3_plus'", "did you mean fl_lightning.models.deeplab_v3_plus?"],
+    ),
     "unknown model setting": ("--model.model.init_args.width 2", ["LeNet", "'width'", "norm, groups"]),
     "unknown norm": ("--model.model.init_args.norm layer", ["norm='layer'", "bn, gn, ln, in, gn_ws"]),
     "unknown data set": ("--data Digit", ["'Digit'", "did you mean Digits"]),
