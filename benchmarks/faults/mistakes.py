@@ -181,7 +181,8 @@ def _misspelt(draw: random.Random) -> tuple[bytes, str]:
         inside.clear()
         inside.update(renamed)
 
-    return _changed(place, rename), name.rpartition(".")[2]
+    parts = zip(name.split("."), place[-1].split("."), strict=True)
+    return _changed(place, rename), next(new for new, old in parts if new != old)
 
 
 def _unknown(draw: random.Random) -> tuple[bytes, str]:
