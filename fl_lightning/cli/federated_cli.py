@@ -88,6 +88,9 @@ class FederatedCLI(LightningCLI):
         # a file for all commands has a section for each
         read = [one._replace(name=one.name.removeprefix(f"{command}.")) for one in read_given(args)]
         ConciseParser.given, self.given = read, given_settings(read)
+        seed = self.given.get("seed_everything", 0)
+        if type(seed) is not int or not 0 <= seed < 2**32:  # Lightning would draw one for true
+            raise ConfigurationError(f"seed_everything: {seed} must be a whole number from 0 to {2**32 - 1}")
         for name, value in self.given.items():
             # every comparison is false: ranges let it pass
             if isinstance(value, float) and math.isnan(value):
@@ -103,8 +106,6 @@ class FederatedCLI(LightningCLI):
                 "weights_only: false in a file would run what a checkpoint holds; leave it out there"
             )
         seed = config.seed_everything
-        if not 0 <= seed < 2**32:
-            raise ConfigurationError(f"seed_everything: {seed} must be a whole number from 0 to {2**32 - 1}")
         for setting in ("data.seed", "model.seed"):
             own = self.given.get(setting, seed)
             if own != seed:

@@ -65,6 +65,10 @@ def library_model(
         raise ConfigurationError(
             f"function: there is no {function!r}; give a dotted path such as torchvision.models.resnet18"
         ) from error
+    if not callable(make):
+        raise ConfigurationError(
+            f"function: {function!r} is a {type(make).__name__}, not a function or class that makes a model"
+        )
     given = dict(library.defaults)
     if num_classes is not None:
         given[library.num_classes] = num_classes
@@ -74,10 +78,13 @@ def library_model(
         raise ConfigurationError(
             f"in_channels={in_channels}: {function} takes images of 3 channels; use a model of this project or of timm"
         )
+    given |= settings or {}
     try:
-        model: nn.Module = make(**given, **(settings or {}))
+        model: Any = make(**given)
     except TypeError as error:
-        raise ConfigurationError(f"settings: {settings} do not fit {function}: {error}") from error
+        raise ConfigurationError(f"settings: {given} do not fit {function}: {error}") from error
+    if not isinstance(model, nn.Module):
+        raise ConfigurationError(f"function: {function!r} makes a {type(model).__name__}, which is no model")
     convert_norm(model, norm, groups)
     return model
 

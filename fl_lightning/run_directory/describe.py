@@ -60,7 +60,7 @@ def identity(module: FederatedModule) -> dict[str, Any]:
     method = "+".join([base, *map(describe, methods)])
     return {
         "name": "-".join([method, data, partition.partition("(")[0], steps, rate, f"s{module.seed}"]),
-        "tags": [base, *(type(method).__name__ for method in methods), data, type(module.model).__name__],
+        "tags": [base, *(type(method).__name__ for method in methods), data, model_name(module)],
         "git_commit": describe_environment()["git_commit"],
         "seed": module.seed,
         "method": method_name(module, methods),
@@ -88,10 +88,15 @@ def clients_table(module: FederatedModule) -> tuple[list[str], list[list[Any]]]:
     return [*columns, *(f"class {name}" for name in names if histogram[0])], rows
 
 
+def model_name(module: FederatedModule) -> str:
+    """The class of the model, of a compiled one that within."""
+    return type(getattr(module.model, "_orig_mod", module.model)).__name__
+
+
 def run_title(module: FederatedModule) -> list[str]:
     """What a picture of a run says about it: a line with its method, one with model, data, partition and seed."""
     norms = norm_names(module.model)
-    model = type(module.model).__name__ + (f" ({', '.join(norms)})" if norms else "")
+    model = model_name(module) + (f" ({', '.join(norms)})" if norms else "")
     data = f"{type(module.data).__name__}: {module.data.describe_partition()}"
     lines = [method_name(module, module.federated_callbacks), f"{model}; {data}; seed {module.seed}"]
     return [*lines, *origin_in_words(module.record.continued_from)]

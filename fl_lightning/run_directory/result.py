@@ -9,7 +9,7 @@ from fl_lightning.recorded import describe
 from fl_lightning.round.module import FederatedModule
 from fl_lightning.round.policy import policy_table, stages_in_words
 from fl_lightning.run_directory.console import format_bytes, print_table
-from fl_lightning.run_directory.describe import describe_environment, method_name, origin_in_words
+from fl_lightning.run_directory.describe import describe_environment, method_name, model_name, origin_in_words
 from fl_lightning.run_directory.directory import Attempt
 from fl_lightning.run_directory.files import draw_pictures
 from fl_lightning.run_directory.report import Report
@@ -55,7 +55,7 @@ def _collect(
     stages = policy_table(module.model, module.federated_callbacks, module.planned_rounds).get("mean", [])
     return {
         "method": method_name(module, module.federated_callbacks),
-        "model": type(module.model).__name__,
+        "model": model_name(module),
         "partition": module.data.describe_partition(),
         "rounds": rounds,
         "planned_rounds": module.planned_rounds,

@@ -162,8 +162,8 @@ TABLE = {
         {"model.client_lr_schedule": {"class_path": "MultiStep", "init_args": {"milestones": [1.5]}}},
         ["milestones: 1.5", "fraction in (0, 1)"],
     ),
-    "no seed": ("--seed_everything false", ["seed: False", "it takes int"]),
-    "any seed": ("--seed_everything true", ["seed: True", "it takes int"]),
+    "no seed": ("--seed_everything false", ["seed_everything: False", "whole number from 0"]),
+    "any seed": ("--seed_everything true", ["seed_everything: True", "whole number from 0"]),
     "negative seed": ("--seed_everything -1", ["seed_everything: -1", "from 0 to 4294967295"]),
     "negative learning rate of the server": (
         server("SGD", lr=-1),

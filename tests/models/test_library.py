@@ -128,6 +128,15 @@ def test_a_layer_that_a_model_has_twice_is_converted_in_both_places():
         (lambda: library_model("resnet18"), "function: there is no 'resnet18'; give a dotted path"),
         (lambda: library_model("nowhere.resnet18"), "function: 'nowhere.resnet18' cannot be imported"),
         (
+            lambda: library_model("torchvision.models.vgg", in_channels=1),
+            "function: 'torchvision.models.vgg' is a module",
+        ),
+        (lambda: library_model("datetime.timedelta"), "function: 'datetime.timedelta' makes a timedelta"),
+        (
+            lambda: library_model("torch.nn.Linear", 10),
+            "settings: {'num_classes': 10} do not fit torch.nn.Linear",
+        ),
+        (
             lambda: library_model("torchvision.models.resnet18", settings={"depth": 3}),
             "settings: {'depth': 3} do not fit torchvision.models.resnet18: .*unexpected keyword argument 'depth'",
         ),

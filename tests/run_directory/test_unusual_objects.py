@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import json
 import logging
 import shutil
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from datamodules import Digits, Shards
 from fl_lightning import ConfigurationError, FederatedCallback, FederatedDataModule
 from fl_lightning.attacks import SignFlip
 from fl_lightning.models import LeNet
+from fl_lightning.run_directory.describe import run_title
 from fl_lightning.run_directory.description import config_hash
 
 
@@ -273,8 +275,11 @@ def test_objects_that_are_met_again_or_decide_later_name_a_run(what):
     assert [hash_of(**one()) for one in MORE[what]] == names
 
 
-def test_a_compiled_model_is_trained():
-    python_run(rounds=1, model=torch.compile(lenet()), callbacks=[]).fit()
+def test_a_compiled_model_is_trained_and_told_by_its_class():
+    run = python_run(rounds=1, model=torch.compile(lenet()), callbacks=[])
+    run.fit()
+    assert json.loads((run.path / "result.json").read_text())["model"] == "LeNet"
+    assert run_title(run.module)[1].startswith("LeNet (")
 
 
 LOG = logging.getLogger(__name__)
