@@ -145,7 +145,7 @@ def setting_of(message: str, settings: Sequence[str]) -> str:
 def _alike(option: str, settings: Sequence[str], given: Mapping[str, Any]) -> str:
     """A clause with settings of the same last part, those of the classes that are given among them, else with near names."""
     kinds, last = kinds_of_settings(), option.rpartition(".")[2]
-    known = [*settings, *(name for name in given if name.partition(".")[0] != option.partition(".")[0])]
+    known = [*settings, *given]
     for name, value in given.items():
         kind = kinds.get(name.rpartition(".")[2])
         if kind is not None and (made := _classes(kind).get(str(value))) is not None:

@@ -160,7 +160,7 @@ def test_a_failure_is_printed_with_its_place_and_makes_the_status_1(own_code, ca
         (["--callback", "FixBNN"], "callback: there is no class 'FixBNN'; did you mean FixBN"),
         (["--callback", "methods.Fedprox"], "class 'methods.Fedprox' cannot be imported: module 'methods' has no attribute 'Fedprox'"),
         (["--callback", "nowhere.Mine"], "class 'nowhere.Mine' cannot be imported: No module named 'nowhere'"),
-        (["--callback", "methods.number"], "there is no class 'methods.number'"),
+        (["--callback", "methods.number"], "methods.number is no FederatedCallback"),
         (["--callback", "SlidingWindowFixBN", "--callback.window", "3"], "SlidingWindowFixBN: the following arguments are required: threshold"),
         (["--callback", "FixBN", "--callback.freeze_rounds", "3"], "FixBN: there is no setting 'freeze_rounds' among freeze_round, "),
         (["--callback", "FixBN", "--callback.freeze_round", "soon"], "FixBN.freeze_round: soon is not valid; it takes int, null"),
