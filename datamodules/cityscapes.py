@@ -224,7 +224,7 @@ class Cityscapes(FederatedDataModule):
             for part in sorted(path.glob("*.json")) if path.is_dir() else [path]:
                 data: Mapping[str, Any] = json.loads(part.read_text())["user_data"]
                 files |= {user: list(zip(own["x"], own["y"], strict=True)) for user, own in data.items()}
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise ConfigurationError(
                 f"split_file: {part} cannot be read ({type(error).__name__}: {error}); expected FedDrive's layout, "
                 '{"user_data": {user: {"x": [...], "y": [...]}}} with as many x as y'

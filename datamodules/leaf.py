@@ -120,7 +120,7 @@ def _writers(path: Path) -> Iterator[tuple[Any, Any, str]]:
             _, first = np.unique(np.column_stack([pixels, labels]), axis=0, return_index=True)
             first.sort()
             yield pixels[first], labels[first], name
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ConfigurationError(
             f"data: {path} cannot be read as one of LEAF's files ({type(error).__name__}: {error}); expected {LAYOUT}"
         ) from error

@@ -174,7 +174,7 @@ def labels_sha256(labels: Tensor) -> str:
 def _read(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigurationError(
             f"partition.path: {path} cannot be read as JSON ({type(error).__name__}: {error}); write it anew"
         ) from error

@@ -1,6 +1,7 @@
 """Clients that fail without malice: they drop out of a round, or take fewer local steps in it."""
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.randomness import derive_seed
@@ -39,13 +40,14 @@ class ClientFailures(Recorded):
 
     def __init__(
         self,
-        dropout: float | dict[int, float] = 0.0,
-        schedule: dict[int, list[list[int]]] | None = None,
-        stragglers: float | dict[int, float] = 0.0,
+        # not dict[int, ...], of whose keys jsonargparse would make 1 of 1.5
+        dropout: float | dict[Any, float] = 0.0,
+        schedule: dict[Any, list[list[int]]] | None = None,
+        stragglers: float | dict[Any, float] = 0.0,
     ) -> None:
+        dropout, stragglers = _by_client("dropout", dropout), _by_client("stragglers", stragglers)
         for setting, given in (("dropout", dropout), ("stragglers", stragglers)):
-            for client, value in given.items() if isinstance(given, Mapping) else [(0, given)]:
-                _check_client(setting, client)
+            for value in given.values() if isinstance(given, Mapping) else [given]:
                 if not isinstance(value, int | float) or not 0 <= value <= 1:
                     raise ConfigurationError(
                         f"ClientFailures.{setting}: {value} must be a probability in [0, 1]"
@@ -54,8 +56,8 @@ class ClientFailures(Recorded):
             raise ConfigurationError(
                 f"ClientFailures.schedule: {schedule} must be absences by client id, such as {{7: [[3, 5]]}}"
             )
+        schedule = _by_client("schedule", schedule)
         for client, absences in (schedule or {}).items():
-            _check_client("schedule", client)
             for absence in absences if isinstance(absences, Sequence) else [absences]:
                 is_pair = isinstance(absence, Sequence) and len(absence) == 2
                 if (
@@ -96,9 +98,16 @@ class ClientFailures(Recorded):
         return 1 + derive_seed(seed, "steps of a straggler", round_number, client_id) % full
 
 
-def _check_client(setting: str, client: object) -> None:
-    if type(client) is not int:
-        raise ConfigurationError(f"ClientFailures.{setting}: {client!r} must be a client's number, such as 7")
+def _by_client(setting: str, given: Any) -> Any:
+    """Return what is given for clients by their numbers, which files write as texts; anything else as it is."""
+    if not isinstance(given, Mapping):
+        return given
+    for client in given:
+        if type(client) is not int and not str(client).isdecimal():
+            raise ConfigurationError(
+                f"ClientFailures.{setting}: {client!r} must be a client's number, such as 7"
+            )
+    return {int(client): value for client, value in given.items()}
 
 
 def fewest_reports(check: Callable[[int], None], min_clients: int, cohort_size: int) -> int:

@@ -117,7 +117,7 @@ def _parse(path: Path) -> list[tuple[dict[str, Any], bytes]]:
             row = restored(json.loads(line))
             row["round"] = int(row["round"])
             rows.append((row, line))
-        except (ValueError, TypeError, KeyError) as error:
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
             if number < len(lines):
                 raise ConfigurationError(
                     f"{path} line {number} is not a row of metrics; restore the file or start anew"

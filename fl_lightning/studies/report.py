@@ -100,7 +100,7 @@ def read_found(folder: Path) -> dict[str, Any]:
         cells = folder.resolve().parents[1] / RUNS
         for run in (run for group in found["groups"] for run in group["runs"]):
             run["directory"] = str(cells.joinpath(*Path(run["directory"]).parts[-2:]))
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ConfigurationError(
             f"report: {folder / 'study.json'} is not what a study writes; run the study again"
         ) from error

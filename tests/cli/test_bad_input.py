@@ -52,6 +52,19 @@ TABLE = {
     ),
     "unknown setting of W&B": ("--wandb.foo 1", ["'wandb.foo'", "did you mean wandb.mode"]),
     "unknown setting of W&B in YAML": ({"wandb": {"foo": 1}}, ["'wandb.foo'", "did you mean wandb.mode"]),
+    "half a client": (
+        {
+            "model.failures": {
+                "class_path": "fl_lightning.ClientFailures",
+                "init_args": {"dropout": {1.5: 0.5}},
+            }
+        },
+        ["ClientFailures.dropout: 1.5", "client's number, such as 7"],
+    ),
+    "half an attacker": (
+        callback("Byzantine", attack={"class_path": "SignFlip"}, clients=[1.5]),
+        ["Byzantine.clients: [1.5]", "Sequence[int]"],
+    ),
     "abbreviated seed": ("--seed 3", ["'seed'", "did you mean seed_everything"]),
     "word for a number": ("--model.local_steps three", ["model.local_steps: three", "it takes int"]),
     "word for a number of a class": (f"{DATA}num_clients x", ["Digits.num_clients: x", "it takes int"]),

@@ -132,9 +132,12 @@ def test_users_of_a_split_file_are_the_clients(root, tmp_path):
     folder = made(root, split_file=str(tmp_path / "train"))
     assert folder.names == ["ulm0", "aachen0", "aachen1"]
     assert [folder.num_examples(client) for client in range(3)] == [2, 2, 3]
-    split.write_text("{}")
-    with pytest.raises(ConfigurationError, match=r"split_file: .*all_data_0.json cannot be read \(KeyError"):
-        made(root, split_file=str(split))
+    for text, error in (("{}", "KeyError"), ("[" * 100_000, "RecursionError")):
+        split.write_text(text)
+        with pytest.raises(
+            ConfigurationError, match=rf"split_file: .*all_data_0.json cannot be read \({error}"
+        ):
+            made(root, split_file=str(split))
     users["ulm0"]["x"][0] = "train/ulm/none.png"
     split.write_text(json.dumps({"user_data": users}))
     with pytest.raises(ConfigurationError, match=r"train/ulm/none.png is missing"):

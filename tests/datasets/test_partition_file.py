@@ -228,6 +228,7 @@ ONE = [{"train": [0, 1]}]
     [
         (content(ONE, format="other/1"), "has the format 'other/1'; it takes 'fl_lightning.partition/1'"),
         ([1], "has the format None"),
+        ("[" * 100_000, r"cannot be read as JSON \(RecursionError"),
         ("{", r"cannot be read as JSON \(JSONDecodeError"),
         (content(ONE, space="test"), "space: 'test' must be one of train, train[+]test"),
         (

@@ -246,7 +246,8 @@ def test_a_round_that_is_too_small_for_the_aggregator_is_skipped(capsys):
         ({"failures": {"schedule": {7: None}}}, "ClientFailures.schedule: None of client 7 must be [first round, last round], such as [3, 5]"),
         ({"failures": {"schedule": {1: 4}}}, "ClientFailures.schedule: 4 of client 1 must be [first round, last round], such as [3, 5]"),
         ({"failures": {"schedule": {1: [["a", 5]]}}}, "ClientFailures.schedule: ['a', 5] of client 1 must be [first round"),
-        ({"failures": {"schedule": {"1": [[1, 2]]}}}, "ClientFailures.schedule: '1' must be a client's number, such as 7"),
+        ({"failures": {"schedule": {1.5: [[1, 2]]}}}, "ClientFailures.schedule: 1.5 must be a client's number, such as 7"),
+        ({"failures": {"stragglers": {True: 0.5}}}, "ClientFailures.stragglers: True must be a client's number, such as 7"),
         ({"failures": {"schedule": [1]}}, "ClientFailures.schedule: [1] must be absences by client id, such as {7: [[3, 5]]}"),
         ({"failures": {"dropout": None}}, "ClientFailures.dropout: None must be a probability in [0, 1]"),
         ({"failures": {"dropout": {"a": 0.5}}}, "ClientFailures.dropout: 'a' must be a client's number, such as 7"),
@@ -268,3 +269,7 @@ def test_impossible_settings_are_one_line(settings, message):
 
 def test_metrics_of_runs_without_failures_have_no_columns_of_them():
     assert not [name for name in run(1)[1][1] if name.startswith("clients/")]
+
+
+def test_clients_are_numbers_also_where_a_file_writes_texts():
+    assert ClientFailures(dropout={"7": 0.5}, schedule={"7": [[1, 2]]}).dropout == {7: 0.5}

@@ -198,9 +198,10 @@ def test_what_is_neither_study_nor_run_is_refused_in_a_line(tmp_path):
         (tmp_path / "config.yaml").write_bytes(content)
         with pytest.raises(ConfigurationError, match=r"config.yaml is no resolved configuration"):
             write_report([tmp_path], tmp_path / "report.html")
-    write_text(tmp_path / "study.json", "{}")
-    with pytest.raises(ConfigurationError, match=r"study.json is not what a study writes"):
-        write_report([tmp_path], tmp_path / "report.html")
+    for content in ("{}", "[" * 100_000):
+        write_text(tmp_path / "study.json", content)
+        with pytest.raises(ConfigurationError, match=r"study.json is not what a study writes"):
+            write_report([tmp_path], tmp_path / "report.html")
 
 
 @pytest.mark.parametrize("content", ["[1]", "null", "{}", '{"rounds": "two"}'])
