@@ -1,5 +1,6 @@
 """Files that are replaced as a whole or not at all."""
 
+import errno
 import json
 import math
 import os
@@ -51,6 +52,22 @@ def unwritable(path: Path, error: OSError) -> ConfigurationError:
     return ConfigurationError(
         f"{path} cannot be written: {error.strerror}; free space or choose another folder"
     )
+
+
+def no_link(path: str, flags: int) -> int:
+    """Open a file, as the ``opener`` of ``open``, but no link in its place: that of a stranger's folder may lead to any file.
+
+    Raises:
+        ConfigurationError: There is a link.
+    """
+    try:
+        return os.open(path, flags | os.O_NOFOLLOW, 0o666)
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        raise ConfigurationError(
+            f"{path} is a link to {os.readlink(path)}, and links are not written through; remove the link"
+        ) from error
 
 
 def user_path(setting: str, text: str | os.PathLike[str]) -> Path:

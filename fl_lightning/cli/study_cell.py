@@ -14,6 +14,7 @@ import yaml
 from fl_lightning.cli.command_line import main as run
 from fl_lightning.cli.messages import command
 from fl_lightning.errors import OtherData
+from fl_lightning.files import no_link
 from fl_lightning.studies.cells import Cell
 
 _PAUSE = 1.0  # seconds between two looks
@@ -40,7 +41,8 @@ def main(args: Sequence[str]) -> None:
     with ExitStack() as held:
         with suppress(OSError):  # it cannot be written, or not locked
             cell.key.parent.mkdir(parents=True, exist_ok=True)
-            turn = held.enter_context((cell.key.parent / f".{cell.key.name}.lock").open("w"))
+            lock = cell.key.parent / f".{cell.key.name}.lock"
+            turn = held.enter_context(open(lock, "a", opener=no_link))
             fcntl.flock(turn, fcntl.LOCK_EX)
         while (phase := cell.state(own.accept_stale).phase) == "running":
             time.sleep(_PAUSE)

@@ -18,7 +18,7 @@ from typing import Any
 import yaml
 
 from fl_lightning.errors import ConfigurationError
-from fl_lightning.files import unwritable, user_path
+from fl_lightning.files import no_link, unwritable, user_path
 
 LOCK = ".lock"
 """The file that a process holds while it trains in a run's folder."""
@@ -97,7 +97,7 @@ class Attempt:
             ConfigurationError: Another process has it.
         """
         # a file, since locks of folders do not reach other nodes
-        file = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
+        file = no_link(str(self.path / LOCK), os.O_RDWR | os.O_CREAT)
         try:
             try:
                 try:
@@ -117,7 +117,7 @@ class Attempt:
     def is_locked(self) -> bool:
         """Whether a process trains in this folder. To look takes the lock for a moment, which :meth:`lock` forgives."""
         try:
-            file = os.open(self.path / LOCK, os.O_RDWR)
+            file = os.open(self.path / LOCK, os.O_RDWR | os.O_NOFOLLOW)
         except OSError:  # there is none, the run has just ended without a round, or it is somebody else's
             return False
         try:

@@ -15,7 +15,7 @@ from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.utilities import rank_zero_only
 
 from fl_lightning.errors import ConfigurationError
-from fl_lightning.files import plain, restored, unwritable
+from fl_lightning.files import no_link, plain, restored, unwritable
 
 
 class JSONLinesLogger(Logger):
@@ -56,7 +56,7 @@ class JSONLinesLogger(Logger):
         line = json.dumps(row, allow_nan=False).encode() + b"\n"
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            with self.path.open("ab") as file:
+            with open(self.path, "ab", opener=no_link) as file:
                 file.write(line)
         except OSError as error:
             raise unwritable(self.path, error) from error
@@ -68,7 +68,7 @@ class JSONLinesLogger(Logger):
     def save(self) -> None:
         """Bring the rows written so far safely onto the disk."""
         if self.path.exists():
-            with self.path.open("ab") as file:
+            with open(self.path, "ab", opener=no_link) as file:
                 os.fsync(file.fileno())
 
 

@@ -17,6 +17,7 @@ from fl_lightning.run_directory.directory import (
     Attempt,
     RunDirectory,
 )
+from fl_lightning.run_directory.metrics import JSONLinesLogger
 
 
 def test_module_imports_neither_torch_nor_lightning():
@@ -150,7 +151,7 @@ def test_explicit_checkpoint_belongs_to_the_run_directory_around_it(run, monkeyp
     attempt = RunDirectory(run.root, "89abcdef-s0").new_attempt()
     path = add_checkpoint(attempt)
     assert run.attempt_of(path) is None
-    attempt.config.touch()
+    attempt.config.write_text("{}\n")
     assert run.attempt_of(path) == attempt
     monkeypatch.chdir(attempt.checkpoints)
     assert run.attempt_of(Path("last.ckpt")) == attempt
@@ -198,6 +199,27 @@ def test_planted_link_in_the_place_of_a_temporary_file_is_not_followed(tmp_path)
     (tmp_path / ".result.json.tmp").symlink_to(victim)
     write_text(path, "new")
     assert (path.read_text(), path.is_symlink(), victim.read_text()) == ("new", False, "mine")
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda attempt: attempt.lock().__enter__(),
+        lambda attempt: JSONLinesLogger(attempt.path).log_metrics({"round": 1}),
+    ],
+)
+@pytest.mark.parametrize("there", [True, False])
+def test_planted_link_in_the_place_of_a_file_that_grows_is_refused(write, there, tmp_path):
+    victim, attempt = tmp_path / "victim", Attempt(tmp_path / "run")
+    attempt.path.mkdir()
+    if there:
+        victim.write_text("mine")
+    for name in (LOCK, attempt.metrics.name):
+        (attempt.path / name).symlink_to(victim)
+    with pytest.raises(ConfigurationError, match=f"is a link to {victim}"):
+        write(attempt)
+    assert not attempt.is_locked()
+    assert (victim.read_text() if there else victim.exists()) == ("mine" if there else False)
 
 
 def test_content_is_on_disk_before_its_name_and_the_name_before_the_return(tmp_path, monkeypatch):

@@ -17,13 +17,14 @@ from cells import (
     wait_until,
     write_study,
 )
-from command_line import rows
+from command_line import message_of, rows
 
+from fl_lightning import ConfigurationError
 from fl_lightning.cli import study, study_cell
 from fl_lightning.round.module import FederatedModule
 from fl_lightning.studies.cells import State
 from fl_lightning.studies.engines import local
-from fl_lightning.studies.engines.base import Job
+from fl_lightning.studies.engines.base import Job, run_command
 from fl_lightning.studies.engines.local import LocalEngine
 from fl_lightning.studies.running import Runner
 
@@ -241,3 +242,23 @@ def test_a_failed_cell_is_told_by_what_its_last_try_said(tmp_path):
     assert runner._error(cell, -9, cell.state()) == f"killed by signal 9; its output: {log}"
     older = State("stale", why="torch 1, now 2")  # what it left before, not what ended it now
     assert runner._error(cell, -9, older) == f"killed by signal 9; its output: {log}"
+
+
+def test_a_link_in_the_place_of_a_lock_or_a_log_is_refused_and_leads_nowhere(tmp_path, capsys):
+    write_study(through={})
+    (cell,), engine, victim = study_cells().values(), Recorder(), tmp_path / "victim"
+    victim.write_text("mine\n")
+    runner = Runner(Path("study"), engine, 1)
+    job = runner._job(cell)
+    lock = cell.key.parent / f".{cell.key.name}.lock"
+    lock.parent.mkdir(parents=True)
+    lock.symlink_to(victim)
+    line = message_of(capsys, lambda: study_cell.main(job.command[3:]))
+    assert f"{lock} is a link to {victim}" in line
+    job.log.symlink_to(victim)
+    with pytest.raises(ConfigurationError, match=f"{job.log} is a link to {victim}"):
+        LocalEngine().submit([job])
+    with pytest.raises(OSError, match="symbolic links"):
+        run_command(["true"], str(job.log), ".", {})
+    assert victim.read_text() == "mine\n"
+    assert attempts_of(cell) == []

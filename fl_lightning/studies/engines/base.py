@@ -73,7 +73,8 @@ def run_command(command: Sequence[str], log: str, folder: str, environment: Mapp
     asked: list[int] = []
     # an exception could come before there is a process to terminate; and where SIGINT is ignored there is none
     signal.signal(signal.SIGINT, lambda number, frame: asked.append(number))
-    with open(log, "ab") as output:
+    # not fl_lightning.files.no_link, which a worker need not find
+    with open(log, "ab", opener=lambda path, flags: os.open(path, flags | os.O_NOFOLLOW, 0o666)) as output:
         process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
+from fl_lightning.files import no_link
 from fl_lightning.studies.engines.base import Engine, Job
 
 
@@ -28,7 +29,7 @@ class LocalEngine(Engine):
                 taken = [*self._on_gpu.values()]
                 self._on_gpu[job.name] = min(self._devices, key=taken.count)
                 environment["CUDA_VISIBLE_DEVICES"] = self._on_gpu[job.name]
-            with job.log.open("ab") as log:
+            with open(job.log, "ab", opener=no_link) as log:
                 self._running[job.name] = subprocess.Popen(
                     job.command,
                     stdin=subprocess.DEVNULL,

@@ -7,6 +7,7 @@ from typing import Any
 
 import ray
 
+from fl_lightning.files import no_link
 from fl_lightning.studies.engines import base
 from fl_lightning.studies.engines.base import Engine, Job
 
@@ -46,7 +47,7 @@ class RayEngine(Engine):
                 found[job.name] = ray.get(task)
             except ray.exceptions.RayError as error:
                 found[job.name] = 1
-                with job.log.open("a") as log:
+                with open(job.log, "a", opener=no_link) as log:
                     print(error, f"error: Ray: {type(error).__name__}", sep="\n", file=log)
         return found
 

@@ -12,6 +12,7 @@ from typing import Any
 import submitit
 
 from fl_lightning.errors import ConfigurationError
+from fl_lightning.files import no_link
 from fl_lightning.studies.engines.base import Engine, Job, run_command
 
 _MINUTES = 60  # of a job; one that needs longer is queued again and goes on
@@ -86,7 +87,7 @@ class SlurmEngine(Engine):
                 reason = str(trouble).rpartition("\n")[2] or type(trouble).__name__
                 if isinstance(trouble, submitit.core.utils.UncompletedJobError):
                     reason = f"job {job.job_id} is {job.state} and has left no result"
-                with path.open("a") as log:
+                with open(path, "a", opener=no_link) as log:
                     print(trouble, f"error: Slurm: {reason}", sep="\n", file=log)
         return found
 
