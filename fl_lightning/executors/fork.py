@@ -1,17 +1,21 @@
 """Ranks that are copies of this process."""
 
 import ctypes
+import fcntl
 import gc
 import os
 import pickle
 import select
+import shutil
 import signal
 import sys
+import time
 import traceback
 import warnings
-from collections.abc import Callable
-from contextlib import suppress
-from tempfile import TemporaryDirectory
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from tempfile import TemporaryDirectory, gettempdir
 from typing import Any
 
 import lightning as L
@@ -25,6 +29,8 @@ from fl_lightning.ranks import LostRank, described, failure_of, is_shared
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _MISSES_ANOTHER = 3
+_FOLDER = "fl_lightning-ranks-"  # and what makes its name its own
+_FRESH = 60.0  # seconds after which a folder that lives is locked
 _MOST = 65536  # bytes that a pipe holds
 
 
@@ -88,7 +94,7 @@ class ForkLauncher(_Launcher):
             )
         if strategy.root_device.type == "cpu":
             torch.set_num_threads(1)
-        with TemporaryDirectory() as folder:
+        with _meeting_folder() as folder:
             try:
                 strategy.meeting_place = f"{folder}/ranks" if strategy.num_nodes == 1 else None
                 for rank in range(1, strategy.num_processes):
@@ -153,6 +159,33 @@ class ForkLauncher(_Launcher):
             )
             return ConfigurationError(f"rank {rank} (process {pid}) has ended, exit code {code}{memory}")
         return None
+
+
+@contextmanager
+def _meeting_folder() -> Iterator[str]:
+    """Make a folder in which ranks find each other, after removing those that killed runs have left.
+
+    A lock on the folder tells that its run lives: the system frees it when the last rank has ended.
+    """
+    for left in Path(gettempdir()).glob(f"{_FOLDER}*"):
+        with suppress(OSError), _locked(left) as file:
+            state = os.fstat(file)
+            if state.st_uid == os.getuid() and time.time() - state.st_mtime > _FRESH:
+                shutil.rmtree(left)
+    with TemporaryDirectory(prefix=_FOLDER) as folder, ExitStack() as held:
+        with suppress(OSError):  # a file system that cannot lock, on which none is removed either
+            held.enter_context(_locked(Path(folder)))
+        yield folder
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[int]:
+    file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield file
+    finally:
+        os.close(file)
 
 
 def _serve(rank: int, run: Callable[[], Any], trainer: L.Trainer | None, pipe: int) -> None:
