@@ -147,6 +147,10 @@ def _refuse_null(class_type: type, settings: Mapping[str, Any]) -> None:
         known = parameters(class_type).get(name)
         if known is None or known.default is None:
             continue
+        if known.annotation is known.empty:
+            if known.default is known.empty:  # jsonargparse requires only what has a type
+                raise ConfigurationError(f"{class_type.__name__}.{name} is missing; give it")
+            continue
         kinds = get_args(known.annotation) or (known.annotation,)
         if NoneType not in kinds and all(isinstance(kind, type) for kind in kinds):
             takes = ", ".join(kind.__name__ for kind in kinds)

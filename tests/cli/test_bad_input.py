@@ -208,6 +208,7 @@ TABLE = {
         ["the data set does not say its num_classes"],
     ),
     "misspelt loss": ("--model.loss CrossEntropyLos", ["model.loss", "did you mean CrossEntropyLoss"]),
+    "argument without a type that is missing": (callback("untyped.Untyped"), ["Untyped.a is missing"]),
     "misspelt hook": (
         callback("misspelt.A"),
         ["A.on_rond_start", "did you mean on_round_start", "(misspelt.py, line 2)"],
@@ -265,6 +266,9 @@ def test_mistake_is_one_line_that_names_it_and_leaves_nothing(given, words, caps
     )
     Path("nameless.py").write_text(
         "import lightning as L\nclass Good(L.Callback): ...\n\nclass Bad(Nothing): ...\n"
+    )
+    Path("untyped.py").write_text(
+        "import lightning as L\nclass Untyped(L.Callback):\n    def __init__(self, a): ...\n"
     )
     Path("misspelt.py").write_text(
         "from fl_lightning import FederatedCallback\n"
