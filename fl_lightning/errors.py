@@ -44,11 +44,11 @@ _EXTRAS = {
 
 
 def missing_module(name: str, owner: str = "") -> str:
-    """Say what installs a module that is missing, empty where it may be one of the user's own.
+    """Return how to install a missing module; empty if the module may be the user's.
 
     Args:
         name: The module.
-        owner: The module that needs it; where it is the missing one itself, a name may be misspelt.
+        owner: The module that needs the missing one; if both are one, a name may be misspelt.
     """
     package = name.partition(".")[0]
     if package in _EXTRAS:

@@ -123,7 +123,7 @@ def explain(
 
 
 def setting_of(message: str, settings: Sequence[str]) -> str:
-    """The setting that a parser's message is about; of one that does not exist the outermost part that is unknown.
+    """Return the setting that a parser's message is about; of an unknown setting, its outermost unknown part.
 
     Args:
         message: What the parser says.
@@ -143,7 +143,7 @@ def setting_of(message: str, settings: Sequence[str]) -> str:
 
 
 def _alike(option: str, settings: Sequence[str], given: Mapping[str, Any]) -> str:
-    """A clause with settings of the same last part, those of the classes that are given among them, else with near names."""
+    """Return a clause with settings that end alike, settings of the given classes included, or with near names."""
     kinds, last = kinds_of_settings(), option.rpartition(".")[2]
     known = [*settings, *given]
     for name, value in given.items():
@@ -156,7 +156,7 @@ def _alike(option: str, settings: Sequence[str], given: Mapping[str, Any]) -> st
 
 
 def _classes_with(option: str, owner: str) -> str:
-    """A clause with the other classes of a class's kind that have a setting; empty where they are none or many."""
+    """Return a clause with up to four other classes of the owner's kind that have a setting; empty if there are none or more."""
     for classes in map(_classes, kinds_of_settings().values()):
         others = [name for name, kind in classes.items() if option in inspect.signature(kind).parameters]
         if owner in classes and 0 < len(others) < 5:
@@ -192,7 +192,7 @@ def _class_names(base: type) -> set[str]:
 
 
 def _classes(base: type) -> dict[str, type]:
-    """A class's subclasses by their bare names; those of one's own go by their dotted path."""
+    """Return the shipped subclasses of a class by their bare names; a user gives others by a dotted path."""
     found, subclasses = dict[str, type](), list[type](type.__subclasses__(base))
     for kind in subclasses:
         found |= _classes(kind)
@@ -315,7 +315,7 @@ def fail(error: Exception) -> NoReturn:
 
 
 def broken_module(error: BaseException | None) -> str:
-    """Where a module ended in an exception as it was imported, such as `` (methods.py, line 7)``; empty where none did."""
+    """Return the line of a module at which its import failed, such as `` (methods.py, line 7)``; empty if no import failed."""
     found = ""
     for one in _causes(error):
         for frame in traceback.extract_tb(one.__traceback__):
@@ -354,7 +354,7 @@ def told(error: BaseException | None) -> str | None:
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    """An exception and what it was raised from; not what was merely handled when it came."""
+    """Yield an exception and its causes, without exceptions that were only being handled."""
     while error is not None:
         yield error
         error = error.__cause__

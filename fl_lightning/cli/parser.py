@@ -76,7 +76,7 @@ class ConciseParser(LightningArgumentParser):
                 action.default = None
 
     def _refuse_class_defaults(self, made: Callable[..., Any]) -> None:
-        """Refuse a setting whose default is a class that takes arguments, as ShuffleNetV2's blocks: a parser asks for them."""
+        """Refuse a setting whose default is a class that takes arguments, such as ShuffleNetV2's blocks: the parser would ask for them."""
         for action in self._actions:
             if isinstance(action.default, dict) and action.default.keys() == {"class_path"}:
                 parameters = inspect.signature(
@@ -120,7 +120,7 @@ class ConciseParser(LightningArgumentParser):
 
 
 def _of_import(message: str) -> Exception | None:
-    """What a class's module ends in as it is imported: jsonargparse loses it where a list of classes may be given."""
+    """Return the error of importing a class's module: jsonargparse loses it if a setting takes a list of classes."""
     named = re.search(r"Given value: '?(\w+(?:\.\w+)+)'?$", message)
     try:
         if named:
@@ -179,11 +179,11 @@ class Given(NamedTuple):
 
 
 _SECTION = object()
-"""The value of a key whose settings have lines of their own."""
+"""The value of a key that is a section: each setting in it has its own line."""
 
 
 def read_given(arguments: Sequence[str]) -> list[Given]:
-    """What the files and the arguments give, with the sections in which files give it.
+    """Return the settings that the files and the arguments give, and the sections of files.
 
     Args:
         arguments: The command line without the program's name.
@@ -201,12 +201,12 @@ def read_given(arguments: Sequence[str]) -> list[Given]:
 
 
 def given_settings(given: Sequence[Given]) -> dict[str, Any]:
-    """The settings that were given, by plain name (:func:`plain_name`); later ones win."""
+    """Return the values of given settings by plain name (:func:`plain_name`); later ones win."""
     return {one.setting: one.value for one in given if one.value is not _SECTION}
 
 
 def _place(setting: str, of_a_class: bool, given: Sequence[Given]) -> str:
-    """Where a file gives a setting, such as `` (mine.yaml, line 7)``; empty where it is not clear which one is meant."""
+    """Return the file and line of a setting, such as `` (mine.yaml, line 7)``; empty if several could be meant."""
     found = [
         one
         for one in given

@@ -117,7 +117,7 @@ class CohortStrategy(ParallelStrategy):
         if self.world_size == 1:
             return
         if not dist.is_initialized():
-            # in a thread: a signal ends the waiting, which it cannot in C++, and so does the end of a rank
+            # in a thread: a signal or the end of a rank stops the waiting, which neither can do in C++
             met: Future[Any] = Future()
             Thread(target=_fulfil, args=(met, self._join), daemon=True).start()
             while not wait([met], _GLANCE).done:

@@ -12,7 +12,7 @@ from fl_lightning.recorded import records
 
 
 class _Library(NamedTuple):
-    """What a library calls the number of classes and of channels (None: always 3), its own defaults that go."""
+    """A library's names for the numbers of classes and channels (None: always 3), and its defaults that are replaced."""
 
     num_classes: str = "num_classes"
     in_channels: str | None = "in_channels"

@@ -99,7 +99,7 @@ class ClientFailures(Recorded):
 
 
 def _by_client(setting: str, given: Any) -> Any:
-    """Return what is given for clients by their numbers, which files write as texts; anything else as it is."""
+    """Return a mapping with clients as whole numbers, which files may write as texts; return another value unchanged."""
     if not isinstance(given, Mapping):
         return given
     for client in given:

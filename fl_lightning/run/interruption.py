@@ -16,7 +16,7 @@ from fl_lightning.launched import under_torchrun
 from fl_lightning.ranks import LostRank, Ranks
 
 _WAYS = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM", signal.SIGHUP: "SIGHUP"}
-_AGAIN = 0.05  # seconds after which a signal is sent again that nothing could take
+_AGAIN = 0.05  # seconds after which a signal is sent again if a callback of Python swallowed it
 _ECHO = 2.0  # seconds in which torchrun passes on a signal that the terminal has sent to all
 
 
@@ -47,7 +47,7 @@ def stoppable() -> Iterator[None]:
     def hear_lost(lost: Any) -> None:
         if isinstance(
             lost.exc_value, Stopped
-        ):  # from a destructor or a weakref's callback, which Python lets end nothing
+        ):  # from a destructor or a weakref's callback: Python drops its exceptions
             threading.Thread(target=send_again, args=(lost.exc_value.signal,), daemon=True).start()
         else:
             unraisable(lost)
