@@ -27,6 +27,7 @@ from fl_lightning.attacks import Attack
 from fl_lightning.client_data.federated import FederatedDataModule
 from fl_lightning.errors import ConfigurationError, missing_module, nearest
 from fl_lightning.executors.base import Executor
+from fl_lightning.files import no_link
 from fl_lightning.launched import launched_rank, silence, under_torchrun
 from fl_lightning.optimizers.schedules import LRSchedule
 from fl_lightning.ranks import is_shared
@@ -331,10 +332,12 @@ def _keep_traceback(error: Exception) -> str:
     try:
         if path.is_file() and not path.read_bytes().startswith(b"Traceback"):
             raise FileExistsError(errno.EEXIST, "a file of another kind is there")
-        path.write_text(text, errors="backslashreplace")
-    except OSError as unwritable:
+        with open(path, "w", opener=no_link, errors="backslashreplace") as file:
+            file.write(text)
+    except (OSError, ConfigurationError) as unwritable:
         print(text, file=_errors())
-        return f"the traceback is above, since {path} cannot be written: {unwritable.strerror}"
+        why = f"cannot be written: {unwritable.strerror}" if isinstance(unwritable, OSError) else "is a link"
+        return f"the traceback is above, since {path} {why}"
     return f"the traceback is in {path}"
 
 
