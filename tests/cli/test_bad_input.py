@@ -258,6 +258,7 @@ def test_mistake_is_one_line_that_names_it_and_leaves_nothing(given, words, caps
     monkeypatch.syspath_prepend(tmp_path)
     Path("broken.py").write_text("import not_installed\n")
     monkeypatch.setattr(sys, "meta_path", [Missing(), *sys.meta_path])
+    monkeypatch.delitem(sys.modules, "timm", raising=False)  # another test has imported it
     Path("needs.py").write_text(
         "from lightning.pytorch.loggers import CSVLogger\n"
         "class Logs(CSVLogger):\n"
