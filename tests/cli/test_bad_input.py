@@ -1,11 +1,11 @@
 """Mistakes in the settings: each is one line that names it, and leaves nothing behind."""
 
-import sys
 from pathlib import Path
 
 import pytest
 from command_line import attempts, message_of, run, write_config
 
+from fl_lightning import errors
 from fl_lightning.cli.command_line import main
 from fl_lightning.executors.choice import usable_cores
 
@@ -106,8 +106,8 @@ TABLE = {
         ],
     ),
     "extra that is missing": (
-        "--model.model timm.create_model",
-        ["timm.create_model", "pip install 'fl_lightning[timm]'"],
+        "--model.model of_an_extra.create_model",
+        ["of_an_extra.create_model", "pip install 'fl_lightning[timm]'"],
     ),
     "package that a class imports": ("--trainer.logger needs.Logs", ["making Logs()", "pip install nowhere"]),
     "unknown callback setting": (
@@ -245,20 +245,11 @@ TABLE = {
 }
 
 
-class Missing:
-    """Finds no timm, as where the extra is not installed."""
-
-    def find_spec(self, name, *others):
-        if name == "timm":
-            raise ModuleNotFoundError("No module named 'timm'", name="timm")
-
-
 @pytest.mark.parametrize(("given", "words"), TABLE.values(), ids=TABLE)
 def test_mistake_is_one_line_that_names_it_and_leaves_nothing(given, words, capsys, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     Path("broken.py").write_text("import not_installed\n")
-    monkeypatch.setattr(sys, "meta_path", [Missing(), *sys.meta_path])
-    monkeypatch.delitem(sys.modules, "timm", raising=False)  # another test has imported it
+    monkeypatch.setitem(errors._EXTRAS, "of_an_extra", "timm")
     Path("needs.py").write_text(
         "from lightning.pytorch.loggers import CSVLogger\n"
         "class Logs(CSVLogger):\n"

@@ -241,7 +241,7 @@ TABLE = [
     ({"trainer.callbacks": [byzantine(attack=["SignFlip"])]}, "Byzantine.attack: ['SignFlip'] is a list, not one class; " + ATTACKS),
     ({"trainer.callbacks": [byzantine(attack="torch.nn.Linear")]}, "Byzantine.attack: torch.nn.Linear is no Attack, nor a function annotated to return one; " + ATTACKS),
     ({"trainer.callbacks": [byzantine(clients=[[1]])]}, "Byzantine.clients: [[1]] is not valid; it takes int, float, Sequence[int]"),
-    ({"model.failures": {"dropout": {"a": 0.5}}}, "ClientFailures.dropout: {'a': 0.5} is not valid; it takes float, dict[int, float]"),
+    ({"model.failures": {"dropout": {"a": 0.5}}}, "ClientFailures.dropout: 'a' must be a client's number, such as 7"),
     ({"trainer.callbacks": ["FixBM"]}, "trainer.callbacks: there is no class 'FixBM'; did you mean FixBN?"),
     ({"trainer.callbacks": [{"class_path": "FixBN"}, {"class_path": "FBN"}]}, "callbacks FixBN and FBN cannot be combined: one wants mean averaged, the other pooled, in round 1"),
     ({"model.model": "nowhere.yaml"}, "model.model: class 'nowhere.yaml' cannot be imported: No module named 'nowhere'"),
