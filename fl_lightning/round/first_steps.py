@@ -24,10 +24,10 @@ _NOISE = 20  # times what rounding changed
 
 
 def check_first_steps(module: Any) -> None:
-    """Compare two local steps of the run's first client with plain PyTorch, and restore the model.
+    """Compare two local steps of the run's first two clients with plain PyTorch, and restore the model.
 
-    The executor takes them on a cohort of one client, then PyTorch on the model itself: the same batches, seeds and precision,
-    BN layers as the methods have changed them, but none of their hooks. Both take SGD with momentum and weight decay, at a
+    The executor takes them on a cohort of two clients, then PyTorch for one client after the other on the model itself: the same
+    batches, seeds and precision, BN layers as the methods have changed them, but none of their hooks. Both take SGD with momentum and weight decay, at a
     rate at which the first step moves the parameters by a tenth of their length. How much rounding can change is measured: PyTorch
     takes the steps once more from parameters that differ by rounding.
 
@@ -48,33 +48,33 @@ def check_first_steps(module: Any) -> None:
         for layer in module.tracking_layers:
             layer.train(policy["mean"] != "frozen")
         before = _tensors(module.model)
-        cohort = RoundCohort(module.model, 1)
+        clients, last = clients[:2], min(steps[:2]) - 1
+        cohort = RoundCohort(module.model, len(clients))
         cohort.broadcast(
             round_number=module.round,
-            client_ids=clients[:1],
-            weights=torch.ones(1, dtype=torch.float64, device=module.device),
-            local_steps=[2],
+            client_ids=clients,
+            weights=torch.ones(len(clients), dtype=torch.float64, device=module.device),
+            local_steps=[2] * len(clients),
             policy=policy,
             optimizer=_optimizer,
             seed=module.seed,
         )
         if not cohort.trained_names:
             return
-        batches = [module.planned_batches(plan, clients[:1], min(step, steps[0] - 1)) for step in range(2)]
+        batches = [module.planned_batches(plan, clients, min(step, last)) for step in range(2)]
         with _kept(module):
             rate = _by_executor(module, cohort, batches)
             _refuse_changed(module.model, before)
-        with _kept(module):
-            _by_torch(module, cohort, batches, rate)
-            torchs = _tensors(module.model)
-        _change_by_rounding(module)
-        _by_torch(module, cohort, batches, rate)
-        noise = {
-            n: _distance(x, torchs[n])
-            for n, x in _tensors(module.model).items()
-            if x.shape == torchs[n].shape
-        }
-        _compare(module, before, torchs, {**cohort.params.row(0), **cohort.buffers.row(0)}, noise)
+        for row in range(len(clients)):
+            with _kept(module):
+                _by_torch(module, cohort, row, batches, rate)
+                torchs = _tensors(module.model)
+            with _kept(module):
+                _change_by_rounding(module)
+                _by_torch(module, cohort, row, batches, rate)
+                rounded = _tensors(module.model)
+            noise = {n: _distance(x, torchs[n]) for n, x in rounded.items() if x.shape == torchs[n].shape}
+            _compare(module, before, torchs, {**cohort.params.row(row), **cohort.buffers.row(row)}, noise)
 
 
 def _optimizer(parameters: Any, lr: float = 1.0) -> torch.optim.Optimizer:
@@ -110,9 +110,11 @@ def _rate(cohort: RoundCohort) -> float:
     return rate if 0 < rate < float("inf") else _MOVE
 
 
-def _by_torch(module: Any, cohort: RoundCohort, batches: Sequence[CohortBatch], rate: float) -> None:
-    """Take the steps on the model itself."""
-    model, (client,) = module.model, cohort.client_ids
+def _by_torch(
+    module: Any, cohort: RoundCohort, row: int, batches: Sequence[CohortBatch], rate: float
+) -> None:
+    """Take the steps of the client of a row on the model itself."""
+    model, client = module.model, cohort.client_ids[row]
     optimizer = _optimizer([model.get_parameter(name) for name in cohort.trained_names], rate)
     model.zero_grad()
     for step, batch in enumerate(batches):
@@ -122,7 +124,7 @@ def _by_torch(module: Any, cohort: RoundCohort, batches: Sequence[CohortBatch], 
                 layer.key.copy_(key)
         seed_global(derive_seed(module.seed, "model", cohort.round, client, step), module.device)
         with doing("plain PyTorch, in the check of the first steps"):
-            client_loss(module, batch.batches()[0]).backward()  # type: ignore[no-untyped-call]  # torch gives it no types
+            client_loss(module, batch.batches()[row]).backward()  # type: ignore[no-untyped-call]  # torch gives it no types
         optimizer.step()
         optimizer.zero_grad()
 

@@ -196,7 +196,31 @@ def weight_normed():
     return net
 
 
+class Padded(Net):
+    """Under vmap torch masks the padding row of the first client alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.words = nn.Embedding(5, 4, padding_idx=0)
+        self.scores = nn.Linear(4, 3)
+
+    def forward(self, x):
+        words = self.words(x.detach().flatten(1).mul(2).long().clamp(0, 4)).mean(1)
+        return super().forward(x) + self.scores(words)
+
+
+class Warming(Net):
+    """Counts its forward passes in an attribute, of which all clients have one."""
+
+    calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return super().forward(x) * (1 + 0.1 * self.calls)
+
+
 EQUAL = {
+    "an embedding with padding": (Padded, (SequentialExecutor,)),
     "plain": (Net, ALL),
     "checkpointing": (Checkpointed, (SequentialExecutor,)),
     "max norm by .data": (MaxNorm, (SequentialExecutor,)),
@@ -216,7 +240,7 @@ EQUAL = {
 
 
 def data():
-    return blobs(num_clients=1, sizes=(80,), batch_size=8)
+    return blobs(num_clients=2, sizes=(80, 80), batch_size=8)
 
 
 def made(make):
@@ -234,10 +258,10 @@ def module_of(model, executor, **settings):
     )
 
 
-def by_hand(model, clients):
+def by_hand(model, clients, client):
     steps = optimizer([x for x in model.parameters() if x.requires_grad])
     for step in range(STEPS):
-        inputs, targets = client_batch(clients, 0, step)
+        inputs, targets = client_batch(clients, client, step)
         steps.zero_grad()
         cross_entropy(model(inputs), targets).backward()
         steps.step()
@@ -253,10 +277,15 @@ def test_a_client_trains_as_plain_pytorch(what, executor):
     make, clients = EQUAL[what][0], data()
     module = module_of(made(make), executor)
     fit(module, clients, rounds=1, precision="64-true")
-    wanted = by_hand(made(make), clients).state_dict()
+    each = [by_hand(made(make), clients, client).state_dict() for client in (0, 1)]
     for name, value in module.model.state_dict().items():
+        wanted = sum(state[name] for state in each) / 2
         torch.testing.assert_close(
-            value, wanted[name], rtol=1e-10, atol=1e-12, msg=lambda text, n=name: f"{n}: {text}"
+            value,
+            wanted.to(value.dtype),
+            rtol=1e-10,
+            atol=1e-12,
+            msg=lambda text, n=name: f"{n}: {text}",
         )
 
 
@@ -265,6 +294,8 @@ REFUSED = {
     "a buffer that grows": (Growing, SequentialExecutor, r"the forward pass makes 'seen' \[3\], it was \[1\]"),
     "parameters without gradient": (Momentum, SequentialExecutor, "changes 'slow.weight' of the server's model"),
     "a hook on a gradient": (Hooked, SequentialExecutor, "'head.weight' has a hook on its gradient"),
+    "a count in an attribute": (Warming, SequentialExecutor, "differs from plain PyTorch"),
+    "a padding row at once": (Padded, VectorizedExecutor, "'words.weight' differs from plain PyTorch"),
     "checkpointing at once": (Checkpointed, VectorizedExecutor, None),
     "max norm at once": (MaxNorm, VectorizedExecutor, None),
     "buffer.data at once": (BufferData, VectorizedExecutor, None),
@@ -340,12 +371,18 @@ class Counts(Net):
     def forward(self, x):
         self.calls += 1
         self.last = super().forward(x + torch.rand(()))
-        return self.last / self.calls
+        return self.last
 
 
 def test_the_check_leaves_attributes_and_generators_as_they_were():
     found = [outcome(made(Counts), blobs(), SequentialExecutor(), check_first_steps=x) for x in (True, False)]
     assert same(*found)
+    calls = []
+    for check in (True, False):
+        module = module_of(made(Counts), SequentialExecutor, check_first_steps=check)
+        fit(module, data(), rounds=1, precision="64-true")
+        calls.append(module.model.calls)
+    assert calls[0] == calls[1] > 0
 
 
 def test_without_the_check_such_a_model_is_trained():
