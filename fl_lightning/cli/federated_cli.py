@@ -15,7 +15,7 @@ from jsonargparse.typing import restricted_number_type
 from lightning.pytorch import Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
-from fl_lightning.cli.parser import ConciseParser, given_settings, one_milestone_each, read_given
+from fl_lightning.cli.parser import ConciseParser, given_settings, new_lists, one_milestone_each, read_given
 from fl_lightning.dashboard.settings import WandbSettings
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.launched import under_torchrun
@@ -99,7 +99,7 @@ class FederatedCLI(LightningCLI):
             if inner and name not in known:
                 shown = "null" if value is None else value
                 raise ConfigurationError(f"{name}: {shown} holds no settings such as {inner[0]}")
-        super().parse_arguments(parser, one_milestone_each(args, self.given))
+        super().parse_arguments(parser, one_milestone_each(new_lists(args), self.given))
         config = self.config[self.config.subcommand]
         if config.get("weights_only") is False and not any(x.startswith("--weights_only") for x in args):
             raise ConfigurationError(

@@ -218,6 +218,20 @@ def _place(setting: str, of_a_class: bool, given: Sequence[Given]) -> str:
     return _at(*places.pop()) if is_clear else ""
 
 
+def new_lists(arguments: Sequence[str]) -> list[str]:
+    """Let a list of callbacks replace an earlier one: jsonargparse would fill its entries in with settings of the earlier list's."""
+    found, is_given = [], False
+    for argument, following in zip_longest(arguments, arguments[1:], fillvalue=""):
+        words = [argument] if "=" in argument else [argument, following]
+        if argument == "-c" or argument.startswith("--"):
+            lists = [one for one in read_given(words[:2]) if one.setting.endswith("trainer.callbacks")]
+            if is_given and any(isinstance(one.value, list) and not one.name.endswith("+") for one in lists):
+                found.append("--trainer.callbacks=null")
+            is_given = is_given or bool(lists)
+        found.append(argument)
+    return found
+
+
 def one_milestone_each(arguments: Sequence[str], given: Mapping[str, Any]) -> list[str]:
     """Let ``--trainer.callbacks.freeze_round 2`` replace the ``freeze_fraction`` that a file gives, and the other way round."""
     options, found = [argument.partition("=")[0] for argument in arguments], []

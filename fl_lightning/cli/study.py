@@ -196,11 +196,8 @@ class StudyCells:
                     run_fit(settings, _Built)
                     resolve(settings)
                 except ConfigurationError as error:
-                    if f"{error}" not in mistakes:
-                        new = [
-                            f"{axis}={label}" for axis, label in labels.items() if (axis, label) not in seen
-                        ]
-                        mistakes[f"{error}"] = " ".join(new)
+                    names = " ".join(f"{axis}={label}" for axis, label in labels.items())
+                    mistakes.setdefault(f"{error}", names)
                 seen.update(labels.items())
         if len(mistakes) == 1:
             raise ConfigurationError(*mistakes)

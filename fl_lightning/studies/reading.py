@@ -18,6 +18,9 @@ from fl_lightning.studies.definition import Choice, Definition, Scale, Study, la
 _NO_SUCH_KEY = "unexpected_keyword_argument"
 """What pydantic calls it."""
 
+_LARGEST = 10**7
+"""Characters that a study has at most, its aliases written out."""
+
 _NO_KEYS = ("[key]", "(values)", "(labels)")
 """What stands in its places beside keys of the file."""
 
@@ -104,7 +107,13 @@ def _content(path: Path) -> tuple[Any, list[str]]:
     try:
         loader = _Loader(path.read_text())
         content = loader.get_single_data()
-        json.dumps(content, default=_refused)
+        size = 0
+        for part in json.JSONEncoder(default=_refused).iterencode(content):
+            size += len(part)
+            if (
+                size > _LARGEST
+            ):  # aliases of aliases: a few lines of a file may stand for more than fits in memory
+                raise ValueError
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", "it is not UTF-8")
         raise ConfigurationError(
@@ -116,7 +125,7 @@ def _content(path: Path) -> tuple[Any, list[str]]:
         what = (
             f"{error}"
             if isinstance(error, TypeError)
-            else "an alias within itself, or too many levels or digits"
+            else "an alias within itself, too many aliases, or too many levels or digits"
         )
         raise ConfigurationError(
             f"study: {path} holds {what}; use texts, numbers, true, false, null, lists and mappings"

@@ -155,6 +155,17 @@ def test_later_configuration_wins_and_a_dotted_setting_wins_over_both():
     assert cli.attempt.path.parent == Path("runs/later")
 
 
+@pytest.mark.parametrize("given", [["--config", "bare.yaml"], ['--trainer.callbacks=["FedProx"]']])
+def test_a_list_of_callbacks_replaces_an_earlier_one_with_its_settings(given, capsys):
+    write_config({"trainer.callbacks": [{"class_path": "FedProx", "init_args": {"mu": 10.0}}]})
+    Path("bare.yaml").write_text("trainer: {callbacks: [FedProx]}\n")
+    with pytest.raises(SystemExit):
+        main(["fit", "--config", "tiny.yaml", *given, "--trainer.callbacks+=FBN", "--print_config"])
+    first, second = yaml.safe_load(capsys.readouterr().out)["trainer"]["callbacks"]
+    assert first["init_args"]["mu"] == 0.01
+    assert second["class_path"].endswith("FBN")
+
+
 def test_own_callback_and_model_resolve_by_dotted_path_beside_shipped_ones_by_bare_name(
     tmp_path, monkeypatch
 ):

@@ -210,6 +210,12 @@ def test_everything_that_is_wrong_at_any_scale_is_named_at_once(tmp_path):
         ("{m: [!!binary aGk=]}", "a value of kind bytes"),
         (f"{'[' * 3000}{']' * 3000}", "too many levels"),
         ("&a {m: {x: *a}}", "an alias within itself"),
+        (
+            "{m: {x: &a0 [1, 2], "
+            + ", ".join(f"y{i}: &a{i + 1} [*a{i}, *a{i}, *a{i}]" for i in range(25))
+            + "}}",
+            "too many aliases",
+        ),
         (f"{{m: [{'9' * 5000}]}}", "too many levels or digits"),
         ("{m: {[1, 2]: {}}}", "is no YAML"),
     ],
