@@ -4,6 +4,7 @@ import io
 import signal
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib import import_module
 
 from fl_lightning import __version__
@@ -92,7 +93,8 @@ def _run(arguments: list[str]) -> None:
         elif not (
             launched_rank() or any(x.startswith(("--print_config", "--help", "-h")) for x in arguments)
         ):
-            print(f"fl_lightning {__version__}: loading PyTorch and Lightning", flush=True)
+            with suppress(OSError):  # a full disk ends no run
+                print(f"fl_lightning {__version__}: loading PyTorch and Lightning", flush=True)
         from fl_lightning.cli.command_line import main as run
 
         run(arguments)

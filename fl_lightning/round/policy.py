@@ -1,6 +1,6 @@
 """What happens to each kind of a model's state in a round: what the callbacks declare, checked and put together."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from itertools import groupby
 
 from torch import nn
@@ -34,7 +34,14 @@ def resolve_policy(callbacks: Iterable[Declarations], round_number: int, total_r
     """
     callbacks = list(callbacks)
     now, later = f"in round {round_number}", "from some round on"
-    wishes = [(cb, now, *wish) for cb in callbacks for wish in cb.policy(round_number, total_rounds).items()]
+    wishes = []
+    for callback in callbacks:
+        declared = callback.policy(round_number, total_rounds)
+        if not isinstance(declared, Mapping):
+            raise ConfigurationError(
+                f"{type(callback).__name__}.policy() returns {declared!r}; return a treatment by kind, {{}} for the usual ones"
+            )
+        wishes += [(callback, now, *wish) for wish in declared.items()]
     wishes += [(cb, later, *wish) for cb in callbacks for wish in cb.undecided().items()]
     for index, (callback, when, kind, treatment) in enumerate(wishes):
         name = type(callback).__name__

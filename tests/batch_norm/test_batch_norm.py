@@ -289,6 +289,17 @@ def test_two_callbacks_cannot_both_carry_out_what_happens_to_a_kind(treatment):
         resolve_policy([First(), Second()], 1, 1)
 
 
+def test_a_policy_that_is_no_mapping_is_named():
+    class Forgets(FederatedCallback):
+        def policy(self, round_number, total_rounds):
+            {"mean": "local"}  # noqa: B018  # without return
+
+    with pytest.raises(
+        ConfigurationError, match=r"Forgets.policy\(\) returns None; return a treatment by kind"
+    ):
+        resolve_policy([Forgets()], 1, 1)
+
+
 def test_a_fit_that_failed_leaves_no_method_behind():
     class Fails(FederatedCallback):
         def on_round_end(self, trainer, pl_module, cohort):

@@ -1,8 +1,10 @@
 """Standard output may go away while a run is under way: `| head`, a full disk, a terminal that is closed."""
 
 import os
+import subprocess
 import sys
 from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
 from command_line import rows, run, write_config
@@ -29,6 +31,15 @@ def test_run_whose_output_nobody_takes_ends_with_its_result(stream, monkeypatch,
     assert capsys.readouterr().err == ""
     assert [row["round"] for row in rows(attempt)] == [0, 1, 2, 3, 4]
     assert attempt.result.exists()
+
+
+def test_a_full_disk_from_the_first_line_on_ends_no_run():
+    write_config({"trainer.max_epochs": 1})
+    with open("/dev/full", "w") as output:
+        command = [sys.executable, "-m", "fl_lightning", "fit", "--config", "tiny.yaml"]
+        done = subprocess.run(command, stdout=output, stderr=subprocess.PIPE, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert len([*Path("runs").glob("*/*/result.json")]) == 1
 
 
 def test_error_that_nobody_reads_still_sets_the_exit_status(monkeypatch):
