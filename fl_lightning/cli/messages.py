@@ -21,6 +21,7 @@ from torch.nn import Module
 from torch.nn.modules.loss import _Loss
 from torch.optim import Optimizer
 
+import fl_lightning
 from fl_lightning import models
 from fl_lightning.aggregation import Aggregator, PreAggregator
 from fl_lightning.attacks import Attack
@@ -37,6 +38,8 @@ from fl_lightning.run.interruption import stoppable
 from fl_lightning.run.training import quiet_host
 
 _PATIENCE = 10.0  # seconds
+
+_PACKAGE = Path(fl_lightning.__file__).parent
 
 _SHIPPED = ("fl_lightning", "callbacks", "datamodules", "torch", "torchvision", "lightning")
 """The packages whose classes have bare names."""
@@ -316,11 +319,11 @@ def fail(error: Exception) -> NoReturn:
 
 
 def broken_module(error: BaseException | None) -> str:
-    """Return the line of a module at which its import failed, such as `` (methods.py, line 7)``; empty if no import failed."""
+    """Return the line of a module at which its import failed, such as `` (methods.py, line 7)``; empty for modules of this package."""
     found = ""
     for one in _causes(error):
         for frame in traceback.extract_tb(one.__traceback__):
-            if frame.name == "<module>":
+            if frame.name == "<module>" and _PACKAGE not in Path(frame.filename).parents:
                 found = f" ({os.path.relpath(frame.filename)}, line {frame.lineno})"
     return found
 
