@@ -39,7 +39,8 @@ def killed(kills: int, rounds: int, draw: random.Random, folder: Path) -> Counte
     for index, (name, ranks) in enumerate(cells):
         share = kills * (index + 1) // len(cells) - kills * index // len(cells)
         config = configuration(*_METHODS[name], "SequentialExecutor", ranks, rounds, 1)
-        counts += _killed(config, share, draw, folder / str(index))
+        if share:
+            counts += _killed(config, share, draw, folder / str(index))
     return counts
 
 

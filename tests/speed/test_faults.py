@@ -8,12 +8,16 @@ import torch
 
 from benchmarks import faults
 from benchmarks.__main__ import main
-from benchmarks.faults import checkpoints, mistakes
+from benchmarks.faults import checkpoints, mistakes, studies
 
 pytestmark = pytest.mark.slow
 
 
-def test_killed_runs_and_damaged_checkpoints_are_counted(tmp_path, capsys):
+def test_killed_runs_and_damaged_checkpoints_are_counted(tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(
+        studies.FILE, "axes", {"method": {"BN": {}, "FedBN": {"trainer.callbacks": ["FedBN"]}}}
+    )
+    monkeypatch.setitem(studies.FILE, "scales", {"quick": {"base": "base.yaml"}})
     file = tmp_path / "faults.json"
     options = [
         "--kills",

@@ -345,8 +345,10 @@ def test_ctrl_c_at_the_start_or_the_end_says_that_cells_are_kept(moment, ran, ca
 
     owner = FederatedCLI if moment == "parse_arguments" else fl_lightning.cli.study
     monkeypatch.setattr(owner, moment, strike)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # jobs in the background ignore it
     with pytest.raises(SystemExit) as stop:
         study("--model.local_steps=1", "--trainer.max_epochs=1")
+    signal.signal(signal.SIGINT, before)
     assert stop.value.code == 130
     line = (
         "stopped by Ctrl-C; finished cells and the checkpoints of others are kept; the same command goes on"
