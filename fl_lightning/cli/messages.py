@@ -65,10 +65,10 @@ SHAPES = {
 def explain(
     message: str, settings: Sequence[str] = (), owner: str = "", given: Mapping[str, Any] | None = None
 ) -> str:
-    """The line of a parser's message that matters.
+    """Return the line of a parser's message that matters.
 
     Args:
-        message: What the parser says.
+        message: The parser's message.
         settings: The parser's own settings.
         owner: The class whose settings the parser reads, empty where they are of several.
         given: What the user gave, by plain name.
@@ -160,7 +160,7 @@ def _alike(option: str, settings: Sequence[str], given: Mapping[str, Any]) -> st
 
 
 def _classes_with(option: str, owner: str) -> str:
-    """Return a clause with up to four other classes of the owner's kind that have a setting; empty if there are none or more."""
+    """Return a clause with the other classes of the owner's kind that have a setting; empty if there are more than four."""
     for classes in map(_classes, kinds_of_settings().values()):
         others = [name for name, kind in classes.items() if option in inspect.signature(kind).parameters]
         if owner in classes and 0 < len(others) < 5:

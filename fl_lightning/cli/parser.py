@@ -26,11 +26,11 @@ yaml.SafeDumper.add_multi_representer(enum.Enum, lambda dumper, member: dumper.r
 
 
 class ConciseParser(LightningArgumentParser):
-    """Prints the one line of an error that matters, without pages of usage; takes no abbreviated settings.
+    """A parser that prints one line of an error, without pages of usage, and takes no abbreviated settings.
 
     Attributes:
-        owner: The class whose settings it reads, empty where they are of several.
-        given: What the user gave; errors of all parsers name near settings of it, and where a file gives what is wrong.
+        owner: The class whose settings it reads, empty if the settings belong to several.
+        given: The user's settings: errors name near ones, and the file and line of a wrong one.
     """
 
     owner = ""
@@ -161,7 +161,7 @@ class Given(NamedTuple):
     """A setting that the user gave.
 
     Attributes:
-        name: Its dotted name as it is given.
+        name: Its dotted name, as the user wrote it.
         value: Its value.
         file: The file that gives it, empty for the command line.
         line: The line of its key there.

@@ -182,10 +182,10 @@ class StudyCells:
             )
 
     def check(self) -> None:
-        """Build the objects of some cells, such that each label of each axis is among them.
+        """Build data, model and callbacks of some cells, such that each label of each axis is among them.
 
         Raises:
-            ConfigurationError: Settings of the study do not work; all mistakes are named.
+            ConfigurationError: Settings do not work; the line names the first mistake of each of these cells.
         """
         seen: set[tuple[str, str]] = set()
         mistakes: dict[str, str] = {}

@@ -117,25 +117,32 @@ class CohortStrategy(ParallelStrategy):
         if self.world_size == 1:
             return
         if not dist.is_initialized():
-            # in a thread: a signal or the end of a rank stops the waiting, which neither can do in C++
-            met: Future[Any] = Future()
-            Thread(target=_fulfil, args=(met, self._join), daemon=True).start()
-            while not wait([met], _GLANCE).done:
-                if self._launcher is not None and (ended := self._launcher.why_one_ended()):
-                    raise ended
-            met.result()
+            store = self._wait_for(self._find_others)
+            if self.root_device.type == "cuda":  # whose current device is each thread's own
+                self._join(store)
+            else:
+                self._wait_for(lambda: self._join(store))
         self.ranks = Ranks(
             self.global_rank, self.world_size, self.timeout.total_seconds(), self.num_processes
         )
 
-    def _join(self) -> None:
+    def _wait_for(self, compute: Callable[[], Any]) -> Any:
+        """Compute in a thread: a signal or the end of a rank stops the waiting, which neither can do in C++."""
+        found: Future[Any] = Future()
+        Thread(target=_fulfil, args=(found, compute), daemon=True).start()
+        while not wait([found], _GLANCE).done:
+            if self._launcher is not None and (ended := self._launcher.why_one_ended()):
+                raise ended
+        return found.result()
+
+    def _join(self, store: Any) -> None:
         gpu = self.root_device if self.root_device.type == "cuda" else None
         dist.init_process_group(
             "nccl" if gpu else "gloo",
             timeout=self.timeout,
             world_size=self.world_size,
             rank=self.global_rank,
-            store=self._find_others(),
+            store=store,
             device_id=gpu,
         )
 

@@ -26,9 +26,9 @@ _NOISE = 20  # times what rounding changed
 def check_first_steps(module: Any) -> None:
     """Compare two local steps of the run's first two clients with plain PyTorch, and restore the model.
 
-    The executor takes them on a cohort of two clients, then PyTorch for one client after the other on the model itself: the same
-    batches, seeds and precision, BN layers as the methods have changed them, but none of their hooks. Both take SGD with momentum and weight decay, at a
-    rate at which the first step moves the parameters by a tenth of their length. How much rounding can change is measured: PyTorch
+    The executor takes them on a cohort of two clients. PyTorch takes them for each client by itself, on the model. Both have the
+    same batches, seeds, precision and BN layers, the methods' own layers included; hooks of methods are not called. Both take SGD with
+    momentum and weight decay, at a rate at which the first step moves the parameters by a tenth of their length. How much rounding can change is measured: PyTorch
     takes the steps once more from parameters that differ by rounding.
 
     Args:

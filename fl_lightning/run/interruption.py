@@ -45,9 +45,7 @@ def stoppable() -> Iterator[None]:
             os.kill(os.getpid(), number)
 
     def hear_lost(lost: Any) -> None:
-        if isinstance(
-            lost.exc_value, Stopped
-        ):  # from a destructor or a weakref's callback: Python drops its exceptions
+        if isinstance(lost.exc_value, Stopped):  # of a destructor or a weakref's callback
             threading.Thread(target=send_again, args=(lost.exc_value.signal,), daemon=True).start()
         else:
             unraisable(lost)

@@ -110,9 +110,7 @@ def _content(path: Path) -> tuple[Any, list[str]]:
         size = 0
         for part in json.JSONEncoder(default=_refused).iterencode(content):
             size += len(part)
-            if (
-                size > _LARGEST
-            ):  # aliases of aliases: a few lines of a file may stand for more than fits in memory
+            if size > _LARGEST:  # a few lines with aliases of aliases hold more than fits in memory
                 raise ValueError
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", "it is not UTF-8")
