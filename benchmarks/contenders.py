@@ -19,7 +19,7 @@ from benchmarks.recipe import AUGMENTATION, BATCH_SIZE, CLIENT_OPTIMIZER
 from benchmarks.stopwatch import Stopwatch, nothing
 from benchmarks.workloads import SyntheticImages, Workload
 from fl_lightning import FederatedModule, SequentialExecutor, VectorizedExecutor
-from fl_lightning.executors.base import Executor
+from fl_lightning.execution.base import Executor
 from fl_lightning.round.first_steps import check_first_steps
 from fl_lightning.round.plan import sample_cohort
 

@@ -11,8 +11,8 @@ import torch
 
 from benchmarks.stopwatch import Stopwatch
 from datamodules.images import TrainImages
-from fl_lightning.executors import sequential, vectorized
-from fl_lightning.executors.base import client_loss
+from fl_lightning.execution import sequential, vectorized
+from fl_lightning.execution.base import client_loss
 from fl_lightning.optimizers.client import ClientOptimizer
 
 

@@ -9,7 +9,7 @@ from benchmarks.contenders import COMPILED, EXECUTORS, OURS, RANKED, Contender, 
 from benchmarks.recipe import make_model
 from benchmarks.workloads import SyntheticImages, Workload
 from fl_lightning import SequentialExecutor
-from fl_lightning.executors.choice import cores_of_a_run
+from fl_lightning.execution.choice import cores_of_a_run
 
 PEERS = {"pfl": "pfl", "fluke": "fluke-fl", "byzfl": "byzfl", "flower": "flwr"}
 """Other frameworks and the names under which they are installed; ``benchmarks/peers`` has a file for each."""

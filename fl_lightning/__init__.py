@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from fl_lightning.cohort.cohort import Cohort as Cohort
     from fl_lightning.diagnostics.network_link import NetworkLink as NetworkLink
     from fl_lightning.errors import ConfigurationError as ConfigurationError
-    from fl_lightning.executors.sequential import SequentialExecutor as SequentialExecutor
-    from fl_lightning.executors.vectorized import VectorizedExecutor as VectorizedExecutor
+    from fl_lightning.execution.sequential import SequentialExecutor as SequentialExecutor
+    from fl_lightning.execution.vectorized import VectorizedExecutor as VectorizedExecutor
     from fl_lightning.mechanisms.freezing import Freezing as Freezing
     from fl_lightning.mechanisms.local_state import LocalState as LocalState
     from fl_lightning.mechanisms.statistics_pass import collect as collect
@@ -64,12 +64,12 @@ HOMES = {
     "RoundProgress": "run.progress",
     "Run": "run.run",
     "Segmentation": "round.tasks",
-    "SequentialExecutor": "executors.sequential",
+    "SequentialExecutor": "execution.sequential",
     "SwappedBatchNorm": "batch_norm.swapping",
     "Table": "run_directory.report",
     "Task": "round.tasks",
     "VariantEvaluation": "mechanisms.variant_evaluation",
-    "VectorizedExecutor": "executors.vectorized",
+    "VectorizedExecutor": "execution.vectorized",
     "collect": "mechanisms.statistics_pass",
     "measured_statistics": "mechanisms.statistics_pass",
     "swap_batch_norm": "batch_norm.swapping",

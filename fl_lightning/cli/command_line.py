@@ -9,7 +9,7 @@ from types import ModuleType
 
 import fl_lightning
 import fl_lightning.aggregation
-import fl_lightning.executors.vectorized
+import fl_lightning.execution.vectorized
 import fl_lightning.models
 import fl_lightning.optimizers.schedules
 import fl_lightning.optimizers.server  # imported so that bare class names resolve in YAML

@@ -27,7 +27,7 @@ from fl_lightning.aggregation import Aggregator, PreAggregator
 from fl_lightning.attacks import Attack
 from fl_lightning.client_data.federated import FederatedDataModule
 from fl_lightning.errors import ConfigurationError, missing_module, nearest
-from fl_lightning.executors.base import Executor
+from fl_lightning.execution.base import Executor
 from fl_lightning.files import no_link
 from fl_lightning.launched import launched_rank, silence, under_torchrun
 from fl_lightning.optimizers.schedules import LRSchedule

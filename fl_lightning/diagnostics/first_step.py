@@ -16,10 +16,10 @@ from fl_lightning.client_data.cohort_batch import CohortBatch
 from fl_lightning.cohort.cohort import Cohort
 from fl_lightning.cohort.round_cohort import RoundCohort
 from fl_lightning.cohort.slots import StateSlots
-from fl_lightning.executors.base import Executor
-from fl_lightning.executors.joint import joint_executor
-from fl_lightning.executors.sequential import SequentialExecutor
-from fl_lightning.executors.vectorized import VectorizedExecutor
+from fl_lightning.execution.base import Executor
+from fl_lightning.execution.joint import joint_executor
+from fl_lightning.execution.sequential import SequentialExecutor
+from fl_lightning.execution.vectorized import VectorizedExecutor
 from fl_lightning.models.dropout import Dropout
 
 if TYPE_CHECKING:

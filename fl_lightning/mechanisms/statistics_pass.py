@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from fl_lightning.batch_norm.layers import batch_norm_layers, explain_batch_of_one
 from fl_lightning.batch_norm.moments import merge_, moments, total_variance
 from fl_lightning.batch_norm.swapping import batch_statistics, evaluating
-from fl_lightning.executors.base import client_loss
+from fl_lightning.execution.base import client_loss
 from fl_lightning.randomness import derive_seed, seeded
 from fl_lightning.round.evaluation import ServerEvaluation
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from fl_lightning.errors import doing
-from fl_lightning.executors.base import computing
+from fl_lightning.execution.base import computing
 from fl_lightning.randomness import derive_seed, seed_everything
 from fl_lightning.ranks import Ranks
 from fl_lightning.round.tasks import Classification, Task

@@ -12,8 +12,8 @@ from torch.nn.parameter import is_lazy
 from fl_lightning.client_data.cohort_batch import CohortBatch
 from fl_lightning.cohort.round_cohort import RoundCohort
 from fl_lightning.errors import ConfigurationError, doing
-from fl_lightning.executors.base import client_loss
-from fl_lightning.executors.joint import joint_executor
+from fl_lightning.execution.base import client_loss
+from fl_lightning.execution.joint import joint_executor
 from fl_lightning.models.dropout import Dropout, dropout_keys
 from fl_lightning.randomness import derive_seed, seed_global
 from fl_lightning.round.policy import resolve_policy

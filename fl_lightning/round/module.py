@@ -15,10 +15,10 @@ from fl_lightning.cohort.cohort import Cohort
 from fl_lightning.cohort.round_cohort import RoundCohort
 from fl_lightning.cohort.slots import StateSlots
 from fl_lightning.errors import doing
-from fl_lightning.executors.base import Executor
-from fl_lightning.executors.choice import Choice, choose_executor, decide_compilation
-from fl_lightning.executors.joint import joint_executor
-from fl_lightning.executors.sequential import SequentialExecutor
+from fl_lightning.execution.base import Executor
+from fl_lightning.execution.choice import Choice, choose_executor, decide_compilation
+from fl_lightning.execution.joint import joint_executor
+from fl_lightning.execution.sequential import SequentialExecutor
 from fl_lightning.models.dropout import convert_dropout
 from fl_lightning.models.weights import load_weights
 from fl_lightning.optimizers import OptimizerCallable
@@ -58,7 +58,7 @@ class FederatedModule(ServerModule):
         local_epochs: Passes over a client's own data in a round.
         participation: Clients in a round: a fraction in (0, 1] (float) or a number (int).
         executor: Who computes the clients' gradients. None chooses when training starts, see
-            :func:`~fl_lightning.executors.choice.choose_executor`.
+            :func:`~fl_lightning.execution.choice.choose_executor`.
         aggregator: How the server combines the clients. Default: :class:`~fl_lightning.aggregation.base.WeightedMean`.
         statistics_aggregator: How it combines their running statistics. Default: ``aggregator``.
         statistics_domain: In which coordinates, see :class:`~fl_lightning.aggregation.statistics.StatisticsAggregator`.

@@ -7,7 +7,7 @@ from lightning.pytorch.callbacks import StochasticWeightAveraging
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
 from fl_lightning.errors import ConfigurationError
-from fl_lightning.executors.strategy import CohortStrategy
+from fl_lightning.execution.strategy import CohortStrategy
 
 
 def check_trainer(trainer: L.Trainer) -> None:

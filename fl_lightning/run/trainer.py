@@ -11,8 +11,8 @@ from lightning.pytorch.utilities.seed import isolate_rng
 
 from fl_lightning.client_data.federated import FederatedDataModule
 from fl_lightning.errors import ConfigurationError
-from fl_lightning.executors.fork import OneMachine
-from fl_lightning.executors.strategy import CohortStrategy
+from fl_lightning.execution.fork import OneMachine
+from fl_lightning.execution.strategy import CohortStrategy
 from fl_lightning.launched import under_torchrun
 from fl_lightning.round.module import FederatedModule
 from fl_lightning.round.plan import RoundPlan, cohort_size

@@ -18,8 +18,8 @@ from fl_lightning.client_data.federated import FederatedDataModule
 from fl_lightning.dashboard.logger import RoundWandbLogger
 from fl_lightning.dashboard.settings import WandbSettings
 from fl_lightning.errors import ConfigurationError
-from fl_lightning.executors.choice import cpu_ranks
-from fl_lightning.executors.strategy import CohortStrategy
+from fl_lightning.execution.choice import cpu_ranks
+from fl_lightning.execution.strategy import CohortStrategy
 from fl_lightning.launched import launched_rank, silence
 from fl_lightning.round.module import FederatedModule
 from fl_lightning.round.trained import refuse_trained

@@ -23,7 +23,7 @@ _COMPUTING = (
         "client_data",
         "cohort",
         "diagnostics",
-        "executors",
+        "execution",
         "mechanisms",
     ),
     *("models", "optimizers", "round", "randomness.py", "ranks.py", "run_directory/result.py"),

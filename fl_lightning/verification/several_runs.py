@@ -7,8 +7,8 @@ import torch
 
 from fl_lightning.batch_norm.kinds import STATISTICS
 from fl_lightning.errors import ConfigurationError
-from fl_lightning.executors.fork import cannot_fork
-from fl_lightning.executors.vectorized import VectorizedExecutor
+from fl_lightning.execution.fork import cannot_fork
+from fl_lightning.execution.vectorized import VectorizedExecutor
 from fl_lightning.verification.comparison import (
     TOLERANCE,
     NotApplicable,

@@ -16,8 +16,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from fl_lightning.cohort.cohort import Cohort
 from fl_lightning.errors import ConfigurationError
-from fl_lightning.executors.sequential import SequentialExecutor
-from fl_lightning.executors.strategy import CohortStrategy
+from fl_lightning.execution.sequential import SequentialExecutor
+from fl_lightning.execution.strategy import CohortStrategy
 from fl_lightning.randomness import seeded
 from fl_lightning.round.callback import FederatedCallback
 from fl_lightning.round.module import FederatedModule

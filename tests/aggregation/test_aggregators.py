@@ -20,8 +20,8 @@ from fl_lightning.aggregation import (
     TrimmedMean,
     WeightedMean,
 )
-from fl_lightning.executors.sequential import SequentialExecutor
-from fl_lightning.executors.vectorized import VectorizedExecutor
+from fl_lightning.execution.sequential import SequentialExecutor
+from fl_lightning.execution.vectorized import VectorizedExecutor
 
 EXECUTORS = pytest.mark.parametrize("executor", [SequentialExecutor, VectorizedExecutor])
 

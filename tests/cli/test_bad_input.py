@@ -7,7 +7,7 @@ from command_line import attempts, message_of, run, write_config
 
 from fl_lightning import errors
 from fl_lightning.cli.command_line import main
-from fl_lightning.executors.choice import usable_cores
+from fl_lightning.execution.choice import usable_cores
 
 DATA = "--data.init_args."
 OPTIMIZER = "model.client_optimizer"

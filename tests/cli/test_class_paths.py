@@ -12,7 +12,7 @@ from datamodules.partitions import Partition
 from fl_lightning import models
 from fl_lightning.aggregation import Aggregator, PreAggregator
 from fl_lightning.client_data.federated import FederatedDataModule
-from fl_lightning.executors.base import Executor
+from fl_lightning.execution.base import Executor
 from fl_lightning.optimizers.schedules import LRSchedule
 
 FRONT_DOORS = [

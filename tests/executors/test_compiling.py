@@ -17,9 +17,9 @@ from torch.utils.data import DataLoader
 from callbacks import FixBN
 from fl_lightning import ConfigurationError, FederatedModule, SequentialExecutor
 from fl_lightning.cohort.slots import StateSlots
-from fl_lightning.executors import compiling
-from fl_lightning.executors.compiling import decide
-from fl_lightning.executors.strategy import CohortStrategy
+from fl_lightning.execution import compiling
+from fl_lightning.execution.compiling import decide
+from fl_lightning.execution.strategy import CohortStrategy
 from fl_lightning.models import LeNet, ResNet8
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")

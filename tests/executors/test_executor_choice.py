@@ -8,8 +8,8 @@ from command_line import rows, run
 from helpers import SGD, blobs, fit, small_cnn
 
 from fl_lightning import FederatedModule, SequentialExecutor, VectorizedExecutor
-from fl_lightning.executors import choice, fork
-from fl_lightning.executors.choice import choose_executor, cores_of_a_run, cpu_ranks, usable_cores
+from fl_lightning.execution import choice, fork
+from fl_lightning.execution.choice import choose_executor, cores_of_a_run, cpu_ranks, usable_cores
 from fl_lightning.run.trainer import useful_ranks
 
 

@@ -16,8 +16,8 @@ from outcomes import MOMENTUM, assert_same, states
 from torch import nn
 
 from fl_lightning import ConfigurationError, FederatedCallback, FederatedDataModule, FederatedModule
-from fl_lightning.executors import fork
-from fl_lightning.executors.strategy import CohortStrategy
+from fl_lightning.execution import fork
+from fl_lightning.execution.strategy import CohortStrategy
 
 
 def children():

@@ -20,7 +20,7 @@ from fl_lightning.attacks import (
     SignFlip,
     sign_flip,
 )
-from fl_lightning.executors.vectorized import VectorizedExecutor
+from fl_lightning.execution.vectorized import VectorizedExecutor
 from fl_lightning.verification import certify
 
 FIVE = {"num_clients": 5, "sizes": (16,)}

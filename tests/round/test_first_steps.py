@@ -15,8 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 from callbacks import FBN
 from fl_lightning import ConfigurationError, FederatedCallback, FederatedDataModule, FederatedModule
-from fl_lightning.executors.sequential import SequentialExecutor
-from fl_lightning.executors.vectorized import VectorizedExecutor
+from fl_lightning.execution.sequential import SequentialExecutor
+from fl_lightning.execution.vectorized import VectorizedExecutor
 from fl_lightning.run_directory.description import config_hash
 
 STEPS = 5

@@ -10,7 +10,7 @@ from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fl_lightning.errors import ConfigurationError
-from fl_lightning.executors.base import ClientTask, Compilation
+from fl_lightning.execution.base import ClientTask, Compilation
 
 _WORTH_IT = 1.5e11
 """Values that pass BN layers in a run. Compiled, each takes about 3 ns less on one thread: ten times the 40 s of compiling."""

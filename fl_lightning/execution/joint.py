@@ -10,8 +10,8 @@ from torch.utils._pytree import tree_leaves
 from fl_lightning.batch_norm.joint import averaging_by, mean_of_all
 from fl_lightning.client_data.cohort_batch import CohortBatch, require_one
 from fl_lightning.cohort.round_cohort import RoundCohort
-from fl_lightning.executors.base import ClientTask
-from fl_lightning.executors.vectorized import VectorizedExecutor
+from fl_lightning.execution.base import ClientTask
+from fl_lightning.execution.vectorized import VectorizedExecutor
 from fl_lightning.ranks import Ranks
 
 
@@ -38,7 +38,7 @@ class _JointExecutor(VectorizedExecutor):
     def backward(
         self, module: ClientTask, cohort: RoundCohort, batch: CohortBatch, rows: Sequence[int]
     ) -> Tensor:
-        """Fill ``cohort.grads`` and update ``cohort.buffers`` for ``rows``; see :meth:`~fl_lightning.executors.base.Executor.backward`."""
+        """Fill ``cohort.grads`` and update ``cohort.buffers`` for ``rows``; see :meth:`~fl_lightning.execution.base.Executor.backward`."""
         if self._ranks.size == 1:
             return super().backward(module, cohort, batch, rows)
         with averaging_by(self._mean):

@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fl_lightning.executors.base import ClientTask, Executor
-from fl_lightning.executors.fork import cannot_fork
-from fl_lightning.executors.sequential import SequentialExecutor
-from fl_lightning.executors.vectorized import VectorizedExecutor
+from fl_lightning.execution.base import ClientTask, Executor
+from fl_lightning.execution.fork import cannot_fork
+from fl_lightning.execution.sequential import SequentialExecutor
+from fl_lightning.execution.vectorized import VectorizedExecutor
 
 _QUOTA = Path("/sys/fs/cgroup/cpu.max")
 

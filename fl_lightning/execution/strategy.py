@@ -18,8 +18,8 @@ from lightning.pytorch.strategies import ParallelStrategy, StrategyRegistry
 from torch import Tensor
 
 from fl_lightning.errors import ConfigurationError
-from fl_lightning.executors.choice import usable_cores
-from fl_lightning.executors.fork import ForkLauncher
+from fl_lightning.execution.choice import usable_cores
+from fl_lightning.execution.fork import ForkLauncher
 from fl_lightning.ranks import LostRank, Ranks
 
 _MORE_THAN_CORES = 8  # ranks that a small machine has beside one for each core, to try what many do

@@ -14,8 +14,8 @@ from fl_lightning.batch_norm.stacked import StackedBatchNorm
 from fl_lightning.client_data.cohort_batch import CohortBatch
 from fl_lightning.cohort.round_cohort import RoundCohort
 from fl_lightning.errors import CannotVectorize, ConfigurationError, doing
-from fl_lightning.executors.base import ClientTask, Executor, cannot_vectorize, client_loss
-from fl_lightning.executors.sequential import SequentialExecutor
+from fl_lightning.execution.base import ClientTask, Executor, cannot_vectorize, client_loss
+from fl_lightning.execution.sequential import SequentialExecutor
 
 _log = logging.getLogger("fl_lightning")
 
@@ -50,7 +50,7 @@ class VectorizedExecutor(Executor):
     def backward(
         self, module: ClientTask, cohort: RoundCohort, batch: CohortBatch, rows: Sequence[int]
     ) -> Tensor:
-        """Fill ``cohort.grads`` and update ``cohort.buffers`` for ``rows``; see :meth:`~fl_lightning.executors.base.Executor.backward`."""
+        """Fill ``cohort.grads`` and update ``cohort.buffers`` for ``rows``; see :meth:`~fl_lightning.execution.base.Executor.backward`."""
         losses: list[Tensor] = []
         rows, done = list(rows), 0
         while done < len(rows):

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from fl_lightning.client_data.cohort_batch import CohortBatch
 from fl_lightning.cohort.round_cohort import RoundCohort
 from fl_lightning.errors import ConfigurationError, doing
-from fl_lightning.executors.base import ClientTask, Compilation, Executor, client_loss
-from fl_lightning.executors.compiling import compiled_calls, decide
+from fl_lightning.execution.base import ClientTask, Compilation, Executor, client_loss
+from fl_lightning.execution.compiling import compiled_calls, decide
 from fl_lightning.randomness import derive_seed, seed_global
 
 
@@ -41,7 +41,7 @@ class SequentialExecutor(Executor):
     def decide_compilation(
         self, module: ClientTask, client_steps: int, batch: Callable[[], Any], before: bool | None
     ) -> Compilation:
-        """What ``compile`` says, or what is worth it; see :meth:`~fl_lightning.executors.base.Executor.decide_compilation`."""
+        """What ``compile`` says, or what is worth it; see :meth:`~fl_lightning.execution.base.Executor.decide_compilation`."""
         return decide(self.compile, module, client_steps, batch, before)
 
     def compiled_for(self, model: nn.Module) -> bool:
@@ -51,7 +51,7 @@ class SequentialExecutor(Executor):
     def backward(
         self, module: ClientTask, cohort: RoundCohort, batch: CohortBatch, rows: Sequence[int]
     ) -> Tensor:
-        """Fill ``cohort.grads`` and update ``cohort.buffers`` for ``rows``; see :meth:`~fl_lightning.executors.base.Executor.backward`."""
+        """Fill ``cohort.grads`` and update ``cohort.buffers`` for ``rows``; see :meth:`~fl_lightning.execution.base.Executor.backward`."""
         batches = zip(rows, batch.batches(), strict=True)
         with self._fast(module.model) if self.compilation.compiled else nullcontext():
             losses = []
