@@ -21,8 +21,8 @@ from fl_lightning.diagnostics.measurements import (
     statistics_bias,
 )
 from fl_lightning.errors import check_choice
-from fl_lightning.mechanisms.statistics_pass import measured_statistics
-from fl_lightning.mechanisms.variant_evaluation import BATCH_STATISTICS, VariantEvaluation
+from fl_lightning.methods.statistics_pass import measured_statistics
+from fl_lightning.methods.variant_evaluation import BATCH_STATISTICS, VariantEvaluation
 
 if TYPE_CHECKING:
     from fl_lightning import Cohort, FederatedModule

@@ -1,6 +1,6 @@
 """FedBN: Li et al., "FedBN: Federated Learning on Non-IID Features via Local Batch Normalization", arXiv 2102.07623."""
 
-from fl_lightning.mechanisms.local_state import LocalState
+from fl_lightning.methods.local_state import LocalState
 
 
 class FedBN(LocalState):
@@ -11,7 +11,7 @@ class FedBN(LocalState):
     client, whatever its size: that is ``weighting: uniform`` of the federated module.
 
     A server's test set under label skew is not what the paper measures, and personal accuracy is low on it: a client's BN
-    state fits its own classes (see :class:`~fl_lightning.mechanisms.local_state.LocalState` for the two accuracies).
+    state fits its own classes (see :class:`~fl_lightning.methods.local_state.LocalState` for the two accuracies).
     """
 
     paper = "Li et al., arXiv 2102.07623"

@@ -16,7 +16,7 @@ from fl_lightning import ConfigurationError
 from fl_lightning.batch_norm.layers import batch_norm_layers
 from fl_lightning.batch_norm.swapping import SwappedBatchNorm, evaluating, swap_batch_norm
 from fl_lightning.errors import check_choice
-from fl_lightning.mechanisms.freezing import FoundFreezing
+from fl_lightning.methods.freezing import FoundFreezing
 from fl_lightning.randomness import derive_seed, generator, seeded
 
 if TYPE_CHECKING:

@@ -4,7 +4,7 @@ from typing import Literal
 
 from fl_lightning.batch_norm.kinds import STATISTICS
 from fl_lightning.errors import check_choice
-from fl_lightning.mechanisms.freezing import Freezing
+from fl_lightning.methods.freezing import Freezing
 from fl_lightning.optimizers.milestones import one_milestone, round_at
 
 _KINDS = {"statistics": STATISTICS, "affine": ("affine",), "both": (*STATISTICS, "affine")}

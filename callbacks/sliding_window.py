@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fl_lightning import ConfigurationError
 from fl_lightning.cohort.client_memory import ClientMemory
-from fl_lightning.mechanisms.freezing import FoundFreezing
+from fl_lightning.methods.freezing import FoundFreezing
 
 if TYPE_CHECKING:
     from fl_lightning import Cohort, FederatedModule

@@ -10,7 +10,7 @@ from fl_lightning.aggregation import require_weighted_mean
 from fl_lightning.batch_norm.kinds import buffer_kinds, parameter_kinds
 from fl_lightning.batch_norm.layers import require_batch_norm
 from fl_lightning.errors import check_choice
-from fl_lightning.mechanisms.statistics_pass import Mode, collect
+from fl_lightning.methods.statistics_pass import Mode, collect
 from fl_lightning.round.policy import resolve_policy
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ class StaticBN(FederatedCallback):
     No running statistic is tracked or sent in training. After each round that will be evaluated, and after the last one (also
     where that round is skipped, for the weights of an earlier one),
     all clients pass over their training data once with the server's new weights, without gradients (see
-    :func:`~fl_lightning.mechanisms.statistics_pass.collect`). In the rounds between, the server, and so a checkpoint, holds the
+    :func:`~fl_lightning.methods.statistics_pass.collect`). In the rounds between, the server, and so a checkpoint, holds the
     statistics of the last pass. Parameters train as in FedAvg: only evaluation sees the difference.
 
     Args:

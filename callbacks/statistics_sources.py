@@ -17,9 +17,9 @@ from fl_lightning.batch_norm.layers import batch_norm_layers, require_batch_norm
 from fl_lightning.cohort.client_memory import ClientMemory
 from fl_lightning.cohort.cohort import SERVER
 from fl_lightning.errors import check_choice
-from fl_lightning.mechanisms.running_statistics import client_statistics, server_statistics, split_statistics
-from fl_lightning.mechanisms.statistics_pass import Mode, measured_statistics
-from fl_lightning.mechanisms.variant_evaluation import BATCH_STATISTICS, VariantEvaluation
+from fl_lightning.methods.running_statistics import client_statistics, server_statistics, split_statistics
+from fl_lightning.methods.statistics_pass import Mode, measured_statistics
+from fl_lightning.methods.variant_evaluation import BATCH_STATISTICS, VariantEvaluation
 from fl_lightning.round.evaluation import ServerEvaluation
 
 if TYPE_CHECKING:

@@ -17,17 +17,19 @@ if TYPE_CHECKING:
     from fl_lightning.errors import ConfigurationError as ConfigurationError
     from fl_lightning.execution.sequential import SequentialExecutor as SequentialExecutor
     from fl_lightning.execution.vectorized import VectorizedExecutor as VectorizedExecutor
-    from fl_lightning.mechanisms.freezing import Freezing as Freezing
-    from fl_lightning.mechanisms.local_state import LocalState as LocalState
-    from fl_lightning.mechanisms.statistics_pass import collect as collect
-    from fl_lightning.mechanisms.statistics_pass import measured_statistics as measured_statistics
-    from fl_lightning.mechanisms.variant_evaluation import VariantEvaluation as VariantEvaluation
+    from fl_lightning.methods.callback import FederatedCallback as FederatedCallback
+    from fl_lightning.methods.freezing import Freezing as Freezing
+    from fl_lightning.methods.local_state import LocalState as LocalState
+    from fl_lightning.methods.report import Report as Report
+    from fl_lightning.methods.report import Table as Table
+    from fl_lightning.methods.statistics_pass import collect as collect
+    from fl_lightning.methods.statistics_pass import measured_statistics as measured_statistics
+    from fl_lightning.methods.variant_evaluation import VariantEvaluation as VariantEvaluation
     from fl_lightning.models.dropout import Dropout as Dropout
     from fl_lightning.optimizers.schedules import InverseSteps as InverseSteps
     from fl_lightning.optimizers.schedules import MultiStep as MultiStep
     from fl_lightning.optimizers.server import FedAdam as FedAdam
     from fl_lightning.optimizers.server import FedYogi as FedYogi
-    from fl_lightning.round.callback import FederatedCallback as FederatedCallback
     from fl_lightning.round.failures import ClientFailures as ClientFailures
     from fl_lightning.round.module import FederatedModule as FederatedModule
     from fl_lightning.round.tasks import Classification as Classification
@@ -36,8 +38,6 @@ if TYPE_CHECKING:
     from fl_lightning.run.progress import RoundProgress as RoundProgress
     from fl_lightning.run.run import Run as Run
     from fl_lightning.run_directory.checkpoints import RoundCheckpoint as RoundCheckpoint
-    from fl_lightning.run_directory.report import Report as Report
-    from fl_lightning.run_directory.report import Table as Table
 
 __version__ = "0.1.0"
 
@@ -51,27 +51,27 @@ HOMES = {
     "Dropout": "models.dropout",
     "FedAdam": "optimizers.server",
     "FedYogi": "optimizers.server",
-    "FederatedCallback": "round.callback",
+    "FederatedCallback": "methods.callback",
     "FederatedDataModule": "client_data.federated",
     "FederatedModule": "round.module",
-    "Freezing": "mechanisms.freezing",
+    "Freezing": "methods.freezing",
     "InverseSteps": "optimizers.schedules",
-    "LocalState": "mechanisms.local_state",
+    "LocalState": "methods.local_state",
     "MultiStep": "optimizers.schedules",
     "NetworkLink": "diagnostics.network_link",
-    "Report": "run_directory.report",
+    "Report": "methods.report",
     "RoundCheckpoint": "run_directory.checkpoints",
     "RoundProgress": "run.progress",
     "Run": "run.run",
     "Segmentation": "round.tasks",
     "SequentialExecutor": "execution.sequential",
     "SwappedBatchNorm": "batch_norm.swapping",
-    "Table": "run_directory.report",
+    "Table": "methods.report",
     "Task": "round.tasks",
-    "VariantEvaluation": "mechanisms.variant_evaluation",
+    "VariantEvaluation": "methods.variant_evaluation",
     "VectorizedExecutor": "execution.vectorized",
-    "collect": "mechanisms.statistics_pass",
-    "measured_statistics": "mechanisms.statistics_pass",
+    "collect": "methods.statistics_pass",
+    "measured_statistics": "methods.statistics_pass",
     "swap_batch_norm": "batch_norm.swapping",
 }
 """Where each public name is defined. A class is named by ``fl_lightning`` alone in configurations, so none changes with a move."""

@@ -9,7 +9,7 @@ from fl_lightning.cli.command_line import import_shipped
 from fl_lightning.cli.messages import command
 from fl_lightning.cli.parser import ConciseParser
 from fl_lightning.errors import ConfigurationError
-from fl_lightning.round.callback import FederatedCallback
+from fl_lightning.methods.callback import FederatedCallback
 
 
 @command()

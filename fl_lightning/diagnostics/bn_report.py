@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
+from fl_lightning.methods.report import Drawing, Report, Table
 from fl_lightning.pictures.drift import drift_figure, has_drift, layers_figure
 from fl_lightning.pictures.style import LAYERS
-from fl_lightning.run_directory.report import Drawing, Report, Table
 
 if TYPE_CHECKING:
     from fl_lightning.round.module import FederatedModule

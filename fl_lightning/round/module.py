@@ -48,7 +48,7 @@ class FederatedModule(ServerModule):
     Reddi et al. 2021): ``SGD(lr=1)`` is FedAvg, ``SGD(lr=1, momentum=0.9)`` FedAvgM; ``FedAdam`` and ``FedYogi`` are theirs,
     without the bias correction of torch's ``Adam``. Rounds count from 1; ``max_epochs`` is the number of rounds.
     ``state_dict()`` is exactly the server model's. Methods are callbacks (see
-    :class:`~fl_lightning.round.callback.FederatedCallback`).
+    :class:`~fl_lightning.methods.callback.FederatedCallback`).
 
     Args:
         model: The server's model; every client trains a copy.

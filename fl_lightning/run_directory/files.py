@@ -15,6 +15,7 @@ import yaml
 
 from fl_lightning.batch_norm.kinds import KIND_LABELS
 from fl_lightning.files import write_bytes, write_json, write_text
+from fl_lightning.methods.report import Report
 from fl_lightning.pictures.federation import class_quality_figure, clients_figure
 from fl_lightning.pictures.learning_curve import learning_curve_figure
 from fl_lightning.pictures.style import write_figure
@@ -33,7 +34,6 @@ from fl_lightning.run_directory.description import deciding_settings, misfits
 from fl_lightning.run_directory.directory import Attempt
 from fl_lightning.run_directory.metrics import read_metrics
 from fl_lightning.run_directory.predictions import overlays
-from fl_lightning.run_directory.report import Report
 from fl_lightning.run_directory.source import provenance
 
 

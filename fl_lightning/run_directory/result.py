@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fl_lightning.files import write_json
+from fl_lightning.methods.report import Report
 from fl_lightning.pictures.style import PERSONAL
 from fl_lightning.recorded import describe
 from fl_lightning.round.module import FederatedModule
@@ -12,7 +13,6 @@ from fl_lightning.run_directory.console import format_bytes, print_table
 from fl_lightning.run_directory.describe import describe_environment, method_name, model_name, origin_in_words
 from fl_lightning.run_directory.directory import Attempt
 from fl_lightning.run_directory.files import draw_pictures
-from fl_lightning.run_directory.report import Report
 
 
 def finish_run(module: FederatedModule, attempt: Attempt | None) -> dict[str, Any]:

@@ -24,7 +24,7 @@ _COMPUTING = (
         "cohort",
         "diagnostics",
         "execution",
-        "mechanisms",
+        "methods",
     ),
     *("models", "optimizers", "round", "randomness.py", "ranks.py", "run_directory/result.py"),
 )

@@ -9,7 +9,7 @@ from typing import Any
 from jsonargparse import ArgumentParser
 
 from fl_lightning.errors import ConfigurationError
-from fl_lightning.round.callback import FederatedCallback
+from fl_lightning.methods.callback import FederatedCallback
 from fl_lightning.run_directory.describe import origin_in_words
 from fl_lightning.run_directory.description import config_hash
 from fl_lightning.run_directory.directory import Attempt

@@ -12,8 +12,8 @@ from typing import Any
 
 from fl_lightning.aggregation import Median
 from fl_lightning.errors import ConfigurationError, nearest
+from fl_lightning.methods.callback import FederatedCallback
 from fl_lightning.recorded import describe
-from fl_lightning.round.callback import FederatedCallback
 from fl_lightning.verification import one_run, several_runs
 from fl_lightning.verification.certificate import Certificate
 from fl_lightning.verification.claims import BITWISE, CLAIMS

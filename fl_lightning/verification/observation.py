@@ -10,7 +10,7 @@ from torch import Tensor
 from fl_lightning.cohort.client_memory import contents
 from fl_lightning.cohort.cohort import Cohort
 from fl_lightning.cohort.round_cohort import RoundCohort
-from fl_lightning.round.callback import FederatedCallback
+from fl_lightning.methods.callback import FederatedCallback
 from fl_lightning.round.module import FederatedModule
 from fl_lightning.round.plan import RoundPlan
 

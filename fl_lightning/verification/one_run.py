@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from fl_lightning.mechanisms.freezing import Freezing
+from fl_lightning.methods.freezing import Freezing
 from fl_lightning.optimizers.milestones import round_at
 from fl_lightning.verification.comparison import (
     TOLERANCE,
@@ -91,7 +91,7 @@ def server_state(trials: Trials) -> str:
 def frozen_state(trials: Trials) -> str:
     """Frozen state changes neither at the server nor in the clients' rows, bit for bit; statistics move where nobody froze them.
 
-    Under any server optimizer. A :class:`~fl_lightning.mechanisms.freezing.Freezing` freezes after the T* that it was given or found.
+    Under any server optimizer. A :class:`~fl_lightning.methods.freezing.Freezing` freezes after the T* that it was given or found.
     """
     frozen = set()
     for run in (trials.run(), trials.run(WITH_SERVER_MOMENTUM)):

@@ -18,8 +18,8 @@ from fl_lightning.cohort.cohort import Cohort
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.execution.sequential import SequentialExecutor
 from fl_lightning.execution.strategy import CohortStrategy
+from fl_lightning.methods.callback import FederatedCallback
 from fl_lightning.randomness import seeded
-from fl_lightning.round.callback import FederatedCallback
 from fl_lightning.round.module import FederatedModule
 from fl_lightning.verification.comparison import Violated
 from fl_lightning.verification.federation import SIZES, Disturbance, federation, reference_model

@@ -19,7 +19,7 @@ from fl_lightning import (
 )
 from fl_lightning.diagnostics.bn_report import MAX_ROUNDS, BatchNormReport
 from fl_lightning.diagnostics.measurements import mean_variance, statistics_bias
-from fl_lightning.mechanisms.statistics_pass import collect
+from fl_lightning.methods.statistics_pass import collect
 
 EXECUTORS = pytest.mark.parametrize("executor", [SequentialExecutor, VectorizedExecutor])
 ALL = ["statistics", "gradients", "gap", "bias"]

@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy
 from callbacks import FBN, FixBN
 from datamodules import Digits
 from fl_lightning import ConfigurationError, FederatedDataModule, FederatedModule
-from fl_lightning.mechanisms.variant_evaluation import BATCH_STATISTICS, VariantEvaluation
+from fl_lightning.methods.variant_evaluation import BATCH_STATISTICS, VariantEvaluation
 from fl_lightning.models import LeNet
 from fl_lightning.run_directory.metrics import JSONLinesLogger, read_metrics
 

@@ -36,7 +36,7 @@ from fl_lightning import (
     SequentialExecutor,
     VectorizedExecutor,
 )
-from fl_lightning.mechanisms.local_state import LocalState, weighed_accuracy
+from fl_lightning.methods.local_state import LocalState, weighed_accuracy
 from fl_lightning.models import LeNet
 
 BN_STATE = [

@@ -7,7 +7,7 @@ from torch import nn
 
 from callbacks import FixBN, MomentMatching
 from fl_lightning import ConfigurationError, FederatedDataModule, SequentialExecutor, VectorizedExecutor
-from fl_lightning.mechanisms.running_statistics import client_statistics, set_server_statistics
+from fl_lightning.methods.running_statistics import client_statistics, set_server_statistics
 
 EXECUTORS = pytest.mark.parametrize("executor", [SequentialExecutor, VectorizedExecutor])
 WEIGHTS = torch.tensor([1, 2, 3]).double() / 6

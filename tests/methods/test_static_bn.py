@@ -18,8 +18,8 @@ from fl_lightning import (
     FederatedModule,
 )
 from fl_lightning.batch_norm.moments import moments
-from fl_lightning.mechanisms import statistics_pass
-from fl_lightning.mechanisms.statistics_pass import collect
+from fl_lightning.methods import statistics_pass
+from fl_lightning.methods.statistics_pass import collect
 
 MODES = ["pooled", "pooled_total_variance", "per_client", "per_client_total_variance"]
 SIZES = (40, 80, 120)

@@ -21,7 +21,7 @@ from callbacks import (
     StatisticsSources,
 )
 from fl_lightning import FederatedDataModule, FederatedModule
-from fl_lightning.mechanisms.statistics_pass import collect
+from fl_lightning.methods.statistics_pass import collect
 
 SIZES = pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
 EVALUATED = {"limit_val_batches": None, "num_sanity_val_steps": -1}

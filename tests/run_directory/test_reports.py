@@ -8,8 +8,8 @@ from command_line import run, write_config
 
 from fl_lightning import FederatedCallback
 from fl_lightning.dashboard.contents import media
+from fl_lightning.methods.report import Report, Table
 from fl_lightning.pictures.style import new_figure, paper_style
-from fl_lightning.run_directory.report import Report, Table
 
 
 class Counts(Report, FederatedCallback):

@@ -12,7 +12,7 @@ from fl_lightning.cohort.client_memory import ClientMemory
 from fl_lightning.cohort.cohort import SERVER
 from fl_lightning.cohort.rows import buffer_layout, parameter_layout, split_columns
 from fl_lightning.errors import ConfigurationError, check_choice
-from fl_lightning.mechanisms.variant_evaluation import VariantEvaluation
+from fl_lightning.methods.variant_evaluation import VariantEvaluation
 from fl_lightning.randomness import derive_seed, seeded
 from fl_lightning.round.evaluation import ServerEvaluation
 

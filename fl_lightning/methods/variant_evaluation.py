@@ -12,7 +12,7 @@ from torch import Tensor
 from fl_lightning.batch_norm.layers import explain_batch_of_one
 from fl_lightning.batch_norm.swapping import batch_statistics
 from fl_lightning.cohort.slots import StateSlots
-from fl_lightning.round.callback import FederatedCallback
+from fl_lightning.methods.callback import FederatedCallback
 from fl_lightning.round.evaluation import ServerEvaluation, finish_together
 
 if TYPE_CHECKING:

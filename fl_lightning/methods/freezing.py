@@ -8,7 +8,7 @@ import lightning as L
 
 from fl_lightning.batch_norm.kinds import STATISTICS
 from fl_lightning.batch_norm.layers import require_batch_norm
-from fl_lightning.round.callback import FederatedCallback
+from fl_lightning.methods.callback import FederatedCallback
 
 if TYPE_CHECKING:
     from fl_lightning.cohort.cohort import Cohort

@@ -1,1 +1,0 @@
-"""Bases that several methods share."""
