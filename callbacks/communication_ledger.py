@@ -7,10 +7,10 @@ import lightning as L
 
 from fl_lightning import FederatedCallback
 from fl_lightning.diagnostics.network_link import NetworkLink
+from fl_lightning.experiments.run_directory.console import format_bytes, in_words
 from fl_lightning.methods.report import Drawing, Report, Table
 from fl_lightning.pictures.communication import communication_figure, has_communication
 from fl_lightning.round.communication import UpDown, add, total
-from fl_lightning.run_directory.console import format_bytes, in_words
 
 if TYPE_CHECKING:
     from fl_lightning import FederatedModule

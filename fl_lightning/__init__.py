@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from fl_lightning.errors import ConfigurationError as ConfigurationError
     from fl_lightning.execution.sequential import SequentialExecutor as SequentialExecutor
     from fl_lightning.execution.vectorized import VectorizedExecutor as VectorizedExecutor
+    from fl_lightning.experiments.run.progress import RoundProgress as RoundProgress
+    from fl_lightning.experiments.run.run import Run as Run
+    from fl_lightning.experiments.run_directory.checkpoints import RoundCheckpoint as RoundCheckpoint
     from fl_lightning.methods.callback import FederatedCallback as FederatedCallback
     from fl_lightning.methods.freezing import Freezing as Freezing
     from fl_lightning.methods.local_state import LocalState as LocalState
@@ -35,9 +38,6 @@ if TYPE_CHECKING:
     from fl_lightning.round.tasks import Classification as Classification
     from fl_lightning.round.tasks import Segmentation as Segmentation
     from fl_lightning.round.tasks import Task as Task
-    from fl_lightning.run.progress import RoundProgress as RoundProgress
-    from fl_lightning.run.run import Run as Run
-    from fl_lightning.run_directory.checkpoints import RoundCheckpoint as RoundCheckpoint
 
 __version__ = "0.1.0"
 
@@ -60,9 +60,9 @@ HOMES = {
     "MultiStep": "optimizers.schedules",
     "NetworkLink": "diagnostics.network_link",
     "Report": "methods.report",
-    "RoundCheckpoint": "run_directory.checkpoints",
-    "RoundProgress": "run.progress",
-    "Run": "run.run",
+    "RoundCheckpoint": "experiments.run_directory.checkpoints",
+    "RoundProgress": "experiments.run.progress",
+    "Run": "experiments.run.run",
     "Segmentation": "round.tasks",
     "SequentialExecutor": "execution.sequential",
     "SwappedBatchNorm": "batch_norm.swapping",

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from benchmarks.faults.contents import same
 from fl_lightning.errors import ConfigurationError
-from fl_lightning.run_directory.checkpoint_io import load_run
+from fl_lightning.experiments.run_directory.checkpoint_io import load_run
 
 
 def damaged(path: Path, damages: int, draw: random.Random) -> Counter[str]:

@@ -14,9 +14,9 @@ from folders import FIGURES_FOLDER, NUMBERS_FOLDER
 
 from fl_lightning.cli.command_line import main as run
 from fl_lightning.diagnostics.network_link import NetworkLink
+from fl_lightning.experiments.run_directory.metrics import read_metrics
 from fl_lightning.pictures.communication import communication_figure
 from fl_lightning.pictures.style import write_figure
-from fl_lightning.run_directory.metrics import read_metrics
 
 FILE = NUMBERS_FOLDER / "communication.json"
 CONFIGS = Path(__file__).parents[2] / "configs"

@@ -14,13 +14,13 @@ import datamodules
 import fl_lightning
 import fl_lightning.models
 from fl_lightning.cli.command_line import import_shipped
+from fl_lightning.experiments.run.training import TRAINER_DEFAULTS
+from fl_lightning.experiments.run_directory.code import full_name
+from fl_lightning.experiments.run_directory.description import TRAINER, defaults
+from fl_lightning.experiments.run_directory.values import as_plain
 from fl_lightning.recorded import Recorded
-from fl_lightning.run.training import TRAINER_DEFAULTS
-from fl_lightning.run_directory.code import full_name
-from fl_lightning.run_directory.description import TRAINER, defaults
-from fl_lightning.run_directory.values import as_plain
 
-FILE = Path(fl_lightning.__file__).parent / "run_directory/defaults.json"
+FILE = Path(fl_lightning.__file__).parent / "experiments/run_directory/defaults.json"
 _FUNCTIONS = (fl_lightning.models.library_model, fl_lightning.models.deeplab_v3_plus)
 
 

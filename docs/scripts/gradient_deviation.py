@@ -16,6 +16,7 @@ from folders import FIGURES_FOLDER
 from matplotlib.figure import Figure
 
 from fl_lightning.cli.command_line import main as command_line
+from fl_lightning.experiments.run_directory.metrics import read_metrics
 from fl_lightning.pictures.series import Series, series
 from fl_lightning.pictures.style import (
     BLUE,
@@ -27,7 +28,6 @@ from fl_lightning.pictures.style import (
     paper_style,
     write_figure,
 )
-from fl_lightning.run_directory.metrics import read_metrics
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 FEDTAN = ("--trainer.callbacks=FedTAN", "--model.weighting=uniform")

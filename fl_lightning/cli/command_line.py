@@ -18,8 +18,8 @@ from fl_lightning.cli.messages import command
 from fl_lightning.cli.parser import ConciseParser
 from fl_lightning.client_data.federated import FederatedDataModule
 from fl_lightning.errors import ConfigurationError
+from fl_lightning.experiments.run.training import TRAINER_DEFAULTS
 from fl_lightning.round.module import FederatedModule
-from fl_lightning.run.training import TRAINER_DEFAULTS
 
 _HOME = Path(fl_lightning.__file__).resolve().parent.parent
 

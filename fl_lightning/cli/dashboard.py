@@ -4,7 +4,7 @@ import os
 from collections.abc import Sequence
 
 from fl_lightning.cli.messages import CommandParser, command
-from fl_lightning.dashboard.workspace import as_json, make_workspace, publish
+from fl_lightning.experiments.dashboard.workspace import as_json, make_workspace, publish
 from fl_lightning.files import user_file, write_text
 
 

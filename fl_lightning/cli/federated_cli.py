@@ -16,17 +16,17 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
 from fl_lightning.cli.parser import ConciseParser, given_settings, new_lists, one_milestone_each, read_given
-from fl_lightning.dashboard.settings import WandbSettings
 from fl_lightning.errors import ConfigurationError
+from fl_lightning.experiments.dashboard.settings import WandbSettings
+from fl_lightning.experiments.run.trainer import as_list, make_trainer
+from fl_lightning.experiments.run.training import Training, has_progress_bar
+from fl_lightning.experiments.run_directory.built import built
+from fl_lightning.experiments.run_directory.checkpoint_io import check_run, load_run
+from fl_lightning.experiments.run_directory.checkpoints import RoundCheckpoint
+from fl_lightning.experiments.run_directory.directory import Attempt
+from fl_lightning.experiments.run_directory.predictions import write_predictions
 from fl_lightning.launched import under_torchrun
 from fl_lightning.round.module import FederatedModule
-from fl_lightning.run.trainer import as_list, make_trainer
-from fl_lightning.run.training import Training, has_progress_bar
-from fl_lightning.run_directory.built import built
-from fl_lightning.run_directory.checkpoint_io import check_run, load_run
-from fl_lightning.run_directory.checkpoints import RoundCheckpoint
-from fl_lightning.run_directory.directory import Attempt
-from fl_lightning.run_directory.predictions import write_predictions
 
 _MODEL_LINKS = ("num_classes", "in_channels", "image_size")
 # more end the process

@@ -28,14 +28,14 @@ from fl_lightning.attacks import Attack
 from fl_lightning.client_data.federated import FederatedDataModule
 from fl_lightning.errors import ConfigurationError, missing_module, nearest
 from fl_lightning.execution.base import Executor
+from fl_lightning.experiments.run.interruption import stoppable
+from fl_lightning.experiments.run.training import quiet_host
 from fl_lightning.files import no_link
 from fl_lightning.launched import launched_rank, silence, under_torchrun
 from fl_lightning.methods.callback import FederatedCallback
 from fl_lightning.optimizers.schedules import LRSchedule
 from fl_lightning.ranks import is_shared
 from fl_lightning.round.tasks import Task
-from fl_lightning.run.interruption import stoppable
-from fl_lightning.run.training import quiet_host
 
 _PATIENCE = 10.0  # seconds
 

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 
 from fl_lightning.cli.messages import CommandParser, command
+from fl_lightning.experiments.studies.report import write_report
 from fl_lightning.files import user_path
-from fl_lightning.studies.report import write_report
 
 _DESCRIPTION = """\
 Write one HTML page about studies (runs/studies/NAME-SCALE) and runs (runs/NAME/*): verdicts, tables, figures, settings, provenance.

@@ -17,22 +17,21 @@ from fl_lightning.cli.command_line import shipped
 from fl_lightning.cli.federated_cli import FederatedCLI
 from fl_lightning.cli.messages import CommandParser, command
 from fl_lightning.errors import ConfigurationError
-from fl_lightning.files import folder_below, write_json
-from fl_lightning.run.interruption import Stopped
-from fl_lightning.run_directory.console import in_words
-from fl_lightning.run_directory.description import OUTSIDE_THE_HASH
-from fl_lightning.studies.cells import RUNS, Cell, State, expect_newest_data
-from fl_lightning.studies.choosing import Choices, chosen, is_chosen, trial_cells
-from fl_lightning.studies.definition import Labels, Study, as_argument
-from fl_lightning.studies.engines.base import Engine
-from fl_lightning.studies.figures import write_figures
-from fl_lightning.studies.findings import findings
-from fl_lightning.studies.progress import StudyProgress, time_left
-from fl_lightning.studies.reading import read_study
-from fl_lightning.studies.reads import Reads
-from fl_lightning.studies.running import Runner
-from fl_lightning.studies.sharing import share_first_stages
-from fl_lightning.studies.tables import (
+from fl_lightning.experiments.run.interruption import Stopped
+from fl_lightning.experiments.run_directory.console import in_words
+from fl_lightning.experiments.run_directory.description import OUTSIDE_THE_HASH
+from fl_lightning.experiments.studies.cells import RUNS, Cell, State, expect_newest_data
+from fl_lightning.experiments.studies.choosing import Choices, chosen, is_chosen, trial_cells
+from fl_lightning.experiments.studies.definition import Labels, Study, as_argument
+from fl_lightning.experiments.studies.engines.base import Engine
+from fl_lightning.experiments.studies.figures import write_figures
+from fl_lightning.experiments.studies.findings import findings
+from fl_lightning.experiments.studies.progress import StudyProgress, time_left
+from fl_lightning.experiments.studies.reading import read_study
+from fl_lightning.experiments.studies.reads import Reads
+from fl_lightning.experiments.studies.running import Runner
+from fl_lightning.experiments.studies.sharing import share_first_stages
+from fl_lightning.experiments.studies.tables import (
     as_text,
     caption,
     choice_in_words,
@@ -40,9 +39,10 @@ from fl_lightning.studies.tables import (
     whole_table,
     write_tables,
 )
+from fl_lightning.files import folder_below, write_json
 
 ENGINES = {"local": "LocalEngine", "ray": "RayEngine", "slurm": "SlurmEngine"}
-"""The classes of ``--engine``, in the modules of the same names in ``fl_lightning.studies.engines``."""
+"""The classes of ``--engine``, in the modules of the same names in ``fl_lightning.experiments.studies.engines``."""
 
 _COMPUTED = {
     "threads": 1, "trainer.accelerator": "cpu", "trainer.devices": 1, "trainer.num_nodes": 1,
@@ -356,7 +356,9 @@ def make_engine(name: str) -> Engine:
         ConfigurationError: Its package is missing.
     """
     try:
-        engine: Engine = getattr(import_module(f"fl_lightning.studies.engines.{name}"), ENGINES[name])()
+        engine: Engine = getattr(
+            import_module(f"fl_lightning.experiments.studies.engines.{name}"), ENGINES[name]
+        )()
     except ModuleNotFoundError as error:
         raise ConfigurationError(
             f"--engine: {name} needs the package {error.name}; pip install 'fl_lightning[{name}]'"

@@ -14,8 +14,8 @@ import yaml
 from fl_lightning.cli.command_line import main as run
 from fl_lightning.cli.messages import command
 from fl_lightning.errors import OtherData
+from fl_lightning.experiments.studies.cells import Cell
 from fl_lightning.files import no_link
-from fl_lightning.studies.cells import Cell
 
 _PAUSE = 1.0  # seconds between two looks
 

@@ -6,12 +6,12 @@ from dataclasses import fields, replace
 from pydantic import TypeAdapter, ValidationError
 
 from fl_lightning.cli.messages import CommandParser, command
-from fl_lightning.dashboard.logger import RoundWandbLogger
-from fl_lightning.dashboard.settings import WandbSettings
 from fl_lightning.errors import ConfigurationError
+from fl_lightning.experiments.dashboard.logger import RoundWandbLogger
+from fl_lightning.experiments.dashboard.settings import WandbSettings
+from fl_lightning.experiments.run_directory.directory import Attempt
+from fl_lightning.experiments.studies.run_groups import resolved
 from fl_lightning.files import user_path
-from fl_lightning.run_directory.directory import Attempt
-from fl_lightning.studies.run_groups import resolved
 
 
 @command()

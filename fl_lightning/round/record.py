@@ -33,7 +33,7 @@ class RunRecord:
         description: The settings that decide results by dotted name; empty if the run has none.
         computed_by: The executor and what else its rounding depends on; empty where the run does not say.
         provenance: The source and the versions that computed it, more than one where they changed on the way
-            (:func:`~fl_lightning.run_directory.source.provenance`).
+            (:func:`~fl_lightning.experiments.run_directory.source.provenance`).
         compiled: Whether clients' passes are compiled, None before that was decided.
         continued_from: Each checkpoint from which the run went on otherwise: ``checkpoint``, ``round``, and in ``differs`` the
             two values of each setting by its dotted name.

@@ -6,7 +6,7 @@ import pytest
 from command_line import message_of, rows, run, write_config
 
 from benchmarks.faults import same
-from fl_lightning.run_directory.checkpoint_io import AtomicCheckpointIO
+from fl_lightning.experiments.run_directory.checkpoint_io import AtomicCheckpointIO
 
 STAGE_1 = ("--trainer.callbacks", "[]", "--trainer.max_epochs", 2)
 

@@ -18,7 +18,7 @@ from datamodules.images import ImageData
 from fl_lightning import ConfigurationError, FederatedDataModule, FederatedModule
 from fl_lightning.client_data import fingerprint
 from fl_lightning.client_data.fingerprint import dataset_digest, files_digest
-from fl_lightning.run_directory.metrics import read_metrics
+from fl_lightning.experiments.run_directory.metrics import read_metrics
 
 
 class Images(InMemoryDataModule):

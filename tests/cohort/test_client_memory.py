@@ -15,9 +15,9 @@ from callbacks import SCAFFOLD, FedBN, MaintainedMomentum, SlidingWindowFixBN, S
 from fl_lightning import ConfigurationError, FederatedModule
 from fl_lightning.cohort import client_memory
 from fl_lightning.cohort.client_memory import ClientMemory, contents, saved
+from fl_lightning.experiments.run_directory.checkpoint_io import AtomicCheckpointIO
+from fl_lightning.experiments.run_directory.checkpoints import RoundCheckpoint
 from fl_lightning.ranks import Ranks, checksums
-from fl_lightning.run_directory.checkpoint_io import AtomicCheckpointIO
-from fl_lightning.run_directory.checkpoints import RoundCheckpoint
 
 METHODS = {
     "FedBN": FedBN,

@@ -10,7 +10,7 @@ from command_line import message_of, run, write_config
 from wandb_files import offline_runs, read_run, run_id
 
 from fl_lightning.__main__ import main
-from fl_lightning.dashboard.contents import read_table
+from fl_lightning.experiments.dashboard.contents import read_table
 
 METHODS = [
     {"class_path": "FixBN", "init_args": {"freeze_round": 2}},

@@ -13,7 +13,7 @@ from helpers import SGD, blobs, small_cnn
 from wandb_files import metrics, offline_runs, read_run, run_id
 
 from fl_lightning import FederatedCallback, FederatedModule
-from fl_lightning.run_directory.describe import clients_table
+from fl_lightning.experiments.run_directory.describe import clients_table
 
 
 def test_resumed_run_keeps_its_id_and_leaves_one_offline_run_with_all_rounds(offline):
@@ -124,7 +124,7 @@ def test_rows_that_the_server_has_are_not_sent_again(monkeypatch):
         define_metric=lambda *_, **__: None, log=lambda row, step: sent.append((step, row.get("round"))),
         finish=lambda exit_code: None,
     )  # fmt: skip
-    monkeypatch.setattr("fl_lightning.dashboard.logger.open_run", lambda mode, init: resumed)
+    monkeypatch.setattr("fl_lightning.experiments.dashboard.logger.open_run", lambda mode, init: resumed)
     run("--wandb.mode", "online")
     assert sent == [(3, 3), (4, 4), (4, None)]
 

@@ -16,7 +16,7 @@ from street_scenes import write_scenes
 from datamodules import CIFAR10
 from fl_lightning import FederatedCallback, FederatedModule
 from fl_lightning.__main__ import main as program
-from fl_lightning.studies.reading import read_study
+from fl_lightning.experiments.studies.reading import read_study
 from fl_lightning.verification import certify
 
 BY_HAND = (

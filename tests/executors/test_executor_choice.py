@@ -10,7 +10,7 @@ from helpers import SGD, blobs, fit, small_cnn
 from fl_lightning import FederatedModule, SequentialExecutor, VectorizedExecutor
 from fl_lightning.execution import choice, fork
 from fl_lightning.execution.choice import choose_executor, cores_of_a_run, cpu_ranks, usable_cores
-from fl_lightning.run.trainer import useful_ranks
+from fl_lightning.experiments.run.trainer import useful_ranks
 
 
 def module(cls=FederatedModule, **settings):

@@ -12,8 +12,8 @@ import pytest
 from command_line import attempts, rows, run, write_config
 
 from benchmarks.faults import same
-from fl_lightning.run_directory.checkpoint_io import AtomicCheckpointIO
-from fl_lightning.run_directory.directory import Attempt
+from fl_lightning.experiments.run_directory.checkpoint_io import AtomicCheckpointIO
+from fl_lightning.experiments.run_directory.directory import Attempt
 
 ROOT = Path(__file__).parents[2]
 FAULT = """

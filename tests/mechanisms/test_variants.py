@@ -12,9 +12,9 @@ from torch.nn.functional import cross_entropy
 from callbacks import FBN, FixBN
 from datamodules import Digits
 from fl_lightning import ConfigurationError, FederatedDataModule, FederatedModule
+from fl_lightning.experiments.run_directory.metrics import JSONLinesLogger, read_metrics
 from fl_lightning.methods.variant_evaluation import BATCH_STATISTICS, VariantEvaluation
 from fl_lightning.models import LeNet
-from fl_lightning.run_directory.metrics import JSONLinesLogger, read_metrics
 
 EVALUATED = {"limit_val_batches": None, "num_sanity_val_steps": -1}
 QUIET = {

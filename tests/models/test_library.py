@@ -18,8 +18,8 @@ from fl_lightning import (
     VectorizedExecutor,
 )
 from fl_lightning.errors import ConfigurationError
+from fl_lightning.experiments.run_directory.describe import norm_names
 from fl_lightning.models import SmallDeepLab, convert_norm, deeplab_v3_plus, library_model
-from fl_lightning.run_directory.describe import norm_names
 
 SMALL = {
     "resnet18": {},

@@ -5,10 +5,10 @@ import torch
 from torch import nn
 
 from fl_lightning import ConfigurationError
+from fl_lightning.experiments.run_directory.describe import norm_names
 from fl_lightning.models import FBNCNN, LeNet, ResNet8
 from fl_lightning.models.convolutions import ScaledStandardizedConv2d, StandardizedConv2d, WeightNormConv2d
 from fl_lightning.models.norm import make_norm
-from fl_lightning.run_directory.describe import norm_names
 
 FILTER = (1, 2, 3)
 

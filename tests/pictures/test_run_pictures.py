@@ -9,10 +9,10 @@ import torch
 from command_line import attempts, run, write_config
 from PIL import Image
 
+from fl_lightning.experiments.run_directory import files
+from fl_lightning.experiments.run_directory.directory import Attempt
+from fl_lightning.experiments.run_directory.metrics import read_metrics
 from fl_lightning.pictures.style import DOTS_PER_INCH, WIDTH
-from fl_lightning.run_directory import files
-from fl_lightning.run_directory.directory import Attempt
-from fl_lightning.run_directory.metrics import read_metrics
 
 PICTURES = ("partition.png", "learning_curve.png", "class_accuracy.png")
 
@@ -74,7 +74,7 @@ def test_stopped_run_has_its_curve_and_the_resumed_run_draws_them_all(tmp_path, 
 def test_run_taken_further_drops_the_class_accuracy_of_the_shorter_one(monkeypatch):
     attempt = run("--trainer.max_epochs", 2).attempt
     assert (attempt.path / "class_accuracy.png").exists()
-    monkeypatch.setattr("fl_lightning.run_directory.result.draw_pictures", lambda *_: None)
+    monkeypatch.setattr("fl_lightning.experiments.run_directory.result.draw_pictures", lambda *_: None)
     run("--ckpt_path", "last", "--trainer.max_epochs", 3)
     assert not (attempt.path / "class_accuracy.png").exists()
 
@@ -110,7 +110,7 @@ def test_result_is_written_before_its_pictures(monkeypatch, capsys):
         seen.append(attempt)
 
     seen = []
-    monkeypatch.setattr("fl_lightning.run_directory.result.draw_pictures", look)
+    monkeypatch.setattr("fl_lightning.experiments.run_directory.result.draw_pictures", look)
     assert [run("--trainer.max_epochs", 1).attempt] == seen
 
 

@@ -12,8 +12,8 @@ from callbacks import FBN, FixBN, MaintainedMomentum
 from datamodules import Digits
 from fl_lightning import FederatedDataModule, FederatedModule, SequentialExecutor, VectorizedExecutor
 from fl_lightning.client_data.cohort_batch import CohortBatch
+from fl_lightning.experiments.run_directory.describe import method_name
 from fl_lightning.round.plan import sample_cohort
-from fl_lightning.run_directory.describe import method_name
 
 DECAYED = partial(torch.optim.SGD, lr=0.1, weight_decay=0.05)
 MOMENTUM = partial(torch.optim.SGD, lr=0.05, momentum=0.9)

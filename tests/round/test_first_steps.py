@@ -17,7 +17,7 @@ from callbacks import FBN
 from fl_lightning import ConfigurationError, FederatedCallback, FederatedDataModule, FederatedModule
 from fl_lightning.execution.sequential import SequentialExecutor
 from fl_lightning.execution.vectorized import VectorizedExecutor
-from fl_lightning.run_directory.description import config_hash
+from fl_lightning.experiments.run_directory.description import config_hash
 
 STEPS = 5
 ALL = (SequentialExecutor, VectorizedExecutor)

@@ -8,9 +8,9 @@ from torch import nn
 
 from callbacks import FixBN
 from fl_lightning import ConfigurationError, FederatedModule
+from fl_lightning.experiments.run_directory.predictions import write_predictions
 from fl_lightning.optimizers.schedules import MultiStep
 from fl_lightning.round.evaluation import ServerEvaluation
-from fl_lightning.run_directory.predictions import write_predictions
 
 
 def test_validate_fit_validate_work_one_after_the_other():

@@ -8,9 +8,9 @@ from torch.nn.functional import cross_entropy
 from torchmetrics.classification import MulticlassJaccardIndex
 
 from fl_lightning import Classification, ConfigurationError, FederatedModule, Segmentation
+from fl_lightning.experiments.run_directory.predictions import write_predictions
 from fl_lightning.models import SmallDeepLab
 from fl_lightning.round.evaluation import ServerEvaluation
-from fl_lightning.run_directory.predictions import write_predictions
 
 
 def scenes(images, seed=0, classes=4, ignored=0.2):

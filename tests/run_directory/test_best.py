@@ -8,8 +8,8 @@ from command_line import message_of, rows, run
 from helpers import SGD, Rows, blobs, fit, small_cnn
 
 from fl_lightning import Classification, ConfigurationError, FederatedModule
+from fl_lightning.experiments.run_directory.checkpoints import RoundCheckpoint
 from fl_lightning.round.directions import best_is
-from fl_lightning.run_directory.checkpoints import RoundCheckpoint
 
 EVERY_ROUND = ("--trainer.check_val_every_n_epoch", 1)
 

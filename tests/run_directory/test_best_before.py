@@ -13,8 +13,8 @@ from callbacks import FedBN
 from fl_lightning import FederatedModule
 from fl_lightning.cohort import client_memory
 from fl_lightning.cohort.client_memory import ClientMemory, contents, locate
-from fl_lightning.run_directory.checkpoint_io import AtomicCheckpointIO
-from fl_lightning.run_directory.checkpoints import RoundCheckpoint
+from fl_lightning.experiments.run_directory.checkpoint_io import AtomicCheckpointIO
+from fl_lightning.experiments.run_directory.checkpoints import RoundCheckpoint
 
 MONITOR = (
     "--checkpoint.monitor",

@@ -14,9 +14,9 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.utils.data import DataLoader
 
 from fl_lightning.errors import ConfigurationError
-from fl_lightning.run_directory.checkpoint_io import AtomicCheckpointIO
-from fl_lightning.run_directory.checkpoints import RoundCheckpoint
-from fl_lightning.run_directory.metrics import JSONLinesLogger, lines_until, read_metrics
+from fl_lightning.experiments.run_directory.checkpoint_io import AtomicCheckpointIO
+from fl_lightning.experiments.run_directory.checkpoints import RoundCheckpoint
+from fl_lightning.experiments.run_directory.metrics import JSONLinesLogger, lines_until, read_metrics
 
 
 class Rounds(L.LightningModule):
@@ -155,7 +155,7 @@ def test_last_is_saved_after_the_first_round_when_a_period_has_passed_and_once_a
     )
     rounds = Rounds()
     monkeypatch.setattr(
-        "fl_lightning.run_directory.checkpoints.time.monotonic", lambda: 10.0 * rounds.global_step
+        "fl_lightning.experiments.run_directory.checkpoints.time.monotonic", lambda: 10.0 * rounds.global_step
     )
     fit(tmp_path, RoundCheckpoint(**settings), module=rounds)
     assert saved == expected

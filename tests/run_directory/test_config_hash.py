@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from fl_lightning.cli import main
-from fl_lightning.run import training
-from fl_lightning.run_directory.description import OUTSIDE_THE_HASH, config_hash, directory_of
+from fl_lightning.experiments.run import training
+from fl_lightning.experiments.run_directory.description import OUTSIDE_THE_HASH, config_hash, directory_of
 
 ROOT = Path(__file__).parents[2]
 
@@ -28,7 +28,10 @@ CONFIG = {
         "precision": "32-true",
         "callbacks": [
             {"class_path": "callbacks.fixbn.FixBN", "init_args": {"freeze_round": 5}},
-            {"class_path": "fl_lightning.run.progress.RoundProgress", "init_args": {"every_n_seconds": 5.0}},
+            {
+                "class_path": "fl_lightning.experiments.run.progress.RoundProgress",
+                "init_args": {"every_n_seconds": 5.0},
+            },
         ],
     },
 }
@@ -80,7 +83,7 @@ def test_setting_that_changes_the_result_changes_the_hash(keys):
 def test_progress_bar_and_checkpoint_callbacks_do_not_count_wherever_they_stand():
     fixbn, _ = CONFIG["trainer"]["callbacks"]
     checkpoint = {
-        "class_path": "fl_lightning.run_directory.checkpoints.RoundCheckpoint",
+        "class_path": "fl_lightning.experiments.run_directory.checkpoints.RoundCheckpoint",
         "init_args": {"every_n_rounds": 1},
     }
     assert config_hash(changed("trainer", "callbacks", value=[checkpoint, fixbn])) == config_hash(CONFIG)
@@ -96,7 +99,7 @@ def test_order_of_callbacks_counts_and_order_of_keys_does_not():
 
 
 def test_hash_is_eight_hex_digits_and_the_same_in_every_process():
-    code = "import json, sys; from fl_lightning.run_directory.description import *; print(config_hash(json.load(sys.stdin)))"
+    code = "import json, sys; from fl_lightning.experiments.run_directory.description import *; print(config_hash(json.load(sys.stdin)))"
     hashes = {
         subprocess.run(
             [sys.executable, "-c", code],

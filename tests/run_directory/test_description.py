@@ -27,11 +27,11 @@ from fl_lightning import (
 )
 from fl_lightning.aggregation import NNM, Median, TrimmedMean
 from fl_lightning.attacks import FallOfEmpires
+from fl_lightning.experiments.run_directory import description
+from fl_lightning.experiments.run_directory.description import config_hash, deciding_settings, differences
+from fl_lightning.experiments.run_directory.values import as_plain
 from fl_lightning.models import LeNet, library_model
 from fl_lightning.recorded import Recorded, parameters
-from fl_lightning.run_directory import description
-from fl_lightning.run_directory.description import config_hash, deciding_settings, differences
-from fl_lightning.run_directory.values import as_plain
 
 SHIPPED = shipped()
 EVERY = [

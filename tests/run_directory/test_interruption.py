@@ -10,8 +10,8 @@ from command_line import attempts, rows, run, write_config
 
 from datamodules import Digits
 from fl_lightning.__main__ import main
+from fl_lightning.experiments.run_directory.directory import Attempt
 from fl_lightning.round.module import FederatedModule
-from fl_lightning.run_directory.directory import Attempt
 
 CTRL_C = """
 import os

@@ -15,7 +15,7 @@ from callbacks import FedProx
 from datamodules import Gaussians, Shards
 from fl_lightning import FederatedDataModule, Run
 from fl_lightning.aggregation import Median
-from fl_lightning.run_directory.description import config_hash
+from fl_lightning.experiments.run_directory.description import config_hash
 
 
 def renamed(change):

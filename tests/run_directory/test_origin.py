@@ -7,9 +7,9 @@ import torch
 import yaml
 from command_line import run, write_config
 
-from fl_lightning.run_directory.checkpoint_io import AtomicCheckpointIO
-from fl_lightning.run_directory.describe import run_title
-from fl_lightning.run_directory.description import deciding_settings
+from fl_lightning.experiments.run_directory.checkpoint_io import AtomicCheckpointIO
+from fl_lightning.experiments.run_directory.describe import run_title
+from fl_lightning.experiments.run_directory.description import deciding_settings
 
 LR = "model.client_optimizer.lr"
 LAST = ("--ckpt_path", "last")
@@ -132,6 +132,8 @@ def test_a_run_that_other_code_resumes_says_so(monkeypatch, capsys):
     capsys.readouterr()
     run(*LAST, "--trainer.max_epochs", 2)
     assert "other code" not in capsys.readouterr().out
-    monkeypatch.setattr("fl_lightning.run_directory.files.provenance", lambda made: {"source": "edited"})
+    monkeypatch.setattr(
+        "fl_lightning.experiments.run_directory.files.provenance", lambda made: {"source": "edited"}
+    )
     run(*LAST, "--trainer.max_epochs", 3)
     assert "other code or versions than up to round 2: source " in capsys.readouterr().out

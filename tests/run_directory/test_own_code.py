@@ -13,10 +13,10 @@ from torch import nn
 
 from datamodules import Digits, FromFile
 from fl_lightning import FederatedModule, Run
+from fl_lightning.experiments.run_directory.description import config_hash
+from fl_lightning.experiments.run_directory.source import provenance
+from fl_lightning.experiments.studies.cells import Cell
 from fl_lightning.models import LeNet
-from fl_lightning.run_directory.description import config_hash
-from fl_lightning.run_directory.source import provenance
-from fl_lightning.studies.cells import Cell
 
 FILES = {
     "mine_methods.py": """

@@ -8,7 +8,7 @@ from command_line import run
 from torch.utils.data import DataLoader
 
 from fl_lightning.errors import ConfigurationError
-from fl_lightning.run.progress import RoundProgress
+from fl_lightning.experiments.run.progress import RoundProgress
 
 
 class Rounds(L.LightningModule):
@@ -96,7 +96,9 @@ def test_rounds_to_come_are_those_of_this_fit_and_not_of_the_plan(tmp_path, caps
 
 def test_time_left_counts_only_the_rounds_of_this_fit(tmp_path, capsys, monkeypatch):
     module = Rounds()
-    monkeypatch.setattr("fl_lightning.run.progress.time.monotonic", lambda: 60.0 * module.global_step)
+    monkeypatch.setattr(
+        "fl_lightning.experiments.run.progress.time.monotonic", lambda: 60.0 * module.global_step
+    )
     trainer = start(tmp_path, RoundProgress(every_n_seconds=0.0), module=module, rounds=100)
     assert capsys.readouterr().out.splitlines()[0].endswith("ETA 1:39:00")
     trainer.fit_loop.max_epochs = 110
@@ -110,7 +112,7 @@ def test_terminal_shows_local_steps_and_gets_its_cursor_back(tmp_path, capsys, m
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "120")
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    monkeypatch.setattr("fl_lightning.run.progress._REFRESH_SECONDS", 0.0)
+    monkeypatch.setattr("fl_lightning.experiments.run.progress._REFRESH_SECONDS", 0.0)
     start(tmp_path, RoundProgress())
     shown = capsys.readouterr().out
     for text in ("step 2/3", "loss 0.25", "val/accuracy 0.3", "round 5/5"):

@@ -16,13 +16,13 @@ from PIL import Image
 from callbacks import FedBN, FixBN, MaintainedMomentum
 from datamodules import Digits, Shards
 from fl_lightning import ConfigurationError, FederatedModule, Run
+from fl_lightning.experiments.run_directory.checkpoint_io import AtomicCheckpointIO
+from fl_lightning.experiments.run_directory.checkpoints import RoundCheckpoint
+from fl_lightning.experiments.run_directory.describe import run_title
+from fl_lightning.experiments.run_directory.values import as_plain
+from fl_lightning.experiments.studies.report import write_report
+from fl_lightning.experiments.studies.run_groups import found_in, resolved
 from fl_lightning.models import LeNet
-from fl_lightning.run_directory.checkpoint_io import AtomicCheckpointIO
-from fl_lightning.run_directory.checkpoints import RoundCheckpoint
-from fl_lightning.run_directory.describe import run_title
-from fl_lightning.run_directory.values import as_plain
-from fl_lightning.studies.report import write_report
-from fl_lightning.studies.run_groups import found_in, resolved
 
 QUIET = {"enable_progress_bar": False, "accelerator": "cpu"}
 

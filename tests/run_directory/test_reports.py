@@ -7,7 +7,7 @@ import pytest
 from command_line import run, write_config
 
 from fl_lightning import FederatedCallback
-from fl_lightning.dashboard.contents import media
+from fl_lightning.experiments.dashboard.contents import media
 from fl_lightning.methods.report import Report, Table
 from fl_lightning.pictures.style import new_figure, paper_style
 

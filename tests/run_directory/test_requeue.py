@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from command_line import attempts, message_of, rows, run, write_config
 
+from fl_lightning.experiments.run_directory import checkpoint_io
+from fl_lightning.experiments.run_directory.directory import Attempt
 from fl_lightning.round.module import FederatedModule
-from fl_lightning.run_directory import checkpoint_io
-from fl_lightning.run_directory.directory import Attempt
 
 
 class Killed(BaseException):
@@ -27,7 +27,9 @@ def killed_in_round(number, monkeypatch, *arguments):
 
     with monkeypatch.context() as patch:
         patch.setattr(FederatedModule, "start_round", strike)
-        patch.setattr("fl_lightning.run_directory.continuation.Start.discard_untrained", lambda self: None)
+        patch.setattr(
+            "fl_lightning.experiments.run_directory.continuation.Start.discard_untrained", lambda self: None
+        )
         patch.setattr("fl_lightning.cli.federated_cli.RoundCheckpoint.on_exception", lambda *arguments: None)
         with pytest.raises(Killed):
             run(*arguments)

@@ -14,9 +14,9 @@ from command_line import attempts, message_of, rows, run, write_config
 
 from benchmarks.faults import same
 from fl_lightning.cli.command_line import main
+from fl_lightning.experiments.run_directory.checkpoint_io import AtomicCheckpointIO
+from fl_lightning.experiments.run_directory.directory import Attempt
 from fl_lightning.round.module import FederatedModule
-from fl_lightning.run_directory.checkpoint_io import AtomicCheckpointIO
-from fl_lightning.run_directory.directory import Attempt
 
 # children start from a process that has imported everything, so that many kills are affordable
 PROCESSES = multiprocessing.get_context("forkserver")

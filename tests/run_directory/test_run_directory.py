@@ -8,20 +8,20 @@ from pathlib import Path
 import pytest
 
 from fl_lightning.errors import ConfigurationError
-from fl_lightning.files import atomic_write, write_json, write_text
-from fl_lightning.run_directory.continuation import Start
-from fl_lightning.run_directory.describe import describe_environment
-from fl_lightning.run_directory.description import directory_of
-from fl_lightning.run_directory.directory import (
+from fl_lightning.experiments.run_directory.continuation import Start
+from fl_lightning.experiments.run_directory.describe import describe_environment
+from fl_lightning.experiments.run_directory.description import directory_of
+from fl_lightning.experiments.run_directory.directory import (
     LOCK,
     Attempt,
     RunDirectory,
 )
-from fl_lightning.run_directory.metrics import JSONLinesLogger
+from fl_lightning.experiments.run_directory.metrics import JSONLinesLogger
+from fl_lightning.files import atomic_write, write_json, write_text
 
 
 def test_module_imports_neither_torch_nor_lightning():
-    code = "import sys, fl_lightning.run_directory.directory; sys.exit(bool({'torch', 'lightning'} & set(sys.modules)))"
+    code = "import sys, fl_lightning.experiments.run_directory.directory; sys.exit(bool({'torch', 'lightning'} & set(sys.modules)))"
     assert (
         subprocess.run([sys.executable, "-c", code], check=False, cwd=Path(__file__).parents[2]).returncode
         == 0
@@ -90,7 +90,7 @@ def test_attempt_that_is_locked_says_so_and_is_free_again_after_it(run):
 def test_lock_is_free_when_its_process_was_killed(run):
     attempt = run.new_attempt()
     code = (
-        "import os, sys; from pathlib import Path; from fl_lightning.run_directory.directory import Attempt\n"
+        "import os, sys; from pathlib import Path; from fl_lightning.experiments.run_directory.directory import Attempt\n"
         "with Attempt(Path(sys.argv[1])).lock(): os.kill(os.getpid(), 9)\n"
     )
     killed = subprocess.run([sys.executable, "-c", code, attempt.path], check=False)

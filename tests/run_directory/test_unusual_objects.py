@@ -19,9 +19,9 @@ from callbacks import Byzantine, FedProx, SlidingWindowFixBN
 from datamodules import Digits, Shards
 from fl_lightning import ConfigurationError, FederatedCallback, FederatedDataModule
 from fl_lightning.attacks import SignFlip
+from fl_lightning.experiments.run_directory.describe import run_title
+from fl_lightning.experiments.run_directory.description import config_hash
 from fl_lightning.models import LeNet
-from fl_lightning.run_directory.describe import run_title
-from fl_lightning.run_directory.description import config_hash
 
 
 class Decay:

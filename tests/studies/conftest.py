@@ -6,7 +6,7 @@ import pytest
 import yaml
 from study_in_process import TINY, InThisProcess, write
 
-from fl_lightning.studies.engines import local
+from fl_lightning.experiments.studies.engines import local
 
 
 @pytest.fixture
@@ -14,7 +14,7 @@ def ran(tmp_path, monkeypatch):
     """The names of the cells that were trained."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(local, "LocalEngine", InThisProcess)
-    monkeypatch.setattr("fl_lightning.studies.running._PAUSE", 0)
+    monkeypatch.setattr("fl_lightning.experiments.studies.running._PAUSE", 0)
     monkeypatch.setattr(InThisProcess, "ran", [], raising=False)
     Path("tiny.yaml").write_text(yaml.safe_dump(TINY))
     write()

@@ -25,8 +25,8 @@ from command_line import message_of, rows
 
 from fl_lightning import ConfigurationError
 from fl_lightning.cli import study
-from fl_lightning.studies.engines.base import Job
-from fl_lightning.studies.running import Runner
+from fl_lightning.experiments.studies.engines.base import Job
+from fl_lightning.experiments.studies.running import Runner
 
 ROUNDED = "trap 'echo rounded; exit 143' TERM; echo up; while true; do sleep 0.05; done"
 
@@ -99,7 +99,7 @@ def test_a_cell_goes_on_at_another_node_of_ray_when_its_own_is_lost(monkeypatch)
     ray = pytest.importorskip("ray", reason="ray is not installed")
     from ray.cluster_utils import Cluster
 
-    from fl_lightning.studies.engines.ray import RayEngine
+    from fl_lightning.experiments.studies.engines.ray import RayEngine
 
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
     nodes = [cluster.add_node(num_cpus=1) for _ in range(2)]
@@ -133,7 +133,7 @@ def test_a_cell_goes_on_at_another_node_of_ray_when_its_own_is_lost(monkeypatch)
 @pytest.mark.slow
 def test_a_cell_goes_on_when_submitit_queues_it_again():
     pytest.importorskip("submitit", reason="submitit is not installed")
-    from fl_lightning.studies.engines.slurm import SlurmEngine
+    from fl_lightning.experiments.studies.engines.slurm import SlurmEngine
 
     engine = SlurmEngine("local")
     check(engine)
@@ -155,7 +155,7 @@ cp "$1" sbatch.$(ls | grep -c '^sbatch') && echo "Submitted batch job 12"
 
 def test_cells_that_are_submitted_together_are_one_array(tmp_path, monkeypatch):
     submitit = pytest.importorskip("submitit", reason="submitit is not installed")
-    from fl_lightning.studies.engines.slurm import SlurmEngine
+    from fl_lightning.experiments.studies.engines.slurm import SlurmEngine
 
     for name in ("sbatch", "srun"):
         program = tmp_path / "bin" / name
@@ -201,7 +201,7 @@ def test_cells_that_are_submitted_together_are_one_array(tmp_path, monkeypatch):
 def test_a_job_that_is_terminated_leaves_no_result(line, left):
     """Slurm terminates jobs that it queues again, and those that it does not."""
     pytest.importorskip("submitit", reason="submitit is not installed")
-    code = "from sys import argv; from fl_lightning.studies.engines.slurm import _Command; "
+    code = "from sys import argv; from fl_lightning.experiments.studies.engines.slurm import _Command; "
     code += "print(_Command()(['sh', '-c', argv[1]], 'log', '.', {}), end='')"
     ended = subprocess.run([sys.executable, "-c", code, line], check=False, capture_output=True)
     assert (ended.returncode, ended.stdout) == (0 if left else 143, left)
@@ -209,7 +209,7 @@ def test_a_job_that_is_terminated_leaves_no_result(line, left):
 
 def test_what_sbatch_refuses_and_what_slurm_ends_is_told(tmp_path, monkeypatch):
     pytest.importorskip("submitit", reason="submitit is not installed")
-    from fl_lightning.studies.engines.slurm import SlurmEngine
+    from fl_lightning.experiments.studies.engines.slurm import SlurmEngine
 
     for name in ("sbatch", "srun"):
         program = tmp_path / "bin" / name
@@ -238,7 +238,7 @@ def test_what_sbatch_refuses_and_what_slurm_ends_is_told(tmp_path, monkeypatch):
 
 def test_an_engine_that_is_not_there_is_told(capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
-    monkeypatch.delitem(sys.modules, "fl_lightning.studies.engines.ray", raising=False)
+    monkeypatch.delitem(sys.modules, "fl_lightning.experiments.studies.engines.ray", raising=False)
     write_study()
     message = message_of(capsys, lambda: study.main(["few.yaml", "--engine", "ray"]))
     assert message == "error: --engine: ray needs the package ray; pip install 'fl_lightning[ray]'\n"

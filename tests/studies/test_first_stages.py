@@ -8,10 +8,10 @@ import torch
 from untrained_cells import LR, cell, finish
 
 from callbacks import FixBN, SlidingWindowFixBN
+from fl_lightning.experiments.studies import first_stages
+from fl_lightning.experiments.studies.first_stages import first_stage
+from fl_lightning.experiments.studies.sharing import share_first_stages
 from fl_lightning.optimizers import milestones
-from fl_lightning.studies import first_stages
-from fl_lightning.studies.first_stages import first_stage
-from fl_lightning.studies.sharing import share_first_stages
 
 OWN = """
 from dataclasses import dataclass

@@ -10,10 +10,10 @@ from study_in_process import found, study, write
 from written_runs import write_run
 
 from fl_lightning.cli.study import StudyCells
+from fl_lightning.experiments.studies.reading import read_study
+from fl_lightning.experiments.studies.run_groups import found_in
+from fl_lightning.experiments.studies.tables import remarks
 from fl_lightning.files import write_json
-from fl_lightning.studies.reading import read_study
-from fl_lightning.studies.run_groups import found_in
-from fl_lightning.studies.tables import remarks
 
 RATES = {"axes": {"model.client_optimizer.lr": [0.1, 0.2]}, "without": [], "published": [], "claims": []}
 

@@ -10,10 +10,10 @@ from written_runs import write_run, write_study
 
 from fl_lightning.__main__ import main
 from fl_lightning.errors import ConfigurationError
+from fl_lightning.experiments.studies.figures import write_figures
+from fl_lightning.experiments.studies.report import write_report
+from fl_lightning.experiments.studies.run_groups import found_in
 from fl_lightning.files import write_json, write_text
-from fl_lightning.studies.figures import write_figures
-from fl_lightning.studies.report import write_report
-from fl_lightning.studies.run_groups import found_in
 
 VOID = {"meta", "br", "img", "link", "input", "hr"}
 
@@ -176,7 +176,7 @@ def test_a_figure_that_fails_harms_nothing_else(tmp_path, monkeypatch, capsys):
 
     study = write_study(tmp_path / "runs")
     found = json.loads((study / "study.json").read_text())
-    monkeypatch.setattr("fl_lightning.studies.figures.heat_figure", fail)
+    monkeypatch.setattr("fl_lightning.experiments.studies.figures.heat_figure", fail)
     write_figures(study, found)
     assert "heat_map was not drawn: ValueError: no ink" in capsys.readouterr().err
     assert sorted(path.name for path in study.glob("*.p*")) == ["by_E.pdf", "by_E.png"]

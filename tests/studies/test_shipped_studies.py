@@ -11,8 +11,8 @@ import yaml
 import fl_lightning
 from fl_lightning.cli.command_line import main as fit
 from fl_lightning.cli.study import StudyCells
-from fl_lightning.run_directory.description import class_name
-from fl_lightning.studies.reading import read_study
+from fl_lightning.experiments.run_directory.description import class_name
+from fl_lightning.experiments.studies.reading import read_study
 
 FOLDER = Path(fl_lightning.__file__).parents[1] / "configs/studies"
 NAMES = sorted(path.stem for path in FOLDER.glob("*.yaml"))

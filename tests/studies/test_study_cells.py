@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from untrained_cells import STUDY, cell, finish, study_cells
 
-from fl_lightning.run_directory import source
-from fl_lightning.run_directory.checkpoint_io import AtomicCheckpointIO
-from fl_lightning.run_directory.description import config_hash
-from fl_lightning.run_directory.source import own_files, provenance
-from fl_lightning.studies.findings import findings
+from fl_lightning.experiments.run_directory import source
+from fl_lightning.experiments.run_directory.checkpoint_io import AtomicCheckpointIO
+from fl_lightning.experiments.run_directory.description import config_hash
+from fl_lightning.experiments.run_directory.source import own_files, provenance
+from fl_lightning.experiments.studies.findings import findings
 
 
 @pytest.fixture(autouse=True)

@@ -4,8 +4,8 @@ import pytest
 from untrained_cells import LR, STUDY, finish, study_cells
 
 from fl_lightning import ConfigurationError
-from fl_lightning.studies.choosing import chosen, is_chosen
-from fl_lightning.studies.tables import choice_in_words
+from fl_lightning.experiments.studies.choosing import chosen, is_chosen
+from fl_lightning.experiments.studies.tables import choice_in_words
 
 
 @pytest.fixture(autouse=True)

@@ -3,7 +3,7 @@
 import pytest
 
 from fl_lightning import ConfigurationError
-from fl_lightning.studies.claims import difference, interval, judge
+from fl_lightning.experiments.studies.claims import difference, interval, judge
 
 
 def study(values, choose=()):

@@ -16,10 +16,10 @@ import fl_lightning.cli.study
 from fl_lightning.__main__ import main
 from fl_lightning.cli.federated_cli import FederatedCLI
 from fl_lightning.cli.study import deciding_options
+from fl_lightning.experiments.run_directory.directory import Attempt
+from fl_lightning.experiments.studies.cells import State
+from fl_lightning.experiments.studies.reads import logged
 from fl_lightning.files import write_text
-from fl_lightning.run_directory.directory import Attempt
-from fl_lightning.studies.cells import State
-from fl_lightning.studies.reads import logged
 
 
 def own(line):
@@ -357,7 +357,7 @@ def test_ctrl_c_at_the_start_or_the_end_says_that_cells_are_kept(moment, ran, ca
 
 
 def test_a_cell_that_ends_before_its_plan_says_so(ran, capsys, monkeypatch):
-    monkeypatch.setattr("fl_lightning.studies.running._PATIENCE", 0)
+    monkeypatch.setattr("fl_lightning.experiments.studies.running._PATIENCE", 0)
     stop = {
         "class_path": "EarlyStopping",
         "init_args": {"monitor": "val/accuracy", "mode": "max", "stopping_threshold": 0.0},

@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from fl_lightning import ConfigurationError
-from fl_lightning.studies.reading import read_study
+from fl_lightning.experiments.studies.reading import read_study
 
 FILE = {
     "title": "A study",

@@ -4,9 +4,9 @@ import json
 
 from written_runs import write_run
 
+from fl_lightning.experiments.studies.figures import pictures
+from fl_lightning.experiments.studies.run_groups import found_in
 from fl_lightning.files import write_json, write_text
-from fl_lightning.studies.figures import pictures
-from fl_lightning.studies.run_groups import found_in
 
 
 def test_what_was_sent_is_an_axis_where_it_differs(tmp_path):

@@ -21,12 +21,12 @@ from command_line import message_of, rows
 
 from fl_lightning import ConfigurationError
 from fl_lightning.cli import study, study_cell
+from fl_lightning.experiments.studies.cells import State
+from fl_lightning.experiments.studies.engines import local
+from fl_lightning.experiments.studies.engines.base import Job, run_command
+from fl_lightning.experiments.studies.engines.local import LocalEngine
+from fl_lightning.experiments.studies.running import Runner
 from fl_lightning.round.module import FederatedModule
-from fl_lightning.studies.cells import State
-from fl_lightning.studies.engines import local
-from fl_lightning.studies.engines.base import Job, run_command
-from fl_lightning.studies.engines.local import LocalEngine
-from fl_lightning.studies.running import Runner
 
 
 @pytest.fixture(autouse=True)
@@ -121,7 +121,9 @@ def strike(monkeypatch, number):
         return start(self)
 
     monkeypatch.setattr(FederatedModule, "start_round", struck)
-    monkeypatch.setattr("fl_lightning.run_directory.continuation.Start.discard_untrained", lambda self: None)
+    monkeypatch.setattr(
+        "fl_lightning.experiments.run_directory.continuation.Start.discard_untrained", lambda self: None
+    )
     monkeypatch.setattr(
         "fl_lightning.cli.federated_cli.RoundCheckpoint.on_exception", lambda *arguments: None
     )
@@ -154,7 +156,7 @@ def test_a_cell_that_goes_on_from_another_one_prefers_its_own_checkpoint_once_it
 @pytest.mark.parametrize(
     ("target", "now"),
     [
-        ("fl_lightning.studies.cells.provenance", lambda config: {"source": "another"}),
+        ("fl_lightning.experiments.studies.cells.provenance", lambda config: {"source": "another"}),
         (
             "datamodules.in_memory.InMemoryDataModule.fingerprint",
             lambda data: {"training": "another"},

@@ -4,7 +4,7 @@ import csv
 
 import pytest
 
-from fl_lightning.studies.tables import (
+from fl_lightning.experiments.studies.tables import (
     caption,
     choice_in_words,
     learning_rate,

@@ -11,7 +11,7 @@ import yaml
 from command_line import rows, run, write_config
 
 from fl_lightning.cli.study import StudyCells
-from fl_lightning.studies.reading import read_study
+from fl_lightning.experiments.studies.reading import read_study
 
 PAUSE = """
 import time

@@ -7,8 +7,8 @@ import pytest
 import yaml
 from command_line import FederatedCLI, run
 
-from fl_lightning.run_directory.built import built
-from fl_lightning.run_directory.description import config_hash, deciding_settings, misfits
+from fl_lightning.experiments.run_directory.built import built
+from fl_lightning.experiments.run_directory.description import config_hash, deciding_settings, misfits
 
 
 class Named(NamedTuple):

@@ -8,7 +8,7 @@ import yaml
 
 from fl_lightning.__main__ import main
 from fl_lightning.cli import study_cell
-from fl_lightning.studies.engines.base import Engine
+from fl_lightning.experiments.studies.engines.base import Engine
 
 TINY = {
     "seed_everything": 0,

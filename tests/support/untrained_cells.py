@@ -6,8 +6,8 @@ from pathlib import Path
 import yaml
 
 from fl_lightning.cli.study import StudyCells, resolve
-from fl_lightning.studies.cells import Cell
-from fl_lightning.studies.reading import read_study
+from fl_lightning.experiments.studies.cells import Cell
+from fl_lightning.experiments.studies.reading import read_study
 
 ROOT = Path(__file__).parents[2]
 BASE = ["--config", str(ROOT / "configs/digits_fedavg_bn.yaml"), "--name=cells", "--trainer.max_epochs=40"]

@@ -1,0 +1,137 @@
+"""The workspace of a project at Weights & Biases: which panels show which metrics, and where it goes."""
+
+from typing import TYPE_CHECKING, Any
+
+from fl_lightning.errors import ConfigurationError
+from fl_lightning.experiments.dashboard.settings import WandbSettings, session_mode
+from fl_lightning.round.clock import RoundClock
+
+if TYPE_CHECKING:
+    from wandb_workspaces.workspaces import Workspace
+
+_SENT = ("parameters", "means", "variances")
+_SECONDS = (*RoundClock.PARTS, "evaluation", "logging")
+
+CURVES = {
+    "Accuracy": {
+        "validation accuracy": ["val/accuracy"],
+        "test accuracy": ["test/accuracy"],
+        "training loss": ["train/loss"],
+        "loss of the server's model": ["val/loss", "test/loss"],
+        "clients: mean and worst tenth": [
+            f"{split}/client_accuracy{part}" for split in ("val", "test") for part in ("", "_worst")
+        ],
+    },
+    "BN doctor": {
+        "clients' batches: distance to the server's statistics": ["bn/local_deviation_per_float"],
+        "the server's statistics: change in a round": ["bn/global_change_per_float"],
+        "a client's batches over the rounds": ["bn/window_variance"],
+        "gradient deviation": [f"bn/gradient_deviation{part}" for part in ("", "_affine", "_weights")],
+        "gap between training and evaluation": ["bn/train_eval_gap", "bn/recalibration_gap"],
+        "running statistics: bias": ["bn/mean_bias", "bn/var_bias"],
+        "accuracy under other statistics": [
+            f"{split}/accuracy_{what}"
+            for split in ("val", "test")
+            for what in ("batch_statistics", "recalibrated")
+        ],
+    },
+    "Communication": {
+        "bytes in a round": ["comm/upload_bytes", "comm/download_bytes"],
+        "bytes so far": ["comm/total_upload_bytes", "comm/total_download_bytes"],
+        "bytes of a client so far": ["comm/total_bytes_per_client"],
+        "exchanges in a round": ["comm/exchanges"],
+        "simulated seconds": ["comm/simulated_s", "comm/total_simulated_s"],
+    },
+    "Time": {
+        "seconds of a round": ["time/round_s"],
+        "where they go": [f"time/{part}_s" for part in _SECONDS],
+        "examples per second": ["time/samples_per_s"],
+    },
+    "Byzantine": {
+        "attackers in a round": ["byzantine/clients"],
+        "distance to the honest mean": [f"byzantine/distance_{what}" for what in _SENT],
+        "the attackers' share": [f"byzantine/share_{what}" for what in _SENT],
+        "statistics that were none": ["statistics/invalid", "statistics/clamped"],
+        "clients": ["clients/reported", "clients/dropped", "clients/not_finite"],
+        "skipped rounds": ["clients/skipped"],
+    },
+}
+"""The metrics of each panel, by section and title."""
+
+FINAL = {
+    "final accuracy": ["final/val/accuracy", "final/test/accuracy"],
+    "final loss": ["final/val/loss", "final/test/loss"],
+}
+"""The numbers of the summary in the bars of the first section."""
+
+
+def publish(project: str, entity: str | None) -> str | None:
+    """Save the workspace at W&B.
+
+    Args:
+        project: The project of the runs.
+        entity: Who owns it; None: W&B's default for the key.
+
+    Returns:
+        Its address, None where W&B is not online here.
+
+    Raises:
+        ConfigurationError: The library is not installed, or W&B does not take the workspace.
+    """
+    try:
+        if session_mode(WandbSettings().asked) != "online":
+            return None
+        import wandb
+
+        workspace = make_workspace(project, entity or wandb.Api().default_entity or "")
+        workspace.save()
+        return str(workspace.url)
+    except ConfigurationError:
+        raise
+    except Exception as error:  # the network's, or one of the many of W&B
+        wrong = " ".join(str(error).split()) or type(error).__name__
+        raise ConfigurationError(
+            f"dashboard: W&B did not save the workspace: {wrong}; --file dashboard.json writes it without W&B"
+        ) from error
+
+
+def as_json(workspace: "Workspace") -> str:
+    """What W&B is sent to save a workspace."""
+    return f"{workspace._to_model().model_dump_json(by_alias=True, exclude_none=True, indent=2)}\n"
+
+
+def make_workspace(project: str, entity: str) -> "Workspace":
+    """The workspace: the round as the x-axis, and a curve with its standard deviation for each group, whose runs are seeds.
+
+    Args:
+        project: The project of the runs.
+        entity: Who owns it.
+
+    Raises:
+        ConfigurationError: The library is not installed.
+    """
+    try:
+        import wandb_workspaces.reports.v2 as reports
+        from wandb_workspaces import expr, workspaces
+    except ImportError as error:
+        raise ConfigurationError(
+            "dashboard: the package wandb-workspaces is not installed; pip install 'fl_lightning[dashboard]'"
+        ) from error
+    seeds = {"groupby": "Group", "groupby_aggfunc": "mean", "groupby_rangefunc": "stddev"}
+    bars = [reports.BarPlot(title=title, metrics=names, **seeds) for title, names in FINAL.items()]
+    sections: list[Any] = []
+    for section, panels in CURVES.items():
+        curves = [
+            reports.LinePlot(title=title, x="round", title_x="round", y=names, **seeds)
+            for title, names in panels.items()
+        ]
+        shown = [*curves] if sections else [*bars, *curves]
+        sections.append(workspaces.Section(name=section, panels=shown, is_open=True))
+    return workspaces.Workspace(
+        entity=entity,
+        project=project,
+        name="Batch Normalization in federated learning",
+        sections=sections,
+        settings=workspaces.WorkspaceSettings(x_axis="round"),
+        runset_settings=workspaces.RunsetSettings(groupby=[expr.Metric("Group")]),
+    )

@@ -1,0 +1,275 @@
+"""What is around the trainer's ``fit`` in a run: the folder, the loggers, the pictures and the result."""
+
+import logging
+import os
+import warnings
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import lightning as L
+from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar
+from lightning.pytorch.loggers import WandbLogger
+from lightning.pytorch.profilers import PassThroughProfiler
+
+from fl_lightning.client_data.federated import FederatedDataModule
+from fl_lightning.errors import ConfigurationError
+from fl_lightning.execution.choice import cpu_ranks
+from fl_lightning.execution.strategy import CohortStrategy
+from fl_lightning.experiments.dashboard.logger import RoundWandbLogger
+from fl_lightning.experiments.dashboard.settings import WandbSettings
+from fl_lightning.experiments.run.interruption import FinishRound, Stopped
+from fl_lightning.experiments.run.progress import RoundProgress
+from fl_lightning.experiments.run.trainer import as_list, is_launched, make_trainer, useful_ranks
+from fl_lightning.experiments.run_directory.checkpoint_io import check_run, load_run
+from fl_lightning.experiments.run_directory.checkpoints import RoundCheckpoint
+from fl_lightning.experiments.run_directory.code import full_name
+from fl_lightning.experiments.run_directory.continuation import Start, find_start
+from fl_lightning.experiments.run_directory.description import directory_of
+from fl_lightning.experiments.run_directory.files import RunStart, draw_pictures
+from fl_lightning.experiments.run_directory.metrics import JSONLinesLogger
+from fl_lightning.experiments.run_directory.result import finish_run
+from fl_lightning.launched import launched_rank, silence
+from fl_lightning.round.module import FederatedModule
+from fl_lightning.round.trained import refuse_trained
+
+TRAINER_DEFAULTS: dict[str, Any] = {
+    "accelerator": "auto",
+    "devices": "auto",
+    "max_epochs": -1,
+    "logger": False,
+    "num_sanity_val_steps": -1,
+    "log_every_n_steps": 1,
+    "enable_model_summary": False,
+}
+"""Settings of the trainer that a run has unless they are given."""
+
+
+class Training:
+    """A training in its run directory, a context: it ends the run at W&B, and a run without a finished round leaves no folder.
+
+    Args:
+        module: The module.
+        data: Its data.
+        config: The resolved configuration.
+        made: What was built (:func:`~fl_lightning.experiments.run_directory.built.built`).
+        keeper: The run's own checkpoints.
+        way_on: What goes on with a run that was stopped, in words.
+        header: Comment at the top of ``config.yaml``.
+
+    Attributes:
+        directory: All attempts at the run.
+        start: The folder, and what it goes on from; without a folder until :meth:`begin`.
+    """
+
+    def __init__(
+        self,
+        module: FederatedModule,
+        data: FederatedDataModule,
+        config: Mapping[str, Any],
+        made: Mapping[str, Any],
+        keeper: RoundCheckpoint,
+        way_on: str,
+        header: str = "",
+    ) -> None:
+        self.module, self.data, self.config, self.made, self.header = module, data, config, made, header
+        self.keeper, self.way_on = keeper, way_on
+        kind: Any = type(module)
+        model = {"class_path": full_name(kind), "init_args": config["model"]}
+        own = kind is not FederatedModule and "class_path" not in config["model"]
+        self.directory = directory_of({**config, "model": model} if own else config)
+        self.start = Start()
+        self._interruption = FinishRound()
+        self._wandb: RoundWandbLogger | None = None
+        self._held = ExitStack()
+        self._rounds: int | None = None
+
+    def begin(
+        self,
+        settings: Mapping[str, Any],
+        wandb: WandbSettings,
+        ckpt_path: str | os.PathLike[str] | None = None,
+        weights_only: bool | None = None,
+    ) -> L.Trainer:
+        """Make the run's folder, or find that of the checkpoint, and make the trainer.
+
+        Args:
+            settings: The trainer's arguments that the user gives. With ``fast_dev_run`` there is no folder.
+            wandb: Whether and where the run is logged to W&B.
+            ckpt_path: The checkpoint to go on from: a path, ``"last"``, ``"best"`` or ``"auto"``; None for a new run.
+            weights_only: Whether the checkpoint may hold nothing but tensors and plain values.
+
+        Raises:
+            ConfigurationError: There is no such checkpoint, it is another model's, another process trains in its folder, or the
+                trainer refuses a setting.
+        """
+        rank = launched_rank() if is_launched(settings) else 0
+        self._rounds = settings.get("max_epochs")
+        path, checkpoint, resumed = None if rank else self.found(ckpt_path), {}, None
+        writes = not settings.get("fast_dev_run") and not rank
+        if path is None and not rank:
+            refuse_trained(as_list(settings.get("callbacks")), self.module.model)
+        if rank:
+            silence()
+        if path is not None:
+            owner = self.directory.attempt_of(path) if path.name == "last.ckpt" else None
+            if owner in self.directory.attempts() and writes:
+                resumed = owner
+                self._held.enter_context(resumed.lock())  # before its checkpoint is read
+            checkpoint = load_run(path, weights_only)
+            check_run(path, checkpoint, self.module.model, self.module.configure_optimizers())
+        if writes:
+            self.start = (
+                Start(self.directory.next_attempt(self._held))
+                if path is None
+                else find_start(self.directory, path, checkpoint, self.made, resumed, self._held)
+            )
+        self._chooses_ranks = settings.get("devices", "auto") == "auto"
+        self._trainer = make_trainer(settings, cpu_ranks(), **self._equipment(settings, wandb))
+        strategy = self._trainer.strategy
+        if isinstance(strategy, CohortStrategy) and strategy.launcher is None:
+            strategy.meet()
+            path = strategy.broadcast(path)
+        elif rank:  # a node whose ranks are yet to be copied
+            path = self.found(ckpt_path)
+        self._fit_arguments: dict[str, Any] = {"ckpt_path": path, "weights_only": weights_only}
+        profiler: Any = self._trainer.profiler  # type: ignore[attr-defined]  # set in a helper of the trainer
+        if self.start.attempt is not None and not isinstance(profiler, PassThroughProfiler):
+            profiler.dirpath = profiler.dirpath or self.start.attempt.path
+            profiler.filename = profiler.filename or "profile"
+        return self._trainer
+
+    def found(self, ckpt_path: str | os.PathLike[str] | None) -> Path | None:
+        """Return the file that ``--ckpt_path`` means; None if it is None, or ``"auto"`` and no attempt has this plan yet.
+
+        Raises:
+            ConfigurationError: There is no such checkpoint.
+        """
+        if ckpt_path == "auto":
+            paths = [attempt.checkpoints / "last.ckpt" for attempt in self.directory.attempts()]
+            paths = [path for path in paths if path.is_file()]
+            if not paths and (other := self.directory.other_checkpoint("last.ckpt")) is not None:
+                print(
+                    f"--ckpt_path auto: a new run; {other} is of other settings or an older version",
+                    flush=True,
+                )
+            return next((path for path in paths if self._has_this_plan(path)), None)
+        return None if ckpt_path is None else self.directory.resolve_checkpoint(str(ckpt_path))
+
+    def _has_this_plan(self, path: Path) -> bool:
+        """Whether a checkpoint's run was planned for as many rounds: they decide when a run freezes and decays its rates."""
+        if self.module.budget_epochs is not None or self._rounds in (None, -1):
+            return True  # the data decide, and they are part of the name
+        planned = load_run(path)["fl_lightning"]["total_rounds"]
+        if planned != self._rounds:
+            print(
+                f"{path} is of a run planned for {planned} rounds, not {self._rounds}: --ckpt_path auto leaves it as it is; "
+                "--ckpt_path last would extend that run",
+                flush=True,
+            )
+        return bool(planned == self._rounds)
+
+    def _equipment(self, settings: Mapping[str, Any], wandb: WandbSettings) -> dict[str, Any]:
+        """Callbacks, loggers and folder of the trainer, as its arguments."""
+        callbacks = as_list(settings.get("callbacks"))
+        # true asks for some logger: metrics.jsonl is written in any case
+        loggers = [logger for logger in as_list(settings.get("logger")) if logger is not True]
+        if settings.get("enable_progress_bar") is not False and not has_progress_bar(callbacks):
+            callbacks.append(RoundProgress())
+        # RunStart first, so that it prints before a progress bar takes the terminal
+        self._beginning = RunStart(self.start, self.config, self.made, self.header)
+        callbacks = [self._beginning, *callbacks, self._interruption, self.keeper]
+        self.keeper.attempt = attempt = self.start.attempt
+        if attempt is None:
+            return {"callbacks": callbacks, "logger": loggers or False}
+        loggers.append(JSONLinesLogger(attempt.path))
+        if wandb.asked != "disabled" and not any(isinstance(logger, WandbLogger) for logger in loggers):
+            self._wandb = RoundWandbLogger(attempt, wandb)
+            loggers.append(self._wandb)
+        for callback in callbacks:
+            if isinstance(callback, ModelCheckpoint) and callback.dirpath is None:
+                # a logger with a folder of its own, such as W&B's, would draw the checkpoints there
+                callback.dirpath = str(attempt.checkpoints.resolve())
+        return {"callbacks": callbacks, "logger": loggers, "default_root_dir": str(attempt.path)}
+
+    def run(self) -> dict[str, Any]:
+        """Train, evaluate the final server model, print and write the result.
+
+        Returns:
+            What ``result.json`` holds.
+
+        Raises:
+            ConfigurationError: A new attempt has nothing left to train.
+            Stopped: A signal has stopped the run before its last round.
+        """
+        start, trainer, signal = self.start, self._trainer, self._interruption
+        try:
+            self._prepare_ranks()
+            trainer.fit(self.module, datamodule=self.data, **self._fit_arguments)
+            if start.round and trainer.global_step == start.round and start.is_new and not signal.signal:
+                raise ConfigurationError(
+                    f"trainer.max_epochs: {trainer.max_epochs}, but {start.checkpoint} is of round {start.round}: nothing is left "
+                    "to train; use more rounds or a larger model.budget_epochs, or python -m fl_lightning test"
+                )
+            if signal.signal and trainer.global_step != trainer.max_epochs:
+                draw_pictures(start.attempt, self.module)
+                raise Stopped(signal.signal)
+        except Exception:  # not on a signal: who stops a run does not wait for pictures
+            if trainer.global_step > start.round:  # not a resume that was refused
+                draw_pictures(start.attempt, self.module)
+            raise
+        return finish_run(self.module, start.attempt)
+
+    def _prepare_ranks(self) -> None:
+        """Set up the data in the process that is copied, and have no more copies than are of use unless they are asked for."""
+        strategy = self._trainer.strategy
+        if isinstance(strategy, CohortStrategy) and strategy.launcher is not None:
+            ranks = useful_ranks(self.module, self.data)
+            if self._chooses_ranks and strategy.num_nodes == 1:
+                strategy.limit(ranks)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with self._held:
+            attempt = self.start.attempt
+            if attempt is None:
+                return
+            if self._wandb is not None:
+                self._wandb.close(preempted=isinstance(error, Stopped) and error.way == "SIGTERM")
+            if kind is not None:
+                self.start.discard_untrained()
+            saved = self.keeper.saved_round or self.start.round
+            if isinstance(error, Stopped) and saved and attempt.path.exists():
+                error.kept = f"{attempt.path} keeps round {saved}; {self.way_on} goes on"
+            if error is not None and attempt.path.exists():
+                error.traceback_file = attempt.error  # type: ignore[attr-defined]  # where the command line writes it
+            if self._wandb is not None and self._wandb.place is not None and attempt.path.exists():
+                print(self._wandb.place, flush=True)
+
+
+def has_progress_bar(callbacks: Sequence[L.Callback]) -> bool:
+    """Whether the user has a progress bar of another kind."""
+    return any(isinstance(callback, ProgressBar) for callback in callbacks)
+
+
+def quiet_host() -> None:
+    """Silence what Lightning says about hardware and loaders that cannot matter here."""
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    # LightningCLI 2.6 uses jsonargparse in ways that it deprecates; nothing a user of either could change
+    os.environ.setdefault("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
+    for message in (
+        ".*LightningCLI's args parameter.*",  # what it warns of, main() does on purpose
+        ".*does not have many workers.*",  # in-memory data need none
+        ".*isinstance\\(treespec, LeafSpec\\).*",  # Lightning 2.6 on torch 2.12 and later, harmless
+        "Implicitly cleaning up <TemporaryDirectory",  # W&B's, for the pictures of a run
+        ".*The `srun` command is available.*",  # on a cluster's login node, where a run is its own
+        ".*Total length of `list` across ranks is zero.*",  # a federation without evaluation data
+    ):
+        warnings.filterwarnings("ignore", message)

@@ -1,0 +1,198 @@
+"""The objects of a run, as one tree of plain values."""
+
+import copy
+import inspect
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.utilities.seed import isolate_rng
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from fl_lightning.batch_norm.layers import set_momentum
+from fl_lightning.client_data.federated import FederatedDataModule
+from fl_lightning.client_data.fingerprint import digest
+from fl_lightning.experiments.run_directory.values import (
+    as_plain,
+    class_name,
+    group_settings,
+    layers,
+    tree_digest,
+)
+from fl_lightning.models.dropout import convert_dropout
+from fl_lightning.randomness import seed_global
+from fl_lightning.recorded import making
+from fl_lightning.round.module import FederatedModule
+
+LINKED = ("num_classes", "in_channels", "image_size")
+"""Arguments of a model that the data decide unless they are given."""
+
+_TRAINER = {
+    name: one.default for name, one in inspect.signature(L.Trainer).parameters.items() if name != "callbacks"
+}
+
+
+_LATER = ("seed", "executor")
+"""Arguments of a module that the run itself decides."""
+
+
+def built(module: FederatedModule, data: FederatedDataModule, trainer: Mapping[str, Any]) -> dict[str, Any]:
+    """Describe the objects of a run as a configuration does.
+
+    Args:
+        module: The module.
+        data: Its data.
+        trainer: Arguments of the trainer, ``callbacks`` among them.
+
+    Returns:
+        ``seed_everything``, ``model``, ``data`` and ``trainer``, with the arguments that links and data have decided.
+    """
+    model, own = as_plain(module), as_plain(data)
+    seed = model["init_args"].pop("seed")
+    if (data_seed := own["init_args"].pop("seed", seed)) != seed:
+        own["own_seed"] = data_seed  # beside the arguments: its default is the run's seed, not the class's
+    if type(module) is FederatedModule:
+        model = model["init_args"]
+    return {
+        "seed_everything": seed,
+        "model": model,
+        "data": own,
+        "trainer": {**_TRAINER, **as_plain(dict(trainer))},
+    }
+
+
+def built_in_python(
+    module: FederatedModule, data: FederatedDataModule, trainer: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Describe the objects of a script as :func:`built` does.
+
+    The model also has a digest of its layers or its weights if these do not follow from its arguments and the run's seed.
+    Settings that were assigned after an object was made are those that count: module, data and callbacks have them as
+    ``reassigned``.
+    """
+    found = built(module, data, trainer)
+    settings = found["model"].get("init_args", found["model"])
+    own = making(module)
+    given = own.arguments if own is not None else {}
+    if module.model is not given.get("model"):
+        settings["model"] = as_plain(module.model)
+    settings["model"] |= _digests(module)
+    _describe_groups(module, settings)
+    settings |= _reassigned(module)
+    _add_reassigned(
+        [data, *(trainer.get("callbacks") or [])], [found["data"], *(found["trainer"].get("callbacks") or [])]
+    )
+    return found
+
+
+def _describe_groups(module: FederatedModule, settings: dict[str, Any]) -> None:
+    """Add a digest of an optimizer's groups where these depend on the parameters that it is made for."""
+    leaves = [torch.zeros_like(x) for x in module.model.parameters() if x.requires_grad and not is_lazy(x)]
+    given = {"client_optimizer": [{"params": [x]} for x in leaves], "server_optimizer": leaves}
+    for name, parameters in given.items():
+        make = getattr(module, name)
+        if isinstance(make, partial) or not leaves:
+            continue
+        optimizer = make(parameters)
+        found = [as_plain(one) for one in group_settings(optimizer)]
+        node = settings[name] if isinstance(settings[name], dict) else {"class_path": settings[name]}
+        usual = node.get("init_args", {})
+        if any({**usual, **one} != usual for one in found):
+            numbers = {id(leaf): number for number, leaf in enumerate(leaves)}
+            places = [[numbers.get(id(x)) for x in group["params"]] for group in optimizer.param_groups]
+            settings[name] = {**node, "groups_digest": tree_digest([found, places])}
+
+
+def _add_reassigned(thing: Any, node: Any) -> None:
+    """Add to the description of an object, and of those among its arguments, what was assigned to it later."""
+    if isinstance(thing, list | tuple) and isinstance(node, list):
+        for one, its_node in zip(thing, node, strict=True):
+            _add_reassigned(one, its_node)
+    made = making(thing)
+    if made is None or not isinstance(node, dict):
+        return
+    for name, x in made.arguments.items():
+        _add_reassigned(x, node["init_args"].get(name))
+    if later := _reassigned(thing):
+        node["reassigned"] = later
+
+
+def _reassigned(thing: Any) -> dict[str, Any]:
+    """Return the settings and methods of an object that are no longer what its arguments and its class make them."""
+    made, held = making(thing), vars(thing)
+    if made is None:
+        return {}
+    given, kind = made.arguments, type(thing)
+    other = [n for n in given if n in held and n not in _LATER and not _is_same(held[n], given[n])]
+    usual = vars(made.again()) if other else {}
+    later = {
+        name: as_plain(held[name]) for name in other if as_plain(held[name]) != as_plain(usual.get(name))
+    }
+    patched = {name: as_plain(x) for name, x in held.items() if inspect.isroutine(getattr(kind, name, None))}
+    return later | patched
+
+
+def _is_same(now: Any, given: Any) -> bool:
+    try:
+        return now is given or (type(now) is type(given) and bool(now == given))
+    except (ValueError, RuntimeError):  # arrays and tensors
+        return False
+
+
+def without_decided(found: Mapping[str, Any], data: FederatedDataModule) -> dict[str, Any]:
+    """Leave out the arguments of a model that the data decide, as a configuration does."""
+    configured = copy.deepcopy(dict(found))
+    settings = configured["model"].get("init_args", configured["model"])
+    arguments = settings["model"]["init_args"]
+    decided = [
+        name
+        for name in LINKED
+        if name in arguments and arguments[name] == as_plain(getattr(data, name, None))
+    ]
+    for name in decided:
+        del arguments[name]
+    return configured
+
+
+def _digests(module: FederatedModule) -> dict[str, Any]:
+    """Return what of a model does not follow from its arguments and the seed."""
+    model = getattr(module.model, "_orig_mod", module.model)  # of a compiled model
+    made = making(model)
+    known = module.initial_weights is None and not any(map(is_lazy, model.parameters()))
+    weights = {"weights_digest": digest(dict(model.state_dict()))} if known else {}
+    if made is None:
+        return {"state_digest": layers(model)} | weights | _parts(model)
+    if any(isinstance(x, nn.Module) for x in made.arguments.values()):  # the caller has drawn its weights
+        return {"layers_digest": layers(model)} | weights | _parts(model)
+    with isolate_rng(), _float32():
+        seed_global(module.seed, torch.device("cpu"))
+        again = made.again()
+    convert_dropout(again)
+    own = making(module)
+    if own is not None and (momentum := own.arguments["bn_momentum"]) is not None:
+        set_momentum(again, momentum)
+    same = layers(again) == layers(model)
+    other = {} if same else {"layers_digest": layers(model), **_parts(model)}
+    return other | ({} if digest(dict(again.state_dict())) == weights.get("weights_digest") else weights)
+
+
+@contextmanager
+def _float32() -> Iterator[None]:
+    """Make tensors as a configuration does, whatever default type a script has set."""
+    before = torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(torch.float32)
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def _parts(model: nn.Module) -> dict[str, list[str]]:
+    """Name the classes of layers that are not of torch: their code computes the run."""
+    names = {class_name(layer) for layer in model.modules() if layer is not model}
+    own = sorted(name for name in names if not name.startswith("torch."))
+    return {"layer_classes": own} if own else {}

@@ -1,0 +1,328 @@
+"""Checkpoints of whole rounds: after which rounds, and which model was the best."""
+
+import contextlib
+import math
+import os
+import shutil
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+from zlib import crc32
+
+import lightning as L
+from lightning.pytorch.callbacks import Checkpoint
+
+from fl_lightning.cohort.client_memory import link_files, memories
+from fl_lightning.errors import ConfigurationError
+from fl_lightning.experiments.run_directory.checkpoint_io import AtomicCheckpointIO
+from fl_lightning.experiments.run_directory.directory import Attempt
+from fl_lightning.files import atomic_write, unwritable, user_path, write_text
+from fl_lightning.recorded import Recorded
+from fl_lightning.round.directions import best_is
+
+
+class RoundCheckpoint(Recorded, Checkpoint):
+    """Keeps ``last.ckpt``, and ``best.ckpt`` where a metric is monitored, always of a complete round.
+
+    ``last.ckpt`` is written after the first and the last round of the fit, after a round when either period has passed, and
+    when an exception or a termination signal stops the fit between two rounds. A round that was broken off is
+    never saved: the resumed run computes it again from its start. Nothing is written under ``fast_dev_run``.
+
+    Args:
+        dirpath: Folder of the checkpoints; None means ``checkpoints`` in the trainer's ``default_root_dir``. Several runs
+            may share it: each attempt has a folder ``<name>/<hash>-s<seed>`` of its own there.
+        every_n_seconds: Save when this many seconds, >= 0, have passed since the last save; 0 means after
+            each round, None never for this reason.
+        every_n_rounds: Save when the round is a multiple of this, >= 1; None never for this reason.
+        monitor: Name of a logged metric, such as ``"val/accuracy"``; ``best.ckpt`` is the model of the first
+            round that reached its best value. Rounds that do not log it are passed over, and so is NaN.
+            mode: Whether the ``"max"`` or the ``"min"`` of the monitored metric is best; None: the smallest of a loss, the largest
+            of a quality such as accuracy (:func:`~fl_lightning.round.directions.best_is`).
+        keep_rounds: Rounds, >= 1, after which a checkpoint ``round_<r>.ckpt`` is written that stays, and, if a metric is
+            monitored, ``round_<r>_best.ckpt``, the best until then.
+
+    Attributes:
+        in_the_run: Whether they lie in the run's own folder, that of each fit.
+        attempt: The attempt whose checkpoints they are; None without a run directory.
+        best_score: Best value of the monitored metric, None before the first.
+        best_round: The round that reached it.
+        best_model_path: Path of ``best.ckpt``, empty where there is none. Lightning reads it for
+            ``ckpt_path="best"`` and sets it after a fit in child processes.
+        saved_round: The round of the ``last.ckpt`` that this fit has written, None before the first.
+    """
+
+    def __init__(
+        self,
+        dirpath: str | os.PathLike[str] | None = None,
+        every_n_seconds: float | None = 60.0,
+        every_n_rounds: int | None = None,
+        monitor: str | None = None,
+        mode: Literal["max", "min"] | None = None,
+        keep_rounds: list[int] | None = None,
+    ) -> None:
+        if every_n_seconds is not None and not every_n_seconds >= 0:
+            raise ConfigurationError(f"every_n_seconds must be >= 0 or null, found {every_n_seconds}")
+        if every_n_rounds is not None and every_n_rounds < 1:
+            raise ConfigurationError(f"every_n_rounds must be >= 1 or null, found {every_n_rounds}")
+        if mode not in ("max", "min", None):
+            raise ConfigurationError(f"mode must be 'max', 'min' or None, found {mode!r}")
+        self.dirpath = None if dirpath is None else user_path("checkpoint.dirpath", dirpath)
+        self._given_dirpath = self.dirpath
+        self.in_the_run = dirpath is None
+        self.attempt: Attempt | None = None
+        self.every_n_seconds = every_n_seconds
+        self.every_n_rounds = every_n_rounds
+        self.monitor = monitor
+        if any(kept < 1 for kept in keep_rounds or ()):
+            raise ConfigurationError(f"keep_rounds: {keep_rounds} must be rounds >= 1")
+        self.mode = mode
+        self.keep_rounds = frozenset(keep_rounds or ())
+        self.best_score: float | None = None
+        self.best_round: int | None = None
+        self.best_model_path = ""
+        self.saved_round: int | None = None
+        self._quality = ""
+        self._complete_round: int | None = None
+        self._saved_at = 0.0
+
+    @property
+    def state_key(self) -> str:
+        """One per monitored metric: a best score means nothing to another metric."""
+        # without a metric as in checkpoints of the time when "max" was the default
+        return self._generate_state_key(monitor=self.monitor, mode=self._best_is() or "max")
+
+    def state_dict(self) -> dict[str, Any]:
+        """The best score and its round; nothing where no metric is monitored."""
+        if self.monitor is None:
+            return {}
+        return {"best_score": self.best_score, "best_round": self.best_round}
+
+    def on_load_checkpoint(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Take the ``best.ckpt`` of the rounds before along into a new folder; say so where it is not there any more.
+
+        Raises:
+            ConfigurationError: It cannot be written.
+        """
+        if trainer.state.fn != "fit" or self.monitor is None or trainer.ckpt_path is None:
+            return
+        assert self.dirpath is not None
+        path, target = Path(trainer.ckpt_path), self.dirpath / "best.ckpt"
+        state = checkpoint.get("callbacks", {}).get(self.state_key)  # None where it was of another metric
+        missing = not target.is_file() and (state is None or state["best_round"] is not None)
+        if missing and trainer.is_global_zero and self._active(trainer):
+            source = self._best_until(path, state) if state and _same_data(checkpoint, pl_module) else None
+            if source is not None:
+                _copy(source, target, state["best_round"])
+            else:
+                print(
+                    f"best.ckpt: the best until {path} is not beside it; the best of the rounds after {checkpoint['global_step']} is kept",
+                    flush=True,
+                )
+        trainer.strategy.broadcast(None)  # the other ranks look for the file after this
+
+    def _best_until(self, path: Path, state: Mapping[str, Any]) -> Path | None:
+        """The checkpoint beside another one that was the best until then, None where it is gone."""
+        for found in (path.with_name(_best_name(path.stem)), path.with_name("best.ckpt")):
+            with contextlib.suppress(ConfigurationError):  # it is not there, or damaged
+                if AtomicCheckpointIO().load_checkpoint(found)["callbacks"].get(self.state_key) == state:
+                    return found
+        return None
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue from the best score where its ``best.ckpt`` lies here: else the best is that of the rounds to come."""
+        if self.dirpath is not None and (self.dirpath / "best.ckpt").is_file():
+            self.best_score, self.best_round = state_dict["best_score"], state_dict["best_round"]
+            self.best_model_path = str(self.dirpath / "best.ckpt")
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Find the folder, and fail now rather than after the first round where it cannot be made.
+
+        Raises:
+            ConfigurationError: The folder cannot be created, the trainer counts steps, or it is not known which values of the
+                monitored metric are best.
+        """
+        self._quality = getattr(getattr(pl_module, "task", None), "quality", "")
+        if stage == "fit" and self._active(trainer) and self.monitor and self._best_is() is None:
+            raise ConfigurationError(
+                f"checkpoint.mode: null, but it is not known which values of {self.monitor!r} are best; set checkpoint.mode to max or min"
+            )
+        if stage == "fit" and self._active(trainer) and trainer.max_steps != -1:
+            # Lightning resumes a run that counts steps inside its last epoch, which repeats or drops a round
+            raise ConfigurationError(
+                f"trainer.max_steps {trainer.max_steps} cannot be resumed by rounds; set trainer.max_epochs"
+            )
+        if self.dirpath is None or (self.in_the_run and stage == "fit"):
+            self.dirpath = Path(trainer.strategy.broadcast(trainer.default_root_dir)) / "checkpoints"
+        elif stage == "fit" and self._given_dirpath is not None:
+            own = self._given_dirpath if self.attempt is None else self.attempt.below(self._given_dirpath)
+            self.dirpath = Path(trainer.strategy.broadcast(str(own)))
+        if stage == "fit":  # a checkpoint that is resumed brings its own
+            self.best_score, self.best_round, self.best_model_path = None, None, ""
+        if stage == "fit" and trainer.is_global_zero and self._active(trainer):
+            try:
+                self.dirpath.mkdir(parents=True, exist_ok=True)
+                self._claim()
+            except OSError as error:
+                raise unwritable(self.dirpath, error) from error
+
+    def _claim(self) -> None:
+        """Say in a shared folder whose checkpoints these are.
+
+        Raises:
+            ConfigurationError: They are another run's, of the same name in another folder of runs.
+        """
+        if self.attempt is None or self.in_the_run:
+            return
+        assert self.dirpath is not None
+        note, own = self.dirpath / "run.txt", str(self.attempt.path.resolve())
+        owner = note.read_text().strip() if note.is_file() else own
+        if owner != own and Attempt(Path(owner)).config.is_file():
+            raise ConfigurationError(
+                f"checkpoint.dirpath: {self.dirpath} holds the checkpoints of {owner}; use another folder, or another name of the run"
+            )
+        write_text(note, f"{own}\n")
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Start the clock; no round of this fit is complete or saved."""
+        self._complete_round = self.saved_round = None
+        self._saved_at = time.monotonic()
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Check that an evaluation metric to monitor is one that is logged.
+
+        Raises:
+            ConfigurationError: The evaluation has not logged it.
+        """
+        trained = trainer.state.fn == "fit" and self._active(trainer) and not trainer.sanity_checking
+        if trained and (self.monitor or "").startswith(("val/", "test/")):
+            self._require_monitor(trainer)
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Save what is due now that the round is complete.
+
+        Raises:
+            ConfigurationError: The server optimizer did not step once per round, or a file cannot be written.
+        """
+        if not self._active(trainer):
+            return
+        rounds = trainer.current_epoch + 1
+        if trainer.global_step != rounds:
+            raise ConfigurationError(
+                f"the server optimizer stepped {trainer.global_step} times in {rounds} rounds; "
+                "checkpoints need a module whose training_step steps it exactly once"
+            )
+        self._complete_round = rounds
+        if self._reached_best(trainer):
+            self.best_model_path = self._save(trainer, "best.ckpt")
+        if rounds in self.keep_rounds:
+            kept = Path(self._save(trainer, kept_name(rounds)))
+            if self.best_round is not None and trainer.is_global_zero:
+                _copy(Path(self.best_model_path), kept.with_name(_best_name(kept.stem)), self.best_round)
+        if self._due(trainer):
+            self._save_last(trainer)
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Save the last round.
+
+        Raises:
+            ConfigurationError: A file cannot be written, or the monitored metric was never logged.
+        """
+        if self._active(trainer):
+            self._save_last(trainer)
+            self._require_monitor(trainer)
+
+    def on_exception(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException
+    ) -> None:
+        """Save the round that was completed, if none is half done."""
+        between_rounds = trainer.fit_loop.epoch_progress.current.ready == self._complete_round
+        # one failing process cannot save: saving is a meeting point of all
+        if between_rounds and self._active(trainer) and trainer.world_size == 1:
+            with contextlib.suppress(ConfigurationError):  # the exception on its way out is the one to show
+                self._save_last(trainer)
+
+    def _best_is(self) -> Literal["max", "min"] | None:
+        return self.mode or best_is(self.monitor or "", self._quality)
+
+    def _active(self, trainer: L.Trainer) -> bool:
+        return not trainer.fast_dev_run  # type: ignore[attr-defined]  # set in a helper of the trainer
+
+    def _require_monitor(self, trainer: L.Trainer) -> None:
+        if self.monitor and self.best_score is None and self.monitor not in trainer.callback_metrics:
+            logged = ", ".join(sorted(trainer.callback_metrics)) or "nothing"
+            raise ConfigurationError(f"monitor {self.monitor!r} was never logged; logged are: {logged}")
+
+    def _reached_best(self, trainer: L.Trainer) -> bool:
+        if self.monitor is None or self.monitor not in trainer.callback_metrics:
+            return False
+        # a metric not logged in this round keeps its old value, which is not strictly better than itself
+        score = trainer.strategy.broadcast(float(trainer.callback_metrics[self.monitor]))
+        sign = 1 if self._best_is() == "max" else -1
+        if math.isnan(score) or (self.best_score is not None and sign * score <= sign * self.best_score):
+            return False
+        self.best_score, self.best_round = score, self._complete_round
+        return True
+
+    def _due(self, trainer: L.Trainer) -> bool:
+        every = self.every_n_rounds
+        if self.saved_round is None or (every is not None and trainer.global_step % every == 0):
+            return True
+        passed = time.monotonic() - self._saved_at
+        return self.every_n_seconds is not None and trainer.strategy.broadcast(passed >= self.every_n_seconds)
+
+    def _save_last(self, trainer: L.Trainer) -> None:
+        if self.saved_round != self._complete_round:
+            self._save(trainer, "last.ckpt")
+            self.saved_round = self._complete_round
+            self._saved_at = time.monotonic()
+
+    def _save(self, trainer: L.Trainer, name: str) -> str:
+        for logger in trainer.loggers:
+            logger.save()  # the rows reach the disk before the checkpoint that counts on them
+        assert self.dirpath is not None
+        path = str(self.dirpath / name)
+        kept = memories(trainer.callbacks).values()  # type: ignore[attr-defined]  # set in a helper of the trainer
+        for memory in kept:
+            memory.label = self._label(name)
+        trainer.save_checkpoint(path, weights_only=False)
+        for memory in kept:
+            memory.forget(trainer.global_step)
+            memory.label = ""
+        return path
+
+    def _label(self, name: str) -> str:
+        """What a memory calls the checkpoint: those of the same name in another folder have files of their own."""
+        if self.in_the_run:
+            return Path(name).stem
+        return f"{Path(name).stem}-{crc32(os.fsencode(os.path.abspath(str(self.dirpath)))):08x}"
+
+
+def kept_name(round_number: int) -> str:
+    """Name of the checkpoint that ``keep_rounds`` keeps of a round."""
+    return f"round_{round_number}.ckpt"
+
+
+def _best_name(stem: str) -> str:
+    """Name of the checkpoint that was the best when another one was kept, by the name of that."""
+    return f"{stem}_best.ckpt"
+
+
+def _copy(source: Path, target: Path, round_number: int) -> None:
+    """Copy a checkpoint, and link the files of methods' memories that belong to it."""
+    link_files(
+        source.parents[1],
+        f"{source.stem}_{round_number}",
+        target.parents[1],
+        f"{target.stem}_{round_number}",
+    )
+    with source.open("rb") as file, atomic_write(target) as copy:
+        shutil.copyfileobj(file, copy)
+
+
+def _same_data(checkpoint: Mapping[str, Any], module: L.LightningModule) -> bool:
+    """Whether a run goes on with the data of its checkpoint: scores on others cannot be compared."""
+    record = getattr(module, "record", None)
+    return record is None or checkpoint["fl_lightning"]["record"].get("data") == record.data

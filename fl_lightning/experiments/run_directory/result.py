@@ -1,0 +1,142 @@
+"""How a run ends: its last evaluation, ``result.json`` and the table of it."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from fl_lightning.experiments.run_directory.console import format_bytes, print_table
+from fl_lightning.experiments.run_directory.describe import (
+    describe_environment,
+    method_name,
+    model_name,
+    origin_in_words,
+)
+from fl_lightning.experiments.run_directory.directory import Attempt
+from fl_lightning.experiments.run_directory.files import draw_pictures
+from fl_lightning.files import write_json
+from fl_lightning.methods.report import Report
+from fl_lightning.pictures.style import PERSONAL
+from fl_lightning.recorded import describe
+from fl_lightning.round.module import FederatedModule
+from fl_lightning.round.policy import policy_table, stages_in_words
+
+
+def finish_run(module: FederatedModule, attempt: Attempt | None) -> dict[str, Any]:
+    """Evaluate the final server model; print its result, write and draw it into the run's folder.
+
+    Args:
+        module: The trained module.
+        attempt: The run's folder, None where nothing is written (``fast_dev_run``).
+
+    Returns:
+        What ``result.json`` holds.
+    """
+    trainer, data = module.trainer, module.data
+    metrics = {name: value for name, value in module.metrics.items() if name.startswith("val/")}
+    evaluations = []
+    if not metrics and data.fit_split == "val" and data.val_dataloader():
+        # with limit_val_batches 0 or limit_test_batches 0 there is nothing to evaluate, and no result
+        evaluations += trainer.validate(module, datamodule=data, verbose=False)
+    if data.test_dataloader():
+        evaluations += trainer.test(module, datamodule=data, verbose=False)
+    for found in evaluations:
+        metrics |= found
+    result = _collect(module, attempt, metrics)
+    if attempt is not None:
+        write_json(attempt.result, result)
+    _print(result)
+    draw_pictures(attempt, module)
+    return result
+
+
+def _collect(
+    module: FederatedModule, attempt: Attempt | None, metrics: Mapping[str, float]
+) -> dict[str, Any]:
+    """What ``result.json`` holds; of the metrics those of clients' own models come first, then the server's."""
+    record = module.record
+    kinds = [*([f"{own}_{module.task.quality}"] for own in PERSONAL), module.evaluation.metrics]
+    order = sorted(metrics, key=lambda x: (x[:4] == "test", *(x.partition("/")[2] not in y for y in kinds)))
+    reports = [cb for cb in module.federated_callbacks if isinstance(cb, Report)]
+    rounds = module.trainer.global_step
+    stages = policy_table(module.model, module.federated_callbacks, module.planned_rounds).get("mean", [])
+    return {
+        "method": method_name(module, module.federated_callbacks),
+        "model": model_name(module),
+        "partition": module.data.describe_partition(),
+        "rounds": rounds,
+        "planned_rounds": module.planned_rounds,
+        "bn_statistics": [
+            list(stage) for stage in stages if isinstance(stage[0], int) and stage[0] <= rounds
+        ],
+        "samples": record.samples,
+        **{name: metrics[name] for name in order},
+        f"class_{module.task.by_class}": _by_class(module, metrics),
+        "diverged": record.diverged,
+        **({"diverged_round": record.diverged_round} if record.diverged_round is not None else {}),
+        **({"updates_not_finite": record.not_finite} if record.not_finite else {}),
+        "upload_bytes": record.upload_bytes,
+        "download_bytes": record.download_bytes,
+        "train_seconds": record.seconds,
+        "executor": describe(module.executor),
+        "computed_by": record.computed_by,
+        "continued_from": record.continued_from,
+        **{name: value for report in reports for name, value in report.result().items()},
+        "reports": {name: text for report in reports for name, text in report.result_lines().items()},
+        "seed": module.seed,
+        "directory": str(attempt.path) if attempt is not None else None,
+        "environment": describe_environment(),
+        "provenance": record.provenance,
+        "data": record.data,
+        **({"loaded": module.data.loaded} if module.data.loaded is not None else {}),
+    }
+
+
+def _print(result: Mapping[str, Any]) -> None:
+    origin = origin_in_words(result["continued_from"])
+    rows = {
+        "method": result["method"],
+        "model": result["model"],
+        "partition": result["partition"],
+        "rounds": f"{result['rounds']:,}{_extended(result)}{_diverged(result)}",
+        **({"not finite": _not_finite(found)} if (found := result.get("updates_not_finite")) else {}),
+        **({"BN statistics": stages_in_words(found)} if (found := result["bn_statistics"]) else {}),
+        "samples seen": f"{result['samples']:,}",
+        **{name: f"{value:.4f}" for name, value in result.items() if "/" in name},
+        "sent by clients": format_bytes(result["upload_bytes"]),
+        "sent to clients": format_bytes(result["download_bytes"]),
+        **result["reports"],
+        **({"continued": origin[-1].removeprefix("continued ")} if origin else {}),
+        "training time": f"{result['train_seconds']:.1f} s",
+        "files": result["directory"] or "none (fast_dev_run)",
+    }
+    print_table("Result", rows)
+
+
+def _extended(result: Mapping[str, Any]) -> str:
+    planned = result["planned_rounds"]
+    return f"  (planned: {planned:,})" if result["rounds"] > planned else ""
+
+
+def _diverged(result: Mapping[str, Any]) -> str:
+    first = f", first in round {result['diverged_round']}" if "diverged_round" in result else ""
+    return f"  (diverged{first})" if result["diverged"] else ""
+
+
+def _not_finite(updates: Mapping[int, int]) -> str:
+    count, clients = sum(updates.values()), len(updates)
+    return f"{count:,} update{'s' * (count > 1)} of {clients:,} client{'s' * (clients > 1)}"
+
+
+def _by_class(module: FederatedModule, metrics: Mapping[str, float]) -> dict[str, Any] | None:
+    """How good the final server model is by class, in the last evaluation: that of the test data where there are any."""
+    task = module.task
+    split = next((split for split in ("test", "val") if f"{split}/{task.quality}" in metrics), None)
+    if split is None:
+        return None
+    evaluation, names = module.evaluation, module.data.class_names
+    count = len(evaluation.class_quality)
+    return {
+        "split": split,
+        "classes": list(names) if names is not None and len(names) == count else list(map(str, range(count))),
+        task.by_class: evaluation.class_quality,
+        "samples": evaluation.class_samples,
+    }

@@ -1,0 +1,334 @@
+"""Values as a configuration writes them: objects by their recorded arguments, else by their state."""
+
+import copyreg
+import dataclasses
+import enum
+import functools
+import hashlib
+import inspect
+import itertools
+import json
+import re
+import types
+import typing
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+
+from fl_lightning.client_data.fingerprint import digest
+from fl_lightning.errors import ConfigurationError
+from fl_lightning.experiments.run_directory.code import code_of, full_name, is_local
+from fl_lightning.recorded import making, parameters
+from fl_lightning.round.trained import MARK
+
+_TORCH_OWN = frozenset({*vars(nn.Module()), *vars(Optimizer([nn.Parameter(torch.zeros(1))], {}))})
+"""Attributes that torch itself keeps on modules and optimizers."""
+
+_NOT_A_SETTING = _TORCH_OWN | {"_made_with", MARK}
+
+_OF_A_RUN = frozenset({"trainer", "_trainer", MARK})
+
+_DEPTH = 100  # levels of the state of an object; deeper ones count by their class
+
+
+class Walk:
+    """The things that one description has met: each is described once, so that cycles end and shared things cost nothing."""
+
+    def __init__(self) -> None:
+        self._met: dict[int, tuple[int, Any]] = {}  # with the thing: its id stays its own
+        self._numbers = itertools.count()
+        self._depth = 0
+
+    def describe(self, thing: Any, how: Callable[[], Any], *, again: bool = False) -> Any:
+        """Describe a thing where it is first met, and write its number afterwards.
+
+        Args:
+            thing: The thing.
+            how: Describes it.
+            again: Describe it each time, but not inside itself.
+        """
+        if id(thing) in self._met:
+            return f"met {self._met[id(thing)][0]}"
+        if self._depth == _DEPTH:
+            return class_name(thing)
+        self._met[id(thing)] = (next(self._numbers), thing)
+        self._depth += 1
+        try:
+            return how()
+        finally:
+            self._depth -= 1
+            if again:
+                del self._met[id(thing)]
+
+
+def as_plain(thing: Any, hint: Any = None, walk: Walk | None = None) -> Any:
+    """Describe a value as a configuration does: plain values, lists, and ``class_path`` with ``init_args`` for objects.
+
+    An optimizer that is yet to be made counts by a trial, a function by its name or, if no import finds it, by its code, a
+    tensor by its content, and an object without a record of its arguments by its state.
+
+    Args:
+        thing: The value.
+        hint: The type that it was declared with.
+        walk: The description that the value is part of.
+
+    Raises:
+        ConfigurationError: An argument is an iterator, which can be read once.
+    """
+    if isinstance(thing, np.generic):
+        thing = thing.item()
+    if isinstance(thing, enum.Enum):
+        as_value = any(_takes(hint, kind) for kind in (int, float, str)) and not _takes(hint, type(thing))
+        return as_plain(thing.value, hint) if as_value else str(thing.name)
+    for kind in (bool, int, float, str):  # exactly these: YAML knows no others
+        if isinstance(thing, kind):
+            decimal = kind is int and _takes(hint, float) and not _takes(hint, int)
+            return float(thing) if decimal else kind(thing)
+    if thing is None:
+        return None
+    if isinstance(thing, Mapping):
+        return {str(key): as_plain(value, _item(hint, 1), walk) for key, value in thing.items()}
+    if isinstance(thing, set | frozenset):
+        return sorted((as_plain(value, _item(hint, 0), walk) for value in thing), key=repr)
+    if isinstance(thing, list | tuple | range):
+        return [as_plain(value, _item(hint, 0), walk) for value in thing]
+    if isinstance(thing, np.ma.MaskedArray):
+        return {"content_digest": digest(np.ma.getdata(thing), np.ma.getmaskarray(thing))}
+    if isinstance(thing, Tensor | np.ndarray | bytes):
+        return {"content_digest": digest(thing)}
+    if isinstance(thing, functools.partial):
+        return _partial(thing, walk)
+    if isinstance(thing, type) or inspect.isroutine(thing):
+        return _function(thing, walk)
+    if isinstance(thing, nn.Module) and hasattr(thing, "_orig_mod"):
+        return {**as_plain(thing._orig_mod, hint, walk), "compiled": True}
+    made = making(thing)
+    if made is None:
+        return _by_state(thing, walk)
+    hints = _hints(made.maker)
+    arguments = {}
+    for name, x in made.arguments.items():
+        if isinstance(x, Iterator):
+            raise ConfigurationError(
+                f"{full_name(made.maker)}.{name}: an iterator ({type(x).__name__}) can be read once only; give a list"
+            )
+        optimizer = name.endswith("_optimizer") and x is not None
+        arguments[name] = _optimizer(x, walk) if optimizer else as_plain(x, hints.get(name), walk)
+    return {"class_path": full_name(made.maker), "init_args": arguments, **_code_of_local(made.maker, walk)}
+
+
+def class_name(thing: Any) -> str:
+    """Return the full name of an object's class."""
+    kind: Any = type(thing)
+    return full_name(kind)
+
+
+def layers(model: nn.Module, walk: Walk | None = None) -> str:
+    """Return a digest of what a model is apart from its weights: classes, settings and shapes of its layers."""
+    walk, model = walk or Walk(), getattr(model, "_orig_mod", model)
+    shared: dict[int, str] = {}
+    ties = [shared.setdefault(id(x), name) for name, x in model.named_parameters(remove_duplicate=False)]
+    # a hook, say, may hold the model
+    return str(
+        walk.describe(model, lambda: tree_digest([ties, [_layer(layer, walk) for layer in model.modules()]]))
+    )
+
+
+def _layer(layer: nn.Module, walk: Walk) -> Any:
+    children = list(layer._modules)
+    own = {name: x for name, x in vars(layer).items() if name not in _NOT_A_SETTING}
+    if isinstance(layer, _BatchNorm):
+        own["training"] = layer.training  # a user's eval mode: the layer tracks nothing
+    tensors = {
+        name: None if x is None or is_lazy(x) else [list(x.shape), str(x.dtype), x.requires_grad]
+        for name, x in (*layer._parameters.items(), *layer._buffers.items())
+    }
+    own |= {f"buffer {name}": layer._buffers[name] for name in sorted(layer._non_persistent_buffers_set)}
+    hooks = [list(x.values()) for name, x in vars(layer).items() if name.endswith("_hooks") and x]
+    return [_reference(type(layer), walk), children, _state(own, walk), tensors, _state(hooks, walk)]
+
+
+def _partial(thing: functools.partial[Any], walk: Walk | None = None) -> Any:
+    makers = [x for x in (thing.func, *thing.args) if isinstance(x, type)]  # jsonargparse passes on the class
+    maker = makers[0] if makers else thing.func
+    if not (isinstance(maker, type) or inspect.isroutine(maker)):  # an object that is called
+        return {
+            "called": as_plain(maker, None, walk),
+            "with": as_plain([*thing.args, thing.keywords], None, walk),
+        }
+    given = thing.args[thing.args.index(maker) + 1 :] if maker in thing.args else thing.args
+    hints = _hints(maker)
+    known = {n: p.default for n, p in parameters(maker).items() if p.default is not inspect.Parameter.empty}
+    arguments = {name: as_plain(x, hints.get(name), walk) for name, x in (known | thing.keywords).items()}
+    positional = {"*": as_plain(list(given), None, walk)} if given else {}
+    return {
+        "class_path": full_name(maker),
+        "init_args": positional | arguments,
+        **_code_of_local(maker, walk),
+    }
+
+
+def _optimizer(make: Callable[..., Optimizer], walk: Walk | None = None) -> Any:
+    if isinstance(make, functools.partial):
+        return _partial(make, walk)
+    try:
+        optimizer = make([nn.Parameter(torch.zeros(1))])
+    except ValueError:  # it sorts parameters, and has no place for this one
+        return _function(make, walk)
+    kind: Any = type(optimizer)
+    settings = group_settings(optimizer)[0]
+    if not _is_of_torch(kind):
+        settings |= {name: x for name, x in vars(optimizer).items() if name not in _TORCH_OWN}
+    hints = _hints(kind)
+    arguments = {name: as_plain(x, hints.get(name)) for name, x in settings.items() if name[:1] != "_"}
+    return {"class_path": full_name(kind), "init_args": arguments, **_code_of_local(kind)}
+
+
+def group_settings(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """List the settings of each group of parameters, by the names of the optimizer's arguments."""
+    kind: Any = type(optimizer)
+    known = parameters(kind) if _is_of_torch(kind) else None
+    return [
+        {name: x for name, x in group.items() if name != "params" and (known is None or name in known)}
+        for group in optimizer.param_groups
+    ]
+
+
+def _is_of_torch(kind: type) -> bool:
+    return kind.__module__.startswith("torch.")
+
+
+def _function(function: Any, walk: Walk | None) -> Any:
+    name, code = full_name(function), _code_of_local(function, walk)
+    owner = getattr(function, "__self__", None)
+    if owner is not None and not isinstance(owner, type | types.ModuleType):
+        code = {**code, "state_digest": tree_digest(_state(owner, walk or Walk()))}
+    return {"class_path": name, "init_args": {}, **code} if code else name
+
+
+def _by_state(thing: Any, walk: Walk | None) -> Any:
+    """Describe an object that records no arguments by its class and all that it holds."""
+    if _says_itself(thing):
+        return str(thing)
+    kind: Any = type(thing)
+    own = (
+        {name: x for name, x in vars(thing).items() if name in parameters(kind)}
+        if hasattr(thing, "__dict__")
+        else {}
+    )
+    plain = {name: as_plain(x) for name, x in own.items() if isinstance(x, bool | int | float | str | None)}
+    content = tree_digest(_state(thing, walk or Walk()))
+    return {
+        "class_path": full_name(kind),
+        "init_args": plain,
+        "state_digest": content,
+        **_code_of_local(kind, walk),
+    }
+
+
+def _says_itself(thing: Any) -> bool:
+    """Whether an object without parts is told by its text: a path, a type of numbers, a device."""
+    cut = isinstance(thing, re.Pattern) or dataclasses.is_dataclass(thing)
+    return not hasattr(thing, "__dict__") and not cut and " at 0x" not in repr(thing)
+
+
+def _state(thing: Any, walk: Walk) -> Any:
+    """Describe a value by what it holds; things that are not data, such as locks and files, by their class."""
+    if thing is None or isinstance(thing, bool | int | float | str):
+        return thing
+    if isinstance(thing, Mapping):
+        return walk.describe(
+            thing, lambda: [[_state(key, walk), _state(x, walk)] for key, x in thing.items()], again=True
+        )
+    if isinstance(thing, list | tuple):
+        return walk.describe(thing, lambda: [_state(value, walk) for value in thing], again=True)
+    if isinstance(thing, torch.Generator):
+        return digest(thing.get_state())
+    if isinstance(thing, types.ModuleType):
+        return thing.__name__
+    if isinstance(thing, nn.Module):
+        lazy = any(map(is_lazy, thing.parameters()))
+        return [layers(thing, walk), None if lazy else digest(dict(thing.state_dict()))]
+    known = isinstance(
+        thing,
+        Tensor | np.ndarray | np.generic | bytes | set | frozenset | functools.partial | type | enum.Enum,
+    )
+    if known or inspect.isroutine(thing) or making(thing) is not None:
+        return as_plain(thing, None, walk)
+    if hasattr(thing, "__array_interface__"):
+        return digest(thing)
+    return walk.describe(thing, lambda: [class_name(thing), _parts(thing, walk)])
+
+
+def _parts(thing: Any, walk: Walk) -> Any:
+    """Describe what an object without a record would be pickled as, else its attributes."""
+    try:
+        reduce = copyreg.dispatch_table.get(type(thing))
+        made = reduce(thing) if reduce is not None else thing.__reduce_ex__(4)
+    except Exception:  # noqa: BLE001  # a lock, a file: no data
+        made = None
+    if isinstance(made, tuple) and not isinstance(thing, Optimizer):
+        _, arguments, state, *items = (*made, None, None, None)[:5]
+        parts = [arguments[1:] if arguments and arguments[0] is type(thing) else arguments, state]
+        parts += [list(one) for one in items if one is not None]
+    else:
+        parts = [made, getattr(thing, "__dict__", None)]
+    skip = _TORCH_OWN if isinstance(thing, Optimizer) else _OF_A_RUN
+    kept = [
+        {n: x for n, x in one.items() if n not in skip} if isinstance(one, dict) else one for one in parts
+    ]
+    return [_state(part, walk) for part in kept]
+
+
+def tree_digest(tree: Any) -> str:
+    """Return 16 hex digits of SHA-256 over a tree of plain values."""
+    return hashlib.sha256(json.dumps(tree, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+def _code_of_local(maker: Any, walk: Walk | None = None) -> dict[str, str]:
+    """Return the code of a class or function that no file's name can stand for: of a script, a notebook or another function."""
+    return {"code_digest": tree_digest(_code(maker, walk or Walk()))} if is_local(maker) else {}
+
+
+def _code(maker: Any, walk: Walk) -> Any:
+    maker = inspect.unwrap(getattr(maker, "__func__", maker))
+    return walk.describe(maker, lambda: code_of(maker, lambda thing: _reference(thing, walk)))
+
+
+def _reference(thing: Any, walk: Walk) -> Any:
+    if isinstance(thing, staticmethod | classmethod):
+        thing = thing.__func__
+    if isinstance(thing, property):
+        return [_reference(x, walk) for x in (thing.fget, thing.fset, thing.fdel)]
+    if isinstance(thing, type) or inspect.isroutine(thing):
+        return _code(thing, walk) if is_local(thing) else full_name(thing)
+    return _state(thing, walk)
+
+
+def _hints(maker: Any) -> dict[str, Any]:
+    return {name: one.annotation for name, one in parameters(maker).items()}
+
+
+def _takes(hint: Any, kind: type) -> bool:
+    return hint is kind or (
+        (isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union)
+        and any(_takes(one, kind) for one in typing.get_args(hint))
+    )
+
+
+def _item(hint: Any, position: int) -> Any:
+    """Return the type of a container's items: of a list its first argument, of a dict its second."""
+    for one in (hint, *typing.get_args(hint)):
+        arguments = typing.get_args(one)
+        origin = typing.get_origin(one)
+        if isinstance(origin, type) and issubclass(
+            origin, (Mapping,) if position else (list, tuple, typing.Sequence)
+        ):
+            return arguments[min(position, len(arguments) - 1)]
+    return None

@@ -1,0 +1,58 @@
+"""A Ray cluster: a task for each cell, which Ray runs again where its node is lost."""
+
+import os
+import signal
+from collections.abc import Sequence
+from typing import Any
+
+import ray
+
+from fl_lightning.experiments.studies.engines import base
+from fl_lightning.experiments.studies.engines.base import Engine, Job
+from fl_lightning.files import no_link
+
+
+class RayEngine(Engine):
+    """Tasks of the cluster that ``RAY_ADDRESS`` names or that runs on this machine; where there is none it is started.
+
+    All nodes need this Python and the working directory at the same paths.
+    """
+
+    def __init__(self) -> None:
+        heard = signal.getsignal(signal.SIGTERM)
+        ray.init(
+            include_dashboard=False, log_to_driver=False, logging_level="ERROR", ignore_reinit_error=True
+        )
+        signal.signal(signal.SIGTERM, heard)  # Ray's own would end the study without a word
+        ray.cloudpickle.register_pickle_by_value(base)  # workers need not find this package, only cells do
+        resources = ray.cluster_resources()
+        self.cores, self.gpus = int(resources.get("CPU", 1)), int(resources.get("GPU", 0))
+        self._running: dict[Any, Job] = {}
+
+    def submit(self, jobs: Sequence[Job]) -> None:
+        """Submit a task for each; it is run again as often as its node is lost."""
+        shared = {name: x for name, x in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
+        for job in jobs:
+            options = {"num_cpus": job.threads, "num_gpus": job.gpus, "max_retries": -1, "name": job.name}
+            arguments = (job.command, str(job.log.resolve()), os.getcwd(), {**shared, **job.environment})
+            self._running[ray.remote(base.run_command).options(**options).remote(*arguments)] = job
+
+    def ended(self) -> dict[str, int]:
+        """The exit status of each task that has ended; 1 of one that Ray could not run, and its log says why."""
+        running = [*self._running]
+        found = {}
+        for task in ray.wait(running, num_returns=len(running), timeout=0)[0] if running else []:
+            job = self._running.pop(task)
+            try:
+                found[job.name] = ray.get(task)
+            except ray.exceptions.RayError as error:
+                found[job.name] = 1
+                with open(job.log, "a", opener=no_link) as log:
+                    print(error, f"error: Ray: {type(error).__name__}", sep="\n", file=log)
+        return found
+
+    def stop(self) -> None:
+        """Cancel all tasks, which terminate their cells, and wait for them."""
+        for task in self._running:
+            ray.cancel(task)
+        ray.wait([*self._running], num_returns=max(len(self._running), 1))

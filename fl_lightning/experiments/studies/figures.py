@@ -1,0 +1,297 @@
+"""The figures of a study: curves with bands over seeds, values against an axis, heat maps."""
+
+import re
+import statistics
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from itertools import pairwise
+from math import isfinite
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from fl_lightning.experiments.run_directory.metrics import read_metrics
+from fl_lightning.experiments.studies.claims import difference
+from fl_lightning.experiments.studies.panels import PUBLISHED, Found, Grid, is_number, label_of, short, varied
+from fl_lightning.experiments.studies.tables import caption
+from fl_lightning.pictures.series import Rows, Series, draw_curve, scale_values, series, with_gaps
+from fl_lightning.pictures.style import QUALITIES, SPLITS, literal, new_figure, paper_style
+from fl_lightning.pictures.style import write_figure as write
+from fl_lightning.round.directions import best_is
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_BYTES = {1e12: "TB", 1e9: "GB", 1e6: "MB", 1e3: "kB", 1.0: "bytes"}
+
+
+class Picture(NamedTuple):
+    """A figure that can be drawn.
+
+    Attributes:
+        name: The name of its files.
+        caption: What it shows, in a sentence.
+        draw: Makes it under lines of title.
+    """
+
+    name: str
+    caption: str
+    draw: Callable[[Sequence[str]], "Figure"]
+
+
+def write_figures(folder: Path, found: Found) -> None:
+    """Draw what suits a study into its folder, as PNG and PDF; a figure that fails is named, and all else goes on.
+
+    Args:
+        folder: The study's folder.
+        found: What it has found.
+    """
+    title = [caption(found)]
+    for picture in pictures(found):
+        try:
+            figure = picture.draw(title)
+            for form in ("png", "pdf"):
+                write(folder / f"{picture.name}.{form}", figure)
+        except Exception as error:  # noqa: BLE001  # matplotlib's or the disk's: a study is more than its figures
+            print(f"{picture.name} was not drawn: {type(error).__name__}: {error}", file=sys.stderr)
+
+
+def pictures(found: Found) -> list[Picture]:
+    """The figures that suit what was found: values by label or number, heat maps, curves.
+
+    Args:
+        found: What a study has found; its ``directory`` names are read.
+    """
+    metric, axes = next(iter(found["metrics"].values())), varied(found)
+    drawable = []
+    if any(group["values"][next(iter(found["metrics"]))] for group in found["groups"]):
+        for axis in axes:
+            if len(axes) == 1 or all(map(is_number, found["axes"][axis])):
+                words = f"{metric} by {short(axis)}: mean; bars reach from the smallest to the largest value of all seeds"
+                name = f"by_{re.sub(r'[^0-9A-Za-z_-]', '_', short(axis))}"
+                drawable.append(Picture(name, words, partial(against_figure, found, axis)))
+        drawable += _maps(found, "heat_map")
+        if found.get("difference"):
+            drawable += _maps(difference(found), "difference", signed=True)
+    rows = read_rows(found)
+    if (logged := _logged(found, rows)) is not None:
+        band = "mean of all seeds; the band reaches from the smallest to the largest value"
+        words = f"{_in_words(logged)} over communication rounds: {band}"
+        drawable.append(Picture("curves", words, partial(curves_figure, found, rows, logged)))
+        sent = [
+            (run["upload_bytes"] + run["download_bytes"]) / run["rounds"]
+            for group in found["groups"]
+            for run in group["runs"]
+            if run.get("rounds")
+        ]
+        if sent and max(sent) > 1.05 * min(sent):  # else the same curves again
+            words = f"{_in_words(logged)} against what all clients together have sent and received: {band}"
+            drawable.append(Picture("bytes", words, partial(curves_figure, found, rows, logged, cost=True)))
+    return drawable
+
+
+def _maps(found: Found, name: str, signed: bool = False) -> list[Picture]:
+    """A heat map where two axes vary: down goes the one with most labels, across the table's columns or else the last."""
+    axes, metric = varied(found), next(iter(found["metrics"].values()))
+    if len(axes) < 2:
+        return []
+    across = found["spread"] if found["spread"] in axes else axes[-1]
+    down = max((axis for axis in axes if axis != across), key=lambda axis: len(found["axes"][axis]))
+    words = f"{metric} by {short(down)} and {short(across)}: mean of all seeds"
+    return [Picture(name, words, partial(heat_figure, found, down, across, signed=signed))]
+
+
+def read_rows(found: Found) -> dict[str, Rows]:
+    """The rows of ``metrics.jsonl`` of all runs that have some, by directory."""
+    places = [Path(run["directory"]) for group in found["groups"] for run in group["runs"]]
+    return {
+        str(place): read_metrics(place / "metrics.jsonl")
+        for place in places
+        if (place / "metrics.jsonl").is_file()
+    }
+
+
+@paper_style()
+def curves_figure(
+    found: Found, rows: Mapping[str, Rows], metric: str, title: Sequence[str], *, cost: bool = False
+) -> "Figure":
+    """A metric over communication rounds, a panel for each label of further axes.
+
+    Args:
+        found: What a study has found.
+        rows: Rows of ``metrics.jsonl`` by directory.
+        metric: The metric.
+        title: Lines of the title.
+        cost: Whether bytes take the place of rounds.
+    """
+    grid = Grid(found, title)
+    means = []
+    bands = [
+        (axes, look, label, _band(groups[0], rows, metric, cost))
+        for axes, look, label, groups in grid.curves()
+    ]
+    ends = [places[-1] for _, _, _, (places, _) in bands if len(places) and places[-1] > 0]
+    unit = next((size for size in _BYTES if max(ends, default=0) >= 2 * size), 1.0) if cost else 1.0
+    for axes, look, label, (places, values) in bands:
+        if len(places):
+            means.append(draw_curve(axes, places / unit, values.mean(0), look, label))
+            if len(values) > 1:
+                low, high = with_gaps(values.min(0)), with_gaps(values.max(0))
+                axes.fill_between(places / unit, low, high, color=look[0], alpha=0.18, linewidth=0)
+    highest = max((values.max(initial=0) for values in means), default=0.0)
+    for axes in grid.panels:
+        if best_is(metric) != "min":
+            axes.set_ylim(0, min(1.15 * highest, 1.03) or 1.03)
+        elif axes is grid.panels[0]:
+            scale_values(axes, means)
+        if cost and ends and max(ends) >= 10 * min(ends):
+            axes.set_xscale("log")
+    across = f"sent and received, {_BYTES[unit]}" if cost else "communication round"
+    return grid.finished(across, _in_words(metric))
+
+
+@paper_style()
+def against_figure(found: Found, axis: str, title: Sequence[str]) -> "Figure":
+    """The first metric against an axis, joined by lines where its labels are numbers; published values as hollow markers.
+
+    Args:
+        found: What a study has found.
+        axis: The axis.
+        title: Lines of the title.
+    """
+    grid, labels = Grid(found, title, axis), found["axes"][axis]
+    numeric = all(map(is_number, labels))
+    labels = sorted(labels, key=float) if numeric else labels
+    places = dict(zip(labels, map(float, labels) if numeric else range(len(labels)), strict=True))
+    for axes, (colour, line, marker), label, groups in grid.curves():
+        points = sorted((places[group["labels"][axis]], group) for group in groups)
+        done = [(x, values) for x, group in points if (values := _finite(group, found))]
+        if done:
+            means = [statistics.mean(values) for _, values in done]
+            reach = [(mean - min(own), max(own) - mean) for mean, (_, own) in zip(means, done, strict=True)]
+            look: dict[str, Any] = {
+                "color": colour,
+                "marker": marker,
+                "linestyle": line if numeric else "none",
+            }
+            bars = np.transpose(reach)
+            caps = 3 * bool(bars.any())  # one seed has none
+            axes.errorbar([x for x, _ in done], means, bars, **look, capsize=caps, label=label)
+        published = [(x, group["published"]) for x, group in points if group["published"] is not None]
+        if published:
+            look = {"color": colour, "markerfacecolor": "none", "markersize": 8, "label": PUBLISHED}
+            axes.plot(*zip(*published, strict=True), marker, **look)
+    room = 150 / grid.columns / len(labels)  # letters of two labels side by side
+    crowded = not numeric and any(len(one) + len(other) > room for one, other in pairwise(labels))
+    smallest = min((place for place in places.values() if place > 0), default=0)
+    for axes in grid.panels:
+        if numeric and places[labels[0]] >= 0 and 0 < 10 * smallest <= places[labels[-1]]:
+            axes.set_xscale("symlog", linthresh=smallest)  # 0 has a place, too
+        elif not numeric:
+            axes.set_xlim(-0.5, len(labels) - 0.5)
+        turned: dict[str, Any] = {"rotation": 30, "ha": "right", "rotation_mode": "anchor"} if crowded else {}
+        axes.set_xticks([*places.values()], [*map(literal, labels)], **turned)
+        axes.tick_params(axis="x", which="minor", length=0)
+    if next(iter(found["metrics"])).endswith(tuple(QUALITIES)):
+        grid.panels[0].set_ylim(0, 1.05 * grid.panels[0].get_ylim()[1])
+    return grid.finished(short(axis) if numeric or len(found["axes"]) > 1 else "", _words(found))
+
+
+@paper_style()
+def heat_figure(
+    found: Found, down: str, across: str, title: Sequence[str], *, signed: bool = False
+) -> "Figure":
+    """The first metric by two axes, a panel for each label of further ones.
+
+    Args:
+        found: What a study has found.
+        down: The axis of the rows.
+        across: The axis of the columns.
+        title: Lines of the title.
+        signed: Whether values are differences: 0 is white, and two colours say which way.
+    """
+    rows, columns = found["axes"][down], found["axes"][across]
+    panels: dict[str, Any] = {}
+    for group in found["groups"]:
+        others = [axis for axis in varied(found) if axis not in (down, across)]
+        matrix = panels.setdefault(label_of(group, others), np.full((len(rows), len(columns)), np.nan))
+        if values := _finite(group, found):
+            place = rows.index(group["labels"][down]), columns.index(group["labels"][across])
+            matrix[place] = statistics.mean(values)
+    shown = [x for matrix in panels.values() for x in matrix[np.isfinite(matrix)]]
+    lowest, highest = min(shown, default=0.0), max(shown, default=0.0)
+    if signed:
+        lowest, highest = -max(-lowest, highest), max(-lowest, highest)
+    figure = new_figure((0.6 + 0.32 * len(rows)) * len(panels), title)
+    for axes, (name, matrix) in zip(
+        figure.subplots(len(panels), squeeze=False)[:, 0], panels.items(), strict=True
+    ):
+        colours = "PuOr" if signed else "cividis"
+        axes.pcolormesh(matrix, cmap=colours, vmin=lowest, vmax=highest, edgecolors="white", linewidth=1)
+        for (row, column), value in np.ndenumerate(matrix):
+            if np.isfinite(value):
+                dark = abs(value) > 0.6 * highest if signed else value < (lowest + highest) / 2
+                look: dict[str, Any] = {"ha": "center", "va": "center", "color": "white" if dark else "black"}
+                axes.text(column + 0.5, row + 0.5, f"{value:+.3f}" if signed else f"{value:.3f}", **look)
+        axes.set_xticks(np.arange(len(columns)) + 0.5, [*map(literal, columns)])
+        axes.set_yticks(np.arange(len(rows)) + 0.5, [*map(literal, rows)])
+        axes.tick_params(length=0)
+        axes.invert_yaxis()
+        axes.set(xlabel=literal(short(across)), ylabel=literal(short(down)))
+        axes.set_title(", ".join(filter(None, [_words(found), literal(name)])), fontsize="medium")
+    return figure
+
+
+def _band(
+    group: Mapping[str, Any], rows: Mapping[str, Rows], metric: str, cost: bool
+) -> tuple[Series, Series]:
+    """Places, and values by seed, at the rounds that all seeds have; runs that are not done count where none is.
+
+    Of labels that are read by a metric of their own, such as ``test/accuracy_silobn``, it is that metric on the same data.
+    """
+    if group.get("metric"):
+        metric = f"{metric.partition('/')[0]}/{group['metric'].partition('/')[2]}"
+    runs = [run for run in group["runs"] if run["phase"] == "done"] or group["runs"]
+    logged = [own for run in runs if (own := rows.get(run["directory"]))]
+    curves = [dict(zip(*series(own, metric), strict=True)) for own in logged]
+    curves, logged = (
+        [curve for curve in curves if curve],
+        [own for curve, own in zip(curves, logged, strict=True) if curve],
+    )
+    rounds = sorted(set.intersection(*map(set, curves))) if curves else []
+    places = np.array(rounds)
+    if cost and curves:
+        sent = []
+        for own in logged:
+            total, sums = 0.0, {}
+            for row in own:
+                total += row.get("comm/upload_bytes", 0.0) + row.get("comm/download_bytes", 0.0)
+                sums[float(row["round"])] = total
+            sent.append([sums[round] for round in rounds])
+        places = np.mean(sent, axis=0)
+    return places, np.array([[curve[round] for round in rounds] for curve in curves])
+
+
+def _logged(found: Found, rows: Mapping[str, Rows]) -> str | None:
+    """The metric of the curves: the table's first, or what is like it, that the most combinations have."""
+    first = next(iter(found["metrics"]))
+    own = [first, *(f"{split}/{first.partition('/')[2]}" for split in ("val", "test"))]
+    names = [*own, *(f"{split}/{name}" for name in (*QUALITIES, "loss") for split in ("val", "test"))]
+    counts = {name: sum(any(name in row for row in one) for one in rows.values()) for name in names}
+    return max(counts, key=counts.__getitem__) if any(counts.values()) else None
+
+
+def _finite(group: Mapping[str, Any], found: Found) -> list[float]:
+    return [x for x in group["values"][next(iter(found["metrics"]))].values() if isfinite(x)]
+
+
+def _words(found: Found) -> str:
+    return literal(next(iter(found["metrics"].values())))
+
+
+def _in_words(metric: str) -> str:
+    """A logged metric in words, such as ``"validation accuracy"``."""
+    split, _, name = metric.partition("/")
+    return f"{SPLITS[split][0].partition(':')[0]} {QUALITIES.get(name, name.replace('_', ' '))}"

@@ -1,0 +1,150 @@
+"""What a study has found: the values of its cells by combination and seed, as ``study.json`` holds them."""
+
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from fl_lightning.errors import ConfigurationError
+from fl_lightning.experiments.run_directory.metrics import read_metrics
+from fl_lightning.experiments.studies.cells import Cell, State
+from fl_lightning.experiments.studies.choosing import Choices
+from fl_lightning.experiments.studies.claims import judge
+from fl_lightning.experiments.studies.definition import Study
+
+
+def findings(
+    study: Study,
+    cells: Sequence[Cell],
+    choices: Choices,
+    failed: Mapping[Path, str],
+    accept_stale: bool = False,
+    diverged: Collection[Path] = (),
+) -> dict[str, Any]:
+    """Everything that tables, figures and the report are made of, as plain values.
+
+    Args:
+        study: The study.
+        cells: The cells of its table.
+        choices: What was chosen on validation data.
+        failed: Errors of cells by their keys.
+        accept_stale: Whether results by other source count.
+        diverged: Keys of the cells that an update ended which was not finite.
+    """
+    definition = study.definition
+    states = {cell: cell.state(accept_stale) for cell in cells}
+    groups: dict[tuple[str, ...], list[Cell]] = {}
+    for cell in cells:
+        groups.setdefault(tuple(cell.labels.values()), []).append(cell)
+    found: dict[str, Any] = {
+        "name": study.name,
+        "title": definition.title,
+        "paper": definition.paper,
+        "scale": study.scale_name,
+        "axes": {axis: [*labels] for axis, labels in study.axes.items()},
+        "choose": [choice.axis for choice in definition.choose],
+        "spread": definition.spread,
+        "difference": definition.difference,
+        "metrics": definition.metrics,
+        "groups": [_group(study, own, states, failed, diverged) for own in groups.values()],
+        "choices": choices,
+        "known": study.known_labels(),
+    }
+    results = [state.result for state in states.values() if state.phase == "done" and state.result]
+    for name in definition.metrics if results else ():
+        if not any(group["values"][name] for group in found["groups"]):
+            known = dict.fromkeys(own for result in results for own in result if "/" in own)
+            raise ConfigurationError(f"metrics: no run has {name}; there are {', '.join(known)}")
+    for index, group in enumerate(found["groups"]):
+        earlier = (g["labels"] for g in found["groups"][:index] if _reads(g) == _reads(group))
+        group["same_as"] = next(earlier, None)
+        trained = (
+            g["labels"] for g in found["groups"] if not g["metric"] and _reads(g)[1:] == _reads(group)[1:]
+        )
+        group["costs_of"] = next(trained, None) if group["metric"] else None
+    return {**found, "claims": [verdict for claim in definition.claims if (verdict := judge(claim, found))]}
+
+
+def _group(
+    study: Study,
+    cells: Sequence[Cell],
+    states: Mapping[Cell, State],
+    failed: Mapping[Path, str],
+    diverged: Collection[Path],
+) -> dict[str, Any]:
+    """A combination of labels with its cells, one for each seed."""
+    labels, first = cells[0].labels, cells[0].config["model"]
+    names = [*study.definition.metrics]
+    own = study.metric(labels)
+    values: dict[str, dict[str, float]] = {name: {} for name in names}
+    for cell in cells:
+        result = states[cell].result if states[cell].phase == "done" else None
+        for name, read in zip(names, [own or names[0], *names[1:]], strict=True):
+            if result is not None and read in result:
+                values[name][str(cell.seed)] = float(result[read])
+            elif result is not None and own is not None and name == names[0]:
+                raise ConfigurationError(
+                    f"metric: the runs of {cell.name} have no {own}; there are {', '.join(n for n in result if '/' in n)}"
+                )
+    return {
+        "labels": labels,
+        "metric": own,
+        "published": study.published(labels),
+        "learning_rate": ((first.get("client_optimizer") or {}).get("init_args") or {}).get("lr"),
+        "values": values,
+        "runs": [
+            run_found(cell.seed, states[cell], cell.key, failed.get(cell.key, ""), cell.key in diverged)
+            for cell in cells
+        ],
+    }
+
+
+def _reads(group: Mapping[str, Any]) -> list[Any]:
+    """The runs of a combination and the metric that is read of them."""
+    return [group["metric"], *(run["directory"] for run in group["runs"])]
+
+
+def run_found(
+    seed: int, state: State, place: Path, error: str = "", diverged: bool = False
+) -> dict[str, Any]:
+    """A run: where it is, and what it took.
+
+    Args:
+        seed: Its seed.
+        state: What is known of it.
+        place: Where its first attempt would be.
+        error: What ended it in this study.
+        diverged: Whether that was an update that was not finite: in the round after the last that is logged.
+    """
+    found: dict[str, Any] = {
+        "seed": seed,
+        "directory": str(state.attempt.path if state.attempt else place),
+        "phase": "failed" if error else state.phase,
+        "why": error or state.why,
+    }
+    result = state.result if state.phase == "done" else None
+    if result is None or state.attempt is None:
+        return {**found, **({"diverged": True, "diverged_round": state.round + 1} if diverged else {})}
+    rows = read_metrics(state.attempt.metrics)
+    kept = (
+        "method",
+        "model",
+        "partition",
+        "rounds",
+        "planned_rounds",
+        "samples",
+        "upload_bytes",
+        "download_bytes",
+        "train_seconds",
+        "diverged",
+        "diverged_round",
+    )
+    return {
+        **found,
+        **{name: result[name] for name in kept if name in result},
+        "exchanges": sum(row.get("comm/exchanges", 0) for row in rows),
+        "provenance": result.get("provenance", []),
+        "data": result.get("data", {}),
+        "loaded": {"images": result["loaded"]} if "loaded" in result else {},
+        "computed_by": result.get("computed_by", {}),
+        "environment": result["environment"],
+    }

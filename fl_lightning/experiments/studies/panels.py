@@ -1,0 +1,113 @@
+"""Panels of a study's figures: one for each label of further axes, with a curve for each label of one."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from math import isfinite
+from typing import TYPE_CHECKING, Any
+
+from fl_lightning.pictures.style import LOOKS, literal, new_figure
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+Found = Mapping[str, Any]
+"""What a study has found, see :func:`fl_lightning.experiments.studies.findings.findings`."""
+
+PUBLISHED = "published"
+"""What the legend calls published values."""
+
+
+class Grid:
+    """Panels by the labels of further axes, curves by those of one.
+
+    Args:
+        found: What a study has found.
+        title: Lines of the title.
+        along: The axis that is drawn along.
+
+    Attributes:
+        panels: The panels.
+        columns: How many stand beside each other.
+    """
+
+    def __init__(self, found: Found, title: Sequence[str], along: str | None = None) -> None:
+        names = [axis for axis in varied(found) if axis != along]
+        words = [axis for axis in names if not all(map(is_number, found["axes"][axis]))]
+        line = (words or names)[:1]
+        others = [axis for axis in names if axis not in line]
+        self._groups: dict[str, dict[str, list[Mapping[str, Any]]]] = {}
+        for group in found["groups"]:
+            panel = self._groups.setdefault(label_of(group, others), {})
+            panel.setdefault(label_of(group, line) or "mean", []).append(group)
+        self._labels = [*dict.fromkeys(label for panel in self._groups.values() for label in panel)]
+        count = len(self._groups)
+        self.columns = 2 if count == 4 else min(count, 3)
+        rows = -(-count // self.columns)
+        self._figure = new_figure((2.6 if rows == 1 else 2.1 * rows) + 0.07 * len(self._labels), title)
+        grid = self._figure.subplots(rows, self.columns, sharex=True, sharey=True, squeeze=False)
+        self.panels: list[Axes] = [*grid.flat[:count]]
+        for name, axes in zip(self._groups, self.panels, strict=True):
+            axes.set_title(literal(name), fontsize="medium")
+            axes.grid(color="0.9")
+        for axes in grid.flat[count:]:
+            axes.remove()
+
+    def curves(self) -> Iterator[tuple["Axes", tuple[str, str, str], str, list[Mapping[str, Any]]]]:
+        """Each curve's panel, look, label and combinations."""
+        for axes, curves in zip(self.panels, self._groups.values(), strict=True):
+            for label, groups in curves.items():
+                number = self._labels.index(label)
+                _, line, marker = LOOKS[(number + number // len(LOOKS)) % len(LOOKS)]
+                yield axes, (LOOKS[number % len(LOOKS)][0], line, marker), literal(label), groups
+
+    def finished(self, across: str, up: str) -> "Figure":
+        """The figure with its words and legend."""
+        handles: dict[str, Any] = {}
+        for number, axes in enumerate(self.panels):
+            if number + self.columns >= len(self.panels):
+                axes.set_xlabel(literal(across))
+                axes.tick_params(labelbottom=True)
+            if number % self.columns == 0:
+                axes.set_ylabel(literal(up) + axes.get_ylabel())
+            handles |= dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
+        if len(handles) > 1:
+            handles = dict(
+                sorted(handles.items(), key=lambda handle: handle[0] == PUBLISHED)
+            )  # it comes last
+            columns = max(1, min(4, 105 // (max(map(len, handles)) + 8)))
+            self._figure.legend(
+                handles.values(), handles, loc="outside lower left", ncols=columns, frameon=False
+            )
+        return self._figure
+
+
+def short(axis: str) -> str:
+    """The name of an axis without the sections that it is in."""
+    return axis.rpartition(".")[2]
+
+
+def varied(found: Found) -> list[str]:
+    """The axes with two labels or more, without those whose label was chosen."""
+    return [
+        axis
+        for axis in found["axes"]
+        if axis not in found["choose"] and len({group["labels"][axis] for group in found["groups"]}) > 1
+    ]
+
+
+def label_of(group: Mapping[str, Any], axes: Sequence[str]) -> str:
+    """The labels of some axes in words, a number with the name of its axis.
+
+    >>> label_of({"labels": {"method": "GN", "model.E": "5"}}, ["method", "model.E"])
+    'GN, E = 5'
+    """
+    labels = [(short(axis), group["labels"][axis]) for axis in axes]
+    return ", ".join(f"{axis} = {x}" if is_number(x) else x for axis, x in labels)
+
+
+def is_number(label: str) -> bool:
+    """Whether a label is a finite number."""
+    try:
+        return isfinite(float(label))
+    except ValueError:
+        return False

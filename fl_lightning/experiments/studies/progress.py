@@ -1,0 +1,101 @@
+"""What the terminal shows of a study under way, whoever computes it: all of it is read from run directories."""
+
+import statistics
+import sys
+from collections.abc import Sequence
+from typing import Self
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.table import Table
+
+from fl_lightning.experiments.run_directory.console import in_words
+from fl_lightning.experiments.studies.cells import Cell, State
+
+
+class StudyProgress:
+    """A context: on a terminal a table of the running cells, elsewhere a line for each cell that has ended.
+
+    Args:
+        jobs: Cells at a time.
+        cell_seconds: Seconds of a cell before any is finished; None where nobody knows.
+    """
+
+    def __init__(self, jobs: int, cell_seconds: float | None = None) -> None:
+        self.jobs, self.cell_seconds = jobs, cell_seconds
+        self._known: dict[Cell, str] = {}
+        self._live = (
+            Live(console=Console(), refresh_per_second=2, transient=True) if sys.stdout.isatty() else None
+        )
+
+    def show(self, cells: Sequence[tuple[Cell, State]]) -> None:
+        """Say what has changed since the last call."""
+        done = [cell for cell, state in cells if state.phase == "done"]
+        left = time_left(cells, self.jobs, self.cell_seconds)
+        words = f"; about {in_words(left)} left" if left else ""
+        for cell, state in cells:
+            before, self._known[cell] = self._known.get(cell), state.phase
+            if before in (None, "done") and state.phase in ("stale", "missing") and state.why:
+                self._print(f"{state.phase}, runs again: {cell.name}: {state.why}")
+            if before in (None, state.phase) or state.phase not in ("done", "failed"):
+                continue
+            numbers = [
+                f"{name} {x:.4f}"
+                for name, x in (state.result or {}).items()
+                if name in ("val/accuracy", "test/accuracy")
+            ]
+            self._print(
+                f"[{len(done)}/{len(cells)}] {state.phase}: {cell.name}  {', '.join(numbers) or state.why}{words}"
+            )
+        if self._live is not None:
+            table = Table(box=None)
+            table.add_column("running")
+            table.add_column("round", justify="right")
+            for cell, state in cells:
+                if state.phase == "running":
+                    table.add_row(
+                        cell.name,
+                        f"{state.round:,} of {cell.rounds:,}" if cell.rounds else f"{state.round:,}",
+                    )
+            self._live.update(Group(f"{len(done)} of {len(cells)} cells{words}", table))
+
+    def _print(self, line: str) -> None:
+        if self._live is not None:
+            self._live.console.print(line, markup=False, highlight=False)
+        else:
+            print(line, flush=True)
+
+    def __enter__(self) -> Self:
+        if self._live is not None:
+            self._live.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+
+def time_left(
+    cells: Sequence[tuple[Cell, State]], jobs: int, cell_seconds: float | None = None
+) -> float | None:
+    """Seconds until all cells are done, at the mean speed of finished ones; None where that is not known.
+
+    Args:
+        cells: The cells and their states.
+        jobs: How many run at a time.
+        cell_seconds: Seconds of a cell before any is finished.
+    """
+    seconds = [
+        state.result["train_seconds"]
+        for _, state in cells
+        if state.result is not None and state.phase == "done"
+    ]
+    each = statistics.mean(seconds) if seconds else cell_seconds
+    if each is None:
+        return None
+    parts = [
+        1 - (state.round / cell.rounds if cell.rounds else 0)
+        for cell, state in cells
+        if state.phase != "done"
+    ]
+    return each * max(sum(parts) / jobs, max(parts, default=0))

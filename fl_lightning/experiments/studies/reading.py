@@ -1,0 +1,256 @@
+"""Reading a study's file: everything that is wrong in it is named at once, in a line."""
+
+import json
+from collections.abc import Iterator, Mapping
+from copy import deepcopy
+from dataclasses import fields, replace
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import TypeAdapter, ValidationError
+
+from fl_lightning.errors import ConfigurationError, nearest
+from fl_lightning.experiments.studies.claims import read_claim, read_difference
+from fl_lightning.experiments.studies.definition import (
+    Choice,
+    Definition,
+    Scale,
+    Study,
+    labels_of,
+    listed,
+    rows_of,
+)
+
+_NO_SUCH_KEY = "unexpected_keyword_argument"
+"""What pydantic calls it."""
+
+_LARGEST = 10**7
+"""Characters that a study has at most, its aliases written out."""
+
+_NO_KEYS = ("[key]", "(values)", "(labels)")
+"""What stands in its places beside keys of the file."""
+
+_WORDS = {
+    "dataclass_type": "must be a mapping",
+    "dict_type": "must be a mapping",
+    "finite_number": "must be a finite number",
+    "float_type": "must be a number",
+    "int_type": "must be a whole number",
+    "list_type": "must be a list",
+    "string_type": "must be a text; write it in quotes",
+    "string_too_short": "must not be empty",
+    "too_short": "must not be empty",
+}
+"""Of pydantic's errors those that it tells in the words of Python."""
+
+
+def read_study(path: Path, scale: str) -> Study:
+    """Read a study's file.
+
+    Args:
+        path: The file.
+        scale: The scale to run.
+
+    Raises:
+        ConfigurationError: The file is none, it has no such scale, or something in it is wrong or contradicts itself at this scale or another.
+    """
+    content, mistakes = _content(path)
+    definition, unlike = _checked(content)
+    mistakes += unlike
+    if definition is not None and scale not in definition.scales:
+        raise ConfigurationError(
+            f"--scale: {path} has no scale {scale!r}; use one of {', '.join(definition.scales)}"
+        )
+    studies = []
+    if definition is not None:
+        for name in dict.fromkeys([scale, *definition.scales]):
+            study, unknown = _at_scale(path, definition, name)
+            studies.append(study)
+            mistakes += unknown or _contradictions(study)
+    told = [*{mistake.partition("; ")[0]: mistake for mistake in map(_printable, mistakes)}.values()]
+    if len(told) > 1:
+        numbered = (f"({number}) {mistake}" for number, mistake in enumerate(told, 1))
+        raise ConfigurationError(f"{path}: {len(told)} mistakes: {' '.join(numbered)}")
+    if told:
+        raise ConfigurationError(f"{path}: {told[0]}")
+    return studies[0]
+
+
+def _printable(text: str) -> str:
+    return "".join(x if x.isprintable() else x.encode("unicode_escape").decode() for x in text)
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML whose keys are texts, each once in its mapping.
+
+    Attributes:
+        mistakes: The keys that are there twice.
+    """
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.mistakes: list[str] = []
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        """Read a mapping: the only place that sees a key twice."""
+        node = super().compose_mapping_node(anchor)
+        lines: dict[str, int] = {}
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
+                key.value, key.tag = str(self.construct_object(key)), "tag:yaml.org,2002:str"
+                self.constructed_objects.pop(key)
+                line = key.start_mark.line + 1
+                if key.value in lines:
+                    self.mistakes.append(
+                        f"{key.value!r} is there twice, in lines {lines[key.value]} and {line}; name it once"
+                    )
+                lines.setdefault(key.value, line)
+        return node
+
+
+def _content(path: Path) -> tuple[Any, list[str]]:
+    """What a file holds, and its keys that are there twice."""
+    try:
+        loader = _Loader(path.read_text())
+        content = loader.get_single_data()
+        size = 0
+        for part in json.JSONEncoder(default=_refused).iterencode(content):
+            size += len(part)
+            if size > _LARGEST:  # a few lines with aliases of aliases hold more than fits in memory
+                raise ValueError
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", "it is not UTF-8")
+        raise ConfigurationError(
+            f"study: {path} cannot be read: {reason}; give the YAML of a study"
+        ) from error
+    except yaml.YAMLError as error:
+        raise ConfigurationError(f"study: {path} is no YAML: {' '.join(str(error).split())}") from error
+    except (RecursionError, TypeError, ValueError) as error:
+        what = (
+            f"{error}"
+            if isinstance(error, TypeError)
+            else "an alias within itself, too many aliases, or too many levels or digits"
+        )
+        raise ConfigurationError(
+            f"study: {path} holds {what}; use texts, numbers, true, false, null, lists and mappings"
+        ) from error
+    return content, loader.mistakes
+
+
+def _refused(value: Any) -> None:
+    raise TypeError(f"{value!r}, a value of kind {type(value).__name__}")
+
+
+def _checked(content: Any) -> tuple[Definition | None, list[str]]:
+    """A definition of the keys that are known, None where one has a wrong value; and what is wrong, by pydantic's errors."""
+    adapter, mistakes = TypeAdapter(Definition), list[str]()
+    content = deepcopy(content)
+    while True:
+        try:
+            return adapter.validate_python(content), mistakes
+        except ValidationError as found:
+            errors = found.errors()
+        mistakes += map(_in_words, errors)
+        unknown = [error["loc"] for error in errors if error["type"] == _NO_SUCH_KEY]
+        if len(unknown) < len(errors):
+            return None, mistakes
+        for *place, key in unknown:
+            owner = content
+            for part in place:
+                owner = owner[part]
+            owner.pop(key, None)  # an alias is removed at its first place
+
+
+def _in_words(error: Any) -> str:
+    """What is wrong by an error of pydantic, and where."""
+    *place, last = [part for part in error["loc"] if part not in _NO_KEYS] or [""]
+    within = "".join(f"{part}: " for part in [".".join(map(str, place))] if part)
+    if error["type"] == "missing":
+        return f"{within}{last} is missing"
+    if error["type"] == _NO_SUCH_KEY:
+        kind = {"scales": Scale, "choose": Choice}.get(place[0] if place else "", Definition)
+        names = [one.name for one in fields(kind)]
+        return f"{within}there is no key {last!r}{nearest(str(last), names)}; use {', '.join(names)}"
+    shown = repr(error["input"])
+    words = _WORDS.get(
+        error["type"], error["msg"].removeprefix("Value error, ").replace("Input should", "must")
+    )
+    where = ".".join(map(str, [*place, last]))
+    return f"{where}{': ' * bool(where)}{shown if len(shown) < 80 else shown[:77] + '...'} {words}"
+
+
+def _at_scale(path: Path, definition: Definition, name: str) -> tuple[Study, list[str]]:
+    """The study at a scale; and the labels of that which it does not have."""
+    scale, mistakes = definition.scales[name], list[str]()
+    found: dict[str, dict[str, Mapping[str, Any]]] = {}
+    for axis in dict.fromkeys([*definition.axes, *scale.axes]):
+        every, own = definition.axes.get(axis), scale.axes.get(axis)
+        if every is None or (isinstance(own, list) and isinstance(every, list)):  # other values
+            found[axis] = labels_of(axis, own or [])
+            continue
+        known = labels_of(axis, every)
+        further: Mapping[str, Mapping[str, Any]] = (
+            {str(label): {} for label in own} if isinstance(own, list) else own or known
+        )
+        found[axis] = {label: {**known.get(label, {}), **settings} for label, settings in further.items()}
+        mistakes += [
+            f"scales.{name}.axes.{axis} has no label {label!r}{nearest(label, known)}; it has {', '.join(known)}"
+            for label in further
+            if label not in known
+        ]
+    instead: dict[str, Any] = {
+        key: x for key in ("title", "published") if (x := getattr(scale, key)) is not None
+    }
+    return Study(path.stem, path.parent, replace(definition, **instead), name, found), mistakes
+
+
+def _contradictions(study: Study) -> Iterator[str]:
+    """Names of axes and labels that the study does not have, and what contradicts itself."""
+    definition, known = study.definition, study.known_labels()
+    named: list[tuple[str, Mapping[str, Any]]] = [("without", entry) for entry in definition.without]
+    named += [("published", rows_of(entry)) for entry in definition.published]
+    named += [("choose", {**{axis: [] for axis in (x.axis, *x.by)}, **x.at}) for x in definition.choose]
+    named += [("spread", {definition.spread: []})] if definition.spread else []
+    for key, entry in named:
+        for axis, labels in entry.items():
+            if axis not in known:
+                yield f"{key}: there is no axis {axis!r}{nearest(axis, known)}; there are {', '.join(known)}"
+                continue
+            for label in map(str, listed(labels)):
+                if label not in known[axis]:
+                    yield (
+                        f"{key}: axis {axis} has no label {label!r}{nearest(label, known[axis])}; it has {', '.join(known[axis])}"
+                    )
+    for choice in definition.choose:
+        if choice.axis in choice.by:
+            yield f"choose: {choice.axis} is chosen and cannot be in by, {choice.by}, too; leave it out there"
+        for axis in {choice.axis, *choice.by} & choice.at.keys():
+            yield f"choose: at cannot name a label of {axis}, which is chosen or in by; leave it out there"
+        if not choice.metric.startswith("val/"):
+            yield f"choose: metric {choice.metric} must be one of the validation data, such as val/accuracy"
+    for axis in {x.axis for x in definition.choose if [y.axis for y in definition.choose].count(x.axis) > 1}:
+        yield f"choose: {axis} is chosen twice; name it once"
+    for read, texts in (
+        (read_claim, definition.claims),
+        (read_difference, filter(None, [definition.difference])),
+    ):
+        for words in texts:
+            try:
+                read(words, known)
+            except ConfigurationError as error:
+                yield str(error)
+    for one, other in combinations(definition.published, 2):
+        if study.has({axis: [*map(str, listed(x))] for axis, x in rows_of(one).items()}, rows_of(other)):
+            yield f"published: {one} and {other} are values of the same row; keep one"
+    for key in ("metric", "seeds"):
+        own: list[tuple[dict[str, str], Any]] = [
+            ({axis: label}, x[key])
+            for axis, labels in study.axes.items()
+            for label, x in labels.items()
+            if key in x
+        ]
+        for (one_row, its), (other_row, given) in combinations(own, 2):
+            if its != given and one_row.keys() != other_row.keys() and study.has(one_row, other_row):
+                yield f"{key}: {its} of {one_row} and {given} of {other_row} are for the same row; keep one"
