@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 import lightning as L
 
 from fl_lightning import FederatedCallback
+from fl_lightning.console import format_bytes, in_words
 from fl_lightning.diagnostics.network_link import NetworkLink
-from fl_lightning.experiments.run_directory.console import format_bytes, in_words
 from fl_lightning.methods.report import Drawing, Report, Table
 from fl_lightning.pictures.communication import communication_figure, has_communication
 from fl_lightning.round.communication import UpDown, add, total

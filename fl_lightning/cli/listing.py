@@ -8,8 +8,8 @@ from typing import get_type_hints
 from fl_lightning import aggregation, attacks, models
 from fl_lightning.cli.command_line import import_shipped
 from fl_lightning.cli.messages import command, kinds_of_settings
+from fl_lightning.console import print_table
 from fl_lightning.errors import check_choice
-from fl_lightning.experiments.run_directory.console import print_table
 from fl_lightning.models.norm import NORMS
 
 KINDS = {

@@ -14,8 +14,8 @@ from fl_lightning.cli.federated_cli import FederatedCLI
 from fl_lightning.cli.messages import CommandParser, command
 from fl_lightning.cli.parser import ConciseParser
 from fl_lightning.client_data.federated import FederatedDataModule
+from fl_lightning.console import print_table
 from fl_lightning.errors import ConfigurationError
-from fl_lightning.experiments.run_directory.console import print_table
 from fl_lightning.files import user_file, user_path, write_text
 from fl_lightning.pictures.federation import clients_figure
 from fl_lightning.pictures.style import write_figure

@@ -16,9 +16,9 @@ from fl_lightning.cli.command_line import main as run
 from fl_lightning.cli.command_line import shipped
 from fl_lightning.cli.federated_cli import FederatedCLI
 from fl_lightning.cli.messages import CommandParser, command
+from fl_lightning.console import in_words
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.experiments.run.interruption import Stopped
-from fl_lightning.experiments.run_directory.console import in_words
 from fl_lightning.experiments.run_directory.description import OUTSIDE_THE_HASH
 from fl_lightning.experiments.studies.cells import RUNS, Cell, State, expect_newest_data
 from fl_lightning.experiments.studies.choosing import Choices, chosen, is_chosen, trial_cells

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from fl_lightning.experiments.run_directory.console import print_table
+from fl_lightning.console import print_table
 from fl_lightning.verification.comparison import Finding
 
 

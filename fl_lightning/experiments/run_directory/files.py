@@ -14,7 +14,7 @@ import lightning as L
 import yaml
 
 from fl_lightning.batch_norm.kinds import KIND_LABELS
-from fl_lightning.experiments.run_directory.console import print_table
+from fl_lightning.console import print_table
 from fl_lightning.experiments.run_directory.continuation import Start
 from fl_lightning.experiments.run_directory.describe import (
     clients_table,

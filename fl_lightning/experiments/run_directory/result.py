@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from fl_lightning.experiments.run_directory.console import format_bytes, print_table
+from fl_lightning.console import format_bytes, print_table
 from fl_lightning.experiments.run_directory.describe import (
     describe_environment,
     method_name,

@@ -9,7 +9,7 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table
 
-from fl_lightning.experiments.run_directory.console import in_words
+from fl_lightning.console import in_words
 from fl_lightning.experiments.studies.cells import Cell, State
 
 

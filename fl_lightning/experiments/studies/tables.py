@@ -12,7 +12,7 @@ from typing import Any
 
 from tabulate import tabulate
 
-from fl_lightning.experiments.run_directory.console import format_bytes, in_words
+from fl_lightning.console import format_bytes, in_words
 from fl_lightning.experiments.studies.panels import is_number
 from fl_lightning.files import write_text
 
