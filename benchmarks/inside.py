@@ -10,7 +10,7 @@ from unittest.mock import patch
 import torch
 
 from benchmarks.stopwatch import Stopwatch
-from datamodules.images import TrainImages
+from fl_lightning.datamodules.images import TrainImages
 from fl_lightning.execution import sequential, vectorized
 from fl_lightning.execution.base import client_loss
 from fl_lightning.optimizers.client import ClientOptimizer

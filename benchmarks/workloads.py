@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.recipe import BATCH_SIZE, CIFAR10_MEAN, CIFAR10_STD, CROP_PADDING
-from datamodules.images import ImageData
-from datamodules.in_memory import InMemoryDataModule
+from fl_lightning.datamodules.images import ImageData
+from fl_lightning.datamodules.in_memory import InMemoryDataModule
 
 
 @dataclass(frozen=True)

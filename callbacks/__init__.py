@@ -1,25 +1,25 @@
 """The methods: one file, one class, one paper each. They import ``fl_lightning``, never the reverse."""
 
-from callbacks.aggregation_diagnostics import AggregationDiagnostics
-from callbacks.batch_norm_diagnostics import BatchNormDiagnostics
-from callbacks.byzantine import Byzantine
-from callbacks.client_evaluation import ClientEvaluation
-from callbacks.communication_ledger import CommunicationLedger
-from callbacks.fbn import FBN
-from callbacks.fedbn import FedBN
-from callbacks.feddna import FedDNA
-from callbacks.fedex import FedExFixBN
-from callbacks.fedprox import FedProx
-from callbacks.fedtan import FedTAN
-from callbacks.fixbn import FixBN
-from callbacks.gradient_clipping import ClientGradientClipping
-from callbacks.maintained_momentum import MaintainedMomentum
-from callbacks.moment_matching import MomentMatching
-from callbacks.scaffold import SCAFFOLD
-from callbacks.silobn import SiloBN
-from callbacks.sliding_window import SlidingWindowFixBN
-from callbacks.static_bn import StaticBN
-from callbacks.statistics_sources import StatisticsSources
+from fl_lightning.callbacks.aggregation_diagnostics import AggregationDiagnostics
+from fl_lightning.callbacks.batch_norm_diagnostics import BatchNormDiagnostics
+from fl_lightning.callbacks.byzantine import Byzantine
+from fl_lightning.callbacks.client_evaluation import ClientEvaluation
+from fl_lightning.callbacks.communication_ledger import CommunicationLedger
+from fl_lightning.callbacks.fbn import FBN
+from fl_lightning.callbacks.fedbn import FedBN
+from fl_lightning.callbacks.feddna import FedDNA
+from fl_lightning.callbacks.fedex import FedExFixBN
+from fl_lightning.callbacks.fedprox import FedProx
+from fl_lightning.callbacks.fedtan import FedTAN
+from fl_lightning.callbacks.fixbn import FixBN
+from fl_lightning.callbacks.gradient_clipping import ClientGradientClipping
+from fl_lightning.callbacks.maintained_momentum import MaintainedMomentum
+from fl_lightning.callbacks.moment_matching import MomentMatching
+from fl_lightning.callbacks.scaffold import SCAFFOLD
+from fl_lightning.callbacks.silobn import SiloBN
+from fl_lightning.callbacks.sliding_window import SlidingWindowFixBN
+from fl_lightning.callbacks.static_bn import StaticBN
+from fl_lightning.callbacks.statistics_sources import StatisticsSources
 
 __all__ = [
     "FBN",

@@ -7,8 +7,8 @@ import lightning as L
 import torch
 from torch import Tensor
 
-from callbacks.byzantine import Byzantine
 from fl_lightning import ConfigurationError, FederatedCallback, Report, Table
+from fl_lightning.callbacks.byzantine import Byzantine
 from fl_lightning.round.messages import sent_vectors
 
 if TYPE_CHECKING:

@@ -30,7 +30,7 @@ class FedDNA(FederatedCallback):
     adversarial variational auto-encoder; no code of it was found, so here q minimises a divergence between the server's
     Gaussian N(q) and the clients' N_i, summed over all channels. Its numbers are not to be expected from this version.
 
-    The clients' statistics are moving averages, with the consequence that :class:`~callbacks.moment_matching.MomentMatching` describes.
+    The clients' statistics are moving averages, with the consequence that :class:`~fl_lightning.callbacks.moment_matching.MomentMatching` describes.
 
     Args:
         divergence: ``"kl"``: sum p_i KL(N_i || N), whose minimiser is q = p, the aggregation weights: moment matching.

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from callbacks.feddna import FedDNA
-from callbacks.silobn import SiloBN
 from fl_lightning import ConfigurationError
 from fl_lightning.aggregation import LayerStatistics, StatisticsAggregator, require_weighted_mean
 from fl_lightning.batch_norm.kinds import buffer_kinds
 from fl_lightning.batch_norm.layers import batch_norm_layers, require_batch_norm
+from fl_lightning.callbacks.feddna import FedDNA
+from fl_lightning.callbacks.silobn import SiloBN
 from fl_lightning.cohort.client_memory import ClientMemory
 from fl_lightning.cohort.cohort import SERVER
 from fl_lightning.errors import check_choice

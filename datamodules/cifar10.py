@@ -9,11 +9,11 @@ import numpy as np
 import torch
 from PIL import Image
 
-from datamodules.class_folders import ClassFolders
-from datamodules.decoding import square
-from datamodules.image_cache import building
-from datamodules.image_files import ImageFiles
-from datamodules.images import ImageData
+from fl_lightning.datamodules.class_folders import ClassFolders
+from fl_lightning.datamodules.decoding import square
+from fl_lightning.datamodules.image_cache import building
+from fl_lightning.datamodules.image_files import ImageFiles
+from fl_lightning.datamodules.images import ImageData
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.randomness import generator
 
@@ -33,7 +33,7 @@ class CIFAR10(ImageFiles):
         num_clients: Number of clients, 5 in the FixBN paper.
         crop_padding: Black border in pixels for random crops, 0 for no crops; FixBN pads by 2, FedTAN by 4.
         horizontal_flip: Whether training images are flipped with probability 1/2.
-        **settings: The others of :class:`~datamodules.image_files.ImageFiles`.
+        **settings: The others of :class:`~fl_lightning.datamodules.image_files.ImageFiles`.
 
     Raises:
         ConfigurationError: The data are not there or damaged, or a setting is out of its range.

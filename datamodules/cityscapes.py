@@ -10,17 +10,17 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from datamodules.images import Batch
-from datamodules.labelled_images import (
+from fl_lightning.client_data.federated import FederatedDataModule
+from fl_lightning.client_data.fingerprint import files_digest
+from fl_lightning.datamodules.images import Batch
+from fl_lightning.datamodules.labelled_images import (
     IGNORED,
     UNKNOWN,
     LabelledImages,
     Pair,
     augmentation,
 )
-from datamodules.streamed import StreamedClient
-from fl_lightning.client_data.federated import FederatedDataModule
-from fl_lightning.client_data.fingerprint import files_digest
+from fl_lightning.datamodules.streamed import StreamedClient
 from fl_lightning.errors import ConfigurationError
 
 LAYOUT = (

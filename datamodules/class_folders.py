@@ -5,8 +5,8 @@ from pathlib import Path
 
 import torch
 
-from datamodules.decoding import list_images, subfolders
-from datamodules.images import balanced_subset
+from fl_lightning.datamodules.decoding import list_images, subfolders
+from fl_lightning.datamodules.images import balanced_subset
 from fl_lightning.errors import ConfigurationError
 
 LAYOUT = "train/<class>/*.jpg and test/<class>/*.jpg (or val/<class>/*.jpg)"

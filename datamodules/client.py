@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from datamodules.images import Batch, TrainImages
 from fl_lightning.client_data.federated import ClientDataModule
+from fl_lightning.datamodules.images import Batch, TrainImages
 from fl_lightning.randomness import generator, permutation
 
 
@@ -51,7 +51,7 @@ class InMemoryClient(ClientDataModule):
     def epoch_draws(self, epoch: int) -> Tensor:
         """All random choices of one epoch, int64, shape ``[steps_per_epoch, batch_size, 4]``.
 
-        The last axis is the ``draws`` of :meth:`~datamodules.images.TrainImages.batch`. The data order does not depend on
+        The last axis is the ``draws`` of :meth:`~fl_lightning.datamodules.images.TrainImages.batch`. The data order does not depend on
         whether, or how, the samples are augmented.
         """
         if epoch != self._epoch:

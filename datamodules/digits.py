@@ -2,8 +2,8 @@
 
 import torch
 
-from datamodules.images import ImageData, balanced_subset
-from datamodules.in_memory import InMemoryDataModule
+from fl_lightning.datamodules.images import ImageData, balanced_subset
+from fl_lightning.datamodules.in_memory import InMemoryDataModule
 from fl_lightning.randomness import generator
 
 
@@ -13,7 +13,7 @@ class Digits(InMemoryDataModule):
     A fifth of them, every class in proportion and the same for every seed, is the test set: 1,438 training
     and 359 test images.
 
-    The settings are those of :class:`~datamodules.in_memory.InMemoryDataModule`.
+    The settings are those of :class:`~fl_lightning.datamodules.in_memory.InMemoryDataModule`.
     """
 
     num_classes = 10

@@ -6,10 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from datamodules.images import ImageData, balanced_subset
-from datamodules.partition import natural
-from datamodules.partition_file import FORMAT, FromFile, labels_sha256
-from datamodules.partitions import Natural, Partition
+from fl_lightning.datamodules.images import ImageData, balanced_subset
+from fl_lightning.datamodules.partition import natural
+from fl_lightning.datamodules.partition_file import FORMAT, FromFile, labels_sha256
+from fl_lightning.datamodules.partitions import Natural, Partition
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.randomness import generator
 
@@ -37,7 +37,7 @@ class Distribution:
     groups: list[int]
 
     def as_file(self, dataset: str, origin: dict[str, Any]) -> dict[str, Any]:
-        """The clients as :class:`~datamodules.partition_file.FromFile` reads them.
+        """The clients as :class:`~fl_lightning.datamodules.partition_file.FromFile` reads them.
 
         Args:
             dataset: Name of the data set.

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from datamodules.images import Batch
-from datamodules.partition import check_gamma
 from fl_lightning.client_data.federated import ClientDataModule, FederatedDataModule
+from fl_lightning.datamodules.images import Batch
+from fl_lightning.datamodules.partition import check_gamma
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.randomness import generator
 

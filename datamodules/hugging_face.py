@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from datamodules.decoding import read_image, square
-from datamodules.image_cache import cached_tensors
-from datamodules.image_files import ImageFiles
-from datamodules.images import ImageData
+from fl_lightning.datamodules.decoding import read_image, square
+from fl_lightning.datamodules.image_cache import cached_tensors
+from fl_lightning.datamodules.image_files import ImageFiles
+from fl_lightning.datamodules.images import ImageData
 from fl_lightning.errors import ConfigurationError
 
 LAYOUT = "what DatasetDict.save_to_disk writes, or the parquet files of a data set (<split>*.parquet or data/<split>*.parquet)"
@@ -35,7 +35,7 @@ class HuggingFaceImages(ImageFiles):
         group_column: The column that says whose a sample is; None for data that have no groups.
         train_split: Name of the training part.
         test_split: Name of the test part.
-        **settings: Those of :class:`~datamodules.image_files.ImageFiles`.
+        **settings: Those of :class:`~fl_lightning.datamodules.image_files.ImageFiles`.
 
     Raises:
         ConfigurationError: ``datasets`` is not installed, the folder is missing or laid out otherwise, a column is not there, or (in

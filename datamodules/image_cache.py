@@ -14,7 +14,7 @@ import torch
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 
-from datamodules.decoding import decode
+from fl_lightning.datamodules.decoding import decode
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.files import atomic_write, missing_folders, remove_empty, unwritable
 

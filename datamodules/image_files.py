@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from datamodules.image_cache import cached_images
-from datamodules.images import ImageData
-from datamodules.in_memory import InMemoryDataModule
+from fl_lightning.datamodules.image_cache import cached_images
+from fl_lightning.datamodules.images import ImageData
+from fl_lightning.datamodules.in_memory import InMemoryDataModule
 from fl_lightning.errors import ConfigurationError
 
 Samples = Sequence[tuple[Path, int]]
@@ -27,7 +27,7 @@ class ImageFiles(InMemoryDataModule):
         data_dir: The folder of the files.
         image_size: Height and width of the images in pixels.
         cache_dir: Folder of the decoded images; None is ``data/cache`` below the working directory.
-        **settings: Those of :class:`~datamodules.in_memory.InMemoryDataModule`.
+        **settings: Those of :class:`~fl_lightning.datamodules.in_memory.InMemoryDataModule`.
 
     Raises:
         ConfigurationError: A setting is out of its range, or (in ``setup``) an image cannot be read.

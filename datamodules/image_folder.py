@@ -3,11 +3,11 @@
 from pathlib import Path
 from typing import Any
 
-from datamodules.class_folders import LAYOUT, ClassFolders
-from datamodules.decoding import subfolders
-from datamodules.image_files import ImageFiles
-from datamodules.images import ImageData
-from datamodules.partitions import Natural, Partition
+from fl_lightning.datamodules.class_folders import LAYOUT, ClassFolders
+from fl_lightning.datamodules.decoding import subfolders
+from fl_lightning.datamodules.image_files import ImageFiles
+from fl_lightning.datamodules.images import ImageData
+from fl_lightning.datamodules.partitions import Natural, Partition
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.randomness import generator
 
@@ -26,7 +26,7 @@ class ImageFolder(ImageFiles):
         image_size: Height and width of the images in pixels.
         test_fraction: Share of the images of each class, in (0, 1), that becomes the test set, drawn by the seed, where
             ``data_dir`` holds the class folders; None where it holds ``train`` and ``test``.
-        **settings: Those of :class:`~datamodules.image_files.ImageFiles`.
+        **settings: Those of :class:`~fl_lightning.datamodules.image_files.ImageFiles`.
 
     Raises:
         ConfigurationError: The folder is missing or laid out otherwise, a setting is out of its range, or (in
@@ -68,7 +68,7 @@ class ImageDomains(ImageFiles):
         test_fraction: Share of the images of each class of a domain, in (0, 1), that becomes its test set, drawn by the
             seed, where a domain holds the class folders; None where it holds ``train`` and ``test``.
         partition: How the images are spread over the clients; None is ``Natural()``: a domain each.
-        **settings: The others of :class:`~datamodules.image_files.ImageFiles`.
+        **settings: The others of :class:`~fl_lightning.datamodules.image_files.ImageFiles`.
 
     Raises:
         ConfigurationError: The folder is missing or laid out otherwise, a setting is out of its range, or (in

@@ -7,9 +7,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from datamodules.client import InMemoryClient
-from datamodules.distribution import images_at
-from datamodules.images import (
+from fl_lightning.client_data.cohort_batch import CohortBatch
+from fl_lightning.client_data.fingerprint import digest
+from fl_lightning.datamodules.client import InMemoryClient
+from fl_lightning.datamodules.distribution import images_at
+from fl_lightning.datamodules.images import (
     Batch,
     EvaluationImages,
     ImageData,
@@ -17,9 +19,7 @@ from datamodules.images import (
     TrainImages,
     channel_statistics,
 )
-from datamodules.partitioned import PartitionedDataModule
-from fl_lightning.client_data.cohort_batch import CohortBatch
-from fl_lightning.client_data.fingerprint import digest
+from fl_lightning.datamodules.partitioned import PartitionedDataModule
 from fl_lightning.errors import ConfigurationError
 
 
@@ -31,7 +31,7 @@ class InMemoryDataModule(PartitionedDataModule):
         batch_size: Samples in a client's batch, 20 in the FixBN paper; every batch is complete.
         crop_padding: Black border in pixels for random crops, 0 for no crops. FixBN pads by 2, FedTAN by 4.
         horizontal_flip: Whether training images are flipped with probability 1/2.
-        **settings: The others of :class:`~datamodules.partitioned.PartitionedDataModule`.
+        **settings: The others of :class:`~fl_lightning.datamodules.partitioned.PartitionedDataModule`.
 
     Attributes:
         scale: The pixel value that stands for 1.

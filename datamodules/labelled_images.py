@@ -11,9 +11,9 @@ from torch import Tensor
 from torchvision import tv_tensors
 from torchvision.transforms import v2
 
-from datamodules.decoding import read_image
-from datamodules.images import Batch
-from datamodules.streamed import StreamedSamples
+from fl_lightning.datamodules.decoding import read_image
+from fl_lightning.datamodules.images import Batch
+from fl_lightning.datamodules.streamed import StreamedSamples
 from fl_lightning.errors import ConfigurationError
 
 IGNORED = 255

@@ -9,10 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from datamodules.image_cache import cached_tensors
-from datamodules.image_files import ImageFiles
-from datamodules.images import ImageData
-from datamodules.partitions import Natural, Partition
+from fl_lightning.datamodules.image_cache import cached_tensors
+from fl_lightning.datamodules.image_files import ImageFiles
+from fl_lightning.datamodules.images import ImageData
+from fl_lightning.datamodules.partitions import Natural, Partition
 from fl_lightning.errors import ConfigurationError
 
 LAYOUT = 'train/*.json and test/*.json, each {"users": [...], "user_data": {user: {"x": [...], "y": [...]}}}'
@@ -30,7 +30,7 @@ class FEMNIST(ImageFiles):
         data_dir: The folder that holds ``train`` and ``test``.
         min_examples: Writers with fewer training images are left out.
         partition: How the images are spread over the clients; None is ``Natural()``: a writer each.
-        **settings: The others of :class:`~datamodules.image_files.ImageFiles`.
+        **settings: The others of :class:`~fl_lightning.datamodules.image_files.ImageFiles`.
 
     Raises:
         ConfigurationError: The folder is missing or laid out otherwise, or (in ``setup``) a file cannot be read.

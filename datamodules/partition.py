@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from datamodules.allocation import (
+from fl_lightning.datamodules.allocation import (
     assign_classes,
     class_sizes,
     counts_per_class,

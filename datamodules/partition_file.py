@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from datamodules.partitions import Groups, Partition
+from fl_lightning.datamodules.partitions import Groups, Partition
 from fl_lightning.errors import ConfigurationError, check_choice
 from fl_lightning.files import user_path
 

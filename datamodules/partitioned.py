@@ -6,9 +6,9 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from datamodules.distribution import Distribution, distribute
-from datamodules.partitions import IID, Partition
 from fl_lightning.client_data.federated import FederatedDataModule
+from fl_lightning.datamodules.distribution import Distribution, distribute
+from fl_lightning.datamodules.partitions import IID, Partition
 from fl_lightning.errors import ConfigurationError
 
 

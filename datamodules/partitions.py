@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from datamodules import partition
-from datamodules.partition import Balance
+from fl_lightning.datamodules import partition
+from fl_lightning.datamodules.partition import Balance
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.recorded import Recorded
 

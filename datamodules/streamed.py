@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from datamodules.images import Batch
+from fl_lightning.datamodules.images import Batch
 
 
 class StreamedSamples(Dataset[Batch], ABC):

@@ -13,12 +13,12 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Subset
 from torchvision.transforms import v2
 
-from datamodules.class_folders import LAYOUT, ClassFolders
-from datamodules.decoding import image_names, read_image
-from datamodules.images import Batch
-from datamodules.partitioned import PartitionedDataModule
-from datamodules.streamed import StreamedClient, StreamedSamples
 from fl_lightning.client_data.fingerprint import digest, files_digest
+from fl_lightning.datamodules.class_folders import LAYOUT, ClassFolders
+from fl_lightning.datamodules.decoding import image_names, read_image
+from fl_lightning.datamodules.images import Batch
+from fl_lightning.datamodules.partitioned import PartitionedDataModule
+from fl_lightning.datamodules.streamed import StreamedClient, StreamedSamples
 from fl_lightning.errors import ConfigurationError
 
 
@@ -29,7 +29,7 @@ class ImageStream(StreamedSamples):
         folder: The folder that holds the class folders.
         classes: Their names in the order of the labels; one that is not there has no image.
         transform: Makes uint8 ``[3, H, W]`` of an image; draws from torch's global generator.
-        **settings: Those of :class:`~datamodules.streamed.StreamedSamples`.
+        **settings: Those of :class:`~fl_lightning.datamodules.streamed.StreamedSamples`.
 
     Attributes:
         names: The files of all classes, one class after the other, as bytes: 1.28 million names are 35 MB.
@@ -80,7 +80,7 @@ class ImageStream(StreamedSamples):
 class StreamedImages(PartitionedDataModule):
     """Images in class folders, ``train/<class>/*.jpg`` and ``test/<class>/*.jpg``, each read when a batch needs it.
 
-    For data that do not fit into memory (else :class:`~datamodules.image_folder.ImageFolder` is faster). Threads decode a batch, and no
+    For data that do not fit into memory (else :class:`~fl_lightning.datamodules.image_folder.ImageFolder` is faster). Threads decode a batch, and no
     more than that is held. Training images are a random part (``RandomResizedCrop``), mirrored at random: a function of seed, client and
     step. For the evaluation the shorter side is resized to 8/7 of ``image_size`` and the centre taken: 256 and 224 pixels. Where there is
     no ``test/`` with class folders, ``val/`` is the test set.
@@ -94,7 +94,7 @@ class StreamedImages(PartitionedDataModule):
         eval_batch_size: Images in a batch of the server's evaluation.
         mean: Mean of each channel, in [0, 1]; by default ImageNet's.
         std: Standard deviation of each channel.
-        **settings: The others of :class:`~datamodules.partitioned.PartitionedDataModule`.
+        **settings: The others of :class:`~fl_lightning.datamodules.partitioned.PartitionedDataModule`.
 
     Raises:
         ConfigurationError: The folder is missing or laid out otherwise, a setting is out of its range, or (when a batch needs it) an image
@@ -207,7 +207,7 @@ class ImageNet(StreamedImages):
 
     Args:
         data_dir: The folder that holds ``train`` and ``val``.
-        **settings: Those of :class:`~datamodules.streamed_images.StreamedImages`.
+        **settings: Those of :class:`~fl_lightning.datamodules.streamed_images.StreamedImages`.
     """
 
     def __init__(self, data_dir: str = "data/imagenet", **settings: Any) -> None:

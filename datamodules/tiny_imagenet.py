@@ -3,11 +3,11 @@
 from pathlib import Path
 from typing import Any
 
-from datamodules.decoding import list_images, subfolders
-from datamodules.download import fetch_archive
-from datamodules.image_cache import building
-from datamodules.image_files import ImageFiles
-from datamodules.images import ImageData
+from fl_lightning.datamodules.decoding import list_images, subfolders
+from fl_lightning.datamodules.download import fetch_archive
+from fl_lightning.datamodules.image_cache import building
+from fl_lightning.datamodules.image_files import ImageFiles
+from fl_lightning.datamodules.images import ImageData
 from fl_lightning.errors import ConfigurationError
 
 LAYOUT = "train/<wnid>/images/*.JPEG, val/images/*.JPEG and val/val_annotations.txt"
@@ -26,7 +26,7 @@ class TinyImageNet(ImageFiles):
         data_dir: The folder ``tiny-imagenet-200``.
         image_size: Height and width in pixels to which the images are resized, for reduced runs; 64 leaves them.
         download: Fetch the data set (248 MB) into ``data_dir`` where it is not there.
-        **settings: Those of :class:`~datamodules.image_files.ImageFiles`.
+        **settings: Those of :class:`~fl_lightning.datamodules.image_files.ImageFiles`.
 
     Attributes:
         url: Where it is fetched from.

@@ -11,10 +11,10 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from datamodules.decoding import converted, square
-from datamodules.image_cache import building
-from datamodules.images import ImageData
-from datamodules.in_memory import InMemoryDataModule
+from fl_lightning.datamodules.decoding import converted, square
+from fl_lightning.datamodules.image_cache import building
+from fl_lightning.datamodules.images import ImageData
+from fl_lightning.datamodules.in_memory import InMemoryDataModule
 from fl_lightning.errors import ConfigurationError
 
 
@@ -31,7 +31,7 @@ class TorchvisionImages(InMemoryDataModule):
         download: Fetch the data set into ``data_dir`` where it is not there.
         image_size: Height and width in pixels to which the shorter side is resized, and which the centre is cropped to.
         in_channels: 3 for colours, 1 for greyscale.
-        **settings: Those of :class:`~datamodules.in_memory.InMemoryDataModule`.
+        **settings: Those of :class:`~fl_lightning.datamodules.in_memory.InMemoryDataModule`.
 
     Raises:
         ConfigurationError: There is no such data set, its files are missing or damaged, or a setting is out of its range.
@@ -126,7 +126,7 @@ class CIFAR100(TorchvisionImages):
         data_dir: The folder that holds ``cifar-100-python``.
         download: Fetch the data set (169 MB) into ``data_dir`` where it is not there.
         image_size: Height and width in pixels to which the images are resized, for reduced runs; 32 leaves them.
-        **settings: Those of :class:`~datamodules.in_memory.InMemoryDataModule`.
+        **settings: Those of :class:`~fl_lightning.datamodules.in_memory.InMemoryDataModule`.
     """
 
     def __init__(
@@ -142,7 +142,7 @@ class FashionMNIST(TorchvisionImages):
         data_dir: The folder that holds ``FashionMNIST/raw`` with the four IDX files, unpacked.
         download: Fetch the data set (31 MB) into ``data_dir`` where it is not there.
         image_size: Height and width in pixels to which the images are resized; 28 leaves them.
-        **settings: Those of :class:`~datamodules.in_memory.InMemoryDataModule`.
+        **settings: Those of :class:`~fl_lightning.datamodules.in_memory.InMemoryDataModule`.
     """
 
     class_names = (

@@ -6,6 +6,8 @@ The public names are imported on first use, so that ``import fl_lightning`` does
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from fl_lightning import aliases
+
 if TYPE_CHECKING:
     from fl_lightning.batch_norm.swapping import SwappedBatchNorm as SwappedBatchNorm
     from fl_lightning.batch_norm.swapping import swap_batch_norm as swap_batch_norm
@@ -40,6 +42,8 @@ if TYPE_CHECKING:
     from fl_lightning.round.tasks import Task as Task
 
 __version__ = "0.1.0"
+
+aliases.install()
 
 HOMES = {
     "Classification": "round.tasks",

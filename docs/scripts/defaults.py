@@ -9,11 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import callbacks
-import datamodules
 import fl_lightning
 import fl_lightning.models
-from fl_lightning.cli.command_line import import_shipped
+from fl_lightning import callbacks, datamodules
 from fl_lightning.experiments.run.training import TRAINER_DEFAULTS
 from fl_lightning.experiments.run_directory.code import full_name
 from fl_lightning.experiments.run_directory.description import TRAINER, defaults
@@ -26,11 +24,10 @@ _FUNCTIONS = (fl_lightning.models.library_model, fl_lightning.models.deeplab_v3_
 
 def shipped() -> dict[str, Any]:
     """Return the classes and functions that a configuration can name, by full name."""
-    import_shipped()
     found = {full_name(x): x for x in [*_FUNCTIONS, *_below(Recorded)]}
     homes = {home.__name__ for home in (fl_lightning, callbacks, datamodules)}
     # deeper names are bases that no package exports
-    return {name: x for name, x in found.items() if name.partition(".")[0] in homes and name.count(".") < 3}
+    return {name: x for name, x in found.items() if name.rpartition(".")[0] in homes}
 
 
 def today() -> dict[str, dict[str, Any]]:

@@ -25,9 +25,9 @@ from matplotlib.patches import Circle
 from sklearn.discriminant_analysis import LinearDiscriminantAnalysis
 from torch import Tensor
 
-from callbacks import FBN
-from datamodules import Gaussians
 from fl_lightning import FederatedModule, VectorizedExecutor
+from fl_lightning.callbacks import FBN
+from fl_lightning.datamodules import Gaussians
 from fl_lightning.models import BNProbe
 from fl_lightning.pictures.style import (
     BLACK,

@@ -16,8 +16,7 @@ import lightning as L
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-import callbacks
-from fl_lightning import FederatedCallback, FederatedDataModule, FederatedModule
+from fl_lightning import FederatedCallback, FederatedDataModule, FederatedModule, callbacks
 from fl_lightning.models import ResNet20
 from fl_lightning.round.policy import resolve_policy
 

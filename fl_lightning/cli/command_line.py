@@ -2,26 +2,29 @@
 
 import sys
 from collections.abc import Sequence
-from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
-from types import ModuleType
+from typing import Any
+
+import yaml
+from jsonargparse import get_loader, set_loader
 
 import fl_lightning
 import fl_lightning.aggregation
+import fl_lightning.callbacks
+import fl_lightning.datamodules
 import fl_lightning.execution.vectorized
 import fl_lightning.models
 import fl_lightning.optimizers.schedules
 import fl_lightning.optimizers.server  # imported so that bare class names resolve in YAML
+from fl_lightning.aliases import current_name
 from fl_lightning.cli.federated_cli import FederatedCLI
 from fl_lightning.cli.messages import command
 from fl_lightning.cli.parser import ConciseParser
 from fl_lightning.client_data.federated import FederatedDataModule
-from fl_lightning.errors import ConfigurationError
 from fl_lightning.experiments.run.training import TRAINER_DEFAULTS
 from fl_lightning.round.module import FederatedModule
 
-_HOME = Path(fl_lightning.__file__).resolve().parent.parent
+_HOME = Path(fl_lightning.__file__).parent
 
 
 @command()
@@ -40,7 +43,6 @@ def main(
     Returns:
         The finished command line, with its trainer, model and data.
     """
-    import_shipped()
     # the agent of a sweep at W&B adds an argument of its own where it starts a run again
     given = [argument for argument in (sys.argv[1:] if args is None else args) if argument[:8] != "--_wandb"]
     return cli_class(
@@ -71,28 +73,26 @@ def _with_shipped_configs(arguments: list[str]) -> list[str]:
 def shipped(path: str) -> str:
     """Where a file lies: the shipped one of its name where it begins with ``configs/`` and is not there."""
     found = path.startswith("configs/") and not Path(path).exists() and (_HOME / path).is_file()
-    return str(_HOME / path) if found else path
+    return str((_HOME / path).resolve()) if found else path
 
 
-def import_shipped() -> dict[str, ModuleType]:
-    """Import the shipped callbacks and data sets, and refuse foreign ones of the same names without executing them.
+_load_yaml = get_loader("yaml")
 
-    Returns:
-        The packages by name.
 
-    Raises:
-        ConfigurationError: Another package named ``callbacks`` or ``datamodules`` comes first on the path.
-    """
-    packages = {}
-    for name in ("callbacks", "datamodules"):
-        found = find_spec(name)
-        home = Path((found and found.origin) or "").resolve()
-        if _HOME / name not in home.parents:
-            raise ConfigurationError(
-                f"the package {name!r} found at {home} is not fl_lightning's; rename it or start from another folder"
-            )
-        packages[name] = import_module(name)
-    return packages
+def _with_current_names(text: str) -> Any:
+    """Read YAML with the current dotted paths of shipped classes."""
+
+    def renamed(node: Any) -> Any:
+        if isinstance(node, dict):
+            return {key: renamed(value) for key, value in node.items()}
+        if isinstance(node, list):
+            return [renamed(value) for value in node]
+        return current_name(node) if isinstance(node, str) else node
+
+    return renamed(_load_yaml(text))
+
+
+set_loader("yaml", _with_current_names, (yaml.YAMLError,))
 
 
 if __name__ == "__main__":

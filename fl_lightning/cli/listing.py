@@ -5,8 +5,7 @@ from collections.abc import Sequence
 from inspect import isabstract, isfunction
 from typing import get_type_hints
 
-from fl_lightning import aggregation, attacks, models
-from fl_lightning.cli.command_line import import_shipped
+from fl_lightning import aggregation, attacks, callbacks, datamodules, models
 from fl_lightning.cli.messages import command, kinds_of_settings
 from fl_lightning.console import print_table
 from fl_lightning.errors import check_choice
@@ -45,16 +44,13 @@ def named(kind: str) -> dict[str, str]:
     """
     if kind == "norms":
         return dict(NORMS)
-    shipped = import_shipped()
-    data = shipped["datamodules"]
-    modules = {"methods": shipped["callbacks"], "models": models, "aggregators": aggregation}
-    modules["attacks"] = attacks
-    module, base = modules.get(kind, data), kinds_of_settings()[KINDS[kind].rpartition(".")[2]]
+    modules = {"methods": callbacks, "models": models, "aggregators": aggregation, "attacks": attacks}
+    module, base = modules.get(kind, datamodules), kinds_of_settings()[KINDS[kind].rpartition(".")[2]]
     bases = (
-        data.PartitionedDataModule,
-        data.InMemoryDataModule,
-        data.ImageFiles,
-        data.Partition,
+        datamodules.PartitionedDataModule,
+        datamodules.InMemoryDataModule,
+        datamodules.ImageFiles,
+        datamodules.Partition,
         attacks.Attack,
     )
     found = {}

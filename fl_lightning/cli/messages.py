@@ -41,7 +41,7 @@ _PATIENCE = 10.0  # seconds
 
 _PACKAGE = Path(fl_lightning.__file__).parent
 
-_SHIPPED = ("fl_lightning", "callbacks", "datamodules", "torch", "torchvision", "lightning")
+_SHIPPED = ("fl_lightning", "torch", "torchvision", "lightning")
 """The packages whose classes have bare names."""
 
 _OF_LIGHTNING = ("conditioned on metric", "more than one stateful callback")
@@ -170,7 +170,9 @@ def _classes_with(option: str, owner: str) -> str:
 
 def kinds_of_settings() -> dict[str, type]:
     """The class that those are subclasses of which a setting takes, by the last part of its name."""
-    from datamodules.partitions import Partition  # not before main() has found out whose package this is
+    from fl_lightning.datamodules.partitions import (
+        Partition,  # not before main() has found out whose package this is
+    )
 
     return {
         "aggregator": Aggregator,

@@ -8,13 +8,13 @@ from typing import Any
 from lightning.pytorch.cli import LightningArgumentParser
 
 from fl_lightning import __version__
-from fl_lightning.cli.command_line import import_shipped
 from fl_lightning.cli.command_line import main as run
 from fl_lightning.cli.federated_cli import FederatedCLI
 from fl_lightning.cli.messages import CommandParser, command
 from fl_lightning.cli.parser import ConciseParser
 from fl_lightning.client_data.federated import FederatedDataModule
 from fl_lightning.console import print_table
+from fl_lightning.datamodules import PartitionedDataModule
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.files import user_file, user_path, write_text
 from fl_lightning.pictures.federation import clients_figure
@@ -65,7 +65,7 @@ def main(args: Sequence[str]) -> None:
     cli = run(["fit", *fit_options], cli_class=DataCLI)
     data: FederatedDataModule = cli.datamodule
     data.prepare_data()
-    partitioned = isinstance(data, import_shipped()["datamodules"].PartitionedDataModule)
+    partitioned = isinstance(data, PartitionedDataModule)
     data.setup(
         "validate" if partitioned else "fit"
     )  # fit refuses clients without a batch: here they are counted

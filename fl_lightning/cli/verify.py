@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 
-from fl_lightning.cli.command_line import import_shipped
+from fl_lightning import callbacks
 from fl_lightning.cli.messages import command
 from fl_lightning.cli.parser import ConciseParser
 from fl_lightning.errors import ConfigurationError
@@ -22,7 +22,6 @@ def main(args: Sequence[str]) -> None:
         args: Arguments after ``verify``.
     """
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a process that uses a GPU cannot be copied
-    shipped = import_shipped()["callbacks"]
     parser = ConciseParser(
         prog="python -m fl_lightning verify",
         description="Check what a method promises on a tiny federation in float64, and print a certificate.",
@@ -44,7 +43,7 @@ def main(args: Sequence[str]) -> None:
     from fl_lightning.verification.comparison import Finding
 
     if given.all:
-        exported = [getattr(shipped, name) for name in shipped.__all__]
+        exported = [getattr(callbacks, name) for name in callbacks.__all__]
         methods = [one for one in exported if issubclass(one, FederatedCallback)]
         certificates = []
         for cls, settings in [(one, settings) for one in methods for settings in one.examples]:

@@ -18,7 +18,7 @@ _WORTH_IT = 1.5e11
 _FEWEST_STEPS = 1000
 """Local steps of a run below which the values in one of them are not even counted."""
 
-_KNOWN = ("fl_lightning", "callbacks", "torch", "torchvision", "timm")
+_KNOWN = ("fl_lightning", "torch", "torchvision", "timm")
 """Packages whose layers compute in each step what they did in the one before."""
 
 _MOST_GRAPHS = 64

@@ -6,7 +6,6 @@ import yaml
 from command_line import run, write_config
 from helpers import ClientStates, States, blobs, distance, small_cnn, train
 
-from callbacks import FBN
 from fl_lightning import ConfigurationError, FederatedCallback
 from fl_lightning.aggregation import (
     NNM,
@@ -20,6 +19,7 @@ from fl_lightning.aggregation import (
     TrimmedMean,
     WeightedMean,
 )
+from fl_lightning.callbacks import FBN
 from fl_lightning.execution.sequential import SequentialExecutor
 from fl_lightning.execution.vectorized import VectorizedExecutor
 

@@ -4,7 +4,6 @@ import pytest
 import torch
 from helpers import blobs, distance, small_cnn, train
 
-from callbacks import FBN, Byzantine, MomentMatching
 from fl_lightning import ConfigurationError
 from fl_lightning.aggregation import (
     NNM,
@@ -18,6 +17,7 @@ from fl_lightning.aggregation import (
     median,
 )
 from fl_lightning.attacks import NonFinite, SignFlip
+from fl_lightning.callbacks import FBN, Byzantine, MomentMatching
 
 UNIFORM = torch.full((10,), 0.1, dtype=torch.float64)
 

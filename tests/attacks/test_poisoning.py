@@ -6,9 +6,9 @@ import pytest
 import torch
 from helpers import SGD, blobs, distance, fit, small_cnn, train
 
-from callbacks import Byzantine
 from fl_lightning import ConfigurationError, FederatedCallback, FederatedModule
 from fl_lightning.attacks import Backdoor, GradientAscent, LabelFlip, ModelReplacement
+from fl_lightning.callbacks import Byzantine
 
 
 def test_labels_are_flipped_and_what_is_no_class_stays():

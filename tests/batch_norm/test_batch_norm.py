@@ -8,7 +8,6 @@ from helpers import SGD, blobs, fit, small_cnn, train, union_batch
 from torch import nn
 from torchvision.models import resnet18
 
-from callbacks import FBN, FedTAN, FixBN
 from fl_lightning import (
     ConfigurationError,
     FederatedCallback,
@@ -19,6 +18,7 @@ from fl_lightning import (
 from fl_lightning.aggregation import Aggregator, Median
 from fl_lightning.batch_norm.kinds import buffer_kinds, parameter_kinds
 from fl_lightning.batch_norm.layers import batch_norm_layers
+from fl_lightning.callbacks import FBN, FedTAN, FixBN
 from fl_lightning.round.evaluation import ServerEvaluation
 from fl_lightning.round.policy import policy_table, resolve_policy
 

@@ -95,7 +95,10 @@ TABLE = {
         "--trainer.callbacks FixBNN",
         ["'FixBNN'", "did you mean FixBN"],
     ),
-    "missing name in a module": (callback("callbacks.FixBM"), ["'callbacks.FixBM'", "no attribute 'FixBM'"]),
+    "missing name in a module": (
+        callback("fl_lightning.callbacks.FixBM"),
+        ["'fl_lightning.callbacks.FixBM'", "no attribute 'FixBM'"],
+    ),
     "broken callback module": (
         callback("broken.Mine"),
         [

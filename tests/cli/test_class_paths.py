@@ -8,10 +8,10 @@ import torch
 from lightning.pytorch.callbacks import Callback
 
 import fl_lightning.cli.command_line  # noqa: F401  # imports what the command line knows
-from datamodules.partitions import Partition
 from fl_lightning import models
 from fl_lightning.aggregation import Aggregator, PreAggregator
 from fl_lightning.client_data.federated import FederatedDataModule
+from fl_lightning.datamodules.partitions import Partition
 from fl_lightning.execution.base import Executor
 from fl_lightning.optimizers.schedules import LRSchedule
 

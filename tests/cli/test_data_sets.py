@@ -4,8 +4,8 @@ import pytest
 import yaml
 from command_line import main, write_config
 
-import datamodules
-from datamodules import ImageFiles, InMemoryDataModule, PartitionedDataModule
+from fl_lightning import datamodules
+from fl_lightning.datamodules import ImageFiles, InMemoryDataModule, PartitionedDataModule
 
 NAMES = sorted(
     name

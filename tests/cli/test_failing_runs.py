@@ -137,30 +137,6 @@ def test_run_that_diverges_in_the_middle_keeps_its_rows_and_has_no_result(capsys
     assert not (folder / "result.json").exists()
 
 
-@pytest.mark.parametrize("name", ["callbacks", "datamodules"])
-@pytest.mark.parametrize("file", ["/__init__.py", ".py", "/part.py"])
-def test_foreign_package_of_the_same_name_is_refused_and_never_executed(
-    name, file, capsys, tmp_path, monkeypatch
-):
-    foreign = Path(f"{name}{file}")
-    foreign.parent.mkdir(exist_ok=True)
-    foreign.write_text("open('executed', 'w').close()\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    if (
-        file == "/part.py"
-    ):  # no package: one of fl_lightning's that lies further back on the path is found first
-        assert run("--trainer.fast_dev_run", "true").model is not None
-    else:
-        monkeypatch.delitem(sys.modules, name, raising=False)
-        message = message_of(capsys, run)
-        assert message == (
-            f"error: the package '{name}' found at {foreign.resolve()} is not fl_lightning's; rename it or start from "
-            "another folder\n"
-        )
-    assert not Path("executed").exists()
-    assert attempts() == []
-
-
 @pytest.mark.parametrize("name", ["..", "../../x", "a/../b", "/abs", "a\nb", "a\x1b[31mb"])
 def test_name_that_leads_out_of_the_folder_of_runs_is_refused(name, capsys):
     write_config()

@@ -10,7 +10,7 @@ from PIL import Image
 from street_scenes import write_scenes
 
 import fl_lightning
-from datamodules import Cityscapes
+from fl_lightning.datamodules import Cityscapes
 
 CONFIG = Path(fl_lightning.__file__).parents[1] / "configs" / "camvid_small_bn.yaml"
 

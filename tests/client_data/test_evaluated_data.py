@@ -8,9 +8,9 @@ from command_line import message_of, run
 from helpers import SGD, ArrayClient, SaveRounds, blobs, fit, small_cnn
 from torch.utils.data import DataLoader, Dataset
 
-from datamodules import Cityscapes, ImageFolder, InMemoryDataModule
-from datamodules.images import ImageData
 from fl_lightning import ConfigurationError, FederatedDataModule, FederatedModule
+from fl_lightning.datamodules import Cityscapes, ImageFolder, InMemoryDataModule
+from fl_lightning.datamodules.images import ImageData
 
 WAY_ON = "or evaluate on these by --accept_data (in Python: accept_data = True of the module)"
 

@@ -13,11 +13,11 @@ from command_line import attempts, message_of, run
 from helpers import SGD, ArrayClient, SaveRounds, blobs, fit, small_cnn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 
-from datamodules import InMemoryDataModule
-from datamodules.images import ImageData
 from fl_lightning import ConfigurationError, FederatedDataModule, FederatedModule
 from fl_lightning.client_data import fingerprint
 from fl_lightning.client_data.fingerprint import dataset_digest, files_digest
+from fl_lightning.datamodules import InMemoryDataModule
+from fl_lightning.datamodules.images import ImageData
 from fl_lightning.experiments.run_directory.metrics import read_metrics
 
 

@@ -11,8 +11,8 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, Dataset
 
-from callbacks import FixBN
 from fl_lightning import ConfigurationError, FederatedDataModule, FederatedModule, VectorizedExecutor
+from fl_lightning.callbacks import FixBN
 from fl_lightning.client_data.loaders import LoaderBatches
 
 

@@ -11,8 +11,8 @@ import torch
 from helpers import ClientStates, SaveRounds, blobs, distance, fit, small_cnn
 from in_ranks import in_ranks
 
-from callbacks import SCAFFOLD, FedBN, MaintainedMomentum, SlidingWindowFixBN, StatisticsSources
 from fl_lightning import ConfigurationError, FederatedModule
+from fl_lightning.callbacks import SCAFFOLD, FedBN, MaintainedMomentum, SlidingWindowFixBN, StatisticsSources
 from fl_lightning.cohort import client_memory
 from fl_lightning.cohort.client_memory import ClientMemory, contents, saved
 from fl_lightning.experiments.run_directory.checkpoint_io import AtomicCheckpointIO

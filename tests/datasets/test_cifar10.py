@@ -15,8 +15,8 @@ import torchvision
 from command_line import run, write_config
 from PIL import Image
 
-from datamodules import CIFAR10
 from fl_lightning import ConfigurationError
+from fl_lightning.datamodules import CIFAR10
 
 FILES = {"data_batch_1": 60, "data_batch_2": 40, "test_batch": 20}
 

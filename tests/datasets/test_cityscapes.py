@@ -9,9 +9,9 @@ from PIL import Image
 from street_scenes import IDS, scene, write_scenes
 from torchvision import tv_tensors
 
-from datamodules import Cityscapes
-from datamodules.labelled_images import augmentation
 from fl_lightning import ConfigurationError
+from fl_lightning.datamodules import Cityscapes
+from fl_lightning.datamodules.labelled_images import augmentation
 
 
 @pytest.fixture

@@ -8,9 +8,18 @@ import torch
 import yaml
 from jsonargparse import ArgumentParser
 
-from datamodules import IID, Digits, Dirichlet, ImageData, InMemoryDataModule, Natural, Partition, Shards
-from datamodules.images import balanced_subset, channel_statistics
 from fl_lightning import ClientDataModule, ConfigurationError
+from fl_lightning.datamodules import (
+    IID,
+    Digits,
+    Dirichlet,
+    ImageData,
+    InMemoryDataModule,
+    Natural,
+    Partition,
+    Shards,
+)
+from fl_lightning.datamodules.images import balanced_subset, channel_statistics
 
 AUGMENTATION = {"plain": {}, "augmented": {"crop_padding": 2, "horizontal_flip": True}}
 

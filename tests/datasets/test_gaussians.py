@@ -4,8 +4,8 @@ import lightning as L
 import pytest
 import torch
 
-from datamodules import Gaussians
 from fl_lightning import ClientDataModule, ConfigurationError
+from fl_lightning.datamodules import Gaussians
 from fl_lightning.models import BNProbe
 
 

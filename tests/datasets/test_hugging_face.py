@@ -10,8 +10,8 @@ from command_line import main
 from pages import OURS, blocks
 from PIL import Image
 
-from datamodules import HuggingFaceImages, Natural
 from fl_lightning import ConfigurationError
+from fl_lightning.datamodules import HuggingFaceImages, Natural
 
 
 def test_without_the_package_the_message_says_how_to_get_it(tmp_path, monkeypatch):
@@ -105,7 +105,9 @@ def test_both_layouts_give_images_labels_and_a_client_for_each_group(library, la
 def test_later_runs_read_the_cache(library, tmp_path, monkeypatch):
     root = write(library, tmp_path / "set")
     first = HuggingFaceImages(root, 8).load()
-    monkeypatch.setattr("datamodules.hugging_face.read_image", lambda *a, **k: pytest.fail("read again"))
+    monkeypatch.setattr(
+        "fl_lightning.datamodules.hugging_face.read_image", lambda *a, **k: pytest.fail("read again")
+    )
     assert torch.equal(HuggingFaceImages(root, 8).load().train_images, first.train_images)
 
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from colour_folders import cache_file, load, save
 
-from datamodules import ImageFolder
-from datamodules import image_cache as cache_module
 from fl_lightning import ConfigurationError
+from fl_lightning.datamodules import ImageFolder
+from fl_lightning.datamodules import image_cache as cache_module
 
 
 def test_the_second_start_reads_the_cache(tree, decoded):

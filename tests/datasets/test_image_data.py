@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from datamodules import ImageData, InMemoryDataModule
 from fl_lightning import ConfigurationError
+from fl_lightning.datamodules import ImageData, InMemoryDataModule
 
 IMAGES, LABELS = torch.zeros(4, 3, 5, 5, dtype=torch.uint8), torch.zeros(4, dtype=torch.int64)
 

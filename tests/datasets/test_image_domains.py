@@ -6,9 +6,9 @@ import torch
 from helpers import SGD, fit, small_cnn
 from PIL import Image
 
-from callbacks import FedBN
-from datamodules import IID, ImageDomains
 from fl_lightning import ConfigurationError, FederatedModule
+from fl_lightning.callbacks import FedBN
+from fl_lightning.datamodules import IID, ImageDomains
 
 COLOURS = {"amazon": 40, "dslr": 120, "webcam": 200}
 """The red of every image of a domain; its size and number of classes differ, too."""

@@ -10,8 +10,8 @@ import torch
 from colour_folders import load, save
 from PIL import Image
 
-from datamodules import ImageFolder
 from fl_lightning import ConfigurationError
+from fl_lightning.datamodules import ImageFolder
 
 REAL_IMAGES = Path(__file__).parents[3] / "shared" / "data" / "cifar10-jpeg.zip"
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 from layouts import leaf_writer
 
-from datamodules import FEMNIST
 from fl_lightning import ConfigurationError
+from fl_lightning.datamodules import FEMNIST
 
 
 @pytest.fixture
@@ -64,7 +64,7 @@ def test_each_writer_is_a_client_with_its_images_and_own_test_data(root):
 def test_later_runs_read_the_cache_and_none_that_is_damaged(root, monkeypatch):
     first = made(root).fingerprint()
     (cache,) = (root / "cache").iterdir()
-    monkeypatch.setattr("datamodules.leaf._writers", lambda path: pytest.fail("read again"))
+    monkeypatch.setattr("fl_lightning.datamodules.leaf._writers", lambda path: pytest.fail("read again"))
     assert made(root).fingerprint() == first
     monkeypatch.undo()
     content = bytearray(cache.read_bytes())
@@ -74,7 +74,7 @@ def test_later_runs_read_the_cache_and_none_that_is_damaged(root, monkeypatch):
 
 
 def test_small_writers_can_be_left_out_and_other_partitions_taken(root):
-    from datamodules import IID
+    from fl_lightning.datamodules import IID
 
     data = made(root, min_examples=6)
     assert [data.num_examples(client) for client in range(data.num_clients)] == [7, 6, 9]

@@ -5,9 +5,9 @@ from functools import partial
 import pytest
 import torch
 
-from datamodules.partition import dirichlet, gamma_similarity, iid, natural, shards
-from datamodules.partitions import IID, Dirichlet, GammaSimilarity, Natural, Partition, Shards
 from fl_lightning import ConfigurationError
+from fl_lightning.datamodules.partition import dirichlet, gamma_similarity, iid, natural, shards
+from fl_lightning.datamodules.partitions import IID, Dirichlet, GammaSimilarity, Natural, Partition, Shards
 
 PARTITIONS = {
     "iid": iid,

@@ -12,7 +12,8 @@ import pytest
 import torch
 from pages import blocks
 
-from datamodules import (
+from fl_lightning import ConfigurationError
+from fl_lightning.datamodules import (
     IID,
     Dirichlet,
     FromFile,
@@ -22,7 +23,6 @@ from datamodules import (
     Natural,
     Shards,
 )
-from fl_lightning import ConfigurationError
 
 TRAIN, TEST = 60, 20
 LABELS = torch.arange(TRAIN + TEST) % 4

@@ -7,8 +7,8 @@ from helpers import SGD, distance, fit, small_cnn
 from PIL import Image
 
 import datamodules.streamed_images as streamed
-from datamodules import Dirichlet, ImageNet, Shards, StreamedImages
 from fl_lightning import ConfigurationError, FederatedModule, SequentialExecutor, VectorizedExecutor
+from fl_lightning.datamodules import Dirichlet, ImageNet, Shards, StreamedImages
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 

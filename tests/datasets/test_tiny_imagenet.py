@@ -11,8 +11,8 @@ import pytest
 import torch
 from PIL import Image
 
-from datamodules import TinyImageNet
 from fl_lightning import ConfigurationError
+from fl_lightning.datamodules import TinyImageNet
 
 REAL = Path(__file__).parents[3] / "shared" / "data" / "tiny-imagenet-200-subset.zip"
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from datamodules import CIFAR100, FashionMNIST, TorchvisionImages
 from fl_lightning import ConfigurationError
+from fl_lightning.datamodules import CIFAR100, FashionMNIST, TorchvisionImages
 
 
 @pytest.fixture

@@ -6,9 +6,9 @@ import pytest
 import torch
 from helpers import States, blobs, distance, small_cnn, train
 
-from callbacks import AggregationDiagnostics, Byzantine
 from fl_lightning.aggregation import NNM, Median, MultiKrum, RobustAggregator, TrimmedMean, WeightedMean
 from fl_lightning.attacks import ALittleIsEnough, Gaussian
+from fl_lightning.callbacks import AggregationDiagnostics, Byzantine
 
 FIVE = {"num_clients": 5, "sizes": (16,)}
 

@@ -9,8 +9,8 @@ from helpers import SGD, ArrayClient, blobs, fit, small_cnn
 from lightning.pytorch import LightningDataModule
 from torch.nn.functional import cross_entropy
 
-from callbacks import ClientEvaluation
 from fl_lightning import FederatedDataModule, FederatedModule
+from fl_lightning.callbacks import ClientEvaluation
 
 
 def trained(data, callback):

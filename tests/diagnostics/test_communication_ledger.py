@@ -13,7 +13,8 @@ from lightning.pytorch.callbacks import Callback
 from PIL import Image
 from torch import nn
 
-from callbacks import (
+from fl_lightning import FederatedModule
+from fl_lightning.callbacks import (
     FBN,
     CommunicationLedger,
     FedTAN,
@@ -22,7 +23,6 @@ from callbacks import (
     SlidingWindowFixBN,
     StaticBN,
 )
-from fl_lightning import FederatedModule
 from fl_lightning.diagnostics.network_link import NetworkLink
 
 LINK = NetworkLink(upload_mbps=1, download_mbps=4, latency_ms=100)

@@ -9,7 +9,6 @@ import torch
 from helpers import SGD, Rows, SaveRounds, States, blobs, client_batch, fit, small_cnn, uneven_clients
 from torch import nn
 
-from callbacks import FBN, BatchNormDiagnostics, FedTAN, FixBN, StaticBN
 from fl_lightning import (
     ConfigurationError,
     FederatedCallback,
@@ -17,6 +16,7 @@ from fl_lightning import (
     SequentialExecutor,
     VectorizedExecutor,
 )
+from fl_lightning.callbacks import FBN, BatchNormDiagnostics, FedTAN, FixBN, StaticBN
 from fl_lightning.diagnostics.bn_report import MAX_ROUNDS, BatchNormReport
 from fl_lightning.diagnostics.measurements import mean_variance, statistics_bias
 from fl_lightning.methods.statistics_pass import collect

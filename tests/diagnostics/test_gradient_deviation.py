@@ -8,7 +8,6 @@ import torch
 from helpers import SGD, ArrayClient, Rows, blobs, client_batch, fit, small_cnn, uneven_clients, union_batch
 from torch.nn.functional import cross_entropy
 
-from callbacks import FBN, SCAFFOLD, BatchNormDiagnostics, ClientGradientClipping, FedBN, FedTAN, FixBN
 from fl_lightning import (
     ConfigurationError,
     FederatedCallback,
@@ -18,6 +17,15 @@ from fl_lightning import (
     VectorizedExecutor,
 )
 from fl_lightning.batch_norm.joint import averaging_by, cohort_mean, mean_of_all
+from fl_lightning.callbacks import (
+    FBN,
+    SCAFFOLD,
+    BatchNormDiagnostics,
+    ClientGradientClipping,
+    FedBN,
+    FedTAN,
+    FixBN,
+)
 from fl_lightning.client_data.cohort_batch import CohortBatch
 from fl_lightning.diagnostics.measurements import relative_deviation
 

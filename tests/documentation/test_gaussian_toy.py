@@ -8,9 +8,9 @@ import pytest
 import torch
 from helpers import distance, train
 
-from callbacks import FBN, FixBN
-from datamodules import Gaussians
 from fl_lightning import SequentialExecutor, VectorizedExecutor
+from fl_lightning.callbacks import FBN, FixBN
+from fl_lightning.datamodules import Gaussians
 from fl_lightning.models import BNProbe
 
 pytestmark = pytest.mark.slow

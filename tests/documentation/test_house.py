@@ -9,7 +9,7 @@ def test_no_files_and_no_packages_import_each_other_in_a_circle():
     assert house.circles(house.rooms(arrows)) == []
 
 
-def test_the_core_knows_neither_methods_nor_data_sets():
+def test_the_core_knows_no_experiments_methods_or_data_sets():
     assert house.backward(house.imports()) == []
 
 
@@ -23,11 +23,19 @@ def test_an_import_for_types_alone_would_close_a_circle(tmp_path, monkeypatch):
     )
     monkeypatch.setattr(house, "ROOT", tmp_path)
     assert house.circles(house.imports()) == [["fl_lightning.one", "fl_lightning.two"]]
-    (package / "two.py").write_text("from callbacks import FBN\n")
+    (package / "two.py").write_text(
+        "from fl_lightning.callbacks.fbn import FBN\nimport fl_lightning.experiments.run\n"
+    )
     (tmp_path / "callbacks").mkdir()
-    (tmp_path / "callbacks" / "__init__.py").write_text("FBN = 1\n")
+    (tmp_path / "callbacks" / "fbn.py").write_text("FBN = 1\n")
+    (package / "experiments").mkdir()
+    (package / "experiments" / "run.py").write_text("from fl_lightning.callbacks.fbn import FBN\n")
     assert house.circles(house.imports()) == []
-    assert house.backward(house.imports()) == ["fl_lightning.two -> callbacks"]
+    assert house.backward(house.imports()) == [
+        "fl_lightning.experiments.run -> fl_lightning.callbacks.fbn",
+        "fl_lightning.two -> fl_lightning.callbacks.fbn",
+        "fl_lightning.two -> fl_lightning.experiments.run",
+    ]
 
 
 def test_most_files_are_read_at_one_sitting():

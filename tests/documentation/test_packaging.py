@@ -1,14 +1,153 @@
-"""What an installation must hold."""
+"""What an installation holds, and how it lives beside a user's own packages of the same names."""
 
-import tomllib
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import zipfile
 from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from command_line import TINY
 
 ROOT = Path(__file__).parents[2]
 
+MINE = """\
+from fl_lightning.callbacks import FixBN
+class Mine(FixBN):
+    pass
+"""
 
-def test_every_folder_of_code_is_a_package_that_is_installed():
-    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
-    tops = [pattern.removesuffix("*") for pattern in settings["packages"]["find"]["include"]]
-    assert sorted(tops) == ["callbacks", "configs", "datamodules", "fl_lightning"]
-    folders = {path.parent for top in tops for path in (ROOT / top).rglob("*.py")}
-    assert [folder for folder in folders if not (folder / "__init__.py").exists()] == []
+IN_A_PROJECT = """\
+import fl_lightning, fl_lightning.callbacks, fl_lightning.datamodules
+import callbacks, callbacks.fixbn, callbacks.mine, datamodules
+assert callbacks.__file__ == datamodules.__file__.replace("datamodules", "callbacks"), callbacks.__file__
+assert not hasattr(callbacks, "FixBN")
+assert callbacks.fixbn.FixBN is fl_lightning.callbacks.FixBN is callbacks.mine.FixBN
+print(fl_lightning.__file__)
+"""
+
+ALONE = """\
+import fl_lightning, fl_lightning.callbacks
+import callbacks, datamodules, configs
+from callbacks.fixbn import FixBN
+assert callbacks.FixBN is FixBN is fl_lightning.callbacks.FixBN
+assert FixBN.__module__ == "fl_lightning.callbacks.fixbn"
+"""
+
+
+def tracked():
+    """The files of the repository; a copy without git has no list of them."""
+    found = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=False)
+    if found.returncode:
+        pytest.skip("a copy without git")
+    return [name for name in found.stdout.split("\0") if name and os.path.lexists(ROOT / name)]
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory):
+    """A copy of what git tracks, with its links."""
+    copy = tmp_path_factory.mktemp("checkout")
+    for name in tracked():
+        (copy / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(ROOT / name, copy / name, follow_symlinks=False)
+    return copy
+
+
+def build(what, source, out):
+    """Let the build backend make a wheel, an editable wheel or a source distribution."""
+    code = f"import setuptools.build_meta as backend; print(backend.build_{what}({str(out)!r}))"
+    subprocess.run([sys.executable, "-c", code], cwd=source, check=True, capture_output=True)
+    (made,) = out.iterdir()
+    return made
+
+
+@pytest.fixture(scope="module", params=["checkout", "editable", "wheel", "wheel of the source distribution"])
+def installed(request, checkout, tmp_path_factory):
+    """The folder that Python finds an installation in."""
+    place, out = tmp_path_factory.mktemp("site"), tmp_path_factory.mktemp("out")
+    if request.param == "checkout":
+        return checkout
+    if "source" in request.param:
+        with tarfile.open(build("sdist", checkout, tmp_path_factory.mktemp("sdist"))) as archive:
+            archive.extractall(tmp := tmp_path_factory.mktemp("unpacked"), filter="data")
+        (checkout,) = tmp.iterdir()
+    with zipfile.ZipFile(
+        build("editable" if request.param == "editable" else "wheel", checkout, out)
+    ) as wheel:
+        if "wheel" in request.param:
+            shipped = {
+                f"fl_lightning/{name}".replace("fl_lightning/fl_lightning/", "fl_lightning/")
+                for name in tracked()
+                if name.startswith(("fl_lightning/", "callbacks/", "datamodules/", "configs/"))
+                and name.endswith((".py", ".yaml", ".json", ".html", "py.typed"))
+            }
+            assert {name for name in wheel.namelist() if ".dist-info/" not in name} == shipped
+        wheel.extractall(place)
+    return place
+
+
+def python(code, place, folder):
+    """Run code in a folder with an installation, and return what it prints."""
+    libraries = sysconfig.get_paths()["purelib"]  # -S: without what is installed there in editable form
+    paths = f"import site, sys; sys.path[:0] = ['', {str(place)!r}]; sys.path.append({libraries!r}); site.addsitedir({str(place)!r})\n"
+    command = [sys.executable, "-S", "-c", paths + code]
+    clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(command, cwd=folder, env=clean, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture
+def project(tmp_path):
+    """A folder as the usual template of a Lightning project lays it out."""
+    for name in ("callbacks", "datamodules"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").touch()
+    (tmp_path / "callbacks" / "mine.py").write_text(MINE)
+    return tmp_path
+
+
+@pytest.mark.slow
+def test_each_kind_of_installation_gives_one_package_beside_the_users_own(
+    installed, project, tmp_path_factory
+):
+    assert str(ROOT) not in python(IN_A_PROJECT, installed, project)
+    python(ALONE, installed, tmp_path_factory.mktemp("empty"))
+
+
+def test_a_checkout_imports_its_folders_as_the_same_objects():
+    code = "from callbacks import FixBN\nimport callbacks.fixbn, fl_lightning.callbacks\n"
+    code += "assert FixBN is callbacks.fixbn.FixBN is fl_lightning.callbacks.FixBN"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
+def command(*arguments):
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    line = [sys.executable, "-m", "fl_lightning", *arguments]
+    return subprocess.run(line, env=environment, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.slow
+def test_a_project_with_callbacks_of_its_own_trains_them_beside_the_shipped_ones(project, monkeypatch):
+    monkeypatch.chdir(project)
+    methods = [{"class_path": "callbacks.mine.Mine", "init_args": {"freeze_round": 1}}, "callbacks.FedProx"]
+    for name, entries in {
+        "mine": methods,
+        "shipped": ["callbacks.FixBN", "fl_lightning.callbacks.FedProx"],
+    }.items():
+        config = {**TINY, "name": name, "trainer": {**TINY["trainer"], "callbacks": entries}}
+        Path(f"{name}.yaml").write_text(yaml.safe_dump(config))
+        done = command("fit", "--config", f"{name}.yaml")
+        assert done.returncode == 0, done.stderr
+        (saved,) = Path("runs", name).glob("*/config.yaml")
+        found = [one["class_path"] for one in yaml.safe_load(saved.read_text())["trainer"]["callbacks"]]
+        first = {"mine": "callbacks.mine.Mine", "shipped": "fl_lightning.callbacks.FixBN"}[name]
+        assert found == [first, "fl_lightning.callbacks.FedProx"]
+        assert torch.load(saved.parent / "checkpoints/last.ckpt", weights_only=True)["global_step"] == 4
+    checked = command("verify", "--callback", "callbacks.mine.Mine")
+    assert checked.returncode == 0, checked.stdout + checked.stderr

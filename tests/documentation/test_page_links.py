@@ -6,7 +6,7 @@ import generated
 import pytest
 from pages import PAGES, ROOT, WRITTEN
 
-import callbacks
+from fl_lightning import callbacks
 
 
 def anchors(text):

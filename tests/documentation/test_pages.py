@@ -13,9 +13,9 @@ from pages import OURS, PAGES, ROOT, blocks, commands, looped_configurations, me
 from readme_code import METHOD_BLOCKS, hide
 from street_scenes import write_scenes
 
-from datamodules import CIFAR10
 from fl_lightning import FederatedCallback, FederatedModule
 from fl_lightning.__main__ import main as program
+from fl_lightning.datamodules import CIFAR10
 from fl_lightning.experiments.studies.reading import read_study
 from fl_lightning.verification import certify
 

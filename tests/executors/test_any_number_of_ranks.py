@@ -9,7 +9,6 @@ from helpers import ArrayClient, States, blobs, distance, small_cnn
 from outcomes import assert_same, same, states
 from torch import nn
 
-from callbacks import BatchNormDiagnostics, FedTAN
 from fl_lightning import (
     ConfigurationError,
     FederatedCallback,
@@ -18,6 +17,7 @@ from fl_lightning import (
     SequentialExecutor,
     VectorizedExecutor,
 )
+from fl_lightning.callbacks import BatchNormDiagnostics, FedTAN
 from fl_lightning.cohort.client_memory import contents
 
 UNEVEN = {"participation": 3, "local_steps": None, "local_epochs": 1}

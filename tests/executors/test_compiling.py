@@ -14,8 +14,8 @@ from outcomes import outcome, same
 from torch import nn
 from torch.utils.data import DataLoader
 
-from callbacks import FixBN
 from fl_lightning import ConfigurationError, FederatedModule, SequentialExecutor
+from fl_lightning.callbacks import FixBN
 from fl_lightning.cohort.slots import StateSlots
 from fl_lightning.execution import compiling
 from fl_lightning.execution.compiling import decide

@@ -9,7 +9,6 @@ from helpers import SGD, blobs, distance, fit, small_cnn, train
 from outcomes import METHODS, MOMENTUM, outcome
 from torch import nn
 
-from callbacks import FixBN
 from fl_lightning import (
     ConfigurationError,
     FederatedCallback,
@@ -17,6 +16,7 @@ from fl_lightning import (
     SequentialExecutor,
     VectorizedExecutor,
 )
+from fl_lightning.callbacks import FixBN
 from fl_lightning.errors import CannotVectorize
 from fl_lightning.models import FBNCNN
 

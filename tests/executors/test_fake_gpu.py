@@ -10,8 +10,6 @@ from helpers import SGD, SaveRounds, blobs, small_cnn
 from helpers import fit as fit_on_cpu
 from torch import nn
 
-from callbacks import FBN, SCAFFOLD, ClientGradientClipping, MaintainedMomentum
-from datamodules import Digits
 from fl_lightning import (
     ClientFailures,
     FederatedCallback,
@@ -30,6 +28,8 @@ from fl_lightning.aggregation import (
     MultiKrum,
     TrimmedMean,
 )
+from fl_lightning.callbacks import FBN, SCAFFOLD, ClientGradientClipping, MaintainedMomentum
+from fl_lightning.datamodules import Digits
 from fl_lightning.optimizers.schedules import InverseSteps
 from fl_lightning.optimizers.server import FedAdam, FedYogi
 from fl_lightning.round import module as round_module

@@ -7,8 +7,8 @@ import pytest
 import torch
 from helpers import States, blobs, fit, small_cnn
 
-from datamodules import Digits
 from fl_lightning import FederatedCallback, FederatedModule, SequentialExecutor, VectorizedExecutor
+from fl_lightning.datamodules import Digits
 
 pytestmark = [
     pytest.mark.gpu,

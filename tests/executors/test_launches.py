@@ -38,7 +38,7 @@ class Slow(FederatedCallback):
 """
 SGD = {"class_path": "SGD", "init_args": {"lr": 0.05, "momentum": 0.9}}
 METHODS = [
-    {"trainer.callbacks": [{"class_path": "callbacks.FedBN"}]},
+    {"trainer.callbacks": [{"class_path": "fl_lightning.callbacks.FedBN"}]},
     {"trainer.callbacks": [{"class_path": "SCAFFOLD"}]},
     {
         "trainer.callbacks": [{"class_path": "MaintainedMomentum", "init_args": {"scope": "local"}}],

@@ -9,9 +9,9 @@ from contract import contents
 from helpers import SGD, ArrayClient, SaveRounds, States, blobs, distance, fit, small_cnn
 from torch.nn.functional import cross_entropy
 
-from callbacks import FBN, FixBN
-from datamodules import Digits
 from fl_lightning import ConfigurationError, FederatedDataModule, FederatedModule
+from fl_lightning.callbacks import FBN, FixBN
+from fl_lightning.datamodules import Digits
 from fl_lightning.experiments.run_directory.metrics import JSONLinesLogger, read_metrics
 from fl_lightning.methods.variant_evaluation import BATCH_STATISTICS, VariantEvaluation
 from fl_lightning.models import LeNet

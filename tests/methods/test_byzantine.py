@@ -6,9 +6,6 @@ import pytest
 import torch
 from helpers import blobs, distance, small_cnn, train
 
-from callbacks import FBN, Byzantine, FedBN, MaintainedMomentum
-from callbacks.byzantine import attackers
-from datamodules import Digits, GammaSimilarity, HonestOnly
 from fl_lightning import ConfigurationError, FederatedCallback
 from fl_lightning.aggregation import NNM, Median, TrimmedMean
 from fl_lightning.attacks import (
@@ -20,6 +17,9 @@ from fl_lightning.attacks import (
     SignFlip,
     sign_flip,
 )
+from fl_lightning.callbacks import FBN, Byzantine, FedBN, MaintainedMomentum
+from fl_lightning.callbacks.byzantine import attackers
+from fl_lightning.datamodules import Digits, GammaSimilarity, HonestOnly
 from fl_lightning.execution.vectorized import VectorizedExecutor
 from fl_lightning.verification import certify
 

@@ -4,9 +4,9 @@ import pytest
 import torch
 from helpers import blobs, small_cnn, train
 
-from callbacks import Byzantine, FixBN, SiloBN
 from fl_lightning import ConfigurationError
 from fl_lightning.attacks import LabelFlip, SignFlip
+from fl_lightning.callbacks import Byzantine, FixBN, SiloBN
 
 FIVE = {"num_clients": 5, "sizes": (16,)}
 

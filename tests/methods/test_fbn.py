@@ -8,9 +8,9 @@ import torch
 from helpers import SGD, States, blobs, distance, fit, small_cnn, train, uneven_clients, union_of
 from torch import nn
 
-from callbacks import FBN, FixBN
 from fl_lightning import ConfigurationError, FederatedModule, SequentialExecutor, VectorizedExecutor
 from fl_lightning.aggregation import Aggregator
+from fl_lightning.callbacks import FBN, FixBN
 from fl_lightning.round.plan import sample_cohort
 
 EXECUTORS = pytest.mark.parametrize("executor", [SequentialExecutor, VectorizedExecutor])

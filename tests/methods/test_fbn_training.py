@@ -9,8 +9,8 @@ from helpers import SGD, States, blobs, distance, plain_step, small_cnn, train, 
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from callbacks import FBN, FixBN, MaintainedMomentum
 from fl_lightning import SequentialExecutor, VectorizedExecutor
+from fl_lightning.callbacks import FBN, FixBN, MaintainedMomentum
 
 MOMENTUM = partial(torch.optim.SGD, lr=0.02, momentum=0.9, weight_decay=0.02)
 EXECUTORS = pytest.mark.parametrize("executor", [SequentialExecutor, VectorizedExecutor])

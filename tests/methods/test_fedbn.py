@@ -26,9 +26,6 @@ from helpers import (
 from readme_code import methods
 from torch import nn
 
-from callbacks import FedBN, FixBN
-from datamodules import Digits
-from datamodules.partitions import Shards
 from fl_lightning import (
     ConfigurationError,
     FederatedDataModule,
@@ -36,6 +33,9 @@ from fl_lightning import (
     SequentialExecutor,
     VectorizedExecutor,
 )
+from fl_lightning.callbacks import FedBN, FixBN
+from fl_lightning.datamodules import Digits
+from fl_lightning.datamodules.partitions import Shards
 from fl_lightning.methods.local_state import LocalState, weighed_accuracy
 from fl_lightning.models import LeNet
 

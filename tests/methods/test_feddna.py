@@ -9,9 +9,9 @@ from helpers import blobs, distance, small_cnn, train
 from torch.distributions import Normal, kl_divergence
 
 import callbacks.feddna
-from callbacks import FedDNA, MomentMatching
-from callbacks.feddna import reverse_kl_importances
 from fl_lightning import ConfigurationError, SequentialExecutor, VectorizedExecutor
+from fl_lightning.callbacks import FedDNA, MomentMatching
+from fl_lightning.callbacks.feddna import reverse_kl_importances
 
 EXECUTORS = pytest.mark.parametrize("executor", [SequentialExecutor, VectorizedExecutor])
 EPS = 1e-5

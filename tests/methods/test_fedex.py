@@ -9,14 +9,20 @@ import torch
 from helpers import SGD, SaveRounds, States, blobs, client_batch, distance, fit, small_cnn, train
 from torch.nn.functional import cross_entropy
 
-from callbacks import FedExFixBN, FixBN
-from callbacks.fedex import discounted_mean, entropy, exponentiated_step, gradient_estimate, step_size
 from fl_lightning import (
     ConfigurationError,
     FederatedCallback,
     FederatedModule,
     SequentialExecutor,
     VectorizedExecutor,
+)
+from fl_lightning.callbacks import FedExFixBN, FixBN
+from fl_lightning.callbacks.fedex import (
+    discounted_mean,
+    entropy,
+    exponentiated_step,
+    gradient_estimate,
+    step_size,
 )
 from fl_lightning.round.policy import policy_table
 

@@ -9,8 +9,8 @@ from helpers import blobs, client_batch, distance, small_cnn, train
 from readme_code import methods
 from torch.nn.functional import cross_entropy
 
-from callbacks import FedBN, FedProx
 from fl_lightning import ConfigurationError, FederatedCallback, SequentialExecutor, VectorizedExecutor
+from fl_lightning.callbacks import FedBN, FedProx
 
 EXECUTORS = pytest.mark.parametrize("executor", [SequentialExecutor, VectorizedExecutor])
 SIZES = (16, 24, 40, 32)

@@ -25,8 +25,6 @@ from helpers import (
 from torch import nn
 
 import callbacks.fedtan
-from callbacks import FBN, BatchNormDiagnostics, FedBN, FedTAN, FixBN, MaintainedMomentum
-from callbacks.fedtan import JointStep, TANBatchNorm
 from fl_lightning import (
     ConfigurationError,
     FederatedCallback,
@@ -36,6 +34,8 @@ from fl_lightning import (
     VectorizedExecutor,
 )
 from fl_lightning.batch_norm.joint import cohort_mean
+from fl_lightning.callbacks import FBN, BatchNormDiagnostics, FedBN, FedTAN, FixBN, MaintainedMomentum
+from fl_lightning.callbacks.fedtan import JointStep, TANBatchNorm
 from fl_lightning.models import ResNet8, ResNet20
 
 DECAYED = partial(torch.optim.SGD, lr=0.1, weight_decay=0.05)

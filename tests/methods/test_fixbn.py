@@ -7,8 +7,8 @@ import torch
 from helpers import SGD, SaveRounds, States, blobs, by_hand, centralised, distance, fit, small_cnn, train
 from torch import nn
 
-from callbacks import FixBN
 from fl_lightning import ConfigurationError, FederatedModule, SequentialExecutor, VectorizedExecutor
+from fl_lightning.callbacks import FixBN
 
 STATISTICS = [
     f"{layer}.{name}" for layer in (1, 4) for name in ("running_mean", "running_var", "num_batches_tracked")

@@ -9,8 +9,8 @@ from helpers import blobs, client_batch, distance, small_cnn, train
 from torch.nn.functional import cross_entropy
 from torch.nn.utils import clip_grad_norm_
 
-from callbacks import ClientGradientClipping, FedProx, FixBN
 from fl_lightning import ConfigurationError, FederatedCallback, SequentialExecutor, VectorizedExecutor
+from fl_lightning.callbacks import ClientGradientClipping, FedProx, FixBN
 
 EXECUTORS = pytest.mark.parametrize("executor", [SequentialExecutor, VectorizedExecutor])
 INFINITY = float("inf")

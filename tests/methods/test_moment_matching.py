@@ -5,8 +5,8 @@ import torch
 from helpers import ArrayClient, States, blobs, client_batch, distance, small_cnn, train
 from torch import nn
 
-from callbacks import FixBN, MomentMatching
 from fl_lightning import ConfigurationError, FederatedDataModule, SequentialExecutor, VectorizedExecutor
+from fl_lightning.callbacks import FixBN, MomentMatching
 from fl_lightning.methods.running_statistics import client_statistics, set_server_statistics
 
 EXECUTORS = pytest.mark.parametrize("executor", [SequentialExecutor, VectorizedExecutor])

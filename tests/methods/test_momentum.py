@@ -8,7 +8,6 @@ import torch
 from helpers import blobs, by_hand, centralised, distance, fit, small_cnn
 from torch import nn
 
-from callbacks import FedBN, FixBN, MaintainedMomentum
 from fl_lightning import (
     ConfigurationError,
     FederatedCallback,
@@ -16,6 +15,7 @@ from fl_lightning import (
     SequentialExecutor,
     VectorizedExecutor,
 )
+from fl_lightning.callbacks import FedBN, FixBN, MaintainedMomentum
 from fl_lightning.cohort.rows import parameter_groups
 from fl_lightning.optimizers.schedules import MultiStep
 from fl_lightning.round.plan import sample_cohort

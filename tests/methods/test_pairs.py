@@ -7,8 +7,13 @@ import torch
 from contract import MOMENTUM, SHIPPED, contents
 from helpers import SGD, SaveRounds, States, blobs, distance, fit, small_cnn
 
-import callbacks
-from fl_lightning import ConfigurationError, FederatedModule, SequentialExecutor, VectorizedExecutor
+from fl_lightning import (
+    ConfigurationError,
+    FederatedModule,
+    SequentialExecutor,
+    VectorizedExecutor,
+    callbacks,
+)
 
 SETTINGS = {name: cls.examples[-1] for name, cls in SHIPPED.items()}
 """What shows most of a method in a few rounds."""

@@ -6,9 +6,9 @@ import pytest
 import torch
 from helpers import blobs, distance, small_cnn, train
 
-from callbacks import SCAFFOLD, FedDNA, FedTAN, MaintainedMomentum, MomentMatching
 from fl_lightning import ConfigurationError, FederatedCallback
 from fl_lightning.aggregation import GeometricMedian, Krum, Median, WeightedMean
+from fl_lightning.callbacks import SCAFFOLD, FedDNA, FedTAN, MaintainedMomentum, MomentMatching
 from fl_lightning.cohort.cohort import SERVER
 
 CLIENTS = {"num_clients": 5, "sizes": (40,) * 5}

@@ -21,7 +21,6 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
-from callbacks import SCAFFOLD, FedBN, FedProx, FixBN, MaintainedMomentum
 from fl_lightning import (
     ClientDataModule,
     ClientFailures,
@@ -31,6 +30,7 @@ from fl_lightning import (
     SequentialExecutor,
     VectorizedExecutor,
 )
+from fl_lightning.callbacks import SCAFFOLD, FedBN, FedProx, FixBN, MaintainedMomentum
 from fl_lightning.cohort.rows import parameter_groups
 from fl_lightning.optimizers.schedules import MultiStep
 from fl_lightning.round.plan import sample_cohort

@@ -8,8 +8,8 @@ from contract import MOMENTUM, TABLE, method_of
 from helpers import SGD, States, distance, fit
 from street_scenes import write_scenes
 
-from datamodules import Cityscapes
 from fl_lightning import FederatedModule, Segmentation, SequentialExecutor, VectorizedExecutor
+from fl_lightning.datamodules import Cityscapes
 from fl_lightning.models import SmallDeepLab
 
 

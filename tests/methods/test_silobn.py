@@ -17,8 +17,8 @@ from helpers import (
     small_cnn,
 )
 
-from callbacks import FedBN, SiloBN
 from fl_lightning import FederatedModule, SequentialExecutor, VectorizedExecutor
+from fl_lightning.callbacks import FedBN, SiloBN
 
 STATISTICS = [
     f"{layer}.{name}" for layer in (1, 4) for name in ("running_mean", "running_var", "num_batches_tracked")

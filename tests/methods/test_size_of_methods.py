@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-import callbacks
+from fl_lightning import callbacks
 
 ROOT = Path(callbacks.__file__).parents[1]
 LIMITS = {

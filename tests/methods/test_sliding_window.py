@@ -8,8 +8,8 @@ from command_line import rows, run
 from helpers import SaveRounds, States, blobs, fit, small_cnn, train
 from torch import nn
 
-from callbacks import FBN, FixBN, SlidingWindowFixBN, sliding_window
 from fl_lightning import ConfigurationError, FederatedCallback, FederatedModule
+from fl_lightning.callbacks import FBN, FixBN, SlidingWindowFixBN, sliding_window
 from fl_lightning.pictures.learning_curve import learning_curve_figure
 from fl_lightning.round.policy import policy_table, stages_in_words
 

@@ -9,7 +9,6 @@ from helpers import ArrayClient, Rows, States, blobs, client_batch, distance, fi
 from torch import nn
 from torch.optim.swa_utils import update_bn
 
-from callbacks import FBN, FixBN, StaticBN
 from fl_lightning import (
     ClientFailures,
     ConfigurationError,
@@ -18,6 +17,7 @@ from fl_lightning import (
     FederatedModule,
 )
 from fl_lightning.batch_norm.moments import moments
+from fl_lightning.callbacks import FBN, FixBN, StaticBN
 from fl_lightning.methods import statistics_pass
 from fl_lightning.methods.statistics_pass import collect
 

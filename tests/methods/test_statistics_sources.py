@@ -8,7 +8,6 @@ from helpers import SGD, ArrayClient, SaveRounds, blobs, distance, fit, small_cn
 from lightning.pytorch.callbacks import Callback
 from torch.utils.data import DataLoader
 
-from callbacks import FBN, FedBN, FedDNA, FixBN, MomentMatching, SiloBN, StaticBN, StatisticsSources
 from fl_lightning import (
     ConfigurationError,
     FederatedCallback,
@@ -17,6 +16,16 @@ from fl_lightning import (
     VectorizedExecutor,
 )
 from fl_lightning.aggregation import GeometricMedian, Krum, TrimmedMean
+from fl_lightning.callbacks import (
+    FBN,
+    FedBN,
+    FedDNA,
+    FixBN,
+    MomentMatching,
+    SiloBN,
+    StaticBN,
+    StatisticsSources,
+)
 from fl_lightning.round.record import RunRecord
 
 FAMILY = {

@@ -5,8 +5,8 @@ import torch
 from helpers import SGD, ArrayClient, blobs, fit, small_cnn
 from lightning.pytorch.callbacks import Callback
 
-from callbacks import CommunicationLedger, StaticBN
 from fl_lightning import FederatedDataModule, FederatedModule
+from fl_lightning.callbacks import CommunicationLedger, StaticBN
 from fl_lightning.diagnostics.network_link import NetworkLink
 
 STATISTICS = 20

@@ -9,7 +9,6 @@ from helpers import SGD, ArrayClient, distance, fit
 from street_scenes import write_scenes
 from torch import nn
 
-from datamodules import Cityscapes
 from fl_lightning import (
     FederatedDataModule,
     FederatedModule,
@@ -17,6 +16,7 @@ from fl_lightning import (
     SequentialExecutor,
     VectorizedExecutor,
 )
+from fl_lightning.datamodules import Cityscapes
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.experiments.run_directory.describe import norm_names
 from fl_lightning.models import SmallDeepLab, convert_norm, deeplab_v3_plus, library_model

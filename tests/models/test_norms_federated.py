@@ -7,8 +7,8 @@ import torch
 from helpers import States, blobs, centralised, distance, small_cnn, train
 from torch import nn
 
-from callbacks import FixBN
 from fl_lightning import SequentialExecutor, VectorizedExecutor
+from fl_lightning.callbacks import FixBN
 from fl_lightning.models import LeNet, ResNet8
 
 EXECUTORS = pytest.mark.parametrize("executor", [SequentialExecutor, VectorizedExecutor])

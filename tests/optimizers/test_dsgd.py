@@ -8,8 +8,8 @@ import torch
 from helpers import ArrayClient, States, blobs, distance, small_cnn, train
 from torch import nn
 
-from callbacks import FBN, MaintainedMomentum
 from fl_lightning import ConfigurationError, FederatedDataModule, SequentialExecutor, VectorizedExecutor
+from fl_lightning.callbacks import FBN, MaintainedMomentum
 from fl_lightning.optimizers.schedules import InverseSteps, MultiStep
 
 DAMPED = partial(torch.optim.SGD, momentum=0.99, dampening=0.99)

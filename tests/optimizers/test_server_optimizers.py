@@ -9,8 +9,8 @@ from command_line import write_config
 from contract import contents
 from helpers import SaveRounds, States, blobs, by_hand, distance, fit, small_cnn, train
 
-from callbacks import FedBN
 from fl_lightning import ConfigurationError, FederatedModule, SequentialExecutor, VectorizedExecutor
+from fl_lightning.callbacks import FedBN
 from fl_lightning.optimizers.server import FedAdam, FedYogi
 
 EXECUTORS = pytest.mark.parametrize("executor", [SequentialExecutor, VectorizedExecutor])

@@ -11,7 +11,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import LogNorm
 from matplotlib.text import Text
 
-from callbacks import BatchNormDiagnostics
+from fl_lightning.callbacks import BatchNormDiagnostics
 from fl_lightning.pictures.drift import drift_figure, layers_figure
 from fl_lightning.pictures.style import LAYERS, write_figure
 

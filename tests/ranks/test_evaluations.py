@@ -10,7 +10,8 @@ from torch import nn
 from torch.utils.data import DataLoader
 from torchmetrics import SumMetric
 
-from callbacks import (
+from fl_lightning import FederatedDataModule, FederatedModule
+from fl_lightning.callbacks import (
     FBN,
     BatchNormDiagnostics,
     ClientEvaluation,
@@ -20,7 +21,6 @@ from callbacks import (
     StaticBN,
     StatisticsSources,
 )
-from fl_lightning import FederatedDataModule, FederatedModule
 from fl_lightning.methods.statistics_pass import collect
 
 SIZES = pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])

@@ -5,8 +5,8 @@ from functools import partial
 import pytest
 from helpers import SGD, SaveRounds, blobs, distance, fit, small_cnn, train
 
-from callbacks import FixBN
 from fl_lightning import FederatedCallback, FederatedModule
+from fl_lightning.callbacks import FixBN
 
 
 class Interrupt(FederatedCallback):

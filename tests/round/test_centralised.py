@@ -8,10 +8,10 @@ from helpers import SGD, ArrayClient, States, blobs, centralised, distance, fit,
 from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader
 
-from callbacks import FBN, FixBN, MaintainedMomentum
-from datamodules import Digits
 from fl_lightning import FederatedDataModule, FederatedModule, SequentialExecutor, VectorizedExecutor
+from fl_lightning.callbacks import FBN, FixBN, MaintainedMomentum
 from fl_lightning.client_data.cohort_batch import CohortBatch
+from fl_lightning.datamodules import Digits
 from fl_lightning.experiments.run_directory.describe import method_name
 from fl_lightning.round.plan import sample_cohort
 

@@ -8,7 +8,6 @@ import torch
 from helpers import SGD, Rows, SaveRounds, States, blobs, by_hand, distance, fit, small_cnn
 from outcomes import assert_same, states
 
-from callbacks import FBN, SCAFFOLD, FedBN, FixBN, MaintainedMomentum
 from fl_lightning import (
     ClientFailures,
     ConfigurationError,
@@ -18,6 +17,7 @@ from fl_lightning import (
     VectorizedExecutor,
 )
 from fl_lightning.aggregation import TrimmedMean
+from fl_lightning.callbacks import FBN, SCAFFOLD, FedBN, FixBN, MaintainedMomentum
 from fl_lightning.round.plan import RoundPlan, sample_cohort
 
 EXECUTORS = pytest.mark.parametrize("executor", [SequentialExecutor, VectorizedExecutor])

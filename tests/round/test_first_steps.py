@@ -13,8 +13,8 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
-from callbacks import FBN
 from fl_lightning import ConfigurationError, FederatedCallback, FederatedDataModule, FederatedModule
+from fl_lightning.callbacks import FBN
 from fl_lightning.execution.sequential import SequentialExecutor
 from fl_lightning.execution.vectorized import VectorizedExecutor
 from fl_lightning.experiments.run_directory.description import config_hash

@@ -3,9 +3,9 @@
 import torch
 from helpers import blobs, small_cnn, train
 
-from callbacks import FedBN, FixBN
 from fl_lightning import FederatedCallback
 from fl_lightning.aggregation import Krum, Median
+from fl_lightning.callbacks import FedBN, FixBN
 from fl_lightning.round.messages import sent_vectors
 
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from helpers import ArrayClient, blobs, distance, fit, small_cnn
 
-from callbacks import FBN, FedTAN, FixBN
 from fl_lightning import FederatedDataModule, FederatedModule, SequentialExecutor, VectorizedExecutor
+from fl_lightning.callbacks import FBN, FedTAN, FixBN
 
 
 def single(data):

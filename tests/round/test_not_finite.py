@@ -9,7 +9,6 @@ from helpers import SGD, Rows, SaveRounds, States, blobs, distance, fit, small_c
 from outcomes import MOMENTUM, assert_same, states
 from torch.utils._pytree import tree_leaves
 
-from callbacks import FBN, SCAFFOLD, FedBN, MaintainedMomentum, SlidingWindowFixBN
 from fl_lightning import (
     ClientFailures,
     ConfigurationError,
@@ -19,6 +18,7 @@ from fl_lightning import (
     VectorizedExecutor,
 )
 from fl_lightning.aggregation import GeometricMedian, Median, TrimmedMean
+from fl_lightning.callbacks import FBN, SCAFFOLD, FedBN, MaintainedMomentum, SlidingWindowFixBN
 from fl_lightning.cohort.client_memory import contents
 
 SIZES = (16, 40, 64)

@@ -7,7 +7,8 @@ import torch
 from helpers import SGD, SaveRounds, blobs, fit, small_cnn
 from lightning.pytorch.callbacks import Callback
 
-from callbacks import (
+from fl_lightning import FederatedModule
+from fl_lightning.callbacks import (
     FBN,
     SCAFFOLD,
     ClientEvaluation,
@@ -24,7 +25,6 @@ from callbacks import (
     SlidingWindowFixBN,
     StaticBN,
 )
-from fl_lightning import FederatedModule
 from fl_lightning.cohort.round_cohort import RoundCohort
 from fl_lightning.models import FBNCNN, ResNet20
 from fl_lightning.optimizers.server import FedAdam

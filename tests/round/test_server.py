@@ -6,8 +6,8 @@ import torch
 from helpers import SGD, blobs, distance, fit, small_cnn, train
 from torch import nn
 
-from callbacks import FixBN
 from fl_lightning import ConfigurationError, FederatedModule
+from fl_lightning.callbacks import FixBN
 from fl_lightning.experiments.run_directory.predictions import write_predictions
 from fl_lightning.optimizers.schedules import MultiStep
 from fl_lightning.round.evaluation import ServerEvaluation

@@ -8,7 +8,10 @@ import torch
 from helpers import SGD, blobs, fit, small_cnn
 
 import callbacks.fedtan
-from callbacks import (
+from fl_lightning import FederatedCallback, FederatedModule
+from fl_lightning.batch_norm.joint import cohort_mean
+from fl_lightning.batch_norm.layers import batch_norm_layers
+from fl_lightning.callbacks import (
     FBN,
     SCAFFOLD,
     FedBN,
@@ -20,9 +23,6 @@ from callbacks import (
     MomentMatching,
     SiloBN,
 )
-from fl_lightning import FederatedCallback, FederatedModule
-from fl_lightning.batch_norm.joint import cohort_mean
-from fl_lightning.batch_norm.layers import batch_norm_layers
 
 MOMENTUM = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
 ADAM = partial(torch.optim.Adam, lr=0.01, eps=1e-3)

@@ -9,8 +9,8 @@ import torch
 from command_line import run, write_config
 from helpers import SGD, blobs, fit, small_cnn
 
-from callbacks import FedBN
 from fl_lightning import FederatedModule
+from fl_lightning.callbacks import FedBN
 from fl_lightning.cohort import client_memory
 from fl_lightning.cohort.client_memory import ClientMemory, contents, locate
 from fl_lightning.experiments.run_directory.checkpoint_io import AtomicCheckpointIO

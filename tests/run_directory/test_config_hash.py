@@ -27,7 +27,7 @@ CONFIG = {
         "max_epochs": 10,
         "precision": "32-true",
         "callbacks": [
-            {"class_path": "callbacks.fixbn.FixBN", "init_args": {"freeze_round": 5}},
+            {"class_path": "fl_lightning.callbacks.fixbn.FixBN", "init_args": {"freeze_round": 5}},
             {
                 "class_path": "fl_lightning.experiments.run.progress.RoundProgress",
                 "init_args": {"every_n_seconds": 5.0},
@@ -91,7 +91,7 @@ def test_progress_bar_and_checkpoint_callbacks_do_not_count_wherever_they_stand(
 
 def test_order_of_callbacks_counts_and_order_of_keys_does_not():
     fixbn, _ = CONFIG["trainer"]["callbacks"]
-    fedbn = {"class_path": "callbacks.fedbn.FedBN"}
+    fedbn = {"class_path": "fl_lightning.callbacks.fedbn.FedBN"}
     one = changed("trainer", "callbacks", value=[fixbn, fedbn])
     other = changed("trainer", "callbacks", value=[fedbn, fixbn])
     assert config_hash(one) != config_hash(other)

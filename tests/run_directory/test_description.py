@@ -15,8 +15,6 @@ from command_line import TINY, FederatedCLI, run, write_config
 from defaults import FILE, shipped, today
 from torch import nn
 
-from callbacks import FBN, Byzantine, FedBN, FedProx, FixBN, SlidingWindowFixBN
-from datamodules import Digits, FromFile, Gaussians, Shards
 from fl_lightning import (
     ClientFailures,
     ConfigurationError,
@@ -27,6 +25,8 @@ from fl_lightning import (
 )
 from fl_lightning.aggregation import NNM, Median, TrimmedMean
 from fl_lightning.attacks import FallOfEmpires
+from fl_lightning.callbacks import FBN, Byzantine, FedBN, FedProx, FixBN, SlidingWindowFixBN
+from fl_lightning.datamodules import Digits, FromFile, Gaussians, Shards
 from fl_lightning.experiments.run_directory import description
 from fl_lightning.experiments.run_directory.description import config_hash, deciding_settings, differences
 from fl_lightning.experiments.run_directory.values import as_plain
@@ -311,7 +311,7 @@ def test_two_callbacks_of_one_class_differ_by_both():
 
 
 def test_how_often_the_server_evaluates_counts_where_clients_send_for_it():
-    static = [{"class_path": "callbacks.StaticBN"}]
+    static = [{"class_path": "fl_lightning.callbacks.StaticBN"}]
     for callbacks, counts in (([], False), (static, True)):
         names = {
             config_hash({**TINY, "trainer": {"callbacks": callbacks, "check_val_every_n_epoch": n}})

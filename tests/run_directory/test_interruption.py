@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from command_line import attempts, rows, run, write_config
 
-from datamodules import Digits
 from fl_lightning.__main__ import main
+from fl_lightning.datamodules import Digits
 from fl_lightning.experiments.run_directory.directory import Attempt
 from fl_lightning.round.module import FederatedModule
 

@@ -11,10 +11,10 @@ import pytest
 import torch
 from test_description import hash_of, python_run
 
-from callbacks import FedProx
-from datamodules import Gaussians, Shards
 from fl_lightning import FederatedDataModule, Run
 from fl_lightning.aggregation import Median
+from fl_lightning.callbacks import FedProx
+from fl_lightning.datamodules import Gaussians, Shards
 from fl_lightning.experiments.run_directory.description import config_hash
 
 

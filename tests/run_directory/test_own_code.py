@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from datamodules import Digits, FromFile
 from fl_lightning import FederatedModule, Run
+from fl_lightning.datamodules import Digits, FromFile
 from fl_lightning.experiments.run_directory.description import config_hash
 from fl_lightning.experiments.run_directory.source import provenance
 from fl_lightning.experiments.studies.cells import Cell
@@ -20,7 +20,7 @@ from fl_lightning.models import LeNet
 
 FILES = {
     "mine_methods.py": """
-from callbacks import FedProx
+from fl_lightning.callbacks import FedProx
 from mine_helper import strength
 
 class Method(FedProx):
@@ -66,7 +66,7 @@ def loss(outputs, targets):
 """,
     "mine_local.py": """
 from torch import nn
-from callbacks import FedProx
+from fl_lightning.callbacks import FedProx
 
 def helper(): return 1
 
@@ -83,7 +83,7 @@ class Layer(nn.Linear):
         return super().forward(inputs) + helper()
 """,
     "mine_data.py": """
-from datamodules import Digits
+from fl_lightning.datamodules import Digits
 
 class Mine(Digits):
     pass
@@ -123,8 +123,8 @@ def own(tmp_path, monkeypatch):
 def in_yaml():
     """A resolved configuration for each use."""
     lenet = {"class_path": "fl_lightning.models.LeNet"}
-    data = {"class_path": "datamodules.Digits", "init_args": DIGITS}
-    spread = {"class_path": "datamodules.FromFile", "init_args": {"path": "parts.json"}}
+    data = {"class_path": "fl_lightning.datamodules.Digits", "init_args": DIGITS}
+    spread = {"class_path": "fl_lightning.datamodules.FromFile", "init_args": {"path": "parts.json"}}
     changes = {
         "usual": {},
         "method": {"callbacks": [{"class_path": "mine_methods.Method"}]},
@@ -134,7 +134,7 @@ def in_yaml():
         "task": {"task": {"class_path": "mine_task.Task"}},
         "loss": {"loss": "mine_loss.loss"},
         "data": {"data": {"class_path": "mine_data.Mine", "init_args": DIGITS}},
-        "partition": {"data": {"class_path": "datamodules.Digits", "init_args": {**DIGITS, "partition": spread}}},
+        "partition": {"data": {"class_path": "fl_lightning.datamodules.Digits", "init_args": {**DIGITS, "partition": spread}}},
         "weights": {"initial_weights": "start.pt"},
     }  # fmt: skip
     found = {}
@@ -234,7 +234,7 @@ def test_a_docstring_of_a_class_or_function_is_no_code(way):
 SCRIPT = """
 from torch import nn
 from torch.nn.functional import cross_entropy
-from callbacks import FedProx
+from fl_lightning.callbacks import FedProx
 from fl_lightning.models import LeNet
 
 FACTOR = 1.0

@@ -13,9 +13,9 @@ from lightning.pytorch.callbacks import TQDMProgressBar
 from lightning.pytorch.loggers import CSVLogger
 from PIL import Image
 
-from callbacks import FedBN, FixBN, MaintainedMomentum
-from datamodules import Digits, Shards
 from fl_lightning import ConfigurationError, FederatedModule, Run
+from fl_lightning.callbacks import FedBN, FixBN, MaintainedMomentum
+from fl_lightning.datamodules import Digits, Shards
 from fl_lightning.experiments.run_directory.checkpoint_io import AtomicCheckpointIO
 from fl_lightning.experiments.run_directory.checkpoints import RoundCheckpoint
 from fl_lightning.experiments.run_directory.describe import run_title

@@ -15,10 +15,10 @@ from command_line import run
 from test_description import hash_of, python_run
 from torch import nn
 
-from callbacks import Byzantine, FedProx, SlidingWindowFixBN
-from datamodules import Digits, Shards
 from fl_lightning import ConfigurationError, FederatedCallback, FederatedDataModule
 from fl_lightning.attacks import SignFlip
+from fl_lightning.callbacks import Byzantine, FedProx, SlidingWindowFixBN
+from fl_lightning.datamodules import Digits, Shards
 from fl_lightning.experiments.run_directory.describe import run_title
 from fl_lightning.experiments.run_directory.description import config_hash
 from fl_lightning.models import LeNet

@@ -10,8 +10,8 @@ from naming import named, named_again
 OWN = '''
 import enum
 from torch import nn
-from callbacks import FedProx
-from datamodules import Digits
+from fl_lightning.callbacks import FedProx
+from fl_lightning.datamodules import Digits
 from fl_lightning.models import LeNet
 
 
@@ -118,14 +118,14 @@ def in_all_ways():
         "callbacks": (
             [
                 ["--trainer.callbacks=FixBN", again],
-                ["--trainer.callbacks=callbacks.FixBN", again],
-                ["--trainer.callbacks=callbacks.fixbn.FixBN", again],
+                ["--trainer.callbacks=fl_lightning.callbacks.FixBN", again],
+                ["--trainer.callbacks=fl_lightning.callbacks.fixbn.FixBN", again],
                 ["--trainer.callbacks=[{class_path: FixBN, init_args: {freeze_round: 3}}]"],
                 ["--trainer.callbacks=[]", fixbn, again],
-                ["--trainer.callbacks=null", "--trainer.callbacks+={class_path: callbacks.fixbn.FixBN, init_args: {freeze_round: 3}}"],
+                ["--trainer.callbacks=null", "--trainer.callbacks+={class_path: fl_lightning.callbacks.fixbn.FixBN, init_args: {freeze_round: 3}}"],
                 {"trainer": {"callbacks": [{"class_path": "FixBN", "init_args": {"freeze_round": 3}}]}},
                 {"trainer": {"callbacks": {"class_path": "FixBN", "init_args": {"freeze_round": 3}}}},
-                {"trainer": {"callbacks": [{"class_path": "callbacks.fixbn.FixBN", "dict_kwargs": {"freeze_round": 3}}]}},
+                {"trainer": {"callbacks": [{"class_path": "fl_lightning.callbacks.fixbn.FixBN", "dict_kwargs": {"freeze_round": 3}}]}},
                 ["--trainer.callbacks=FixBN", again, "--trainer.callbacks+=RoundProgress"],
             ],
             [["--trainer.callbacks=FixBN", "--trainer.callbacks.freeze_round=4"], ["--trainer.callbacks+=FedProx"], []],
@@ -135,7 +135,7 @@ def in_all_ways():
                 ["--trainer.callbacks+=FedProx"],
                 ["--trainer.callbacks+=[FedProx]"],
                 ["--trainer.callbacks+=FedProx", "--trainer.callbacks.mu=0.01"],
-                {"trainer": {"callbacks+": ["callbacks.FedProx"]}},
+                {"trainer": {"callbacks+": ["fl_lightning.callbacks.FedProx"]}},
                 {"trainer": {"callbacks+": {"class_path": "FedProx"}}},
             ],
             [["--trainer.callbacks+=FedProx", "--trainer.callbacks.mu=0.02"], ["--trainer.callbacks=FedProx"]],
@@ -230,7 +230,7 @@ def in_all_ways():
                 ["--data.num_clients=4"],
                 {"data": {"init_args": {"num_clients": 4}}},
                 ["--data.num_clients=4", "--data.seed=0"],
-                ["--data.num_clients=4", "--data.partition=datamodules.partitions.Shards", "--data.partition.class_fraction=0.4"],
+                ["--data.num_clients=4", "--data.partition=fl_lightning.datamodules.partitions.Shards", "--data.partition.class_fraction=0.4"],
             ],
             [["--data.num_clients=5"], ["--data.num_clients=4", "--data.partition=Dirichlet", "--data.partition.alpha=0.4"]],
         ),

@@ -7,7 +7,7 @@ import pytest
 import torch
 from untrained_cells import LR, cell, finish
 
-from callbacks import FixBN, SlidingWindowFixBN
+from fl_lightning.callbacks import FixBN, SlidingWindowFixBN
 from fl_lightning.experiments.studies import first_stages
 from fl_lightning.experiments.studies.first_stages import first_stage
 from fl_lightning.experiments.studies.sharing import share_first_stages
@@ -16,7 +16,7 @@ from fl_lightning.optimizers import milestones
 OWN = """
 from dataclasses import dataclass
 
-from callbacks import FixBN
+from fl_lightning.callbacks import FixBN
 from fl_lightning import FederatedCallback, Freezing, Report
 
 
@@ -137,7 +137,7 @@ def test_a_cell_starts_where_its_parent_has_kept_the_round():
 def test_the_method_itself_says_until_when_it_changes_nothing(monkeypatch):
     """Another default of FixBN is that of studies at once."""
     monkeypatch.setattr(
-        "callbacks.fixbn.one_milestone", lambda *_, default: milestones.one_milestone(*_, 0.25)
+        "fl_lightning.callbacks.fixbn.one_milestone", lambda *_, default: milestones.one_milestone(*_, 0.25)
     )
     parent, child = cell(), cell(fixbn({}))
     share_first_stages([parent, child])

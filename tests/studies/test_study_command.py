@@ -286,7 +286,7 @@ def test_a_running_cell_shows_by_its_first_rows_what_it_will_log(ran):
     row = {"round": 0, "val/loss": 2.3, "val/accuracy": 0.1}
     both = {"val/loss", "val/accuracy", "test/loss", "test/accuracy"}
     own = {"class_path": "methods.Mine"}
-    byzantine = {"class_path": "callbacks.Byzantine"}
+    byzantine = {"class_path": "fl_lightning.callbacks.Byzantine"}
     later = {"round": 3, "val/attack_success": 0.2}
     for callbacks, rows, names in (
         (None, [], set()),

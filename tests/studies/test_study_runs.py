@@ -158,7 +158,7 @@ def test_a_cell_that_goes_on_from_another_one_prefers_its_own_checkpoint_once_it
     [
         ("fl_lightning.experiments.studies.cells.provenance", lambda config: {"source": "another"}),
         (
-            "datamodules.in_memory.InMemoryDataModule.fingerprint",
+            "fl_lightning.datamodules.in_memory.InMemoryDataModule.fingerprint",
             lambda data: {"training": "another"},
         ),
     ],

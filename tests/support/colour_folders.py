@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from datamodules import ImageFolder
+from fl_lightning.datamodules import ImageFolder
 
 
 def save(path, pixels):

@@ -9,8 +9,7 @@ from helpers import SGD, blobs, fit, small_cnn
 from readme_code import methods
 from torch.utils._pytree import tree_flatten_with_path
 
-import callbacks
-from fl_lightning import FederatedCallback, FederatedModule
+from fl_lightning import FederatedCallback, FederatedModule, callbacks
 from fl_lightning.recorded import in_words
 
 MOMENTUM = partial(torch.optim.SGD, lr=0.05, momentum=0.9)

@@ -13,8 +13,8 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
-from datamodules import CIFAR10
 from fl_lightning import FederatedCallback, FederatedDataModule, FederatedModule
+from fl_lightning.datamodules import CIFAR10
 
 SGD = partial(torch.optim.SGD, lr=0.1)
 

@@ -7,8 +7,8 @@ import torch
 from helpers import States, blobs, fit, small_cnn
 from torch.utils._pytree import tree_leaves
 
-from callbacks import FixBN, MaintainedMomentum
 from fl_lightning import FederatedModule, SequentialExecutor
+from fl_lightning.callbacks import FixBN, MaintainedMomentum
 from fl_lightning.cohort.client_memory import contents
 
 MOMENTUM = partial(torch.optim.SGD, lr=0.05, momentum=0.9, weight_decay=0.01)

@@ -18,7 +18,7 @@ def write_run(place, *, name="bn", seed=0, norm="bn", accuracy=0.5, finished=Tru
             "local_steps": 7,
             "participation": 1.0,
         },
-        "data": {"class_path": "datamodules.Digits", "init_args": {"batch_size": 20}},
+        "data": {"class_path": "fl_lightning.datamodules.Digits", "init_args": {"batch_size": 20}},
     }
     write_text(place / "config.yaml", yaml.safe_dump(config))
     rows = [{"round": r, "val/accuracy": accuracy * r / 2, "comm/upload_bytes": 5e5} for r in range(3)]

@@ -8,8 +8,7 @@ import torch
 from broken_callbacks import FAILS, RIGHT, ranks
 from readme_code import METHOD_BLOCKS, hide
 
-import callbacks
-from fl_lightning import FederatedCallback
+from fl_lightning import FederatedCallback, callbacks
 from fl_lightning.__main__ import main
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.verification import certify

@@ -15,6 +15,7 @@ from typing import Any
 
 from lightning.pytorch.callbacks import ProgressBar
 
+from fl_lightning.aliases import OLD_NAMES, current_name
 from fl_lightning.client_data.federated import FederatedDataModule
 from fl_lightning.client_data.fingerprint import file_digest
 from fl_lightning.experiments.run_directory.built import LINKED
@@ -207,7 +208,7 @@ def _essential(node: Any) -> Any:
         if usual != repr(x) if scalar else usual in (None, "None") or usual != _text(_plain(x)):
             given[name] = _content(x) if name in files else x if scalar else _essential(x)
     rest = {name: x for name, x in node.items() if name not in _OF_A_CLASS}
-    return {"class_path": path, **({"init_args": given} if given else {}), **rest}
+    return {"class_path": _hashed(path), **({"init_args": given} if given else {}), **rest}
 
 
 def _arguments(node: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -271,8 +272,16 @@ def _maker(path: str) -> Callable[..., Any] | None:
 
 @cache
 def _resolved(path: str) -> str:
-    maker = _maker(path) if "." in path else None
+    maker = _maker(current_name(path)) if "." in path else None
     return path if maker is None else full_name(maker)
+
+
+def _hashed(path: str) -> str:
+    """Return the name of a class in the hash: of a shipped one the old dotted path, so that runs keep their names."""
+    package, _, name = path.partition(".")
+    if package in OLD_NAMES:  # the user's own package
+        return f".{path}"
+    return name if package == "fl_lightning" and name.startswith(("callbacks.", "datamodules.")) else path
 
 
 @cache
@@ -286,7 +295,7 @@ def _threads_only_read(path: str) -> bool:
     """Whether ``threads`` of a data module is the shipped setting, on which no number depends; a user's own class may use it otherwise."""
     kinds = getattr(_maker(path), "__mro__", ()) if path else ()
     own = (kind for kind in kinds if "threads" in inspect.signature(kind).parameters)
-    return next(own, FederatedDataModule).__module__.partition(".")[0] in ("datamodules", "fl_lightning")
+    return next(own, FederatedDataModule).__module__.startswith("fl_lightning.")
 
 
 @cache

@@ -13,7 +13,7 @@ from fl_lightning.experiments.studies.cells import Cell, State
 from fl_lightning.experiments.studies.choosing import metric_of, trials
 from fl_lightning.experiments.studies.definition import Labels, Study
 
-_SHIPPED = ("callbacks.", "fl_lightning.", "lightning.")
+_SHIPPED = ("fl_lightning.", "lightning.")
 """The packages whose callbacks log at the end what they log of an evaluation during training."""
 
 _HEAD = 1 << 18

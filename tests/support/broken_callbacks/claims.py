@@ -3,7 +3,9 @@
 import torch
 
 from broken_callbacks.registry import fails, of_kind
-from callbacks import (
+from fl_lightning import ConfigurationError, FederatedCallback
+from fl_lightning.batch_norm.layers import batch_norm_layers
+from fl_lightning.callbacks import (
     FBN,
     SCAFFOLD,
     FedBN,
@@ -15,8 +17,6 @@ from callbacks import (
     SiloBN,
     StaticBN,
 )
-from fl_lightning import ConfigurationError, FederatedCallback
-from fl_lightning.batch_norm.layers import batch_norm_layers
 from fl_lightning.cohort.cohort import SERVER
 
 

@@ -6,8 +6,8 @@ import numpy as np
 import torch
 
 from broken_callbacks.registry import fails
-from callbacks import MaintainedMomentum
 from fl_lightning import FederatedCallback
+from fl_lightning.callbacks import MaintainedMomentum
 
 
 @fails("resume")
