@@ -11,7 +11,7 @@ from untrained_cells import STUDY, cell, finish, study_cells
 from fl_lightning.experiments.run_directory import source
 from fl_lightning.experiments.run_directory.checkpoint_io import AtomicCheckpointIO
 from fl_lightning.experiments.run_directory.description import config_hash
-from fl_lightning.experiments.run_directory.source import own_files, provenance
+from fl_lightning.experiments.run_directory.source import provenance, used_files
 from fl_lightning.experiments.studies.findings import findings
 
 
@@ -162,14 +162,14 @@ def test_comments_docstrings_and_layout_are_no_source(tmp_path, monkeypatch):
         {"trainer": {"callbacks": [{"class_path": "mine_for_source.Mine"}]}},
     )
     own.write_text("class Mine:\n    x = 1\n")
-    assert own_files(config) == {own}
+    assert used_files(config) == {own}
     before = provenance(config)
     assert before != provenance({})
     own.write_text('"""A page."""\n\n\nclass Mine:\n    """Words."""\n\n    x = 1  # one\n')
     assert provenance(config) == before
     own.write_text("class Mine:\n    x = 2\n")
     assert provenance(config)["source"] != before["source"]
-    assert own_files({"class_path": "torch.optim.SGD"}) == set()
+    assert used_files({"class_path": "torch.optim.SGD"}) == set()
 
 
 def test_what_an_own_class_imports_is_source_too(tmp_path, monkeypatch):
@@ -181,7 +181,7 @@ def test_what_an_own_class_imports_is_source_too(tmp_path, monkeypatch):
     }  # fmt: skip
     for name, text in files.items():
         (tmp_path / "mine_package" / name).write_text(text)
-    found = own_files({"class_path": "mine_package.method.Mine"})
+    found = used_files({"class_path": "mine_package.method.Mine"})
     assert {path.name for path in found} == {"__init__.py", "method.py", "losses.py", "deeper.py"}
 
 

@@ -6,6 +6,7 @@ import platform
 import sys
 from collections.abc import Iterable, Iterator
 from functools import cache
+from importlib import import_module
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,26 +15,22 @@ from typing import Any
 import lightning as L
 import torch
 
-_HOME = Path(__file__).parents[3]
-_COMPUTING = (
-    *(
-        "aggregation",
-        "attacks",
-        "batch_norm",
-        "client_data",
-        "cohort",
-        "diagnostics",
-        "execution",
-        "methods",
-    ),
-    *("models", "optimizers", "round", "randomness.py", "ranks.py", "experiments/run_directory/result.py"),
-)
-"""What of the package decides the numbers of a run; the rest starts, shows, stores or checks runs."""
+from fl_lightning.aliases import current_name
 
+_HOME = Path(__file__).resolve().parents[2]
+
+_NO_NUMBERS = frozenset(
+    {
+        *("__init__.py", "__main__.py", "aliases.py", "console.py"),
+        *("cli", "experiments", "pictures", "testing", "verification"),
+    }
+)
+"""What of the package decides no number of a run: it starts, shows, stores or checks runs. The rest is the core."""
+
+_BY_USE = ("fl_lightning.callbacks.", "fl_lightning.datamodules.")
+"""The beginnings of the names of shipped modules that count only for the runs that use them."""
 
 _LIBRARIES = ("torchvision", "timm", "segmentation_models_pytorch")
-
-_NOT_OWN = frozenset({"fl_lightning", "callbacks", "datamodules", *sys.stdlib_module_names})
 
 
 def provenance(config: Any) -> dict[str, str]:
@@ -45,47 +42,72 @@ def provenance(config: Any) -> dict[str, str]:
         config: The resolved configuration, whose classes and functions may be a user's own.
     """
     paths = _dotted_names(config)
-    digest, own = hashlib.sha256(_shipped_source()), sorted(_files(paths))
-    for path in own:
-        digest.update(_code(path))
+    digest, own = hashlib.sha256(_core()), _files(paths)
+    for module in sorted(own):
+        digest.update(_code(own[module]))
     versions = {
         "python": platform.python_version(),
         "torch": str(torch.__version__),
         "lightning": L.__version__,
     }
-    named = (*paths, *(name for path in own for name in _imports(path, path.stem)))
+    named = (*paths, *(name for module, path in own.items() for name in _imports(path, module)))
     roots = {name.partition(".")[0] for name in named}
     versions |= {name: version(name) for name in _LIBRARIES if name in roots and find_spec(name)}
     return {"source": digest.hexdigest()[:8], **versions}
 
 
-def own_files(config: Any) -> set[Path]:
-    """The files of the classes and functions that a configuration names, and of what they import, that no installed package holds."""
-    return _files(_dotted_names(config))
+def used_files(config: Any) -> set[Path]:
+    """Return the files beside the core that decide the numbers of a run, and the files that they import.
+
+    They hold the methods, the data sets and the user's own classes and functions that the configuration names. Files of other
+    installed packages are left out.
+
+    Args:
+        config: The resolved configuration.
+    """
+    return set(_files(_dotted_names(config)).values())
 
 
-def _files(names: Iterable[str]) -> set[Path]:
-    found: set[Path] = set()
-    waiting = [_module(name) for name in names if name.partition(".")[0] not in _NOT_OWN]
+def _files(names: Iterable[str]) -> dict[str, Path]:
+    """Return the file of each module beside the core that some dotted names, and the files found, lead to."""
+    found: dict[str, Path] = {}
+    waiting = [_module(name) for name in names if _may_count(name)]
     while waiting:
         module = waiting.pop()
-        if module and module.partition(".")[0] not in _NOT_OWN:
-            origin = _origin(module)
-            path = Path(origin)
-            if (
-                origin.endswith(".py")
-                and "site-packages" not in origin
-                and path.is_file()
-                and path not in found
-            ):
-                found.add(path)
-                waiting += _imports(path, module)
+        if module in found or not _may_count(module):
+            continue
+        origin = _origin(module)
+        path = Path(origin)
+        is_own = "site-packages" not in origin or module.startswith(_BY_USE)
+        if origin.endswith(".py") and is_own and path.is_file() and path not in found.values():
+            found[module] = path
+            waiting += [_home(name) for name in _imports(path, module)]
     return found
+
+
+def _may_count(name: str) -> bool:
+    root = name.partition(".")[0]
+    return (
+        name.startswith(_BY_USE)
+        if root == "fl_lightning"
+        else bool(root) and root not in sys.stdlib_module_names
+    )
+
+
+def _home(name: str) -> str:
+    """Return the module in which a shipped name is defined, since packages export it; another name as it is."""
+    if name.startswith(_BY_USE):
+        package, _, rest = name.removeprefix("fl_lightning.").partition(".")
+        exported = getattr(import_module(f"fl_lightning.{package}"), rest.partition(".")[0], None)
+        return getattr(exported, "__module__", name)
+    return name
 
 
 def _module(name: str) -> str:
     """The module of a class or function, which may lie in classes: the longest part of its name that is one."""
-    module = name.rpartition(".")[0]
+    module = _home(name)
+    if module == name:
+        module = name.rpartition(".")[0]
     while module and not _origin(module):
         module = module.rpartition(".")[0]
     return module
@@ -120,7 +142,7 @@ def _dotted_names(tree: Any) -> set[str]:
         node = waiting.pop()
         if isinstance(node, str):
             if "." in node:
-                found.add(node)
+                found.add(current_name(node))
         elif isinstance(node, dict):
             waiting += [x for x in node.values() if isinstance(x, str | dict | list)]
         elif isinstance(node, list):
@@ -129,17 +151,14 @@ def _dotted_names(tree: Any) -> set[str]:
 
 
 @cache
-def _shipped_source() -> bytes:
-    roots = [
-        *(_HOME / "fl_lightning" / name for name in _COMPUTING),
-        _HOME / "callbacks",
-        _HOME / "datamodules",
-    ]
+def _core() -> bytes:
     digest = hashlib.sha256()
-    for root in roots:
-        for path in sorted(root.rglob("*.py")) if root.is_dir() else [root]:
-            digest.update(str(path.relative_to(_HOME)).encode())
-            digest.update(_code(path))
+    outside = _NO_NUMBERS | {name.split(".")[1] for name in _BY_USE} | {"configs"}
+    for path in sorted(
+        path for path in _HOME.rglob("*.py") if path.relative_to(_HOME).parts[0] not in outside
+    ):
+        digest.update(str(path.relative_to(_HOME)).encode())
+        digest.update(_code(path))
     return digest.digest()
 
 
