@@ -1,10 +1,6 @@
 """The methods: one file, one class, one paper each. They import ``fl_lightning``, never the reverse."""
 
-from fl_lightning.callbacks.aggregation_diagnostics import AggregationDiagnostics
-from fl_lightning.callbacks.batch_norm_diagnostics import BatchNormDiagnostics
 from fl_lightning.callbacks.byzantine import Byzantine
-from fl_lightning.callbacks.client_evaluation import ClientEvaluation
-from fl_lightning.callbacks.communication_ledger import CommunicationLedger
 from fl_lightning.callbacks.fbn import FBN
 from fl_lightning.callbacks.fedbn import FedBN
 from fl_lightning.callbacks.feddna import FedDNA
@@ -15,11 +11,15 @@ from fl_lightning.callbacks.fixbn import FixBN
 from fl_lightning.callbacks.gradient_clipping import ClientGradientClipping
 from fl_lightning.callbacks.maintained_momentum import MaintainedMomentum
 from fl_lightning.callbacks.moment_matching import MomentMatching
+from fl_lightning.callbacks.observers.aggregation_diagnostics import AggregationDiagnostics
+from fl_lightning.callbacks.observers.batch_norm_diagnostics import BatchNormDiagnostics
+from fl_lightning.callbacks.observers.client_evaluation import ClientEvaluation
+from fl_lightning.callbacks.observers.communication_ledger import CommunicationLedger
+from fl_lightning.callbacks.observers.statistics_sources import StatisticsSources
 from fl_lightning.callbacks.scaffold import SCAFFOLD
 from fl_lightning.callbacks.silobn import SiloBN
 from fl_lightning.callbacks.sliding_window import SlidingWindowFixBN
 from fl_lightning.callbacks.static_bn import StaticBN
-from fl_lightning.callbacks.statistics_sources import StatisticsSources
 
 __all__ = [
     "FBN",

@@ -11,11 +11,11 @@ from fl_lightning import aliases
 if TYPE_CHECKING:
     from fl_lightning.batch_norm.swapping import SwappedBatchNorm as SwappedBatchNorm
     from fl_lightning.batch_norm.swapping import swap_batch_norm as swap_batch_norm
+    from fl_lightning.callbacks.observers.network_link import NetworkLink as NetworkLink
     from fl_lightning.client_data.federated import ClientDataModule as ClientDataModule
     from fl_lightning.client_data.federated import FederatedDataModule as FederatedDataModule
     from fl_lightning.cohort.client_memory import ClientMemory as ClientMemory
     from fl_lightning.cohort.cohort import Cohort as Cohort
-    from fl_lightning.diagnostics.network_link import NetworkLink as NetworkLink
     from fl_lightning.errors import ConfigurationError as ConfigurationError
     from fl_lightning.execution.sequential import SequentialExecutor as SequentialExecutor
     from fl_lightning.execution.vectorized import VectorizedExecutor as VectorizedExecutor
@@ -62,7 +62,7 @@ HOMES = {
     "InverseSteps": "optimizers.schedules",
     "LocalState": "methods.local_state",
     "MultiStep": "optimizers.schedules",
-    "NetworkLink": "diagnostics.network_link",
+    "NetworkLink": "callbacks.observers.network_link",
     "Report": "methods.report",
     "RoundCheckpoint": "experiments.run_directory.checkpoints",
     "RoundProgress": "experiments.run.progress",

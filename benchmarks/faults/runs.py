@@ -155,7 +155,7 @@ def start(place: Path) -> BaseProcess:
 def in_process(function: Callable[[str], None], argument: str) -> BaseProcess:
     """Call a function in a process of its own, which has imported the package already."""
     processes = multiprocessing.get_context("forkserver")
-    processes.set_forkserver_preload(["fl_lightning.cli.command_line", "datamodules", "callbacks"])
+    processes.set_forkserver_preload(["fl_lightning.cli.command_line"])
     process = processes.Process(target=function, args=(argument,))
     process.start()
     return process

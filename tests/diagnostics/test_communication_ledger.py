@@ -23,7 +23,7 @@ from fl_lightning.callbacks import (
     SlidingWindowFixBN,
     StaticBN,
 )
-from fl_lightning.diagnostics.network_link import NetworkLink
+from fl_lightning.callbacks.observers.network_link import NetworkLink
 
 LINK = NetworkLink(upload_mbps=1, download_mbps=4, latency_ms=100)
 RIGHT = NetworkLink.seconds

@@ -17,8 +17,8 @@ from fl_lightning import (
     VectorizedExecutor,
 )
 from fl_lightning.callbacks import FBN, BatchNormDiagnostics, FedTAN, FixBN, StaticBN
-from fl_lightning.diagnostics.bn_report import MAX_ROUNDS, BatchNormReport
-from fl_lightning.diagnostics.measurements import mean_variance, statistics_bias
+from fl_lightning.callbacks.observers.bn_report import MAX_ROUNDS, BatchNormReport
+from fl_lightning.callbacks.observers.measurements import mean_variance, statistics_bias
 from fl_lightning.methods.statistics_pass import collect
 
 EXECUTORS = pytest.mark.parametrize("executor", [SequentialExecutor, VectorizedExecutor])

@@ -26,8 +26,8 @@ from fl_lightning.callbacks import (
     FedTAN,
     FixBN,
 )
+from fl_lightning.callbacks.observers.measurements import relative_deviation
 from fl_lightning.client_data.cohort_batch import CohortBatch
-from fl_lightning.diagnostics.measurements import relative_deviation
 
 EXECUTORS = pytest.mark.parametrize("executor", [SequentialExecutor, VectorizedExecutor])
 TWINS = {

@@ -5,8 +5,8 @@ import math
 import pytest
 
 from fl_lightning import ConfigurationError
+from fl_lightning.callbacks.observers.network_link import NetworkLink
 from fl_lightning.console import in_words
-from fl_lightning.diagnostics.network_link import NetworkLink
 
 
 def test_a_megabyte_takes_eight_seconds_at_one_megabit_per_second():

@@ -7,7 +7,7 @@ from lightning.pytorch.callbacks import Callback
 
 from fl_lightning import FederatedDataModule, FederatedModule
 from fl_lightning.callbacks import CommunicationLedger, StaticBN
-from fl_lightning.diagnostics.network_link import NetworkLink
+from fl_lightning.callbacks.observers.network_link import NetworkLink
 
 STATISTICS = 20
 """Floats of running statistics of ``small_cnn``, two layers with 4 and 6 channels."""

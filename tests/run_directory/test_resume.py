@@ -20,7 +20,7 @@ from fl_lightning.round.module import FederatedModule
 
 # children start from a process that has imported everything, so that many kills are affordable
 PROCESSES = multiprocessing.get_context("forkserver")
-PROCESSES.set_forkserver_preload(["fl_lightning.cli.command_line", "datamodules", "callbacks"])
+PROCESSES.set_forkserver_preload(["fl_lightning.cli.command_line"])
 
 
 def train(folder, arguments):

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 import lightning as L
 
 from fl_lightning import FederatedCallback
+from fl_lightning.callbacks.observers.network_link import NetworkLink
 from fl_lightning.console import format_bytes, in_words
-from fl_lightning.diagnostics.network_link import NetworkLink
 from fl_lightning.methods.report import Drawing, Report, Table
 from fl_lightning.pictures.communication import communication_figure, has_communication
 from fl_lightning.round.communication import UpDown, add, total
@@ -34,7 +34,7 @@ class CommunicationLedger(Report, FederatedCallback):
 
     Args:
         link: Bandwidth, latency and speed of a client, such as ``{upload_mbps: 100, download_mbps: 100, latency_ms: 20}``.
-            Default: a phone's, see :class:`~fl_lightning.diagnostics.network_link.NetworkLink`.
+            Default: a phone's, see :class:`~fl_lightning.callbacks.observers.network_link.NetworkLink`.
 
     Attributes:
         clients: Rounds, bytes up, bytes down, exchanges and seconds of each client so far, by its id.

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from fl_lightning import ConfigurationError
 from fl_lightning.batch_norm.layers import batch_norm_layers, has_statistics
-from fl_lightning.diagnostics.bn_report import BatchNormReport
-from fl_lightning.diagnostics.first_step import FirstStep, first_step
-from fl_lightning.diagnostics.measurements import (
+from fl_lightning.callbacks.observers.bn_report import BatchNormReport
+from fl_lightning.callbacks.observers.gradient_deviation import FirstStep, first_step
+from fl_lightning.callbacks.observers.measurements import (
     layer_statistics,
     local_deviation,
     mean_variance,

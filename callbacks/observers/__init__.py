@@ -1,0 +1,1 @@
+"""Observers: methods that measure a run and change none of its numbers."""

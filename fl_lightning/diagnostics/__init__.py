@@ -1,1 +1,0 @@
-"""What the observing callbacks measure."""
