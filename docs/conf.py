@@ -60,9 +60,9 @@ def pages(app: Sphinx) -> None:
     docs = Path(app.srcdir)
     for old in (path for path in (docs / "reference").glob("*.md") if path.stem != "index"):
         old.unlink()
-    links = [ROOT / "fl_lightning" / name for name in ("callbacks", "callbacks/observers", "datamodules")]
-    tops = {path.parent for path in (ROOT / "fl_lightning").rglob("*/__init__.py")}
-    for folder in (*sorted(tops), *links, ROOT / "benchmarks"):
+    home = ROOT / "fl_lightning"
+    tops = {path.parent for path in home.rglob("*/__init__.py")} - {home / "configs"}
+    for folder in (*sorted(tops | {home / "callbacks/observers"}), ROOT / "benchmarks"):
         package = ".".join(folder.relative_to(ROOT).parts)
         modules = sorted(path.stem for path in folder.glob("*.py") if not path.stem.startswith("__"))
         text = f"# {package}\n\n" + _automodule(package, "no-members")
