@@ -116,7 +116,7 @@ class PartitionedDataModule(FederatedDataModule):
         test_groups: Tensor | None = None,
         group_names: Sequence[str] = (),
     ) -> Distribution:
-        """Decide who gets which samples, see :func:`datamodules.distribution.distribute`; group g is called ``group_names[g]``.
+        """Decide who gets which samples, see :func:`~fl_lightning.datamodules.distribution.distribute`; group g is called ``group_names[g]``.
 
         Raises:
             ConfigurationError: As there, or a label is none of a class.

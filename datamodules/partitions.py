@@ -16,7 +16,7 @@ Groups = Tensor | Sequence[str] | Sequence[int]
 class Partition(Recorded):
     """How the training data are spread over the clients.
 
-    The subclasses wrap the functions of ``datamodules.partition``.
+    The subclasses wrap the functions of ``~fl_lightning.datamodules.partition``.
     """
 
     def __call__(
@@ -43,7 +43,7 @@ class Partition(Recorded):
 
 
 class IID(Partition):
-    """Equal random shares (:func:`datamodules.partition.iid`)."""
+    """Equal random shares (:func:`~fl_lightning.datamodules.partition.iid`)."""
 
     def __call__(
         self, labels: Tensor, num_clients: int, generator: torch.Generator, groups: Groups | None = None
@@ -53,7 +53,7 @@ class IID(Partition):
 
 
 class Dirichlet(Partition):
-    """Class proportions from a Dirichlet distribution (:func:`datamodules.partition.dirichlet`).
+    """Class proportions from a Dirichlet distribution (:func:`~fl_lightning.datamodules.partition.dirichlet`).
 
     Args:
         alpha: Concentration, above 0; small values give skewed clients.
@@ -74,7 +74,7 @@ class Dirichlet(Partition):
 
 
 class Shards(Partition):
-    """The same share of the classes at every client (:func:`datamodules.partition.shards`).
+    """The same share of the classes at every client (:func:`~fl_lightning.datamodules.partition.shards`).
 
     Args:
         class_fraction: Share of the classes that a client holds, in (0, 1]; 0.2 in the FixBN paper.
@@ -92,7 +92,7 @@ class Shards(Partition):
 
 
 class GammaSimilarity(Partition):
-    """A share of homogeneous data, the rest sorted by class (:func:`datamodules.partition.gamma_similarity`).
+    """A share of homogeneous data, the rest sorted by class (:func:`~fl_lightning.datamodules.partition.gamma_similarity`).
 
     Args:
         gamma: Share of homogeneous data, in [0, 1].
@@ -110,7 +110,7 @@ class GammaSimilarity(Partition):
 
 
 class Natural(Partition):
-    """One client per group of the data set (:func:`datamodules.partition.natural`)."""
+    """One client per group of the data set (:func:`~fl_lightning.datamodules.partition.natural`)."""
 
     def __call__(
         self, labels: Tensor, num_clients: int, generator: torch.Generator, groups: Groups | None = None
