@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import yaml
 
-from fl_lightning.experiments.run_directory.metrics import read_metrics
+from fl_lightning.experiments.run_directory.metrics_log import read_metrics
 
 METHODS: dict[str, list[Any]] = {
     "FedAvg": [],

@@ -16,7 +16,7 @@ from fl_lightning.round.policy import resolve_policy
 
 if TYPE_CHECKING:
     from fl_lightning import Cohort, FederatedModule
-    from fl_lightning.client_data.cohort_batch import CohortBatch
+    from fl_lightning.client_data.batches import BatchStack
 
 Target = Literal["means", "variances", "statistics", "parameters", "everything"]
 _TARGETS = {
@@ -102,8 +102,8 @@ class Byzantine(FederatedCallback):
         return [row for row, client in enumerate(cohort.client_ids) if active and client in self.attackers]
 
     def change_batches(
-        self, pl_module: "FederatedModule", client_ids: Sequence[int], batches: "CohortBatch"
-    ) -> "CohortBatch":
+        self, pl_module: "FederatedModule", client_ids: Sequence[int], batches: "BatchStack"
+    ) -> "BatchStack":
         """Let attackers train on other batches."""
         own = set(self.attackers) if pl_module.round >= self.start_round else set()
         if type(self.attack).batch is Attack.batch or own.isdisjoint(client_ids):

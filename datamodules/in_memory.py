@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from fl_lightning.client_data.cohort_batch import CohortBatch
+from fl_lightning.client_data.batches import BatchStack
 from fl_lightning.client_data.fingerprint import digest
 from fl_lightning.datamodules.client import InMemoryClient
 from fl_lightning.datamodules.distribution import images_at
@@ -89,7 +89,7 @@ class InMemoryDataModule(PartitionedDataModule):
         if stage == "fit":
             self._check_client_sizes()
 
-    def cohort_batch(self, client_ids: Sequence[int], steps: Sequence[int]) -> CohortBatch:
+    def cohort_batch(self, client_ids: Sequence[int], steps: Sequence[int]) -> BatchStack:
         """The batches of one local step, stacked: ``x [C, b, channels, H, W]`` and ``y [C, b]``.
 
         Args:
@@ -100,7 +100,7 @@ class InMemoryDataModule(PartitionedDataModule):
             self._shares[client_id].step_draws(step)
             for client_id, step in zip(client_ids, steps, strict=True)
         ]
-        return CohortBatch(stack=self.train_images.batch(torch.stack(draws)))
+        return BatchStack(stack=self.train_images.batch(torch.stack(draws)))
 
     def keep_on(self, device: torch.device) -> None:
         """Hold all images in the memory of a GPU, as bytes, if they take less than half of what is free there."""

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from fl_lightning.experiments.run_directory.checkpoint_io import load_run
-from fl_lightning.experiments.run_directory.metrics import read_metrics
+from fl_lightning.experiments.run_directory.metrics_log import read_metrics
 
 
 def contents(attempt: Path) -> dict[str, Any]:

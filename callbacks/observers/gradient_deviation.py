@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from fl_lightning.batch_norm.joint import averaging_by, mean_of_all
 from fl_lightning.batch_norm.layers import batch_norm_layers, has_statistics
 from fl_lightning.batch_norm.swapping import evaluating
-from fl_lightning.client_data.cohort_batch import CohortBatch
+from fl_lightning.client_data.batches import BatchStack
 from fl_lightning.cohort.cohort import Cohort
 from fl_lightning.cohort.round_cohort import RoundCohort
 from fl_lightning.cohort.slots import StateSlots
@@ -74,7 +74,7 @@ def first_step(pl_module: "FederatedModule", cohort: Cohort, *, union: bool = Tr
             def compute() -> None:
                 part = batches
                 if own != everyone:
-                    part = CohortBatch(batches=[batches.batches()[row] for row in own])
+                    part = BatchStack(batches=[batches.batches()[row] for row in own])
                 if own:
                     _executor(pl_module).backward(pl_module, clients, part, own)
 

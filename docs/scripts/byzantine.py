@@ -14,7 +14,7 @@ from folders import FIGURES_FOLDER, NUMBERS_FOLDER
 from matplotlib.figure import Figure
 
 from fl_lightning.aggregation import NNM, LayerStatistics, Median, StatisticsAggregator, WeightedMean
-from fl_lightning.experiments.run_directory.metrics import read_metrics
+from fl_lightning.experiments.run_directory.metrics_log import read_metrics
 from fl_lightning.pictures.style import BLUE, GREY, PURPLE, VERMILLION, paper_style, write_figure
 
 STUDY = Path("runs/studies/fbn_byzantine-reduced/study.json")

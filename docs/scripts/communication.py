@@ -14,7 +14,7 @@ from folders import FIGURES_FOLDER, NUMBERS_FOLDER
 
 from fl_lightning.callbacks.observers.network_link import NetworkLink
 from fl_lightning.cli.command_line import main as run
-from fl_lightning.experiments.run_directory.metrics import read_metrics
+from fl_lightning.experiments.run_directory.metrics_log import read_metrics
 from fl_lightning.pictures.communication import communication_figure
 from fl_lightning.pictures.style import write_figure
 

@@ -16,7 +16,7 @@ from folders import FIGURES_FOLDER
 from matplotlib.figure import Figure
 
 from fl_lightning.cli.command_line import main as command_line
-from fl_lightning.experiments.run_directory.metrics import read_metrics
+from fl_lightning.experiments.run_directory.metrics_log import read_metrics
 from fl_lightning.pictures.series import Series, series
 from fl_lightning.pictures.style import (
     BLUE,

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from fl_lightning.batch_norm.layers import explain_batch_of_one
-from fl_lightning.client_data.cohort_batch import CohortBatch, describe_batch
+from fl_lightning.client_data.batches import BatchStack, describe_batch
 from fl_lightning.cohort.round_cohort import RoundCohort
 from fl_lightning.cohort.slots import StateSlots
 from fl_lightning.errors import CannotVectorize, ConfigurationError, doing
@@ -68,7 +68,7 @@ class Executor(Recorded, ABC):
 
     @abstractmethod
     def backward(
-        self, module: ClientTask, cohort: RoundCohort, batch: CohortBatch, rows: Sequence[int]
+        self, module: ClientTask, cohort: RoundCohort, batch: BatchStack, rows: Sequence[int]
     ) -> Tensor:
         """Fill ``cohort.grads`` and update ``cohort.buffers`` for ``rows``.
 

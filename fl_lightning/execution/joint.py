@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from fl_lightning.batch_norm.joint import averaging_by, mean_of_all
-from fl_lightning.client_data.cohort_batch import CohortBatch, require_one
+from fl_lightning.client_data.batches import BatchStack, require_one
 from fl_lightning.cohort.round_cohort import RoundCohort
 from fl_lightning.execution.base import ClientTask
 from fl_lightning.execution.vectorized import VectorizedExecutor
@@ -36,7 +36,7 @@ class _JointExecutor(VectorizedExecutor):
         self.instead = "the same batch_size"
 
     def backward(
-        self, module: ClientTask, cohort: RoundCohort, batch: CohortBatch, rows: Sequence[int]
+        self, module: ClientTask, cohort: RoundCohort, batch: BatchStack, rows: Sequence[int]
     ) -> Tensor:
         """Fill ``cohort.grads`` and update ``cohort.buffers`` for ``rows``; see :meth:`~fl_lightning.execution.base.Executor.backward`."""
         if self._ranks.size == 1:
@@ -44,7 +44,7 @@ class _JointExecutor(VectorizedExecutor):
         with averaging_by(self._mean):
             return super().backward(module, cohort, batch, rows)
 
-    def _stack(self, batch: CohortBatch) -> Any:
+    def _stack(self, batch: BatchStack) -> Any:
         stack = batch.stack()
         require_one(self._ranks.exchange(lambda: tuple(leaf.shape[1:] for leaf in tree_leaves(stack))))
         return stack

@@ -7,7 +7,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from fl_lightning.client_data.cohort_batch import CohortBatch
+from fl_lightning.client_data.batches import BatchStack
 from fl_lightning.cohort.round_cohort import RoundCohort
 from fl_lightning.errors import ConfigurationError, doing
 from fl_lightning.execution.base import ClientTask, Compilation, Executor, client_loss
@@ -49,7 +49,7 @@ class SequentialExecutor(Executor):
         return self._compiled is not None and self._compiled[0] is model
 
     def backward(
-        self, module: ClientTask, cohort: RoundCohort, batch: CohortBatch, rows: Sequence[int]
+        self, module: ClientTask, cohort: RoundCohort, batch: BatchStack, rows: Sequence[int]
     ) -> Tensor:
         """Fill ``cohort.grads`` and update ``cohort.buffers`` for ``rows``; see :meth:`~fl_lightning.execution.base.Executor.backward`."""
         batches = zip(rows, batch.batches(), strict=True)

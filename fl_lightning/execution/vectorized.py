@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_map
 
 from fl_lightning.batch_norm.layers import batch_norm_layers
 from fl_lightning.batch_norm.stacked import StackedBatchNorm
-from fl_lightning.client_data.cohort_batch import CohortBatch
+from fl_lightning.client_data.batches import BatchStack
 from fl_lightning.cohort.round_cohort import RoundCohort
 from fl_lightning.errors import CannotVectorize, ConfigurationError, doing
 from fl_lightning.execution.base import ClientTask, Executor, cannot_vectorize, client_loss
@@ -48,7 +48,7 @@ class VectorizedExecutor(Executor):
         self.user, self.instead = "executor VectorizedExecutor", "use SequentialExecutor"
 
     def backward(
-        self, module: ClientTask, cohort: RoundCohort, batch: CohortBatch, rows: Sequence[int]
+        self, module: ClientTask, cohort: RoundCohort, batch: BatchStack, rows: Sequence[int]
     ) -> Tensor:
         """Fill ``cohort.grads`` and update ``cohort.buffers`` for ``rows``; see :meth:`~fl_lightning.execution.base.Executor.backward`."""
         losses: list[Tensor] = []
@@ -75,7 +75,7 @@ class VectorizedExecutor(Executor):
                     _log.warning("one client after the other: %s", reason)
                 one_by_one, size = True, len(rows) - done
             if one_by_one:  # out of the handler: an error of its own is not one of those that it is taken for
-                rest = CohortBatch(batches=batch.batches()[done:])
+                rest = BatchStack(batches=batch.batches()[done:])
                 losses.append(SequentialExecutor().backward(module, cohort, rest, rows[done:]))
             done += size
         return losses[0] if len(losses) == 1 else torch.cat(losses)
@@ -88,7 +88,7 @@ class VectorizedExecutor(Executor):
         """Try whole blocks again."""
         self._largest = None
 
-    def _stacked(self, batch: CohortBatch) -> Any:
+    def _stacked(self, batch: BatchStack) -> Any:
         try:
             return self._stack(batch)
         except CannotVectorize as error:
@@ -97,7 +97,7 @@ class VectorizedExecutor(Executor):
                 f"drop_last=True or {self.instead}"
             ) from None
 
-    def _stack(self, batch: CohortBatch) -> Any:
+    def _stack(self, batch: BatchStack) -> Any:
         return batch.stack()
 
     def _block(self, module: ClientTask, cohort: RoundCohort, batch: Any, rows: list[int]) -> Tensor:

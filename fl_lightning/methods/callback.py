@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import lightning as L
 
-from fl_lightning.client_data.cohort_batch import CohortBatch
+from fl_lightning.client_data.batches import BatchStack
 from fl_lightning.cohort.cohort import Cohort
 from fl_lightning.errors import ConfigurationError, nearest
 from fl_lightning.recorded import Recorded
@@ -70,8 +70,8 @@ class FederatedCallback(Recorded, Declarations, L.Callback):
         """Swap BN modules of ``pl_module.model`` by type: the only way in which a callback changes a forward pass."""
 
     def change_batches(
-        self, pl_module: "FederatedModule", client_ids: Sequence[int], batches: CohortBatch
-    ) -> CohortBatch:
+        self, pl_module: "FederatedModule", client_ids: Sequence[int], batches: BatchStack
+    ) -> BatchStack:
         """The batches that an attack lets clients train on instead of theirs: called for the role ``attack`` only."""
         return batches
 

@@ -9,7 +9,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from fl_lightning.client_data.cohort_batch import CohortBatch
+from fl_lightning.client_data.batches import BatchStack
 from fl_lightning.cohort.round_cohort import RoundCohort
 from fl_lightning.errors import ConfigurationError, doing
 from fl_lightning.execution.base import client_loss
@@ -81,7 +81,7 @@ def _optimizer(parameters: Any, lr: float = 1.0) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=lr, momentum=0.9, weight_decay=0.01)
 
 
-def _by_executor(module: Any, cohort: RoundCohort, batches: Sequence[CohortBatch]) -> float:
+def _by_executor(module: Any, cohort: RoundCohort, batches: Sequence[BatchStack]) -> float:
     """Take the steps as a round does; returns the rate."""
     part, rate = cohort.part(), 0.0
     for step, batch in enumerate(batches):
@@ -110,9 +110,7 @@ def _rate(cohort: RoundCohort) -> float:
     return rate if 0 < rate < float("inf") else _MOVE
 
 
-def _by_torch(
-    module: Any, cohort: RoundCohort, row: int, batches: Sequence[CohortBatch], rate: float
-) -> None:
+def _by_torch(module: Any, cohort: RoundCohort, row: int, batches: Sequence[BatchStack], rate: float) -> None:
     """Take the steps of the client of a row on the model itself."""
     model, client = module.model, cohort.client_ids[row]
     optimizer = _optimizer([model.get_parameter(name) for name in cohort.trained_names], rate)

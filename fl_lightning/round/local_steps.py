@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from fl_lightning.client_data.cohort_batch import CohortBatch
+from fl_lightning.client_data.batches import BatchStack
 from fl_lightning.cohort.client_memory import memories
 from fl_lightning.cohort.round_cohort import RoundCohort
 
@@ -37,7 +37,7 @@ def take_local_steps(module: Any, cohort: RoundCohort, part: RoundCohort) -> lis
     return part.samples
 
 
-def attacked(module: Any, clients: Sequence[int], batches: CohortBatch) -> CohortBatch:
+def attacked(module: Any, clients: Sequence[int], batches: BatchStack) -> BatchStack:
     """The batches of some clients, with what attackers among them train on instead of theirs."""
     for method in module.federated_callbacks:
         if method.role == "attack":

@@ -10,7 +10,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from fl_lightning.aggregation import Aggregator, Domain, StatisticsAggregator, WeightedMean
 from fl_lightning.batch_norm.layers import batch_norm_layers, set_momentum
 from fl_lightning.batch_norm.swapping import restore_batch_norm
-from fl_lightning.client_data.cohort_batch import CohortBatch
+from fl_lightning.client_data.batches import BatchStack
 from fl_lightning.cohort.cohort import Cohort
 from fl_lightning.cohort.round_cohort import RoundCohort
 from fl_lightning.cohort.slots import StateSlots
@@ -27,7 +27,6 @@ from fl_lightning.optimizers.schedules import LRSchedule, lr_factor
 from fl_lightning.randomness import derive_seed, seed_global
 from fl_lightning.round.communication import Communication
 from fl_lightning.round.declarations import ROLES, Declarations
-from fl_lightning.round.divergence import check_aggregate, check_updates, leave_out
 from fl_lightning.round.failures import ClientFailures, RoundSkipped
 from fl_lightning.round.first_steps import check_first_steps
 from fl_lightning.round.local_steps import agree, attacked, open_memories, take_local_steps
@@ -36,6 +35,7 @@ from fl_lightning.round.policy import check_together, resolve_policy
 from fl_lightning.round.reports import log_round, skip_round, too_few
 from fl_lightning.round.server import ServerModule
 from fl_lightning.round.server_update import update_server
+from fl_lightning.round.survivors import check_aggregate, check_updates, leave_out
 from fl_lightning.round.tasks import Task
 from fl_lightning.round.trained import mark_trained, refuse_trained
 from fl_lightning.round.trainer import check_trainer
@@ -223,11 +223,11 @@ class FederatedModule(ServerModule):
             losses = executor.backward(self, cohort, batches, indices)
             cohort.add_losses(indices, losses, batches.sizes())
 
-    def client_batches(self, cohort: Cohort, indices: Sequence[int], step: int) -> CohortBatch:
+    def client_batches(self, cohort: Cohort, indices: Sequence[int], step: int) -> BatchStack:
         """The batches of some rows at local step ``step`` of the round, on this module's device and in its precision."""
         return self.planned_batches(self.plan, [cohort.client_ids[row] for row in indices], step)
 
-    def planned_batches(self, plan: RoundPlan, clients: Sequence[int], step: int) -> CohortBatch:
+    def planned_batches(self, plan: RoundPlan, clients: Sequence[int], step: int) -> BatchStack:
         """The batches of some clients at local step ``step`` of the round, by a plan: the run's own, or one without failures."""
         sources = plan.sources(clients, self.round, step)
         batches = attacked(self, sources[0], self.data.cohort_batch(*sources))

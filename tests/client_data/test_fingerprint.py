@@ -18,7 +18,7 @@ from fl_lightning.client_data import fingerprint
 from fl_lightning.client_data.fingerprint import dataset_digest, files_digest
 from fl_lightning.datamodules import InMemoryDataModule
 from fl_lightning.datamodules.images import ImageData
-from fl_lightning.experiments.run_directory.metrics import read_metrics
+from fl_lightning.experiments.run_directory.metrics_log import read_metrics
 
 
 class Images(InMemoryDataModule):

@@ -11,7 +11,7 @@ from command_line import run, write_config
 from wandb_files import metrics, read_run
 
 from fl_lightning.experiments.run_directory.directory import Attempt
-from fl_lightning.experiments.run_directory.metrics import read_metrics
+from fl_lightning.experiments.run_directory.metrics_log import read_metrics
 
 
 @pytest.fixture(scope="module")

@@ -27,7 +27,7 @@ from fl_lightning.callbacks import (
     FixBN,
 )
 from fl_lightning.callbacks.observers.measurements import relative_deviation
-from fl_lightning.client_data.cohort_batch import CohortBatch
+from fl_lightning.client_data.batches import BatchStack
 
 EXECUTORS = pytest.mark.parametrize("executor", [SequentialExecutor, VectorizedExecutor])
 TWINS = {
@@ -108,7 +108,7 @@ def test_the_deviation_is_that_of_plain_pytorch(executor):
 
 
 def test_another_union_would_be_noticed(monkeypatch):
-    monkeypatch.setattr(CohortBatch, "union", lambda self: CohortBatch(batches=[self.batches()[0]]))
+    monkeypatch.setattr(BatchStack, "union", lambda self: BatchStack(batches=[self.batches()[0]]))
     assert run(norm="gn")[1][METRIC] > 0.05
 
 

@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy
 from fl_lightning import ConfigurationError, FederatedDataModule, FederatedModule
 from fl_lightning.callbacks import FBN, FixBN
 from fl_lightning.datamodules import Digits
-from fl_lightning.experiments.run_directory.metrics import JSONLinesLogger, read_metrics
+from fl_lightning.experiments.run_directory.metrics_log import JSONLinesLogger, read_metrics
 from fl_lightning.methods.variant_evaluation import BATCH_STATISTICS, VariantEvaluation
 from fl_lightning.models import LeNet
 

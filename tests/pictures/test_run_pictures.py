@@ -11,7 +11,7 @@ from PIL import Image
 
 from fl_lightning.experiments.run_directory import files
 from fl_lightning.experiments.run_directory.directory import Attempt
-from fl_lightning.experiments.run_directory.metrics import read_metrics
+from fl_lightning.experiments.run_directory.metrics_log import read_metrics
 from fl_lightning.pictures.style import DOTS_PER_INCH, WIDTH
 
 PICTURES = ("partition.png", "learning_curve.png", "class_accuracy.png")

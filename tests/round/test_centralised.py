@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 
 from fl_lightning import FederatedDataModule, FederatedModule, SequentialExecutor, VectorizedExecutor
 from fl_lightning.callbacks import FBN, FixBN, MaintainedMomentum
-from fl_lightning.client_data.cohort_batch import CohortBatch
+from fl_lightning.client_data.batches import BatchStack
 from fl_lightning.datamodules import Digits
 from fl_lightning.experiments.run_directory.describe import method_name
 from fl_lightning.round.plan import sample_cohort
@@ -116,7 +116,7 @@ def test_a_union_does_not_depend_on_how_the_batches_are_held():
     data = Digits(num_clients=4, batch_size=5)
     data.setup("fit")
     stacked = data.cohort_batch([0, 2, 3], [7, 7, 7])
-    as_rows = CohortBatch(
+    as_rows = BatchStack(
         batches=[tree_map(torch.clone, row) for row in data.cohort_batch([0, 2, 3], [7] * 3).batches()]
     )
     for first, second in zip(stacked.union().batches()[0], as_rows.union().batches()[0], strict=True):

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.experiments.run_directory.checkpoint_io import AtomicCheckpointIO
 from fl_lightning.experiments.run_directory.checkpoints import RoundCheckpoint
-from fl_lightning.experiments.run_directory.metrics import JSONLinesLogger, lines_until, read_metrics
+from fl_lightning.experiments.run_directory.metrics_log import JSONLinesLogger, lines_until, read_metrics
 
 
 class Rounds(L.LightningModule):

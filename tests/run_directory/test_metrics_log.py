@@ -8,7 +8,7 @@ import torch
 from lightning.pytorch.utilities import rank_zero_only
 
 from fl_lightning.errors import ConfigurationError
-from fl_lightning.experiments.run_directory.metrics import JSONLinesLogger, lines_until, read_metrics
+from fl_lightning.experiments.run_directory.metrics_log import JSONLinesLogger, lines_until, read_metrics
 from fl_lightning.files import write_json
 
 

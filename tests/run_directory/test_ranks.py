@@ -6,7 +6,7 @@ from helpers import SGD, blobs, fit, small_cnn
 from lightning.fabric.utilities.rank_zero import _get_rank, rank_zero_only
 
 from fl_lightning import FederatedModule
-from fl_lightning.experiments.run_directory.metrics import JSONLinesLogger, read_metrics
+from fl_lightning.experiments.run_directory.metrics_log import JSONLinesLogger, read_metrics
 
 NAMES = ("RANK", "LOCAL_RANK", "SLURM_PROCID", "JSM_NAMESPACE_RANK")
 

@@ -16,7 +16,7 @@ from fl_lightning.experiments.run_directory.directory import (
     Attempt,
     RunDirectory,
 )
-from fl_lightning.experiments.run_directory.metrics import JSONLinesLogger
+from fl_lightning.experiments.run_directory.metrics_log import JSONLinesLogger
 from fl_lightning.files import atomic_write, write_json, write_text
 
 

@@ -16,7 +16,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from fl_lightning.experiments.dashboard import contents
 from fl_lightning.experiments.dashboard.settings import WandbSettings, open_run
 from fl_lightning.experiments.run_directory.directory import Attempt
-from fl_lightning.experiments.run_directory.metrics import read_metrics
+from fl_lightning.experiments.run_directory.metrics_log import read_metrics
 from fl_lightning.files import write_text
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from fl_lightning.experiments.run_directory.description import deciding_settings, differences
 from fl_lightning.experiments.run_directory.directory import Attempt, RunDirectory
-from fl_lightning.experiments.run_directory.metrics import lines_until, read_metrics
+from fl_lightning.experiments.run_directory.metrics_log import lines_until, read_metrics
 from fl_lightning.files import remove_empty
 
 

@@ -25,7 +25,7 @@ from fl_lightning.experiments.run_directory.describe import (
 )
 from fl_lightning.experiments.run_directory.description import deciding_settings, misfits
 from fl_lightning.experiments.run_directory.directory import Attempt
-from fl_lightning.experiments.run_directory.metrics import read_metrics
+from fl_lightning.experiments.run_directory.metrics_log import read_metrics
 from fl_lightning.experiments.run_directory.predictions import overlays
 from fl_lightning.experiments.run_directory.source import provenance
 from fl_lightning.files import write_bytes, write_json, write_text

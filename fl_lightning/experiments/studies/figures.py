@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from fl_lightning.experiments.run_directory.metrics import read_metrics
+from fl_lightning.experiments.run_directory.metrics_log import read_metrics
 from fl_lightning.experiments.studies.claims import difference
 from fl_lightning.experiments.studies.panels import PUBLISHED, Found, Grid, is_number, label_of, short, varied
 from fl_lightning.experiments.studies.tables import caption

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from fl_lightning.errors import ConfigurationError
-from fl_lightning.experiments.run_directory.metrics import read_metrics
+from fl_lightning.experiments.run_directory.metrics_log import read_metrics
 from fl_lightning.experiments.studies.cells import Cell, State
 from fl_lightning.experiments.studies.choosing import Choices
 from fl_lightning.experiments.studies.claims import judge

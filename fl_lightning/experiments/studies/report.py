@@ -18,7 +18,7 @@ from fl_lightning import __version__
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.experiments.run_directory.description import deciding_settings
 from fl_lightning.experiments.run_directory.directory import Attempt
-from fl_lightning.experiments.run_directory.metrics import read_metrics
+from fl_lightning.experiments.run_directory.metrics_log import read_metrics
 from fl_lightning.experiments.studies.cells import RUNS
 from fl_lightning.experiments.studies.figures import Picture, pictures
 from fl_lightning.experiments.studies.panels import Found, label_of, short

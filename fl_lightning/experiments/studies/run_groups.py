@@ -14,7 +14,7 @@ from fl_lightning.experiments.run_directory.describe import origin_in_words
 from fl_lightning.experiments.run_directory.description import config_hash
 from fl_lightning.experiments.run_directory.directory import Attempt
 from fl_lightning.experiments.run_directory.finished import read_result
-from fl_lightning.experiments.run_directory.metrics import read_metrics
+from fl_lightning.experiments.run_directory.metrics_log import read_metrics
 from fl_lightning.experiments.studies.cells import RUNS, State
 from fl_lightning.experiments.studies.findings import run_found
 from fl_lightning.round.directions import best_is

@@ -9,7 +9,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 from fl_lightning.errors import CannotVectorize
 
 
-class CohortBatch:
+class BatchStack:
     """The batches of one local step, one for each active client of a cohort.
 
     Held either as a list of per-client batches or stacked (every tensor ``[C, b, ...]``); each form is made from the
@@ -21,11 +21,11 @@ class CohortBatch:
         self._batches = batches
         self._stack = stack
 
-    def map(self, function: Callable[[Any], Any]) -> "CohortBatch":
+    def map(self, function: Callable[[Any], Any]) -> "BatchStack":
         """Apply a function of a batch (a device transfer, a cast) to whichever form is held."""
         if self._batches is None:
-            return CohortBatch(stack=function(self._stack))
-        return CohortBatch(batches=[function(batch) for batch in self._batches])
+            return BatchStack(stack=function(self._stack))
+        return BatchStack(batches=[function(batch) for batch in self._batches])
 
     def sizes(self) -> list[int]:
         """Number of samples in each client's batch."""
@@ -60,11 +60,11 @@ class CohortBatch:
             self._stack = tree_unflatten([torch.stack(column) for column in columns], flat[0][1])
         return self._stack
 
-    def union(self) -> "CohortBatch":
+    def union(self) -> "BatchStack":
         """All batches joined along their first dimension, as the batch of a single client."""
         if self._batches is None:
-            return CohortBatch(stack=tree_map(lambda leaf: leaf.flatten(0, 1)[None], self._stack))
-        return CohortBatch(batches=[tree_map(lambda *leaves: torch.cat(leaves), *self._batches)])
+            return BatchStack(stack=tree_map(lambda leaf: leaf.flatten(0, 1)[None], self._stack))
+        return BatchStack(batches=[tree_map(lambda *leaves: torch.cat(leaves), *self._batches)])
 
 
 def require_one(shapes: Iterable[Any]) -> None:
