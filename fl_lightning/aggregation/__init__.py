@@ -4,7 +4,6 @@ from fl_lightning.aggregation.base import (
     Aggregator,
     RobustAggregator,
     WeightedMean,
-    require_weighted_mean,
     weighted_mean,
 )
 from fl_lightning.aggregation.bucketing import Bucketing
@@ -24,7 +23,13 @@ from fl_lightning.aggregation.functions import (
     weighted_trimmed_mean,
 )
 from fl_lightning.aggregation.preaggregation import PreAggregator
-from fl_lightning.aggregation.statistics import Domain, LayerStatistics, StatisticsAggregator, sent_statistics
+from fl_lightning.aggregation.statistics import (
+    Domain,
+    LayerStatistics,
+    StatisticsAggregator,
+    require_weighted_mean,
+    sent_statistics,
+)
 from fl_lightning.aggregation.weiszfeld import GeometricMedian
 
 __all__ = [

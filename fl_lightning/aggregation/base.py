@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -30,7 +30,13 @@ def weighted_mean(rows: Tensor, weights: Tensor) -> Tensor:
 
 
 class Aggregator(Recorded, ABC):
-    """How the server turns the clients' rows into one."""
+    """A rule by which the server combines the clients' rows into one.
+
+    Attributes:
+        per: Whether each layer is a vector of its own (``"layer"``), or all layers are one (``"model"``); None is the rule's usual way.
+    """
+
+    per: Per = None
 
     @abstractmethod
     def __call__(self, rows: Tensor, weights: Tensor) -> Tensor:
@@ -207,25 +213,3 @@ class RobustAggregator(Aggregator):
         if self.f and counted is not None:
             byzantine_mass(counted, self.f, f"{type(self).__name__}.f")
         return blocks, of_clients, counted
-
-
-def require_weighted_mean(
-    module: Any, method: str, doing: str, settings: Sequence[str] = ("aggregator", "statistics_aggregator")
-) -> None:
-    """Refuse a rule that a method's own sums over the clients would go round.
-
-    Args:
-        module: The federated module.
-        method: The method, for the message.
-        doing: What it does with every client, for the message.
-        settings: Which of ``aggregator`` and ``statistics_aggregator`` it goes round.
-
-    Raises:
-        ConfigurationError: One of them is not the weighted mean.
-    """
-    rules = {"aggregator": module.aggregator, "statistics_aggregator": module.statistics.rule}
-    for setting in settings:
-        if not isinstance(rules[setting], WeightedMean):
-            raise ConfigurationError(
-                f"model.{setting}: {type(rules[setting]).__name__} cannot protect {method}, which {doing}; use WeightedMean"
-            )

@@ -1,7 +1,7 @@
 """How the server combines the clients' running statistics, which are no vectors like others: variances are positive."""
 
 from collections.abc import Mapping, Sequence
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -88,7 +88,7 @@ class StatisticsAggregator:
 
     def __call__(self, layers: Sequence[LayerStatistics]) -> list[tuple[Tensor, Tensor]]:
         """Aggregate the statistics of some layers: mean and variance of each, ``[channels]``."""
-        if getattr(self.rule, "per", None) != "model" or len(layers) < 2:
+        if self.rule.per != "model" or len(layers) < 2:
             return [self._aggregate(*layer) for layer in layers]
         widths = [layer.means.shape[1] for layer in layers]
         means, variances = (
@@ -146,3 +146,35 @@ class StatisticsAggregator:
             self.clamped += int((variance < 0).sum())
             variance = variance.clamp(min=0)
         return mean, variance
+
+
+class Aggregates(Protocol):
+    """A module with aggregators, such as :class:`~fl_lightning.round.module.FederatedModule`."""
+
+    aggregator: Aggregator
+    statistics: StatisticsAggregator
+
+
+def require_weighted_mean(
+    module: Aggregates,
+    method: str,
+    doing: str,
+    settings: Sequence[str] = ("aggregator", "statistics_aggregator"),
+) -> None:
+    """Raise an error if a robust aggregator is configured that the method would bypass.
+
+    Args:
+        module: The federated module.
+        method: The method, for the message.
+        doing: What the method does with every client, for the message.
+        settings: Which of ``aggregator`` and ``statistics_aggregator`` the method bypasses.
+
+    Raises:
+        ConfigurationError: One of these aggregators is not the weighted mean.
+    """
+    rules = {"aggregator": module.aggregator, "statistics_aggregator": module.statistics.rule}
+    for setting in settings:
+        if not isinstance(rules[setting], WeightedMean):
+            raise ConfigurationError(
+                f"model.{setting}: {type(rules[setting]).__name__} cannot protect {method}, which {doing}; use WeightedMean"
+            )

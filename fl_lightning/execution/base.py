@@ -104,7 +104,7 @@ class Executor(Recorded, ABC):
 
 
 @contextmanager
-def computing(module: Any, batch: Any) -> Iterator[None]:
+def computing(module: ClientTask, batch: Any) -> Iterator[None]:
     """Note on an exception what is computed of a batch; inputs that the model's first layer refuses are one line."""
     try:
         with doing(lambda: _computation(module, batch)):
@@ -134,7 +134,7 @@ def _refuse_inputs(model: nn.Module, batch: Any, error: RuntimeError) -> None:
         ) from error
 
 
-def _computation(module: Any, batch: Any) -> str:
+def _computation(module: ClientTask, batch: Any) -> str:
     """What is computed of a batch and what can be, in words for the error that it ends in."""
     model, loss = module.model, getattr(module.loss, "__qualname__", type(module.loss).__name__)
     numbers = str(next(model.parameters()).dtype).removeprefix("torch.")

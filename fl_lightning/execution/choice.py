@@ -12,6 +12,7 @@ from fl_lightning.execution.base import ClientTask, Executor
 from fl_lightning.execution.fork import cannot_fork
 from fl_lightning.execution.sequential import SequentialExecutor
 from fl_lightning.execution.vectorized import VectorizedExecutor
+from fl_lightning.ranks import Ranks
 
 _QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
@@ -46,20 +47,30 @@ def choose_executor(module: ClientTask, num_clients: int) -> Choice:
     return Choice(SequentialExecutor(), reason)
 
 
-def decide_compilation(module: Any, client_steps: int, batch: Callable[[], Any]) -> None:
-    """Let the module's executor decide whether it compiles: where one rank cannot, none does.
+def decide_compilation(
+    task: ClientTask,
+    executor: Executor,
+    ranks: Ranks,
+    client_steps: int,
+    batch: Callable[[], Any],
+    before: bool | None,
+) -> bool:
+    """Let an executor decide whether it compiles: if one rank cannot, no rank does.
 
     Args:
-        module: The federated module, whose record keeps the decision for a run that goes on.
+        task: The federated module.
+        executor: The executor, whose ``compilation`` is set.
+        ranks: The processes of the run.
         client_steps: Local steps of all clients in the whole run.
         batch: Gives a client's first batch.
+        before: The decision up to the run's checkpoint, None for a run from the start.
+
+    Returns:
+        The decision, which the run keeps for its resumption.
     """
-    executor, record = module.executor, module.record
-    found = module.ranks.exchange(
-        lambda: executor.decide_compilation(module, client_steps, batch, record.compiled)
-    )
+    found = ranks.exchange(lambda: executor.decide_compilation(task, client_steps, batch, before))
     executor.compilation = next((each for each in found if not each.compiled), found[0])
-    record.compiled = executor.compilation.compiled
+    return executor.compilation.compiled
 
 
 def cpu_ranks() -> int:

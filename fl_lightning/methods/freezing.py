@@ -9,6 +9,7 @@ import lightning as L
 from fl_lightning.batch_norm.kinds import STATISTICS
 from fl_lightning.batch_norm.layers import require_batch_norm
 from fl_lightning.methods.callback import FederatedCallback
+from fl_lightning.round.context import RunContext
 
 if TYPE_CHECKING:
     from fl_lightning.cohort.cohort import Cohort
@@ -67,7 +68,7 @@ class Freezing(FederatedCallback):
                 f"{name}: T* = {last}, and training ends with round {rounds}: nothing is frozen in this run."
             )
 
-    def remark(self, module: "FederatedModule") -> str:
+    def remark(self, module: RunContext) -> str:
         """Return "nothing frozen" if T* is not before the last round."""
         if module.total_rounds is None:
             return ""
@@ -81,7 +82,7 @@ class Freezing(FederatedCallback):
             pl_module.log("fixbn/freeze_round", float(last))
 
 
-def _last_round(module: "FederatedModule") -> int:
+def _last_round(module: RunContext) -> int:
     limit = module.trainer.fit_loop.max_epochs
     return module.planned_rounds if limit in (None, -1) else limit
 

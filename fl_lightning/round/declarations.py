@@ -5,6 +5,7 @@ from types import MappingProxyType
 from typing import Any, ClassVar, Literal
 
 from fl_lightning.cohort.cohort import Cohort
+from fl_lightning.round.context import RunContext
 
 ROLES = ("method", "attack", "observer")
 """In this order hooks are called."""
@@ -71,11 +72,11 @@ class Declarations:
         """
         return None
 
-    def remark(self, module: Any) -> str:
+    def remark(self, module: RunContext) -> str:
         """Return a remark that follows the method's name in results, tables and pictures, such as "nothing frozen".
 
         Args:
-            module: The federated module of the run.
+            module: The run's federated module.
         """
         return ""
 

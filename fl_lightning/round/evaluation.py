@@ -10,6 +10,7 @@ from fl_lightning.errors import doing
 from fl_lightning.execution.base import computing
 from fl_lightning.randomness import derive_seed, seed_everything
 from fl_lightning.ranks import Ranks
+from fl_lightning.round.context import RunContext
 from fl_lightning.round.tasks import Classification, Task
 
 _Found = tuple[dict[str, Tensor], Tensor]
@@ -45,7 +46,7 @@ class ServerEvaluation:
 
     def divide(
         self,
-        module: Any,
+        run: RunContext,
         batch: Any,
         batch_idx: int,
         evaluate: Callable[[Any, "ServerEvaluation"], None],
@@ -54,7 +55,7 @@ class ServerEvaluation:
         """Let one of the ranks evaluate a batch; the others learn in :meth:`finish` what it has found, or its error.
 
         Args:
-            module: The federated module whose model is evaluated.
+            run: The run whose model is evaluated.
             batch: The batch.
             batch_idx: Its number, from 0.
             evaluate: Adds a batch to an evaluation. What it draws is a function of seed, round and batch; the caller isolates
@@ -63,17 +64,17 @@ class ServerEvaluation:
         """
 
         def place() -> str:
-            return f"evaluating the server after round {module.trainer.global_step}, batch {batch_idx + 1}"
+            return f"evaluating the server after round {run.trainer.global_step}, batch {batch_idx + 1}"
 
-        ranks = self._ranks = module.ranks
-        self._task = module.task
+        ranks = self._ranks = run.ranks
+        self._task = run.task
         if (batch_idx + turn) % ranks.size != ranks.rank or self._failure is not None:
             return
-        seed = derive_seed(module.seed, "evaluation", module.trainer.global_step, batch_idx)
+        seed = derive_seed(run.seed, "evaluation", run.trainer.global_step, batch_idx)
         self._into = self._own
         try:
             seed_everything(seed)
-            with doing(place), computing(module, batch):
+            with doing(place), computing(run, batch):
                 evaluate(batch, self)
         except Exception as error:
             if ranks.size == 1:

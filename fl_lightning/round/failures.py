@@ -8,19 +8,6 @@ from fl_lightning.randomness import derive_seed
 from fl_lightning.recorded import Recorded
 
 
-class RoundSkipped(Exception):
-    """A round has too few reports: the server keeps its state, and the run goes on with the next one.
-
-    Args:
-        reason: One line that says which round, how many reports and how many there must be.
-        dropped: Clients that were left out of it, since their update was not finite.
-    """
-
-    def __init__(self, reason: str, dropped: int = 0) -> None:
-        super().__init__(reason)
-        self.dropped = dropped
-
-
 class ClientFailures(Recorded):
     """Which clients fail in which round; a function of (seed, round, client), whoever else takes part.
 

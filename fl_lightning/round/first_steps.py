@@ -16,14 +16,15 @@ from fl_lightning.execution.base import client_loss
 from fl_lightning.execution.joint import joint_executor
 from fl_lightning.models.dropout import Dropout, dropout_keys
 from fl_lightning.randomness import derive_seed, seed_global
-from fl_lightning.round.policy import resolve_policy
+from fl_lightning.round.context import RunContext
+from fl_lightning.round.policy import apply_policy, resolve_policy
 
 _MOVE = 0.1  # of the length of all parameters, by the first step: the second one starts somewhere else
 _TOLERANCE = 0.01  # of a tensor's change
 _NOISE = 20  # times what rounding changed
 
 
-def check_first_steps(module: Any) -> None:
+def check_first_steps(run: RunContext) -> None:
     """Compare two local steps of the run's first two clients with plain PyTorch, and restore the model.
 
     The executor takes them on a cohort of two clients. PyTorch takes them for each client by itself, on the model. Both have the
@@ -32,64 +33,64 @@ def check_first_steps(module: Any) -> None:
     takes the steps once more from parameters that differ by rounding.
 
     Args:
-        module: The federated module, when training starts.
+        run: The run, when training starts.
 
     Raises:
         ConfigurationError: A parameter or buffer is another one than PyTorch's by more than rounding, or the executor has
             changed one of the server's. The line names it.
     """
-    plan = module.plan.usual()
-    clients, steps = plan.trained(module.round)
-    policy = resolve_policy(module.federated_callbacks, module.round, module.planned_rounds)
-    if any(map(is_lazy, module.model.parameters())):
+    plan = run.plan.usual()
+    clients, steps = plan.trained(run.round)
+    policy = resolve_policy(run.federated_callbacks, run.round, run.planned_rounds)
+    if any(map(is_lazy, run.model.parameters())):
         return
-    _refuse_hooks(module.model)
-    with isolate_rng(), _kept(module):
-        for layer in module.tracking_layers:
-            layer.train(policy["mean"] != "frozen")
-        before = _tensors(module.model)
+    _refuse_hooks(run.model)
+    assert isinstance(run, nn.Module)
+    with isolate_rng(), _kept(run):
+        apply_policy(run.tracking_layers, policy)
+        before = _tensors(run.model)
         clients, last = clients[:2], min(steps[:2]) - 1
-        cohort = RoundCohort(module.model, len(clients))
+        cohort = RoundCohort(run.model, len(clients))
         cohort.broadcast(
-            round_number=module.round,
+            round_number=run.round,
             client_ids=clients,
-            weights=torch.ones(len(clients), dtype=torch.float64, device=module.device),
+            weights=torch.ones(len(clients), dtype=torch.float64, device=run.device),
             local_steps=[2] * len(clients),
             policy=policy,
             optimizer=_optimizer,
-            seed=module.seed,
+            seed=run.seed,
         )
         if not cohort.trained_names:
             return
-        batches = [module.planned_batches(plan, clients, min(step, last)) for step in range(2)]
-        with _kept(module):
-            rate = _by_executor(module, cohort, batches)
-            _refuse_changed(module.model, before)
+        batches = [run.planned_batches(plan, clients, min(step, last)) for step in range(2)]
+        with _kept(run):
+            rate = _by_executor(run, cohort, batches)
+            _refuse_changed(run.model, before)
         for row in range(len(clients)):
-            with _kept(module):
-                _by_torch(module, cohort, row, batches, rate)
-                torchs = _tensors(module.model)
-            with _kept(module):
-                _change_by_rounding(module)
-                _by_torch(module, cohort, row, batches, rate)
-                rounded = _tensors(module.model)
+            with _kept(run):
+                _by_torch(run, cohort, row, batches, rate)
+                torchs = _tensors(run.model)
+            with _kept(run):
+                _change_by_rounding(run)
+                _by_torch(run, cohort, row, batches, rate)
+                rounded = _tensors(run.model)
             noise = {n: _distance(x, torchs[n]) for n, x in rounded.items() if x.shape == torchs[n].shape}
-            _compare(module, before, torchs, {**cohort.params.row(row), **cohort.buffers.row(row)}, noise)
+            _compare(run, before, torchs, {**cohort.params.row(row), **cohort.buffers.row(row)}, noise)
 
 
 def _optimizer(parameters: Any, lr: float = 1.0) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=lr, momentum=0.9, weight_decay=0.01)
 
 
-def _by_executor(module: Any, cohort: RoundCohort, batches: Sequence[BatchStack]) -> float:
+def _by_executor(run: RunContext, cohort: RoundCohort, batches: Sequence[BatchStack]) -> float:
     """Take the steps as a round does; returns the rate."""
     part, rate = cohort.part(), 0.0
     for step, batch in enumerate(batches):
-        joint = module.joint_method if step == 0 else None
-        executor = module.executor if joint is None else joint_executor(joint)
+        joint = run.joint_method if step == 0 else None
+        executor = run.executor if joint is None else joint_executor(joint)
         rows = part.begin_step(step)
         with doing(f"round {cohort.round}, local step {step + 1}"):
-            executor.backward(module, part, batch, rows)
+            executor.backward(run, part, batch, rows)
         rate = rate or _rate(part)
         for group in part.optimizer.param_groups:
             group["lr"] = rate
@@ -110,19 +111,21 @@ def _rate(cohort: RoundCohort) -> float:
     return rate if 0 < rate < float("inf") else _MOVE
 
 
-def _by_torch(module: Any, cohort: RoundCohort, row: int, batches: Sequence[BatchStack], rate: float) -> None:
+def _by_torch(
+    run: RunContext, cohort: RoundCohort, row: int, batches: Sequence[BatchStack], rate: float
+) -> None:
     """Take the steps of the client of a row on the model itself."""
-    model, client = module.model, cohort.client_ids[row]
+    model, client = run.model, cohort.client_ids[row]
     optimizer = _optimizer([model.get_parameter(name) for name in cohort.trained_names], rate)
     model.zero_grad()
     for step, batch in enumerate(batches):
-        key = dropout_keys(module.seed, cohort.round, [client], step)[0]
+        key = dropout_keys(run.seed, cohort.round, [client], step)[0]
         for layer in model.modules():
             if isinstance(layer, Dropout):
                 layer.key.copy_(key)
-        seed_global(derive_seed(module.seed, "model", cohort.round, client, step), module.device)
+        seed_global(derive_seed(run.seed, "model", cohort.round, client, step), run.device)
         with doing("plain PyTorch, in the check of the first steps"):
-            client_loss(module, batch.batches()[row]).backward()  # type: ignore[no-untyped-call]  # torch gives it no types
+            client_loss(run, batch.batches()[row]).backward()  # type: ignore[no-untyped-call]  # torch gives it no types
         optimizer.step()
         optimizer.zero_grad()
 
@@ -171,24 +174,24 @@ def _refuse_changed(model: nn.Module, before: Mapping[str, Tensor]) -> None:
             )
 
 
-def _change_by_rounding(module: Any) -> None:
+def _change_by_rounding(run: RunContext) -> None:
     """Change every parameter by about as much as one operation rounds."""
-    seed_global(derive_seed(module.seed, "rounding"), module.device)
+    seed_global(derive_seed(run.seed, "rounding"), run.device)
     with torch.no_grad():
-        for parameter in module.model.parameters():
+        for parameter in run.model.parameters():
             if parameter.is_floating_point():
-                parameter.mul_(1 + 2 * _rounding(module) * torch.randn_like(parameter))
+                parameter.mul_(1 + 2 * _rounding(run) * torch.randn_like(parameter))
 
 
 def _compare(
-    module: Any,
+    run: RunContext,
     before: Mapping[str, Tensor],
     torchs: Mapping[str, Tensor],
     own: Mapping[str, Tensor],
     noise: Mapping[str, float],
 ) -> None:
     """Refuse an executor whose tensors differ from PyTorch's, and name the worst."""
-    rounding = _rounding(module)
+    rounding = _rounding(run)
     # a buffer may be replaced by one number for all its elements
     torchs = {
         name: x.expand_as(own[name]) if x.numel() == 1 and name in own else x for name, x in torchs.items()
@@ -198,7 +201,7 @@ def _compare(
         for name in own
         if torchs[name].shape == before[name].shape
     }
-    parameters = {name for name, _ in module.model.named_parameters()}
+    parameters = {name for name, _ in run.model.named_parameters()}
     most = dict.fromkeys((True, False), 0.0)
     for name, length in moved.items():
         if own[name].is_floating_point() and length < float("inf"):
@@ -216,7 +219,7 @@ def _compare(
         if far > least + _NOISE * noise.get(name, 0.0):
             off[name] = far / moved[name] if moved[name] else float("inf")
     if off:
-        name, executor = max(off, key=lambda one: off[one]), type(module.executor).__name__
+        name, executor = max(off, key=lambda one: off[one]), type(run.executor).__name__
         share = f" by {off[name]:.0%} of its change" if off[name] < float("inf") else ""
         remedy = (
             "keep what a forward pass changes in buffers, and change them in place"
@@ -225,18 +228,18 @@ def _compare(
         )
         raise ConfigurationError(
             f"model: after two local steps {name!r} differs from plain PyTorch{share} under {executor}, as the forward pass of "
-            f"{type(module.model).__name__} does more than compute: {remedy} (model.check_first_steps: false trains without this check)"
+            f"{type(run.model).__name__} does more than compute: {remedy} (model.check_first_steps: false trains without this check)"
         )
 
 
-def _rounding(module: Any) -> float:
+def _rounding(run: RunContext) -> float:
     """Return the relative error of one operation in the precision of the run."""
-    precision = str(module.trainer.precision)
+    precision = str(run.trainer.precision)
     if "bf16" in precision:
         return 2.0**-8
-    if precision.startswith("16") or (module.tf32 and module.device.type == "cuda"):
+    if precision.startswith("16") or (run.tf32 and run.device.type == "cuda"):
         return 2.0**-11
-    return float(torch.finfo(next(module.model.parameters()).dtype).eps)
+    return float(torch.finfo(next(run.model.parameters()).dtype).eps)
 
 
 def _distance(one: Tensor, other: Tensor) -> float:

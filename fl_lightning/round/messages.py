@@ -49,7 +49,7 @@ def sent_vectors(module: "FederatedModule", cohort: "Cohort") -> list[Sent]:
     found = []
     blocks = [name for name in cohort.params.blocks if cohort.treatment(name) == "averaged"]
     parts = cohort.params.columns_by_layer(blocks)
-    if getattr(module.aggregator, "per", None) != "layer":
+    if module.aggregator.per != "layer":
         parts = {"": [part for own in parts.values() for part in own]}
     for own in parts.values():
         pieces = [cohort.params.blocks[block][:, columns] for block, columns in own]
@@ -57,7 +57,7 @@ def sent_vectors(module: "FederatedModule", cohort: "Cohort") -> list[Sent]:
         found.append(Sent("parameters", pieces, [*server], module.aggregator))
     rule = module.statistics.rule
     for what, names in sent_statistics_by_kind(cohort.buffer_kinds, cohort.policy).items():
-        whole = getattr(rule, "per", None) == "model"
+        whole = rule.per == "model"
         for group in [names] if whole else [[name] for name in names]:
             pieces = [cohort.buffers[name] for name in group]
             found.append(Sent(what, pieces, [0.0] * len(pieces), rule))

@@ -1,47 +1,59 @@
 """The federated LightningModule: ``training_step`` is one communication round."""
 
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal
 
+import lightning as L
 import torch
+from lightning.fabric.utilities import move_data_to_device
+from lightning.fabric.utilities.rank_zero import rank_zero_only
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torchmetrics import Metric
 
 from fl_lightning.aggregation import Aggregator, Domain, StatisticsAggregator, WeightedMean
 from fl_lightning.batch_norm.layers import batch_norm_layers, set_momentum
 from fl_lightning.batch_norm.swapping import restore_batch_norm
 from fl_lightning.client_data.batches import BatchStack
+from fl_lightning.client_data.federated import FederatedDataModule
+from fl_lightning.cohort.client_memory import locate, saved
 from fl_lightning.cohort.cohort import Cohort
 from fl_lightning.cohort.round_cohort import RoundCohort
 from fl_lightning.cohort.slots import StateSlots
-from fl_lightning.errors import doing
+from fl_lightning.errors import ConfigurationError
 from fl_lightning.execution.base import Executor
 from fl_lightning.execution.choice import Choice, choose_executor, decide_compilation
-from fl_lightning.execution.joint import joint_executor
 from fl_lightning.execution.sequential import SequentialExecutor
 from fl_lightning.models.dropout import convert_dropout
 from fl_lightning.models.weights import load_weights
 from fl_lightning.optimizers import OptimizerCallable
-from fl_lightning.optimizers.checks import check_elementwise, check_overrides
+from fl_lightning.optimizers.checks import check_elementwise, check_overrides, check_server_optimizer
 from fl_lightning.optimizers.schedules import LRSchedule, lr_factor
-from fl_lightning.randomness import derive_seed, seed_global
+from fl_lightning.ranks import Ranks
+from fl_lightning.recorded import Recorded
+from fl_lightning.round import hooks
+from fl_lightning.round.clock import RoundClock
 from fl_lightning.round.communication import Communication
-from fl_lightning.round.declarations import ROLES, Declarations
-from fl_lightning.round.failures import ClientFailures, RoundSkipped
+from fl_lightning.round.evaluation import ServerEvaluation
+from fl_lightning.round.failures import ClientFailures
 from fl_lightning.round.first_steps import check_first_steps
-from fl_lightning.round.local_steps import agree, attacked, open_memories, take_local_steps
+from fl_lightning.round.label_weights import LabelWeights, ignored_label
+from fl_lightning.round.outputs import OutputCheck
 from fl_lightning.round.plan import RoundPlan, Weighting, check_local_work, plan_rounds
-from fl_lightning.round.policy import check_together, resolve_policy
-from fl_lightning.round.reports import log_round, skip_round, too_few
-from fl_lightning.round.server import ServerModule
-from fl_lightning.round.server_update import update_server
-from fl_lightning.round.survivors import check_aggregate, check_updates, leave_out
-from fl_lightning.round.tasks import Task
-from fl_lightning.round.trained import mark_trained, refuse_trained
+from fl_lightning.round.policy import apply_policy, check_together, resolve_policy
+from fl_lightning.round.record import RunRecord
+from fl_lightning.round.round import communication_round, skip_round
+from fl_lightning.round.survivors import RoundSkipped, too_few
+from fl_lightning.round.tasks import Classification, Task
+from fl_lightning.round.trained import refuse_trained
 from fl_lightning.round.trainer import check_trainer
 
 
-class FederatedModule(ServerModule):
+class FederatedModule(Recorded, L.LightningModule):
     """Federated learning as a LightningModule: one epoch, one batch, one ``training_step`` is one communication round.
 
     The round is Algorithm 1 of FedAvg (McMahan et al. 2017) with a server optimizer on the pseudo-gradient (FedOpt,
@@ -84,6 +96,10 @@ class FederatedModule(ServerModule):
         seed: Seed of participation and dropout.
 
     Attributes:
+        total_rounds: Number of rounds planned at round 1, None before.
+        record: What the run has logged and counted.
+        clock: Where the time of the round goes.
+        accept_data: Whether a run may be resumed, or evaluated, with other data than those of its checkpoint, False by default.
         plan: Who takes part in which round, with how many local steps; known from ``setup("fit")`` on.
         slots: Where a client's state hangs in the model; known from the start of training on.
         executor_choice: The executor that was chosen for this run and why; None where one was given.
@@ -91,7 +107,8 @@ class FederatedModule(ServerModule):
         tracking_layers: The BN layers that track statistics in training: all but those that the user has put in eval mode.
 
     Raises:
-        ConfigurationError: A setting is out of range or contradicts another one.
+        ConfigurationError: A setting is out of range or contradicts another one, the model is scripted or has no trainable
+            parameters, or the server optimizer cannot step them.
     """
 
     deciding_files = ("initial_weights",)
@@ -125,65 +142,125 @@ class FederatedModule(ServerModule):
         check_first_steps: bool = True,
         seed: int = 0,
     ) -> None:
-        super().__init__(model, server_optimizer, loss, tf32, task)
+        super().__init__()
+        if isinstance(model, torch.jit.ScriptModule):
+            raise ConfigurationError(
+                f"model: torch.jit.script hides the layers of {model.original_name}; give the model itself"
+            )
+        trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        if not trainable:
+            raise ConfigurationError(f"model: {type(model).__name__} has no trainable parameters")
+        if server_optimizer is not None:
+            check_server_optimizer(server_optimizer, trainable)
         check_local_work(local_steps, local_epochs, budget_epochs, participation)
         if bn_momentum is not None:
             set_momentum(model, bn_momentum)
         check_elementwise(client_optimizer)
         check_overrides(client_optimizer, parameter_groups or {})
         convert_dropout(model)
+        self.automatic_optimization = False
+        self.model = model
         self.client_optimizer = client_optimizer
-        self.local_steps, self.local_epochs, self.participation = local_steps, local_epochs, participation
-        self.executor, self.chooses_executor = executor or SequentialExecutor(), executor is None
+        self.server_optimizer = server_optimizer or partial(torch.optim.SGD, lr=1.0)
+        self.local_steps = local_steps
+        self.local_epochs = local_epochs
+        self.participation = participation
+        self.executor = executor or SequentialExecutor()
+        self.chooses_executor = executor is None
         self.aggregator = aggregator or WeightedMean()
         self.statistics = StatisticsAggregator(statistics_aggregator or self.aggregator, statistics_domain)
-        self.weighting, self.min_clients, self.failures = weighting, min_clients, failures
-        self.parameter_groups, self.client_lr_schedule = parameter_groups or {}, client_lr_schedule
-        self.initial_weights, self.budget_epochs = initial_weights, budget_epochs
-        self.on_divergence, self.centralised, self.seed = on_divergence, centralised, seed
+        self.weighting = weighting
+        self.task = task or Classification(-100 if (label := ignored_label(loss)) is None else label)
+        self.loss = loss or self.task.loss
+        self.client_lr_schedule = client_lr_schedule
+        self.parameter_groups = parameter_groups or {}
+        self.initial_weights = initial_weights
+        self.budget_epochs = budget_epochs
+        self.on_divergence = on_divergence
+        self.failures = failures
+        self.min_clients = min_clients
+        self.centralised = centralised
+        self.tf32 = tf32
         self.check_first_steps = check_first_steps
-        self.output_check.applies &= type(self).client_loss is FederatedModule.client_loss
+        self.seed = seed
+
         self.plan: RoundPlan
         self.slots: StateSlots
+        self.total_rounds: int | None = None
+        self.record = RunRecord()
+        self.clock = RoundClock()
+        self.evaluation = ServerEvaluation()
+        self.label_weights = LabelWeights(loss)
+        usual = (type(self).evaluate_batch, type(self).client_loss)
+        self.output_check = OutputCheck(
+            usual == (FederatedModule.evaluate_batch, FederatedModule.client_loss)
+        )
         self.executor_choice: Choice | None = None
         self.communication = Communication()
-        self._cohort: RoundCohort | None = None
+        self.accept_data = False
         self.tracking_layers: list[_BatchNorm] = []
+        self._cohort: RoundCohort | None = None
         self._modes: dict[nn.Module, bool] = {}
+        self._resumed = False
+        self._evaluate_every: int | None = None
+
+    @property
+    def data(self) -> FederatedDataModule:
+        """The federated data of the run."""
+        data = self.trainer.datamodule  # type: ignore[attr-defined]  # set by Trainer.fit(datamodule=...)
+        if not isinstance(data, FederatedDataModule):
+            raise ConfigurationError(
+                f"data: FederatedModule needs a FederatedDataModule, got {type(data).__name__}; pass "
+                "datamodule=FederatedDataModule(clients=[...]) to fit()"
+            )
+        return data
+
+    @property
+    def ranks(self) -> Ranks:
+        """The processes of the run; one where the trainer has another strategy than this project's."""
+        return getattr(self.trainer.strategy, "ranks", Ranks())
+
+    @property
+    def round(self) -> int:
+        """The communication round under way, from 1."""
+        return self.trainer.current_epoch + 1
+
+    @property
+    def metrics(self) -> Mapping[str, float]:
+        """The metrics of the newest round, such as ``{"round": 12, "train/loss": 0.7, "val/accuracy": 0.8}``."""
+        return self.record.metrics
+
+    @property
+    def planned_rounds(self) -> int:
+        """Number of rounds that was planned at round 1: what fractions of a run refer to."""
+        assert self.total_rounds is not None
+        return self.total_rounds
+
+    def call_hook(self, hook: str, cohort: RoundCohort, *step: int) -> None:
+        """Call a hook of every method: what it draws depends on neither the executor nor on earlier draws."""
+        hooks.call(self, hook, cohort, *step)
+
+    @property
+    def federated_callbacks(self) -> list[Any]:
+        """The methods that are active in this run, in the order in which their hooks are called: by role, then as in the list."""
+        return hooks.in_order(self.trainer.callbacks)  # type: ignore[attr-defined]  # set in a helper of the trainer
+
+    @property
+    def joint_method(self) -> str | None:
+        """The method for whose sake the first local step is one forward pass over all clients; None without."""
+        return next((type(cb).__name__ for cb in self.federated_callbacks if cb.needs_joint_forward), None)
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
-        """One communication round, in the precision of the weights: only clients' losses are computed in mixed precision."""
+        """Run one communication round in the precision of the weights: only clients' losses are computed in mixed precision."""
         try:
             with torch.autocast(self.device.type, enabled=False):
-                self.communication_round()
+                communication_round(self)
         except RoundSkipped as skipped:
             skip_round(self, skipped)
         except BaseException:
             restore_batch_norm(self.model)
             self.executor.close()
             raise
-
-    def communication_round(self) -> None:
-        """Broadcast, local steps, aggregation, server step."""
-        cohort = self.start_round()
-        self.call_hook("on_round_start", cohort)
-        part = cohort.part()
-        counts = self.ranks.exchange(lambda: take_local_steps(self, cohort, part))
-        with self.clock.part("gather"):
-            samples = [number for count in counts for number in count]
-            cohort.finish_steps(part, samples, weigh_samples=self.weighting == "samples")
-            cohort = leave_out(self, cohort)
-        self.call_hook("on_before_aggregate", cohort)
-        with self.clock.part("aggregation"):
-            seed_global(derive_seed(self.seed, "aggregation", cohort.round), self.device)
-            cohort = check_updates(self, cohort)
-            update_server(cohort, self.aggregator, self.statistics, strict=self.on_divergence == "error")
-            mark_trained([self.model, *self.federated_callbacks])
-            self.server_step()
-        self.call_hook("on_round_end", cohort)
-        check_aggregate(self, cohort)
-        agree(self, f"round {cohort.round}")
-        log_round(self, cohort)
 
     def start_round(self) -> RoundCohort:
         """Sample the cohort of this round and broadcast the server's state to it."""
@@ -193,8 +270,7 @@ class FederatedModule(ServerModule):
             if not clients:
                 raise too_few(self, len(self.plan.reporting(self.round)))
             policy = resolve_policy(self.federated_callbacks, self.round, self.planned_rounds)
-            for layer in self.tracking_layers:
-                layer.train(policy["mean"] != "frozen")
+            apply_policy(self.tracking_layers, policy)
             made_for = (len(clients), self.parameter_groups)
             if self._cohort is None or (len(self._cohort), self._cohort.parameter_groups) != made_for:
                 self._cohort = RoundCohort(self.model, *made_for, self.ranks)
@@ -210,19 +286,6 @@ class FederatedModule(ServerModule):
             )
         return self._cohort
 
-    def compute_gradients(self, cohort: RoundCohort, step: int) -> None:
-        """The active clients' forward and backward passes of a local step: fills the gradient rows and the buffers."""
-        if not (indices := cohort.begin_step(step)):
-            return
-        place = f"round {cohort.round}, local step {step + 1}"
-        with self.clock.part("data"), doing(place):
-            batches = self.client_batches(cohort, indices, step)
-        with self.clock.part("forward_backward"), doing(place):
-            joint = self.joint_method if step == 0 else None
-            executor = self.executor if joint is None else joint_executor(joint, self.ranks)
-            losses = executor.backward(self, cohort, batches, indices)
-            cohort.add_losses(indices, losses, batches.sizes())
-
     def client_batches(self, cohort: Cohort, indices: Sequence[int], step: int) -> BatchStack:
         """The batches of some rows at local step ``step`` of the round, on this module's device and in its precision."""
         return self.planned_batches(self.plan, [cohort.client_ids[row] for row in indices], step)
@@ -230,7 +293,7 @@ class FederatedModule(ServerModule):
     def planned_batches(self, plan: RoundPlan, clients: Sequence[int], step: int) -> BatchStack:
         """The batches of some clients at local step ``step`` of the round, by a plan: the run's own, or one without failures."""
         sources = plan.sources(clients, self.round, step)
-        batches = attacked(self, sources[0], self.data.cohort_batch(*sources))
+        batches = hooks.attacked(self, sources[0], self.data.cohort_batch(*sources))
         return (batches.union() if self.centralised else batches).map(self.on_device)
 
     def client_loss(self, batch: Any) -> Tensor:
@@ -246,28 +309,26 @@ class FederatedModule(ServerModule):
         """The cohort's aggregation weights ``[C]`` where all clients take all of their steps: for means over several rounds."""
         return self.plan.usual().weights(cohort.client_ids, self.round).to(self.device)
 
-    def call_hook(self, hook: str, cohort: RoundCohort, *step: int) -> None:
-        """Call a hook of every method: what it draws depends on neither the executor nor on earlier draws."""
-        for method in self.federated_callbacks:
-            own = f"{type(method).__name__}.{hook}"
-            with self.clock.part("callbacks"), doing(f"{own}, round {cohort.round}"):
-                seed_global(derive_seed(self.seed, own, cohort.round, *step), self.device)
-                getattr(method, hook)(self.trainer, self, cohort, *step)
+    def server_step(self) -> None:
+        """Step the server optimizer on the pseudo-gradient."""
+        optimizer = self.optimizers()
+        assert isinstance(optimizer, L.pytorch.core.optimizer.LightningOptimizer)
+        optimizer.step()
 
-    @property
-    def federated_callbacks(self) -> list[Any]:
-        """The methods that are active in this run, in the order in which their hooks are called: by role, then as in the list."""
-        found = [cb for cb in self.trainer.callbacks if isinstance(cb, Declarations)]  # type: ignore[attr-defined]  # set in a helper of the trainer
-        return sorted(found, key=lambda callback: ROLES.index(callback.role))
-
-    @property
-    def joint_method(self) -> str | None:
-        """The method for whose sake the first local step is one forward pass over all clients; None without."""
-        return next((type(cb).__name__ for cb in self.federated_callbacks if cb.needs_joint_forward), None)
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """The server optimizer; it sees trainable parameters only, never statistics."""
+        return self.server_optimizer([p for p in self.model.parameters() if p.requires_grad])
 
     def setup(self, stage: str) -> None:
-        """Plan the local work, and let methods change the BN layers."""
-        super().setup(stage)
+        """Convert the weights to the run's precision, plan the local work, and let methods change the BN layers."""
+        # Lightning believes the environment, where a scheduler numbers runs that know nothing of each other
+        rank_zero_only.rank = self.trainer.global_rank  # type: ignore[attr-defined]  # an attribute of the function
+        # Lightning converts after it has loaded a checkpoint: a float64 checkpoint would pass through float32.
+        self.trainer.precision_plugin.convert_module(self)
+        if self.ranks.size > 1:
+            for metric in (child for child in self.modules() if isinstance(child, Metric)):
+                metric.sync_on_compute = metric._to_sync = False  # every rank updates it with every batch
+        torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = self.tf32
         for layer, training in self._modes.items():  # of a fit that an exception ended, in an evaluation say
             layer.training = training
         layers = batch_norm_layers(self.model).values()
@@ -275,7 +336,18 @@ class FederatedModule(ServerModule):
         if stage != "fit":
             return
         check_trainer(self.trainer)
-        self.plan = plan_rounds(self)
+        self.plan = plan_rounds(
+            self.data,
+            (self.aggregator, self.statistics.rule),
+            local_steps=self.local_steps,
+            local_epochs=self.local_epochs,
+            participation=self.participation,
+            seed=self.seed,
+            weighting=self.weighting,
+            centralised=self.centralised,
+            failures=self.failures,
+            min_clients=self.min_clients,
+        )
         restore_batch_norm(self.model)  # a fit that failed may have left them
         check_together(self.federated_callbacks)
         for method in self.federated_callbacks:
@@ -285,12 +357,12 @@ class FederatedModule(ServerModule):
         """Take the initial weights and fix the number of rounds at round 1; a resumed run keeps both."""
         if self.initial_weights is not None and self.total_rounds is None:
             self.print(load_weights(self.model, self.initial_weights))
-        rounds = self.fix_rounds(self.plan, self.budget_epochs)
+        rounds = self._fix_rounds()
         for round_number in range(1, rounds + 1):
             resolve_policy(self.federated_callbacks, round_number, rounds)
         if not self.record.samples:
             refuse_trained(method for method in self.federated_callbacks if method.state_dict())
-        open_memories(self)
+        hooks.open_memories(self)
         self.slots = StateSlots(self.model)
         self.data.keep_on(self.device)
         usual = self.plan.usual()
@@ -299,18 +371,34 @@ class FederatedModule(ServerModule):
             self.executor.close()  # of a fit that an error ended
             self.executor_choice = choose_executor(self, len(clients))
             self.executor = self.executor_choice.executor
-        decide_compilation(
-            self, rounds * sum(steps), lambda: self.planned_batches(usual, clients[:1], 0).batches()[0]
+        self.record.compiled = decide_compilation(
+            self,
+            self.executor,
+            self.ranks,
+            rounds * sum(steps),
+            lambda: self.planned_batches(usual, clients[:1], 0).batches()[0],
+            self.record.compiled,
         )
         self.tracking_layers = [x for x in batch_norm_layers(self.model).values() if x.training]
         self._modes = {layer: layer.training for layer in self.modules()}
         self._cohort = None
 
     def on_train_start(self) -> None:
-        """Check the model's outputs, then the first steps."""
-        super().on_train_start()
+        """Keep what the data of the run are, for its checkpoints; check the model's outputs, then the first steps."""
+        self.output_check.before_training(self)
+        self.record.data = self.record.data or self.data.fingerprint()
         if self.check_first_steps:
             self.ranks.exchange(lambda: check_first_steps(self))
+
+    def on_train_epoch_start(self) -> None:
+        """Let the last round be evaluated, however rarely others are: the result is the last point of the curve."""
+        if self.round == self.trainer.max_epochs and self.trainer.check_val_every_n_epoch:
+            self._evaluate_every = self.trainer.check_val_every_n_epoch
+            self.trainer.check_val_every_n_epoch = 1
+
+    def on_train_epoch_end(self) -> None:
+        """Write the round's metrics, before any checkpoint of the round."""
+        self.record.write(self.record.finish_line(self.round), self.trainer.loggers)
 
     def on_fit_end(self) -> None:
         """Give the BN layers back as they came: in training mode, with their own forward pass."""
@@ -319,3 +407,176 @@ class FederatedModule(ServerModule):
         self._modes = {}
         restore_batch_norm(self.model)
         self.executor.close()
+
+    def teardown(self, stage: str) -> None:
+        """Give back how often the trainer evaluates."""
+        if self._evaluate_every is not None:
+            self.trainer.check_val_every_n_epoch, self._evaluate_every = self._evaluate_every, None
+
+    def _fix_rounds(self) -> int:
+        """Fix the number of rounds when training starts; a resumed run keeps what was planned at round 1.
+
+        Returns:
+            The planned number of rounds.
+
+        Raises:
+            ConfigurationError: Neither the trainer nor the budget says how many.
+        """
+        trainer = self.trainer
+        if not self._resumed and not trainer.current_epoch:  # an earlier fit planned and counted its own run
+            self.total_rounds, self.record = None, RunRecord()
+        self._resumed = False
+        limit = None if trainer.max_epochs in (None, -1) else trainer.max_epochs
+        budget = self.plan.limit(self.budget_epochs) if self.budget_epochs is not None else None
+        planned = self.total_rounds or budget or limit
+        if planned is None:
+            raise ConfigurationError("trainer.max_epochs: set the number of rounds, or model.budget_epochs")
+        self.total_rounds = planned
+        if budget is not None and (limit is None or limit > budget):
+            trainer.fit_loop.max_epochs = budget
+        elif limit is not None and limit > planned:
+            self.print(
+                f"Training goes on to round {limit}. The run was planned for {planned} rounds: freeze rounds and "
+                "learning-rate milestones stay as planned."
+            )
+        return planned
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Keep what the run has planned and counted, and what methods keep of clients."""
+        checkpoint["callbacks"] = saved(checkpoint.get("callbacks", {}), self.trainer.global_step)
+        checkpoint["fl_lightning"] = {"total_rounds": self.total_rounds, "record": self.record.state_dict()}
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Take up what the run had planned and counted.
+
+        Raises:
+            ConfigurationError: The data are not those of the checkpoint, or a module of another kind wrote the checkpoint.
+        """
+        state = checkpoint.get("fl_lightning")
+        if state is None:
+            raise ConfigurationError("ckpt_path: the checkpoint was not written by a FederatedModule")
+        self._resumed = self._trainer is not None and self._trainer.state.fn == TrainerFn.FITTING
+        locate(checkpoint.get("callbacks"), self._trainer and self._trainer.ckpt_path)
+        self.total_rounds = state["total_rounds"]
+        self.record = RunRecord()
+        self.record.load_state_dict(state["record"])
+        if self._trainer is not None:
+            self._check_data(checkpoint["global_step"])
+
+    def _check_data(self, round_number: int) -> None:
+        """Check that the data of the run are those of the checkpoint that its trainer has loaded.
+
+        Training needs the same data. An evaluation needs the same evaluation data if they are drawn from the clients' samples.
+        """
+        trainer, known = self.trainer, True
+        path, command = str(trainer.ckpt_path), trainer.state.fn
+        if command == TrainerFn.FITTING:
+            found = self.data.fingerprint()
+            known = self.record.go_on_with(found, path, round_number, accept=self.accept_data)
+        elif isinstance(data := trainer.datamodule, FederatedDataModule):  # type: ignore[attr-defined]  # set by the trainer
+            split = data.fit_split if command == TrainerFn.VALIDATING else "test"
+            if split in data.drawn_splits:
+                known = self.record.evaluate_on(data, split, path, accept=self.accept_data)
+        if not known:
+            self.print(f"checkpoint {path} does not say what data it was trained on; these may be others")
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]  # passed on
+        """Exactly the server model's state."""
+        return self.model.state_dict(*args, **kwargs)
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """Load a server model's state."""
+        return self.model.load_state_dict(state_dict, strict=strict, assign=assign)
+
+    def log(self, name: str, value: Any, **kwargs: Any) -> None:  # type: ignore[override]  # keywords only
+        """Log a metric of this round: its line in the metrics holds the last value of each name.
+
+        Args:
+            name: Metric name, such as ``"bn/drift"``.
+            value: A number, a one-element tensor or a torchmetrics metric.
+            kwargs: As for ``LightningModule.log``; in ``fit`` the loggers get the line, so ``logger`` is False there.
+        """
+        logger = False if self.trainer.state.fn == TrainerFn.FITTING else None
+        self.record.add(name, value)
+        given = {key: setting for key, setting in kwargs.items() if setting is not None}  # log_dict gives all
+        defaults = {"on_step": False, "on_epoch": True, "batch_size": 1, "logger": logger}
+        super().log(name, value, **{**defaults, **given, "sync_dist": True})  # or Lightning warns
+
+    def log_numbers(self, metrics: Mapping[str, float], prog_bar: bool = False) -> None:
+        """Log numbers of this round without the bookkeeping of :meth:`log` over steps and devices, which takes longer.
+
+        Args:
+            metrics: Numbers by metric name, for the round's metrics and ``trainer.callback_metrics``.
+            prog_bar: Whether progress bars show them.
+        """
+        for name, value in metrics.items():
+            self.record.add(name, value)
+        self.trainer.callback_metrics.update(
+            zip(metrics, torch.tensor([*metrics.values()]).unbind(), strict=True)
+        )
+        if prog_bar:
+            self.trainer.progress_bar_metrics.update(metrics)
+
+    def on_device(self, batch: Any) -> Any:
+        """A batch on this module's device and in the run's precision."""
+        return self.trainer.precision_plugin.convert_input(move_data_to_device(batch, self.device))
+
+    def forward(self, inputs: Any) -> Any:
+        """The server model's outputs."""
+        return self.model(inputs)
+
+    def evaluate_batch(self, batch: Any, evaluation: ServerEvaluation) -> None:
+        """Add the model's outputs on a batch to an evaluation: override it where a batch is not ``(inputs, targets)``.
+
+        One rank calls it with a batch, and nothing but the evaluation tells the others; metrics of your own belong into
+        ``validation_step``, which sees all batches.
+        """
+        inputs, targets = batch
+        self.output_check.check(self, outputs := self.model(inputs), targets)
+        loss = self.loss(outputs, targets)
+        targets, weights = self.label_weights.of(outputs, targets, self.task.ignored)
+        evaluation.update(outputs, targets, loss, self.task, weights)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        """Evaluate the server model on a batch of evaluation data."""
+        with isolate_rng():
+            self.evaluation.divide(self, batch, batch_idx, self.evaluate_batch)
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        """Evaluate the server model on a batch of test data."""
+        self.validation_step(batch, batch_idx)
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        """The server model's outputs on a batch."""
+        return self.model(batch[0] if isinstance(batch, list | tuple) else batch)
+
+    def on_validation_epoch_start(self) -> None:
+        """Start an evaluation."""
+        self._evaluation_started = time.perf_counter()
+        self.label_weights.forget()
+        self.evaluation.start()
+
+    on_test_epoch_start = on_validation_epoch_start
+
+    def on_validation_epoch_end(self) -> None:
+        """Log the evaluation; before training, as row 0."""
+        metrics = self._evaluated(self.data.fit_split)
+        if self.trainer.sanity_checking:
+            line = {**self.record.finish_line(0), **metrics}
+            if self.trainer.num_sanity_val_steps == float("inf") and not self.trainer.global_step:
+                self.record.write(line, self.trainer.loggers)
+        else:
+            self.log_dict(metrics, prog_bar=True)
+            if self.trainer.state.fn == TrainerFn.FITTING:
+                self.log_numbers({"time/evaluation_s": time.perf_counter() - self._evaluation_started})
+
+    def on_test_epoch_end(self) -> None:
+        """Log the test metrics."""
+        self.log_dict(self._evaluated("test"), prog_bar=True)
+
+    def _evaluated(self, prefix: str) -> dict[str, float]:
+        metrics = self.evaluation.finish()
+        self.record.diverge(self.trainer.global_step, self.evaluation.diverged)
+        return {f"{prefix}/{name}": value for name, value in metrics.items()}

@@ -1,14 +1,15 @@
 """The plan of a run: who takes part in which round, with how many local steps and which aggregation weight."""
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from math import ceil, inf
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
+from fl_lightning.aggregation import Aggregator
 from fl_lightning.client_data.federated import FederatedDataModule
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.randomness import permutation
@@ -179,27 +180,50 @@ class RoundPlan:
         return round_number
 
 
-def plan_rounds(module: Any) -> RoundPlan:
-    """The plan of a federated module's run.
+def plan_rounds(
+    data: FederatedDataModule,
+    rules: Collection[Aggregator],
+    *,
+    local_steps: int | None,
+    local_epochs: int | None,
+    participation: int | float,
+    seed: int,
+    weighting: Weighting,
+    centralised: bool,
+    failures: ClientFailures | None,
+    min_clients: int,
+) -> RoundPlan:
+    """Return the plan of a run.
+
+    Args:
+        data: The federated data.
+        rules: The aggregators of the run.
+        local_steps: As for :class:`~fl_lightning.round.module.FederatedModule`, like all that follow.
+        local_epochs: Passes over a client's own data in a round.
+        participation: Clients in a round, a fraction or a number.
+        seed: The run's seed.
+        weighting: What aggregation weights are in proportion to.
+        centralised: Whether one client trains on the union of the cohort's batches.
+        failures: Clients that fail.
+        min_clients: The fewest clients with which a round is aggregated.
 
     Raises:
-        ConfigurationError: The data, or the aggregator, ask for other numbers of clients than the settings.
+        ConfigurationError: The data, or an aggregator, need another number of clients than the settings give.
     """
-    data = module.data
     require_clients(data)
-    size = cohort_size(data.num_clients, module.participation)
+    size = cohort_size(data.num_clients, participation)
 
     def check(clients: int) -> None:
-        for rule in (module.aggregator, module.statistics.rule):
+        for rule in rules:
             rule.check(clients)
 
-    if not module.centralised:
+    if not centralised:
         check(size)
-    if module.failures is not None:
-        module.failures.check(data.num_clients)
-    work = (data, module.local_steps, module.local_epochs, size, module.seed)
-    fewest = fewest_reports(check, module.min_clients, size)
-    return RoundPlan(*work, module.weighting, module.centralised, module.failures, fewest)
+    if failures is not None:
+        failures.check(data.num_clients)
+    fewest = fewest_reports(check, min_clients, size)
+    work = (data, local_steps, local_epochs, size, seed)
+    return RoundPlan(*work, weighting, centralised, failures, fewest)
 
 
 def check_local_work(

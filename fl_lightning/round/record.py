@@ -6,7 +6,6 @@ from copy import copy
 from typing import Any
 
 from lightning.pytorch.loggers import Logger
-from lightning.pytorch.trainer.states import TrainerFn
 from torchmetrics import Metric
 
 from fl_lightning.client_data.federated import FederatedDataModule
@@ -182,27 +181,3 @@ class RunRecord:
         self.compiled = False
         for name, value in state.items():
             setattr(self, "metrics" if name == "row" else name, value)
-
-
-def check_data(module: Any, round_number: int) -> None:
-    """Check that the data of a run are those of the checkpoint that its trainer has loaded.
-
-    Training needs the same data. An evaluation needs the same evaluation data where these are drawn from the clients' samples.
-
-    Args:
-        module: The federated module, whose record is the checkpoint's.
-        round_number: The checkpoint's round.
-
-    Raises:
-        OtherData: They are others, and the module does not accept that.
-    """
-    trainer, record, known = module.trainer, module.record, True
-    path, accept, command = str(trainer.ckpt_path), module.accept_data, trainer.state.fn
-    if command == TrainerFn.FITTING:
-        known = record.go_on_with(module.data.fingerprint(), path, round_number, accept=accept)
-    elif isinstance(data := trainer.datamodule, FederatedDataModule):
-        split = data.fit_split if command == TrainerFn.VALIDATING else "test"
-        if split in data.drawn_splits:
-            known = record.evaluate_on(data, split, path, accept=accept)
-    if not known:
-        module.print(f"checkpoint {path} does not say what data it was trained on; these may be others")

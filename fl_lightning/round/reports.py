@@ -1,88 +1,104 @@
-"""What a round reports: its loss and what it has cost, or that too few clients took part in it."""
+"""What a round reports: its loss and its costs, or that it was skipped."""
 
-from typing import Any
+from collections.abc import Collection, Mapping, Sequence
 
-from fl_lightning.aggregation import RobustAggregator
+from fl_lightning.batch_norm.kinds import JOINT_LABELS
+from fl_lightning.cohort.cohort import Cohort
 from fl_lightning.cohort.round_cohort import RoundCohort
-from fl_lightning.errors import doing
-from fl_lightning.round.communication import Communication, round_communication, skipped_communication
-from fl_lightning.round.failures import RoundSkipped
-from fl_lightning.round.local_steps import agree
+from fl_lightning.round.communication import Communication, UpDown, add
+from fl_lightning.round.context import RunContext
+from fl_lightning.round.declarations import Declarations
 
 
-def log_round(module: Any, cohort: RoundCohort) -> None:
-    """Log the clients' mean loss and what the round has cost.
+def log_round(run: RunContext, cohort: RoundCohort) -> None:
+    """Log the clients' mean loss and the costs of a round.
 
     Args:
-        module: The federated module.
-        cohort: The clients that were aggregated: others, which were left out, count as absent.
+        run: The run.
+        cohort: The clients that were aggregated; clients that were left out count as absent.
     """
     losses = cohort.losses.tolist()
     mean = sum(weight * loss for weight, loss in zip(cohort.weights.tolist(), losses, strict=True))
-    module.log_numbers({"train/loss": mean}, prog_bar=True)
-    if not module.statistics.is_mean:
-        module.log_numbers(module.statistics.counts())
-    module.communication = Communication()
-    if not module.centralised:
-        module.communication = round_communication(cohort, module.federated_callbacks, module.record.holders)
-    costs, times = module.communication.metrics(), module.clock.stop()
+    run.log_numbers({"train/loss": mean}, prog_bar=True)
+    if not run.statistics.is_mean:
+        run.log_numbers(run.statistics.counts())
+    run.communication = Communication()
+    if not run.centralised:
+        run.communication = round_communication(cohort, run.federated_callbacks, run.record.holders)
+    costs, times = run.communication.metrics(), run.clock.stop()
     seconds = times["time/round_s"]
-    module.record.finish_round(cohort, losses, seconds, costs)
-    module.log_numbers({**costs, **times, "time/samples_per_s": sum(cohort.samples) / seconds})
-    _log_clients(module, len(module.plan.trained(module.round)[0]) - len(cohort), skipped=False)
+    run.record.finish_round(cohort, losses, seconds, costs)
+    run.log_numbers({**costs, **times, "time/samples_per_s": sum(cohort.samples) / seconds})
+    _log_clients(run, len(run.plan.trained(run.round)[0]) - len(cohort), skipped=False)
 
 
-def robust_rules(module: Any) -> str:
-    """The names of the robust rules that combine the clients, empty where there is none."""
-    rules = (
-        rule for rule in (module.aggregator, module.statistics.rule) if isinstance(rule, RobustAggregator)
-    )
-    return " and ".join(dict.fromkeys(type(rule).__name__ for rule in rules))
-
-
-def too_few(module: Any, reported: int, dropped: int = 0) -> RoundSkipped:
-    """What ends a round that too few clients are left of.
+def log_skipped_round(
+    run: RunContext, dropped: int, sent: Mapping[str, tuple[Mapping[int, UpDown], int]]
+) -> None:
+    """Log the costs of a round that was skipped.
 
     Args:
-        module: The federated module.
-        reported: The clients whose models can be aggregated.
-        dropped: Those that were left out, since theirs cannot.
+        run: The run.
+        dropped: How many clients were left out since their update was not finite.
+        sent: What the methods' ``on_round_skipped`` returned, by method.
     """
-    plan = module.plan
-    own = plan.min_clients == module.min_clients
-    asks = "model.min_clients is" if own else f"{robust_rules(module)} needs"
-    return RoundSkipped(
-        f"round {module.round}: {reported} of {plan.cohort_size} clients can be aggregated, and {asks} {plan.min_clients}: the server "
-        "keeps its state",
-        dropped,
-    )
+    size = next(p for p in run.model.parameters() if p.requires_grad).element_size()
+    beside = {
+        method: {client: (size * up, size * down) for client, (up, down) in traffic.items()}
+        for method, (traffic, _) in sent.items()
+        if traffic
+    }
+    exchanges = sum(number for _, number in sent.values())
+    run.communication = Communication(beside=beside, exchanges=exchanges)
+    costs, times = run.communication.metrics(), run.clock.stop()
+    run.record.spend(times["time/round_s"], costs)
+    run.log_numbers({**costs, **times})
+    _log_clients(run, dropped, skipped=True)
 
 
-def skip_round(module: Any, skipped: RoundSkipped) -> None:
-    """End a round that too few clients are left of: it counts, and changes nothing at the server."""
-    module.print(str(skipped))
-    for parameter in module.model.parameters():
-        parameter.grad = None  # so the server optimizer passes it over
-    module.server_step()
-    told = {}
-    for method in module.federated_callbacks:
-        own = f"{type(method).__name__}.on_round_skipped"
-        with module.clock.part("callbacks"), doing(f"{own}, round {module.round}"):
-            told[type(method).__name__] = method.on_round_skipped(module.trainer, module)
-    agree(module, f"round {module.round}")
-    module.communication = skipped_communication(module, told)
-    costs, times = module.communication.metrics(), module.clock.stop()
-    module.record.spend(times["time/round_s"], costs)
-    module.log_numbers({**costs, **times})
-    _log_clients(module, skipped.dropped, skipped=True)
-
-
-def _log_clients(module: Any, dropped: int, *, skipped: bool) -> None:
-    """Log how many clients have reported, where some may fail."""
-    plan, dropping = module.plan, module.on_divergence == "drop"
-    if plan.failures is None and not dropping:
+def _log_clients(run: RunContext, dropped: int, *, skipped: bool) -> None:
+    """Log how many clients have reported, if clients can fail."""
+    dropping = run.on_divergence == "drop"
+    if run.plan.failures is None and not dropping:
         return
-    found = {"clients/reported": len(plan.reporting(module.round)) - dropped, "clients/skipped": skipped}
-    module.log_numbers(
-        {n: float(x) for n, x in {**found, **({"clients/dropped": dropped} if dropping else {})}.items()}
-    )
+    counts = {"clients/reported": len(run.plan.reporting(run.round)) - dropped, "clients/skipped": skipped}
+    counts |= {"clients/dropped": dropped} if dropping else {}
+    run.log_numbers({name: float(count) for name, count in counts.items()})
+
+
+def round_communication(
+    cohort: Cohort, callbacks: Sequence[Declarations], holders: Collection[int] = ()
+) -> Communication:
+    """Return what a round sends under its policy, and what its methods declare on top.
+
+    Averaged and pooled state goes both ways. Local and reset state and counters are not sent. Frozen state is sent once to each
+    client, in its first round after the freeze.
+
+    Args:
+        cohort: The round's clients, after their local steps.
+        callbacks: The run's methods.
+        holders: The clients that hold the frozen state already.
+    """
+    each: dict[str, UpDown] = {}
+    beside: dict[str, dict[int, UpDown]] = {}
+    newcomers = set(cohort.client_ids) - set(holders)
+    for rows in (cohort.params, cohort.buffers):
+        for name, block in rows.blocks.items():
+            if not block.is_floating_point():
+                continue
+            label, sent = JOINT_LABELS.get(rows.layout[name].kind, ""), block.shape[1] * block.element_size()
+            if cohort.treatment(name) in ("averaged", "pooled"):
+                add(each, label, (sent, sent))
+            elif cohort.treatment(name) == "frozen":
+                for client in newcomers:
+                    add(beside.setdefault(label, {}), client, (0, sent))
+    size = next(iter(cohort.params.blocks.values())).element_size()
+    exchanges = 1
+    for callback in callbacks:
+        method, (up, down) = type(callback).__name__, callback.extra_payload(cohort)
+        if up or down:
+            add(each, method, (size * up, size * down))
+        for client, (up, down) in callback.extra_traffic(cohort).items():
+            add(beside.setdefault(method, {}), client, (size * up, size * down))
+        exchanges += callback.extra_exchanges(cohort)
+    return Communication(cohort.client_ids, cohort.local_steps, each, beside, exchanges)

@@ -66,7 +66,7 @@ def aggregate(
         The aggregate ``[columns]`` by name.
     """
     weights = cohort.weights if weights is None else weights
-    if getattr(aggregator, "per", None) != "layer":
+    if aggregator.per != "layer":
         return dict(zip(rows, aggregator.blocks([own for _, own in rows.values()], weights), strict=True))
     found = {name: own.new_empty(own.shape[1]) for name, (_, own) in rows.items()}
     for parts in cohort.params.columns_by_layer(dict.fromkeys(block for block, _ in rows.values())).values():

@@ -1,90 +1,123 @@
-"""Updates that are not finite: whose they are, and what becomes of the round."""
+"""Who of a cohort is aggregated: clients whose update is not finite, and rounds that too few clients are left of."""
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from fl_lightning.aggregation.base import RobustAggregator
+from fl_lightning.aggregation import RobustAggregator
 from fl_lightning.cohort.round_cohort import RoundCohort
 from fl_lightning.errors import ConfigurationError, Diverged
-from fl_lightning.round.reports import robust_rules, too_few
+from fl_lightning.round.context import RunContext
 
 
-def leave_out(module: Any, cohort: RoundCohort) -> RoundCohort:
-    """The cohort without the clients whose update is not finite, where ``on_divergence`` is ``drop``.
+class RoundSkipped(Exception):
+    """A round has too few clients: the server keeps its state, and the run continues with the next round.
+
+    Args:
+        reason: One line with the round, the number of clients and the number that is needed.
+        dropped: How many clients were left out since their update was not finite.
+    """
+
+    def __init__(self, reason: str, dropped: int = 0) -> None:
+        super().__init__(reason)
+        self.dropped = dropped
+
+
+def leave_out(run: RunContext, cohort: RoundCohort) -> RoundCohort:
+    """Return the cohort that methods see after the local steps: under ``drop`` without clients whose update is not finite.
 
     Raises:
-        RoundSkipped: Too few are left.
+        RoundSkipped: Too few clients are left.
     """
-    failed = not_finite(cohort) if module.on_divergence == "drop" else {}
-    if not failed:
-        return cohort
-    _note(module, cohort, failed, "it is left out of this round and of others like it")
-    kept = [row for row in range(len(cohort)) if row not in failed]
-    if len(kept) < (1 if module.centralised else module.plan.min_clients):
-        raise too_few(module, len(kept), len(module.plan.trained(cohort.round)[0]) - len(kept))
-    weights = module.plan.weights([cohort.client_ids[row] for row in kept], cohort.round).to(module.device)
-    return cohort.subset(kept, None if module.weighting == "samples" else weights)
+    return _without(run, cohort, not_finite(cohort)) if run.on_divergence == "drop" else cohort
 
 
-def check_updates(module: Any, cohort: RoundCohort) -> RoundCohort:
-    """What the clients send, before it is aggregated: what ``on_divergence`` says of an update that is not finite.
+def check_updates(run: RunContext, cohort: RoundCohort) -> tuple[RoundCohort, dict[int, str]]:
+    """Apply ``on_divergence`` to what the clients send, before it is aggregated.
 
-    A robust rule goes on with it whatever that says; then :func:`check_aggregate` has a look at what it makes of it.
+    Robust rules aggregate updates that are not finite regardless of ``on_divergence``; :func:`check_aggregate` then checks the aggregate.
 
     Returns:
-        The clients that are aggregated.
+        The clients that are aggregated, and by row the first layer of each update among them that is not finite.
 
     Raises:
         Diverged: A client's update is not finite.
-        ConfigurationError: It is not, since the client's data are not.
-        RoundSkipped: Too few are left.
+        ConfigurationError: The update is not finite since the client's data are not.
+        RoundSkipped: Too few clients are left.
     """
     failed = not_finite(cohort)
     if not failed:
-        return cohort
-    if _withstood(module, cohort):
-        _note(module, cohort, failed, f"{robust_rules(module)} goes on with it")
-    elif module.on_divergence == "drop":
-        return leave_out(module, cohort)
+        return cohort, {}
+    if _withstood(run, cohort):
+        _note(run, cohort, failed, f"{robust_rules(run)} goes on with it")
+    elif run.on_divergence == "drop":
+        return _without(run, cohort, failed), {}
     else:
-        module.record.diverge(cohort.round)
-        if module.on_divergence == "error":
+        run.record.diverge(cohort.round)
+        if run.on_divergence == "error":
             row, layer = next(iter(failed.items()))
-            raise _error(module, cohort, row, layer)
-        _note(module, cohort, failed, "the run goes on, flagged as diverged")
-    module.log_numbers({"clients/not_finite": float(len(failed))})
-    return cohort
+            raise _error(run, cohort, row, layer)
+        _note(run, cohort, failed, "the run goes on, flagged as diverged")
+    run.log_numbers({"clients/not_finite": float(len(failed))})
+    return cohort, failed
 
 
-def check_aggregate(module: Any, cohort: RoundCohort) -> None:
-    """Refuse, or record, what a robust rule has made of the clients if it is not finite.
+def check_aggregate(run: RunContext, cohort: RoundCohort, failed: Mapping[int, str]) -> None:
+    """Check that the aggregate of a robust rule is finite.
+
+    Args:
+        run: The run.
+        cohort: The clients that were aggregated.
+        failed: Rows whose update is not finite, as :func:`check_updates` returned them.
 
     Raises:
-        Diverged: It is not, and ``on_divergence`` does not say ``record``.
+        Diverged: The aggregate is not finite, and ``on_divergence`` is not ``record``.
     """
-    rules = robust_rules(module)
+    rules = robust_rules(run)
     if not rules:
         return
     parameters = {n: p if p.grad is None else p.grad for n, p in cohort.server_parameters.items()}
     layer = _first_layer({**parameters, **{n: cohort.server_buffers[n] for n in _statistics(cohort)}})
     if layer is None:
         return
-    module.record.diverge(cohort.round)
-    if module.on_divergence != "record":
-        clients = ", ".join(str(cohort.client_ids[row]) for row in not_finite(cohort)) or "none"
+    run.record.diverge(cohort.round)
+    if run.on_divergence != "record":
+        clients = ", ".join(str(cohort.client_ids[row]) for row in failed) or "none"
         raise Diverged(
             f"round {cohort.round}: what {rules} makes of the clients is not finite, first in layer {layer!r} (clients whose update is "
             f"not finite: {clients}); raise {rules}'s f, lower client_optimizer lr, or set model.on_divergence: drop"
         )
 
 
-def not_finite(cohort: RoundCohort) -> dict[int, str]:
-    """The rows whose parameters or BN statistics are not all finite, with the model's first layer where they are not.
+def too_few(run: RunContext, reported: int, dropped: int = 0) -> RoundSkipped:
+    """Return the exception that ends a round with too few clients.
 
-    A model's other buffers are not looked at: an attention mask, say, may well hold infinities.
+    Args:
+        run: The run.
+        reported: The number of clients whose models can be aggregated.
+        dropped: The number of clients that were left out.
+    """
+    plan = run.plan
+    by_user = plan.min_clients == run.min_clients
+    asks = "model.min_clients is" if by_user else f"{robust_rules(run)} needs"
+    return RoundSkipped(
+        f"round {run.round}: {reported} of {plan.cohort_size} clients can be aggregated, and {asks} {plan.min_clients}: the server "
+        "keeps its state",
+        dropped,
+    )
+
+
+def robust_rules(run: RunContext) -> str:
+    """Return the names of the robust rules that combine the clients, empty if there are none."""
+    rules = (rule for rule in (run.aggregator, run.statistics.rule) if isinstance(rule, RobustAggregator))
+    return " and ".join(dict.fromkeys(type(rule).__name__ for rule in rules))
+
+
+def not_finite(cohort: RoundCohort) -> dict[int, str]:
+    """Return the rows whose parameters or BN statistics are not all finite, with the first such layer of the model.
+
+    A model's other buffers may hold infinities, such as an attention mask.
     """
     kinds = {name: block.kind for name, block in cohort.buffers.layout.items()}
     statistics = [block for name, block in cohort.buffers.blocks.items() if kinds[name] in ("mean", "var")]
@@ -93,22 +126,33 @@ def not_finite(cohort: RoundCohort) -> dict[int, str]:
     if bool(torch.stack([block.sum() for block in blocks]).sum().isfinite()):
         return {}
     finite = torch.stack([block.isfinite().all(1) for block in blocks]).all(0).tolist()
-    found = {}
+    failed = {}
     for row in (row for row, fine in enumerate(finite) if not fine):
         parameters = {name: cohort.params[name][row] for name in cohort.server_parameters}
         layer = _first_layer({**parameters, **{n: cohort.buffers[n][row] for n in _statistics(cohort)}})
         assert layer is not None
-        found[row] = layer
-    return found
+        failed[row] = layer
+    return failed
 
 
-def _withstood(module: Any, cohort: RoundCohort) -> bool:
-    """Whether robust rules combine all that is not finite."""
-    parameters = isinstance(module.aggregator, RobustAggregator)
+def _without(run: RunContext, cohort: RoundCohort, failed: Mapping[int, str]) -> RoundCohort:
+    if not failed:
+        return cohort
+    _note(run, cohort, failed, "it is left out of this round and of others like it")
+    kept = [row for row in range(len(cohort)) if row not in failed]
+    if len(kept) < (1 if run.centralised else run.plan.min_clients):
+        raise too_few(run, len(kept), len(run.plan.trained(cohort.round)[0]) - len(kept))
+    weights = run.plan.weights([cohort.client_ids[row] for row in kept], cohort.round).to(run.device)
+    return cohort.subset(kept, None if run.weighting == "samples" else weights)
+
+
+def _withstood(run: RunContext, cohort: RoundCohort) -> bool:
+    """Return whether robust rules combine everything that is not finite."""
+    parameters = isinstance(run.aggregator, RobustAggregator)
     if not parameters and not all(bool(block.isfinite().all()) for block in cohort.params.blocks.values()):
         return False
     statistics = (cohort.buffers[name] for name in _statistics(cohort))
-    return module.statistics.is_robust or all(bool(rows.isfinite().all()) for rows in statistics)
+    return run.statistics.is_robust or all(bool(rows.isfinite().all()) for rows in statistics)
 
 
 def _statistics(cohort: RoundCohort) -> list[str]:
@@ -116,26 +160,26 @@ def _statistics(cohort: RoundCohort) -> list[str]:
 
 
 def _first_layer(tensors: Mapping[str, Tensor]) -> str | None:
-    """The layer of the first tensor that is not finite, None where all are."""
+    """Return the layer of the first tensor that is not finite, None if all are finite."""
     return next((n.rpartition(".")[0] for n, value in tensors.items() if not value.isfinite().all()), None)
 
 
-def _note(module: Any, cohort: RoundCohort, failed: Mapping[int, str], consequence: str) -> None:
-    """Count clients whose update is not finite, and name each of them the first time."""
+def _note(run: RunContext, cohort: RoundCohort, failed: Mapping[int, str], consequence: str) -> None:
+    """Count clients whose update is not finite, and name each of these clients the first time."""
     for row, layer in failed.items():
-        client, counted = cohort.client_ids[row], module.record.not_finite
+        client, counted = cohort.client_ids[row], run.record.not_finite
         if client not in counted:
-            module.print(
+            run.print(
                 f"round {cohort.round}: the update of client {client} is not finite, first in layer {layer!r}; {consequence} "
-                f"(model.on_divergence: {module.on_divergence})"
+                f"(model.on_divergence: {run.on_divergence})"
             )
         counted[client] = counted.get(client, 0) + 1
 
 
-def _error(module: Any, cohort: RoundCohort, row: int, layer: str) -> ConfigurationError:
+def _error(run: RunContext, cohort: RoundCohort, row: int, layer: str) -> ConfigurationError:
     client = cohort.client_ids[row]
     for step in range(cohort.local_steps[row]):
-        if not module.client_batches(cohort, [row], step).is_finite():
+        if not run.client_batches(cohort, [row], step).is_finite():
             return ConfigurationError(
                 f"round {cohort.round}: the update of client {client} is not finite, since its data are not: its batch of "
                 f"local step {step + 1} has NaN or infinity; mend the data of client {client}"

@@ -16,6 +16,7 @@ from fl_lightning.files import write_json
 from fl_lightning.methods.report import Report
 from fl_lightning.pictures.style import PERSONAL
 from fl_lightning.recorded import describe
+from fl_lightning.round.final_evaluation import final_classes, final_metrics
 from fl_lightning.round.module import FederatedModule
 from fl_lightning.round.policy import policy_table, stages_in_words
 
@@ -30,16 +31,7 @@ def finish_run(module: FederatedModule, attempt: Attempt | None) -> dict[str, An
     Returns:
         What ``result.json`` holds.
     """
-    trainer, data = module.trainer, module.data
-    metrics = {name: value for name, value in module.metrics.items() if name.startswith("val/")}
-    evaluations = []
-    if not metrics and data.fit_split == "val" and data.val_dataloader():
-        # with limit_val_batches 0 or limit_test_batches 0 there is nothing to evaluate, and no result
-        evaluations += trainer.validate(module, datamodule=data, verbose=False)
-    if data.test_dataloader():
-        evaluations += trainer.test(module, datamodule=data, verbose=False)
-    for found in evaluations:
-        metrics |= found
+    metrics = final_metrics(module)
     result = _collect(module, attempt, metrics)
     if attempt is not None:
         write_json(attempt.result, result)
@@ -69,7 +61,7 @@ def _collect(
         ],
         "samples": record.samples,
         **{name: metrics[name] for name in order},
-        f"class_{module.task.by_class}": _by_class(module, metrics),
+        f"class_{module.task.by_class}": final_classes(module, metrics),
         "diverged": record.diverged,
         **({"diverged_round": record.diverged_round} if record.diverged_round is not None else {}),
         **({"updates_not_finite": record.not_finite} if record.not_finite else {}),
@@ -124,19 +116,3 @@ def _diverged(result: Mapping[str, Any]) -> str:
 def _not_finite(updates: Mapping[int, int]) -> str:
     count, clients = sum(updates.values()), len(updates)
     return f"{count:,} update{'s' * (count > 1)} of {clients:,} client{'s' * (clients > 1)}"
-
-
-def _by_class(module: FederatedModule, metrics: Mapping[str, float]) -> dict[str, Any] | None:
-    """How good the final server model is by class, in the last evaluation: that of the test data where there are any."""
-    task = module.task
-    split = next((split for split in ("test", "val") if f"{split}/{task.quality}" in metrics), None)
-    if split is None:
-        return None
-    evaluation, names = module.evaluation, module.data.class_names
-    count = len(evaluation.class_quality)
-    return {
-        "split": split,
-        "classes": list(names) if names is not None and len(names) == count else list(map(str, range(count))),
-        task.by_class: evaluation.class_quality,
-        "samples": evaluation.class_samples,
-    }

@@ -1,0 +1,108 @@
+"""What the parts of a round, its executors, evaluations and methods may see of a run."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, Protocol
+
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from fl_lightning.aggregation import Aggregator, StatisticsAggregator
+from fl_lightning.client_data.batches import BatchStack
+from fl_lightning.client_data.federated import FederatedDataModule
+from fl_lightning.cohort.cohort import Cohort
+from fl_lightning.cohort.round_cohort import RoundCohort
+from fl_lightning.execution.base import ClientTask, Executor
+from fl_lightning.ranks import Ranks
+from fl_lightning.round.clock import RoundClock
+from fl_lightning.round.communication import Communication
+from fl_lightning.round.plan import RoundPlan, Weighting
+from fl_lightning.round.record import RunRecord
+from fl_lightning.round.tasks import Task
+
+
+class RunContext(ClientTask, Protocol):
+    """A run as its parts see it: :class:`~fl_lightning.round.module.FederatedModule` is one.
+
+    Attributes:
+        executor: Computes the clients' gradients.
+        aggregator: Combines the clients' parameters.
+        statistics: Combines the clients' running statistics.
+        weighting: What aggregation weights are in proportion to.
+        on_divergence: What happens when a client's update is not finite.
+        min_clients: The fewest clients that the user wants in a round.
+        centralised: Whether one client trains on the union of the cohort's batches.
+        tf32: Whether a GPU may compute in TF32.
+        task: What is learnt.
+        total_rounds: Number of rounds planned at round 1, None before.
+        plan: Who takes part in which round.
+        record: What the run has logged and counted.
+        clock: Where the time of the round goes.
+        communication: What the clients of the newest round have sent and received.
+        tracking_layers: The BN layers that track statistics in training.
+    """
+
+    executor: Executor
+    aggregator: Aggregator
+    statistics: StatisticsAggregator
+    weighting: Weighting
+    on_divergence: Literal["error", "record", "drop"]
+    min_clients: int
+    centralised: bool
+    tf32: bool
+    task: Task
+    total_rounds: int | None
+    plan: RoundPlan
+    record: RunRecord
+    clock: RoundClock
+    communication: Communication
+    tracking_layers: list[_BatchNorm]
+
+    @property
+    def data(self) -> FederatedDataModule:
+        """The federated data."""
+
+    @property
+    def ranks(self) -> Ranks:
+        """The processes of the run."""
+
+    @property
+    def round(self) -> int:
+        """The communication round under way, from 1."""
+
+    @property
+    def planned_rounds(self) -> int:
+        """Number of rounds that was planned at round 1."""
+
+    @property
+    def federated_callbacks(self) -> list[Any]:
+        """The methods of the run, in the order in which their hooks are called."""
+
+    @property
+    def joint_method(self) -> str | None:
+        """The method that needs one forward pass over all clients in the first local step; None without one."""
+
+    def start_round(self) -> RoundCohort:
+        """Sample the cohort of this round and broadcast the server's state to it."""
+
+    def call_hook(self, hook: str, cohort: RoundCohort, *step: int) -> None:
+        """Call a hook of every method."""
+
+    def client_batches(self, cohort: Cohort, indices: Sequence[int], step: int) -> BatchStack:
+        """Return the batches of some rows at a local step of the round."""
+
+    def planned_batches(self, plan: RoundPlan, clients: Sequence[int], step: int) -> BatchStack:
+        """Return the batches of some clients at a local step of the round, by a plan."""
+
+    def server_step(self) -> None:
+        """Step the server optimizer on the pseudo-gradient."""
+
+    def on_device(self, batch: Any) -> Any:
+        """Return a batch on the run's device and in its precision."""
+
+    def log_numbers(self, metrics: Mapping[str, float], prog_bar: bool = False) -> None:
+        """Log numbers of this round."""
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """Print on the first rank."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the server model's state."""

@@ -1,0 +1,49 @@
+"""The last evaluation of a run: the metrics of the final server model."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from fl_lightning.round.module import FederatedModule
+
+
+def final_metrics(module: FederatedModule) -> dict[str, float]:
+    """Evaluate the final server model, and return its metrics by name, such as ``test/accuracy``.
+
+    Args:
+        module: The trained module.
+    """
+    trainer, data = module.trainer, module.data
+    metrics = {name: value for name, value in module.metrics.items() if name.startswith("val/")}
+    evaluations = []
+    if not metrics and data.fit_split == "val" and data.val_dataloader():
+        # limit_val_batches 0 or limit_test_batches 0: no batch, and so no metrics
+        evaluations += trainer.validate(module, datamodule=data, verbose=False)
+    if data.test_dataloader():
+        evaluations += trainer.test(module, datamodule=data, verbose=False)
+    for found in evaluations:
+        metrics |= found
+    return metrics
+
+
+def final_classes(module: FederatedModule, metrics: Mapping[str, float]) -> dict[str, Any] | None:
+    """Return the quality of the final server model by class, on test data or else on validation data.
+
+    Args:
+        module: The trained module.
+        metrics: Its metrics, as :func:`final_metrics` returns them.
+
+    Returns:
+        The ``split``, the names of the ``classes``, their quality and their ``samples``; None if no evaluation has the quality.
+    """
+    task = module.task
+    split = next((split for split in ("test", "val") if f"{split}/{task.quality}" in metrics), None)
+    if split is None:
+        return None
+    evaluation, names = module.evaluation, module.data.class_names
+    count = len(evaluation.class_quality)
+    return {
+        "split": split,
+        "classes": list(names) if names is not None and len(names) == count else list(map(str, range(count))),
+        task.by_class: evaluation.class_quality,
+        "samples": evaluation.class_samples,
+    }

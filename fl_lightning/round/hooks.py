@@ -1,0 +1,70 @@
+"""The methods of a run: the order of their hooks, the calls, and what the methods keep of clients."""
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from fl_lightning.client_data.batches import BatchStack
+from fl_lightning.cohort.client_memory import memories
+from fl_lightning.cohort.round_cohort import RoundCohort
+from fl_lightning.errors import doing
+from fl_lightning.randomness import derive_seed, seed_global
+from fl_lightning.round.context import RunContext
+from fl_lightning.round.declarations import ROLES, Declarations
+
+
+def in_order(callbacks: Iterable[Any]) -> list[Any]:
+    """Return the methods among a trainer's callbacks: by role, then as in the list."""
+    methods = [one for one in callbacks if isinstance(one, Declarations)]
+    return sorted(methods, key=lambda method: ROLES.index(method.role))
+
+
+def call(run: RunContext, hook: str, cohort: RoundCohort, *step: int) -> None:
+    """Call a hook of every method; its random numbers depend on neither the executor nor earlier draws."""
+    for method in run.federated_callbacks:
+        name = f"{type(method).__name__}.{hook}"
+        with run.clock.part("callbacks"), doing(f"{name}, round {cohort.round}"):
+            seed_global(derive_seed(run.seed, name, cohort.round, *step), run.device)
+            getattr(method, hook)(run.trainer, run, cohort, *step)
+
+
+def call_skipped(run: RunContext) -> dict[str, tuple[Any, int]]:
+    """Call ``on_round_skipped`` of every method, and return by method what clients send nonetheless."""
+    sent = {}
+    for method in run.federated_callbacks:
+        name = f"{type(method).__name__}.on_round_skipped"
+        with run.clock.part("callbacks"), doing(f"{name}, round {run.round}"):
+            sent[type(method).__name__] = method.on_round_skipped(run.trainer, run)
+    return sent
+
+
+def attacked(run: RunContext, clients: Sequence[int], batches: BatchStack) -> BatchStack:
+    """Return the batches of some clients, with the batches that attackers among them train on instead."""
+    for method in run.federated_callbacks:
+        if method.role == "attack":
+            batches = method.change_batches(run, clients, batches)
+    return batches
+
+
+def open_memories(run: RunContext) -> None:
+    """Tell methods where to write what they keep of clients."""
+    for name, memory in memories(run.federated_callbacks).items():
+        memory.open(Path(run.trainer.default_root_dir) / "memory" / name, run.ranks)
+
+
+def end_round(run: RunContext) -> None:
+    """Write what methods keep of the round's clients, and check that all ranks have the same state."""
+    for memory in memories(run.federated_callbacks).values():
+        memory.flush()
+    run.ranks.agree(lambda: _shared_state(run), f"round {run.round}")
+
+
+def _shared_state(run: RunContext) -> dict[str, Any]:
+    """Return by name what all ranks must have alike after a round."""
+    shared = {
+        "server model": run.state_dict(),
+        "server optimizer": run.trainer.optimizers[0].state_dict(),
+    }
+    for method in run.federated_callbacks:
+        shared |= {f"{type(method).__name__}.{key}": value for key, value in method.state_dict().items()}
+    return shared

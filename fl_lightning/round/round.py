@@ -1,0 +1,90 @@
+"""The communication round: Algorithm 1 of FedAvg (McMahan et al. 2017) with a server optimizer (Reddi et al. 2021)."""
+
+from fl_lightning.cohort.round_cohort import RoundCohort
+from fl_lightning.errors import doing
+from fl_lightning.execution.joint import joint_executor
+from fl_lightning.randomness import derive_seed, seed_global
+from fl_lightning.round.context import RunContext
+from fl_lightning.round.hooks import call_skipped, end_round
+from fl_lightning.round.reports import log_round, log_skipped_round
+from fl_lightning.round.server_update import update_server
+from fl_lightning.round.survivors import RoundSkipped, check_aggregate, check_updates, leave_out
+from fl_lightning.round.trained import mark_trained
+
+
+def communication_round(run: RunContext) -> None:
+    """Broadcast, take local steps, aggregate, take a server step."""
+    cohort = run.start_round()
+    run.call_hook("on_round_start", cohort)
+    part = cohort.part()  # the clients of this rank
+    counts = run.ranks.exchange(lambda: take_local_steps(run, cohort, part))
+    with run.clock.part("gather"):
+        samples = [number for count in counts for number in count]
+        cohort.finish_steps(part, samples, weigh_samples=run.weighting == "samples")
+        cohort = leave_out(run, cohort)
+    run.call_hook("on_before_aggregate", cohort)
+    with run.clock.part("aggregation"):
+        seed_global(derive_seed(run.seed, "aggregation", cohort.round), run.device)
+        cohort, failed = check_updates(run, cohort)
+        update_server(cohort, run.aggregator, run.statistics, strict=run.on_divergence == "error")
+        mark_trained([run.model, *run.federated_callbacks])
+        run.server_step()
+    run.call_hook("on_round_end", cohort)
+    check_aggregate(run, cohort, failed)
+    end_round(run)
+    log_round(run, cohort)
+
+
+def take_local_steps(run: RunContext, cohort: RoundCohort, part: RoundCohort) -> list[int]:
+    """Take the local steps of the clients that this rank computes.
+
+    Every rank takes as many as the cohort's busiest client.
+
+    Args:
+        run: The run.
+        cohort: The round's cohort.
+        part: Its clients on this rank.
+
+    Returns:
+        The samples that each of these clients has processed.
+    """
+    last = max(cohort.local_steps) - 1
+    for step in range(last + 1):
+        # a rank without clients computes another rank's in a joint step, whose collective calls need all ranks
+        joint = step == 0 and run.joint_method is not None
+        compute_gradients(run, cohort.part(slice(0, 1)) if joint and not part else part, step)
+        run.call_hook("on_after_local_backward", part, step)
+        with run.clock.part("optimizer"):
+            part.take_step()
+        run.call_hook("on_local_step_end", part, step)
+        part.finish_step(step, last)
+        # Lightning's own bars have none
+        show = getattr(run.trainer.progress_bar_callback, "local_step", None)
+        if show is not None:
+            show(step + 1, last + 1)
+    return part.samples
+
+
+def compute_gradients(run: RunContext, cohort: RoundCohort, step: int) -> None:
+    """Fill the gradients and the buffers of the active clients by their forward and backward passes of a local step."""
+    if not (rows := cohort.begin_step(step)):
+        return
+    place = f"round {cohort.round}, local step {step + 1}"
+    with run.clock.part("data"), doing(place):
+        batches = run.client_batches(cohort, rows, step)
+    with run.clock.part("forward_backward"), doing(place):
+        joint = run.joint_method if step == 0 else None
+        executor = run.executor if joint is None else joint_executor(joint, run.ranks)
+        losses = executor.backward(run, cohort, batches, rows)
+        cohort.add_losses(rows, losses, batches.sizes())
+
+
+def skip_round(run: RunContext, skipped: RoundSkipped) -> None:
+    """End a round with too few clients: the round counts, and the server keeps its state."""
+    run.print(str(skipped))
+    for parameter in run.model.parameters():
+        parameter.grad = None  # the server optimizer ignores parameters without gradient
+    run.server_step()
+    sent = call_skipped(run)
+    end_round(run)
+    log_skipped_round(run, skipped.dropped, sent)
