@@ -1,13 +1,6 @@
 """Aggregation rules: what makes one row ``[d]`` of the clients' rows ``[n, d]``."""
 
-from fl_lightning.aggregation.base import (
-    Aggregator,
-    RobustAggregator,
-    WeightedMean,
-    weighted_mean,
-)
-from fl_lightning.aggregation.bucketing import Bucketing
-from fl_lightning.aggregation.clipping import CenteredClipping
+from fl_lightning.aggregation.centers import CenteredClipping, GeometricMedian
 from fl_lightning.aggregation.coordinates import MeanAroundMedian, Median, TrimmedMean, median
 from fl_lightning.aggregation.distances import NNM, Krum, MultiKrum
 from fl_lightning.aggregation.functions import (
@@ -22,7 +15,9 @@ from fl_lightning.aggregation.functions import (
     weighted_median,
     weighted_trimmed_mean,
 )
-from fl_lightning.aggregation.preaggregation import PreAggregator
+from fl_lightning.aggregation.mean import Aggregator, WeightedMean, weighted_mean
+from fl_lightning.aggregation.preaggregation import Bucketing, PreAggregator
+from fl_lightning.aggregation.robust import RobustAggregator
 from fl_lightning.aggregation.statistics import (
     Domain,
     LayerStatistics,
@@ -30,7 +25,6 @@ from fl_lightning.aggregation.statistics import (
     require_weighted_mean,
     sent_statistics,
 )
-from fl_lightning.aggregation.weiszfeld import GeometricMedian
 
 __all__ = [
     "NNM",

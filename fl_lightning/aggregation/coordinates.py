@@ -12,9 +12,10 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from fl_lightning.aggregation.base import Per, RobustAggregator, Weighting
 from fl_lightning.aggregation.masses import around_half, byzantine_mass, within
+from fl_lightning.aggregation.mean import Per
 from fl_lightning.aggregation.preaggregation import PreAggregator
+from fl_lightning.aggregation.robust import RobustAggregator, Weighting
 
 CHUNK_ELEMENTS = {"cpu": 2**18}
 """Elements of a chunk by device type: what a core's cache holds; elsewhere (``_LARGE_CHUNK``), few launches count."""
@@ -49,7 +50,7 @@ class Median(CoordinateRule):
 
     A value that is not a number counts as the largest: fewer than n/2 of them in a column leave its median between the
     others. Weighted, it is the value in which half of all weight is reached, or the mean of the two that this lies between.
-    The rule needs no f; ``pre`` may. See :class:`~fl_lightning.aggregation.base.RobustAggregator` for the settings.
+    The rule needs no f; ``pre`` may. See :class:`~fl_lightning.aggregation.robust.RobustAggregator` for the settings.
     """
 
     def aggregate(self, blocks: Sequence[Tensor], weights: Tensor | None = None) -> list[Tensor]:
@@ -66,7 +67,7 @@ class TrimmedMean(CoordinateRule):
 
     A value that is not a number counts as the largest, so that up to f of them in a column are dropped. With f = 0 it is
     the mean. Weighted, as much weight as the f heaviest clients have together is trimmed at either end, and the rows at the
-    ends count in part. See :class:`~fl_lightning.aggregation.base.RobustAggregator` for the settings.
+    ends count in part. See :class:`~fl_lightning.aggregation.robust.RobustAggregator` for the settings.
     """
 
     f: int
@@ -111,7 +112,7 @@ class MeanAroundMedian(CoordinateRule):
     Args:
         f: Byzantine clients in a round to withstand, 0 or more and less than half of them.
         pre: Applied to the rows first, such as ``NNM``, with its own ``f`` or else this one.
-        per: See :class:`~fl_lightning.aggregation.base.RobustAggregator`.
+        per: See :class:`~fl_lightning.aggregation.robust.RobustAggregator`.
 
     Raises:
         ConfigurationError: f is out of range.

@@ -10,10 +10,11 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from fl_lightning.aggregation.base import Per, RobustAggregator
 from fl_lightning.aggregation.coordinates import chunks, median
 from fl_lightning.aggregation.masses import byzantine_mass, within
+from fl_lightning.aggregation.mean import Per
 from fl_lightning.aggregation.preaggregation import Mixed, PreAggregator
+from fl_lightning.aggregation.robust import RobustAggregator
 from fl_lightning.errors import ConfigurationError, check_choice
 
 KrumScore = Literal["byzfl", "blanchard"]
@@ -52,7 +53,7 @@ class Krum(RobustAggregator):
     Args:
         f: Byzantine clients in a round to withstand, 0 or more and less than half of them.
         pre: Applied to the rows first, such as ``NNM``, with its own ``f`` or else this one.
-        per: See :class:`~fl_lightning.aggregation.base.RobustAggregator`.
+        per: See :class:`~fl_lightning.aggregation.robust.RobustAggregator`.
         score: How many other clients count: ``"byzfl"``: n - f - 1, as in the ByzFL library; ``"blanchard"``: n - f - 2, as
             in the paper.
 

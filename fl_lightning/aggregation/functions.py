@@ -6,12 +6,11 @@ All raise :class:`~fl_lightning.errors.ConfigurationError` where f is negative o
 import torch
 from torch import Tensor
 
-from fl_lightning.aggregation.bucketing import Bucketing
-from fl_lightning.aggregation.clipping import CenteredClipping
+from fl_lightning.aggregation.centers import CenteredClipping, GeometricMedian
 from fl_lightning.aggregation.coordinates import MeanAroundMedian, Median, TrimmedMean, mix_by_position
 from fl_lightning.aggregation.distances import NNM, Krum, KrumScore, MultiKrum, measure, mix
 from fl_lightning.aggregation.masses import check_byzantine, within
-from fl_lightning.aggregation.weiszfeld import GeometricMedian
+from fl_lightning.aggregation.preaggregation import Bucketing
 from fl_lightning.errors import ConfigurationError
 
 
@@ -40,7 +39,7 @@ def multi_krum(rows: Tensor, f: int, *, score: KrumScore = "byzfl") -> Tensor:
 
 
 def geometric_median(rows: Tensor) -> Tensor:
-    """:class:`~fl_lightning.aggregation.weiszfeld.GeometricMedian` of ``rows [n, d]``, shape ``[d]``."""
+    """:class:`~fl_lightning.aggregation.centers.GeometricMedian` of ``rows [n, d]``, shape ``[d]``."""
     return GeometricMedian()(rows)
 
 
@@ -51,7 +50,7 @@ def mean_around_median(rows: Tensor, f: int) -> Tensor:
 
 
 def centered_clipping(rows: Tensor, tau: float, iterations: int = 1, start: Tensor | None = None) -> Tensor:
-    """:class:`~fl_lightning.aggregation.clipping.CenteredClipping` of ``rows [n, d]`` from ``start [d]``, shape ``[d]``.
+    """:class:`~fl_lightning.aggregation.centers.CenteredClipping` of ``rows [n, d]`` from ``start [d]``, shape ``[d]``.
 
     ``start`` None is the coordinate-wise median.
     """
@@ -61,7 +60,7 @@ def centered_clipping(rows: Tensor, tau: float, iterations: int = 1, start: Tens
 
 
 def bucketing(rows: Tensor, size: int) -> Tensor:
-    """:class:`~fl_lightning.aggregation.bucketing.Bucketing` of ``rows [n, d]``: the means, shape ``[ceil(n / size), d]``."""
+    """:class:`~fl_lightning.aggregation.preaggregation.Bucketing` of ``rows [n, d]``: the means, shape ``[ceil(n / size), d]``."""
     return Bucketing(size)([rows], 0)[0]
 
 

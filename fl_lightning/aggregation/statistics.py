@@ -6,7 +6,8 @@ from typing import Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from fl_lightning.aggregation.base import Aggregator, RobustAggregator, WeightedMean
+from fl_lightning.aggregation.mean import Aggregator, WeightedMean
+from fl_lightning.aggregation.robust import RobustAggregator
 from fl_lightning.errors import ConfigurationError, check_choice
 
 Domain = Literal["variance", "log_variance", "second_moment"]

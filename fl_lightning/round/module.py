@@ -71,7 +71,7 @@ class FederatedModule(Recorded, L.LightningModule):
         participation: Clients in a round: a fraction in (0, 1] (float) or a number (int).
         executor: Who computes the clients' gradients. None chooses when training starts, see
             :func:`~fl_lightning.execution.choice.choose_executor`.
-        aggregator: How the server combines the clients. Default: :class:`~fl_lightning.aggregation.base.WeightedMean`.
+        aggregator: How the server combines the clients. Default: :class:`~fl_lightning.aggregation.mean.WeightedMean`.
         statistics_aggregator: How it combines their running statistics. Default: ``aggregator``.
         statistics_domain: In which coordinates, see :class:`~fl_lightning.aggregation.statistics.StatisticsAggregator`.
         weighting: Aggregation weights: ``"examples"`` (p_i = n_i / sum of n_j over the cohort), ``"uniform"``, or ``"samples"`` (in

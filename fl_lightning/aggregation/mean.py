@@ -1,0 +1,94 @@
+"""The aggregator, and the weighted mean of FedAvg."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from fl_lightning.errors import ConfigurationError
+from fl_lightning.recorded import Recorded
+
+Per = Literal["model", "layer"] | None
+
+
+def weighted_mean(rows: Tensor, weights: Tensor) -> Tensor:
+    """Weighted mean of the clients' rows (FedAvg, McMahan et al. 2017, Algorithm 1).
+
+    Args:
+        rows: One row per client, shape ``[n, d]``.
+        weights: Non-negative weights that sum to 1, shape ``[n]``.
+
+    Returns:
+        The mean, shape ``[d]``.
+    """
+    return weights.to(rows.dtype) @ rows
+
+
+class Aggregator(Recorded, ABC):
+    """A rule by which the server combines the clients' rows into one.
+
+    Attributes:
+        per: Whether each layer is a vector of its own (``"layer"``), or all layers are one (``"model"``); None is the rule's usual way.
+    """
+
+    per: Per = None
+
+    @abstractmethod
+    def __call__(self, rows: Tensor, weights: Tensor) -> Tensor:
+        """Aggregate ``rows [n, d]`` with ``weights [n]`` (sum 1) to ``[d]``."""
+
+    def blocks(self, blocks: Sequence[Tensor], weights: Tensor) -> list[Tensor]:
+        """Aggregate several blocks ``[n, d_k]`` as one vector per client, as rules that measure distances need.
+
+        Args:
+            blocks: Column blocks of the clients' rows, each ``[n, d_k]``.
+            weights: Weights ``[n]`` that sum to 1.
+
+        Returns:
+            The aggregate of each block, ``[d_k]``.
+        """
+        if not blocks:
+            return []
+        return list(
+            torch.split(self(torch.cat(list(blocks), 1), weights), [block.shape[1] for block in blocks])
+        )
+
+    def shares(self, blocks: Sequence[Tensor], weights: Tensor | None = None) -> Tensor:
+        """What part each client has in the aggregate of ``blocks``, the mean over all coordinates: float64 ``[n]``.
+
+        Raises:
+            ConfigurationError: The rule does not say it.
+        """
+        raise ConfigurationError(
+            f"{type(self).__name__} has no method shares(blocks, weights) that says whose its result is"
+        )
+
+    def check(self, num_clients: int) -> None:  # many rules take any number
+        """Refuse a number of clients in a round that the rule cannot work with, before training starts.
+
+        Args:
+            num_clients: Clients in a round.
+
+        Raises:
+            ConfigurationError: They are too few.
+        """
+
+
+class WeightedMean(Aggregator):
+    """Weighted mean: FedAvg's rule, and the default."""
+
+    def __call__(self, rows: Tensor, weights: Tensor) -> Tensor:
+        """Aggregate ``rows [n, d]`` with ``weights [n]`` (sum 1) to ``[d]``."""
+        return weighted_mean(rows, weights)
+
+    def blocks(self, blocks: Sequence[Tensor], weights: Tensor) -> list[Tensor]:
+        """Aggregate each block by itself: the mean is linear, so no copy of all columns is needed."""
+        return [self(block, weights) for block in blocks]
+
+    def shares(self, blocks: Sequence[Tensor], weights: Tensor | None = None) -> Tensor:
+        """The weights."""
+        n = len(blocks[0])
+        weights = torch.full((n,), 1 / n, dtype=torch.float64) if weights is None else weights
+        return weights.to(blocks[0].device, torch.float64)
