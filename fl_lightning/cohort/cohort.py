@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fl_lightning.aggregation import weighted_mean
 from fl_lightning.batch_norm.kinds import buffer_kinds, parameter_kinds
 from fl_lightning.cohort.rows import Rows, buffer_layout, check_room, parameter_layout
 from fl_lightning.errors import ConfigurationError
@@ -109,7 +110,7 @@ class Cohort:
                 "cohort.mean: in a local step clients know nothing of each other, and other ranks have some of them; use it in "
                 "on_round_start, on_before_aggregate or on_round_end"
             )
-        return (self.weights.to(stacked.dtype) @ stacked.reshape(len(self), -1)).view(stacked.shape[1:])
+        return weighted_mean(stacked.reshape(len(self), -1), self.weights).view(stacked.shape[1:])
 
     @property
     def active(self) -> Tensor:
