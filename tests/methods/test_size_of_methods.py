@@ -7,9 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fl_lightning import callbacks
-
-ROOT = Path(callbacks.__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 LIMITS = {
     "FedBN": (["callbacks/fedbn.py"], 15),
     "SiloBN": (["callbacks/silobn.py"], 15),
