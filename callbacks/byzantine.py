@@ -9,14 +9,13 @@ import torch
 
 from fl_lightning import ConfigurationError, FederatedCallback
 from fl_lightning.attacks import ALittleIsEnough, Attack, Backdoor, Message, Mimic
-from fl_lightning.batch_norm.kinds import buffer_kinds
+from fl_lightning.batch_norm import buffer_kinds
 from fl_lightning.errors import check_choice
-from fl_lightning.round.messages import sent_statistics_by_kind, sent_vectors
-from fl_lightning.round.policy import resolve_policy
+from fl_lightning.round import resolve_policy, sent_statistics_by_kind, sent_vectors
 
 if TYPE_CHECKING:
     from fl_lightning import Cohort, FederatedModule
-    from fl_lightning.client_data.batches import BatchStack
+    from fl_lightning.client_data import BatchStack
 
 Target = Literal["means", "variances", "statistics", "parameters", "everything"]
 _TARGETS = {

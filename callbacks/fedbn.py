@@ -1,6 +1,6 @@
 """FedBN: Li et al., "FedBN: Federated Learning on Non-IID Features via Local Batch Normalization", arXiv 2102.07623."""
 
-from fl_lightning.methods.local_state import LocalState
+from fl_lightning.methods import LocalState
 
 
 class FedBN(LocalState):

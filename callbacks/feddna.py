@@ -9,10 +9,9 @@ from torch import Tensor
 
 from fl_lightning import FederatedCallback
 from fl_lightning.aggregation import require_weighted_mean, weighted_mean
-from fl_lightning.batch_norm.layers import require_batch_norm
-from fl_lightning.batch_norm.moments import total_variance
+from fl_lightning.batch_norm import require_batch_norm, total_variance
 from fl_lightning.errors import check_choice
-from fl_lightning.methods.running_statistics import client_statistics, set_server_statistics
+from fl_lightning.methods import client_statistics, set_server_statistics
 
 if TYPE_CHECKING:
     from fl_lightning import Cohort, FederatedModule

@@ -13,10 +13,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fl_lightning import ConfigurationError
-from fl_lightning.batch_norm.layers import batch_norm_layers
-from fl_lightning.batch_norm.swapping import SwappedBatchNorm, evaluating, swap_batch_norm
+from fl_lightning.batch_norm import SwappedBatchNorm, batch_norm_layers, evaluating, swap_batch_norm
 from fl_lightning.errors import check_choice
-from fl_lightning.methods.freezing import FoundFreezing
+from fl_lightning.methods import FoundFreezing
 from fl_lightning.randomness import derive_seed, generator, seeded
 
 if TYPE_CHECKING:

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from fl_lightning import FederatedCallback
 from fl_lightning.aggregation import require_weighted_mean
-from fl_lightning.batch_norm.joint import cohort_mean
-from fl_lightning.batch_norm.swapping import SwappedBatchNorm, swap_batch_norm
+from fl_lightning.batch_norm import SwappedBatchNorm, cohort_mean, swap_batch_norm
 from fl_lightning.errors import check_choice
 from fl_lightning.randomness import generator
 

@@ -2,10 +2,10 @@
 
 from typing import Literal
 
-from fl_lightning.batch_norm.kinds import STATISTICS
+from fl_lightning.batch_norm import STATISTICS
 from fl_lightning.errors import check_choice
-from fl_lightning.methods.freezing import Freezing
-from fl_lightning.optimizers.milestones import one_milestone, round_at
+from fl_lightning.methods import Freezing
+from fl_lightning.optimizers import one_milestone, round_at
 
 _KINDS = {"statistics": STATISTICS, "affine": ("affine",), "both": (*STATISTICS, "affine")}
 

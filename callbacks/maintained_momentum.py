@@ -8,10 +8,9 @@ import torch
 from torch import Tensor
 
 from fl_lightning import ConfigurationError, FederatedCallback
-from fl_lightning.cohort.client_memory import ClientMemory
-from fl_lightning.cohort.cohort import SERVER
+from fl_lightning.cohort import SERVER, ClientMemory
 from fl_lightning.errors import check_choice
-from fl_lightning.round.server_update import aggregate
+from fl_lightning.round import aggregate
 
 if TYPE_CHECKING:
     from fl_lightning import Cohort, FederatedModule

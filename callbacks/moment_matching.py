@@ -8,8 +8,8 @@ import torch
 
 from fl_lightning import FederatedCallback
 from fl_lightning.aggregation import sent_statistics
-from fl_lightning.batch_norm.layers import require_batch_norm
-from fl_lightning.methods.running_statistics import set_server_statistics
+from fl_lightning.batch_norm import require_batch_norm
+from fl_lightning.methods import set_server_statistics
 
 if TYPE_CHECKING:
     from fl_lightning import Cohort, FederatedModule

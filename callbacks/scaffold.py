@@ -7,9 +7,8 @@ import lightning as L
 import torch
 
 from fl_lightning import FederatedCallback
-from fl_lightning.cohort.client_memory import ClientMemory
-from fl_lightning.cohort.cohort import SERVER
-from fl_lightning.round.server_update import aggregate
+from fl_lightning.cohort import SERVER, ClientMemory
+from fl_lightning.round import aggregate
 
 if TYPE_CHECKING:
     from fl_lightning import Cohort, FederatedModule

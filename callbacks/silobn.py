@@ -1,6 +1,6 @@
 """SiloBN: Andreux et al., "Siloed Federated Learning for Multi-Centric Histopathology Datasets", arXiv 2008.07424."""
 
-from fl_lightning.methods.local_state import LocalState
+from fl_lightning.methods import LocalState
 
 
 class SiloBN(LocalState):

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from fl_lightning import ConfigurationError
-from fl_lightning.cohort.client_memory import ClientMemory
-from fl_lightning.methods.freezing import FoundFreezing
+from fl_lightning.cohort import ClientMemory
+from fl_lightning.methods import FoundFreezing
 
 if TYPE_CHECKING:
     from fl_lightning import Cohort, FederatedModule

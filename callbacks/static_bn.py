@@ -7,11 +7,10 @@ import lightning as L
 
 from fl_lightning import FederatedCallback
 from fl_lightning.aggregation import require_weighted_mean
-from fl_lightning.batch_norm.kinds import buffer_kinds, parameter_kinds
-from fl_lightning.batch_norm.layers import require_batch_norm
+from fl_lightning.batch_norm import buffer_kinds, parameter_kinds, require_batch_norm
 from fl_lightning.errors import check_choice
-from fl_lightning.methods.statistics_pass import Mode, collect
-from fl_lightning.round.policy import resolve_policy
+from fl_lightning.methods import Mode, collect
+from fl_lightning.round import resolve_policy
 
 if TYPE_CHECKING:
     from fl_lightning import Cohort, FederatedModule

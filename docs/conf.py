@@ -2,6 +2,7 @@
 
 import re
 import sys
+from importlib import import_module
 from os.path import relpath
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 from sphinx.application import Sphinx
 
 ROOT = Path(__file__).parents[1]
+HOME = ROOT / "fl_lightning"
 sys.path[:0] = [str(ROOT)]
 
 import fl_lightning  # of this tree, installed or not
@@ -60,9 +62,8 @@ def pages(app: Sphinx) -> None:
     docs = Path(app.srcdir)
     for old in (path for path in (docs / "reference").glob("*.md") if path.stem != "index"):
         old.unlink()
-    home = ROOT / "fl_lightning"
-    tops = {path.parent for path in home.rglob("*/__init__.py")} - {home / "configs"}
-    for folder in (*sorted(tops | {home / "callbacks/observers"}), ROOT / "benchmarks"):
+    tops = {path.parent for path in HOME.rglob("*/__init__.py")} - {HOME / "configs"}
+    for folder in (*sorted(tops | {HOME / "callbacks/observers"}), ROOT / "benchmarks"):
         package = ".".join(folder.relative_to(ROOT).parts)
         modules = sorted(path.stem for path in folder.glob("*.py") if not path.stem.startswith("__"))
         text = f"# {package}\n\n" + _automodule(package, "no-members")
@@ -89,7 +90,19 @@ def read(app: Sphinx, docname: str, source: list[str]) -> None:
         )
         made = sorted(path.stem for path in place.glob("*.md") if path.stem != "index")
         made.sort(key=lambda name: not name.startswith("fl_lightning"))
-        text = text.replace("EXPORTS", "\n".join(names)).replace("PACKAGES", "\n".join(made))
+        packages = [
+            import_module(f"fl_lightning.{path.parent.name}") for path in sorted(HOME.glob("*/__init__.py"))
+        ]
+        exports = [
+            f"- `{one.__name__}`: {', '.join(f'`{name}`' for name in one.__all__)}"
+            for one in packages
+            if hasattr(one, "__all__")
+        ]
+        text = (
+            text.replace("STABLE", "\n".join(exports))
+            .replace("EXPORTS", "\n".join(names))
+            .replace("PACKAGES", "\n".join(made))
+        )
     if docname in outside:
         place = (ROOT / outside[docname]).parent
         text = (ROOT / outside[docname]).read_text() + (text if docname == "index" else "")

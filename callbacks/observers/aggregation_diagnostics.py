@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fl_lightning import ConfigurationError, FederatedCallback, Report, Table
 from fl_lightning.callbacks.byzantine import Byzantine
-from fl_lightning.round.messages import sent_vectors
+from fl_lightning.round import sent_vectors
 
 if TYPE_CHECKING:
     from fl_lightning import Cohort, FederatedModule

@@ -9,7 +9,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
 from fl_lightning import ConfigurationError
-from fl_lightning.batch_norm.layers import batch_norm_layers, has_statistics
+from fl_lightning.batch_norm import batch_norm_layers, has_statistics
 from fl_lightning.callbacks.observers.bn_report import BatchNormReport
 from fl_lightning.callbacks.observers.gradient_deviation import FirstStep, first_step
 from fl_lightning.callbacks.observers.measurements import (
@@ -21,8 +21,7 @@ from fl_lightning.callbacks.observers.measurements import (
     statistics_bias,
 )
 from fl_lightning.errors import check_choice
-from fl_lightning.methods.statistics_pass import measured_statistics
-from fl_lightning.methods.variant_evaluation import BATCH_STATISTICS, VariantEvaluation
+from fl_lightning.methods import BATCH_STATISTICS, VariantEvaluation, measured_statistics
 
 if TYPE_CHECKING:
     from fl_lightning import Cohort, FederatedModule

@@ -6,12 +6,11 @@ from typing import TYPE_CHECKING, Any
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
-from fl_lightning.methods.report import Drawing, Report, Table
-from fl_lightning.pictures.drift import drift_figure, has_drift, layers_figure
-from fl_lightning.pictures.style import LAYERS
+from fl_lightning.methods import Drawing, Report, Table
+from fl_lightning.pictures import LAYERS, drift_figure, has_drift, layers_figure
 
 if TYPE_CHECKING:
-    from fl_lightning.round.module import FederatedModule
+    from fl_lightning.round import FederatedModule
 
 
 MAX_ROUNDS = 100

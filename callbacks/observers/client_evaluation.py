@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import lightning as L
 
 from fl_lightning import FederatedCallback, Report, Table
-from fl_lightning.methods.local_state import evaluate_client, weighed_accuracy
+from fl_lightning.methods import evaluate_client, weighed_accuracy
 
 if TYPE_CHECKING:
     from fl_lightning import FederatedModule

@@ -8,9 +8,9 @@ import lightning as L
 from fl_lightning import FederatedCallback
 from fl_lightning.callbacks.observers.network_link import NetworkLink
 from fl_lightning.console import format_bytes, in_words
-from fl_lightning.methods.report import Drawing, Report, Table
-from fl_lightning.pictures.communication import communication_figure, has_communication
-from fl_lightning.round.communication import UpDown, add, total
+from fl_lightning.methods import Drawing, Report, Table
+from fl_lightning.pictures import communication_figure, has_communication
+from fl_lightning.round import UpDown, add, total
 
 if TYPE_CHECKING:
     from fl_lightning import FederatedModule

@@ -9,21 +9,14 @@ import torch
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
 
-from fl_lightning.batch_norm.joint import averaging_by, mean_of_all
-from fl_lightning.batch_norm.layers import batch_norm_layers, has_statistics
-from fl_lightning.batch_norm.swapping import evaluating
-from fl_lightning.client_data.batches import BatchStack
-from fl_lightning.cohort.cohort import Cohort
-from fl_lightning.cohort.round_cohort import RoundCohort
-from fl_lightning.cohort.slots import StateSlots
-from fl_lightning.execution.base import Executor
-from fl_lightning.execution.joint import joint_executor
-from fl_lightning.execution.sequential import SequentialExecutor
-from fl_lightning.execution.vectorized import VectorizedExecutor
-from fl_lightning.models.dropout import Dropout
+from fl_lightning import Dropout
+from fl_lightning.batch_norm import averaging_by, batch_norm_layers, evaluating, has_statistics, mean_of_all
+from fl_lightning.client_data import BatchStack
+from fl_lightning.cohort import Cohort, RoundCohort, StateSlots
+from fl_lightning.execution import Executor, SequentialExecutor, VectorizedExecutor, joint_executor
 
 if TYPE_CHECKING:
-    from fl_lightning.round.module import FederatedModule
+    from fl_lightning.round import FederatedModule
 
 
 @dataclass(frozen=True)

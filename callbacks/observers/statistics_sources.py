@@ -10,17 +10,21 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from fl_lightning import ConfigurationError
 from fl_lightning.aggregation import LayerStatistics, StatisticsAggregator, require_weighted_mean
-from fl_lightning.batch_norm.kinds import buffer_kinds
-from fl_lightning.batch_norm.layers import batch_norm_layers, require_batch_norm
+from fl_lightning.batch_norm import batch_norm_layers, buffer_kinds, require_batch_norm
 from fl_lightning.callbacks.feddna import FedDNA
 from fl_lightning.callbacks.silobn import SiloBN
-from fl_lightning.cohort.client_memory import ClientMemory
-from fl_lightning.cohort.cohort import SERVER
+from fl_lightning.cohort import SERVER, ClientMemory
 from fl_lightning.errors import check_choice
-from fl_lightning.methods.running_statistics import client_statistics, server_statistics, split_statistics
-from fl_lightning.methods.statistics_pass import Mode, measured_statistics
-from fl_lightning.methods.variant_evaluation import BATCH_STATISTICS, VariantEvaluation
-from fl_lightning.round.evaluation import ServerEvaluation
+from fl_lightning.methods import (
+    BATCH_STATISTICS,
+    Mode,
+    VariantEvaluation,
+    client_statistics,
+    measured_statistics,
+    server_statistics,
+    split_statistics,
+)
+from fl_lightning.round import ServerEvaluation
 
 if TYPE_CHECKING:
     from fl_lightning import Cohort, FederatedModule

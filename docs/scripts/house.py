@@ -43,6 +43,18 @@ def imports() -> dict[str, set[str]]:
     }
 
 
+def written_imports(package: str) -> dict[str, set[str]]:
+    """The modules that the files of a package name in their imports, without the names that they take from these."""
+    return {
+        module_name(path): {
+            node.module
+            for node in ast.walk(ast.parse(path.read_text()))
+            if isinstance(node, ast.ImportFrom) and node.module
+        }
+        for path in files(package)
+    }
+
+
 def _imported(path: Path) -> Iterator[str]:
     """Dotted names of what a file imports, a name that is imported from a module included."""
     for node in ast.walk(ast.parse(path.read_text())):

@@ -1,1 +1,6 @@
 """The clients' data: federated data modules, their loaders and the batches of a cohort."""
+
+from fl_lightning.client_data.batches import BatchStack
+from fl_lightning.client_data.federated import ClientDataModule, FederatedDataModule
+
+__all__ = ["BatchStack", "ClientDataModule", "FederatedDataModule"]

@@ -1,1 +1,8 @@
 """The clients of a communication round as an axis: their stacked state."""
+
+from fl_lightning.cohort.client_memory import ClientMemory
+from fl_lightning.cohort.cohort import SERVER, Cohort
+from fl_lightning.cohort.round_cohort import RoundCohort
+from fl_lightning.cohort.slots import StateSlots
+
+__all__ = ["SERVER", "ClientMemory", "Cohort", "RoundCohort", "StateSlots"]

@@ -10,8 +10,8 @@ from fl_lightning.aggregation import weighted_mean
 from fl_lightning.batch_norm.kinds import buffer_kinds, parameter_kinds
 from fl_lightning.cohort.rows import Rows, buffer_layout, check_room, parameter_layout
 from fl_lightning.errors import ConfigurationError
-from fl_lightning.optimizers import GroupSettings
 from fl_lightning.optimizers.client import ClientOptimizer
+from fl_lightning.optimizers.settings import GroupSettings
 from fl_lightning.randomness import generator
 
 SERVER = -1

@@ -11,8 +11,8 @@ from fl_lightning.cohort.cohort import Cohort
 from fl_lightning.cohort.rows import Rows, join_columns
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.models.dropout import Dropout, dropout_keys
-from fl_lightning.optimizers import GroupSettings, OptimizerCallable
 from fl_lightning.optimizers.client import ClientOptimizer
+from fl_lightning.optimizers.settings import GroupSettings, OptimizerCallable
 from fl_lightning.ranks import Ranks
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from fl_lightning.batch_norm.kinds import buffer_kinds, parameter_kinds
 from fl_lightning.errors import ConfigurationError
-from fl_lightning.optimizers import GroupSettings
+from fl_lightning.optimizers.settings import GroupSettings
 
 _LIMIT = Path("/sys/fs/cgroup/memory.max")
 

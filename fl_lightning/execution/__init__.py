@@ -1,1 +1,8 @@
 """Executors: who computes the clients' forward and backward passes."""
+
+from fl_lightning.execution.base import ClientTask, Executor
+from fl_lightning.execution.joint import joint_executor
+from fl_lightning.execution.sequential import SequentialExecutor
+from fl_lightning.execution.vectorized import VectorizedExecutor
+
+__all__ = ["ClientTask", "Executor", "SequentialExecutor", "VectorizedExecutor", "joint_executor"]

@@ -1,1 +1,35 @@
 """The hooks of methods, what a method reports, and bases that several methods share."""
+
+from fl_lightning.methods.callback import FederatedCallback
+from fl_lightning.methods.freezing import FoundFreezing, Freezing
+from fl_lightning.methods.local_state import LocalState, evaluate_client, weighed_accuracy
+from fl_lightning.methods.report import Drawing, Report, Table
+from fl_lightning.methods.running_statistics import (
+    client_statistics,
+    server_statistics,
+    set_server_statistics,
+    split_statistics,
+)
+from fl_lightning.methods.statistics_pass import Mode, collect, measured_statistics
+from fl_lightning.methods.variant_evaluation import BATCH_STATISTICS, VariantEvaluation
+
+__all__ = [
+    "BATCH_STATISTICS",
+    "Drawing",
+    "FederatedCallback",
+    "FoundFreezing",
+    "Freezing",
+    "LocalState",
+    "Mode",
+    "Report",
+    "Table",
+    "VariantEvaluation",
+    "client_statistics",
+    "collect",
+    "evaluate_client",
+    "measured_statistics",
+    "server_statistics",
+    "set_server_statistics",
+    "split_statistics",
+    "weighed_accuracy",
+]

@@ -1,12 +1,17 @@
 """Client and server optimizers, learning-rate schedules, and which optimizers are refused."""
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from fl_lightning.optimizers.milestones import one_milestone, round_at
+from fl_lightning.optimizers.schedules import InverseSteps, MultiStep
+from fl_lightning.optimizers.server import FedAdam, FedYogi
+from fl_lightning.optimizers.settings import GroupSettings, OptimizerCallable
 
-from torch.optim import Optimizer
-
-OptimizerCallable = Callable[[Iterable[Any]], Optimizer]
-"""Makes an optimizer from parameters or parameter groups: ``torch.optim.SGD`` with everything but ``params`` bound."""
-
-GroupSettings = Mapping[str, Mapping[str, float]]
-"""Settings of an optimizer that differ by parameter group (or block), by its name; ``lr_scale`` multiplies ``lr``."""
+__all__ = [
+    "FedAdam",
+    "FedYogi",
+    "GroupSettings",
+    "InverseSteps",
+    "MultiStep",
+    "OptimizerCallable",
+    "one_milestone",
+    "round_at",
+]

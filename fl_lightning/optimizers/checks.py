@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fl_lightning.errors import ConfigurationError, check_choice
-from fl_lightning.optimizers import GroupSettings, OptimizerCallable
+from fl_lightning.optimizers.settings import GroupSettings, OptimizerCallable
 
 
 def check_elementwise(factory: OptimizerCallable) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fl_lightning.errors import ConfigurationError
-from fl_lightning.optimizers import GroupSettings, OptimizerCallable
+from fl_lightning.optimizers.settings import GroupSettings, OptimizerCallable
 
 _ZERO_STATES = {
     "momentum_buffer",

@@ -1,1 +1,14 @@
 """Figures of a run."""
+
+from fl_lightning.pictures.communication import communication_figure, has_communication
+from fl_lightning.pictures.drift import drift_figure, has_drift, layers_figure
+from fl_lightning.pictures.style import LAYERS
+
+__all__ = [
+    "LAYERS",
+    "communication_figure",
+    "drift_figure",
+    "has_communication",
+    "has_drift",
+    "layers_figure",
+]

@@ -38,5 +38,18 @@ def test_an_import_for_types_alone_would_close_a_circle(tmp_path, monkeypatch):
     ]
 
 
+def test_a_method_imports_public_packages_only():
+    """A copied method depends on names that packages export, never on the file in which they lie."""
+    private = [
+        f"{module} -> {target}"
+        for module, targets in house.written_imports("callbacks").items()
+        for target in sorted(targets)
+        if target.startswith("fl_lightning.")
+        and not target.startswith("fl_lightning.callbacks.")
+        and target.count(".") > 1
+    ]
+    assert private == []
+
+
 def test_most_files_are_read_at_one_sitting():
     assert float(house.figures()["median file"]) <= 120

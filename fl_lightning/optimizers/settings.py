@@ -1,0 +1,12 @@
+"""How optimizers are given: as functions that make them, with settings by parameter group."""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from torch.optim import Optimizer
+
+OptimizerCallable = Callable[[Iterable[Any]], Optimizer]
+"""Makes an optimizer from parameters or parameter groups: ``torch.optim.SGD`` with everything but ``params`` bound."""
+
+GroupSettings = Mapping[str, Mapping[str, float]]
+"""Settings of an optimizer that differ by parameter group (or block), by its name; ``lr_scale`` multiplies ``lr``."""
