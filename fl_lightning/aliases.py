@@ -11,6 +11,7 @@ from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import spec_from_loader
 from pathlib import Path
+from pydoc import ErrorDuringImport, locate
 from types import ModuleType
 
 _PACKAGE = __name__.partition(".")[0]
@@ -89,18 +90,7 @@ def current_name(path: str) -> str:
 
 def _named(path: str) -> object:
     """Return what a dotted path names, None if it names nothing; a string if the import fails, which its user will see."""
-    parts = path.split(".")
-    for length in range(len(parts) - 1, 0, -1):
-        module = ".".join(parts[:length])
-        try:
-            found: object = import_module(module)
-        except ModuleNotFoundError as error:
-            if error.name is not None and f"{module}.".startswith(f"{error.name}."):
-                continue
-            return str(error)
-        except Exception as error:  # noqa: BLE001  # the user's module may raise anything
-            return str(error)
-        for part in parts[length:]:
-            found = getattr(found, part, None)
-        return found
-    return None
+    try:
+        return locate(path)
+    except ErrorDuringImport as error:
+        return str(error)

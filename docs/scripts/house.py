@@ -19,6 +19,14 @@ USERS = ("cli", "experiments", "callbacks", "datamodules")
 """Parts of ``fl_lightning`` that the core never imports: of these only ``cli`` knows the others."""
 
 
+_HOMES = {
+    alias.name: f"fl_lightning.{node.module}"
+    for node in ast.parse(Path(fl_lightning.__file__).with_suffix(".pyi").read_text()).body
+    if isinstance(node, ast.ImportFrom)
+    for alias in node.names
+}
+"""Where each public name of ``fl_lightning`` is defined."""
+
 _USERS = tuple(f"fl_lightning.{part}." for part in USERS)
 
 
@@ -61,8 +69,7 @@ def _imported(path: Path) -> Iterator[str]:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module == "fl_lightning":
-            homes = (fl_lightning.HOMES.get(alias.name, alias.name) for alias in node.names)
-            yield from (f"fl_lightning.{home}" for home in homes)
+            yield from (_HOMES.get(alias.name, f"fl_lightning.{alias.name}") for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 

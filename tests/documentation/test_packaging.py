@@ -84,7 +84,7 @@ def installed(request, checkout, tmp_path_factory):
                 f"fl_lightning/{name}".replace("fl_lightning/fl_lightning/", "fl_lightning/")
                 for name in tracked()
                 if name.startswith(("fl_lightning/", "callbacks/", "datamodules/", "configs/"))
-                and name.endswith((".py", ".yaml", ".json", ".html", "py.typed"))
+                and name.endswith((".py", ".pyi", ".yaml", ".json", ".html", "py.typed"))
             }
             assert {name for name in wheel.namelist() if ".dist-info/" not in name} == shipped
         wheel.extractall(place)

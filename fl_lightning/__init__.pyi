@@ -1,0 +1,35 @@
+"""The public names of fl_lightning: each is imported on first use."""
+
+from .batch_norm.swapping import SwappedBatchNorm as SwappedBatchNorm
+from .batch_norm.swapping import swap_batch_norm as swap_batch_norm
+from .callbacks.observers.network_link import NetworkLink as NetworkLink
+from .client_data.federated import ClientDataModule as ClientDataModule
+from .client_data.federated import FederatedDataModule as FederatedDataModule
+from .cohort.client_memory import ClientMemory as ClientMemory
+from .cohort.cohort import Cohort as Cohort
+from .errors import ConfigurationError as ConfigurationError
+from .execution.sequential import SequentialExecutor as SequentialExecutor
+from .execution.vectorized import VectorizedExecutor as VectorizedExecutor
+from .experiments.run.progress import RoundProgress as RoundProgress
+from .experiments.run.run import Run as Run
+from .experiments.run_directory.checkpoints import RoundCheckpoint as RoundCheckpoint
+from .methods.callback import FederatedCallback as FederatedCallback
+from .methods.freezing import Freezing as Freezing
+from .methods.local_state import LocalState as LocalState
+from .methods.report import Report as Report
+from .methods.report import Table as Table
+from .methods.statistics_pass import collect as collect
+from .methods.statistics_pass import measured_statistics as measured_statistics
+from .methods.variant_evaluation import VariantEvaluation as VariantEvaluation
+from .models.dropout import Dropout as Dropout
+from .optimizers.schedules import InverseSteps as InverseSteps
+from .optimizers.schedules import MultiStep as MultiStep
+from .optimizers.server import FedAdam as FedAdam
+from .optimizers.server import FedYogi as FedYogi
+from .round.failures import ClientFailures as ClientFailures
+from .round.module import FederatedModule as FederatedModule
+from .round.tasks import Classification as Classification
+from .round.tasks import Segmentation as Segmentation
+from .round.tasks import Task as Task
+
+__version__: str
