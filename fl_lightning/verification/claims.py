@@ -9,8 +9,8 @@ from math import inf
 import torch
 
 from fl_lightning.cohort.cohort import SERVER
+from fl_lightning.testing.federation import SIZES
 from fl_lightning.verification.comparison import NotApplicable, difference, distance
-from fl_lightning.verification.federation import SIZES
 from fl_lightning.verification.memory import entries
 from fl_lightning.verification.observation import Run, State
 from fl_lightning.verification.trials import (

@@ -9,6 +9,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from fl_lightning.methods.freezing import Freezing
 from fl_lightning.optimizers.milestones import round_at
+from fl_lightning.testing.federation import reference_model
 from fl_lightning.verification.comparison import (
     TOLERANCE,
     NotApplicable,
@@ -17,7 +18,6 @@ from fl_lightning.verification.comparison import (
     difference,
     distance,
 )
-from fl_lightning.verification.federation import reference_model
 from fl_lightning.verification.memory import entries, knows_no_client
 from fl_lightning.verification.observation import Run, State
 from fl_lightning.verification.trials import WITH_SERVER_MOMENTUM, Trials

@@ -9,6 +9,7 @@ from fl_lightning.batch_norm.kinds import STATISTICS
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.execution.fork import cannot_fork
 from fl_lightning.execution.vectorized import VectorizedExecutor
+from fl_lightning.testing.federation import Disturbance
 from fl_lightning.verification.comparison import (
     TOLERANCE,
     NotApplicable,
@@ -16,7 +17,6 @@ from fl_lightning.verification.comparison import (
     difference,
     distance,
 )
-from fl_lightning.verification.federation import Disturbance
 from fl_lightning.verification.memory import memory_apart, relabelled, renamed_memory_apart
 from fl_lightning.verification.observation import Run
 from fl_lightning.verification.trials import SCRIPT, WITH_SERVER_MOMENTUM, Trials

@@ -21,8 +21,8 @@ from fl_lightning.execution.strategy import CohortStrategy
 from fl_lightning.methods.callback import FederatedCallback
 from fl_lightning.randomness import seeded
 from fl_lightning.round.module import FederatedModule
+from fl_lightning.testing.federation import SIZES, Disturbance, federation, reference_model
 from fl_lightning.verification.comparison import Violated
-from fl_lightning.verification.federation import SIZES, Disturbance, federation, reference_model
 from fl_lightning.verification.observation import Run
 
 _TRAINER: dict[str, Any] = {

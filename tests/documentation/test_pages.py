@@ -206,3 +206,9 @@ def test_a_cohort_has_what_the_pages_say():
     }
     assert len(named) > 15
     assert named - found[0] == set()
+
+
+def test_the_test_on_the_page_passes():
+    written = {}
+    exec(methods_of("docs/own-method.md"), written)  # noqa: S102  # the code of the page
+    written["test_one_local_step_of_equal_clients_is_centralised_training"]()

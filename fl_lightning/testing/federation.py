@@ -1,7 +1,6 @@
 """A tiny federation of label-skewed clients, computed from formulas, on which any method runs in a fraction of a second."""
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import lightning as L
@@ -11,6 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from fl_lightning.client_data.federated import ClientDataModule, FederatedDataModule
 from fl_lightning.randomness import generator
+from fl_lightning.testing.models import small_cnn
 
 CLASSES, CHANNELS, IMAGE_SIZE, BATCH = 3, 2, 6, 8
 SIZES = (8, 16, 24, 8, 16)
@@ -91,16 +91,11 @@ def federation(
 
 
 def reference_model(norm: str = "bn") -> nn.Sequential:
-    """Two convolutions with a norm layer each and a linear layer; the same weights at each call."""
-    norms: dict[str, Callable[[int], nn.Module]] = {"bn": nn.BatchNorm2d, "gn": partial(nn.GroupNorm, 2)}
-    make_norm = norms[norm]
-    model = nn.Sequential(
-        nn.Conv2d(CHANNELS, 4, 3), make_norm(4), nn.ReLU(), nn.Conv2d(4, 6, 3), make_norm(6), nn.ReLU(),
-        nn.Flatten(), nn.Linear(24, CLASSES),
-    ).double()  # fmt: skip
+    """Return :func:`~fl_lightning.testing.models.small_cnn` in float64, with the same weights at each call."""
+    model = small_cnn(norm, classes=CLASSES, channels=CHANNELS).double()
     draw = generator(0, "verification model")
     with torch.no_grad():
-        for layer in (model[0], model[3], model[7]):
+        for layer in (model[0], model[3], model[8]):
             for parameter in layer.parameters():
                 parameter.copy_(torch.randn(parameter.shape, generator=draw, dtype=torch.float64) * 0.3)
     return model

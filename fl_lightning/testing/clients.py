@@ -1,0 +1,118 @@
+"""Federations of random images behind ordinary loaders, as a user's own clients have them."""
+
+from collections.abc import Sequence
+
+import lightning as L
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, TensorDataset
+
+from fl_lightning.client_data.federated import FederatedDataModule
+
+Batch = tuple[Tensor, Tensor]
+"""Inputs ``[b, ...]`` and labels ``[b]``."""
+
+
+class ArrayClient(L.LightningDataModule):
+    """A client with tensors behind a shuffling ``DataLoader``.
+
+    Args:
+        inputs: Inputs ``[n, ...]``.
+        targets: Labels ``[n]``.
+        batch_size: Samples in a batch.
+    """
+
+    def __init__(self, inputs: Tensor, targets: Tensor, batch_size: int) -> None:
+        super().__init__()
+        self.dataset = TensorDataset(inputs, targets)
+        self.batch_size = batch_size
+
+    def train_dataloader(self) -> DataLoader[tuple[Tensor, ...]]:
+        """Return shuffled batches, without a last smaller one."""
+        return DataLoader(self.dataset, self.batch_size, shuffle=True, drop_last=True)
+
+    def val_dataloader(self) -> DataLoader[tuple[Tensor, ...]]:
+        """Return all samples in order."""
+        return DataLoader(self.dataset, 64)
+
+    def test_dataloader(self) -> DataLoader[tuple[Tensor, ...]]:
+        """Return all samples in order."""
+        return DataLoader(self.dataset, 64)
+
+
+def blobs(
+    num_clients: int = 3,
+    sizes: Sequence[int] = (40, 40, 40),
+    batch_size: int = 8,
+    seed: int = 0,
+    shape: Sequence[int] = (2, 6, 6),
+    classes: int = 3,
+) -> FederatedDataModule:
+    """Return label-skewed clients: client i has mostly the class i modulo ``classes``, at a scale of its own.
+
+    Args:
+        num_clients: Number of clients.
+        sizes: Samples of the clients, repeated if there are more clients.
+        batch_size: Samples in a batch.
+        seed: Seed of the samples and of their order.
+        shape: Shape of an image, in float64.
+        classes: Number of classes.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    clients = []
+    for i in range(num_clients):
+        n = sizes[i % len(sizes)]
+        targets = torch.where(
+            torch.rand(n, generator=generator) < 0.8,
+            torch.tensor(i % classes),
+            torch.randint(classes, (n,), generator=generator),
+        )
+        inputs = torch.randn(n, *shape, generator=generator, dtype=torch.float64) * (1 + i)
+        clients.append(ArrayClient(inputs + targets.view(-1, 1, 1, 1), targets, batch_size))
+    everything = [torch.cat(parts) for parts in zip(*(c.dataset.tensors for c in clients), strict=True)]
+    return FederatedDataModule(clients, ArrayClient(everything[0], everything[1], batch_size), seed=seed)
+
+
+def uneven_clients(
+    batches: Sequence[int] = (8, 8, 8),
+    examples: Sequence[int] = (24, 60, 40),
+    shape: Sequence[int] = (2, 6, 6),
+    classes: int = 3,
+) -> FederatedDataModule:
+    """Return clients of different means and variances, whose batches are not in proportion to their data.
+
+    Args:
+        batches: Samples in a batch of each client.
+        examples: Samples of each client.
+        shape: Shape of an image, in float64.
+        classes: Number of classes.
+    """
+    generator = torch.Generator().manual_seed(0)
+    clients = [
+        ArrayClient(
+            (1 + i) * torch.randn(count, *shape, generator=generator, dtype=torch.float64) + 4 * i,
+            torch.randint(classes, (count,), generator=generator),
+            size,
+        )
+        for i, (size, count) in enumerate(zip(batches, examples, strict=True))
+    ]
+    return FederatedDataModule(clients, clients[0])
+
+
+def client_batch(data: FederatedDataModule, client: int, step: int) -> Batch:
+    """Return the batch that a client draws at a local step, counted from the start of training."""
+    batch: Batch = tuple(data.cohort_batch([client], [step]).batches()[0])
+    return batch
+
+
+def union_batch(data: FederatedDataModule, step: int) -> Batch:
+    """Return the batches that all clients draw at a local step, as one batch."""
+    clients = range(data.num_clients)
+    return union_of(data, clients, [[step] for _ in clients])
+
+
+def union_of(data: FederatedDataModule, clients: Sequence[int], steps: Sequence[Sequence[int]]) -> Batch:
+    """Return the batches of some clients, each at a list of local steps, as one batch."""
+    pairs = [(client, step) for client, taken in zip(clients, steps, strict=True) for step in taken]
+    inputs, targets = zip(*(client_batch(data, client, step) for client, step in pairs), strict=True)
+    return torch.cat(inputs), torch.cat(targets)

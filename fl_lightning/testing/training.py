@@ -1,0 +1,252 @@
+"""Federated training in float64, and the same training written by hand in plain PyTorch."""
+
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import deepcopy
+from functools import partial
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.callbacks import Callback, Checkpoint
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from fl_lightning.client_data.federated import FederatedDataModule
+from fl_lightning.cohort.cohort import Cohort
+from fl_lightning.methods.callback import FederatedCallback
+from fl_lightning.optimizers.settings import OptimizerCallable
+from fl_lightning.round.module import FederatedModule
+from fl_lightning.testing.clients import Batch, client_batch, union_batch
+
+State = Mapping[str, Tensor]
+"""Tensors by name, as a ``state_dict``."""
+
+SGD = partial(torch.optim.SGD, lr=0.1)
+"""The client optimizer of :func:`train` and of the references, if none is given."""
+
+
+def fit(
+    module: FederatedModule,
+    data: FederatedDataModule,
+    rounds: int,
+    callbacks: Iterable[Callback] = (),
+    ckpt_path: Any = None,
+    **trainer: Any,
+) -> L.Trainer:
+    """Train on the CPU in float64, without files or evaluations.
+
+    Args:
+        module: The module.
+        data: Its data.
+        rounds: Number of communication rounds.
+        callbacks: Methods and other callbacks.
+        ckpt_path: A checkpoint to resume from.
+        trainer: Further arguments of the trainer.
+    """
+    callbacks = list(callbacks)
+    settings = {
+        "accelerator": "cpu",
+        "precision": "64-true",
+        "logger": False,
+        "enable_checkpointing": any(isinstance(callback, Checkpoint) for callback in callbacks),
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "num_sanity_val_steps": 0,
+        "limit_val_batches": 0,
+        "log_every_n_steps": 1,
+    }
+    runner = L.Trainer(max_epochs=rounds, callbacks=callbacks, **{**settings, **trainer})
+    with warnings.catch_warnings():
+        # Lightning's own use of a class that torch 2.15 deprecates, and its advice on worker processes
+        warnings.filterwarnings("ignore", ".*LeafSpec", FutureWarning)
+        warnings.filterwarnings("ignore", ".*does not have many workers")
+        runner.fit(module, datamodule=data, ckpt_path=ckpt_path)
+    return runner
+
+
+def train(
+    model: nn.Module,
+    data: FederatedDataModule,
+    rounds: int,
+    callbacks: Iterable[Callback] = (),
+    trainer: Mapping[str, Any] | None = None,
+    **settings: Any,
+) -> dict[str, Tensor]:
+    """Train a model, with one local step of SGD(lr=0.1) unless told otherwise.
+
+    Args:
+        model: The server's model, which is changed.
+        data: The federated data.
+        rounds: Number of communication rounds.
+        callbacks: Methods and other callbacks.
+        trainer: Further arguments of the trainer.
+        settings: Further arguments of :class:`~fl_lightning.round.module.FederatedModule`.
+
+    Returns:
+        The server's final state.
+    """
+    module = FederatedModule(model, **{"client_optimizer": SGD, "local_steps": 1, **settings})
+    fit(module, data, rounds, callbacks, **(trainer or {}))
+    return {name: value.clone() for name, value in module.state_dict().items()}
+
+
+def distance(first: State, second: State) -> float:
+    """Return the largest absolute difference between two states."""
+    return max(float((first[name] - second[name]).abs().max()) for name in first)
+
+
+def plain_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch) -> None:
+    """Take one step of ordinary PyTorch."""
+    optimizer.zero_grad()
+    cross_entropy(model(batch[0]), batch[1]).backward()  # type: ignore[no-untyped-call]  # torch gives it no types
+    optimizer.step()
+
+
+def centralised(
+    model: nn.Module,
+    data: FederatedDataModule,
+    steps: int,
+    optimizer: OptimizerCallable = SGD,
+    rates: Sequence[float] = (),
+    first: int = 0,
+    frozen_statistics: bool = False,
+) -> dict[str, Tensor]:
+    """Train one model on the union of the clients' batches: FedAvg with E = 1 and equal weights must equal it.
+
+    Args:
+        model: The model, which stays as it is.
+        data: The federated data.
+        steps: Number of steps.
+        optimizer: Makes the optimizer.
+        rates: The learning rate of each step; empty for the optimizer's own.
+        first: The data's step from which training starts.
+        frozen_statistics: Whether BN layers use and keep their running statistics.
+
+    Returns:
+        The final state.
+    """
+    model = deepcopy(model).double().train()
+    for layer in model.modules():
+        if frozen_statistics and isinstance(layer, nn.BatchNorm2d):
+            layer.eval()
+    stepper = optimizer(model.parameters())
+    for step in range(steps):
+        if rates:
+            stepper.param_groups[0]["lr"] = rates[step]
+        plain_step(model, stepper, union_batch(data, first + step))
+    return model.state_dict()
+
+
+def by_hand(
+    model: nn.Module,
+    data: FederatedDataModule,
+    rounds: int,
+    *,
+    optimizer: OptimizerCallable = SGD,
+    steps: Sequence[int] | Mapping[int, int] | None = None,
+    cohort: Callable[[int], Sequence[int]] | None = None,
+    weights: Sequence[float] | Mapping[int, float] | None = None,
+    keep: bool = False,
+    server: Callable[[str, Tensor, Tensor], Tensor] | None = None,
+) -> tuple[dict[str, Tensor], dict[int, Any]]:
+    """Train with a model and an optimizer for each client, averaged in a loop.
+
+    Args:
+        model: The model, which stays as it is.
+        data: The federated data.
+        rounds: Number of communication rounds.
+        optimizer: Makes the client optimizer.
+        steps: Local steps of a client. Default: 1.
+        cohort: The clients of a round. Default: all.
+        weights: Aggregation weight of a client, not normalised. Default: equal.
+        keep: Whether clients keep their optimizer's state between rounds.
+        server: The server's new parameter, from (name, old, average). Default: the average.
+
+    Returns:
+        The server's state, and the state of each client's optimizer.
+    """
+    model = deepcopy(model).double().train()
+    trained = dict(model.named_parameters())
+    memory: dict[int, Any] = {}
+    for round_number in range(1, rounds + 1):
+        clients = cohort(round_number) if cohort else range(data.num_clients)
+        states = []
+        for client in clients:
+            local = deepcopy(model)
+            stepper = optimizer(local.parameters())
+            if keep and client in memory:
+                stepper.load_state_dict(memory[client])
+            count = steps[client] if steps else 1
+            for step in range(count):
+                plain_step(local, stepper, client_batch(data, client, (round_number - 1) * count + step))
+            memory[client] = deepcopy(stepper.state_dict())
+            states.append(local.state_dict())
+        shares = [weights[client] if weights else 1 for client in clients]
+        for name, old in model.state_dict().items():
+            held = [state[name] for state in states]
+            if old.is_floating_point():
+                pairs = zip(shares, held, strict=True)
+                new = sum((share * value for share, value in pairs), torch.zeros_like(old)) / sum(shares)
+                old.copy_(server(name, old.clone(), new) if server and name in trained else new)
+            else:
+                old.copy_(torch.stack(held).amax(0))
+    return model.state_dict(), memory
+
+
+class States(Callback):
+    """Keeps a copy of the server's state after each round: ``states[r]`` after round r, ``states[0]`` the initial one."""
+
+    def __init__(self) -> None:
+        self.states: list[dict[str, Tensor]] = []
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Keep the initial state."""
+        self.states.append(deepcopy(pl_module.state_dict()))
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Keep the state after a round."""
+        self.states.append(deepcopy(pl_module.state_dict()))
+
+
+class Rows(Callback):
+    """Keeps the row of metrics of each round: ``rows[r]``."""
+
+    def __init__(self) -> None:
+        self.rows: dict[int, dict[str, float]] = {}
+
+    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Keep the row of the round before."""
+        assert isinstance(pl_module, FederatedModule)
+        if pl_module.metrics.get("round", 0) == trainer.current_epoch > 0:
+            self.rows[trainer.current_epoch] = dict(pl_module.metrics)
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Keep the row of the last round."""
+        assert isinstance(pl_module, FederatedModule)
+        self.rows[int(pl_module.metrics["round"])] = dict(pl_module.metrics)
+
+
+class ClientStates(FederatedCallback):
+    """Keeps the states with which clients start and end their local steps: ``start[r][client][name]``, ``end[...]``."""
+
+    def __init__(self) -> None:
+        self.start: dict[int, dict[int, dict[str, Tensor]]] = {}
+        self.end: dict[int, dict[int, dict[str, Tensor]]] = {}
+
+    def on_round_start(self, trainer: L.Trainer, pl_module: FederatedModule, cohort: Cohort) -> None:
+        """Keep the states before the local steps."""
+        self.start[cohort.round] = self._states(cohort)
+
+    def on_before_aggregate(self, trainer: L.Trainer, pl_module: FederatedModule, cohort: Cohort) -> None:
+        """Keep the states after the local steps."""
+        self.end[cohort.round] = self._states(cohort)
+
+    @staticmethod
+    def _states(cohort: Cohort) -> dict[int, dict[str, Tensor]]:
+        return {
+            client: {
+                name: x.clone() for name, x in (cohort.params.row(row) | cohort.buffers.row(row)).items()
+            }
+            for row, client in enumerate(cohort.client_ids)
+        }
