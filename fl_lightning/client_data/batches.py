@@ -1,12 +1,12 @@
-"""The batches of a cohort's local step."""
+"""The batches of a local step: how they are drawn, and one stack of them for all clients."""
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-from fl_lightning.errors import CannotVectorize
+from fl_lightning.errors import CannotVectorize, doing
 
 
 class BatchStack:
@@ -65,6 +65,28 @@ class BatchStack:
         if self._batches is None:
             return BatchStack(stack=tree_map(lambda leaf: leaf.flatten(0, 1)[None], self._stack))
         return BatchStack(batches=[tree_map(lambda *leaves: torch.cat(leaves), *self._batches)])
+
+
+class Source(Protocol):
+    """One client's training data."""
+
+    def train_batch(self, step: int) -> Any:
+        """Return the batch of a local step, counted from 0 over the whole training."""
+
+
+def draw(source: Callable[[int], Source], client_ids: Sequence[int], steps: Sequence[int]) -> BatchStack:
+    """Draw the batches of one local step.
+
+    Args:
+        source: Gives the training data of a client.
+        client_ids: The clients that take the step.
+        steps: For each client its local step, from 0, counted over the whole training.
+    """
+    batches = []
+    for client_id, step in zip(client_ids, steps, strict=True):
+        with doing(f"drawing the batch of client {client_id}"):
+            batches.append(source(client_id).train_batch(step))
+    return BatchStack(batches=batches)
 
 
 def require_one(shapes: Iterable[Any]) -> None:

@@ -14,7 +14,7 @@ import torch
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.utils.data import DataLoader, IterableDataset
 
-from fl_lightning.client_data.batches import BatchStack
+from fl_lightning.client_data.batches import BatchStack, draw
 from fl_lightning.client_data.fingerprint import dataset_digest, digest, sample
 from fl_lightning.client_data.heterogeneity import heterogeneity
 from fl_lightning.client_data.loaders import LoaderBatches
@@ -149,17 +149,13 @@ class FederatedDataModule(Recorded, L.LightningDataModule):
         return source.num_examples / source.steps_per_epoch
 
     def cohort_batch(self, client_ids: Sequence[int], steps: Sequence[int]) -> BatchStack:
-        """The batches of one local step.
+        """Draw the batches of one local step.
 
         Args:
             client_ids: The active clients of the cohort.
             steps: For each of them its local step, from 0, counted over the whole training.
         """
-        batches = []
-        for client_id, step in zip(client_ids, steps, strict=True):
-            with doing(f"drawing the batch of client {client_id}"):
-                batches.append(self._source(client_id).train_batch(step))
-        return BatchStack(batches=batches)
+        return draw(self._source, client_ids, steps)
 
     def keep_on(self, device: torch.device) -> None:
         """Hold the data in the memory of the device that will use them, where a data set can; called before training."""
