@@ -8,16 +8,9 @@ import lightning as L
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fl_lightning import ConfigurationError, FederatedCallback
+from fl_lightning import ConfigurationError, FederatedCallback, SwappedBatchNorm, swap_batch_norm
 from fl_lightning.aggregation import LayerStatistics
-from fl_lightning.batch_norm import (
-    ONE_VALUE,
-    SwappedBatchNorm,
-    batch_norm_layers,
-    merge_,
-    moments,
-    swap_batch_norm,
-)
+from fl_lightning.batch_norm import ONE_VALUE, batch_norm_layers, merge_, moments
 from fl_lightning.errors import check_choice
 
 if TYPE_CHECKING:
