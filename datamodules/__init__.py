@@ -1,21 +1,19 @@
 """Who the clients are: data sets, and how their training data are spread over the clients."""
 
-from fl_lightning.datamodules.cifar10 import CIFAR10
 from fl_lightning.datamodules.cityscapes import Cityscapes
-from fl_lightning.datamodules.client import InMemoryClient
 from fl_lightning.datamodules.digits import Digits
+from fl_lightning.datamodules.distribution import PartitionedDataModule
+from fl_lightning.datamodules.folders import ImageDomains, ImageFolder
 from fl_lightning.datamodules.gaussians import Gaussians
 from fl_lightning.datamodules.hugging_face import HuggingFaceImages
 from fl_lightning.datamodules.image_files import ImageFiles
-from fl_lightning.datamodules.image_folder import ImageDomains, ImageFolder
 from fl_lightning.datamodules.images import ImageData
-from fl_lightning.datamodules.in_memory import InMemoryDataModule
+from fl_lightning.datamodules.in_memory import InMemoryClient, InMemoryDataModule
 from fl_lightning.datamodules.leaf import FEMNIST
-from fl_lightning.datamodules.partition_file import FromFile
-from fl_lightning.datamodules.partitioned import PartitionedDataModule
 from fl_lightning.datamodules.partitions import (
     IID,
     Dirichlet,
+    FromFile,
     GammaSimilarity,
     HonestOnly,
     Natural,
@@ -24,7 +22,7 @@ from fl_lightning.datamodules.partitions import (
 )
 from fl_lightning.datamodules.streamed_images import ImageNet, StreamedImages
 from fl_lightning.datamodules.tiny_imagenet import TinyImageNet
-from fl_lightning.datamodules.torchvision_images import CIFAR100, FashionMNIST, TorchvisionImages
+from fl_lightning.datamodules.torchvision_images import CIFAR10, CIFAR100, FashionMNIST, TorchvisionImages
 
 __all__ = [
     "CIFAR10",

@@ -13,14 +13,14 @@ from torch.utils.data import DataLoader
 from fl_lightning.client_data.federated import FederatedDataModule
 from fl_lightning.client_data.fingerprint import files_digest
 from fl_lightning.datamodules.images import Batch
-from fl_lightning.datamodules.labelled_images import (
+from fl_lightning.datamodules.streamed import (
     IGNORED,
     UNKNOWN,
     LabelledImages,
     Pair,
+    StreamedClient,
     augmentation,
 )
-from fl_lightning.datamodules.streamed import StreamedClient
 from fl_lightning.errors import ConfigurationError
 
 LAYOUT = (

@@ -11,9 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fl_lightning.datamodules.decoding import read_image, square
-from fl_lightning.datamodules.image_cache import cached_tensors
-from fl_lightning.datamodules.image_files import ImageFiles
+from fl_lightning.datamodules.image_files import ImageFiles, cached_tensors, read_image, square
 from fl_lightning.datamodules.images import ImageData
 from fl_lightning.errors import ConfigurationError
 

@@ -1,13 +1,21 @@
-"""The partitions as objects, so that a configuration can name them."""
+"""Partitions: how the training data are spread over the clients, also as a file says."""
 
+import hashlib
+import json
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from fl_lightning.datamodules import partition
 from fl_lightning.datamodules.partition import Balance
-from fl_lightning.errors import ConfigurationError
+from fl_lightning.errors import ConfigurationError, check_choice
+from fl_lightning.files import user_path
 from fl_lightning.recorded import Recorded
 
 Groups = Tensor | Sequence[str] | Sequence[int]
@@ -158,3 +166,174 @@ class HonestOnly(Partition):
             )
         honest = self.partition(labels, num_clients - self.attackers, generator, groups)
         return honest + [honest[i % len(honest)].clone() for i in range(self.attackers)]
+
+
+FORMAT = "fl_lightning.partition/1"
+SPACES = ("train", "train+test")
+SPLITS = ("train", "val", "test")
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """The samples of each client, int64, ascending; test samples count on from the last training sample.
+
+    Attributes:
+        ids: What the file calls the clients.
+        train: Training samples of each client, at least one.
+        val: Validation samples of its own.
+        test: Test samples of its own.
+        space: ``"train"``, or ``"train+test"`` where the clients also share the data set's test samples.
+    """
+
+    ids: list[str]
+    train: list[Tensor]
+    val: list[Tensor]
+    test: list[Tensor]
+    space: str
+
+
+class FromFile(Partition):
+    """The clients of a JSON file, as ``partition --save`` writes it, or a few lines in another program.
+
+    ::
+
+        {"format": "fl_lightning.partition/1", "dataset": "cifar10", "space": "train", "examples": 50000,
+         "labels_sha256": "...", "clients": [{"id": "0", "train": [3, 17], "val": [], "test": [9]}]}
+
+    A client's ``val`` and ``test`` samples are evaluation data of its own. In the space ``train+test`` the numbers of the test
+    samples follow those of the training samples; there the server's test data are the clients' and the test samples that no client
+    has. ``labels_sha256`` is that of the labels in this order (int64, little-endian). Nobody has a sample twice; two clients may
+    share one where the file says ``"overlap": true``, but not one that somebody trains on as evaluation data. The number of clients is that of the file. Server validation data
+    (``val_fraction``) are drawn from the training samples that the file gives to no client.
+
+    Args:
+        path: The file.
+
+    Raises:
+        ConfigurationError: There is no such file, or it is a pickle.
+    """
+
+    deciding_files = ("path",)
+
+    def __init__(self, path: str) -> None:
+        file = user_path("partition.path", path)
+        if file.suffix in (".pkl", ".pickle"):
+            raise ConfigurationError(
+                f"partition.path: {path} is a pickle, which could run anything and is not read; convert it to JSON in the "
+                "program that wrote it, as docs/data.md shows"
+            )
+        if not file.is_file():
+            raise ConfigurationError(
+                f"partition.path: {path} is no file; python -m fl_lightning partition --save FILE.json writes one"
+            )
+        self.path = path
+
+    def __call__(
+        self, labels: Tensor, num_clients: int, generator: torch.Generator, groups: Groups | None = None
+    ) -> list[Tensor]:
+        """See :meth:`Partition.__call__`; ``labels`` are those of all training samples, own evaluation data are left out."""
+        return self.assignment(labels, labels[:0]).train
+
+    def assignment(self, train_labels: Tensor, test_labels: Tensor) -> Assignment:
+        """Read the file for a data set.
+
+        Args:
+            train_labels: Class of each training sample, int64, shape ``[N]``.
+            test_labels: Class of each test sample, int64, shape ``[M]``.
+
+        Raises:
+            ConfigurationError: The file is of another format or of other data, or its clients are impossible.
+        """
+        content = _read(user_path("partition.path", self.path))
+        space = str(content.get("space"))
+        check_choice(f"partition.path: {self.path}: space", space, SPACES)
+        labels = torch.cat([train_labels, test_labels]) if space == "train+test" else train_labels
+        for name, found in (("examples", len(labels)), ("labels_sha256", labels_sha256(labels))):
+            if content.get(name) != found:
+                raise ConfigurationError(
+                    f"partition.path: {self.path} is of other data ({content.get('dataset')}): its {name} is {content.get(name)}, "
+                    f"here it is {found}; use the data set, and the order of samples, that the file was made of"
+                )
+        clients = content.get("clients")
+        if not isinstance(clients, list) or not clients or not all(isinstance(one, dict) for one in clients):
+            raise ConfigurationError(
+                f'partition.path: {self.path} has no clients, or a client that is none; it takes "clients": [{{"id": "0", "train": [3, 17]}}, ...]'
+            )
+        ids = [str(client.get("id", number)) for number, client in enumerate(clients)]
+        unknown = sorted({key for client in clients for key in client} - {"id", *SPLITS})
+        twice = [name for name, count in Counter(ids).items() if count > 1]
+        if unknown or twice:
+            wrong = (
+                f"a client has the key {unknown[0]!r}" if unknown else f"two clients are called {twice[0]!r}"
+            )
+            raise ConfigurationError(
+                f"partition.path: {self.path}: {wrong}; a client takes an id of its own, {', '.join(SPLITS)}"
+            )
+        parts = {
+            split: [
+                self._samples(client.get(split, []), f"client {name}, {split}", len(labels))
+                for name, client in zip(ids, clients, strict=True)
+            ]
+            for split in SPLITS
+        }
+        for name, train in zip(ids, parts["train"], strict=True):
+            if not len(train):
+                raise ConfigurationError(
+                    f"partition.path: {self.path}: client {name} has no training sample; leave it out"
+                )
+        self._check_disjoint(ids, parts, content.get("overlap") is True)
+        trained = torch.cat(parts["train"])
+        for split in ("val", "test"):
+            for name, own in zip(ids, parts[split], strict=True):
+                if len(seen := own[torch.isin(own, trained)]):
+                    raise ConfigurationError(
+                        f"partition.path: {self.path}: client {name}, {split} has the sample {int(seen[0])}, which a client trains on; "
+                        "clients may share training samples alone"
+                    )
+        return Assignment(ids, **parts, space=space)
+
+    def _samples(self, given: Any, whose: str, total: int) -> Tensor:
+        flat = isinstance(given, list) and not any(isinstance(one, list) for one in given)
+        array = np.asarray(given) if flat else np.zeros(1)
+        if array.size and (array.ndim != 1 or array.dtype.kind not in "iu"):
+            raise ConfigurationError(f"partition.path: {self.path}: {whose} is no list of whole numbers")
+        outside = array[(array < 0) | (array >= total)] if array.size else array
+        if outside.size:
+            raise ConfigurationError(
+                f"partition.path: {self.path}: {whose} has the sample {outside[0]}; samples are 0 to {total - 1}"
+            )
+        return torch.from_numpy(np.sort(array).astype(np.int64))
+
+    def _check_disjoint(self, ids: list[str], parts: dict[str, list[Tensor]], overlap: bool) -> None:
+        samples = [torch.cat(own) for own in zip(*parts.values(), strict=True)]
+        owner = torch.arange(len(ids)).repeat_interleave(torch.tensor([len(own) for own in samples]))
+        sample = torch.cat(samples)
+        key = sample * len(ids) + owner if overlap else sample
+        order = key.argsort(stable=True)
+        for again in (key[order].diff() == 0).nonzero().flatten().tolist():
+            first, second = (ids[owner[order[again + i]]] for i in range(2))
+            who = f"client {first} has" if first == second else f"clients {first} and {second} both have"
+            remedy = "give it once" if first == second else 'give it to one, or say "overlap": true'
+            raise ConfigurationError(
+                f"partition.path: {self.path}: {who} the sample {sample[order[again]]}{' twice' * (first == second)}; {remedy}"
+            )
+
+
+def labels_sha256(labels: Tensor) -> str:
+    """SHA-256 of labels ``[N]`` as int64, little-endian, in hexadecimal digits."""
+    return hashlib.sha256(labels.numpy().astype("<i8").tobytes()).hexdigest()
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigurationError(
+            f"partition.path: {path} cannot be read as JSON ({type(error).__name__}: {error}); write it anew"
+        ) from error
+    found = content.get("format") if isinstance(content, dict) else None
+    if found != FORMAT:
+        raise ConfigurationError(
+            f"partition.path: {path} has the format {found!r}; it takes {FORMAT!r}, which docs/data.md describes"
+        )
+    return dict(content)

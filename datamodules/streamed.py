@@ -1,16 +1,23 @@
-"""Samples that are read from files when a batch needs them: no more than a batch is in memory."""
+"""Samples that are read when a batch needs them, with labels or label images."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import lightning as L
+import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
+from torchvision import tv_tensors
+from torchvision.transforms import v2
 
+from fl_lightning.datamodules.image_files import read_image
 from fl_lightning.datamodules.images import Batch
+from fl_lightning.errors import ConfigurationError
 
 
 class StreamedSamples(Dataset[Batch], ABC):
@@ -69,3 +76,102 @@ class StreamedClient(L.LightningDataModule):
     def train_dataloader(self) -> DataLoader[Batch]:
         """Shuffled batches."""
         return DataLoader(self.samples, batch_size=self.batch_size, shuffle=True, drop_last=True)
+
+
+IGNORED = 255
+"""The label of pixels that do not count."""
+
+Pair = tuple[Path, Path]
+
+
+class LabelledImages(StreamedSamples):
+    """Pairs of an image and its mask; an item is a normalised image, float32 ``[3, H, W]``, and labels, uint8 ``[H, W]``.
+
+    Args:
+        samples: Files of the images and of their masks.
+        labels: The label of each value that a mask may have, uint8 ``[256]``; 254 for a value that it may not.
+        size: Height and width to which both are resized (the mask to the nearest pixel), None to leave them.
+        augment: Applied to an image and its mask together; draws from torch's global generator.
+        mean: Mean of each channel, in [0, 1].
+        std: Standard deviation of each channel.
+        threads: Threads that read the samples of a batch.
+    """
+
+    def __init__(
+        self,
+        samples: Sequence[Pair],
+        labels: Tensor,
+        size: tuple[int, int] | None,
+        augment: Callable[[Any, Any], Any] | None,
+        mean: Sequence[float],
+        std: Sequence[float],
+        threads: int = 1,
+    ) -> None:
+        super().__init__(mean, std, threads)
+        self.samples, self.labels, self.size, self.augment = list(samples), labels, size, augment
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def read(self, index: int) -> tuple[tv_tensors.Image, tv_tensors.Mask]:
+        """An image and its mask of labels."""
+        path, mask_path = self.samples[index]
+        image = tv_tensors.Image(torch.from_numpy(_read(path, "RGB", self.size)).permute(2, 0, 1))
+        ids = torch.from_numpy(_read(mask_path, "L", self.size))
+        if image.shape[1:] != ids.shape:
+            raise ConfigurationError(
+                f"data: {mask_path} is {list(ids.shape)} pixels and its image {list(image.shape[1:])}; they must be equal"
+            )
+        labels = self.labels[ids.long()]
+        if bool((labels == UNKNOWN).any()):
+            wrong = int(ids[labels == UNKNOWN][0])
+            raise ConfigurationError(
+                f"data: {mask_path} has the label id {wrong}, which is none of the data set's"
+            )
+        return image, tv_tensors.Mask(labels)
+
+    def finish(self, found: tuple[tv_tensors.Image, tv_tensors.Mask]) -> Batch:
+        """Image and mask, augmented together."""
+        image, mask = found if self.augment is None else self.augment(*found)
+        return self.normalised(image.as_subclass(Tensor)), mask.as_subclass(Tensor)
+
+
+UNKNOWN = 254
+
+
+def _read(path: Path, mode: str, size: tuple[int, int] | None) -> "np.ndarray[Any, Any]":
+    """An image file as uint8 ``[H, W, 3]`` (``"RGB"``) or ``[H, W]`` (``"L"``: whatever numbers its pixels are)."""
+    found = read_image(path, "RGB" if mode == "RGB" else None)
+    if mode == "L" and found.mode not in ("L", "P"):
+        raise ConfigurationError(
+            f"data: {path} is an image of mode {found.mode}, but a mask has one number of 8 bits for each pixel"
+        )
+    if size is not None and found.size != size[::-1]:
+        how = Image.Resampling.BILINEAR if mode == "RGB" else Image.Resampling.NEAREST
+        found = found.resize(size[::-1], how)
+    return np.array(found)
+
+
+def augmentation(
+    crop: tuple[int, int] | None, scale: tuple[float, float], flip: bool, jitter: float, size: tuple[int, int]
+) -> Callable[[Any, Any], Any] | None:
+    """Random scale, crop, horizontal flip of image and mask together, and colour jitter of the image.
+
+    Args:
+        crop: Height and width; what a scaled image lacks is black and does not count. None for none.
+        scale: Smallest and largest factor on the size.
+        flip: Whether one of two is mirrored.
+        jitter: Of brightness, contrast and saturation, as in torchvision's ``ColorJitter``; 0 for none.
+        size: Height and width of the images before.
+    """
+    steps: list[Any] = []
+    if tuple(scale) != (1.0, 1.0):
+        steps.append(v2.ScaleJitter(size, tuple(scale), antialias=True))
+    if crop is not None:
+        fill = {tv_tensors.Image: 0, tv_tensors.Mask: IGNORED}
+        steps.append(v2.RandomCrop(tuple(crop), pad_if_needed=True, fill=fill))
+    if flip:
+        steps.append(v2.RandomHorizontalFlip())
+    if jitter:
+        steps.append(v2.ColorJitter(jitter, jitter, jitter))
+    return v2.Compose(steps) if steps else None

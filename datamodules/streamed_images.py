@@ -14,10 +14,10 @@ from torch.utils.data import DataLoader, Subset
 from torchvision.transforms import v2
 
 from fl_lightning.client_data.fingerprint import digest, files_digest
-from fl_lightning.datamodules.class_folders import LAYOUT, ClassFolders
-from fl_lightning.datamodules.decoding import image_names, read_image
+from fl_lightning.datamodules.distribution import PartitionedDataModule
+from fl_lightning.datamodules.folders import LAYOUT, ClassFolders
+from fl_lightning.datamodules.image_files import image_names, read_image
 from fl_lightning.datamodules.images import Batch
-from fl_lightning.datamodules.partitioned import PartitionedDataModule
 from fl_lightning.datamodules.streamed import StreamedClient, StreamedSamples
 from fl_lightning.errors import ConfigurationError
 
@@ -80,7 +80,7 @@ class ImageStream(StreamedSamples):
 class StreamedImages(PartitionedDataModule):
     """Images in class folders, ``train/<class>/*.jpg`` and ``test/<class>/*.jpg``, each read when a batch needs it.
 
-    For data that do not fit into memory (else :class:`~fl_lightning.datamodules.image_folder.ImageFolder` is faster). Threads decode a batch, and no
+    For data that do not fit into memory (else :class:`~fl_lightning.datamodules.folders.ImageFolder` is faster). Threads decode a batch, and no
     more than that is held. Training images are a random part (``RandomResizedCrop``), mirrored at random: a function of seed, client and
     step. For the evaluation the shorter side is resized to 8/7 of ``image_size`` and the centre taken: 256 and 224 pixels. Where there is
     no ``test/`` with class folders, ``val/`` is the test set.
@@ -94,7 +94,7 @@ class StreamedImages(PartitionedDataModule):
         eval_batch_size: Images in a batch of the server's evaluation.
         mean: Mean of each channel, in [0, 1]; by default ImageNet's.
         std: Standard deviation of each channel.
-        **settings: The others of :class:`~fl_lightning.datamodules.partitioned.PartitionedDataModule`.
+        **settings: The others of :class:`~fl_lightning.datamodules.distribution.PartitionedDataModule`.
 
     Raises:
         ConfigurationError: The folder is missing or laid out otherwise, a setting is out of its range, or (when a batch needs it) an image

@@ -11,7 +11,7 @@ from torchvision import tv_tensors
 
 from fl_lightning import ConfigurationError
 from fl_lightning.datamodules import Cityscapes
-from fl_lightning.datamodules.labelled_images import augmentation
+from fl_lightning.datamodules.streamed import augmentation
 
 
 @pytest.fixture

@@ -1,0 +1,233 @@
+"""Images in class folders, one data set or one folder for each client."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fl_lightning.datamodules.image_files import ImageFiles, list_images, subfolders
+from fl_lightning.datamodules.images import ImageData, balanced_subset
+from fl_lightning.datamodules.partitions import Natural, Partition
+from fl_lightning.errors import ConfigurationError
+from fl_lightning.randomness import generator
+
+LAYOUT = "train/<class>/*.jpg and test/<class>/*.jpg (or val/<class>/*.jpg)"
+
+
+class ClassFolders:
+    """A data set in class folders. Where there is no ``test/``, ``val/`` is the test set.
+
+    Args:
+        data_dir: The folder that holds ``train`` and ``test``, or the class folders themselves.
+        test_fraction: Share of the images of each class, in (0, 1), that becomes the test set, where ``data_dir`` holds the
+            class folders; None where it holds ``train`` and ``test``.
+
+    Attributes:
+        classes: The folders of ``train`` (or of ``data_dir``) in alphabetical order: class c is the c-th.
+
+    Raises:
+        ConfigurationError: The folder is missing or laid out otherwise.
+    """
+
+    def __init__(self, data_dir: Path, test_fraction: float | None = None) -> None:
+        if test_fraction is not None and not 0 < test_fraction < 1:
+            raise ConfigurationError(
+                f"test_fraction must be between 0 and 1, such as 0.2, found {test_fraction}"
+            )
+        self.data_dir, self.test_fraction = data_dir, test_fraction
+        self.layout = LAYOUT if test_fraction is None else "<class>/*.jpg"
+        self.train_folder = data_dir / "train" if test_fraction is None else data_dir
+        self.classes = self._class_names()
+        self.test_folder = self._test_folder() if test_fraction is None else data_dir
+
+    def samples(
+        self, classes: Sequence[str], split: torch.Generator
+    ) -> tuple[list[tuple[Path, int]], list[tuple[Path, int]]]:
+        """The training and the test images, each with its label.
+
+        Args:
+            classes: The classes in the order of their labels, those of this folder among them.
+            split: The source of the choice of test images, where there is one.
+
+        Raises:
+            ConfigurationError: A class has no training image, or there is no test image.
+        """
+        train = self._images(self.train_folder, classes)
+        found = {label for _, label in train}
+        for name in self.classes:
+            if classes.index(name) not in found:
+                place = (self.train_folder / name).relative_to(self.data_dir)
+                raise ConfigurationError(
+                    f"data_dir={self.data_dir} has no image in {place}; expected {self.layout}"
+                )
+        if self.test_fraction is None:
+            test = self._images(self.test_folder, classes)
+        else:
+            labels = torch.tensor([label for _, label in train])
+            chosen = set(balanced_subset(labels, round(self.test_fraction * len(train)), split).tolist())
+            test = [sample for index, sample in enumerate(train) if index in chosen]
+            train = [sample for index, sample in enumerate(train) if index not in chosen]
+        if not test or not train:
+            what = (
+                f"in {self.test_folder.name}/"
+                if self.test_fraction is None
+                else f"left for both parts with test_fraction={self.test_fraction}"
+            )
+            raise ConfigurationError(f"data_dir={self.data_dir} has no image {what}; expected {self.layout}")
+        return train, test
+
+    def _images(self, folder: Path, classes: Sequence[str]) -> list[tuple[Path, int]]:
+        own = set(self.classes)
+        return [
+            (path, label)
+            for label, name in enumerate(classes)
+            if name in own
+            for path in list_images(folder / name)
+        ]
+
+    def _class_names(self) -> list[str]:
+        names, train = subfolders(self.train_folder), self.train_folder
+        if self.test_fraction is not None and "train" in names:
+            raise ConfigurationError(
+                f"test_fraction={self.test_fraction} splits class folders, but data_dir={self.data_dir} holds train/; leave "
+                "test_fraction out"
+            )
+        if not names:
+            place = "" if train == self.data_dir else " in train/"
+            found = (
+                f"holds no class folder{place}"
+                if train.is_dir()
+                else "holds no train/"
+                if self.data_dir.is_dir()
+                else "does not exist"
+            )
+            raise ConfigurationError(
+                f"data_dir={self.data_dir} {found}; expected the layout {self.layout}: unpack the data set there, "
+                "one folder per class, or set data_dir to where it lies"
+            )
+        return names
+
+    def _test_folder(self) -> Path:
+        folders = [self.data_dir / name for name in ("test", "val") if (self.data_dir / name).is_dir()]
+        if not folders:
+            raise ConfigurationError(
+                f"data_dir={self.data_dir} holds neither test/ nor val/; expected the layout {LAYOUT}"
+            )
+        # ImageNet has images without labels in test/
+        folder = next((folder for folder in folders if subfolders(folder)), folders[0])
+        unknown = sorted(set(subfolders(folder)) - set(self.classes))
+        if unknown:
+            raise ConfigurationError(
+                f"data_dir={self.data_dir} has the class folder {folder.name}/{unknown[0]} without a "
+                f"train/{unknown[0]}; every class needs training images"
+            )
+        return folder
+
+
+class ImageFolder(ImageFiles):
+    """Images in class folders: ``train/<class>/*.jpg`` and ``test/<class>/*.jpg``, or ``<class>/*.jpg``.
+
+    Where there is no ``test/``, ``val/`` is the test set. The classes are the folders of ``train`` in
+    alphabetical order. Images become RGB; one that is not of the right size has its shorter side resized to
+    ``image_size`` and is cropped to the centre. They are decoded once, into a cache that is checked against
+    the files and its own checksum at every start. Mean and standard deviation of the normalisation are those
+    of the training images.
+
+    Args:
+        data_dir: The folder that holds ``train`` and ``test``, or the class folders themselves.
+        image_size: Height and width of the images in pixels.
+        test_fraction: Share of the images of each class, in (0, 1), that becomes the test set, drawn by the seed, where
+            ``data_dir`` holds the class folders; None where it holds ``train`` and ``test``.
+        **settings: Those of :class:`~fl_lightning.datamodules.image_files.ImageFiles`.
+
+    Raises:
+        ConfigurationError: The folder is missing or laid out otherwise, a setting is out of its range, or (in
+            ``setup``) an image cannot be read.
+    """
+
+    num_classes: int
+
+    def __init__(
+        self, data_dir: str, image_size: int, *, test_fraction: float | None = None, **settings: Any
+    ) -> None:
+        super().__init__(data_dir, image_size, **settings)
+        self.folders = ClassFolders(self.data_dir, test_fraction)
+        if test_fraction is not None:
+            self.drawn_splits = ("val", "test")
+        self.class_names = self.folders.classes
+        self.num_classes = len(self.class_names)
+
+    def load(self) -> ImageData:
+        """Read the images, from the cache where it is up to date.
+
+        Raises:
+            ConfigurationError: An image cannot be read, a class has no training image, or there is no test
+                image.
+        """
+        return self.read(*self.folders.samples(self.folders.classes, generator(self.seed, "test split")))
+
+
+class ImageDomains(ImageFiles):
+    """A folder for each domain, which is a client: ``<domain>/train/<class>/*.jpg`` and ``test``, or ``<domain>/<class>/*.jpg``.
+
+    As in FedBN (Li et al. 2021, https://arxiv.org/abs/2102.07623), where clients share the classes and differ in how
+    their images look. Each domain's test images are the client's own evaluation data as well as a part of the server's.
+    The classes are those of all domains in alphabetical order; the client with number i is the i-th domain.
+
+    Args:
+        data_dir: The folder that holds the domains.
+        image_size: Height and width of the images in pixels.
+        test_fraction: Share of the images of each class of a domain, in (0, 1), that becomes its test set, drawn by the
+            seed, where a domain holds the class folders; None where it holds ``train`` and ``test``.
+        partition: How the images are spread over the clients; None is ``Natural()``: a domain each.
+        **settings: The others of :class:`~fl_lightning.datamodules.image_files.ImageFiles`.
+
+    Raises:
+        ConfigurationError: The folder is missing or laid out otherwise, a setting is out of its range, or (in
+            ``setup``) an image cannot be read.
+    """
+
+    num_classes: int
+
+    def __init__(
+        self,
+        data_dir: str,
+        image_size: int,
+        *,
+        test_fraction: float | None = None,
+        partition: Partition | None = None,
+        **settings: Any,
+    ) -> None:
+        super().__init__(data_dir, image_size, partition=partition or Natural(), **settings)
+        domains = subfolders(self.data_dir)
+        if not domains:
+            found = "holds no folder" if self.data_dir.is_dir() else "does not exist"
+            raise ConfigurationError(
+                f"data_dir={self.data_dir} {found}; expected a folder for each domain, each with {LAYOUT}, or with "
+                "<class>/*.jpg and test_fraction set"
+            )
+        self.domains = {name: ClassFolders(self.data_dir / name, test_fraction) for name in domains}
+        if test_fraction is not None:
+            self.drawn_splits = ("val", "test")
+        self._classes = sorted({name for folders in self.domains.values() for name in folders.classes})
+        self.class_names, self.num_classes = self._classes, len(self._classes)
+
+    def load(self) -> ImageData:
+        """Read the images, from the cache where it is up to date.
+
+        Raises:
+            ConfigurationError: An image cannot be read, or a domain has no training image of one of its classes or no test
+                image.
+        """
+        train: list[tuple[Path, int]] = []
+        test: list[tuple[Path, int]] = []
+        train_groups: list[int] = []
+        test_groups: list[int] = []
+        for domain, folders in enumerate(self.domains.values()):
+            own_train, own_test = folders.samples(self._classes, generator(self.seed, "test split", domain))
+            train += own_train
+            test += own_test
+            train_groups += [domain] * len(own_train)
+            test_groups += [domain] * len(own_test)
+        return self.read(train, test, train_groups, test_groups, list(self.domains))
