@@ -21,11 +21,12 @@ from fl_lightning.errors import ConfigurationError
 from fl_lightning.experiments.run.interruption import Stopped
 from fl_lightning.experiments.run_directory.description import OUTSIDE_THE_HASH
 from fl_lightning.experiments.studies.cells import RUNS, Cell, State, expect_newest_data
-from fl_lightning.experiments.studies.choosing import Choices, chosen, is_chosen, trial_cells
+from fl_lightning.experiments.studies.choosing import chosen, is_chosen, trial_cells
 from fl_lightning.experiments.studies.definition import Labels, Study, as_argument
 from fl_lightning.experiments.studies.engines.base import Engine
 from fl_lightning.experiments.studies.figures import write_figures
 from fl_lightning.experiments.studies.findings import findings
+from fl_lightning.experiments.studies.found import ChoiceFound, Found
 from fl_lightning.experiments.studies.progress import StudyProgress, time_left
 from fl_lightning.experiments.studies.reading import read_study
 from fl_lightning.experiments.studies.reads import Reads
@@ -238,7 +239,7 @@ class StudyCells:
         arguments = self.study.arguments(labels, self.study.seeds(labels)[0])
         return [*self.study.base, *computed, *arguments, *self._options]
 
-    def table(self, choices: Choices) -> list[Cell]:
+    def table(self, choices: Sequence[ChoiceFound]) -> list[Cell]:
         """The cells of the table: those with the labels that were chosen, or would be, of all seeds."""
         return [
             self.cell(labels, seed)
@@ -306,7 +307,9 @@ def dry_run(cells: StudyCells, jobs: int, accept_stale: bool) -> None:
         print(
             f"{state.phase:<8} {cell.name}{after}{why}  {state.attempt.path if state.attempt else ''}".rstrip()
         )
-    guess = [{**one, "chosen": one["chosen"] or next(iter(one["values"]))} for one in choices]
+    guess: list[ChoiceFound] = [
+        {**one, "chosen": one["chosen"] or next(iter(one["values"]))} for one in choices
+    ]
     later = {cell.key: cell for cell in cells.table(guess) if cell.key not in {known.key for known in unique}}
     if any(one["chosen"] is None for one in choices):
         names = ", ".join(dict.fromkeys(one["axis"] for one in choices))
@@ -336,7 +339,7 @@ def deciding_options(fit_options: Sequence[str]) -> list[str]:
     return kept
 
 
-def print_found(found: dict[str, Any], folder: Path) -> None:
+def print_found(found: Found, folder: Path) -> None:
     """Print the tables and the verdicts."""
     print(caption(found))
     for rows in (spread_table(found), whole_table(found, brief=True)):
@@ -344,8 +347,8 @@ def print_found(found: dict[str, Any], folder: Path) -> None:
             print(f"\n{as_text(rows)}")
     for one in found["choices"]:
         print(f"\n{choice_in_words(one)}")
-    for one in found["claims"]:
-        print(f"\n{one['claim']}: {one['verdict']} ({one['words']})")
+    for claim in found["claims"]:
+        print(f"\n{claim['claim']}: {claim['verdict']} ({claim['words']})")
     print(f"\nfiles  {folder}")
 
 

@@ -8,11 +8,8 @@ from typing import Any
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.experiments.studies.cells import Cell
 from fl_lightning.experiments.studies.definition import Choice, Labels, Study, matches
+from fl_lightning.experiments.studies.found import ChoiceFound
 from fl_lightning.round.directions import best_is
-
-Choices = list[dict[str, Any]]
-"""What was chosen: for each choice and combination of its ``by`` the labels ``for``, those of other axes ``at`` which it was tried, the
-``axis`` and what it ``sets``, its ``chosen`` label (None before) and the ``values`` of its metric by label."""
 
 
 def trials(study: Study, choice: Choice) -> dict[tuple[str, ...], list[Labels]]:
@@ -65,7 +62,7 @@ def trial_cells(study: Study, make: Callable[[Labels, int], Cell]) -> list[list[
 
 def chosen(
     study: Study, cells: Sequence[Sequence[Cell]], accept_stale: bool = False, diverged: Collection[Path] = ()
-) -> Choices:
+) -> list[ChoiceFound]:
     """What the finished trials say: the label with the largest metric, of a loss the smallest; of equal ones the first.
 
     A trial that has diverged is the worst; one that has failed otherwise leaves the choice open. Labels that are read by a
@@ -77,7 +74,7 @@ def chosen(
         accept_stale: Whether results of other source count.
         diverged: Keys of the cells that an update ended which was not finite.
     """
-    found: Choices = []
+    found: list[ChoiceFound] = []
     for choice, own in zip(study.choices, cells, strict=True):
         for key, combinations in trials(study, choice).items():
             by = dict(zip(choice.by, key, strict=True))
@@ -96,8 +93,15 @@ def chosen(
             at = {a: x for a, x in tried.items() if a not in (choice.axis, *by) and len(study.axes[a]) > 1}
             settings = sorted({name for label in study.axes[choice.axis].values() for name in label})
             found.append(
-                {"axis": choice.axis, "sets": settings, "for": by, "at": at, "metric": metric, "chosen": best}
-                | {"values": values}
+                {
+                    "axis": choice.axis,
+                    "sets": settings,
+                    "for": by,
+                    "at": at,
+                    "metric": metric,
+                    "chosen": best,
+                    "values": values,
+                }
             )
     return found
 
@@ -108,7 +112,7 @@ def metric_of(study: Study, choice: Choice, combinations: Sequence[Labels]) -> s
     return f"val/{read.partition('/')[2]}" if read else choice.metric
 
 
-def is_chosen(labels: Mapping[str, str], choices: Choices) -> bool:
+def is_chosen(labels: Mapping[str, str], choices: Sequence[ChoiceFound]) -> bool:
     """Whether a combination has the labels that were chosen for it."""
     return all(labels[one["axis"]] == one["chosen"] for one in choices if matches(labels, one["for"]))
 

@@ -10,11 +10,12 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from math import inf, isfinite
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from scipy.stats import t
 
 from fl_lightning.errors import ConfigurationError
+from fl_lightning.experiments.studies.found import Found, Group, Verdict
 
 ONE_SEED = 0.1
 """How far one pair of runs must be apart to say anything: twice the deviation of a difference between cells that deviate by 0.035 each."""
@@ -102,7 +103,7 @@ def _comparable(
             )
 
 
-def judge(claim: str, found: Mapping[str, Any]) -> dict[str, Any] | None:
+def judge(claim: str, found: Found) -> Verdict | None:
     """A claim's verdict, None where it is about labels that this scale does not have.
 
     A run without a result, or a label that was not chosen, leaves it undecided: what is there may be the better part. Otherwise, for two seeds or more, the 90 % interval of the mean paired difference (Student's t) decides: above 0 the ordering holds, below it does
@@ -153,7 +154,7 @@ def judge(claim: str, found: Mapping[str, Any]) -> dict[str, Any] | None:
     return {"claim": claim, "verdict": verdict, "words": words}
 
 
-def difference(found: Mapping[str, Any]) -> dict[str, Any]:
+def difference(found: Found) -> Found:
     """A study of differences in pairs by seed, such as ``"GN - BN"``, as if it had found them itself.
 
     Args:
@@ -162,9 +163,10 @@ def difference(found: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ConfigurationError: The difference cannot be read.
     """
-    metric = next(iter(found["metrics"]))
-    sides, (one, other), *_ = read_difference(found["difference"], found["known"])
-    groups = []
+    metric, words = next(iter(found["metrics"])), found["difference"]
+    assert words is not None
+    sides, (one, other), *_ = read_difference(words, found["known"])
+    groups: list[Group] = []
     for group, against in _paired(one, other, found):
         (values, less) = (own["values"][metric] for own in (group, against))
         pairs = {seed: values[seed] - less[seed] for seed in values if seed in less}
@@ -173,9 +175,7 @@ def difference(found: Mapping[str, Any]) -> dict[str, Any]:
     return {**found, "groups": groups, "metrics": {metric: name}}
 
 
-def _paired(
-    more: Mapping[str, str], less: Mapping[str, str], found: Mapping[str, Any]
-) -> Iterator[tuple[Mapping[str, Any], Mapping[str, Any]]]:
+def _paired(more: Mapping[str, str], less: Mapping[str, str], found: Found) -> Iterator[tuple[Group, Group]]:
     """The combinations with some labels, each with the one that has others in their place and else the same, but for chosen ones."""
     for group in found["groups"]:
         if more.items() <= group["labels"].items():
@@ -185,9 +185,7 @@ def _paired(
             yield from [(group, g) for g in found["groups"] if wanted.items() <= g["labels"].items()][:1]
 
 
-def _judge_pair(
-    group: Mapping[str, Any], other: Mapping[str, Any], metric: str, margin: float | None
-) -> tuple[str, str]:
+def _judge_pair(group: Group, other: Group, metric: str, margin: float | None) -> tuple[str, str]:
     for run in (*group["runs"], *other["runs"]):
         if run["phase"] != "done":
             return (

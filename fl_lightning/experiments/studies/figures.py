@@ -14,12 +14,14 @@ import numpy as np
 
 from fl_lightning.experiments.run_directory.metrics_log import read_metrics
 from fl_lightning.experiments.studies.claims import difference
-from fl_lightning.experiments.studies.panels import PUBLISHED, Found, Grid, is_number, label_of, short, varied
+from fl_lightning.experiments.studies.found import Found, Group
+from fl_lightning.experiments.studies.panels import PUBLISHED, Grid, is_number, label_of, short, varied
 from fl_lightning.experiments.studies.tables import caption
 from fl_lightning.pictures.series import Rows, Series, draw_curve, scale_values, series, with_gaps
-from fl_lightning.pictures.style import QUALITIES, SPLITS, literal, new_figure, paper_style
+from fl_lightning.pictures.style import SPLITS, literal, new_figure, paper_style
 from fl_lightning.pictures.style import write_figure as write
 from fl_lightning.round.directions import best_is
+from fl_lightning.round.tasks import QUALITIES
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -244,15 +246,13 @@ def heat_figure(
     return figure
 
 
-def _band(
-    group: Mapping[str, Any], rows: Mapping[str, Rows], metric: str, cost: bool
-) -> tuple[Series, Series]:
+def _band(group: Group, rows: Mapping[str, Rows], metric: str, cost: bool) -> tuple[Series, Series]:
     """Places, and values by seed, at the rounds that all seeds have; runs that are not done count where none is.
 
     Of labels that are read by a metric of their own, such as ``test/accuracy_silobn``, it is that metric on the same data.
     """
-    if group.get("metric"):
-        metric = f"{metric.partition('/')[0]}/{group['metric'].partition('/')[2]}"
+    if read := group.get("metric"):
+        metric = f"{metric.partition('/')[0]}/{read.partition('/')[2]}"
     runs = [run for run in group["runs"] if run["phase"] == "done"] or group["runs"]
     logged = [own for run in runs if (own := rows.get(run["directory"]))]
     curves = [dict(zip(*series(own, metric), strict=True)) for own in logged]
@@ -283,7 +283,7 @@ def _logged(found: Found, rows: Mapping[str, Rows]) -> str | None:
     return max(counts, key=counts.__getitem__) if any(counts.values()) else None
 
 
-def _finite(group: Mapping[str, Any], found: Found) -> list[float]:
+def _finite(group: Group, found: Found) -> list[float]:
     return [x for x in group["values"][next(iter(found["metrics"]))].values() if isfinite(x)]
 
 

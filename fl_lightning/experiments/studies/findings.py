@@ -7,19 +7,19 @@ from typing import Any
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.experiments.run_directory.metrics_log import read_metrics
 from fl_lightning.experiments.studies.cells import Cell, State
-from fl_lightning.experiments.studies.choosing import Choices
 from fl_lightning.experiments.studies.claims import judge
 from fl_lightning.experiments.studies.definition import Study
+from fl_lightning.experiments.studies.found import ChoiceFound, Found, Group, RunFound
 
 
 def findings(
     study: Study,
     cells: Sequence[Cell],
-    choices: Choices,
+    choices: list[ChoiceFound],
     failed: Mapping[Path, str],
     accept_stale: bool = False,
     diverged: Collection[Path] = (),
-) -> dict[str, Any]:
+) -> Found:
     """Everything that tables, figures and the report are made of, as plain values.
 
     Args:
@@ -35,7 +35,7 @@ def findings(
     groups: dict[tuple[str, ...], list[Cell]] = {}
     for cell in cells:
         groups.setdefault(tuple(cell.labels.values()), []).append(cell)
-    found: dict[str, Any] = {
+    found: Found = {
         "name": study.name,
         "title": definition.title,
         "paper": definition.paper,
@@ -48,6 +48,7 @@ def findings(
         "groups": [_group(study, own, states, failed, diverged) for own in groups.values()],
         "choices": choices,
         "known": study.known_labels(),
+        "claims": [],
     }
     results = [state.result for state in states.values() if state.phase == "done" and state.result]
     for name in definition.metrics if results else ():
@@ -61,7 +62,8 @@ def findings(
             g["labels"] for g in found["groups"] if not g["metric"] and _reads(g)[1:] == _reads(group)[1:]
         )
         group["costs_of"] = next(trained, None) if group["metric"] else None
-    return {**found, "claims": [verdict for claim in definition.claims if (verdict := judge(claim, found))]}
+    found["claims"] = [verdict for claim in definition.claims if (verdict := judge(claim, found))]
+    return found
 
 
 def _group(
@@ -70,7 +72,7 @@ def _group(
     states: Mapping[Cell, State],
     failed: Mapping[Path, str],
     diverged: Collection[Path],
-) -> dict[str, Any]:
+) -> Group:
     """A combination of labels with its cells, one for each seed."""
     labels, first = cells[0].labels, cells[0].config["model"]
     names = [*study.definition.metrics]
@@ -98,14 +100,12 @@ def _group(
     }
 
 
-def _reads(group: Mapping[str, Any]) -> list[Any]:
+def _reads(group: Group) -> list[str | None]:
     """The runs of a combination and the metric that is read of them."""
     return [group["metric"], *(run["directory"] for run in group["runs"])]
 
 
-def run_found(
-    seed: int, state: State, place: Path, error: str = "", diverged: bool = False
-) -> dict[str, Any]:
+def run_found(seed: int, state: State, place: Path, error: str = "", diverged: bool = False) -> RunFound:
     """A run: where it is, and what it took.
 
     Args:
@@ -115,7 +115,7 @@ def run_found(
         error: What ended it in this study.
         diverged: Whether that was an update that was not finite: in the round after the last that is logged.
     """
-    found: dict[str, Any] = {
+    found: RunFound = {
         "seed": seed,
         "directory": str(state.attempt.path if state.attempt else place),
         "phase": "failed" if error else state.phase,
@@ -123,7 +123,7 @@ def run_found(
     }
     result = state.result if state.phase == "done" else None
     if result is None or state.attempt is None:
-        return {**found, **({"diverged": True, "diverged_round": state.round + 1} if diverged else {})}
+        return found | {"diverged": True, "diverged_round": state.round + 1} if diverged else found
     rows = read_metrics(state.attempt.metrics)
     kept = (
         "method",
@@ -138,9 +138,10 @@ def run_found(
         "diverged",
         "diverged_round",
     )
-    return {
+    of_result: Any = {name: result[name] for name in kept if name in result}  # checked when it was read
+    done: RunFound = {
         **found,
-        **{name: result[name] for name in kept if name in result},
+        **of_result,
         "exchanges": sum(row.get("comm/exchanges", 0) for row in rows),
         "provenance": result.get("provenance", []),
         "data": result.get("data", {}),
@@ -148,3 +149,4 @@ def run_found(
         "computed_by": result.get("computed_by", {}),
         "environment": result["environment"],
     }
+    return done

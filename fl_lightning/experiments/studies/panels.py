@@ -1,17 +1,15 @@
 """Panels of a study's figures: one for each label of further axes, with a curve for each label of one."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from math import isfinite
 from typing import TYPE_CHECKING, Any
 
+from fl_lightning.experiments.studies.found import Found, Group
 from fl_lightning.pictures.style import LOOKS, literal, new_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-
-Found = Mapping[str, Any]
-"""What a study has found, see :func:`fl_lightning.experiments.studies.findings.findings`."""
 
 PUBLISHED = "published"
 """What the legend calls published values."""
@@ -35,7 +33,7 @@ class Grid:
         words = [axis for axis in names if not all(map(is_number, found["axes"][axis]))]
         line = (words or names)[:1]
         others = [axis for axis in names if axis not in line]
-        self._groups: dict[str, dict[str, list[Mapping[str, Any]]]] = {}
+        self._groups: dict[str, dict[str, list[Group]]] = {}
         for group in found["groups"]:
             panel = self._groups.setdefault(label_of(group, others), {})
             panel.setdefault(label_of(group, line) or "mean", []).append(group)
@@ -52,7 +50,7 @@ class Grid:
         for axes in grid.flat[count:]:
             axes.remove()
 
-    def curves(self) -> Iterator[tuple["Axes", tuple[str, str, str], str, list[Mapping[str, Any]]]]:
+    def curves(self) -> Iterator[tuple["Axes", tuple[str, str, str], str, list[Group]]]:
         """Each curve's panel, look, label and combinations."""
         for axes, curves in zip(self.panels, self._groups.values(), strict=True):
             for label, groups in curves.items():
@@ -95,7 +93,7 @@ def varied(found: Found) -> list[str]:
     ]
 
 
-def label_of(group: Mapping[str, Any], axes: Sequence[str]) -> str:
+def label_of(group: Group, axes: Sequence[str]) -> str:
     """The labels of some axes in words, a number with the name of its axis.
 
     >>> label_of({"labels": {"method": "GN", "model.E": "5"}}, ["method", "model.E"])

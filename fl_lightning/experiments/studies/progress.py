@@ -11,6 +11,7 @@ from rich.table import Table
 
 from fl_lightning.console import in_words
 from fl_lightning.experiments.studies.cells import Cell, State
+from fl_lightning.round.tasks import QUALITIES
 
 
 class StudyProgress:
@@ -42,7 +43,7 @@ class StudyProgress:
             numbers = [
                 f"{name} {x:.4f}"
                 for name, x in (state.result or {}).items()
-                if name in ("val/accuracy", "test/accuracy")
+                if name.partition("/")[0] in ("val", "test") and name.partition("/")[2] in QUALITIES
             ]
             self._print(
                 f"[{len(done)}/{len(cells)}] {state.phase}: {cell.name}  {', '.join(numbers) or state.why}{words}"

@@ -21,7 +21,8 @@ from fl_lightning.experiments.run_directory.directory import Attempt
 from fl_lightning.experiments.run_directory.metrics_log import read_metrics
 from fl_lightning.experiments.studies.cells import RUNS
 from fl_lightning.experiments.studies.figures import Picture, pictures
-from fl_lightning.experiments.studies.panels import Found, label_of, short
+from fl_lightning.experiments.studies.found import Found, RunFound
+from fl_lightning.experiments.studies.panels import label_of, short
 from fl_lightning.experiments.studies.run_groups import found_in, resolved
 from fl_lightning.experiments.studies.tables import COMPUTED, seeds_of, spread_table, whole_table
 from fl_lightning.files import restored, write_text
@@ -86,7 +87,7 @@ def write_report(directories: Sequence[Path], output: Path) -> None:
     write_text(output, template.render(parts=parts, version=__version__))
 
 
-def read_found(folder: Path) -> dict[str, Any]:
+def read_found(folder: Path) -> Found:
     """What a study has found, with the directories of its runs where they are now.
 
     Args:
@@ -96,7 +97,7 @@ def read_found(folder: Path) -> dict[str, Any]:
         ConfigurationError: Its ``study.json`` cannot be read.
     """
     try:
-        found: dict[str, Any] = restored(json.loads((folder / "study.json").read_text()))
+        found: Found = restored(json.loads((folder / "study.json").read_text()))
         cells = folder.resolve().parents[1] / RUNS
         for run in (run for group in found["groups"] for run in group["runs"]):
             run["directory"] = str(cells.joinpath(*Path(run["directory"]).parts[-2:]))
@@ -110,7 +111,7 @@ def read_found(folder: Path) -> dict[str, Any]:
 def _part(found: Found, home: Path) -> dict[str, Any]:
     """What the template says about a study or about runs."""
     axes = [*found["axes"]]
-    runs = [{**run, "label": label_of(group, axes)} for group in found["groups"] for run in group["runs"]]
+    runs = [run for group in found["groups"] for run in group["runs"]]
     configs = [
         next((config for run in group["runs"] if (config := _config(run)) is not None), None)
         for group in found["groups"]
@@ -126,13 +127,13 @@ def _part(found: Found, home: Path) -> dict[str, Any]:
         "tables": {name: rows for name, rows in tables.items() if rows is not None},
         "figures": [*_drawn(found)],
         "settings": {
-            **{
-                name: "; ".join(dict.fromkeys(run[name] for run in runs if name in run))
-                for name in ("method", "partition")
-            },
+            "method": "; ".join(dict.fromkeys(run["method"] for run in runs if "method" in run)),
+            "partition": "; ".join(dict.fromkeys(run["partition"] for run in runs if "partition" in run)),
             **_in_words([config for config in configs if config is not None]),
         },
-        "runs": [_run(run, home) for run in runs],
+        "runs": [
+            _run(run, label_of(group, axes), home) for group in found["groups"] for run in group["runs"]
+        ],
         "base": yaml.safe_dump(first, sort_keys=False) if first else "",
         "differences": [
             (label_of(group, axes), _differences(first, config))
@@ -178,7 +179,7 @@ def _inline(svg: str) -> Markup:
     return Markup(body)  # matplotlib escapes the texts in it
 
 
-def _config(run: Mapping[str, Any]) -> dict[str, Any] | None:
+def _config(run: RunFound) -> dict[str, Any] | None:
     attempt = Attempt(Path(run["directory"]))
     return resolved(attempt) if attempt.config.is_file() else None
 
@@ -209,7 +210,7 @@ def _in_words(configs: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     return {words: "; ".join(own) for words, own in values.items() if own}
 
 
-def _run(run: Mapping[str, Any], home: Path) -> dict[str, Any]:
+def _run(run: RunFound, label: str, home: Path) -> dict[str, object]:
     """A run's line: where it is, and where it can be seen."""
     place = Path(run["directory"])
     shown = {path.name: _link(path, home) for name in _LINKS if (path := place / name).is_file()}
@@ -217,6 +218,7 @@ def _run(run: Mapping[str, Any], home: Path) -> dict[str, Any]:
     offline = sorted(place.glob("wandb/offline-run-*"))
     return {
         **run,
+        "label": label,
         "place": f"{place.parent.name}/{place.name}",
         "link": _link(place, home) if place.is_dir() else "",
         "links": shown,

@@ -17,6 +17,7 @@ from fl_lightning.experiments.run_directory.finished import read_result
 from fl_lightning.experiments.run_directory.metrics_log import read_metrics
 from fl_lightning.experiments.studies.cells import RUNS, State
 from fl_lightning.experiments.studies.findings import run_found
+from fl_lightning.experiments.studies.found import Found, Group
 from fl_lightning.round.directions import best_is
 
 Runs = dict[int, Attempt]
@@ -39,8 +40,8 @@ class Key(NamedTuple):
     place: str = ""
 
 
-def found_in(directories: Sequence[Path]) -> dict[str, Any]:
-    """What runs have found, in the form of :func:`fl_lightning.experiments.studies.findings.findings`.
+def found_in(directories: Sequence[Path]) -> Found:
+    """What runs have found, in the form of :class:`~fl_lightning.experiments.studies.found.Found`.
 
     Of several attempts at one configuration and seed the newest finished one counts, else the newest. Runs of one configuration and seed
     in different folders are different runs.
@@ -66,7 +67,7 @@ def found_in(directories: Sequence[Path]) -> dict[str, Any]:
     states = [{seed: state_of(attempt) for seed, attempt in runs.items()} for _, runs in grouped.values()]
     names = _names([*grouped], states)
     metrics = _metrics(state.result for own in states for state in own.values() if state.result)
-    groups: list[dict[str, Any]] = []
+    groups: list[Group] = []
     for name, (config, runs), own in zip(names, grouped.values(), states, strict=True):
         results = {str(seed): own[seed].result or {} for seed in sorted(runs)}
         groups.append(

@@ -3,14 +3,17 @@
 import json
 import sys
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import takewhile
 from math import ceil
 from pathlib import Path
+from typing import Literal
 
 import yaml
 
 from fl_lightning.errors import Diverged
+from fl_lightning.experiments.run_directory.directory import Attempt
 from fl_lightning.experiments.studies.cells import Cell, State, expect_newest_data
 from fl_lightning.experiments.studies.engines.base import Engine, Job
 from fl_lightning.experiments.studies.sharing import share_first_stages
@@ -18,6 +21,23 @@ from fl_lightning.files import write_text
 
 _PAUSE = 0.5  # seconds between two looks
 _PATIENCE = 60.0  # seconds after which a shared file system shows what another machine has written
+
+
+@dataclass
+class _Life:
+    """Where a cell stands in this process; cells with a result have no entry.
+
+    Attributes:
+        phase: ``"waiting"``, ``"submitted"`` to the engine, or ``"ended"`` while its result is looked for.
+        before: Its attempt when it was submitted.
+        status: The exit status of its job.
+        ended: When its job ended, in seconds of the monotonic clock.
+    """
+
+    phase: Literal["waiting", "submitted", "ended"] = "waiting"
+    before: Attempt | None = None
+    status: int = 0
+    ended: float = 0.0
 
 
 class Runner:
@@ -77,52 +97,57 @@ class Runner:
         return [cell for cell in stale if cell.family in shown or cell is first[cell.family]]
 
     def _run(self, unique: Sequence[Cell]) -> None:
-        waiting = dict.fromkeys(cell for cell in unique if cell.key not in self.failed)
-        submitted: dict[str, Cell] = {}
-        before: dict[Cell, State] = {}
-        ended: dict[Cell, tuple[int, float]] = {}
+        left = {cell: _Life() for cell in unique if cell.key not in self.failed}
         try:
-            while waiting or submitted or ended:
+            while left:
                 for name, status in self.engine.ended().items():
-                    ended[submitted.pop(name)] = status, time.monotonic()
+                    life = next(
+                        life for cell, life in left.items() if cell.job == name and life.phase == "submitted"
+                    )
+                    life.phase, life.status, life.ended = "ended", status, time.monotonic()
                 states = {cell: self._state(cell) for cell in unique}
-                for cell, (status, since) in [*ended.items()]:
-                    another = states[cell].attempt != before[cell].attempt
-                    if states[cell].phase == "stale" and another and not status:
-                        cell.data = None  # its data are those of now
-                        states[cell] = self._state(cell)
-                    there = states[cell].phase == "done" or (states[cell].phase == "stale" and another)
-                    if status or there or time.monotonic() - since > _PATIENCE:
-                        del ended[cell]
-                        if states[cell].phase == "running":  # another study's
-                            waiting[cell] = None
-                        elif status or states[cell].phase != "done":
-                            self.failed[cell.key] = self._error(cell, status, states[cell])
-                            if status == Diverged.exit_status:
-                                self.diverged.add(cell.key)
+                for cell in [cell for cell, life in left.items() if life.phase == "ended"]:
+                    self._settle(cell, left, states)
                 self.show([*states.items()])
-                elsewhere = 0
-                for cell in [*waiting]:
-                    if states[cell].phase == "done":
-                        del waiting[cell]
-                    elsewhere += states[cell].phase == "running"
-                jobs = []
-                for cell in [*waiting]:
-                    held = cell.parent is not None and cell.parent in (*waiting, *submitted.values(), *ended)
-                    if (
-                        states[cell].phase != "running"
-                        and not held
-                        and len(submitted) + elsewhere < self.jobs
-                    ):
-                        del waiting[cell]
-                        submitted[cell.job], before[cell] = cell, states[cell]
-                        jobs.append(self._job(cell))
-                self.engine.submit(jobs)
-                if waiting or submitted or ended:
+                self._submit(left, states)
+                if left:
                     time.sleep(_PAUSE)
         except BaseException:
             self.engine.stop()
             raise
+
+    def _settle(self, cell: Cell, left: dict[Cell, "_Life"], states: dict[Cell, State]) -> None:
+        """Find out what became of a cell whose job has ended, as soon as the file system shows it."""
+        life = left[cell]
+        another = states[cell].attempt != life.before
+        if states[cell].phase == "stale" and another and not life.status:
+            cell.data = None  # its data are those of now
+            states[cell] = self._state(cell)
+        there = states[cell].phase == "done" or (states[cell].phase == "stale" and another)
+        if not (life.status or there or time.monotonic() - life.ended > _PATIENCE):
+            return
+        del left[cell]
+        if states[cell].phase == "running":  # another study's
+            left[cell] = _Life()
+        elif life.status or states[cell].phase != "done":
+            self.failed[cell.key] = self._error(cell, life.status, states[cell])
+            if life.status == Diverged.exit_status:
+                self.diverged.add(cell.key)
+
+    def _submit(self, left: dict[Cell, "_Life"], states: Mapping[Cell, State]) -> None:
+        """Submit as many cells as may run now; a cell waits for its parent, and for another process that trains the cell."""
+        waiting = [cell for cell, life in left.items() if life.phase == "waiting"]
+        for cell in [cell for cell in waiting if states[cell].phase == "done"]:
+            waiting.remove(cell)
+            del left[cell]
+        running = sum(life.phase == "submitted" for life in left.values())
+        running += sum(states[cell].phase == "running" for cell in waiting)
+        ready = [cell for cell in waiting if states[cell].phase != "running" and cell.parent not in left]
+        jobs = []
+        for cell in ready[: max(self.jobs - running, 0)]:
+            left[cell] = _Life("submitted", before=states[cell].attempt)
+            jobs.append(self._job(cell))
+        self.engine.submit(jobs)
 
     def _state(self, cell: Cell) -> State:
         """A cell's state; one that is done stays so."""

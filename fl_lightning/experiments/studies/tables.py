@@ -8,11 +8,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from io import StringIO
 from math import isfinite
 from pathlib import Path
-from typing import Any
 
 from tabulate import tabulate
 
 from fl_lightning.console import format_bytes, in_words
+from fl_lightning.experiments.studies.found import ChoiceFound, Found, Group
 from fl_lightning.experiments.studies.panels import is_number
 from fl_lightning.files import write_text
 
@@ -43,7 +43,7 @@ def of_seeds(count: int, seeds: int) -> str:
 _COSTS = ("samples", "sent by clients", "exchanges", "training")
 
 
-def whole_table(found: Mapping[str, Any], brief: bool = False) -> Rows:
+def whole_table(found: Found, brief: bool = False) -> Rows:
     """A row for each combination of labels: its values, what was published, and what it took (not where it is ``brief``)."""
     axes = [axis for axis in found["axes"] if axis not in found["choose"]]
     metrics, first = found["metrics"], next(iter(found["metrics"]))
@@ -89,7 +89,7 @@ def whole_table(found: Mapping[str, Any], brief: bool = False) -> Rows:
     return [header[index] for index in used], [[row[index] for index in used] for row in rows]
 
 
-def spread_table(found: Mapping[str, Any]) -> Rows | None:
+def spread_table(found: Found) -> Rows | None:
     """The first metric with the labels of one axis as columns, None where the study names no such axis."""
     spread = found["spread"]
     if spread is None or len(found["axes"][spread]) < 2:
@@ -110,7 +110,7 @@ def spread_table(found: Mapping[str, Any]) -> Rows | None:
     return header, [[*key, *(own.get(label, "") for label in labels)] for key, own in rows.items()]
 
 
-def learning_rate(group: Mapping[str, Any], found: Mapping[str, Any]) -> str:
+def learning_rate(group: Group, found: Found) -> str:
     """A combination's learning rate and how it was found."""
     if group["learning_rate"] is None:
         return ""
@@ -127,7 +127,7 @@ def learning_rate(group: Mapping[str, Any], found: Mapping[str, Any]) -> str:
     return f"{group['learning_rate']:g}, by validation{' at ' * bool(at)}{at}{_kind_of(own)}"
 
 
-def choice_in_words(choice: Mapping[str, Any]) -> str:
+def choice_in_words(choice: ChoiceFound) -> str:
     """What was chosen on validation data, from what."""
     own = " ".join(f"{axis}={label}" for axis, label in choice["for"].items())
     values = (
@@ -138,14 +138,14 @@ def choice_in_words(choice: Mapping[str, Any]) -> str:
     return f"{choice['axis']}{' of ' + own if own else ''}: {choice['chosen']}, by {how}"
 
 
-def _kind_of(choice: Mapping[str, Any]) -> str:
+def _kind_of(choice: ChoiceFound) -> str:
     """What must be said of a choice: that a wider grid might have a better number, or that none was any good."""
     if choice["values"] and not any(x is None or isfinite(x) for x in choice["values"].values()):
         return ", the first, since all diverged"
     return ", edge of the grid" * at_edge(choice)
 
 
-def at_edge(choice: Mapping[str, Any]) -> bool:
+def at_edge(choice: ChoiceFound) -> bool:
     """Whether the chosen number is the smallest or largest that was tried."""
     tried = [*choice["values"]]
     return all(map(is_number, tried)) and choice["chosen"] in (
@@ -154,7 +154,7 @@ def at_edge(choice: Mapping[str, Any]) -> bool:
     )
 
 
-def remarks(group: Mapping[str, Any]) -> list[str]:
+def remarks(group: Group) -> list[str]:
     """What must be said of a combination's runs: begun by another run, diverged, of other source, missing."""
     found = []
     if same := group.get("same_as"):
@@ -188,7 +188,7 @@ def remarks(group: Mapping[str, Any]) -> list[str]:
     return found
 
 
-def diverged_in_words(group: Mapping[str, Any]) -> str:
+def diverged_in_words(group: Group) -> str:
     """How many of a combination's runs diverged, such as ``"diverged in 2 of 3 seeds, round 17"``; empty where none did."""
     runs = [run for run in group["runs"] if run.get("diverged")]
     rounds = sorted({run["diverged_round"] for run in runs if "diverged_round" in run})
@@ -213,7 +213,7 @@ def as_csv(rows: Rows) -> str:
     return text.getvalue()
 
 
-def caption(found: Mapping[str, Any]) -> str:
+def caption(found: Found) -> str:
     """What a table is of, in a sentence or two."""
     subset = {
         "quick": " A declared subset, which shows that it works: what holds of it is no evidence for or against a paper.",
@@ -225,7 +225,7 @@ def caption(found: Mapping[str, Any]) -> str:
     return " ".join(f"{head}{options}{_unlike(found)}{subset}".split())
 
 
-def _smaller(found: Mapping[str, Any]) -> str:
+def _smaller(found: Found) -> str:
     """In what a study at a smaller scale is not that of the paper, beside whose values it stands; empty where there are none."""
     runs = [run for group in found["groups"] for run in group["runs"] if "model" in run]
     if not runs or all(group["published"] is None for group in found["groups"]):
@@ -237,7 +237,7 @@ def _smaller(found: Mapping[str, Any]) -> str:
     )
 
 
-def seeds_of(found: Mapping[str, Any]) -> str:
+def seeds_of(found: Found) -> str:
     """The seeds of all rows with a result, such as ``"seeds 0, 1, 2"`` or ``"seeds 0 (16 rows); 0, 1, 2 (4 rows)"``."""
     own = [
         sorted(run["seed"] for run in group["runs"] if run["phase"] == "done") for group in found["groups"]
@@ -259,15 +259,12 @@ COMPUTED = ("device", "threads", "cpu_capability", "executor", "compiled")
 """What decides how sums are rounded."""
 
 
-def _unlike(found: Mapping[str, Any]) -> str:
+def _unlike(found: Found) -> str:
     """What was not the same for all runs of their data, and of how they were computed; empty where everything was."""
     runs = {run["directory"]: run for group in found["groups"] for run in group["runs"]}.values()
 
-    def differing(place: str, names: Iterable[str]) -> str:
-        counts = {
-            name: Counter(str(run[place][name]) for run in runs if name in run.get(place, {}))
-            for name in names
-        }
+    def differing(values: Sequence[Mapping[str, object]], names: Iterable[str]) -> str:
+        counts = {name: Counter(str(one[name]) for one in values if name in one) for name in names}
         return "; ".join(
             f"{name.replace('_', ' ')} {', '.join(_counted(own.items(), 'run'))}"
             for name, own in counts.items()
@@ -275,8 +272,8 @@ def _unlike(found: Mapping[str, Any]) -> str:
         )
 
     said = {
-        "Not all on the same data": differing("loaded", ["images"]),
-        "Not all computed alike": differing("computed_by", COMPUTED),
+        "Not all on the same data": differing([run.get("loaded", {}) for run in runs], ["images"]),
+        "Not all computed alike": differing([run.get("computed_by", {}) for run in runs], COMPUTED),
     }
     done = [run for run in runs if run["phase"] == "done"]
     data = {json.dumps(run.get("data") or run["directory"], sort_keys=True) for run in done}
@@ -285,7 +282,7 @@ def _unlike(found: Mapping[str, Any]) -> str:
     return "".join(f" {what}: {words}." for what, words in said.items() if words)
 
 
-def write_tables(folder: Path, found: Mapping[str, Any]) -> None:
+def write_tables(folder: Path, found: Found) -> None:
     """Write ``table.md``, ``table.tex`` and ``table.csv``."""
     tables = [rows for rows in (spread_table(found), whole_table(found)) if rows is not None]
     choices = [choice_in_words(one) for one in found["choices"]]
