@@ -10,13 +10,13 @@ from fl_lightning.pictures.series import Rows, Series, draw_curve
 from fl_lightning.pictures.style import (
     COSTS,
     LOOKS,
-    QUALITIES,
     SPLITS,
     legend_above,
     literal,
     new_figure,
     paper_style,
 )
+from fl_lightning.round.tasks import QUALITIES
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

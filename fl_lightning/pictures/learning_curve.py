@@ -9,12 +9,12 @@ from fl_lightning.pictures.series import Rows, Series, draw_curve, frozen_from, 
 from fl_lightning.pictures.style import (
     BLACK,
     PERSONAL,
-    QUALITIES,
     SPLITS,
     legend_above,
     new_figure,
     paper_style,
 )
+from fl_lightning.round.tasks import QUALITIES
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -25,8 +25,8 @@ Policy = Mapping[str, Sequence[Sequence[Any]]]
 
 
 @paper_style()
-def learning_curve_figure(rows: Rows, policy: Policy, title: Sequence[str]) -> "Figure":
-    """Accuracy or mean IoU, where the model has one, and loss over communication rounds.
+def learning_curve_figure(rows: Rows, policy: Policy, title: Sequence[str], quality: str = "") -> "Figure":
+    """Draw accuracy, mean IoU or the quality of the run's task, if the rows have it, and loss over communication rounds.
 
     A vertical line marks each round in which the policy changes; the legend says how. Where a value is not finite (or above 1e30) the
     line has a gap and a cross stands at the upper edge.
@@ -36,9 +36,11 @@ def learning_curve_figure(rows: Rows, policy: Policy, title: Sequence[str]) -> "
         policy: What happens to each kind of state from which round on, as in ``policy.json``, such as
             ``{"mean": [[1, "averaged"], [201, "frozen"]]}``.
         title: Lines of the title.
+        quality: The quality of a task of the user's own, in [0, 1].
     """
     known = {name.partition("/")[2] for row in rows for name in row}
-    metrics = [*(name for name in QUALITIES if name in known), "loss"]
+    qualities = {quality: quality.replace("_", " ")} | QUALITIES if quality else QUALITIES
+    metrics = [*(name for name in qualities if name in known), "loss"]
     figure = new_figure(0.8 + 1.8 * len(metrics), title)
     panels = figure.subplots(len(metrics), 1, sharex=True, squeeze=False)[:, 0]
     last = max((row["round"] for row in rows), default=0)
@@ -46,12 +48,12 @@ def learning_curve_figure(rows: Rows, policy: Policy, title: Sequence[str]) -> "
     label = textwrap.shorten("; ".join(changes.values()), 90, placeholder=" …")
     for axes, metric in zip(panels, metrics, strict=True):
         axes.grid(color="0.9")
-        axes.set_ylabel(QUALITIES.get(metric, metric))
+        axes.set_ylabel(qualities.get(metric, metric))
         if changes:
             lines = axes.vlines(list(changes), 0, 1, transform=axes.get_xaxis_transform(), colors=BLACK)
             lines.set(linewidth=1, linestyle="-.", label=label if axes is panels[0] else "_")
-        drawn = _draw_metric(axes, rows, metric)
-        if metric in QUALITIES:
+        drawn = _draw_metric(axes, rows, metric, metric in qualities)
+        if metric in qualities:
             highest = max(values.max(initial=0) for values in drawn)
             axes.set_ylim(0, min(1.15 * highest, 1.03) or 1.03)
         else:
@@ -90,17 +92,17 @@ def policy_changes(policy: Policy, rows: Rows = ()) -> dict[int, str]:
     return {start: f"{'; '.join(texts)} from round {start}" for start, texts in changes.items()}
 
 
-def _draw_metric(axes: "Axes", rows: Rows, metric: str) -> list[Series]:
+def _draw_metric(axes: "Axes", rows: Rows, metric: str, is_quality: bool) -> list[Series]:
     """Curves of a metric on all data that have it, with the last accuracy in words; returns what is drawn."""
     drawn = []
     for split, (name, look) in SPLITS.items():
         # where clients keep state the models that count are theirs
-        kinds = {f"{kind}_{metric}": look for kind, look in PERSONAL.items() if metric in QUALITIES}
+        kinds = {f"{kind}_{metric}": look for kind, look in PERSONAL.items() if is_quality}
         known = {kind: kinds[kind] for kind in kinds if any(f"{split}/{kind}" in row for row in rows)}
         for kind, (words, own_look) in {**known, metric: ("the server's model" * bool(known), look)}.items():
             rounds, values = series(rows, f"{split}/{kind}")
             if len(rounds):
-                newest = f": {values[-1]:.4f} after round {rounds[-1]:.0f}" if metric in QUALITIES else ""
+                newest = f": {values[-1]:.4f} after round {rounds[-1]:.0f}" if is_quality else ""
                 label = ", ".join(filter(None, (name, words))) + newest
                 drawn.append(draw_curve(axes, rounds, values, own_look, label))
     return drawn

@@ -43,9 +43,6 @@ SPLITS = {
 }
 """What a figure calls the data that a metric is of, and how its curve looks."""
 
-QUALITIES = {"accuracy": "accuracy", "mean_iou": "mean IoU"}
-"""Metrics in [0, 1] that say how good a model is, and what a figure calls them."""
-
 PERSONAL = {
     "own": ("clients' own models, data like their own", (GREEN, "-", "D")),
     "personal": ("clients' own models, the server's data", (PURPLE, "-.", "^")),

@@ -2,7 +2,9 @@
 
 from typing import Literal
 
-_QUALITIES = ("accuracy", "mean_iou", "pixel_accuracy")
+from fl_lightning.round.tasks import SHIPPED
+
+_SHOWN = tuple(name for task in SHIPPED for name in task.shown)
 
 
 def best_is(metric: str, quality: str = "") -> Literal["max", "min"] | None:
@@ -22,4 +24,4 @@ def best_is(metric: str, quality: str = "") -> Literal["max", "min"] | None:
 
     if name.endswith("loss") or is_one("loss"):
         return "min"
-    return "max" if any(map(is_one, (*_QUALITIES, quality))) else None
+    return "max" if any(map(is_one, (*_SHOWN, quality))) else None

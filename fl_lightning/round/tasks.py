@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 import torch
@@ -22,11 +23,13 @@ class Task(Recorded, ABC):
     Attributes:
         quality: The metric that says how good a model is, in [0, 1], such as ``"accuracy"``.
         by_class: What it is called of a single class.
+        shown: Metrics in [0, 1] whose largest value is best, ``quality`` among them: by name, what figures call them.
         ignored: The target that does not count.
     """
 
     quality: ClassVar[str]
     by_class: ClassVar[str]
+    shown: ClassVar[Mapping[str, str]] = MappingProxyType({})
     ignored: int
 
     @abstractmethod
@@ -65,6 +68,7 @@ class Classification(Task):
 
     quality = "accuracy"
     by_class = "accuracy"
+    shown = MappingProxyType({"accuracy": "accuracy"})
 
     def __init__(self, ignored: int = -100) -> None:
         self.ignored = ignored
@@ -141,6 +145,7 @@ class Segmentation(Task):
 
     quality = "mean_iou"
     by_class = "iou"
+    shown = MappingProxyType({"mean_iou": "mean IoU", "pixel_accuracy": "pixel accuracy"})
 
     def __init__(self, ignored: int = 255, auxiliary_weights: Sequence[float] = ()) -> None:
         self.ignored = ignored
@@ -202,6 +207,12 @@ class Segmentation(Task):
         either = confusion.sum(1) + confusion[:, :-1].sum(0) - both
         shares = [i / u if u else None for i, u in zip(both.tolist(), either.tolist(), strict=True)]
         return counts["confusion"].sum(1).tolist(), shares
+
+
+SHIPPED: tuple[type[Task], ...] = (Classification, Segmentation)
+
+QUALITIES = {task.quality: task.shown[task.quality] for task in SHIPPED}
+"""What figures call the quality of each shipped task, by the name of the metric."""
 
 
 def enlarged(scores: Tensor, targets: Tensor) -> Tensor:

@@ -48,7 +48,11 @@ def can_be_named(kind):
     ours = kind.__module__.split(".")[0] in ("fl_lightning", "callbacks", "datamodules")
     part = kind.__name__.startswith("_") or kind.__name__ in PARTS or inspect.isabstract(kind)
 
-    return ours and not part and not kind.__module__.startswith("fl_lightning.verification")
+    return (
+        ours
+        and not part
+        and not kind.__module__.startswith(("fl_lightning.testing", "fl_lightning.verification"))
+    )
 
 
 @pytest.mark.parametrize("base", [*BASES, torch.optim.Optimizer], ids=lambda base: base.__name__)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from colour_folders import save
 
-from fl_lightning.datamodules import image_cache as cache_module
+from fl_lightning.datamodules import image_files as cache_module
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from colour_folders import cache_file, load, save
 
 from fl_lightning import ConfigurationError
 from fl_lightning.datamodules import ImageFolder
-from fl_lightning.datamodules import image_cache as cache_module
+from fl_lightning.datamodules import image_files as cache_module
 
 
 def test_the_second_start_reads_the_cache(tree, decoded):

@@ -1,6 +1,7 @@
 """A run from Python has all that one of the command line has."""
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,7 @@ from lightning.pytorch.callbacks import TQDMProgressBar
 from lightning.pytorch.loggers import CSVLogger
 from PIL import Image
 
-from fl_lightning import ConfigurationError, FederatedModule, Run
+from fl_lightning import Classification, ConfigurationError, FederatedModule, RoundProgress, Run
 from fl_lightning.callbacks import FedBN, FixBN, MaintainedMomentum
 from fl_lightning.datamodules import Digits, Shards
 from fl_lightning.experiments.run_directory.checkpoint_io import AtomicCheckpointIO
@@ -39,6 +40,40 @@ def a_run(max_epochs, name="mine", lr=0.1, callbacks=None, data=None, **settings
 
 def state(run):
     return AtomicCheckpointIO().load_checkpoint(run.attempt.checkpoints / "last.ckpt")["state_dict"]
+
+
+class Halves(Classification):
+    """A task of a user's own, with a quality that no shipped task has."""
+
+    quality = "half_accuracy"
+    by_class = "half_accuracy"
+
+    def metrics(self, counts):
+        found = super().metrics(counts)
+        return {"half_accuracy": found["accuracy"] / 2} if found else {}
+
+
+@pytest.mark.pictures
+def test_the_quality_of_an_own_task_is_shown_like_accuracy(capsys, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(
+        "fl_lightning.experiments.run_directory.files.write_figure",
+        lambda path, figure: drawn.append([axes.get_ylabel() for axes in figure.axes]),
+    )
+    optimizer = lambda parameters: torch.optim.SGD(parameters, lr=0.1)
+    module = FederatedModule(
+        LeNet(num_classes=10, in_channels=1, image_size=8), optimizer, local_steps=1, task=Halves()
+    )
+    data = Digits(num_clients=3, max_examples=300, val_fraction=0.2, partition=Shards(0.4))
+    trainer = {"accelerator": "cpu", "callbacks": [RoundProgress(every_n_seconds=0)]}
+    run = Run(module, data, name="halves", max_epochs=2, **trainer)
+    result = run.fit()
+    assert 0 < result["test/half_accuracy"] <= 0.5
+    out = capsys.readouterr().out
+    assert f"val/half_accuracy {rows(run.attempt)[1]['val/half_accuracy']:.4g}" in out
+    assert re.search(rf"test/half_accuracy +{result['test/half_accuracy']:.4f}", out)
+    assert ["half accuracy", "loss"] in drawn
+    assert (run.attempt.checkpoints / "best.ckpt").is_file()
 
 
 @pytest.mark.pictures

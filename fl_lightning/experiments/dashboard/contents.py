@@ -14,11 +14,10 @@ from fl_lightning.experiments.run_directory.finished import read_result
 from fl_lightning.files import restored
 from fl_lightning.round.directions import best_is
 from fl_lightning.round.policy import stages_in_words
+from fl_lightning.round.tasks import QUALITIES
 
 SUMMARIES = {
-    f"{split}/{name}": f"{best_is(name)},last"
-    for split in ("val", "test")
-    for name in ("accuracy", "mean_iou", "loss")
+    f"{split}/{name}": f"{best_is(name)},last" for split in ("val", "test") for name in (*QUALITIES, "loss")
 }
 """Which values of a metric W&B keeps in its table of runs; of others just the last."""
 

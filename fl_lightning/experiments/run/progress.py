@@ -14,14 +14,6 @@ from fl_lightning.errors import ConfigurationError
 from fl_lightning.recorded import Recorded
 
 _REFRESH_SECONDS = 0.1
-_SHOWN = {
-    "train/loss": "loss {:.4g}",
-    "val/accuracy": "val/accuracy {:.4g}",
-    "val/mean_iou": "val/mean_iou {:.4g}",
-    "test/accuracy": "test/accuracy {:.4g}",
-    "test/mean_iou": "test/mean_iou {:.4g}",
-    "time/samples_per_s": "{:,.0f} samples/s",
-}
 
 
 class RoundProgress(Recorded, ProgressBar):
@@ -100,7 +92,11 @@ class RoundProgress(Recorded, ProgressBar):
             return
         self._next_time = now + (_REFRESH_SECONDS if self._live else self.every_n_seconds)
         done, total = self.trainer.current_epoch, self.trainer.max_epochs or 0
-        found = [(text, self._metrics[name]) for name, text in _SHOWN.items() if name in self._metrics]
+        quality = getattr(getattr(self.trainer.lightning_module, "task", None), "quality", "accuracy")
+        shown = {"train/loss": "loss {:.4g}"}
+        shown |= {f"{split}/{quality}": f"{split}/{quality} {{:.4g}}" for split in ("val", "test")}
+        shown["time/samples_per_s"] = "{:,.0f} samples/s"
+        found = [(text, self._metrics[name]) for name, text in shown.items() if name in self._metrics]
         texts = [
             f"round {done:{len(str(total))}}/{total}",
             *(text.format(float(value)) for text, value in found),
