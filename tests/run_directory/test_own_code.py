@@ -189,10 +189,8 @@ def names(way):
     """The hash and the digest of the source for each use."""
     if way == "yaml":
         cells = {use: Cell({}, 0, config) for use, config in in_yaml().items()}
-        return {use: (one.directory.stem, one.now["source"]) for use, one in cells.items()}
-    return {
-        use: (config_hash(one.config), provenance(one._made)["source"]) for use, one in in_python().items()
-    }
+        return {use: (one.directory.stem, one.now) for use, one in cells.items()}
+    return {use: (config_hash(one.config), provenance(one._made)) for use, one in in_python().items()}
 
 
 def edited(name, text):

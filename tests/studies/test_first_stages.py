@@ -144,13 +144,15 @@ def test_the_method_itself_says_until_when_it_changes_nothing(monkeypatch):
     assert (child.parent, child.shared_rounds, parent.keep_rounds) == (parent, 10, {10})
 
 
-def test_a_freezing_method_of_ones_own_shares_its_first_stage_among_runs_of_the_same_code():
+def test_a_freezing_method_of_ones_own_shares_the_first_stage_of_the_run_without_it():
     third = {"class_path": "mine_freezing.Third", "init_args": {"of": 1.0}}
     early, late = cell(own("Mine", when=third)), cell(own("Mine", when=third, after=30))
-    bn = cell()  # by other code, which a result would name as that of its first rounds
-    share_first_stages([early, late, bn])
+    share_first_stages([early, late])
     assert (early.parent, early.shared_rounds) == (late, 13)
-    assert [late.parent, bn.parent] == [None, None]
+    bn = cell()  # its source has no part of the method's, which changes nothing in the first stage
+    share_first_stages([early, late, bn])
+    assert [(one.parent, one.shared_rounds) for one in (early, late)] == [(bn, 13), (bn, 30)]
+    assert bn.parent is None
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from fl_lightning.experiments.run_directory import source
 from fl_lightning.experiments.run_directory.checkpoint_io import AtomicCheckpointIO
 from fl_lightning.experiments.run_directory.description import config_hash
 from fl_lightning.experiments.run_directory.source import provenance, used_files
+from fl_lightning.experiments.studies.cells import differences
 from fl_lightning.experiments.studies.findings import findings
 
 
@@ -168,7 +169,7 @@ def test_comments_docstrings_and_layout_are_no_source(tmp_path, monkeypatch):
     own.write_text('"""A page."""\n\n\nclass Mine:\n    """Words."""\n\n    x = 1  # one\n')
     assert provenance(config) == before
     own.write_text("class Mine:\n    x = 2\n")
-    assert provenance(config)["source"] != before["source"]
+    assert provenance(config)["Mine"] != before["Mine"]
     assert used_files({"class_path": "torch.optim.SGD"}) == set()
 
 
@@ -213,15 +214,39 @@ def test_own_functions_initial_weights_and_libraries_of_models_are_source_too(tm
     assert provenance(loss)["torchvision"] == version("torchvision")
 
 
-def test_who_evaluates_the_final_model_is_source_too(monkeypatch):
+def test_the_core_is_source_whoever_shows_a_run_is_not(monkeypatch):
     seen = []
     monkeypatch.setattr(source, "_code", lambda path: (seen.append(path.name), b"")[1])
-    source._shipped_source.__wrapped__()
-    assert {"result.py", "server.py", "randomness.py", "cifar10.py", "fixbn.py"} <= {*seen}
-    assert "console.py" not in seen
+    source._core.__wrapped__()
+    assert {"final_evaluation.py", "module.py", "randomness.py"} <= {*seen}
+    assert not {"console.py", "result.py", "fixbn.py", "distribution.py"} & {*seen}
+
+
+def test_methods_and_data_sets_are_source_of_the_runs_that_use_them(monkeypatch):
+    plain = cell().config
+    fixbn = {
+        **plain,
+        "trainer": {**plain["trainer"], "callbacks": [{"class_path": "fl_lightning.callbacks.FixBN"}]},
+    }
+    before, with_method = provenance(plain), provenance(fixbn)
+    assert "FixBN" not in before
+    assert {name: with_method[name] for name in before} == before
+    code = source._code
+    edits = {"fixbn.py": {"FixBN"}, "distribution.py": {"source"}, "fedbn.py": set(), "silobn.py": set()}
+    for file, names in edits.items():
+        monkeypatch.setattr(source, "_code", lambda path, file=file: code(path) + b"x" * (path.name == file))
+        changed = {name for name, now in provenance(fixbn).items() if now != with_method[name]}
+        assert changed == names
+        stale = differences([with_method], provenance(fixbn))
+        assert [name for name in names if f"{name} " not in stale] == []
+        assert bool(stale) == bool(names)
 
 
 def test_classes_of_a_notebook_and_classes_in_classes_have_no_file_of_their_own(monkeypatch):
     monkeypatch.delattr(sys.modules["__main__"], "__file__", raising=False)
-    config = {"trainer": [{"class_path": "__main__.Mine"}, {"class_path": "mine_nowhere.Outer.Inner"}]}
+    config = {
+        "trainer": {
+            "callbacks": [{"class_path": "__main__.Mine"}, {"class_path": "mine_nowhere.Outer.Inner"}]
+        }
+    }
     assert provenance(config) == provenance({})

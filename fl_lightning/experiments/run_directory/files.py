@@ -117,10 +117,12 @@ class RunStart(L.Callback):
         """Keep the settings for checkpoints, and what is otherwise than it was in the one that the run goes on from."""
         record, start = module.record, self.start
         record.description, computes = deciding_settings(self.made), provenance(self.made)
-        if record.provenance and computes != record.provenance[-1]:
-            last = record.provenance[-1]
-            changed = [f"{x} {last.get(x)} -> {now}" for x, now in computes.items() if last.get(x) != now]
+        last = record.provenance[-1] if record.provenance else {}
+        changed = [f"{x} {last[x]} -> {now}" for x, now in computes.items() if last.get(x, now) != now]
+        if changed:
             print(f"other code or versions than up to round {start.round}: {', '.join(changed)}", flush=True)
+        elif last:
+            record.provenance.pop()  # other methods at most, as those of a shared first stage
         if computes not in record.provenance:
             record.provenance.append(computes)
         if start.differs is not None:

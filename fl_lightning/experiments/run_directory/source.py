@@ -4,7 +4,7 @@ import ast
 import hashlib
 import platform
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from importlib import import_module
 from importlib.metadata import version
@@ -33,27 +33,41 @@ _BY_USE = ("fl_lightning.callbacks.", "fl_lightning.datamodules.")
 _LIBRARIES = ("torchvision", "timm", "segmentation_models_pytorch")
 
 
-def provenance(config: Any) -> dict[str, str]:
-    """What computes a run here and now: the ``source`` as eight hex digits, and the versions of Python, PyTorch and Lightning.
-
-    If the configuration names libraries of models, their versions are included.
+def provenance(config: Mapping[str, Any]) -> dict[str, str]:
+    """Return what computes a run here and now.
 
     Args:
         config: The resolved configuration, whose classes and functions may be a user's own.
+
+    Returns:
+        The ``source`` of the core and of all that the configuration names beside methods, and by its class the source of each
+        method, as eight hex digits; the versions of Python, PyTorch and Lightning, and of libraries of models that are named.
     """
-    paths = _dotted_names(config)
-    digest, own = hashlib.sha256(_core()), _files(paths)
-    for module in sorted(own):
-        digest.update(_code(own[module]))
-    versions = {
+    trainer = config.get("trainer") or {}
+    entries = trainer.get("callbacks") or []
+    rest = {**config, "trainer": {name: x for name, x in trainer.items() if name != "callbacks"}}
+    names, own = _dotted_names(rest), _files(_dotted_names(rest))
+    found = {
+        "source": _digest(own, _core()),
         "python": platform.python_version(),
         "torch": str(torch.__version__),
         "lightning": L.__version__,
     }
-    named = (*paths, *(name for module, path in own.items() for name in _imports(path, module)))
-    roots = {name.partition(".")[0] for name in named}
-    versions |= {name: version(name) for name in _LIBRARIES if name in roots and find_spec(name)}
-    return {"source": digest.hexdigest()[:8], **versions}
+    for entry in entries if isinstance(entries, list) else [entries]:
+        if files := _files(_dotted_names(entry)):
+            own |= files
+            path = entry["class_path"] if isinstance(entry, Mapping) else str(entry)
+            found[path.rpartition(".")[2]] = _digest(files)
+    names |= {name for module, path in own.items() for name in _imports(path, module)}
+    roots = {name.partition(".")[0] for name in names}
+    return found | {name: version(name) for name in _LIBRARIES if name in roots and find_spec(name)}
+
+
+def _digest(files: Mapping[str, Path], start: bytes = b"") -> str:
+    digest = hashlib.sha256(start)
+    for module in sorted(files):
+        digest.update(_code(files[module]))
+    return digest.hexdigest()[:8]
 
 
 def used_files(config: Any) -> set[Path]:

@@ -209,14 +209,17 @@ def expect_newest_data(states: Sequence[State], cells: Sequence[Cell]) -> list[C
 
 
 def differences(computed_by: list[dict[str, str]], now: Mapping[str, str]) -> str:
-    """What of a run was computed otherwise than it would be now, in words; empty where nothing was."""
+    """Say what of a run was computed otherwise than it would be now; empty if nothing was.
+
+    Methods that a run had not yet, such as those after a shared first stage, do not count.
+    """
     if not computed_by:
         return "it does not say what computed it"
     found = {
-        f"{name} {before.get(name)}, now {now[name]}"
+        f"{name} {before[name]}, now {now[name]}"
         for before in computed_by
         for name in now
-        if before.get(name) != now[name]
+        if before.get(name, now[name]) != now[name]
     }
     return "; ".join(sorted(found))
 

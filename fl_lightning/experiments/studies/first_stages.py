@@ -12,6 +12,7 @@ from fl_lightning.errors import ConfigurationError
 from fl_lightning.experiments.run_directory.describe import origin_in_words
 from fl_lightning.experiments.run_directory.description import config_hash
 from fl_lightning.experiments.run_directory.directory import Attempt
+from fl_lightning.experiments.run_directory.source import provenance
 from fl_lightning.methods.callback import FederatedCallback
 
 
@@ -30,12 +31,13 @@ def first_stage(config: Mapping[str, Any]) -> float:
 
 
 def family_of(config: Mapping[str, Any]) -> str:
-    """The name of a run without the methods that say until when they change nothing: its configuration, seed and rounds."""
+    """Name a run without the methods that say until when they change nothing: by its configuration, seed, rounds and source."""
     rounds = int(config["trainer"]["max_epochs"])
     others = [json.loads(entry) for entry in _entries(config) if _same_until(entry, rounds) is None]
-    trainer = {**config["trainer"], "callbacks": others}
-    hashed = config_hash({"model": config["model"], "data": config["data"], "trainer": trainer})
-    return f"{hashed}-{config['seed_everything']}-{rounds}"
+    first = {"model": config["model"], "data": config["data"]}
+    first["trainer"] = {**config["trainer"], "callbacks": others}
+    computes = json.dumps(provenance(first), sort_keys=True)
+    return f"{config_hash(first)}-{config['seed_everything']}-{rounds}-{computes}"
 
 
 def other_origin(continued_from: Iterable[Mapping[str, Any]], config: Mapping[str, Any], folder: Path) -> str:

@@ -1,6 +1,5 @@
 """What cells share: the rounds until T* are trained once."""
 
-import json
 from collections.abc import Iterable
 
 from fl_lightning.experiments.studies.cells import Cell
@@ -15,7 +14,7 @@ def share_first_stages(cells: Iterable[Cell]) -> None:
     families: dict[str, list[tuple[float, Cell]]] = {}
     for cell in cells:
         if cell.rounds:
-            family = json.dumps([family_of(cell.config), cell.now], sort_keys=True)
+            family = family_of(cell.config)
             families.setdefault(family, []).append((first_stage(cell.config), cell))
     for members in families.values():
         latest, parent = max(members, key=lambda entry: entry[0])
