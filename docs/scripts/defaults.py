@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import fl_lightning
+import fl_lightning.callbacks
+import fl_lightning.datamodules
 import fl_lightning.models
-from fl_lightning import callbacks, datamodules
 from fl_lightning.experiments.run.training import TRAINER_DEFAULTS
 from fl_lightning.experiments.run_directory.code import full_name
 from fl_lightning.experiments.run_directory.description import TRAINER, defaults
@@ -25,9 +26,8 @@ _FUNCTIONS = (fl_lightning.models.library_model, fl_lightning.models.deeplab_v3_
 def shipped() -> dict[str, Any]:
     """Return the classes and functions that a configuration can name, by full name."""
     found = {full_name(x): x for x in [*_FUNCTIONS, *_below(Recorded)]}
-    homes = {home.__name__ for home in (fl_lightning, callbacks, datamodules)}
     # deeper names are bases that no package exports
-    return {name: x for name, x in found.items() if name.rpartition(".")[0] in homes}
+    return {name: x for name, x in found.items() if name.startswith("fl_lightning.") and name.count(".") < 3}
 
 
 def today() -> dict[str, dict[str, Any]]:
