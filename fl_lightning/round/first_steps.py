@@ -9,6 +9,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from fl_lightning.batch_norm.freezing import freeze_statistics
 from fl_lightning.client_data.batches import BatchStack
 from fl_lightning.cohort.round_cohort import RoundCohort
 from fl_lightning.errors import ConfigurationError, doing
@@ -17,7 +18,7 @@ from fl_lightning.execution.joint import joint_executor
 from fl_lightning.models.dropout import Dropout, dropout_keys
 from fl_lightning.randomness import derive_seed, seed_global
 from fl_lightning.round.context import RunContext
-from fl_lightning.round.policy import apply_policy, resolve_policy
+from fl_lightning.round.policy import resolve_policy
 
 _MOVE = 0.1  # of the length of all parameters, by the first step: the second one starts somewhere else
 _TOLERANCE = 0.01  # of a tensor's change
@@ -47,7 +48,7 @@ def check_first_steps(run: RunContext) -> None:
     _refuse_hooks(run.model)
     assert isinstance(run, nn.Module)
     with isolate_rng(), _kept(run):
-        apply_policy(run.tracking_layers, policy)
+        freeze_statistics(run.tracking_layers, policy["mean"] == "frozen")
         before = _tensors(run.model)
         clients, last = clients[:2], min(steps[:2]) - 1
         cohort = RoundCohort(run.model, len(clients))

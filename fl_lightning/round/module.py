@@ -16,6 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torchmetrics import Metric
 
 from fl_lightning.aggregation import Aggregator, Domain, StatisticsAggregator, WeightedMean
+from fl_lightning.batch_norm.freezing import freeze_statistics
 from fl_lightning.batch_norm.layers import batch_norm_layers, set_momentum
 from fl_lightning.batch_norm.swapping import restore_batch_norm
 from fl_lightning.client_data.batches import BatchStack
@@ -44,7 +45,7 @@ from fl_lightning.round.first_steps import check_first_steps
 from fl_lightning.round.label_weights import LabelWeights, ignored_label
 from fl_lightning.round.outputs import OutputCheck
 from fl_lightning.round.plan import RoundPlan, Weighting, check_local_work, plan_rounds
-from fl_lightning.round.policy import apply_policy, check_together, resolve_policy
+from fl_lightning.round.policy import check_together, resolve_policy
 from fl_lightning.round.record import RunRecord
 from fl_lightning.round.round import communication_round, skip_round
 from fl_lightning.round.survivors import RoundSkipped, too_few
@@ -270,7 +271,7 @@ class FederatedModule(Recorded, L.LightningModule):
             if not clients:
                 raise too_few(self, len(self.plan.reporting(self.round)))
             policy = resolve_policy(self.federated_callbacks, self.round, self.planned_rounds)
-            apply_policy(self.tracking_layers, policy)
+            freeze_statistics(self.tracking_layers, policy["mean"] == "frozen")
             made_for = (len(clients), self.parameter_groups)
             if self._cohort is None or (len(self._cohort), self._cohort.parameter_groups) != made_for:
                 self._cohort = RoundCohort(self.model, *made_for, self.ranks)

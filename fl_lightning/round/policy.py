@@ -64,17 +64,6 @@ def resolve_policy(callbacks: Iterable[Declarations], round_number: int, total_r
     return policy
 
 
-def apply_policy(layers: Iterable[nn.Module], policy: Mapping[str, str]) -> None:
-    """Let BN layers compute with batch statistics, or from T* on with their frozen running statistics.
-
-    Args:
-        layers: The BN layers that track statistics.
-        policy: The round's treatment of each kind of state, as :func:`resolve_policy` returns it.
-    """
-    for layer in layers:
-        layer.train(policy["mean"] != "frozen")
-
-
 def check_together(callbacks: Iterable[Declarations]) -> None:
     """Refuse two methods that take the same thing for themselves (``Declarations.takes``).
 

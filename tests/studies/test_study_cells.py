@@ -12,8 +12,8 @@ from fl_lightning.experiments.run_directory import source
 from fl_lightning.experiments.run_directory.checkpoint_io import AtomicCheckpointIO
 from fl_lightning.experiments.run_directory.description import config_hash
 from fl_lightning.experiments.run_directory.source import provenance, used_files
-from fl_lightning.experiments.studies.cells import differences
 from fl_lightning.experiments.studies.findings import findings
+from fl_lightning.experiments.studies.stale import differences
 
 
 @pytest.fixture(autouse=True)

@@ -16,6 +16,7 @@ from fl_lightning.experiments.run_directory.directory import Attempt
 from fl_lightning.experiments.run_directory.finished import read_result
 from fl_lightning.experiments.run_directory.source import provenance
 from fl_lightning.experiments.studies.first_stages import other_origin
+from fl_lightning.experiments.studies.stale import differences
 
 Phase = Literal["done", "stale", "running", "stopped", "failed", "missing"]
 """``done``: a result by this source. ``stale``: one by another source. ``running``: a process trains it. ``stopped``: it has a checkpoint
@@ -206,22 +207,6 @@ def expect_newest_data(states: Sequence[State], cells: Sequence[Cell]) -> list[C
     for cell in cells:
         cell.data = newest[cell.family][1] if cell.family in newest else None
     return [cell for cell in cells if cell.state().phase != "done"]
-
-
-def differences(computed_by: list[dict[str, str]], now: Mapping[str, str]) -> str:
-    """Say what of a run was computed otherwise than it would be now; empty if nothing was.
-
-    Methods that a run had not yet, such as those after a shared first stage, do not count.
-    """
-    if not computed_by:
-        return "it does not say what computed it"
-    found = {
-        f"{name} {before[name]}, now {now[name]}"
-        for before in computed_by
-        for name in now
-        if before.get(name, now[name]) != now[name]
-    }
-    return "; ".join(sorted(found))
 
 
 def _finished(attempt: Attempt, rounds: int) -> dict[str, Any] | None:
