@@ -15,13 +15,11 @@ from fl_lightning.pictures.style import (
     literal,
     new_figure,
     paper_style,
+    qualities,
 )
-from fl_lightning.round.tasks import QUALITIES
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-_QUALITY = [f"{split}/{name}" for name in (*QUALITIES, "loss") for split in ("val", "test")]
 
 
 def has_communication(rows: Rows) -> bool:
@@ -55,9 +53,9 @@ def communication_figure(runs: Mapping[str, Rows], link: str, title: Sequence[st
             axes.set_xscale("log")
             axes.xaxis.set_major_formatter("{x:g}")
         axes.set_xlabel(label.format(unit=units[scale], link=link) + (" (log scale)" if several else ""))
-        axes.set_ylabel(f"{SPLITS[split][0]}\n{QUALITIES.get(metric, metric)}")
+        axes.set_ylabel(f"{SPLITS[split][0]}\n{qualities().get(metric, metric)}")
         axes.grid(color="0.9")
-    if metric in QUALITIES:
+    if metric in qualities():
         panels[0].set_ylim(0, 1.02)
     if several:
         legend_above(panels[0])
@@ -65,7 +63,8 @@ def communication_figure(runs: Mapping[str, Rows], link: str, title: Sequence[st
 
 
 def _quality(rows: Rows) -> str | None:
-    return next((name for name in _QUALITY if any(name in row for row in rows)), None)
+    names = [f"{split}/{name}" for name in (*qualities(), "loss") for split in ("val", "test")]
+    return next((name for name in names if any(name in row for row in rows)), None)
 
 
 def _curve(rows: Rows, cost: str, quality: str, *, log: bool) -> tuple[Series, Series]:

@@ -13,8 +13,8 @@ from fl_lightning.pictures.style import (
     legend_above,
     new_figure,
     paper_style,
+    qualities,
 )
-from fl_lightning.round.tasks import QUALITIES
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -39,8 +39,9 @@ def learning_curve_figure(rows: Rows, policy: Policy, title: Sequence[str], qual
         quality: The quality of a task of the user's own, in [0, 1].
     """
     known = {name.partition("/")[2] for row in rows for name in row}
-    qualities = {quality: quality.replace("_", " ")} | QUALITIES if quality else QUALITIES
-    metrics = [*(name for name in qualities if name in known), "loss"]
+    words = {quality: quality.replace("_", " ")} if quality else {}
+    words |= qualities()
+    metrics = [*(name for name in words if name in known), "loss"]
     figure = new_figure(0.8 + 1.8 * len(metrics), title)
     panels = figure.subplots(len(metrics), 1, sharex=True, squeeze=False)[:, 0]
     last = max((row["round"] for row in rows), default=0)
@@ -48,12 +49,12 @@ def learning_curve_figure(rows: Rows, policy: Policy, title: Sequence[str], qual
     label = textwrap.shorten("; ".join(changes.values()), 90, placeholder=" …")
     for axes, metric in zip(panels, metrics, strict=True):
         axes.grid(color="0.9")
-        axes.set_ylabel(qualities.get(metric, metric))
+        axes.set_ylabel(words.get(metric, metric))
         if changes:
             lines = axes.vlines(list(changes), 0, 1, transform=axes.get_xaxis_transform(), colors=BLACK)
             lines.set(linewidth=1, linestyle="-.", label=label if axes is panels[0] else "_")
-        drawn = _draw_metric(axes, rows, metric, metric in qualities)
-        if metric in qualities:
+        drawn = _draw_metric(axes, rows, metric, metric in words)
+        if metric in words:
             highest = max(values.max(initial=0) for values in drawn)
             axes.set_ylim(0, min(1.15 * highest, 1.03) or 1.03)
         else:

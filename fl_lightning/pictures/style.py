@@ -4,6 +4,7 @@ import textwrap
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -42,6 +43,15 @@ SPLITS = {
     "test": ("test", (VERMILLION, "--", "s")),
 }
 """What a figure calls the data that a metric is of, and how its curve looks."""
+
+
+@cache
+def qualities() -> Mapping[str, str]:
+    """Return what figures call the quality of each shipped task, by the name of the metric."""
+    from fl_lightning.round.tasks import QUALITIES  # late: torchmetrics imports pyplot
+
+    return QUALITIES
+
 
 PERSONAL = {
     "own": ("clients' own models, data like their own", (GREEN, "-", "D")),
