@@ -1,4 +1,4 @@
-"""Who holds which samples of a labelled data set, and the data modules that are dealt so."""
+"""The distribution of labelled samples over clients and server, and data modules that are distributed so."""
 
 import hashlib
 from collections.abc import Sequence

@@ -11,7 +11,6 @@ from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import spec_from_loader
 from pathlib import Path
-from pydoc import ErrorDuringImport, locate
 from types import ModuleType
 
 _PACKAGE = __name__.partition(".")[0]
@@ -89,7 +88,9 @@ def current_name(path: str) -> str:
 
 
 def _named(path: str) -> object:
-    """Return what a dotted path names, None if it names nothing; a string if the import fails, which its user will see."""
+    """Return the object of a dotted path, None without one; the message if its import fails, as its user will see."""
+    from pydoc import ErrorDuringImport, locate  # late: it takes half of the time to import this package
+
     try:
         return locate(path)
     except ErrorDuringImport as error:

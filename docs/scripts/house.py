@@ -25,7 +25,7 @@ _HOMES = {
     if isinstance(node, ast.ImportFrom)
     for alias in node.names
 }
-"""Where each public name of ``fl_lightning`` is defined."""
+"""The module that defines each public name of ``fl_lightning``."""
 
 _USERS = tuple(f"fl_lightning.{part}." for part in USERS)
 

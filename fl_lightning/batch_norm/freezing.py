@@ -1,4 +1,4 @@
-"""Frozen BN layers: they compute with their running statistics and leave these as they are."""
+"""Frozen BN layers: they compute with their running statistics and never update them."""
 
 from collections.abc import Iterable
 

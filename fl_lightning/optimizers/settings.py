@@ -1,4 +1,4 @@
-"""How optimizers are given: as functions that make them, with settings by parameter group."""
+"""The forms of optimizers in settings: functions that make them, and settings by parameter group."""
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any

@@ -1,4 +1,4 @@
-"""What the parts of a round, its executors, evaluations and methods may see of a run."""
+"""The view of a run that the parts of a round, executors, evaluations and methods have."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Protocol

@@ -1,4 +1,4 @@
-"""What a round reports: its loss and its costs, or that it was skipped."""
+"""Reports of a round: its loss and its costs, or that the round was skipped."""
 
 from collections.abc import Collection, Mapping, Sequence
 

@@ -1,4 +1,4 @@
-"""Who of a cohort is aggregated: clients whose update is not finite, and rounds that too few clients are left of."""
+"""The clients of a cohort that are aggregated: updates that are not finite, and rounds with too few clients."""
 
 from collections.abc import Mapping
 

@@ -212,7 +212,7 @@ class Segmentation(Task):
 SHIPPED: tuple[type[Task], ...] = (Classification, Segmentation)
 
 QUALITIES = {task.quality: task.shown[task.quality] for task in SHIPPED}
-"""What figures call the quality of each shipped task, by the name of the metric."""
+"""The words of figures for the quality of each shipped task, by the name of the metric."""
 
 
 def enlarged(scores: Tensor, targets: Tensor) -> Tensor:

@@ -127,6 +127,21 @@ def test_resuming_with_another_executor_or_number_of_threads_says_that_rounding_
         torch.set_num_threads(1)
 
 
+def test_a_run_keeps_the_source_of_the_methods_of_its_first_rounds(capsys):
+    prox, silo = "fl_lightning.callbacks.FedProx", "fl_lightning.callbacks.SiloBN"
+    first = run("--trainer.max_epochs", 1, "--trainer.callbacks", "FedProx").attempt
+    Path("first.ckpt").write_bytes((first.checkpoints / "last.ckpt").read_bytes())
+    (source,) = result(first)["provenance"]
+    capsys.readouterr()
+    of_both = ("--trainer.callbacks", "FedProx", "--trainer.callbacks+", "SiloBN")
+    for methods, kept in ((("--trainer.callbacks", "SiloBN"), [{prox}, {silo}]), (of_both, [{prox, silo}])):
+        later = run("--ckpt_path", "first.ckpt", "--trainer.max_epochs", 2, *methods).attempt
+        entries = result(later)["provenance"]
+        assert [{name for name in entry if "." in name} for entry in entries] == kept
+        assert {entry["source"] for entry in entries} == {source["source"]}
+    assert "other code" not in capsys.readouterr().out
+
+
 def test_a_run_that_other_code_resumes_says_so(monkeypatch, capsys):
     run("--trainer.max_epochs", 1)
     capsys.readouterr()

@@ -169,7 +169,7 @@ def test_comments_docstrings_and_layout_are_no_source(tmp_path, monkeypatch):
     own.write_text('"""A page."""\n\n\nclass Mine:\n    """Words."""\n\n    x = 1  # one\n')
     assert provenance(config) == before
     own.write_text("class Mine:\n    x = 2\n")
-    assert provenance(config)["Mine"] != before["Mine"]
+    assert provenance(config)["mine_for_source.Mine"] != before["mine_for_source.Mine"]
     assert used_files({"class_path": "torch.optim.SGD"}) == set()
 
 
@@ -229,10 +229,15 @@ def test_methods_and_data_sets_are_source_of_the_runs_that_use_them(monkeypatch)
         "trainer": {**plain["trainer"], "callbacks": [{"class_path": "fl_lightning.callbacks.FixBN"}]},
     }
     before, with_method = provenance(plain), provenance(fixbn)
-    assert "FixBN" not in before
+    assert "fl_lightning.callbacks.FixBN" not in before
     assert {name: with_method[name] for name in before} == before
     code = source._code
-    edits = {"fixbn.py": {"FixBN"}, "distribution.py": {"source"}, "fedbn.py": set(), "silobn.py": set()}
+    edits = {
+        "fixbn.py": {"fl_lightning.callbacks.FixBN"},
+        "distribution.py": {"source"},
+        "fedbn.py": set(),
+        "silobn.py": set(),
+    }
     for file, names in edits.items():
         monkeypatch.setattr(source, "_code", lambda path, file=file: code(path) + b"x" * (path.name == file))
         changed = {name for name, now in provenance(fixbn).items() if now != with_method[name]}
@@ -240,6 +245,16 @@ def test_methods_and_data_sets_are_source_of_the_runs_that_use_them(monkeypatch)
         stale = differences([with_method], provenance(fixbn))
         assert [name for name in names if f"{name} " not in stale] == []
         assert bool(stale) == bool(names)
+
+
+def test_methods_of_one_name_are_each_source(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in ("mine_first", "mine_second"):
+        (tmp_path / f"{name}.py").write_text("class Mine:\n    x = 1\n")
+    config = {"trainer": {"callbacks": [{"class_path": f"mine_{name}.Mine"} for name in ("first", "second")]}}
+    before = provenance(config)
+    (tmp_path / "mine_first.py").write_text("class Mine:\n    x = 2\n")
+    assert differences([before], provenance(config)).startswith("mine_first.Mine ")
 
 
 def test_classes_of_a_notebook_and_classes_in_classes_have_no_file_of_their_own(monkeypatch):

@@ -121,8 +121,8 @@ class RunStart(L.Callback):
         changed = [f"{x} {last[x]} -> {now}" for x, now in computes.items() if last.get(x, now) != now]
         if changed:
             print(f"other code or versions than up to round {start.round}: {', '.join(changed)}", flush=True)
-        elif last:
-            record.provenance.pop()  # other methods at most, as those of a shared first stage
+        elif last.keys() <= computes.keys():
+            del record.provenance[-1:]  # the same code and further methods, as after a shared first stage
         if computes not in record.provenance:
             record.provenance.append(computes)
         if start.differs is not None:

@@ -1,4 +1,4 @@
-"""What has computed a run: the source of what decides its numbers, without comments and docstrings."""
+"""The source that computes a run: the code that decides its numbers, without comments and docstrings."""
 
 import ast
 import hashlib
@@ -25,7 +25,7 @@ _NO_NUMBERS = frozenset(
         *("cli", "experiments", "pictures", "testing", "verification"),
     }
 )
-"""What of the package decides no number of a run: it starts, shows, stores or checks runs. The rest is the core."""
+"""Parts of the package that decide no number of a run: they start, show, store or check runs. All other parts are the core."""
 
 _BY_USE = ("fl_lightning.callbacks.", "fl_lightning.datamodules.")
 """The beginnings of the names of shipped modules that count only for the runs that use them."""
@@ -40,8 +40,8 @@ def provenance(config: Mapping[str, Any]) -> dict[str, str]:
         config: The resolved configuration, whose classes and functions may be a user's own.
 
     Returns:
-        The ``source`` of the core and of all that the configuration names beside methods, and by its class the source of each
-        method, as eight hex digits; the versions of Python, PyTorch and Lightning, and of libraries of models that are named.
+        As eight hex digits the ``source`` of the core, model and data, and by its full name the source of each method. The versions
+        of Python, PyTorch and Lightning, and of the libraries of models that the configuration names.
     """
     trainer = config.get("trainer") or {}
     entries = trainer.get("callbacks") or []
@@ -53,11 +53,14 @@ def provenance(config: Mapping[str, Any]) -> dict[str, str]:
         "torch": str(torch.__version__),
         "lightning": L.__version__,
     }
+    methods: dict[str, dict[str, Path]] = {}
     for entry in entries if isinstance(entries, list) else [entries]:
         if files := _files(_dotted_names(entry)):
-            own |= files
             path = entry["class_path"] if isinstance(entry, Mapping) else str(entry)
-            found[path.rpartition(".")[2]] = _digest(files)
+            methods.setdefault(current_name(path), {}).update(files)
+    for path, files in methods.items():
+        own |= files
+        found[path] = _digest(files)
     names |= {name for module, path in own.items() for name in _imports(path, module)}
     roots = {name.partition(".")[0] for name in names}
     return found | {name: version(name) for name in _LIBRARIES if name in roots and find_spec(name)}
@@ -109,7 +112,7 @@ def _may_count(name: str) -> bool:
 
 
 def _home(name: str) -> str:
-    """Return the module in which a shipped name is defined, since packages export it; another name as it is."""
+    """Return the module in which a shipped name is defined, since packages export it; other names unchanged."""
     if name.startswith(_BY_USE):
         package, _, rest = name.removeprefix("fl_lightning.").partition(".")
         exported = getattr(import_module(f"fl_lightning.{package}"), rest.partition(".")[0], None)

@@ -1,4 +1,4 @@
-"""What a study has found: the form of ``study.json``, which tables, figures and reports read."""
+"""The findings of a study: the form of ``study.json``, which tables, figures and reports read."""
 
 from typing import NotRequired, TypedDict
 
@@ -82,7 +82,7 @@ ChoiceFound = TypedDict(
 
 
 class Verdict(TypedDict):
-    """What became of a claim: ``holds``, ``does not hold`` or ``undecided``, and why in words."""
+    """The verdict on a claim: ``holds``, ``does not hold`` or ``undecided``, and why in words."""
 
     claim: str
     verdict: str

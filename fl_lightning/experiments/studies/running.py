@@ -25,7 +25,7 @@ _PATIENCE = 60.0  # seconds after which a shared file system shows what another 
 
 @dataclass
 class _Life:
-    """Where a cell stands in this process; cells with a result have no entry.
+    """The turn of a cell in this process; cells with a result have none.
 
     Attributes:
         phase: ``"waiting"``, ``"submitted"`` to the engine, or ``"ended"`` while its result is looked for.

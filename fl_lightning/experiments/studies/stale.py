@@ -1,12 +1,12 @@
-"""When a result is stale: its run was computed by other source or other versions than now."""
+"""Stale results: other source or other versions computed their runs."""
 
 from collections.abc import Mapping
 
 
 def differences(computed_by: list[dict[str, str]], now: Mapping[str, str]) -> str:
-    """Say what of a run was computed otherwise than it would be now; empty if nothing was.
+    """Name the source and versions of a run that differ from those of now, empty if all are equal.
 
-    Methods that a run had not yet, such as those after a shared first stage, do not count.
+    Methods that the run did not have yet, as in a shared first stage, do not count.
     """
     if not computed_by:
         return "it does not say what computed it"
