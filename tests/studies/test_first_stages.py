@@ -2,6 +2,7 @@
 
 import json
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,7 +10,9 @@ from untrained_cells import LR, cell, finish
 
 from fl_lightning.callbacks import FixBN, SlidingWindowFixBN
 from fl_lightning.experiments.studies import first_stages
+from fl_lightning.experiments.studies.engines.base import Engine
 from fl_lightning.experiments.studies.first_stages import first_stage
+from fl_lightning.experiments.studies.running import Runner
 from fl_lightning.experiments.studies.sharing import share_first_stages
 from fl_lightning.optimizers import milestones
 
@@ -104,6 +107,38 @@ def test_one_first_stage_feeds_every_later_freeze_round():
     share_first_stages([half, late])
     assert (half.parent, late.keep_rounds) == (late, {20})
     assert first_stage(cell(fixbn({})).config) == 20
+
+
+class AtOnce(Engine):
+    """Finishes each batch of jobs before the next look, and keeps who was in the batch."""
+
+    def __init__(self, cells):
+        self.cells, self.batches, self.left = {one.job: one for one in cells}, [], {}
+
+    def submit(self, jobs):
+        if jobs:
+            self.batches.append([self.cells[job.name] for job in jobs])
+        for job in jobs:
+            finish(self.cells[job.name])
+            self.left[job.name] = 0
+
+    def ended(self):
+        left, self.left = self.left, {}
+        return left
+
+    def stop(self):
+        pass
+
+
+def test_a_cell_waits_for_its_parent_and_no_more_cells_run_than_jobs(monkeypatch):
+    monkeypatch.setattr("fl_lightning.experiments.studies.running._PAUSE", 0.0)
+    children, gn = [cell(fixbn({"freeze_round": r})) for r in (10, 20, 30)], cell("--model.model.norm=gn")
+    cells = [*children, bn := cell(), gn]
+    engine = AtOnce(cells)
+    runner = Runner(Path("study"), engine, jobs=2)
+    runner.run(cells)
+    assert runner.failed == {}
+    assert engine.batches == [[bn, gn], children[:2], children[2:]]
 
 
 def test_a_class_of_ones_own_that_is_called_FixBN_shares_nothing(monkeypatch):
