@@ -1,4 +1,15 @@
-"""Partitions as pure functions: from labels and a seed to one index tensor per client."""
+"""Partitions as pure functions: from labels and a seed to one index tensor per client.
+
+Each function gives every sample to exactly one client. Indices are int64 and ascending within a client; every
+client has a sample. The arguments that all have in common:
+
+- ``labels``: class of each sample, shape ``[N]``;
+- ``num_clients``: number of clients, in [1, N];
+- ``generator``: source of all random choices.
+
+An argument out of its range raises a ConfigurationError. Shapes: n clients, C classes, N samples. ``available
+[C]`` holds the sizes of the classes in ascending order of label.
+"""
 
 import math
 from collections.abc import Sequence
@@ -17,7 +28,7 @@ Incidence = npt.NDArray[np.bool_]
 
 
 def class_sizes(labels: Tensor) -> Counts:
-    """Number of samples of each class that occurs, in ascending order of label, ``[C]``."""
+    """Return the number of samples of each class that occurs, in ascending order of label, ``[C]``."""
     return np.unique(labels.numpy(), return_counts=True)[1]
 
 
@@ -27,19 +38,13 @@ def equal_sizes(total: int, num_clients: int) -> Counts:
 
 
 def index_lists(owner: Tensor, num_clients: int) -> list[Tensor]:
-    """The samples of each client, ascending, from the client that owns each sample, ``owner [N]``."""
+    """Return the samples of each client, ascending; ``owner [N]`` is the client of each sample."""
     sizes = torch.bincount(owner, minlength=num_clients)
     return list(owner.argsort(stable=True).tensor_split(sizes.cumsum(0)[:-1]))
 
 
 def deal(labels: Tensor, counts: Counts, generator: torch.Generator) -> list[Tensor]:
-    """Give client i ``counts[i, c]`` random samples of class c.
-
-    Args:
-        labels: Class of each sample, shape ``[N]``.
-        counts: Shape ``[n, C]``; column c sums to the number of samples of the c-th class.
-        generator: Decides which samples of its classes a client receives.
-    """
+    """Give client i ``counts[i, c]`` random samples of class c; column c of ``counts`` sums to the class's size."""
     num_clients, num_classes = counts.shape
     order = torch.randperm(len(labels), generator=generator)
     order = order[labels[order].argsort(stable=True)]
@@ -51,11 +56,10 @@ def deal(labels: Tensor, counts: Counts, generator: torch.Generator) -> list[Ten
 
 
 def counts_per_client(available: Counts, num_clients: int, alpha: float, rng: np.random.Generator) -> Counts:
-    """Class counts ``[n, C]`` of clients of equal size, each drawing from its own ``q ~ Dir(alpha * prior)``.
+    """Return class counts ``[n, C]`` of clients of equal size that each draw from a ``q ~ Dir(alpha * prior)``.
 
     To draw from the renormalised ``q`` once a class is exhausted is to draw from ``q`` and reject that class.
-    So a client draws all its classes at once, keeps what is in stock and draws the rest again: the same law
-    as one by one.
+    So a client draws all its classes at once, keeps what is in stock and draws the rest again.
     """
     prior = available / available.sum()
     stock = available.copy()
@@ -73,7 +77,7 @@ def counts_per_client(available: Counts, num_clients: int, alpha: float, rng: np
 
 
 def counts_per_class(available: Counts, num_clients: int, alpha: float, rng: np.random.Generator) -> Counts:
-    """Class counts ``[n, C]`` when each class is cut in proportions drawn from ``Dir(alpha, ..., alpha)``."""
+    """Return class counts ``[n, C]`` if each class is cut in proportions drawn from ``Dir(alpha, ..., alpha)``."""
     proportions = _softmax(_log_dirichlet(np.full((len(available), num_clients), alpha), rng))
     cuts = np.rint(proportions.cumsum(1) * available[:, None]).astype(np.int64)
     cuts[:, -1] = available
@@ -81,10 +85,10 @@ def counts_per_class(available: Counts, num_clients: int, alpha: float, rng: np.
 
 
 def assign_classes(num_clients: int, num_classes: int, held: int, generator: torch.Generator) -> Incidence:
-    """Give every client ``held`` classes, every class equally many holders (+-1): who holds what, ``[n, C]``.
+    """Give every client ``held`` classes, every class equally many holders (+-1); return who holds what, ``[n, C]``.
 
-    The clients take their classes in turn from one random permutation of the classes after the other. Where a
-    permutation ends within a client, the classes that it already holds go to the end of the next one.
+    The clients take their classes in turn from one random permutation of the classes after the other. If a
+    permutation ends within a client, the classes that the client already holds go to the end of the next.
     """
     slots: list[int] = []
     while len(slots) < num_clients * held:
@@ -97,11 +101,10 @@ def assign_classes(num_clients: int, num_classes: int, held: int, generator: tor
 
 
 def split_among_holders(available: Counts, holds: Incidence) -> Counts:
-    """Class counts ``[n, C]`` when each class is split equally among its holders.
+    """Return class counts ``[n, C]`` if each class is split equally among its holders.
 
-    What is left of a class that does not divide goes, one sample each, to its holders with the fewest
-    samples. A client then passes such a sample on, if need be over others, while someone who can be reached
-    has two fewer; so the sizes of the clients are as equal as they can be.
+    The remainder of a class goes, one sample each, to its holders with the fewest samples. A client then passes
+    such a sample on, if need be over others, while a client that can be reached has two fewer.
     """
     counts = np.where(holds, available // holds.sum(0), 0)
     extra = np.zeros_like(holds)
@@ -154,16 +157,7 @@ Balance = Literal["client", "class"]
 
 
 def iid(labels: Tensor, num_clients: int, generator: torch.Generator) -> list[Tensor]:
-    """Deal a random permutation of the samples to the clients; sizes differ by at most one.
-
-    Args:
-        labels: Class of each sample, shape ``[N]``.
-        num_clients: Number of clients, in [1, N].
-        generator: Source of the permutation.
-
-    Raises:
-        ConfigurationError: ``num_clients`` is below 1 or above the number of samples.
-    """
+    """Deal a random permutation of the samples to the clients; sizes differ by at most one."""
     _check_num_clients(num_clients, len(labels))
     owner = torch.empty(len(labels), dtype=torch.int64)
     owner[torch.randperm(len(labels), generator=generator)] = torch.arange(len(labels)) % num_clients
@@ -173,32 +167,23 @@ def iid(labels: Tensor, num_clients: int, generator: torch.Generator) -> list[Te
 def dirichlet(
     labels: Tensor, num_clients: int, alpha: float, generator: torch.Generator, balance: Balance = "client"
 ) -> list[Tensor]:
-    """Draw class proportions from a Dirichlet distribution.
+    """Draw class proportions from a Dirichlet distribution of concentration ``alpha``, above 0.
 
     ``balance="client"`` is Hsu et al. 2019, "Measuring the Effects of Non-Identical Data Distribution for
     Federated Visual Classification", section 3: client m draws ``q_m ~ Dir(alpha * prior)``, where the prior
     holds the class frequencies, and then its samples one by one without replacement with classes from
     ``q_m``; an exhausted class is dropped and ``q_m`` renormalised. Every client draws ``N // num_clients``
-    samples, the first ``N % num_clients`` clients one more, so that no sample is lost.
+    samples, the first ``N % num_clients`` clients one more.
 
     ``balance="class"`` cuts every class among the clients in proportions drawn from ``Dir(alpha, ...,
-    alpha)``; the sizes of the clients are then unequal. This is the split of the FBN paper's experiments
-    (appendix C.2).
+    alpha)``, as the FBN paper's experiments (appendix C.2); the sizes of the clients are then unequal.
 
-    The two differ in what ``alpha`` means: with C equal classes, client m's concentration is ``alpha / C`` a
-    class in the first and ``alpha`` a client in the second.
-
-    Args:
-        labels: Class of each sample, shape ``[N]``.
-        num_clients: Number of clients, in [1, N].
-        alpha: Concentration, above 0: the proportions approach the prior (``"class"``: equal shares) as it
-            grows, and one class per client (``"class"``: one client per class) as it vanishes.
-        generator: Source of the proportions and of the draws.
-        balance: ``"client"`` or ``"class"``, see above.
+    With C equal classes, client m's concentration is ``alpha / C`` a class in the first and ``alpha`` a client in
+    the second. As ``alpha`` grows, the proportions approach the prior (``"class"``: equal shares); as ``alpha``
+    vanishes, each client has one class (``"class"``: each class one client).
 
     Raises:
-        ConfigurationError: An argument is out of its range, or ``balance="class"`` leaves a client without a
-            sample.
+        ConfigurationError: ``balance="class"`` leaves a client without a sample.
     """
     check_dirichlet(alpha, balance)
     _check_num_clients(num_clients, len(labels))
@@ -224,18 +209,11 @@ def shards(
     """Give every client ``ceil(class_fraction * C)`` of the C classes (FixBN, section 4; Hsieh et al. 2020).
 
     Every class is held by the same number of clients, as evenly as possible (numbers differ by at most one),
-    and its samples are split equally among its holders. The classes of a client are drawn by the generator.
-    With five clients and a fraction of 0.2 each client holds a fifth of the classes exclusively.
-
-    Args:
-        labels: Class of each sample, shape ``[N]``.
-        num_clients: Number of clients, in [1, N].
-        class_fraction: Share of the classes that a client holds, in (0, 1].
-        generator: Source of the classes of each client and of the samples of each holder.
+    and its samples are split equally among its holders. With five clients and a ``class_fraction`` of 0.2, in
+    (0, 1], each client holds a fifth of the classes exclusively.
 
     Raises:
-        ConfigurationError: An argument is out of its range, the clients together cannot hold every class, or
-            a class has fewer samples than holders.
+        ConfigurationError: The clients cannot hold every class, or a class has fewer samples than holders.
     """
     check_class_fraction(class_fraction)
     _check_num_clients(num_clients, len(labels))
@@ -269,16 +247,8 @@ def gamma_similarity(
 
     The split of the FBN paper (section 5; the "s % similarity" of SCAFFOLD): ``gamma * N`` random samples are
     dealt to the clients, the others are sorted by label and cut into ``num_clients`` consecutive chunks, and
-    client i receives its share of both. Sizes differ by at most one.
-
-    Args:
-        labels: Class of each sample, shape ``[N]``.
-        num_clients: Number of clients, in [1, N].
-        gamma: Share of homogeneous data, in [0, 1]: 1 is IID, 0 sorts everything by class.
-        generator: Source of the random samples.
-
-    Raises:
-        ConfigurationError: An argument is out of its range.
+    client i receives its share of both. Sizes differ by at most one. ``gamma`` is in [0, 1]: 1 is IID, 0 sorts
+    everything by class.
     """
     check_gamma(gamma)
     total = len(labels)
@@ -296,13 +266,9 @@ def gamma_similarity(
 
 
 def natural(groups: Tensor | Sequence[str] | Sequence[int]) -> list[Tensor]:
-    """Make every group (a city, a writer, a hospital) one client, in the sorted order of the groups.
+    """Make every group (a city, a writer, a hospital) one client, in sorted order.
 
-    Args:
-        groups: Group of each sample, shape ``[N]``: an integer tensor or a sequence of names or numbers.
-
-    Raises:
-        ConfigurationError: There is no sample.
+    ``groups`` holds the group of each sample, shape ``[N]``: integers or names, at least one.
     """
     if len(groups) == 0:
         raise ConfigurationError("partition Natural() found 0 samples; it needs one group per sample")

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Generator, Tensor
 
 from fl_lightning.datamodules import partition
 from fl_lightning.datamodules.partition import Balance
@@ -18,7 +18,7 @@ from fl_lightning.errors import ConfigurationError, check_choice
 from fl_lightning.files import user_path
 from fl_lightning.recorded import Recorded
 
-Groups = Tensor | Sequence[str] | Sequence[int]
+Groups = Tensor | Sequence[str] | Sequence[int] | None
 
 
 class Partition(Recorded):
@@ -28,7 +28,7 @@ class Partition(Recorded):
     """
 
     def __call__(
-        self, labels: Tensor, num_clients: int, generator: torch.Generator, groups: Groups | None = None
+        self, labels: Tensor, num_clients: int, generator: Generator, groups: Groups = None
     ) -> list[Tensor]:
         """Assign every sample to one client.
 
@@ -54,7 +54,7 @@ class IID(Partition):
     """Equal random shares (:func:`~fl_lightning.datamodules.partition.iid`)."""
 
     def __call__(
-        self, labels: Tensor, num_clients: int, generator: torch.Generator, groups: Groups | None = None
+        self, labels: Tensor, num_clients: int, generator: Generator, groups: Groups = None
     ) -> list[Tensor]:
         """See :meth:`Partition.__call__`."""
         return partition.iid(labels, num_clients, generator)
@@ -75,7 +75,7 @@ class Dirichlet(Partition):
         self.balance: Balance = balance
 
     def __call__(
-        self, labels: Tensor, num_clients: int, generator: torch.Generator, groups: Groups | None = None
+        self, labels: Tensor, num_clients: int, generator: Generator, groups: Groups = None
     ) -> list[Tensor]:
         """See :meth:`Partition.__call__`."""
         return partition.dirichlet(labels, num_clients, self.alpha, generator, self.balance)
@@ -93,7 +93,7 @@ class Shards(Partition):
         self.class_fraction = class_fraction
 
     def __call__(
-        self, labels: Tensor, num_clients: int, generator: torch.Generator, groups: Groups | None = None
+        self, labels: Tensor, num_clients: int, generator: Generator, groups: Groups = None
     ) -> list[Tensor]:
         """See :meth:`Partition.__call__`."""
         return partition.shards(labels, num_clients, self.class_fraction, generator)
@@ -111,7 +111,7 @@ class GammaSimilarity(Partition):
         self.gamma = gamma
 
     def __call__(
-        self, labels: Tensor, num_clients: int, generator: torch.Generator, groups: Groups | None = None
+        self, labels: Tensor, num_clients: int, generator: Generator, groups: Groups = None
     ) -> list[Tensor]:
         """See :meth:`Partition.__call__`."""
         return partition.gamma_similarity(labels, num_clients, self.gamma, generator)
@@ -121,13 +121,9 @@ class Natural(Partition):
     """One client per group of the data set (:func:`~fl_lightning.datamodules.partition.natural`)."""
 
     def __call__(
-        self, labels: Tensor, num_clients: int, generator: torch.Generator, groups: Groups | None = None
+        self, labels: Tensor, num_clients: int, generator: Generator, groups: Groups = None
     ) -> list[Tensor]:
-        """See :meth:`Partition.__call__`.
-
-        Raises:
-            ConfigurationError: The data set has no groups.
-        """
+        """See :meth:`Partition.__call__`; raises a ConfigurationError if the data set has no groups."""
         if groups is None:
             raise ConfigurationError(
                 "partition Natural() needs data that come in groups, and this data set has none; "
@@ -137,14 +133,13 @@ class Natural(Partition):
 
 
 class HonestOnly(Partition):
-    """All data lie with the honest clients, as in the ByzFL library; attackers, the last ones, get copies of some of theirs.
+    """All data at the honest clients, as in the ByzFL library; attackers, the last clients, get copies.
 
-    What attackers compute from their copies matters only to attacks that use it. ``Byzantine(clients=attackers)`` names the same
-    clients.
+    The copies matter only to attacks that use them. ``Byzantine(clients=attackers)`` names the same clients.
 
     Args:
         partition: How the data are spread over the honest clients.
-        attackers: How many clients are none, at least 0.
+        attackers: Number of attackers, at least 0.
     """
 
     def __init__(self, partition: Partition, attackers: int) -> None:
@@ -153,13 +148,9 @@ class HonestOnly(Partition):
         self.partition, self.attackers = partition, attackers
 
     def __call__(
-        self, labels: Tensor, num_clients: int, generator: torch.Generator, groups: Groups | None = None
+        self, labels: Tensor, num_clients: int, generator: Generator, groups: Groups = None
     ) -> list[Tensor]:
-        """See :meth:`Partition.__call__`.
-
-        Raises:
-            ConfigurationError: No client is honest.
-        """
+        """See :meth:`Partition.__call__`; raises a ConfigurationError if no client is honest."""
         if self.attackers >= num_clients:
             raise ConfigurationError(
                 f"HonestOnly.attackers: {self.attackers} of {num_clients} clients leave none honest; use fewer"
@@ -178,11 +169,11 @@ class Assignment:
     """The samples of each client, int64, ascending; test samples count on from the last training sample.
 
     Attributes:
-        ids: What the file calls the clients.
+        ids: Names of the clients in the file.
         train: Training samples of each client, at least one.
-        val: Validation samples of its own.
-        test: Test samples of its own.
-        space: ``"train"``, or ``"train+test"`` where the clients also share the data set's test samples.
+        val: Own validation samples of each client.
+        test: Own test samples of each client.
+        space: ``"train"``, or ``"train+test"`` if the clients also share the data set's test samples.
     """
 
     ids: list[str]
@@ -193,18 +184,21 @@ class Assignment:
 
 
 class FromFile(Partition):
-    """The clients of a JSON file, as ``partition --save`` writes it, or a few lines in another program.
+    """The clients of a JSON file that ``partition --save``, or a few lines in another program, write.
 
     ::
 
         {"format": "fl_lightning.partition/1", "dataset": "cifar10", "space": "train", "examples": 50000,
          "labels_sha256": "...", "clients": [{"id": "0", "train": [3, 17], "val": [], "test": [9]}]}
 
-    A client's ``val`` and ``test`` samples are evaluation data of its own. In the space ``train+test`` the numbers of the test
-    samples follow those of the training samples; there the server's test data are the clients' and the test samples that no client
-    has. ``labels_sha256`` is that of the labels in this order (int64, little-endian). Nobody has a sample twice; two clients may
-    share one where the file says ``"overlap": true``, but not one that somebody trains on as evaluation data. The number of clients is that of the file. Server validation data
-    (``val_fraction``) are drawn from the training samples that the file gives to no client.
+    - ``val`` and ``test`` are a client's own evaluation data.
+    - In the space ``train+test`` the numbers of the test samples follow the training samples' numbers; the server's
+      test data are then the clients' test samples and the test samples without a client.
+    - ``labels_sha256`` is the digest of the labels in this order (int64, little-endian).
+    - A client has no sample twice. Two clients may share a sample if the file has ``"overlap": true``, but no
+      client evaluates on a sample that a client trains on.
+    - The number of clients is the file's; server validation data (``val_fraction``) are drawn from the training
+      samples without a client.
 
     Args:
         path: The file.
@@ -229,9 +223,9 @@ class FromFile(Partition):
         self.path = path
 
     def __call__(
-        self, labels: Tensor, num_clients: int, generator: torch.Generator, groups: Groups | None = None
+        self, labels: Tensor, num_clients: int, generator: Generator, groups: Groups = None
     ) -> list[Tensor]:
-        """See :meth:`Partition.__call__`; ``labels`` are those of all training samples, own evaluation data are left out."""
+        """See :meth:`Partition.__call__`; ``labels`` of all training samples, without own evaluation data."""
         return self.assignment(labels, labels[:0]).train
 
     def assignment(self, train_labels: Tensor, test_labels: Tensor) -> Assignment:
@@ -320,7 +314,7 @@ class FromFile(Partition):
 
 
 def labels_sha256(labels: Tensor) -> str:
-    """SHA-256 of labels ``[N]`` as int64, little-endian, in hexadecimal digits."""
+    """Return the SHA-256 of labels ``[N]`` as int64, little-endian, in hexadecimal digits."""
     return hashlib.sha256(labels.numpy().astype("<i8").tobytes()).hexdigest()
 
 
