@@ -1,6 +1,5 @@
 """The Gaussian toy of the FBN paper: points in the plane, of which only their normalisation is of interest."""
 
-from collections.abc import Iterator
 from math import inf, pi
 from typing import Any
 
@@ -10,6 +9,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from fl_lightning.client_data.federated import ClientDataModule, FederatedDataModule
 from fl_lightning.datamodules.images import Batch
+from fl_lightning.datamodules.in_memory import EpochSampler
 from fl_lightning.datamodules.partition import check_gamma
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.randomness import generator
@@ -142,24 +142,9 @@ class GaussianClient(ClientDataModule):
         return sample_points(labels, self.centres, self.std, draws)
 
     def train_dataloader(self) -> DataLoader[Batch]:
-        """The batch of epoch 0, or of the one that ``loader.sampler.set_epoch(epoch)`` chooses."""
-        return DataLoader(ClientBatches(self), sampler=EpochStep(), batch_size=None)
-
-
-class EpochStep:
-    """Yields the step of an epoch of one step: a sampler of whole batches."""
-
-    epoch = 0
-
-    def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch, from 0; Lightning calls this where it drives the loader itself."""
-        self.epoch = epoch
-
-    def __len__(self) -> int:
-        return 1
-
-    def __iter__(self) -> Iterator[int]:
-        return iter([self.epoch])
+        """Return the batch of epoch 0, or of the epoch that ``loader.sampler.set_epoch(epoch)`` chooses."""
+        sampler = EpochSampler(lambda epoch: [epoch], self.steps_per_epoch)
+        return DataLoader(ClientBatches(self), sampler=sampler, batch_size=None)
 
 
 class ClientBatches(Dataset[Batch]):
@@ -180,15 +165,5 @@ class ClientBatches(Dataset[Batch]):
 
 
 def sample_points(labels: Tensor, centres: Tensor, std: float, draws: torch.Generator) -> Batch:
-    """Draw a point of each label's component.
-
-    Args:
-        labels: Component of each point, shape ``[b]``.
-        centres: Centre of each component, shape ``[n, 2]``.
-        std: Standard deviation along each axis.
-        draws: Source of the points.
-
-    Returns:
-        Points ``[b, 2]`` and the labels.
-    """
+    """Draw a point of each label's component, ``labels [b]``; return the points ``[b, 2]`` and the labels."""
     return centres[labels] + std * torch.randn(len(labels), 2, generator=draws), labels

@@ -79,7 +79,7 @@ class Normalization:
         self.scale = scale
 
     def to(self, device: torch.device) -> "Normalization":
-        """The same for pixels in the memory of a device."""
+        """Return the same for pixels in the memory of a device."""
         moved = copy.copy(self)
         moved.mean, moved.std = self.mean.to(device), self.std.to(device)
         return moved
@@ -99,41 +99,54 @@ class Normalization:
         return lines.view(pixels.shape).movedim(-1, -3)
 
 
-def pixels_of(images: Tensor) -> Tensor:
-    """Images ``[N, C, H, W]`` with the channels of a pixel side by side in memory, ``[N, H, W, C]``."""
-    return images.permute(0, 2, 3, 1).contiguous()
+class Images(Dataset[Batch]):
+    """Images held as bytes and normalised when they are read; indexed by a sample or by a slice of samples.
+
+    Args:
+        images: uint8, shape ``[N, C, H, W]``; copied.
+        labels: int64, shape ``[N]``.
+        normalize: Applied to the pixels.
+
+    Attributes:
+        pixels: uint8, shape ``[N, H, W, C]``: the channels of a pixel lie side by side.
+    """
+
+    def __init__(self, images: Tensor, labels: Tensor, normalize: Normalization) -> None:
+        self.pixels = images.permute(0, 2, 3, 1).contiguous()
+        self.labels = labels
+        self.normalize = normalize
+
+    def to(self, device: torch.device) -> None:
+        """Keep the images in the memory of a device."""
+        self.pixels, self.labels = self.pixels.to(device), self.labels.to(device)
+        self.normalize = self.normalize.to(device)
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: int | slice | Tensor) -> Batch:
+        return self.normalize(self.pixels[index]), self.labels[index]
 
 
-class TrainImages:
+class TrainImages(Images):
     """The training images of all clients, with batched random crops and flips at random access.
 
-    A random crop shifts the image by up to ``padding`` pixels in each direction. As in the usual CIFAR recipe
-    (``RandomCrop`` on the image), the border is black: it is padded with pixels of value 0, before
-    normalisation.
+    A random crop shifts the image by up to ``padding`` pixels in each direction. The border is black, as in the
+    usual CIFAR recipe (``RandomCrop`` on the image): pixels of value 0, before normalisation.
 
     Args:
         images: uint8, shape ``[N, C, H, W]``; copied.
         labels: int64, shape ``[N]``.
         normalize: Applied to the augmented pixels.
-        padding: Width of the black border, 0 for none.
-
-    Attributes:
-        pixels: uint8, shape ``[N, H, W, C]``.
+        padding: Width of the black border in pixels, 0 for none.
     """
 
     def __init__(self, images: Tensor, labels: Tensor, normalize: Normalization, padding: int) -> None:
-        self.pixels = pixels_of(images)
-        self.labels = labels
-        self.normalize = normalize
+        super().__init__(images, labels, normalize)
         self.padding = padding
 
-    def to(self, device: torch.device) -> None:
-        """Keep the images in the memory of a device, where :meth:`batch` then works."""
-        self.pixels, self.labels = self.pixels.to(device), self.labels.to(device)
-        self.normalize = self.normalize.to(device)
-
     def batch(self, draws: Tensor) -> Batch:
-        """The samples that are drawn, augmented and normalised.
+        """Return the samples that are drawn, augmented and normalised.
 
         Args:
             draws: int64, shape ``[..., 4]``: sample, vertical and horizontal offset of the crop within the
@@ -168,39 +181,10 @@ class TrainImages:
         ]
 
 
-class EvaluationImages(Dataset[Batch]):
-    """Normalised images without augmentation; indexed by a sample or by a slice of samples.
-
-    Args:
-        images: uint8, shape ``[N, C, H, W]``; copied.
-        labels: int64, shape ``[N]``.
-        normalize: Applied to the pixels.
-
-    Attributes:
-        pixels: uint8, shape ``[N, H, W, C]``.
-    """
-
-    def __init__(self, images: Tensor, labels: Tensor, normalize: Normalization) -> None:
-        self.pixels = pixels_of(images)
-        self.labels = labels
-        self.normalize = normalize
-
-    def to(self, device: torch.device) -> None:
-        """Keep the images in the memory of a device."""
-        self.pixels, self.labels = self.pixels.to(device), self.labels.to(device)
-        self.normalize = self.normalize.to(device)
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def __getitem__(self, index: int | slice | Tensor) -> Batch:
-        return self.normalize(self.pixels[index]), self.labels[index]
-
-
 def channel_statistics(images: Tensor, scale: float) -> tuple[list[float], list[float]]:
-    """Mean and standard deviation of each channel of ``images / scale``, for uint8 images ``[N, C, H, W]``.
+    """Return mean and standard deviation of each channel of ``images / scale``, for uint8 ``[N, C, H, W]``.
 
-    They are computed from the histogram of the pixel values, hence exact up to the last rounding.
+    Both come from the histogram of the pixel values, hence exact up to the last rounding.
     """
     histogram = torch.stack(
         [channel.flatten().bincount(minlength=256) for channel in images.unbind(1)]
@@ -213,7 +197,7 @@ def channel_statistics(images: Tensor, scale: float) -> tuple[list[float], list[
 
 
 def balanced_subset(labels: Tensor, count: int, generator: torch.Generator) -> Tensor:
-    """A random subset in which every class has the same share as in the whole, up to one sample.
+    """Draw a subset in which every class has the same share as in the whole, up to one sample.
 
     Args:
         labels: Class of each sample, shape ``[N]``.

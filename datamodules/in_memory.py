@@ -1,6 +1,6 @@
 """Data sets in memory, and their clients."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -13,8 +13,8 @@ from fl_lightning.client_data.fingerprint import digest
 from fl_lightning.datamodules.distribution import PartitionedDataModule, images_at
 from fl_lightning.datamodules.images import (
     Batch,
-    EvaluationImages,
     ImageData,
+    Images,
     Normalization,
     TrainImages,
     channel_statistics,
@@ -61,10 +61,10 @@ class InMemoryClient(ClientDataModule):
         self._draws = torch.empty(0)
 
     def epoch_draws(self, epoch: int) -> Tensor:
-        """All random choices of one epoch, int64, shape ``[steps_per_epoch, batch_size, 4]``.
+        """Return all random choices of one epoch, int64, shape ``[steps_per_epoch, batch_size, 4]``.
 
-        The last axis is the ``draws`` of :meth:`~fl_lightning.datamodules.images.TrainImages.batch`. The data order does not depend on
-        whether, or how, the samples are augmented.
+        The last axis is the ``draws`` of :meth:`~fl_lightning.datamodules.images.TrainImages.batch`. The data
+        order does not depend on the augmentation.
         """
         if epoch != self._epoch:
             order = permutation(self.num_examples, self.seed, "data order", self.client_id, epoch)
@@ -80,28 +80,31 @@ class InMemoryClient(ClientDataModule):
         return self._draws
 
     def step_draws(self, step: int) -> Tensor:
-        """The random choices of local step ``step``, int64, shape ``[batch_size, 4]``."""
+        """Return the random choices of local step ``step``, int64, shape ``[batch_size, 4]``."""
         epoch, index = divmod(step, self.steps_per_epoch)
         return self.epoch_draws(epoch)[index]
 
     def train_batch(self, step: int) -> Batch:
-        """The batch of local step ``step`` (from 0, counted over the whole training)."""
+        """Return the batch of local step ``step`` (from 0, counted over the whole training)."""
         return self.images.batch(self.step_draws(step))
 
     def train_dataloader(self) -> DataLoader[Batch]:
-        """The batches of one epoch: epoch 0, or the one that ``loader.sampler.set_epoch(epoch)`` chooses."""
-        return DataLoader(ClientImages(self), sampler=EpochSampler(self), batch_size=None)
+        """Return the batches of one epoch: epoch 0, or the epoch that ``loader.sampler.set_epoch(epoch)`` chooses."""
+        return DataLoader(
+            ClientImages(self), sampler=EpochSampler(self.epoch_draws, self.steps_per_epoch), batch_size=None
+        )
 
 
 class EpochSampler:
-    """Yields the random choices of each batch of an epoch, ``[batch_size, 4]``: a sampler of whole batches.
+    """A sampler of whole batches: yields what a data set takes as the index of each batch of an epoch.
 
     Args:
-        client: The client whose epochs are walked.
+        batches: Gives these indices for an epoch.
+        steps_per_epoch: Number of batches in an epoch.
     """
 
-    def __init__(self, client: InMemoryClient) -> None:
-        self.client = client
+    def __init__(self, batches: Callable[[int], Iterable[Any]], steps_per_epoch: int) -> None:
+        self.batches, self.steps_per_epoch = batches, steps_per_epoch
         self.epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
@@ -109,10 +112,10 @@ class EpochSampler:
         self.epoch = epoch
 
     def __len__(self) -> int:
-        return self.client.steps_per_epoch
+        return self.steps_per_epoch
 
-    def __iter__(self) -> Iterator[Tensor]:
-        return iter(self.client.epoch_draws(self.epoch))
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.batches(self.epoch))
 
 
 class ClientImages(Dataset[Batch]):
@@ -160,8 +163,8 @@ class InMemoryDataModule(PartitionedDataModule):
     mean: tuple[float, ...] | None = None
     std: tuple[float, ...] | None = None
     train_images: TrainImages
-    val_images: EvaluationImages
-    test_images: EvaluationImages
+    val_images: Images
+    test_images: Images
 
     def __init__(
         self,
@@ -180,7 +183,7 @@ class InMemoryDataModule(PartitionedDataModule):
         self.crop_padding = crop_padding
         self.horizontal_flip = horizontal_flip
         self._shares: list[InMemoryClient] = []
-        self._own: dict[str, tuple[EvaluationImages, list[Tensor]]] = {}
+        self._own: dict[str, tuple[Images, list[Tensor]]] = {}
 
     @property
     def clients(self) -> Sequence[InMemoryClient]:
@@ -210,21 +213,14 @@ class InMemoryDataModule(PartitionedDataModule):
             client_ids: The active clients of the cohort.
             steps: For each of them its local step, from 0, counted over the whole training.
         """
-        draws = [
-            self._shares[client_id].step_draws(step)
-            for client_id, step in zip(client_ids, steps, strict=True)
-        ]
+        pairs = zip(client_ids, steps, strict=True)
+        draws = [self._shares[client_id].step_draws(step) for client_id, step in pairs]
         return BatchStack(stack=self.train_images.batch(torch.stack(draws)))
 
     def keep_on(self, device: torch.device) -> None:
         """Hold all images in the memory of a GPU, as bytes, if they take less than half of what is free there."""
         own = (images for images, _ in self._own.values())
-        parts: set[TrainImages | EvaluationImages] = {
-            self.train_images,
-            self.val_images,
-            self.test_images,
-            *own,
-        }
+        parts: set[Images] = {self.train_images, self.val_images, self.test_images, *own}
         if device.type == "cuda":
             free, _ = torch.cuda.mem_get_info(device)
             if sum(part.pixels.nbytes for part in parts) > free / 2:
@@ -269,8 +265,8 @@ class InMemoryDataModule(PartitionedDataModule):
         images = images_at(data, train)
         self.train_images = TrainImages(images, found.labels[train], normalize, self.crop_padding)
 
-        def evaluated(samples: Tensor) -> EvaluationImages:
-            return EvaluationImages(images_at(data, samples), found.labels[samples], normalize)
+        def evaluated(samples: Tensor) -> Images:
+            return Images(images_at(data, samples), found.labels[samples], normalize)
 
         self.val_images, self.test_images = evaluated(found.val), evaluated(found.test)
         for split, parts in found.own.items():
@@ -278,16 +274,11 @@ class InMemoryDataModule(PartitionedDataModule):
             if not bool(torch.isin(everyone := torch.unique(torch.cat(parts)), samples).all()):
                 samples, own_images = everyone, evaluated(everyone)
             self._own[split] = own_images, [torch.searchsorted(samples, part) for part in parts]
+        own_samples = [torch.searchsorted(train, part) for part in found.clients]
+        how = self.batch_size, self.horizontal_flip, self.seed
         self._shares = [
-            InMemoryClient(
-                client_id,
-                self.train_images,
-                torch.searchsorted(train, part),
-                self.batch_size,
-                self.horizontal_flip,
-                self.seed,
-            )
-            for client_id, part in enumerate(found.clients)
+            InMemoryClient(client_id, self.train_images, part, *how)
+            for client_id, part in enumerate(own_samples)
         ]
 
     def _normalization(self, train_images: Tensor) -> Normalization:
@@ -301,9 +292,7 @@ class InMemoryDataModule(PartitionedDataModule):
                 )
         return Normalization(*channel_statistics(train_images, self.scale), self.scale)
 
-    def _evaluation_loader(self, images: EvaluationImages) -> DataLoader[Batch]:
-        batches = [
-            slice(start, start + self.eval_batch_size)
-            for start in range(0, len(images), self.eval_batch_size)
-        ]
+    def _evaluation_loader(self, images: Images) -> DataLoader[Batch]:
+        size = self.eval_batch_size
+        batches = [slice(start, start + size) for start in range(0, len(images), size)]
         return DataLoader(images, sampler=batches, batch_size=None)
