@@ -21,7 +21,7 @@ from fl_lightning.datamodules.streamed import (
     StreamedClient,
     augmentation,
 )
-from fl_lightning.errors import ConfigurationError
+from fl_lightning.errors import ConfigurationError, check_at_least
 
 LAYOUT = (
     "leftImg8bit/<split>/<city>/<name>_leftImg8bit.png and gtFine/<split>/<city>/<name>_gtFine_labelIds.png"
@@ -114,13 +114,7 @@ class Cityscapes(FederatedDataModule):
         seed: int = 0,
     ) -> None:
         super().__init__(seed=seed)
-        for name, value in {
-            "batch_size": batch_size,
-            "eval_batch_size": eval_batch_size,
-            "threads": threads,
-        }.items():
-            if value < 1:
-                raise ConfigurationError(f"{name} must be at least 1, found {value}")
+        check_at_least(1, batch_size=batch_size, eval_batch_size=eval_batch_size, threads=threads)
         if not 0 < scale[0] <= scale[1]:
             raise ConfigurationError(f"scale must be two factors such as [0.5, 1.5], found {list(scale)}")
         self.data_dir = Path(data_dir).expanduser()

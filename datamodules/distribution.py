@@ -12,7 +12,7 @@ from fl_lightning.client_data.federated import FederatedDataModule
 from fl_lightning.datamodules.images import ImageData, balanced_subset
 from fl_lightning.datamodules.partition import natural
 from fl_lightning.datamodules.partitions import FORMAT, IID, FromFile, Natural, Partition, labels_sha256
-from fl_lightning.errors import ConfigurationError
+from fl_lightning.errors import ConfigurationError, check_at_least
 from fl_lightning.randomness import generator
 
 
@@ -26,8 +26,8 @@ class Distribution:
         clients: Training samples of each client.
         val: The server's validation data.
         test: The server's test data.
-        own: Evaluation data of the clients' own by split, ``"val"`` or ``"test"``; no entry where nobody has any.
-        groups: The group that each client is, where each is one.
+        own: The clients' own evaluation data by split, ``"val"`` or ``"test"``; no entry if no client has any.
+        groups: The group of each client, if each client is one.
     """
 
     labels: Tensor
@@ -39,7 +39,7 @@ class Distribution:
     groups: list[int]
 
     def as_file(self, dataset: str, origin: dict[str, Any]) -> dict[str, Any]:
-        """The clients as :class:`~fl_lightning.datamodules.partitions.FromFile` reads them.
+        """Return the clients as :class:`~fl_lightning.datamodules.partitions.FromFile` reads them.
 
         Args:
             dataset: Name of the data set.
@@ -78,16 +78,9 @@ def distribute(
 ) -> Distribution:
     """Take the subset and the server's validation data, and spread the rest over the clients.
 
-    Args:
-        train_labels: Class of each training sample, int64, shape ``[N]``.
-        test_labels: Class of each test sample, int64, shape ``[M]``.
-        train_groups: Group of each training sample, int64, shape ``[N]``, for data that come in groups.
-        test_groups: Group of each test sample, int64, shape ``[M]``, likewise.
-        partition: How its training samples are spread.
-        num_clients: Number of clients, where the partition does not know it itself.
-        val_fraction: Share of the training samples, in [0, 1), for the server's validation data, every class in proportion.
-        max_examples: Use only that many training samples, every class in proportion; None for all.
-        seed: Seed of all three.
+    ``train_labels [N]`` and ``test_labels [M]`` hold the class of each sample, ``train_groups [N]`` and
+    ``test_groups [M]`` the group, for data that come in groups; all are int64. The other arguments are the
+    settings of :class:`PartitionedDataModule`.
 
     Raises:
         ConfigurationError: The partition is impossible, or the validation data would be empty.
@@ -139,17 +132,11 @@ def distribute(
 
 
 def images_at(data: ImageData, samples: Tensor) -> Tensor:
-    """The images of samples that are numbered as in :class:`Distribution`, ascending; all of a part are not copied."""
+    """Return the images of samples numbered as in :class:`Distribution`, ascending; a whole part is not copied."""
     num_train = len(data.train_labels)
     inner = int((samples < num_train).sum())
-    found = [
-        part if len(index) == len(part) else part[index]
-        for part, index in (
-            (data.train_images, samples[:inner]),
-            (data.test_images, samples[inner:] - num_train),
-        )
-        if len(index)
-    ]
+    parts = (data.train_images, samples[:inner]), (data.test_images, samples[inner:] - num_train)
+    found = [part if len(index) == len(part) else part[index] for part, index in parts if len(index)]
     return torch.cat(found) if len(found) > 1 else (found or [data.train_images[:0].clone()])[0]
 
 
@@ -170,18 +157,16 @@ class PartitionedDataModule(FederatedDataModule):
     """The base of data sets whose training samples are spread over the clients by their labels.
 
     Args:
-        num_clients: Number of clients; with ``Natural`` their number is that of the groups, with ``FromFile`` that of the
-            file, and this one is not used.
-        batch_size: Samples in a client's batch, 20 in the FixBN paper. Every batch is complete: what is left
-            of an epoch is dropped.
+        num_clients: Number of clients; ignored with ``Natural`` (the number of groups) and ``FromFile`` (of the file).
+        batch_size: Samples in a client's batch, 20 in the FixBN paper. Every batch is complete: the rest of an
+            epoch is dropped.
         partition: How the training data are spread over the clients; None is ``IID()``.
-        val_fraction: Share of the training data, in [0, 1), that becomes the server's validation set before
-            the clients receive theirs; drawn by the seed, every class in proportion. With 0 the evaluation
-            inside ``fit`` uses the test data and is labelled so.
+        val_fraction: Share of the training data, in [0, 1), that becomes the server's validation set before the
+            clients receive theirs; drawn by the seed, every class in proportion. With 0 the evaluation inside
+            ``fit`` uses the test data and is labelled so.
         eval_batch_size: Samples in a batch of the server's evaluation.
         seed: Seed of the subset, the validation set, the partition, the data order and the augmentation.
-        max_examples: Use only that many training images, every class in proportion, for reduced runs; None
-            for all.
+        max_examples: Number of training samples used, every class in proportion, for reduced runs; None for all.
 
     Attributes:
         distribution: Who has which samples; known after ``setup``.
@@ -203,17 +188,8 @@ class PartitionedDataModule(FederatedDataModule):
         max_examples: int | None = None,
     ) -> None:
         super().__init__(seed=seed)
-        at_least_one = {
-            "num_clients": num_clients,
-            "batch_size": batch_size,
-            "eval_batch_size": eval_batch_size,
-        }
-        for name, value in {
-            **at_least_one,
-            "max_examples": 1 if max_examples is None else max_examples,
-        }.items():
-            if value < 1:
-                raise ConfigurationError(f"{name} must be at least 1, found {value}")
+        check_at_least(1, num_clients=num_clients, batch_size=batch_size, eval_batch_size=eval_batch_size)
+        check_at_least(1, max_examples=1 if max_examples is None else max_examples)
         if not 0 <= val_fraction < 1:
             raise ConfigurationError(f"val_fraction must be in [0, 1), such as 0.1, found {val_fraction}")
         self.batch_size = batch_size
@@ -259,7 +235,7 @@ class PartitionedDataModule(FederatedDataModule):
         }
 
     def class_histograms(self) -> list[list[int]]:
-        """``[i][c]``: client i's training examples of class c."""
+        """Return ``[i][c]``: client i's training examples of class c."""
         return self._class_histograms
 
     def distribute(

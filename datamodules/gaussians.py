@@ -11,7 +11,7 @@ from fl_lightning.client_data.federated import ClientDataModule, FederatedDataMo
 from fl_lightning.datamodules.images import Batch
 from fl_lightning.datamodules.in_memory import EpochSampler
 from fl_lightning.datamodules.partition import check_gamma
-from fl_lightning.errors import ConfigurationError
+from fl_lightning.errors import ConfigurationError, check_at_least
 from fl_lightning.randomness import generator
 
 
@@ -49,13 +49,9 @@ class Gaussians(FederatedDataModule):
         eval_samples_per_class: int = 100,
         seed: int = 0,
     ) -> None:
-        for name, value, least in (
-            ("num_clients", num_clients, 2),
-            ("samples_per_client", samples_per_client, 1),
-            ("eval_samples_per_class", eval_samples_per_class, 1),
-        ):
-            if value < least:
-                raise ConfigurationError(f"{name} must be at least {least}, found {value}")
+        check_at_least(2, num_clients=num_clients)
+        points = {"samples_per_client": samples_per_client, "eval_samples_per_class": eval_samples_per_class}
+        check_at_least(1, **points)
         if not 0 <= radius < inf:
             raise ConfigurationError(f"radius must be at least 0 and finite, found {radius}")
         if not 0 < std < inf:

@@ -229,11 +229,11 @@ class InMemoryDataModule(PartitionedDataModule):
             part.to(device)
 
     def val_dataloader(self) -> DataLoader[Batch]:
-        """The server's validation data, or its test data where ``fit_split`` is ``"test"``."""
+        """Return the server's validation data, or its test data if ``fit_split`` is ``"test"``."""
         return self._evaluation_loader(self.val_images if self.val_fraction > 0 else self.test_images)
 
     def test_dataloader(self) -> DataLoader[Batch]:
-        """The server's test data."""
+        """Return the server's test data."""
         return self._evaluation_loader(self.test_images)
 
     def own_dataloader(self, client_id: int, split: str) -> DataLoader[Batch] | None:
@@ -249,7 +249,7 @@ class InMemoryDataModule(PartitionedDataModule):
         return [digest([(part.pixels, part.labels) for part in (self.val_images, self.test_images)])]
 
     def fingerprint(self) -> dict[str, str]:
-        """Digests of all images and labels, and of who has which."""
+        """Return the digests of all images and labels, and of who has which."""
         return {
             "training": digest(self.train_images.pixels, self.train_images.labels),
             "evaluation": self.evaluation_digests()[0],

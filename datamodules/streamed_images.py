@@ -19,7 +19,7 @@ from fl_lightning.datamodules.folders import LAYOUT, ClassFolders
 from fl_lightning.datamodules.image_files import image_names, read_image
 from fl_lightning.datamodules.images import Batch
 from fl_lightning.datamodules.streamed import StreamedClient, StreamedSamples
-from fl_lightning.errors import ConfigurationError
+from fl_lightning.errors import ConfigurationError, check_at_least
 
 
 class ImageStream(StreamedSamples):
@@ -119,9 +119,7 @@ class StreamedImages(PartitionedDataModule):
         **settings: Any,
     ) -> None:
         super().__init__(eval_batch_size=eval_batch_size, **settings)
-        for name, value in {"image_size": image_size, "threads": threads}.items():
-            if value < 1:
-                raise ConfigurationError(f"{name} must be at least 1, found {value}")
+        check_at_least(1, image_size=image_size, threads=threads)
         if not 0 < crop_scale[0] <= crop_scale[1] <= 1:
             raise ConfigurationError(
                 f"crop_scale must be two shares such as [0.08, 1.0], found {list(crop_scale)}"
@@ -165,13 +163,13 @@ class StreamedImages(PartitionedDataModule):
             self._check_client_sizes()
 
     def val_dataloader(self) -> DataLoader[Batch]:
-        """The server's validation data, or its test data where ``fit_split`` is ``"test"``."""
-        if self.val_fraction == 0:
-            return self.test_dataloader()
-        return DataLoader(self.val_images, self.eval_batch_size)
+        """Return the server's validation data, or its test data if ``fit_split`` is ``"test"``."""
+        return DataLoader(
+            self.val_images if self.val_fraction > 0 else self.test_images, self.eval_batch_size
+        )
 
     def test_dataloader(self) -> DataLoader[Batch]:
-        """The server's test data."""
+        """Return the server's test data."""
         return DataLoader(self.test_images, self.eval_batch_size)
 
     def evaluation_digests(self) -> list[str]:
@@ -179,7 +177,7 @@ class StreamedImages(PartitionedDataModule):
         return [digest(self.test_images.contents(), self.val_images.indices)]
 
     def fingerprint(self) -> dict[str, str]:
-        """Digests of the files, of labels, and of who has which."""
+        """Return the digests of the files, of labels, and of who has which."""
         return {
             "training": self.train_images.contents(),
             "evaluation": self.evaluation_digests()[0],

@@ -86,6 +86,17 @@ def check_choice(setting: str, value: object, choices: Iterable[str]) -> None:
         raise ConfigurationError(f"{setting}: {value!r} must be one of {', '.join(names)}")
 
 
+def check_at_least(least: int, **settings: int) -> None:
+    """Refuse settings below their least value.
+
+    Raises:
+        ConfigurationError: A setting is below ``least``.
+    """
+    for name, value in settings.items():
+        if value < least:
+            raise ConfigurationError(f"{name} must be at least {least}, found {value}")
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """A clause such as ``"; did you mean FixBN?"``, empty where nothing known begins so or comes near.
 
