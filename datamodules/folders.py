@@ -12,16 +12,17 @@ from fl_lightning.datamodules.partitions import Natural, Partition
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.randomness import generator
 
+Sample = tuple[Path, int]
 LAYOUT = "train/<class>/*.jpg and test/<class>/*.jpg (or val/<class>/*.jpg)"
 
 
 class ClassFolders:
-    """A data set in class folders. Where there is no ``test/``, ``val/`` is the test set.
+    """A data set in class folders. Without ``test/``, ``val/`` is the test set.
 
     Args:
         data_dir: The folder that holds ``train`` and ``test``, or the class folders themselves.
-        test_fraction: Share of the images of each class, in (0, 1), that becomes the test set, where ``data_dir`` holds the
-            class folders; None where it holds ``train`` and ``test``.
+        test_fraction: Share of the images of each class, in (0, 1), that becomes the test set if ``data_dir`` holds
+            the class folders; None if it holds ``train`` and ``test``.
 
     Attributes:
         classes: The folders of ``train`` (or of ``data_dir``) in alphabetical order: class c is the c-th.
@@ -41,14 +42,12 @@ class ClassFolders:
         self.classes = self._class_names()
         self.test_folder = self._test_folder() if test_fraction is None else data_dir
 
-    def samples(
-        self, classes: Sequence[str], split: torch.Generator
-    ) -> tuple[list[tuple[Path, int]], list[tuple[Path, int]]]:
-        """The training and the test images, each with its label.
+    def samples(self, classes: Sequence[str], split: torch.Generator) -> tuple[list[Sample], list[Sample]]:
+        """Return the training and the test images, each with its label.
 
         Args:
-            classes: The classes in the order of their labels, those of this folder among them.
-            split: The source of the choice of test images, where there is one.
+            classes: All classes in the order of their labels, this folder's among them.
+            split: Source of the choice of test images if ``test_fraction`` is set.
 
         Raises:
             ConfigurationError: A class has no training image, or there is no test image.
@@ -69,22 +68,15 @@ class ClassFolders:
             test = [sample for index, sample in enumerate(train) if index in chosen]
             train = [sample for index, sample in enumerate(train) if index not in chosen]
         if not test or not train:
-            what = (
-                f"in {self.test_folder.name}/"
-                if self.test_fraction is None
-                else f"left for both parts with test_fraction={self.test_fraction}"
-            )
+            what = f"left for both parts with test_fraction={self.test_fraction}"
+            what = f"in {self.test_folder.name}/" if self.test_fraction is None else what
             raise ConfigurationError(f"data_dir={self.data_dir} has no image {what}; expected {self.layout}")
         return train, test
 
-    def _images(self, folder: Path, classes: Sequence[str]) -> list[tuple[Path, int]]:
-        own = set(self.classes)
-        return [
-            (path, label)
-            for label, name in enumerate(classes)
-            if name in own
-            for path in list_images(folder / name)
-        ]
+    def _images(self, folder: Path, classes: Sequence[str]) -> list[Sample]:
+        known = set(self.classes)
+        own = [(label, name) for label, name in enumerate(classes) if name in known]
+        return [(path, label) for label, name in own for path in list_images(folder / name)]
 
     def _class_names(self) -> list[str]:
         names, train = subfolders(self.train_folder), self.train_folder
@@ -95,13 +87,8 @@ class ClassFolders:
             )
         if not names:
             place = "" if train == self.data_dir else " in train/"
-            found = (
-                f"holds no class folder{place}"
-                if train.is_dir()
-                else "holds no train/"
-                if self.data_dir.is_dir()
-                else "does not exist"
-            )
+            found = "holds no train/" if self.data_dir.is_dir() else "does not exist"
+            found = f"holds no class folder{place}" if train.is_dir() else found
             raise ConfigurationError(
                 f"data_dir={self.data_dir} {found}; expected the layout {self.layout}: unpack the data set there, "
                 "one folder per class, or set data_dir to where it lies"
@@ -128,17 +115,14 @@ class ClassFolders:
 class ImageFolder(ImageFiles):
     """Images in class folders: ``train/<class>/*.jpg`` and ``test/<class>/*.jpg``, or ``<class>/*.jpg``.
 
-    Where there is no ``test/``, ``val/`` is the test set. The classes are the folders of ``train`` in
-    alphabetical order. Images become RGB; one that is not of the right size has its shorter side resized to
-    ``image_size`` and is cropped to the centre. They are decoded once, into a cache that is checked against
-    the files and its own checksum at every start. Mean and standard deviation of the normalisation are those
-    of the training images.
+    Without ``test/``, ``val/`` is the test set. The classes are the folders of ``train`` in alphabetical order.
+    Images are read and cached as :class:`~fl_lightning.datamodules.image_files.ImageFiles` does.
 
     Args:
         data_dir: The folder that holds ``train`` and ``test``, or the class folders themselves.
         image_size: Height and width of the images in pixels.
-        test_fraction: Share of the images of each class, in (0, 1), that becomes the test set, drawn by the seed, where
-            ``data_dir`` holds the class folders; None where it holds ``train`` and ``test``.
+        test_fraction: Share of the images of each class, in (0, 1), that becomes the test set, drawn by the seed, if
+            ``data_dir`` holds the class folders; None if it holds ``train`` and ``test``.
         **settings: Those of :class:`~fl_lightning.datamodules.image_files.ImageFiles`.
 
     Raises:
@@ -159,21 +143,20 @@ class ImageFolder(ImageFiles):
         self.num_classes = len(self.class_names)
 
     def load(self) -> ImageData:
-        """Read the images, from the cache where it is up to date.
+        """Read the images, from the cache if it is up to date.
 
         Raises:
-            ConfigurationError: An image cannot be read, a class has no training image, or there is no test
-                image.
+            ConfigurationError: An image cannot be read, a class has no training image, or no test image exists.
         """
         return self.read(*self.folders.samples(self.folders.classes, generator(self.seed, "test split")))
 
 
 class ImageDomains(ImageFiles):
-    """A folder for each domain, which is a client: ``<domain>/train/<class>/*.jpg`` and ``test``, or ``<domain>/<class>/*.jpg``.
+    """A client for each domain: ``<domain>/train/<class>/*.jpg`` and ``test``, or ``<domain>/<class>/*.jpg``.
 
-    As in FedBN (Li et al. 2021, https://arxiv.org/abs/2102.07623), where clients share the classes and differ in how
-    their images look. Each domain's test images are the client's own evaluation data as well as a part of the server's.
-    The classes are those of all domains in alphabetical order; the client with number i is the i-th domain.
+    As in FedBN (Li et al. 2021, https://arxiv.org/abs/2102.07623), clients share the classes and differ in how their
+    images look. Each domain's test images are the client's own evaluation data as well as a part of the server's.
+    The classes are all domains' in alphabetical order; client i is the i-th domain.
 
     Args:
         data_dir: The folder that holds the domains.
@@ -214,20 +197,17 @@ class ImageDomains(ImageFiles):
         self.class_names, self.num_classes = self._classes, len(self._classes)
 
     def load(self) -> ImageData:
-        """Read the images, from the cache where it is up to date.
+        """Read the images, from the cache if it is up to date.
 
         Raises:
-            ConfigurationError: An image cannot be read, or a domain has no training image of one of its classes or no test
-                image.
+            ConfigurationError: An image cannot be read, or a domain lacks training images of a class or test images.
         """
-        train: list[tuple[Path, int]] = []
-        test: list[tuple[Path, int]] = []
-        train_groups: list[int] = []
-        test_groups: list[int] = []
-        for domain, folders in enumerate(self.domains.values()):
-            own_train, own_test = folders.samples(self._classes, generator(self.seed, "test split", domain))
-            train += own_train
-            test += own_test
-            train_groups += [domain] * len(own_train)
-            test_groups += [domain] * len(own_test)
-        return self.read(train, test, train_groups, test_groups, list(self.domains))
+        parts = [
+            folders.samples(self._classes, generator(self.seed, "test split", domain))
+            for domain, folders in enumerate(self.domains.values())
+        ]
+        train, test = ([sample for own in split for sample in own] for split in zip(*parts, strict=True))
+        groups, test_groups = (
+            [g for g, own in enumerate(split) for _ in own] for split in zip(*parts, strict=True)
+        )
+        return self.read(train, test, groups, test_groups, list(self.domains))

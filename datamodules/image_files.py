@@ -26,12 +26,12 @@ SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".t
 
 
 def is_image(name: str) -> bool:
-    """Whether a file is an image by its name; hidden files are not."""
+    """Return whether a file is an image by its name; hidden files are not."""
     return name.lower().endswith(SUFFIXES) and not name.startswith(".")
 
 
 def image_names(folder: Path) -> Iterator[str]:
-    """All image files below a folder, as paths relative to it; hidden files are not images, links are followed.
+    """Yield all image files below a folder, as paths relative to it; hidden files are not images, links are followed.
 
     Raises:
         ConfigurationError: A link leads back to a folder that it lies in.
@@ -46,21 +46,18 @@ def image_names(folder: Path) -> Iterator[str]:
 
 
 def list_images(folder: Path) -> list[Path]:
-    """The paths of :func:`image_names`, in alphabetical order."""
+    """Return the paths of :func:`image_names`, in alphabetical order."""
     return [folder / name for name in sorted(image_names(folder), key=lambda name: name.split(os.sep))]
 
 
 def subfolders(folder: Path) -> list[str]:
-    """Names of the folders in a folder, in alphabetical order, none where there is no such folder; hidden ones do not count."""
-    if not folder.is_dir():
-        return []
-    return sorted(
-        entry.name for entry in folder.iterdir() if entry.is_dir() and not entry.name.startswith(".")
-    )
+    """Return the names of the folders in a folder, in alphabetical order, without hidden folders; [] if it is missing."""
+    entries = folder.iterdir() if folder.is_dir() else ()
+    return sorted(entry.name for entry in entries if entry.is_dir() and not entry.name.startswith("."))
 
 
 def converted(image: Image.Image, mode: str = "RGB") -> Image.Image:
-    """An image in 8 bits, ``"RGB"`` or ``"L"``: of 16 bits 65535 becomes 255, transparency is left out."""
+    """Return an image in 8 bits, ``"RGB"`` or ``"L"``: of 16 bits 65535 becomes 255, transparency is left out."""
     if image.mode.startswith("I"):
         values = np.asarray(image).clip(0, 65535) / 257
         image = Image.fromarray(np.rint(values).astype(np.uint8))
@@ -70,12 +67,12 @@ def converted(image: Image.Image, mode: str = "RGB") -> Image.Image:
 
 
 def read_image(file: Path | BinaryIO, mode: str | None = "RGB", name: str | None = None) -> Image.Image:
-    """Read an image as :func:`converted`, or as it is where ``mode`` is None.
+    """Read an image as :func:`converted`, or unchanged if ``mode`` is None.
 
     Args:
-        file: Its path, or the open file.
+        file: Path of the image, or the open file.
         mode: ``"RGB"``, ``"L"`` or None.
-        name: What an open file is called in messages.
+        name: Name of an open file in messages.
 
     Raises:
         ConfigurationError: The file is no image or a damaged one, or its pixels are floating-point numbers.
@@ -108,28 +105,11 @@ def square(image: Image.Image, size: int) -> Image.Image:
 
 
 DECODER = 3
-"""What the pixels of a cache were read by: 1 cut 16 bits off at 255; 2 named each file, where there is a digest now."""
+"""Version of the code that read a cache's pixels: 1 cut 16 bits off at 255; 2 named each file instead of a digest."""
 
 
 def cached_images(paths: Sequence[Path], root: Path, size: int, cache: Path) -> Tensor:
-    """Decode images, or read them from the cache where it belongs to just these files and is intact.
-
-    It belongs to them if their paths below ``root``, sizes and modification times are the same; it is intact if its pixels
-    have the CRC-32 that was written with them. In any other case it is built anew. Processes that start together wait for the
-    first to build it.
-
-    Args:
-        paths: The image files, all below ``root``.
-        root: The folder of the data set.
-        size: Height and width of the result in pixels.
-        cache: The cache file.
-
-    Returns:
-        uint8, shape ``[N, 3, size, size]``, in the order of ``paths``.
-
-    Raises:
-        ConfigurationError: An image cannot be read or the cache cannot be written.
-    """
+    """Decode images as :func:`cached_tensors` of ``size`` pixels: uint8 ``[N, 3, size, size]``, in the order of ``paths``."""
 
     def decoded() -> dict[str, Tensor]:
         images = torch.empty(len(paths), 3, size, size, dtype=torch.uint8)
@@ -144,12 +124,16 @@ def cached_images(paths: Sequence[Path], root: Path, size: int, cache: Path) -> 
 def cached_tensors(
     paths: Sequence[Path], root: Path, cache: Path, read: Callable[[], dict[str, Tensor]]
 ) -> dict[str, Tensor]:
-    """Read what files hold, or take it from the cache where it belongs to just these files and is intact.
+    """Read what files hold, or take it from the cache if the cache belongs to these files and is intact.
+
+    A cache belongs to files if their paths below ``root``, sizes and modification times are the same; a cache is
+    intact if its tensors have the CRC-32 that was written with them. Any other cache is built anew. Processes that
+    start together wait for the first to build the cache.
 
     Args:
         paths: The files, all below ``root``.
         root: The folder of the data set.
-        cache: The cache file; what is read from it lies there until it is used (it is mapped into memory).
+        cache: The cache file; it is mapped into memory.
         read: Reads the files.
 
     Returns:
@@ -174,7 +158,7 @@ def cached_tensors(
 
 
 def _digest(paths: Sequence[Path], root: Path) -> str:
-    """Of the files' paths below the root, sizes and modification times."""
+    """Return the digest of the files' paths below the root, sizes and modification times."""
     found, start = sha256(), len(os.fspath(root)) + 1
     for path in map(os.fspath, paths):
         with suppress(OSError):
@@ -208,7 +192,7 @@ def _checksum(tensors: Mapping[str, Tensor]) -> int:
 
 @contextmanager
 def building(target: Path) -> Iterator[None]:
-    """Let one process at a time build a file: a lock on its folder, which goes again where it is new and the building fails.
+    """Let one process at a time build a file, by a lock on its folder; a new folder is removed if the building fails.
 
     Raises:
         ConfigurationError: The folder cannot be made.
@@ -235,11 +219,11 @@ Samples = Sequence[tuple[Path, int]]
 
 
 class ImageFiles(InMemoryDataModule):
-    """The base of data sets of image files: a subclass sets ``num_classes`` and says in ``load()`` what to :meth:`read`.
+    """The base of data sets of image files: a subclass sets ``num_classes`` and calls :meth:`read` in ``load()``.
 
-    Images become RGB; one that is not of the right size has its shorter side resized to ``image_size`` and is cropped to
-    the centre. They are decoded once, into a cache that is checked against the files and its own checksum at every
-    start. Mean and standard deviation of the normalisation are those of the training images.
+    Images become RGB; an image of another size has its shorter side resized to ``image_size`` and is cropped to the
+    centre. Images are decoded once, into a cache that is checked against the files and its own checksum at every
+    start. The normalisation has the training images' mean and standard deviation.
 
     Args:
         data_dir: The folder of the files.
@@ -264,16 +248,12 @@ class ImageFiles(InMemoryDataModule):
         self.cache_dir = Path("data/cache" if cache_dir is None else cache_dir).expanduser()
 
     def prepare_data(self) -> None:
-        """Build the cache where it is missing or out of date; nothing once the data are in memory."""
+        """Build the cache if it is missing or out of date, unless the data are in memory."""
         if not self.clients:
             self.load()
 
     def cache_file(self, kind: str) -> Path:
-        """Where the decoded images lie.
-
-        Args:
-            kind: What else than the files decides about them.
-        """
+        """Return where the decoded images lie; ``kind`` is what decides about them beside the files."""
         place = hashlib.sha256(str(self.data_dir.resolve()).encode()).hexdigest()[:8]
         return self.cache_dir / f"{self.data_dir.resolve().name}-{kind}-{place}.pt"
 
@@ -285,14 +265,14 @@ class ImageFiles(InMemoryDataModule):
         test_groups: Sequence[int] | None = None,
         group_names: Sequence[str] = (),
     ) -> ImageData:
-        """Read images, from the cache where it is up to date.
+        """Read images, from the cache if it is up to date.
 
         Args:
             train: The training images, files below ``data_dir``.
             test: The test images.
             train_groups: For data that come in groups, the group of each training image.
             test_groups: The group of each test image.
-            group_names: What group g is called.
+            group_names: Name of group g.
 
         Raises:
             ConfigurationError: An image cannot be read.
@@ -301,12 +281,8 @@ class ImageFiles(InMemoryDataModule):
         cache = self.cache_file(f"{self.image_size}px")
         images = cached_images([path for path, _ in samples], self.data_dir, self.image_size, cache)
         labels = torch.tensor([label for _, label in samples])
-        return ImageData(
-            images[:count],
-            labels[:count],
-            images[count:],
-            labels[count:],
-            None if train_groups is None else torch.tensor(train_groups),
-            None if test_groups is None else torch.tensor(test_groups),
-            group_names,
+        groups, own_groups = (
+            None if given is None else torch.tensor(given) for given in (train_groups, test_groups)
         )
+        parts = images[:count], labels[:count], images[count:], labels[count:]
+        return ImageData(*parts, groups, own_groups, group_names)
