@@ -21,23 +21,23 @@ LAYOUT = "what DatasetDict.save_to_disk writes, or the parquet files of a data s
 class HuggingFaceImages(ImageFiles):
     """Any labelled images that ``datasets`` has on the disk: a ``save_to_disk`` folder or parquet files; needs ``fl_lightning[hf]``.
 
-    Nothing is fetched: ``datasets.load_dataset("user/name").save_to_disk(data_dir)`` does that once. Images become RGB, of one size. A
+    Nothing is fetched: ``datasets.load_dataset("user/name").save_to_disk(data_dir)`` does that once. A
     ``group_column`` (writer, hospital, device) makes a client of each of its values, with the partition ``Natural``.
 
     Args:
         data_dir: The folder of the data set.
         image_size: Height and width of the images in pixels.
-        image_column: The column of images; None is the only one of the feature ``Image``.
-        label_column: The column of labels; None is the only one of the feature ``ClassLabel``. Of another one the values that occur, in
-            order, are the classes.
-        group_column: The column that says whose a sample is; None for data that have no groups.
+        image_column: The column of images; None is the only column of the feature ``Image``.
+        label_column: The column of labels; None is the only column of the feature ``ClassLabel``. The classes of a
+            column of another feature are its values, in order.
+        group_column: The column of each sample's group; None for data without groups.
         train_split: Name of the training part.
         test_split: Name of the test part.
         **settings: Those of :class:`~fl_lightning.datamodules.image_files.ImageFiles`.
 
     Raises:
-        ConfigurationError: ``datasets`` is not installed, the folder is missing or laid out otherwise, a column is not there, or (in
-            ``setup``) an image cannot be read.
+        ConfigurationError: ``datasets`` is not installed, the folder is missing or laid out otherwise, a column is
+            missing, or (in ``setup``) an image cannot be read.
     """
 
     num_classes: int
@@ -65,9 +65,9 @@ class HuggingFaceImages(ImageFiles):
         columns = self._open(train_split).features
         self._image = self._column("image_column", image_column, columns, Image)
         self._label = self._column("label_column", label_column, columns, ClassLabel)
-        self._group = (
-            None if group_column is None else self._column("group_column", group_column, columns, None)
-        )
+        self._group = None
+        if group_column is not None:
+            self._group = self._column("group_column", group_column, columns, None)
         if isinstance(columns[self._label], ClassLabel):
             self.class_names = list(columns[self._label].names)
             self._labels = [
@@ -79,7 +79,7 @@ class HuggingFaceImages(ImageFiles):
         self.num_classes = len(self.class_names)
 
     def load(self) -> ImageData:
-        """Read the images, from the cache where it is up to date.
+        """Read the images, from the cache if it is up to date.
 
         Raises:
             ConfigurationError: An image cannot be read.
@@ -95,15 +95,10 @@ class HuggingFaceImages(ImageFiles):
         return replace(data, train_groups=groups, test_groups=test_groups, group_names=names)
 
     def _files(self, split: str) -> list[Path]:
-        """The files of a part."""
-        patterns = (
-            f"{split}/*.arrow",
-            f"{split}.parquet",
-            f"{split}-*.parquet",
-            f"{split}/*.parquet",
-            f"data/{split}-*.parquet",
-        )
-        found = next((files for pattern in patterns if (files := sorted(self.data_dir.glob(pattern)))), [])
+        """Return the files of a part."""
+        patterns = "{}/*.arrow", "{}.parquet", "{}-*.parquet", "{}/*.parquet", "data/{}-*.parquet"
+        listed = (sorted(self.data_dir.glob(pattern.format(split))) for pattern in patterns)
+        found = next(filter(None, listed), [])
         if not found:
             what = f"holds no {split}" if self.data_dir.is_dir() else "does not exist"
             raise ConfigurationError(
@@ -112,7 +107,7 @@ class HuggingFaceImages(ImageFiles):
         return found
 
     def _open(self, split: str, columns: list[str] | None = None) -> Any:
-        """A part as ``datasets`` has it; of parquet files the given columns alone are read, by default none."""
+        """Open a part with ``datasets``; of parquet files only the given columns are read, by default none."""
         import datasets
         from pyarrow import parquet
 
@@ -121,8 +116,7 @@ class HuggingFaceImages(ImageFiles):
             if files[0].suffix == ".arrow":
                 return datasets.load_from_disk(str(files[0].parent))
             if columns is None:
-                schema = parquet.read_schema(files[0])
-                return datasets.Dataset(schema.empty_table())
+                return datasets.Dataset(parquet.read_schema(files[0]).empty_table())
             return datasets.Dataset(parquet.read_table(files, columns=columns))
         except (OSError, ValueError, KeyError) as error:
             raise ConfigurationError(
@@ -141,18 +135,15 @@ class HuggingFaceImages(ImageFiles):
         return fitting[0]
 
     def _values(self, column: str) -> list[list[Any]]:
-        """What the training and the test samples have in a column."""
+        """Return the values of a column in the training and the test samples."""
         return [list(self._open(split, [column])[column]) for split in self._splits.values()]
 
     def _numbered(self, column: str) -> tuple[list[str], list[Tensor]]:
-        """The values of a column in order, and which of them the training and the test samples have."""
+        """Return the values of a column in order, and the number of the value of each training and test sample."""
         parts = self._values(column)
         for value in (value for part in parts for value in part):
-            if (
-                value is None
-                or (isinstance(value, float) and isnan(value))
-                or not isinstance(value, Hashable)
-            ):
+            missing = value is None or (isinstance(value, float) and isnan(value))
+            if missing or not isinstance(value, Hashable):
                 raise ConfigurationError(
                     f"data: the column {column!r} of {self.data_dir} has the value {str(value)[:40]}, which names nothing; choose another "
                     "column, or leave these samples out"
@@ -179,6 +170,5 @@ class HuggingFaceImages(ImageFiles):
             own = row[self._image] or {"bytes": b"", "path": None}
             file = Path(own["path"]) if own["bytes"] is None else BytesIO(own["bytes"])
             found = read_image(file, name=f"image {index} of {split} in {self.data_dir}")
-            pixels = torch.from_numpy(np.array(square(found, self.image_size)))
-            images[index] = pixels.permute(2, 0, 1)
+            images[index] = torch.from_numpy(np.array(square(found, self.image_size))).permute(2, 0, 1)
         return images

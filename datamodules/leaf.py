@@ -20,10 +20,10 @@ LAYOUT = 'train/*.json and test/*.json, each {"users": [...], "user_data": {user
 class FEMNIST(ImageFiles):
     """Greyscale images of 28x28 pixels in 62 classes (digits, upper and lower case) by about 3,500 writers; each is a client.
 
-    The files are what LEAF's ``./preprocess.sh -s niid --sf 1.0 -k 0 -t sample`` writes (nothing is downloaded). They are read once, one
-    after the other, into a cache of bytes, which later runs map into memory. LEAF enters the first image of most
-    writers twice: exact duplicates within a writer's part are dropped. In LEAF's pixels white is 1. The test images of a writer are
-    its own evaluation data as well as a part of the server's.
+    The files are the output of LEAF's ``./preprocess.sh -s niid --sf 1.0 -k 0 -t sample`` (nothing is downloaded),
+    read once into a cache of bytes. LEAF enters the first image of most writers twice: exact duplicates within a
+    writer's part are dropped. In LEAF's pixels white is 1. The test images of a writer are the client's own
+    evaluation data as well as a part of the server's.
 
     Args:
         data_dir: The folder that holds ``train`` and ``test``.
@@ -59,17 +59,15 @@ class FEMNIST(ImageFiles):
                 )
 
     def load(self) -> ImageData:
-        """Read the images, from the cache where it is up to date.
+        """Read the images, from the cache if it is up to date.
 
         Raises:
             ConfigurationError: A file cannot be read or has other contents.
         """
         paths = [path for files in self.files.values() for path in files]
         found = cached_tensors(paths, self.data_dir, self.cache_file("leaf"), self._read)
-        parts = [
-            [found[f"{split} {name}"] for name in ("images", "labels", "writers")]
-            for split in ("train", "test")
-        ]
+        names = "images", "labels", "writers"
+        parts = [[found[f"{split} {name}"] for name in names] for split in ("train", "test")]
         sizes = parts[0][2].bincount(minlength=int(max(writers.max() for *_, writers in parts)) + 1)
         kept = sizes >= max(self.min_examples, 1)
         if not bool(kept.any()):
@@ -82,29 +80,24 @@ class FEMNIST(ImageFiles):
         return ImageData(images, labels, test_images, test_labels, writers, test_writers)
 
     def _read(self) -> dict[str, Tensor]:
-        names: dict[str, int] = {}
         parts: dict[str, list[tuple[Any, Any, str]]] = {
             split: [writer for path in files for writer in _writers(path)]
             for split, files in self.files.items()
         }
-        for name in sorted({name for part in parts.values() for *_, name in part}):
-            names[name] = len(names)
+        everyone = sorted({name for part in parts.values() for *_, name in part})
+        number = {name: index for index, name in enumerate(everyone)}
         found: dict[str, Tensor] = {}
         for split, writers in parts.items():
-            writers.sort(key=lambda writer: writer[2])
-            found[f"{split} images"] = torch.from_numpy(np.concatenate([x for x, _, _ in writers])).view(
-                -1, 1, 28, 28
-            )
-            found[f"{split} labels"] = torch.from_numpy(np.concatenate([y for _, y, _ in writers]))
-            sizes = torch.tensor([len(y) for _, y, _ in writers])
-            found[f"{split} writers"] = torch.tensor([names[name] for *_, name in writers]).repeat_interleave(
-                sizes
-            )
+            images, labels, names = zip(*sorted(writers, key=lambda writer: writer[2]), strict=True)
+            found[f"{split} images"] = torch.from_numpy(np.concatenate(images)).view(-1, 1, 28, 28)
+            found[f"{split} labels"] = torch.from_numpy(np.concatenate(labels))
+            sizes = torch.tensor([len(own) for own in labels])
+            found[f"{split} writers"] = torch.tensor([number[x] for x in names]).repeat_interleave(sizes)
         return found
 
 
 def _writers(path: Path) -> Iterator[tuple[Any, Any, str]]:
-    """Images ``[n, 784]`` as bytes, labels ``[n]`` and the name of each writer of a file, without exact duplicates."""
+    """Yield images ``[n, 784]`` as bytes, labels ``[n]`` and name of each writer of a file, without duplicates."""
     try:
         data = json.loads(path.read_text())["user_data"]
         for name, own in data.items():

@@ -16,12 +16,12 @@ from fl_lightning.errors import ConfigurationError
 def fetch_archive(url: str, md5: str, target: Path) -> None:
     """Download an archive, with its progress on the terminal, check it, and unpack its only folder as ``target``.
 
-    The folder has its name once it is complete: what is broken off leaves nothing.
+    The folder gets its name once it is complete: an interrupted download leaves nothing.
 
     Args:
         url: The archive's address.
         md5: The MD5 of the archive.
-        target: The folder that it becomes; its parent exists.
+        target: The folder that the archive becomes; its parent exists.
 
     Raises:
         ConfigurationError: The archive cannot be fetched, is another one or cannot be unpacked there.
@@ -50,11 +50,9 @@ LAYOUT = "train/<wnid>/images/*.JPEG, val/images/*.JPEG and val/val_annotations.
 class TinyImageNet(ImageFiles):
     """Colour images of 64x64 pixels in 200 classes of ImageNet (Le, Yang 2015): 100,000 for training, 10,000 for testing.
 
-    The layout is that of ``tiny-imagenet-200.zip``, which is fetched where ``download`` is set. Its ``val`` is the test set, with the
-    labels of ``val_annotations.txt``; the labels of its own ``test`` are not public. The
-    classes are the folders of ``train`` in alphabetical order, their names the first words of ``words.txt`` where it is there. Images
-    become RGB and are decoded once, into a cache that is checked against the files and its own checksum at every start.
-    Mean and standard deviation of the normalisation are those of the training images.
+    The layout is ``tiny-imagenet-200.zip``'s, which is fetched if ``download`` is set. The archive's ``val`` is the
+    test set, with the labels of ``val_annotations.txt``; the labels of its ``test`` are not public. The classes are
+    the folders of ``train`` in alphabetical order, named by the first words of ``words.txt`` if it exists.
 
     Args:
         data_dir: The folder ``tiny-imagenet-200``.
@@ -63,12 +61,12 @@ class TinyImageNet(ImageFiles):
         **settings: Those of :class:`~fl_lightning.datamodules.image_files.ImageFiles`.
 
     Attributes:
-        url: Where it is fetched from.
-        md5: The MD5 of what is fetched.
+        url: The address of the archive.
+        md5: The MD5 of the archive.
 
     Raises:
-        ConfigurationError: The folder is missing or laid out otherwise, a setting is out of its range, or (in ``setup``) an image
-            cannot be read.
+        ConfigurationError: The folder is missing or laid out otherwise, a setting is out of its range, or (in
+            ``setup``) an image cannot be read.
     """
 
     num_classes: int
@@ -93,7 +91,7 @@ class TinyImageNet(ImageFiles):
         return self.data_dir / "val" / "val_annotations.txt"
 
     def prepare_data(self) -> None:
-        """Download the data set where that is asked for and needed; build the cache of decoded images."""
+        """Download the data set if asked and needed; build the cache of decoded images."""
         if self.download and not self._annotations.is_file():
             with building(self.data_dir):  # of two runs that start together one downloads
                 if not self._annotations.is_file():
@@ -136,11 +134,8 @@ class TinyImageNet(ImageFiles):
             name, _, rest = line.partition("\t")
             wnid, path = rest.partition("\t")[0], self.data_dir / "val" / "images" / name
             if wnid not in labels or not path.is_file():
-                wrong = (
-                    f"the class {wnid!r}, which train/ has not"
-                    if path.is_file()
-                    else f"{name}, which val/images/ has not"
-                )
+                wrong = f"{name}, which val/images/ has not"
+                wrong = f"the class {wnid!r}, which train/ has not" if path.is_file() else wrong
                 raise ConfigurationError(
                     f"data: line {number} of {self._annotations} has {wrong}; expected {LAYOUT}"
                 )

@@ -21,10 +21,10 @@ from fl_lightning.randomness import generator
 
 
 class TorchvisionImages(InMemoryDataModule):
-    """Any labelled data set of ``torchvision.datasets`` with a training and a test part, such as SVHN, MNIST or STL10.
+    """Any labelled data set of ``torchvision.datasets`` with a training and a test part, such as SVHN or STL10.
 
-    Nothing is downloaded unless ``download`` is set; the files lie where torchvision puts them. Images become greyscale or
-    RGB, of one size. Mean and standard deviation of the normalisation are those of the training images.
+    Nothing is downloaded unless ``download`` is set; the files lie where torchvision puts them. Images become
+    greyscale or RGB, of one size. The normalisation has the training images' mean and standard deviation.
 
     Args:
         dataset: Name of the class, such as ``"SVHN"``; its constructor takes ``train`` or ``split``.
@@ -59,11 +59,8 @@ class TorchvisionImages(InMemoryDataModule):
                 f"image_size must be at least 1 pixel and in_channels 1 or 3, found {image_size} and {in_channels}"
             )
         self.dataset, self.num_classes, self.download = dataset, num_classes, download
-        self.data_dir, self.image_size, self.in_channels = (
-            Path(data_dir).expanduser(),
-            image_size,
-            in_channels,
-        )
+        self.data_dir, self.image_size = Path(data_dir).expanduser(), image_size
+        self.in_channels = in_channels
         self._parts: list[dict[str, Any]] = []
         if not download:
             self._files(0)  # say at once what is missing
@@ -87,13 +84,10 @@ class TorchvisionImages(InMemoryDataModule):
             raise ConfigurationError(
                 f"dataset: torchvision.datasets has no {self.dataset!r} with a training and a test part; use MNIST, SVHN, STL10, ..."
             )
-        which: dict[str, Any] = (
-            {"train": part == 0} if "train" in names else {"split": ("train", "test")[part]}
-        )
+        which = {"train": part == 0, "split": ("train", "test")[part], "download": download}
+        which.pop("split" if "train" in names else "train")
         try:
-            return kind(
-                str(self.data_dir), **which, **({"download": download} if "download" in names else {})
-            )
+            return kind(str(self.data_dir), **{name: x for name, x in which.items() if name in names})
         except URLError as error:
             raise ConfigurationError(
                 f"download: {self.dataset} could not be fetched ({error.reason}); try again, or put its files into {self.data_dir}"
@@ -106,9 +100,8 @@ class TorchvisionImages(InMemoryDataModule):
 
     def _tensors(self, files: Any) -> tuple[Tensor, Tensor]:
         mode = "RGB" if self.in_channels == 3 else "L"
-        images = torch.empty(
-            len(files), self.in_channels, self.image_size, self.image_size, dtype=torch.uint8
-        )
+        shape = len(files), self.in_channels, self.image_size, self.image_size
+        images = torch.empty(shape, dtype=torch.uint8)
         labels = torch.empty(len(files), dtype=torch.int64)
         for index in range(len(files)):
             image, labels[index] = files[index]
@@ -165,13 +158,11 @@ class CIFAR10(ImageFiles):
     """60,000 colour images of 32x32 pixels in 10 classes (Krizhevsky 2009): 50,000 for training, 10,000 for testing.
 
     They are read from ``data_dir/cifar-10-batches-py``, torchvision's place, or from class folders
-    ``data_dir/train/<class>/*`` and ``data_dir/test/<class>/*``, which are decoded once into a cache that is checked
-    against the files and its own checksum at every start. Nothing is downloaded unless ``download`` is set. Mean and
-    standard deviation of the normalisation are those of the training images.
+    ``data_dir/train/<class>/*`` and ``data_dir/test/<class>/*``. Nothing is downloaded unless ``download`` is set.
 
     Args:
-        data_dir: The folder that holds one of the two.
-        download: Fetch the data set with torchvision (170 MB) into ``data_dir`` where neither is there.
+        data_dir: The folder that holds ``cifar-10-batches-py`` or the class folders.
+        download: Fetch the data set with torchvision (170 MB) into ``data_dir`` if it holds neither.
         image_size: Height and width in pixels to which the images are resized, for reduced runs; 32 leaves them.
         num_clients: Number of clients, 5 in the FixBN paper.
         crop_padding: Black border in pixels for random crops, 0 for no crops; FixBN pads by 2, FedTAN by 4.
@@ -198,14 +189,8 @@ class CIFAR10(ImageFiles):
         horizontal_flip: bool = True,
         **settings: Any,
     ) -> None:
-        super().__init__(
-            data_dir,
-            image_size,
-            num_clients=num_clients,
-            crop_padding=crop_padding,
-            horizontal_flip=horizontal_flip,
-            **settings,
-        )
+        settings |= {"crop_padding": crop_padding, "horizontal_flip": horizontal_flip}
+        super().__init__(data_dir, image_size, num_clients=num_clients, **settings)
         self.download = download
         self.folders = self._class_folders()
         if self.folders is None and not download and not self._pickles.is_dir():
@@ -216,10 +201,7 @@ class CIFAR10(ImageFiles):
             )
 
     def prepare_data(self) -> None:
-        """Download the data set where that is asked for and needed; build the cache of decoded images.
-
-        Nothing once they are in memory.
-        """
+        """Download the data set if asked and needed; build the cache of decoded images, unless they are in memory."""
         if self.clients:
             return
         if self.folders is not None:
@@ -280,7 +262,6 @@ class CIFAR10(ImageFiles):
     def _tensors(self, files: Any) -> tuple[torch.Tensor, torch.Tensor]:
         pixels = files.data  # [N, 32, 32, 3]
         if self.image_size != pixels.shape[1]:
-            pixels = np.stack(
-                [np.asarray(square(Image.fromarray(image), self.image_size)) for image in pixels]
-            )
+            resized = (square(Image.fromarray(image), self.image_size) for image in pixels)
+            pixels = np.stack([np.asarray(image) for image in resized])
         return torch.from_numpy(pixels).permute(0, 3, 1, 2).contiguous(), torch.tensor(files.targets)
