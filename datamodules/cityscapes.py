@@ -51,7 +51,7 @@ _CLASSES = {
 
 
 def _labels() -> Tensor:
-    """The class of each label id; the other ids up to 33, and 255 (which is -1 in 8 bits), do not count."""
+    """Return the class of each label id; the other ids up to 33, and 255 (-1 in 8 bits), do not count."""
     found = torch.full((256,), UNKNOWN, dtype=torch.uint8)
     found[:34] = found[255] = IGNORED
     found[list(_CLASSES)] = torch.arange(len(_CLASSES), dtype=torch.uint8)
@@ -61,22 +61,22 @@ def _labels() -> Tensor:
 class Cityscapes(FederatedDataModule):
     """Street scenes with 19 classes (Cordts et al. 2016): one city, or one user of a split file, is one client.
 
-    Files are read when a batch needs them. Nothing is downloaded: Cityscapes is given to those who register at its site
-    (leftImg8bit_trainvaltest.zip and gtFine_trainvaltest.zip, unpacked into ``data_dir``). The labels of its test images are not
-    public, so the evaluation data are those of ``val``, or of ``evaluation_cities``.
+    Files are read when a batch needs them. Nothing is downloaded: Cityscapes asks its users to register at its site
+    (leftImg8bit_trainvaltest.zip and gtFine_trainvaltest.zip, unpacked into ``data_dir``). The labels of its test
+    images are not public, so the evaluation data are ``val``, or the ``evaluation_cities``.
 
     Args:
         data_dir: The folder that holds ``leftImg8bit`` and ``gtFine``.
-        split_file: A JSON file in FedDrive's layout (``{"users": [...], "user_data": {user: {"x": [...], "y": [...]}}}``, paths below
-            ``leftImg8bit`` and ``gtFine``) that says who the clients are, or a folder of such files; None: each city of ``train``
-            is one.
-        evaluation_cities: Cities of ``train`` that are no clients but the evaluation data, in place of ``val``.
+        split_file: A JSON file of the clients in FedDrive's layout (``{"users": [...], "user_data": {user: {"x":
+            [...], "y": [...]}}}``, paths below ``leftImg8bit`` and ``gtFine``), or a folder of such files; None
+            makes each city of ``train`` a client.
+        evaluation_cities: Cities of ``train`` that are the evaluation data in place of ``val``, and no clients.
         batch_size: Images in a client's batch, 8 in the FixBN paper.
         image_size: Height and width to which images and masks are resized first; None leaves them.
         crop_size: Height and width of random crops of training images; 768, 768 in the FixBN paper. None for none.
         scale: Smallest and largest random factor on the size of training images, before the crop.
-        horizontal_flip: Whether one of two training images is mirrored.
-        color_jitter: Of brightness, contrast and saturation of training images, 0 for none; 0.4 in FedDrive.
+        horizontal_flip: Whether each training image is mirrored with probability 1/2.
+        color_jitter: Jitter of brightness, contrast and saturation of training images, 0 for none; 0.4 in FedDrive.
         eval_batch_size: Images in a batch of the evaluation.
         threads: Threads that read the images of a batch; the numbers do not depend on them.
         mean: Mean of each channel, in [0, 1].
@@ -84,8 +84,8 @@ class Cityscapes(FederatedDataModule):
         seed: Seed of the data order and the augmentation.
 
     Raises:
-        ConfigurationError: The folder is missing or laid out otherwise, a file is missing or cannot be read, or a setting is out of
-            its range.
+        ConfigurationError: The folder is missing or laid out otherwise, a file is missing or cannot be read, or a
+            setting is out of its range.
     """
 
     num_classes = len(_CLASSES)
@@ -128,8 +128,9 @@ class Cityscapes(FederatedDataModule):
         if evaluation_cities:
             self.drawn_splits = ("val", "test")
         self.evaluation_cities, self.threads = list(evaluation_cities), threads
-        self._image_size, self._crop_size, self._scale = image_size, crop_size, scale
-        self._flip, self._jitter, self._mean, self._std = horizontal_flip, color_jitter, mean, std
+        self._image_size = image_size
+        self._augmentation = crop_size, scale, horizontal_flip, color_jitter
+        self._reading = {"mean": mean, "std": std, "threads": threads}
         self.names: list[str] = []
 
     def prepare_data(self) -> None:
@@ -147,48 +148,45 @@ class Cityscapes(FederatedDataModule):
         own = {city: pairs for city, pairs in cities.items() if city not in self.evaluation_cities}
         if self.split_file is not None:
             own = self._users(Path(self.split_file).expanduser())
-        held_out = [pair for city in self.evaluation_cities for pair in cities[city]]
-        if not self.evaluation_cities:
-            held_out = [pair for pairs in self._cities("val").values() for pair in pairs]
+        held_out = [cities[city] for city in self.evaluation_cities] or self._cities("val").values()
+        evaluated = [pair for pairs in held_out for pair in pairs]
         for name, pairs in own.items():
             if len(pairs) < self.batch_size:
                 raise ConfigurationError(
                     f"batch_size={self.batch_size} is more than the {len(pairs)} images of client {name}; use a smaller one"
                 )
         size = self._image_size or self._size_of(next(iter(own.values()))[0])
-        augment = augmentation(self._crop_size, self._scale, self._flip, self._jitter, size)
-        self._clients = [
-            StreamedClient(self._images(pairs, augment), self.batch_size) for pairs in own.values()
-        ]
-        self.evaluation_images = self._images(held_out, None)
+        augment = augmentation(*self._augmentation, size)
+        shares = [self._images(pairs, augment) for pairs in own.values()]
+        self._clients = [StreamedClient(share, self.batch_size) for share in shares]
+        self.evaluation_images = self._images(evaluated, None)
         self.names = list(own)
-        files = sorted({path for pair in sum(own.values(), held_out) for path in pair})
+        files = sorted({path for pair in sum(own.values(), evaluated) for path in pair})
         self.loaded = files_digest(files, self.data_dir)
 
     def val_dataloader(self) -> DataLoader[Batch]:
-        """The evaluation data."""
+        """Return the evaluation data."""
         return DataLoader(self.evaluation_images, batch_size=self.eval_batch_size)
 
     def test_dataloader(self) -> DataLoader[Batch]:
-        """The evaluation data."""
+        """Return the evaluation data."""
         return self.val_dataloader()
 
     def describe_partition(self) -> str:
-        """Who the clients are."""
+        """Return who the clients are."""
         kind = "cities" if self.split_file is None else f"users of {Path(self.split_file).name}"
         return f"{self.num_clients} {kind}, one client each"
 
     def partition_record(self) -> dict[str, Any]:
-        """Sizes and names of the clients."""
+        """Return sizes and names of the clients."""
         return {**super().partition_record(), "clients": self.names}
 
     def picture(self, inputs: Tensor) -> Tensor:
-        """A normalised image ``[3, H, W]`` as one to look at, uint8 ``[H, W, 3]``."""
+        """Return a normalised image ``[3, H, W]`` as uint8 ``[H, W, 3]``."""
         return self.evaluation_images.picture(inputs)
 
     def _images(self, pairs: Sequence[Pair], augment: Any) -> LabelledImages:
-        look = self._image_size, augment, self._mean, self._std
-        return LabelledImages(pairs, _labels(), *look, self.threads)
+        return LabelledImages(pairs, _labels(), self._image_size, augment, **self._reading)
 
     def _cities(self, split: str) -> dict[str, list[Pair]]:
         images = self.data_dir / "leftImg8bit" / split

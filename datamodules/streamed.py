@@ -21,7 +21,7 @@ from fl_lightning.errors import ConfigurationError
 
 
 class StreamedSamples(Dataset[Batch], ABC):
-    """Samples that a subclass can :meth:`read` from files and :meth:`finish`; images are normalised as ``(pixel / 255 - mean) / std``.
+    """Samples that a subclass can :meth:`read` and :meth:`finish`; normalised as ``(pixel / 255 - mean) / std``.
 
     Args:
         mean: Mean of each channel, in [0, 1].
@@ -39,34 +39,34 @@ class StreamedSamples(Dataset[Batch], ABC):
 
     @abstractmethod
     def finish(self, found: Any) -> Batch:
-        """Augment what was read, with torch's global generator, and give image and label: one sample after the other."""
+        """Augment what was read, with torch's global generator, one sample after the other; return image and label."""
 
     def __getitem__(self, index: int) -> Batch:
         return self.finish(self.read(index))
 
     def __getitems__(self, indices: Sequence[int]) -> list[Batch]:
-        """The samples of a batch."""
+        """Return the samples of a batch."""
         if self.threads == 1:
             return [self[index] for index in indices]
         with ThreadPoolExecutor(self.threads) as pool:
             return [self.finish(found) for found in pool.map(self.read, indices)]
 
     def normalised(self, pixels: Tensor) -> Tensor:
-        """``(pixel / 255 - mean) / std``."""
+        """Return ``(pixel / 255 - mean) / std``."""
         return (pixels.float() / 255 - self.mean) / self.std
 
     def picture(self, inputs: Tensor) -> Tensor:
-        """A normalised image ``[3, H, W]`` as one to look at, uint8 ``[H, W, 3]``."""
+        """Return a normalised image ``[3, H, W]`` as uint8 ``[H, W, 3]``."""
         pixels = (inputs.cpu() * self.std + self.mean) * 255
         return pixels.round().clamp(0, 255).to(torch.uint8).permute(1, 2, 0)
 
 
 class StreamedClient(L.LightningDataModule):
-    """A client with samples of its own that are read when a batch needs them.
+    """A client whose samples are read when a batch needs them.
 
     Args:
-        samples: They.
-        batch_size: Of its batches, all complete.
+        samples: The client's samples.
+        batch_size: Samples in a batch; every batch is complete.
     """
 
     def __init__(self, samples: Dataset[Batch], batch_size: int) -> None:
@@ -74,13 +74,14 @@ class StreamedClient(L.LightningDataModule):
         self.samples, self.batch_size = samples, batch_size
 
     def train_dataloader(self) -> DataLoader[Batch]:
-        """Shuffled batches."""
+        """Return shuffled batches."""
         return DataLoader(self.samples, batch_size=self.batch_size, shuffle=True, drop_last=True)
 
 
 IGNORED = 255
 """The label of pixels that do not count."""
 
+UNKNOWN = 254
 Pair = tuple[Path, Path]
 
 
@@ -89,12 +90,10 @@ class LabelledImages(StreamedSamples):
 
     Args:
         samples: Files of the images and of their masks.
-        labels: The label of each value that a mask may have, uint8 ``[256]``; 254 for a value that it may not.
+        labels: The label of each value of a mask, uint8 ``[256]``; 254 for a value that a mask may not have.
         size: Height and width to which both are resized (the mask to the nearest pixel), None to leave them.
         augment: Applied to an image and its mask together; draws from torch's global generator.
-        mean: Mean of each channel, in [0, 1].
-        std: Standard deviation of each channel.
-        threads: Threads that read the samples of a batch.
+        **settings: The arguments of :class:`StreamedSamples`.
     """
 
     def __init__(
@@ -103,18 +102,16 @@ class LabelledImages(StreamedSamples):
         labels: Tensor,
         size: tuple[int, int] | None,
         augment: Callable[[Any, Any], Any] | None,
-        mean: Sequence[float],
-        std: Sequence[float],
-        threads: int = 1,
+        **settings: Any,
     ) -> None:
-        super().__init__(mean, std, threads)
+        super().__init__(**settings)
         self.samples, self.labels, self.size, self.augment = list(samples), labels, size, augment
 
     def __len__(self) -> int:
         return len(self.samples)
 
     def read(self, index: int) -> tuple[tv_tensors.Image, tv_tensors.Mask]:
-        """An image and its mask of labels."""
+        """Return an image and its mask of labels."""
         path, mask_path = self.samples[index]
         image = tv_tensors.Image(torch.from_numpy(_read(path, "RGB", self.size)).permute(2, 0, 1))
         ids = torch.from_numpy(_read(mask_path, "L", self.size))
@@ -131,16 +128,13 @@ class LabelledImages(StreamedSamples):
         return image, tv_tensors.Mask(labels)
 
     def finish(self, found: tuple[tv_tensors.Image, tv_tensors.Mask]) -> Batch:
-        """Image and mask, augmented together."""
+        """Augment image and mask together."""
         image, mask = found if self.augment is None else self.augment(*found)
         return self.normalised(image.as_subclass(Tensor)), mask.as_subclass(Tensor)
 
 
-UNKNOWN = 254
-
-
 def _read(path: Path, mode: str, size: tuple[int, int] | None) -> "np.ndarray[Any, Any]":
-    """An image file as uint8 ``[H, W, 3]`` (``"RGB"``) or ``[H, W]`` (``"L"``: whatever numbers its pixels are)."""
+    """Read an image file as uint8 ``[H, W, 3]`` (``"RGB"``) or as the numbers of its pixels, ``[H, W]`` (``"L"``)."""
     found = read_image(path, "RGB" if mode == "RGB" else None)
     if mode == "L" and found.mode not in ("L", "P"):
         raise ConfigurationError(
@@ -155,14 +149,14 @@ def _read(path: Path, mode: str, size: tuple[int, int] | None) -> "np.ndarray[An
 def augmentation(
     crop: tuple[int, int] | None, scale: tuple[float, float], flip: bool, jitter: float, size: tuple[int, int]
 ) -> Callable[[Any, Any], Any] | None:
-    """Random scale, crop, horizontal flip of image and mask together, and colour jitter of the image.
+    """Return random scale, crop and horizontal flip of image and mask together, and colour jitter of the image.
 
     Args:
-        crop: Height and width; what a scaled image lacks is black and does not count. None for none.
+        crop: Height and width, None for no crop; missing pixels of a scaled image are black and do not count.
         scale: Smallest and largest factor on the size.
-        flip: Whether one of two is mirrored.
-        jitter: Of brightness, contrast and saturation, as in torchvision's ``ColorJitter``; 0 for none.
-        size: Height and width of the images before.
+        flip: Whether each pair is mirrored with probability 1/2.
+        jitter: Jitter of brightness, contrast and saturation, as in torchvision's ``ColorJitter``; 0 for none.
+        size: Height and width of the images before augmentation.
     """
     steps: list[Any] = []
     if tuple(scale) != (1.0, 1.0):

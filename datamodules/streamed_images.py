@@ -21,6 +21,8 @@ from fl_lightning.datamodules.images import Batch
 from fl_lightning.datamodules.streamed import StreamedClient, StreamedSamples
 from fl_lightning.errors import ConfigurationError, check_at_least
 
+Transform = Callable[[Image.Image], Tensor]
+
 
 class ImageStream(StreamedSamples):
     """The images of class folders; an item is a normalised image, float32 ``[3, H, W]``, and its label.
@@ -36,13 +38,7 @@ class ImageStream(StreamedSamples):
         labels: The class of each, int64, shape ``[N]``.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        classes: Sequence[str],
-        transform: Callable[[Image.Image], Tensor],
-        **settings: Any,
-    ) -> None:
+    def __init__(self, folder: Path, classes: Sequence[str], transform: Transform, **settings: Any) -> None:
         super().__init__(**settings)
         self.folder, self.classes, self.transform = folder, classes, transform
         own = [_image_names(folder / name) for name in classes]
@@ -65,8 +61,8 @@ class ImageStream(StreamedSamples):
         image, label = found
         return self.normalised(self.transform(image)), label
 
-    def seen_by(self, transform: Callable[[Image.Image], Tensor]) -> "ImageStream":
-        """The same images with another transform."""
+    def seen_by(self, transform: Transform) -> "ImageStream":
+        """Return the same images with another transform."""
         images = copy(self)
         images.transform = transform
         return images
@@ -80,16 +76,17 @@ class ImageStream(StreamedSamples):
 class StreamedImages(PartitionedDataModule):
     """Images in class folders, ``train/<class>/*.jpg`` and ``test/<class>/*.jpg``, each read when a batch needs it.
 
-    For data that do not fit into memory (else :class:`~fl_lightning.datamodules.folders.ImageFolder` is faster). Threads decode a batch, and no
-    more than that is held. Training images are a random part (``RandomResizedCrop``), mirrored at random: a function of seed, client and
-    step. For the evaluation the shorter side is resized to 8/7 of ``image_size`` and the centre taken: 256 and 224 pixels. Where there is
-    no ``test/`` with class folders, ``val/`` is the test set.
+    For data that do not fit into memory (else :class:`~fl_lightning.datamodules.folders.ImageFolder` is faster).
+    Threads decode a batch, and only a batch is held. Training images are a random part (``RandomResizedCrop``),
+    mirrored at random: a function of seed, client and step. For the evaluation the shorter side is resized to 8/7
+    of ``image_size`` and the centre taken: 256 and 224 pixels. Without class folders in ``test/``, ``val/`` is the
+    test set.
 
     Args:
         data_dir: The folder that holds ``train`` and ``test``.
         image_size: Height and width of what a model sees, in pixels.
         crop_scale: Smallest and largest share of an image's area that a training image shows.
-        horizontal_flip: Whether one of two training images is mirrored.
+        horizontal_flip: Whether each training image is mirrored with probability 1/2.
         threads: Threads that decode images.
         eval_batch_size: Images in a batch of the server's evaluation.
         mean: Mean of each channel, in [0, 1]; by default ImageNet's.
@@ -97,8 +94,8 @@ class StreamedImages(PartitionedDataModule):
         **settings: The others of :class:`~fl_lightning.datamodules.distribution.PartitionedDataModule`.
 
     Raises:
-        ConfigurationError: The folder is missing or laid out otherwise, a setting is out of its range, or (when a batch needs it) an image
-            cannot be read.
+        ConfigurationError: The folder is missing or laid out otherwise, a setting is out of its range, or (when a
+            batch needs it) an image cannot be read.
     """
 
     in_channels = 3
@@ -184,7 +181,7 @@ class StreamedImages(PartitionedDataModule):
             "partition": digest(self._index_digests),
         }
 
-    def _images(self, folder: Path, transform: Callable[[Image.Image], Tensor]) -> ImageStream:
+    def _images(self, folder: Path, transform: Transform) -> ImageStream:
         return ImageStream(folder, self.folders.classes, transform, **self._stream)
 
     def _check_files(self) -> None:
@@ -200,7 +197,7 @@ class StreamedImages(PartitionedDataModule):
 class ImageNet(StreamedImages):
     """ImageNet-1K (Russakovsky et al. 2015): 1.28 million images in 1,000 classes, 50,000 for testing; also a part of its classes.
 
-    The files are ``train/<wnid>/*.JPEG`` and ``val/<wnid>/*.JPEG``, the layout of torchvision and of most: the images of ``val`` are
+    The files are ``train/<wnid>/*.JPEG`` and ``val/<wnid>/*.JPEG``, torchvision's layout: the images of ``val`` are
     sorted into folders, too. Nothing is downloaded.
 
     Args:
