@@ -60,13 +60,8 @@ class Gaussians(FederatedDataModule):
         angles = (2 * pi * torch.arange(1, num_clients + 1) - 1) / num_clients
         self.centres = radius * torch.stack([angles.cos(), angles.sin()], dim=1)
         mixed = round(gamma * samples_per_client)
-        super().__init__(
-            [
-                GaussianClient(client_id, self.centres, std, samples_per_client, mixed, seed)
-                for client_id in range(num_clients)
-            ],
-            seed=seed,
-        )
+        how = self.centres, std, samples_per_client, mixed, seed
+        super().__init__([GaussianClient(i, *how) for i in range(num_clients)], seed=seed)
         self.num_classes = num_clients
         self.loaded = "drawn by the seed"  # all points are: no file could change
         self.std = std
@@ -75,27 +70,24 @@ class Gaussians(FederatedDataModule):
         self.eval_samples_per_class = eval_samples_per_class
 
     def val_dataloader(self) -> DataLoader[Batch]:
-        """The server's validation data: equally many points of each class, in one batch."""
+        """Return the server's validation data: equally many points of each class, in one batch."""
         return self._evaluation_loader("gaussian validation")
 
     def test_dataloader(self) -> DataLoader[Batch]:
-        """The server's test data: other points of the same kind."""
+        """Return the server's test data: other points of the same kind."""
         return self._evaluation_loader("gaussian test")
 
     def describe_partition(self) -> str:
-        """Similarity and number of clients: ``"gamma=0.0, 10 clients"``."""
+        """Return similarity and number of clients: ``"gamma=0.0, 10 clients"``."""
         return f"gamma={self.gamma}, {self.num_clients} clients"
 
     def partition_record(self) -> dict[str, Any]:
-        """Sizes, seed and class histogram."""
-        return {
-            **super().partition_record(),
-            "seed": self.seed,
-            "class_histogram": self.class_histograms(),
-        }
+        """Return sizes, seed and class histogram."""
+        own = {"seed": self.seed, "class_histogram": self.class_histograms()}
+        return {**super().partition_record(), **own}
 
     def class_histograms(self) -> list[list[int]]:
-        """``[i][c]``: client i's points of class c in its first batch; later ones are drawn anew."""
+        """Return ``[i][c]``: client i's points of class c in its first batch; later batches are drawn anew."""
         labels = [client.train_batch(0)[1] for client in self._clients if isinstance(client, GaussianClient)]
         return [own.bincount(minlength=len(self.centres)).tolist() for own in labels]
 
@@ -113,7 +105,7 @@ class GaussianClient(ClientDataModule):
         centres: Centre of each component, shape ``[n, 2]``.
         std: Standard deviation of each component along each axis.
         num_examples: Points in a batch.
-        num_mixed: How many of them, the first ones, are drawn from the mixture of all components.
+        num_mixed: Number of points, the first in a batch, that are drawn from the mixture of all components.
         seed: The run's seed.
     """
 
@@ -131,7 +123,7 @@ class GaussianClient(ClientDataModule):
         self.seed = seed
 
     def train_batch(self, step: int) -> Batch:
-        """The points ``[b, 2]`` and labels ``[b]`` of local step ``step`` (from 0)."""
+        """Return the points ``[b, 2]`` and labels ``[b]`` of local step ``step`` (from 0)."""
         draws = generator(self.seed, "gaussian points", self.client_id, step)
         labels = torch.full((self.num_examples,), self.client_id)
         labels[: self.num_mixed] = torch.randint(len(self.centres), (self.num_mixed,), generator=draws)
@@ -144,11 +136,7 @@ class GaussianClient(ClientDataModule):
 
 
 class ClientBatches(Dataset[Batch]):
-    """A client's batches by local step; its length is the number of points in each.
-
-    Args:
-        client: The client whose batches they are.
-    """
+    """A client's batches by local step; its length is the number of points in a batch."""
 
     def __init__(self, client: GaussianClient) -> None:
         self.client = client

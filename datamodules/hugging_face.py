@@ -1,5 +1,6 @@
 """Image classification data sets of Hugging Face's ``datasets`` that lie on the disk."""
 
+import itertools
 from collections.abc import Hashable
 from dataclasses import replace
 from io import BytesIO
@@ -7,11 +8,11 @@ from math import isnan
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+import PIL.Image
 import torch
 from torch import Tensor
 
-from fl_lightning.datamodules.image_files import ImageFiles, cached_tensors, read_image, square
+from fl_lightning.datamodules.image_files import ImageFiles, cached_tensors, read_image, square, stacked
 from fl_lightning.datamodules.images import ImageData
 from fl_lightning.errors import ConfigurationError
 
@@ -159,16 +160,17 @@ class HuggingFaceImages(ImageFiles):
         from datasets import Image
 
         part = self._open(split, [self._image]).select_columns(self._image)
-        images = torch.empty(len(part), 3, self.image_size, self.image_size, dtype=torch.uint8)
         try:
             files = part.cast_column(self._image, Image(decode=False))
         except (TypeError, ValueError, NotImplementedError) as error:
             raise ConfigurationError(
                 f"image_column: {self._image!r} holds no images; set the column that does"
             ) from error
-        for index, row in enumerate(files):
+
+        def image(index: int, row: Any) -> PIL.Image.Image:
             own = row[self._image] or {"bytes": b"", "path": None}
             file = Path(own["path"]) if own["bytes"] is None else BytesIO(own["bytes"])
             found = read_image(file, name=f"image {index} of {split} in {self.data_dir}")
-            images[index] = torch.from_numpy(np.array(square(found, self.image_size))).permute(2, 0, 1)
-        return images
+            return square(found, self.image_size)
+
+        return stacked(itertools.starmap(image, enumerate(files)), len(part), 3, self.image_size)

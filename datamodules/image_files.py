@@ -3,7 +3,7 @@
 import fcntl
 import hashlib
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from hashlib import sha256
 from pathlib import Path
@@ -104,6 +104,15 @@ def square(image: Image.Image, size: int) -> Image.Image:
     return ImageOps.fit(image, (size, size), Image.Resampling.BILINEAR)
 
 
+def stacked(images: Iterable[Image.Image], count: int, channels: int, size: int) -> Tensor:
+    """Return ``count`` images of ``size`` x ``size`` pixels as uint8 ``[count, channels, size, size]``."""
+    found = torch.empty(count, channels, size, size, dtype=torch.uint8)
+    pixels = found.numpy()
+    for index, image in enumerate(images):
+        pixels[index] = np.asarray(image).reshape(size, size, channels).transpose(2, 0, 1)
+    return found
+
+
 DECODER = 3
 """Version of the code that read a cache's pixels: 1 cut 16 bits off at 255; 2 named each file instead of a digest."""
 
@@ -112,11 +121,7 @@ def cached_images(paths: Sequence[Path], root: Path, size: int, cache: Path) -> 
     """Decode images as :func:`cached_tensors` of ``size`` pixels: uint8 ``[N, 3, size, size]``, in the order of ``paths``."""
 
     def decoded() -> dict[str, Tensor]:
-        images = torch.empty(len(paths), 3, size, size, dtype=torch.uint8)
-        pixels = images.numpy()
-        for index, path in enumerate(paths):
-            pixels[index] = np.asarray(decode(path, size)).transpose(2, 0, 1)
-        return {"images": images}
+        return {"images": stacked((decode(path, size) for path in paths), len(paths), 3, size)}
 
     return cached_tensors(paths, root, cache, decoded)["images"]
 

@@ -26,8 +26,8 @@ class ImageData:
         test_images: uint8, shape ``[M, C, H, W]``.
         test_labels: int64, shape ``[M]``.
         train_groups: For data that come in groups, the group of each training image, int64, shape ``[N]``.
-        test_groups: The group of each test image, int64, shape ``[M]``, where the same groups have test images of their own.
-        group_names: What group g is called.
+        test_groups: The group of each test image, int64, shape ``[M]``, if the groups have own test images.
+        group_names: Name of group g.
 
     Raises:
         ConfigurationError: Images or labels have another type or shape, or their numbers differ.
@@ -44,10 +44,8 @@ class ImageData:
     def __post_init__(self) -> None:
         for split in ("train", "test"):
             images, labels = getattr(self, f"{split}_images"), getattr(self, f"{split}_labels")
-            for name, tensor, dtype, dims, shape in (
-                ("images", images, torch.uint8, 4, "[N, channels, height, width]"),
-                ("labels", labels, torch.int64, 1, "[N]"),
-            ):
+            wanted = (images, torch.uint8, 4, "[N, channels, height, width]"), (labels, torch.int64, 1, "[N]")
+            for name, (tensor, dtype, dims, shape) in zip(("images", "labels"), wanted, strict=True):
                 if tensor.dtype != dtype or tensor.dim() != dims:
                     raise ConfigurationError(
                         f"ImageData.{split}_{name}: {tensor.dtype} {list(tensor.shape)}; load() must give {dtype} {shape}"
@@ -163,7 +161,7 @@ class TrainImages(Images):
         return images.view(*shape, *images.shape[1:]), self.labels[sample].view(shape)
 
     def _augmented(self, images: Tensor, top: Tensor, left: Tensor, flip: Tensor) -> Tensor:
-        """Images ``[n, H, W, C]``, cropped and flipped."""
+        """Crop and flip images ``[n, H, W, C]``."""
         count, height, width, channels = images.shape
         border = self.padding
         # both images that a draw may choose from, with their borders: the image and its mirror image
@@ -173,12 +171,8 @@ class TrainImages(Images):
         inner[1] = images.flip(2)
         # a view of every crop of each, [2, n, 2 * border + 1, 2 * border + 1, H, W, C]
         crops = padded.unfold(2, height, 1).unfold(3, width, 1).movedim(4, -1)
-        return crops[
-            flip,
-            torch.arange(count, device=images.device),
-            top,
-            torch.where(flip == 1, 2 * border - left, left),
-        ]
+        left = torch.where(flip == 1, 2 * border - left, left)
+        return crops[flip, torch.arange(count, device=images.device), top, left]
 
 
 def channel_statistics(images: Tensor, scale: float) -> tuple[list[float], list[float]]:

@@ -119,11 +119,7 @@ class EpochSampler:
 
 
 class ClientImages(Dataset[Batch]):
-    """A client's samples; indexed by a position for the plain sample, by the sampler's choices for a batch.
-
-    Args:
-        client: The client whose samples they are.
-    """
+    """A client's samples; indexed by a position for the plain sample, by the sampler's choices for a batch."""
 
     def __init__(self, client: InMemoryClient) -> None:
         self.client = client
@@ -141,10 +137,10 @@ class ClientImages(Dataset[Batch]):
 
 
 class InMemoryDataModule(PartitionedDataModule):
-    """The base of the shipped image classification data sets: a subclass says how to :meth:`load` the images.
+    """The base of the shipped image classification data sets: a subclass defines :meth:`load`.
 
     Args:
-        num_clients: Number of clients, where the partition does not know it.
+        num_clients: Number of clients; ignored if the partition decides it.
         batch_size: Samples in a client's batch, 20 in the FixBN paper; every batch is complete.
         crop_padding: Black border in pixels for random crops, 0 for no crops. FixBN pads by 2, FedTAN by 4.
         horizontal_flip: Whether training images are flipped with probability 1/2.
@@ -153,7 +149,7 @@ class InMemoryDataModule(PartitionedDataModule):
     Attributes:
         scale: The pixel value that stands for 1.
         mean: Mean of each channel after division by ``scale``; None computes it from all training images.
-        std: Standard deviation of each channel after division by ``scale``; None computes it likewise.
+        std: Standard deviation of each channel after division by ``scale``; None computes it from all training images.
 
     Raises:
         ConfigurationError: A setting is out of its range.
@@ -187,7 +183,7 @@ class InMemoryDataModule(PartitionedDataModule):
 
     @property
     def clients(self) -> Sequence[InMemoryClient]:
-        """One data module per client, in the order of their ids; empty before ``setup``."""
+        """One data module per client, by id; empty before ``setup``."""
         return self._shares
 
     def load(self) -> ImageData:
@@ -207,7 +203,7 @@ class InMemoryDataModule(PartitionedDataModule):
             self._check_client_sizes()
 
     def cohort_batch(self, client_ids: Sequence[int], steps: Sequence[int]) -> BatchStack:
-        """The batches of one local step, stacked: ``x [C, b, channels, H, W]`` and ``y [C, b]``.
+        """Return the batches of one local step, stacked: ``x [C, b, channels, H, W]`` and ``y [C, b]``.
 
         Args:
             client_ids: The active clients of the cohort.
@@ -237,7 +233,7 @@ class InMemoryDataModule(PartitionedDataModule):
         return self._evaluation_loader(self.test_images)
 
     def own_dataloader(self, client_id: int, split: str) -> DataLoader[Batch] | None:
-        """The evaluation data of a client where its group has some, or the file that the partition is from."""
+        """Return the evaluation data that a client's group, or the partition's file, has; else None."""
         if split not in self._own or not len(self._own[split][1][client_id]):
             return None
         images, own = self._own[split]
@@ -245,7 +241,7 @@ class InMemoryDataModule(PartitionedDataModule):
         return DataLoader(images, sampler=batches, batch_size=None)
 
     def evaluation_digests(self) -> list[str]:
-        """The digest of all evaluation images and labels."""
+        """Return the digest of all evaluation images and labels."""
         return [digest([(part.pixels, part.labels) for part in (self.val_images, self.test_images)])]
 
     def fingerprint(self) -> dict[str, str]:

@@ -13,7 +13,7 @@ from PIL import Image
 from torch import Tensor
 
 from fl_lightning.datamodules.folders import ClassFolders
-from fl_lightning.datamodules.image_files import ImageFiles, building, converted, square
+from fl_lightning.datamodules.image_files import ImageFiles, building, converted, square, stacked
 from fl_lightning.datamodules.images import ImageData
 from fl_lightning.datamodules.in_memory import InMemoryDataModule
 from fl_lightning.errors import ConfigurationError
@@ -100,18 +100,18 @@ class TorchvisionImages(InMemoryDataModule):
 
     def _tensors(self, files: Any) -> tuple[Tensor, Tensor]:
         mode = "RGB" if self.in_channels == 3 else "L"
-        shape = len(files), self.in_channels, self.image_size, self.image_size
-        images = torch.empty(shape, dtype=torch.uint8)
         labels = torch.empty(len(files), dtype=torch.int64)
-        for index in range(len(files)):
-            image, labels[index] = files[index]
-            if not isinstance(image, Image.Image):
+
+        def image(index: int) -> Image.Image:
+            found, labels[index] = files[index]
+            if not isinstance(found, Image.Image):
                 raise ConfigurationError(
-                    f"dataset: {self.dataset} has {type(image).__name__} where images are wanted"
+                    f"dataset: {self.dataset} has {type(found).__name__} where images are wanted"
                 )
-            pixels = np.asarray(square(converted(image, mode), self.image_size))
-            images[index] = torch.from_numpy(pixels.reshape(*pixels.shape[:2], -1).copy()).permute(2, 0, 1)
-        return images, labels
+            return square(converted(found, mode), self.image_size)
+
+        images = map(image, range(len(files)))
+        return stacked(images, len(files), self.in_channels, self.image_size), labels
 
 
 class CIFAR100(TorchvisionImages):
