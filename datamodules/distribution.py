@@ -65,72 +65,6 @@ class Distribution:
         }
 
 
-def distribute(
-    train_labels: Tensor,
-    test_labels: Tensor,
-    train_groups: Tensor | None,
-    test_groups: Tensor | None,
-    partition: Partition,
-    num_clients: int,
-    val_fraction: float,
-    max_examples: int | None,
-    seed: int,
-) -> Distribution:
-    """Take the subset and the server's validation data, and spread the rest over the clients.
-
-    ``train_labels [N]`` and ``test_labels [M]`` hold the class of each sample, ``train_groups [N]`` and
-    ``test_groups [M]`` the group, for data that come in groups; all are int64. The other arguments are the
-    settings of :class:`PartitionedDataModule`.
-
-    Raises:
-        ConfigurationError: The partition is impossible, or the validation data would be empty.
-    """
-    labels, num_train = torch.cat([train_labels, test_labels]), len(train_labels)
-    used, test = torch.arange(num_train), torch.arange(num_train, len(labels))
-    if max_examples is not None:
-        subset = generator(seed, "training subset")
-        used = balanced_subset(train_labels, min(max_examples, num_train), subset)
-    num_val = round(val_fraction * len(used))
-    if val_fraction > 0 and not 0 < num_val < len(used):
-        raise ConfigurationError(
-            f"val_fraction={val_fraction} takes {num_val} of {len(used)} training samples; "
-            "use a value that leaves samples for both, or 0 for no validation set"
-        )
-    own: dict[str, list[Tensor]] = {}
-    free, found = used, list[int]()
-    if isinstance(partition, FromFile):
-        given = partition.assignment(train_labels, test_labels)
-        trained = torch.unique(torch.cat([*given.train, *given.val]))
-        tested = torch.cat(given.test)
-        _check_used(partition, torch.cat([trained, tested]), used, num_train)
-        free = _without(_without(used, trained), tested)
-        if num_val > len(free):
-            raise ConfigurationError(
-                f"val_fraction={val_fraction} takes {num_val} training samples, but {partition} leaves {len(free)} that no client "
-                f"has; use at most {len(free) / len(used):.4g}"
-            )
-        if given.space == "train+test":
-            test = _without(torch.unique(torch.cat([test, tested])), trained)
-            if not len(test):
-                raise ConfigurationError(
-                    f"{partition} gives all test samples to training; leave some for the server or as a client's test"
-                )
-        clients = given.train
-        own = {split: part for split in ("val", "test") if any(map(len, part := getattr(given, split)))}
-    val = free[balanced_subset(labels[free], num_val, generator(seed, "validation split"))]
-    if not isinstance(partition, FromFile):
-        train = _without(used, val)
-        groups = train_groups[train] if train_groups is not None else None
-        parts = partition(labels[train], num_clients, generator(seed, "partition"), groups)
-        clients = [train[part] for part in parts]
-        if groups is not None and isinstance(partition, Natural):
-            found = torch.unique(groups).tolist()
-            if test_groups is not None:
-                of = dict(zip(torch.unique(test_groups).tolist(), natural(test_groups), strict=True))
-                own["test"] = [num_train + of.get(group, val[:0]) for group in found]
-    return Distribution(labels, num_train, clients, val, test, own, found)
-
-
 def images_at(data: ImageData, samples: Tensor) -> Tensor:
     """Return the images of samples numbered as in :class:`Distribution`, ascending; a whole part is not copied."""
     num_train = len(data.train_labels)
@@ -214,15 +148,15 @@ class PartitionedDataModule(FederatedDataModule):
         return self.batch_size
 
     def describe_partition(self) -> str:
-        """The partition and the number of clients, such as ``"Shards(class_fraction=0.2), 5 clients"``."""
+        """Return partition and number of clients, such as ``"Shards(class_fraction=0.2), 5 clients"``."""
         return f"{self.partition}, {self.num_clients} clients"
 
     def partition_record(self) -> dict[str, Any]:
-        """Sizes, seed, class histogram and digests of the partition, and what the clients are called where that is known.
+        """Return sizes, seed, class histogram and digests of the partition, and the clients' names if known.
 
         ``class_histogram[i][c]`` counts the samples of class c at client i. ``sha256["clients"][i]`` is the
         digest of client i's indices into the whole training set (ascending, int64, little-endian),
-        ``sha256["total"]`` that of all the clients' hexadecimal digests joined.
+        ``sha256["total"]`` the digest of all clients' joined hexadecimal digests.
         """
         total = hashlib.sha256("".join(self._index_digests).encode()).hexdigest()
         return {
@@ -246,17 +180,19 @@ class PartitionedDataModule(FederatedDataModule):
         test_groups: Tensor | None = None,
         group_names: Sequence[str] = (),
     ) -> Distribution:
-        """Decide who gets which samples, see :func:`~fl_lightning.datamodules.distribution.distribute`; group g is called ``group_names[g]``.
+        """Take the subset and the server's validation data, and spread the rest over the clients.
+
+        ``train_labels [N]`` and ``test_labels [M]`` hold the class of each sample, ``train_groups [N]`` and
+        ``test_groups [M]`` the group, for data that come in groups; all are int64. Group g has the name
+        ``group_names[g]``.
 
         Raises:
-            ConfigurationError: As there, or a label is none of a class.
+            ConfigurationError: The partition is impossible, the validation data would be empty, or a label is no
+                class.
         """
         self._check_labels("train_labels", train_labels)
         self._check_labels("test_labels", test_labels)
-        found = self.distribution = distribute(
-            train_labels, test_labels, train_groups, test_groups,
-            self.partition, self._num_clients, self.val_fraction, self.max_examples, self.seed,
-        )  # fmt: skip
+        found = self.distribution = self._dealt(train_labels, test_labels, train_groups, test_groups)
         if len(found.test) != len(test_labels) or bool((found.test < len(train_labels)).any()):
             self.drawn_splits = ("val", "test")  # by a file that spreads test samples over the clients, too
         self._val_size = len(found.val)
@@ -265,6 +201,59 @@ class PartitionedDataModule(FederatedDataModule):
         self._index_digests = [hashlib.sha256(part.numpy().tobytes()).hexdigest() for part in found.clients]
         self._client_names = [group_names[group] for group in found.groups] if group_names else []
         return found
+
+    def _dealt(
+        self,
+        train_labels: Tensor,
+        test_labels: Tensor,
+        train_groups: Tensor | None,
+        test_groups: Tensor | None,
+    ) -> Distribution:
+        labels, num_train = torch.cat([train_labels, test_labels]), len(train_labels)
+        used, test = torch.arange(num_train), torch.arange(num_train, len(labels))
+        if self.max_examples is not None:
+            subset = generator(self.seed, "training subset")
+            used = balanced_subset(train_labels, min(self.max_examples, num_train), subset)
+        num_val = round(self.val_fraction * len(used))
+        if self.val_fraction > 0 and not 0 < num_val < len(used):
+            raise ConfigurationError(
+                f"val_fraction={self.val_fraction} takes {num_val} of {len(used)} training samples; "
+                "use a value that leaves samples for both, or 0 for no validation set"
+            )
+        own: dict[str, list[Tensor]] = {}
+        free, found = used, list[int]()
+        if isinstance(self.partition, FromFile):
+            given = self.partition.assignment(train_labels, test_labels)
+            trained = torch.unique(torch.cat([*given.train, *given.val]))
+            tested = torch.cat(given.test)
+            _check_used(self.partition, torch.cat([trained, tested]), used, num_train)
+            free = _without(_without(used, trained), tested)
+            if num_val > len(free):
+                raise ConfigurationError(
+                    f"val_fraction={self.val_fraction} takes {num_val} training samples, but {self.partition} leaves {len(free)} that no client "
+                    f"has; use at most {len(free) / len(used):.4g}"
+                )
+            if given.space == "train+test":
+                test = _without(torch.unique(torch.cat([test, tested])), trained)
+                if not len(test):
+                    raise ConfigurationError(
+                        f"{self.partition} gives all test samples to training; leave some for the server or as a client's test"
+                    )
+            clients = given.train
+            own = {split: part for split in ("val", "test") if any(map(len, part := getattr(given, split)))}
+        val = free[balanced_subset(labels[free], num_val, generator(self.seed, "validation split"))]
+        if not isinstance(self.partition, FromFile):
+            train = _without(used, val)
+            groups = train_groups[train] if train_groups is not None else None
+            draws = generator(self.seed, "partition")
+            parts = self.partition(labels[train], self._num_clients, draws, groups)
+            clients = [train[part] for part in parts]
+            if groups is not None and isinstance(self.partition, Natural):
+                found = torch.unique(groups).tolist()
+                if test_groups is not None:
+                    of = dict(zip(torch.unique(test_groups).tolist(), natural(test_groups), strict=True))
+                    own["test"] = [num_train + of.get(group, val[:0]) for group in found]
+        return Distribution(labels, num_train, clients, val, test, own, found)
 
     def _check_labels(self, name: str, labels: Tensor) -> None:
         lowest, highest = (int(labels.min()), int(labels.max())) if len(labels) else (0, 0)

@@ -19,12 +19,13 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
+from torch import Generator, Tensor
 
 from fl_lightning.errors import ConfigurationError
 
 Counts = npt.NDArray[np.int64]
 Incidence = npt.NDArray[np.bool_]
+Balance = Literal["client", "class"]
 
 
 def class_sizes(labels: Tensor) -> Counts:
@@ -43,7 +44,7 @@ def index_lists(owner: Tensor, num_clients: int) -> list[Tensor]:
     return list(owner.argsort(stable=True).tensor_split(sizes.cumsum(0)[:-1]))
 
 
-def deal(labels: Tensor, counts: Counts, generator: torch.Generator) -> list[Tensor]:
+def deal(labels: Tensor, counts: Counts, generator: Generator) -> list[Tensor]:
     """Give client i ``counts[i, c]`` random samples of class c; column c of ``counts`` sums to the class's size."""
     num_clients, num_classes = counts.shape
     order = torch.randperm(len(labels), generator=generator)
@@ -84,7 +85,7 @@ def counts_per_class(available: Counts, num_clients: int, alpha: float, rng: np.
     return np.diff(cuts, axis=1, prepend=0).T
 
 
-def assign_classes(num_clients: int, num_classes: int, held: int, generator: torch.Generator) -> Incidence:
+def assign_classes(num_clients: int, num_classes: int, held: int, generator: Generator) -> Incidence:
     """Give every client ``held`` classes, every class equally many holders (+-1); return who holds what, ``[n, C]``.
 
     The clients take their classes in turn from one random permutation of the classes after the other. If a
@@ -153,10 +154,7 @@ def _softmax(logits: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
     return result
 
 
-Balance = Literal["client", "class"]
-
-
-def iid(labels: Tensor, num_clients: int, generator: torch.Generator) -> list[Tensor]:
+def iid(labels: Tensor, num_clients: int, generator: Generator) -> list[Tensor]:
     """Deal a random permutation of the samples to the clients; sizes differ by at most one."""
     _check_num_clients(num_clients, len(labels))
     owner = torch.empty(len(labels), dtype=torch.int64)
@@ -165,7 +163,7 @@ def iid(labels: Tensor, num_clients: int, generator: torch.Generator) -> list[Te
 
 
 def dirichlet(
-    labels: Tensor, num_clients: int, alpha: float, generator: torch.Generator, balance: Balance = "client"
+    labels: Tensor, num_clients: int, alpha: float, generator: Generator, balance: Balance = "client"
 ) -> list[Tensor]:
     """Draw class proportions from a Dirichlet distribution of concentration ``alpha``, above 0.
 
@@ -203,9 +201,7 @@ def dirichlet(
     return deal(labels, counts, generator)
 
 
-def shards(
-    labels: Tensor, num_clients: int, class_fraction: float, generator: torch.Generator
-) -> list[Tensor]:
+def shards(labels: Tensor, num_clients: int, class_fraction: float, generator: Generator) -> list[Tensor]:
     """Give every client ``ceil(class_fraction * C)`` of the C classes (FixBN, section 4; Hsieh et al. 2020).
 
     Every class is held by the same number of clients, as evenly as possible (numbers differ by at most one),
@@ -240,9 +236,7 @@ def shards(
     return deal(labels, split_among_holders(available, holds), generator)
 
 
-def gamma_similarity(
-    labels: Tensor, num_clients: int, gamma: float, generator: torch.Generator
-) -> list[Tensor]:
+def gamma_similarity(labels: Tensor, num_clients: int, gamma: float, generator: Generator) -> list[Tensor]:
     """Deal a random share ``gamma`` of the samples equally, and the rest in chunks sorted by class.
 
     The split of the FBN paper (section 5; the "s % similarity" of SCAFFOLD): ``gamma * N`` random samples are
