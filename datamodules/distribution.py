@@ -94,7 +94,7 @@ class PartitionedDataModule(FederatedDataModule):
         num_clients: Number of clients; ignored with ``Natural`` (the number of groups) and ``FromFile`` (of the file).
         batch_size: Samples in a client's batch, 20 in the FixBN paper. Every batch is complete: the rest of an
             epoch is dropped.
-        partition: How the training data are spread over the clients; None is ``IID()``.
+        partition: How the training data are spread over the clients; None is ``default_partition()``.
         val_fraction: Share of the training data, in [0, 1), that becomes the server's validation set before the
             clients receive theirs; drawn by the seed, every class in proportion. With 0 the evaluation inside
             ``fit`` uses the test data and is labelled so.
@@ -104,12 +104,14 @@ class PartitionedDataModule(FederatedDataModule):
 
     Attributes:
         distribution: Who has which samples; known after ``setup``.
+        default_partition: ``IID``, or ``Natural`` for data that come in groups.
 
     Raises:
         ConfigurationError: A setting is out of its range.
     """
 
     distribution: Distribution
+    default_partition: type[Partition] = IID
 
     def __init__(
         self,
@@ -127,7 +129,7 @@ class PartitionedDataModule(FederatedDataModule):
         if not 0 <= val_fraction < 1:
             raise ConfigurationError(f"val_fraction must be in [0, 1), such as 0.1, found {val_fraction}")
         self.batch_size = batch_size
-        self.partition = partition if partition is not None else IID()
+        self.partition = partition or self.default_partition()
         self.val_fraction = val_fraction
         self.eval_batch_size = eval_batch_size
         self.max_examples = max_examples

@@ -8,7 +8,7 @@ import torch
 
 from fl_lightning.datamodules.image_files import ImageFiles, list_images, subfolders
 from fl_lightning.datamodules.images import ImageData, balanced_subset
-from fl_lightning.datamodules.partitions import Natural, Partition
+from fl_lightning.datamodules.partitions import Natural
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.randomness import generator
 
@@ -163,7 +163,6 @@ class ImageDomains(ImageFiles):
         image_size: Height and width of the images in pixels.
         test_fraction: Share of the images of each class of a domain, in (0, 1), that becomes its test set, drawn by the
             seed, where a domain holds the class folders; None where it holds ``train`` and ``test``.
-        partition: How the images are spread over the clients; None is ``Natural()``: a domain each.
         **settings: The others of :class:`~fl_lightning.datamodules.image_files.ImageFiles`.
 
     Raises:
@@ -172,17 +171,12 @@ class ImageDomains(ImageFiles):
     """
 
     num_classes: int
+    default_partition = Natural
 
     def __init__(
-        self,
-        data_dir: str,
-        image_size: int,
-        *,
-        test_fraction: float | None = None,
-        partition: Partition | None = None,
-        **settings: Any,
+        self, data_dir: str, image_size: int, *, test_fraction: float | None = None, **settings: Any
     ) -> None:
-        super().__init__(data_dir, image_size, partition=partition or Natural(), **settings)
+        super().__init__(data_dir, image_size, **settings)
         domains = subfolders(self.data_dir)
         if not domains:
             found = "holds no folder" if self.data_dir.is_dir() else "does not exist"

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fl_lightning.datamodules.image_files import ImageFiles, cached_tensors
 from fl_lightning.datamodules.images import ImageData
-from fl_lightning.datamodules.partitions import Natural, Partition
+from fl_lightning.datamodules.partitions import Natural
 from fl_lightning.errors import ConfigurationError
 
 LAYOUT = 'train/*.json and test/*.json, each {"users": [...], "user_data": {user: {"x": [...], "y": [...]}}}'
@@ -28,7 +28,6 @@ class FEMNIST(ImageFiles):
     Args:
         data_dir: The folder that holds ``train`` and ``test``.
         min_examples: Writers with fewer training images are left out.
-        partition: How the images are spread over the clients; None is ``Natural()``: a writer each.
         **settings: The others of :class:`~fl_lightning.datamodules.image_files.ImageFiles`.
 
     Raises:
@@ -39,16 +38,10 @@ class FEMNIST(ImageFiles):
     class_names = tuple("0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz")
     in_channels = 1
     image_size = 28
+    default_partition = Natural
 
-    def __init__(
-        self,
-        data_dir: str = "data/femnist",
-        min_examples: int = 1,
-        *,
-        partition: Partition | None = None,
-        **settings: Any,
-    ) -> None:
-        super().__init__(data_dir, 28, partition=partition or Natural(), **settings)
+    def __init__(self, data_dir: str = "data/femnist", min_examples: int = 1, **settings: Any) -> None:
+        super().__init__(data_dir, 28, **settings)
         self.min_examples = min_examples
         self.files = {split: sorted((self.data_dir / split).glob("*.json")) for split in ("train", "test")}
         for split, files in self.files.items():
