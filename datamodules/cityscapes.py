@@ -133,9 +133,6 @@ class Cityscapes(FederatedDataModule):
         self._reading = {"mean": mean, "std": std, "threads": threads}
         self.names: list[str] = []
 
-    def prepare_data(self) -> None:
-        """Nothing is to be downloaded."""
-
     def setup(self, stage: str) -> None:
         """Find the files, once, and check that each image has its mask and each client a batch."""
         if self.names:

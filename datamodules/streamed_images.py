@@ -132,9 +132,6 @@ class StreamedImages(PartitionedDataModule):
             [v2.Resize(round(image_size * 8 / 7)), v2.CenterCrop(image_size), v2.PILToTensor()]
         )
 
-    def prepare_data(self) -> None:
-        """Nothing is to be downloaded."""
-
     def setup(self, stage: str) -> None:
         """List the files and partition them, once; ``"fit"`` checks that every client can fill a batch.
 
