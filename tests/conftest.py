@@ -33,7 +33,7 @@ def pictures_are_drawn_where_they_are_looked_at(request, monkeypatch):
     """Rendering those of a run takes as long as training it: without the mark ``pictures`` their files are left out."""
     if request.node.get_closest_marker("pictures") is None:
         monkeypatch.setattr(
-            "fl_lightning.experiments.run_directory.files.write_figure", lambda path, figure: None
+            "fl_lightning.experiments.run_directory.drawings.write_figure", lambda path, figure: None
         )
 
 

@@ -9,7 +9,7 @@ import torch
 from command_line import attempts, run, write_config
 from PIL import Image
 
-from fl_lightning.experiments.run_directory import files
+from fl_lightning.experiments.run_directory import drawings
 from fl_lightning.experiments.run_directory.directory import Attempt
 from fl_lightning.experiments.run_directory.metrics_log import read_metrics
 from fl_lightning.pictures.style import DOTS_PER_INCH, WIDTH
@@ -32,7 +32,7 @@ def finished(tmp_path_factory):
 def drawn(monkeypatch):
     """The figures that would have been written, by the name of their file."""
     figures = {}
-    monkeypatch.setattr(files, "write_figure", lambda path, figure: figures.update({path.name: figure}))
+    monkeypatch.setattr(drawings, "write_figure", lambda path, figure: figures.update({path.name: figure}))
     return figures
 
 
@@ -93,7 +93,7 @@ def test_picture_that_cannot_be_drawn_costs_nothing_but_itself(monkeypatch, caps
     def fail(*_):
         raise RuntimeError("no ink")
 
-    monkeypatch.setattr(files, "write_figure", fail)
+    monkeypatch.setattr(drawings, "write_figure", fail)
     attempt = run("--trainer.max_epochs", 1).attempt
     assert read(attempt.result)["rounds"] == 1
     assert not list(attempt.path.glob("*.png"))

@@ -148,7 +148,7 @@ def test_a_run_that_other_code_resumes_says_so(monkeypatch, capsys):
     run(*LAST, "--trainer.max_epochs", 2)
     assert "other code" not in capsys.readouterr().out
     monkeypatch.setattr(
-        "fl_lightning.experiments.run_directory.files.provenance", lambda made: {"source": "edited"}
+        "fl_lightning.experiments.run_directory.start.provenance", lambda made: {"source": "edited"}
     )
     run(*LAST, "--trainer.max_epochs", 3)
     assert "other code or versions than up to round 2: source " in capsys.readouterr().out

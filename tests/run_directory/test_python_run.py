@@ -57,7 +57,7 @@ class Halves(Classification):
 def test_the_quality_of_an_own_task_is_shown_like_accuracy(capsys, monkeypatch):
     drawn = []
     monkeypatch.setattr(
-        "fl_lightning.experiments.run_directory.files.write_figure",
+        "fl_lightning.experiments.run_directory.drawings.write_figure",
         lambda path, figure: drawn.append([axes.get_ylabel() for axes in figure.axes]),
     )
     optimizer = lambda parameters: torch.optim.SGD(parameters, lr=0.1)

@@ -122,7 +122,7 @@ def test_a_rate_that_was_tried_on_other_data_is_tried_again_before_it_chooses(ra
 
 def test_source_that_changes_while_a_study_runs_is_named(ran, capsys, monkeypatch):
     monkeypatch.setattr(
-        "fl_lightning.experiments.run_directory.files.provenance", lambda config: {"source": "edited"}
+        "fl_lightning.experiments.run_directory.start.provenance", lambda config: {"source": "edited"}
     )
     write(
         axes={"method": {"BN": {}}},

@@ -28,9 +28,10 @@ from fl_lightning.experiments.run_directory.checkpoints import RoundCheckpoint
 from fl_lightning.experiments.run_directory.code import full_name
 from fl_lightning.experiments.run_directory.continuation import Start, find_start
 from fl_lightning.experiments.run_directory.description import directory_of
-from fl_lightning.experiments.run_directory.files import RunStart, draw_pictures
+from fl_lightning.experiments.run_directory.drawings import draw_pictures
 from fl_lightning.experiments.run_directory.metrics_log import JSONLinesLogger
 from fl_lightning.experiments.run_directory.result import finish_run
+from fl_lightning.experiments.run_directory.start import RunStart
 from fl_lightning.launched import launched_rank, silence
 from fl_lightning.round.module import FederatedModule
 from fl_lightning.round.trained import refuse_trained

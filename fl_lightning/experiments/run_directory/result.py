@@ -11,7 +11,7 @@ from fl_lightning.experiments.run_directory.describe import (
     origin_in_words,
 )
 from fl_lightning.experiments.run_directory.directory import Attempt
-from fl_lightning.experiments.run_directory.files import draw_pictures
+from fl_lightning.experiments.run_directory.drawings import draw_pictures
 from fl_lightning.files import write_json
 from fl_lightning.methods.report import Report
 from fl_lightning.pictures.style import PERSONAL

@@ -1,13 +1,7 @@
-"""The files of a run: those that it writes when it begins, and its pictures and tables."""
+"""The beginning of a run: the files that identify the run, and the policy in force."""
 
-import csv
-import json
-import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import replace
-from io import StringIO
-from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -17,22 +11,14 @@ from fl_lightning.batch_norm.kinds import KIND_LABELS
 from fl_lightning.console import print_table
 from fl_lightning.experiments.run_directory.continuation import Start
 from fl_lightning.experiments.run_directory.describe import (
-    clients_table,
     describe_computing,
     identity,
     origin_in_words,
-    run_title,
 )
 from fl_lightning.experiments.run_directory.description import deciding_settings, misfits
-from fl_lightning.experiments.run_directory.directory import Attempt
-from fl_lightning.experiments.run_directory.metrics_log import read_metrics
-from fl_lightning.experiments.run_directory.predictions import overlays
+from fl_lightning.experiments.run_directory.drawings import draw_partition, harmless
 from fl_lightning.experiments.run_directory.source import provenance
 from fl_lightning.files import write_bytes, write_json, write_text
-from fl_lightning.methods.report import Report
-from fl_lightning.pictures.federation import class_quality_figure, clients_figure
-from fl_lightning.pictures.learning_curve import learning_curve_figure
-from fl_lightning.pictures.style import write_figure
 from fl_lightning.round.module import FederatedModule
 from fl_lightning.round.policy import policy_table, stages_in_words
 
@@ -92,7 +78,7 @@ class RunStart(L.Callback):
             self._check_configuration()
             write_json(self.attempt.partition, pl_module.data.partition_record())
             write_json(self.attempt.policy, table)
-            with _harmless(self.attempt.identity):
+            with harmless(self.attempt.identity):
                 write_json(self.attempt.identity, identity(pl_module))
             draw_partition(self.attempt, pl_module)
 
@@ -141,72 +127,3 @@ class RunStart(L.Callback):
                 flush=True,
             )
         record.computed_by = now
-
-
-def draw_partition(attempt: Attempt, module: FederatedModule) -> None:
-    """Draw ``partition.png`` from ``partition.json``: samples by client and class, or sizes where it has no classes."""
-    with _harmless(attempt.partition_picture):
-        record, title = json.loads(attempt.partition.read_text()), run_title(module)
-        write_figure(attempt.partition_picture, clients_figure(record, module.data.class_names, title))
-
-
-def draw_pictures(attempt: Attempt | None, module: FederatedModule) -> None:
-    """Draw what a run has found into its folder, and write what its clients did and the tables of its reports as ``<name>.csv``.
-
-    ``learning_curve.png`` is drawn from ``metrics.jsonl``; where the run is finished ``class_accuracy.png``, or what else the task
-    calls it, from ``result.json``, and of a segmentation ``overlays.png``.
-
-    Args:
-        attempt: The run's folder, None where nothing is written (``fast_dev_run``).
-        module: The trained module, whose callbacks may be reports with pictures ``<name>.png``.
-    """
-    if attempt is None:
-        return
-    title = run_title(module)
-    with _harmless(attempt.learning_curve):
-        policy = json.loads(attempt.policy.read_text())
-        figure = learning_curve_figure(read_metrics(attempt.metrics), policy, title, module.task.quality)
-        write_figure(attempt.learning_curve, figure)
-    if attempt.result.exists():
-        what = module.task.by_class
-        path = attempt.path / f"class_{what}.png"
-        with _harmless(path):
-            found = json.loads(attempt.result.read_text())[f"class_{what}"]
-            if found is not None:
-                figure = class_quality_figure(
-                    found[what], found["classes"], f"{found['split']} {what}", title
-                )
-                write_figure(path, figure)
-        path = attempt.path / "overlays.png"
-        with _harmless(path):
-            if (shown := overlays(module, title)) is not None:
-                write_figure(path, shown)
-    with _harmless(attempt.participation):
-        _write_table(attempt.participation, *clients_table(module))
-    histograms: dict[str, Any] = {}
-    for report in (cb for cb in module.federated_callbacks if isinstance(cb, Report)):
-        with _harmless(f"a picture of {type(report).__name__}"):
-            for name, draw in report.figures(read_metrics(attempt.metrics)).items():
-                write_figure(attempt.path / f"{name}.png", draw(title))
-        with _harmless(f"a table of {type(report).__name__}"):
-            for name, table in report.tables().items():
-                _write_table(attempt.path / f"{name}.csv", table.columns, table.rows)
-            histograms |= {name: [*values] for name, values in report.histograms().items() if len(values)}
-    if histograms:
-        with _harmless(attempt.histograms):
-            write_json(attempt.histograms, histograms)
-
-
-def _write_table(path: Path, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-    text = StringIO(newline="")
-    csv.writer(text, lineterminator="\n").writerows([columns, *rows])
-    write_text(path, text.getvalue())
-
-
-@contextmanager
-def _harmless(what: Path | str) -> Iterator[None]:
-    """Say that a picture or table could not be made, whatever the reason, and go on: a run is more than its pictures."""
-    try:
-        yield
-    except Exception as error:  # noqa: BLE001  # matplotlib's, the disk's, or those of a user's own record
-        print(f"{what} was not written: {type(error).__name__}: {error}", file=sys.stderr)
