@@ -15,11 +15,12 @@ from jsonargparse.typing import restricted_number_type
 from lightning.pytorch import Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
+from fl_lightning.cli.messages import fail
 from fl_lightning.cli.parser import ConciseParser, given_settings, new_lists, one_milestone_each, read_given
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.experiments.dashboard.settings import WandbSettings
 from fl_lightning.experiments.run.trainer import as_list, make_trainer
-from fl_lightning.experiments.run.training import Training, has_progress_bar
+from fl_lightning.experiments.run.training import Prepared, Training, has_progress_bar
 from fl_lightning.experiments.run_directory.built import built
 from fl_lightning.experiments.run_directory.checkpoint_io import check_run, load_run
 from fl_lightning.experiments.run_directory.checkpoints import RoundCheckpoint
@@ -37,11 +38,16 @@ class FederatedCLI(LightningCLI):
     """Adds to LightningCLI the run directory, checkpoints of whole rounds and the result table."""
 
     training: Training | None = None
+    prepared: Prepared | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._asked = next(iter(kwargs.get("args") or ()), None)
-        with ExitStack() as self.held:  # a folder is free for the next run as soon as this one ends
-            super().__init__(*args, **kwargs)
+        try:
+            with ExitStack() as self.held:  # a folder is free for the next run as soon as this one ends
+                super().__init__(*args, **kwargs)
+        except Exception as error:  # noqa: BLE001  # whatever it is, the user gets one line
+            attempt = self.attempt
+            fail(error, attempt.error if attempt is not None and attempt.path.exists() else None)
 
     @property
     def attempt(self) -> Attempt | None:
@@ -170,8 +176,10 @@ class FederatedCLI(LightningCLI):
         training = Training(self.model, self.datamodule, self.resolved, made, config.checkpoint, way_on)
         self.model.accept_data = config.accept_data
         if self.subcommand == "fit":
-            self.training = self.held.enter_context(training)
-            return self.training.begin(settings, config.wandb, ckpt_path, config.weights_only)
+            self.training = training
+            prepared = training.prepare(settings, config.wandb, ckpt_path, config.weights_only)
+            self.prepared = self.held.enter_context(prepared)
+            return self.prepared.trainer
         path = training.found(ckpt_path)
         if path is None:
             raise ConfigurationError(
@@ -190,8 +198,8 @@ class FederatedCLI(LightningCLI):
 
     def fit(self, **kwargs: Any) -> None:
         """Train in the run's folder; print and write the result."""
-        assert self.training is not None
-        self.training.run()
+        assert self.prepared is not None
+        self.prepared.run()
 
     def predict(self, **kwargs: Any) -> None:
         """Write the predictions on the test data into the run's folder, under a name with the round of the checkpoint."""

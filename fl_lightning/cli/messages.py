@@ -299,11 +299,15 @@ def _errors() -> TextIO:
     return (sys.__stderr__ if launched_rank() else None) or sys.stderr
 
 
-def fail(error: Exception) -> NoReturn:
+def fail(error: Exception, traceback_file: Path | None = None) -> NoReturn:
     """Print the one line of an error that ends a command, and exit: with the status of the exception, 2 of most, or 1 where nobody foresaw it.
 
-    The traceback of such a one is in ``error.txt`` beside its run; that of any is above the line where the environment variable
-    ``FL_LIGHTNING_TRACEBACK`` is set.
+    The traceback of an error that nobody foresaw is written into a file; that of any error is above the line if the environment
+    variable ``FL_LIGHTNING_TRACEBACK`` is set.
+
+    Args:
+        error: The error.
+        traceback_file: The file beside the run. Default: ``error.txt`` in the working directory.
     """
     line, module = told(error), broken_module(error)
     if is_shared(error) and dist.is_initialized() and dist.get_rank():
@@ -313,7 +317,7 @@ def fail(error: Exception) -> NoReturn:
         traceback.print_exception(error, file=_errors())
     if line is not None:
         refuse(line + module, getattr(error, "exit_status", 2))
-    kept = _keep_traceback(error)
+    kept = _keep_traceback(error, traceback_file or Path("error.txt"))
     # jsonargparse's are around that of a class
     cause = next((one for one in _causes(error) if hasattr(one, "__notes__")), error)
     doing = "; ".join([*getattr(cause, "__notes__", ()), kept])
@@ -330,9 +334,8 @@ def broken_module(error: BaseException | None) -> str:
     return found
 
 
-def _keep_traceback(error: Exception) -> str:
-    """Write the traceback of an error beside its run, in the working directory where no run is kept, and say where it is."""
-    path = getattr(error, "traceback_file", Path("error.txt"))
+def _keep_traceback(error: Exception, path: Path) -> str:
+    """Write the traceback of an error, and say where it is."""
     text = "".join(traceback.format_exception(error))
     try:
         if path.is_file() and not path.read_bytes().startswith(b"Traceback"):

@@ -5,6 +5,7 @@ import os
 import shutil
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
 from copy import deepcopy
 from pathlib import Path
 from types import MappingProxyType
@@ -39,13 +40,10 @@ class ClientMemory(MutableMapping[int, Mapping[str, Tensor]]):
 
     Raises:
         ConfigurationError: The checkpoint's files are missing or damaged, or none can be written.
-
-    Attributes:
-        label: Name of the checkpoint to be written, of which only the newest is kept; empty for one that stays.
     """
 
     def __init__(self, state: Mapping[Any, Any] = MappingProxyType({})) -> None:
-        self.label = ""
+        self._label = ""
         self._kept: dict[int, Mapping[str, Tensor]] = {}
         self._sums: dict[int, int] = {}
         self._changed: set[int] = set()
@@ -146,7 +144,7 @@ class ClientMemory(MutableMapping[int, Mapping[str, Tensor]]):
             with self._file(client).open("rb") as file:
                 os.fsync(file.fileno())
         self._unsynced = set()
-        target = self._live.with_name(f"{self.label or 'checkpoint'}_{round_number}")
+        target = self._live.with_name(f"{self._label or 'checkpoint'}_{round_number}")
         self._link(self._folder, target)
         run = self._live.parents[2]
         kept = {client: dict(entry) for client, entry in self._kept.items() if client < 0}
@@ -158,12 +156,25 @@ class ClientMemory(MutableMapping[int, Mapping[str, Tensor]]):
         }
         return {_RECORD: record}
 
-    def forget(self, round_number: int) -> None:
-        """Remove the files of earlier checkpoints with this ``label``, now that a newer one is written."""
+    @contextmanager
+    def labelled(self, label: str, round_number: int) -> Iterator[None]:
+        """Name the files of the checkpoint that the block writes, and remove those of earlier ones of this name after it.
+
+        A checkpoint that is written outside of such a block stays.
+
+        Args:
+            label: Name of the checkpoint.
+            round_number: The round after which it is written.
+        """
+        self._label = label  # Lightning's hooks between here and ``saved`` pass on no name
+        try:
+            yield
+        finally:
+            self._label = ""
         if self._folder is not None and self._ranks.rank == 0:
             assert self._live is not None
-            for folder in self._live.parent.glob(f"{self.label}_*"):
-                if folder.name != f"{self.label}_{round_number}":
+            for folder in self._live.parent.glob(f"{label}_*"):
+                if folder.name != f"{label}_{round_number}":
                     shutil.rmtree(folder)
 
     def checksum(self) -> int:

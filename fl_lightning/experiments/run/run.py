@@ -105,10 +105,9 @@ class Run:
         )
         with warnings.catch_warnings(), stoppable():
             quiet_host()
-            with training:
-                training.begin(settings, self.wandb, "last" if resume is True else resume or None)
-                self.attempt = training.start.attempt
-                return training.run()
+            with training.prepare(settings, self.wandb, "last" if resume is True else resume or None) as run:
+                self.attempt = run.start.attempt
+                return run.run()
 
     @property
     def path(self) -> Path:

@@ -3,11 +3,11 @@
 import logging
 import os
 import warnings
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import lightning as L
 from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar
@@ -48,8 +48,67 @@ TRAINER_DEFAULTS: dict[str, Any] = {
 """Settings of the trainer that a run has unless they are given."""
 
 
+@dataclass(frozen=True)
+class Prepared:
+    """A run whose folder is held and whose trainer is made.
+
+    Attributes:
+        module: The module.
+        data: Its data.
+        start: The folder, and what the run goes on from.
+        trainer: The trainer.
+        arguments: Arguments of the trainer's ``fit``: the checkpoint, and how it is read.
+        chooses_ranks: Whether the number of ranks is left to the run.
+        interruption: Hears the signals that stop the run.
+    """
+
+    module: FederatedModule
+    data: FederatedDataModule
+    start: Start
+    trainer: L.Trainer
+    arguments: Mapping[str, Any]
+    chooses_ranks: bool
+    interruption: FinishRound
+
+    def run(self) -> dict[str, Any]:
+        """Train, evaluate the final server model, print and write the result.
+
+        Returns:
+            What ``result.json`` holds.
+
+        Raises:
+            ConfigurationError: A new attempt has nothing left to train.
+            Stopped: A signal has stopped the run before its last round.
+        """
+        start, trainer, signal = self.start, self.trainer, self.interruption
+        try:
+            self._limit_ranks()
+            trainer.fit(self.module, datamodule=self.data, **self.arguments)
+            if start.round and trainer.global_step == start.round and start.is_new and not signal.signal:
+                raise ConfigurationError(
+                    f"trainer.max_epochs: {trainer.max_epochs}, but {start.checkpoint} is of round {start.round}: nothing is left "
+                    "to train; use more rounds or a larger model.budget_epochs, or python -m fl_lightning test"
+                )
+            if signal.signal and trainer.global_step != trainer.max_epochs:
+                draw_pictures(start.attempt, self.module)
+                raise Stopped(signal.signal)
+        except Exception:  # not on a signal: who stops a run does not wait for pictures
+            if trainer.global_step > start.round:  # not a resume that was refused
+                draw_pictures(start.attempt, self.module)
+            raise
+        return finish_run(self.module, start.attempt)
+
+    def _limit_ranks(self) -> None:
+        """Set up the data in the process that is copied, and have no more copies than are of use unless they are asked for."""
+        strategy = self.trainer.strategy
+        if isinstance(strategy, CohortStrategy) and strategy.launcher is not None:
+            ranks = useful_ranks(self.module, self.data)
+            if self.chooses_ranks and strategy.num_nodes == 1:
+                strategy.limit(ranks)
+
+
 class Training:
-    """A training in its run directory, a context: it ends the run at W&B, and a run without a finished round leaves no folder.
+    """The parts of a run, and the folder that it trains in.
 
     Args:
         module: The module.
@@ -62,7 +121,7 @@ class Training:
 
     Attributes:
         directory: All attempts at the run.
-        start: The folder, and what it goes on from; without a folder until :meth:`begin`.
+        start: The folder, and what the run goes on from; without a folder until :meth:`prepare`.
     """
 
     def __init__(
@@ -82,19 +141,19 @@ class Training:
         own = kind is not FederatedModule and "class_path" not in config["model"]
         self.directory = directory_of({**config, "model": model} if own else config)
         self.start = Start()
-        self._interruption = FinishRound()
         self._wandb: RoundWandbLogger | None = None
-        self._held = ExitStack()
-        self._rounds: int | None = None
 
-    def begin(
+    @contextmanager
+    def prepare(
         self,
         settings: Mapping[str, Any],
         wandb: WandbSettings,
         ckpt_path: str | os.PathLike[str] | None = None,
         weights_only: bool | None = None,
-    ) -> L.Trainer:
+    ) -> Iterator[Prepared]:
         """Make the run's folder, or find that of the checkpoint, and make the trainer.
+
+        At the end of the block the run ends at W&B, and a run without a finished round leaves no folder.
 
         Args:
             settings: The trainer's arguments that the user gives. With ``fast_dev_run`` there is no folder.
@@ -106,44 +165,42 @@ class Training:
             ConfigurationError: There is no such checkpoint, it is another model's, another process trains in its folder, or the
                 trainer refuses a setting.
         """
-        rank = launched_rank() if is_launched(settings) else 0
-        self._rounds = settings.get("max_epochs")
-        path, checkpoint, resumed = None if rank else self.found(ckpt_path), {}, None
-        writes = not settings.get("fast_dev_run") and not rank
-        if path is None and not rank:
-            refuse_trained(as_list(settings.get("callbacks")), self.module.model)
-        if rank:
-            silence()
-        if path is not None:
-            owner = self.directory.attempt_of(path) if path.name == "last.ckpt" else None
-            if owner in self.directory.attempts() and writes:
-                resumed = owner
-                self._held.enter_context(resumed.lock())  # before its checkpoint is read
-            checkpoint = load_run(path, weights_only)
-            check_run(path, checkpoint, self.module.model, self.module.configure_optimizers())
-        if writes:
-            self.start = (
-                Start(self.directory.next_attempt(self._held))
-                if path is None
-                else find_start(self.directory, path, checkpoint, self.made, resumed, self._held)
+        rank, rounds = launched_rank() if is_launched(settings) else 0, settings.get("max_epochs")
+        with ExitStack() as held, self._ending():  # the folder's lock is released last
+            path = None
+            if rank:
+                silence()
+            else:
+                path = self.found(ckpt_path, rounds)
+                self._find_start(path, weights_only, settings, held)
+            interruption = FinishRound()
+            trainer = make_trainer(settings, cpu_ranks(), **self._equipment(settings, wandb, interruption))
+            strategy = trainer.strategy
+            if isinstance(strategy, CohortStrategy) and strategy.launcher is None:
+                strategy.meet()
+                path = strategy.broadcast(path)
+            elif rank:  # a node whose ranks are yet to be copied
+                path = self.found(ckpt_path, rounds)
+            profiler: Any = trainer.profiler  # type: ignore[attr-defined]  # set in a helper of the trainer
+            if self.start.attempt is not None and not isinstance(profiler, PassThroughProfiler):
+                profiler.dirpath = profiler.dirpath or self.start.attempt.path
+                profiler.filename = profiler.filename or "profile"
+            yield Prepared(
+                self.module,
+                self.data,
+                self.start,
+                trainer,
+                {"ckpt_path": path, "weights_only": weights_only},
+                settings.get("devices", "auto") == "auto",
+                interruption,
             )
-        self._chooses_ranks = settings.get("devices", "auto") == "auto"
-        self._trainer = make_trainer(settings, cpu_ranks(), **self._equipment(settings, wandb))
-        strategy = self._trainer.strategy
-        if isinstance(strategy, CohortStrategy) and strategy.launcher is None:
-            strategy.meet()
-            path = strategy.broadcast(path)
-        elif rank:  # a node whose ranks are yet to be copied
-            path = self.found(ckpt_path)
-        self._fit_arguments: dict[str, Any] = {"ckpt_path": path, "weights_only": weights_only}
-        profiler: Any = self._trainer.profiler  # type: ignore[attr-defined]  # set in a helper of the trainer
-        if self.start.attempt is not None and not isinstance(profiler, PassThroughProfiler):
-            profiler.dirpath = profiler.dirpath or self.start.attempt.path
-            profiler.filename = profiler.filename or "profile"
-        return self._trainer
 
-    def found(self, ckpt_path: str | os.PathLike[str] | None) -> Path | None:
+    def found(self, ckpt_path: str | os.PathLike[str] | None, rounds: int | None = None) -> Path | None:
         """Return the file that ``--ckpt_path`` means; None if it is None, or ``"auto"`` and no attempt has this plan yet.
+
+        Args:
+            ckpt_path: The setting.
+            rounds: Rounds that the run is planned for; None: any number.
 
         Raises:
             ConfigurationError: There is no such checkpoint.
@@ -156,32 +213,60 @@ class Training:
                     f"--ckpt_path auto: a new run; {other} is of other settings or an older version",
                     flush=True,
                 )
-            return next((path for path in paths if self._has_this_plan(path)), None)
+            return next((path for path in paths if self._has_this_plan(path, rounds)), None)
         return None if ckpt_path is None else self.directory.resolve_checkpoint(str(ckpt_path))
 
-    def _has_this_plan(self, path: Path) -> bool:
+    def _has_this_plan(self, path: Path, rounds: int | None) -> bool:
         """Whether a checkpoint's run was planned for as many rounds: they decide when a run freezes and decays its rates."""
-        if self.module.budget_epochs is not None or self._rounds in (None, -1):
+        if self.module.budget_epochs is not None or rounds in (None, -1):
             return True  # the data decide, and they are part of the name
         planned = load_run(path)["fl_lightning"]["total_rounds"]
-        if planned != self._rounds:
+        if planned != rounds:
             print(
-                f"{path} is of a run planned for {planned} rounds, not {self._rounds}: --ckpt_path auto leaves it as it is; "
+                f"{path} is of a run planned for {planned} rounds, not {rounds}: --ckpt_path auto leaves it as it is; "
                 "--ckpt_path last would extend that run",
                 flush=True,
             )
-        return bool(planned == self._rounds)
+        return bool(planned == rounds)
 
-    def _equipment(self, settings: Mapping[str, Any], wandb: WandbSettings) -> dict[str, Any]:
-        """Callbacks, loggers and folder of the trainer, as its arguments."""
+    def _find_start(
+        self, path: Path | None, weights_only: bool | None, settings: Mapping[str, Any], held: ExitStack
+    ) -> None:
+        """Check the checkpoint, and hold the folder that the run trains in.
+
+        Args:
+            path: The checkpoint; None for a new run.
+            weights_only: Whether the checkpoint may hold nothing but tensors and plain values.
+            settings: The trainer's arguments that the user gives.
+            held: Keeps the folder's lock.
+        """
+        writes = not settings.get("fast_dev_run")
+        if path is None:
+            refuse_trained(as_list(settings.get("callbacks")), self.module.model)
+            if writes:
+                self.start = Start(self.directory.next_attempt(held))
+            return
+        owner = self.directory.attempt_of(path) if path.name == "last.ckpt" else None
+        resumed = owner if writes and owner in self.directory.attempts() else None
+        if resumed is not None:
+            held.enter_context(resumed.lock())  # before its checkpoint is read
+        checkpoint = load_run(path, weights_only)
+        check_run(path, checkpoint, self.module.model, self.module.configure_optimizers())
+        if writes:
+            self.start = find_start(self.directory, path, checkpoint, self.made, resumed, held)
+
+    def _equipment(
+        self, settings: Mapping[str, Any], wandb: WandbSettings, interruption: FinishRound
+    ) -> dict[str, Any]:
+        """Return callbacks, loggers and folder of the trainer, as its arguments."""
         callbacks = as_list(settings.get("callbacks"))
         # true asks for some logger: metrics.jsonl is written in any case
         loggers = [logger for logger in as_list(settings.get("logger")) if logger is not True]
         if settings.get("enable_progress_bar") is not False and not has_progress_bar(callbacks):
             callbacks.append(RoundProgress())
         # RunStart first, so that it prints before a progress bar takes the terminal
-        self._beginning = RunStart(self.start, self.config, self.made, self.header)
-        callbacks = [self._beginning, *callbacks, self._interruption, self.keeper]
+        beginning = RunStart(self.start, self.config, self.made, self.header)
+        callbacks = [beginning, *callbacks, interruption, self.keeper]
         self.keeper.attempt = attempt = self.start.attempt
         if attempt is None:
             return {"callbacks": callbacks, "logger": loggers or False}
@@ -195,63 +280,30 @@ class Training:
                 callback.dirpath = str(attempt.checkpoints.resolve())
         return {"callbacks": callbacks, "logger": loggers, "default_root_dir": str(attempt.path)}
 
-    def run(self) -> dict[str, Any]:
-        """Train, evaluate the final server model, print and write the result.
-
-        Returns:
-            What ``result.json`` holds.
-
-        Raises:
-            ConfigurationError: A new attempt has nothing left to train.
-            Stopped: A signal has stopped the run before its last round.
-        """
-        start, trainer, signal = self.start, self._trainer, self._interruption
+    @contextmanager
+    def _ending(self) -> Iterator[None]:
+        """End the run at the end of the block, however the block ends."""
         try:
-            self._prepare_ranks()
-            trainer.fit(self.module, datamodule=self.data, **self._fit_arguments)
-            if start.round and trainer.global_step == start.round and start.is_new and not signal.signal:
-                raise ConfigurationError(
-                    f"trainer.max_epochs: {trainer.max_epochs}, but {start.checkpoint} is of round {start.round}: nothing is left "
-                    "to train; use more rounds or a larger model.budget_epochs, or python -m fl_lightning test"
-                )
-            if signal.signal and trainer.global_step != trainer.max_epochs:
-                draw_pictures(start.attempt, self.module)
-                raise Stopped(signal.signal)
-        except Exception:  # not on a signal: who stops a run does not wait for pictures
-            if trainer.global_step > start.round:  # not a resume that was refused
-                draw_pictures(start.attempt, self.module)
+            yield
+        except BaseException as error:
+            self._end(error)
             raise
-        return finish_run(self.module, start.attempt)
+        self._end(None)
 
-    def _prepare_ranks(self) -> None:
-        """Set up the data in the process that is copied, and have no more copies than are of use unless they are asked for."""
-        strategy = self._trainer.strategy
-        if isinstance(strategy, CohortStrategy) and strategy.launcher is not None:
-            ranks = useful_ranks(self.module, self.data)
-            if self._chooses_ranks and strategy.num_nodes == 1:
-                strategy.limit(ranks)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        with self._held:
-            attempt = self.start.attempt
-            if attempt is None:
-                return
-            if self._wandb is not None:
-                self._wandb.close(preempted=isinstance(error, Stopped) and error.way == "SIGTERM")
-            if kind is not None:
-                self.start.discard_untrained()
-            saved = self.keeper.saved_round or self.start.round
-            if isinstance(error, Stopped) and saved and attempt.path.exists():
-                error.kept = f"{attempt.path} keeps round {saved}; {self.way_on} goes on"
-            if error is not None and attempt.path.exists():
-                error.traceback_file = attempt.error  # type: ignore[attr-defined]  # where the command line writes it
-            if self._wandb is not None and self._wandb.place is not None and attempt.path.exists():
-                print(self._wandb.place, flush=True)
+    def _end(self, error: BaseException | None) -> None:
+        """End the run at W&B, remove an untrained folder, and let a stop say which round is kept."""
+        attempt = self.start.attempt
+        if attempt is None:
+            return
+        if self._wandb is not None:
+            self._wandb.close(preempted=isinstance(error, Stopped) and error.way == "SIGTERM")
+        if error is not None:
+            self.start.discard_untrained()
+        saved = self.keeper.saved_round or self.start.round
+        if isinstance(error, Stopped) and saved and attempt.path.exists():
+            error.kept = f"{attempt.path} keeps round {saved}; {self.way_on} goes on"
+        if self._wandb is not None and self._wandb.place is not None and attempt.path.exists():
+            print(self._wandb.place, flush=True)
 
 
 def has_progress_bar(callbacks: Sequence[L.Callback]) -> bool:

@@ -284,13 +284,11 @@ class RoundCheckpoint(Recorded, Checkpoint):
             logger.save()  # the rows reach the disk before the checkpoint that counts on them
         assert self.dirpath is not None
         path = str(self.dirpath / name)
-        kept = memories(trainer.callbacks).values()  # type: ignore[attr-defined]  # set in a helper of the trainer
-        for memory in kept:
-            memory.label = self._label(name)
-        trainer.save_checkpoint(path, weights_only=False)
-        for memory in kept:
-            memory.forget(trainer.global_step)
-            memory.label = ""
+        callbacks = trainer.callbacks  # type: ignore[attr-defined]  # set in a helper of the trainer
+        with contextlib.ExitStack() as labels:
+            for memory in memories(callbacks).values():
+                labels.enter_context(memory.labelled(self._label(name), trainer.global_step))
+            trainer.save_checkpoint(path, weights_only=False)
         return path
 
     def _label(self, name: str) -> str:

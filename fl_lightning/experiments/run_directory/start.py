@@ -6,6 +6,7 @@ from typing import Any
 
 import lightning as L
 import yaml
+from torch.optim import Optimizer
 
 from fl_lightning.batch_norm.kinds import KIND_LABELS
 from fl_lightning.console import print_table
@@ -16,11 +17,12 @@ from fl_lightning.experiments.run_directory.describe import (
     origin_in_words,
 )
 from fl_lightning.experiments.run_directory.description import deciding_settings, misfits
+from fl_lightning.experiments.run_directory.directory import Attempt
 from fl_lightning.experiments.run_directory.drawings import draw_partition, harmless
 from fl_lightning.experiments.run_directory.source import provenance
 from fl_lightning.files import write_bytes, write_json, write_text
 from fl_lightning.round.module import FederatedModule
-from fl_lightning.round.policy import policy_table, stages_in_words
+from fl_lightning.round.policy import Stage, policy_table, stages_in_words
 
 
 class RunStart(L.Callback):
@@ -47,37 +49,17 @@ class RunStart(L.Callback):
         self.start = trainer.strategy.broadcast(replace(self.start, attempt=None))
         self._note_origin(pl_module)
         if self.start.differs:
-            groups = trainer.optimizers[0].param_groups
-            for group, own in zip(groups, pl_module.configure_optimizers().param_groups, strict=True):
-                group.update({name: value for name, value in own.items() if name != "params"})
-        table = policy_table(pl_module.model, pl_module.federated_callbacks, pl_module.planned_rounds)
+            _configure_again(trainer.optimizers[0], pl_module.configure_optimizers())
+        policy = policy_table(pl_module.model, pl_module.federated_callbacks, pl_module.planned_rounds)
         if not trainer.global_step:
-            rows = {KIND_LABELS[kind]: stages_in_words(stages) for kind, stages in table.items()}
-            print_table("State of the model", rows)
-            choice, compilation = pl_module.executor_choice, pl_module.executor.compilation
-            rows = {}
-            if choice is not None:
-                rows[type(choice.executor).__name__] = f"{choice.reason}; model.executor sets another"
-            if compilation.reason:
-                rows["compiled" if compilation.compiled else "not compiled"] = compilation.reason
-            if rows:
-                print_table("Executor", rows)
+            _print_start(pl_module, policy)
         if self.attempt is not None and trainer.is_global_zero:
-            for path in (
-                self.attempt.result,
-                self.attempt.error,
-                *self.attempt.path.glob("class_*.png"),
-                self.attempt.path / "overlays.png",
-            ):
-                path.unlink(missing_ok=True)  # of a run that this one takes further
+            _remove_results(self.attempt)
             if self.start.metrics:
                 write_bytes(self.attempt.metrics, self.start.metrics)
-            origin = "".join(f"# {line}\n" for line in origin_in_words(pl_module.record.continued_from))
-            text = origin + self.header + yaml.safe_dump(self.config, sort_keys=False)
-            write_text(self.attempt.config, text)
-            self._check_configuration()
+            self._write_configuration(self.attempt, pl_module)
             write_json(self.attempt.partition, pl_module.data.partition_record())
-            write_json(self.attempt.policy, table)
+            write_json(self.attempt.policy, policy)
             with harmless(self.attempt.identity):
                 write_json(self.attempt.identity, identity(pl_module))
             draw_partition(self.attempt, pl_module)
@@ -87,16 +69,17 @@ class RunStart(L.Callback):
         assert isinstance(pl_module, FederatedModule)
         pl_module.record.computed_by = describe_computing(pl_module)
 
-    def _check_configuration(self) -> None:
-        """Check that ``config.yaml`` builds this run.
+    def _write_configuration(self, attempt: Attempt, module: FederatedModule) -> None:
+        """Write ``config.yaml``, and check that it builds this run.
 
         Raises:
             RuntimeError: It would build another one.
         """
-        assert self.attempt is not None
-        if found := misfits(yaml.safe_load(self.attempt.config.read_text()), self.made):
+        origin = "".join(f"# {line}\n" for line in origin_in_words(module.record.continued_from))
+        write_text(attempt.config, origin + self.header + yaml.safe_dump(self.config, sort_keys=False))
+        if found := misfits(yaml.safe_load(attempt.config.read_text()), self.made):
             raise RuntimeError(
-                f"{self.attempt.config} would not build this run ({'; '.join(found)}): a defect of fl_lightning, please report it"
+                f"{attempt.config} would not build this run ({'; '.join(found)}): a defect of fl_lightning, please report it"
             )
 
     def _note_origin(self, module: FederatedModule) -> None:
@@ -127,3 +110,30 @@ class RunStart(L.Callback):
                 flush=True,
             )
         record.computed_by = now
+
+
+def _configure_again(optimizer: Optimizer, configured: Optimizer) -> None:
+    """Replace the settings that a checkpoint has restored by the configured ones."""
+    for group, own in zip(optimizer.param_groups, configured.param_groups, strict=True):
+        group.update({name: value for name, value in own.items() if name != "params"})
+
+
+def _print_start(module: FederatedModule, policy: Mapping[str, list[Stage]]) -> None:
+    """Print the policy in force, and how the run is computed if that was chosen."""
+    rows = {KIND_LABELS[kind]: stages_in_words(stages) for kind, stages in policy.items()}
+    print_table("State of the model", rows)
+    choice, compilation = module.executor_choice, module.executor.compilation
+    rows = {}
+    if choice is not None:
+        rows[type(choice.executor).__name__] = f"{choice.reason}; model.executor sets another"
+    if compilation.reason:
+        rows["compiled" if compilation.compiled else "not compiled"] = compilation.reason
+    if rows:
+        print_table("Executor", rows)
+
+
+def _remove_results(attempt: Attempt) -> None:
+    """Remove the results of the run that this one takes further."""
+    pictures = (*attempt.path.glob("class_*.png"), attempt.path / "overlays.png")
+    for path in (attempt.result, attempt.error, *pictures):
+        path.unlink(missing_ok=True)
