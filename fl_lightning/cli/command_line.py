@@ -2,11 +2,14 @@
 
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import yaml
 from jsonargparse import get_loader, set_loader
+from lightning.pytorch.cli import LightningArgumentParser
 
 import fl_lightning
 import fl_lightning.aggregation
@@ -18,7 +21,7 @@ import fl_lightning.optimizers.schedules
 import fl_lightning.optimizers.server  # imported so that bare class names resolve in YAML
 from fl_lightning.aliases import current_name
 from fl_lightning.cli.federated_cli import FederatedCLI
-from fl_lightning.cli.messages import command
+from fl_lightning.cli.messages import command, refusals
 from fl_lightning.cli.parser import ConciseParser
 from fl_lightning.client_data.federated import FederatedDataModule
 from fl_lightning.experiments.run.training import TRAINER_DEFAULTS
@@ -45,6 +48,14 @@ def main(
     """
     # the agent of a sweep at W&B adds an argument of its own where it starts a run again
     given = [argument for argument in (sys.argv[1:] if args is None else args) if argument[:8] != "--_wandb"]
+    return _started(given, cli_class, model_class)
+
+
+def _started(
+    args: Sequence[str],
+    cli_class: type[FederatedCLI],
+    model_class: type[FederatedModule] = FederatedModule,
+) -> FederatedCLI:
     return cli_class(
         model_class,
         FederatedDataModule,
@@ -56,11 +67,76 @@ def main(
         subclass_mode_data=True,
         auto_configure_optimizers=False,
         load_from_checkpoint_support=False,
-        args=_with_shipped_configs(given),
+        args=_with_shipped_configs(args),
     )
 
 
-def _with_shipped_configs(arguments: list[str]) -> list[str]:
+class _Made(Exception):
+    """The end of a command line that is only made.
+
+    Attributes:
+        cli: The command line.
+    """
+
+    def __init__(self, cli: FederatedCLI) -> None:
+        super().__init__()
+        self.cli = cli
+
+
+class _Reader(FederatedCLI):
+    """A command line that ends before it reads settings."""
+
+    def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> NoReturn:
+        """End."""
+        raise _Made(self)
+
+
+class _Builder(FederatedCLI):
+    """A command line that ends once data, model and callbacks are built."""
+
+    def instantiate_trainer(self, **kwargs: Any) -> NoReturn:
+        """End."""
+        raise _Made(self)
+
+
+def build(args: Sequence[str]) -> None:
+    """Build data, model and callbacks of a fit, and run nothing.
+
+    Args:
+        args: The arguments of ``fit``.
+
+    Raises:
+        ConfigurationError: Settings do not work.
+    """
+    with refusals(), suppress(_Made):
+        _started(["fit", *args], _Builder)
+
+
+@cache
+def _reader() -> FederatedCLI:
+    """Return a command line for many readings: making its parser takes as long as reading does."""
+    try:
+        return _started(["fit"], _Reader)
+    except _Made as made:
+        return made.cli
+
+
+def resolve(args: Sequence[str]) -> dict[str, Any]:
+    """Return the resolved configuration of a fit, every default filled in.
+
+    Args:
+        args: The arguments of ``fit``.
+
+    Raises:
+        ConfigurationError: Settings are refused.
+    """
+    with refusals():
+        reader = _reader()
+        FederatedCLI.parse_arguments(reader, reader.parser, ["fit", *_with_shipped_configs(args)])
+        return reader.plain(reader.config.fit)
+
+
+def _with_shipped_configs(arguments: Sequence[str]) -> list[str]:
     """Let ``--config configs/X.yaml`` find the shipped file from any working directory."""
 
     def located(argument: str) -> str:

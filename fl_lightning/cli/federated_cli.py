@@ -154,13 +154,19 @@ class FederatedCLI(LightningCLI):
 
     def resolve(self, config: Namespace) -> dict[str, Any]:
         """Return a parsed configuration as plain values: links between settings only where the user gives a value."""
-        resolved: dict[str, Any] = yaml.safe_load(self._parser(self.subcommand).dump(config, "yaml", False))
+        resolved = self.plain(config)
         kind = import_object(config.data.class_path)  # some classes decide alone, as CIFAR10 its ten classes
         for name in _MODEL_LINKS:
             given = config.get(f"model.model.init_args.{name}")
             if given is not None and self._gives(name) and given != getattr(kind, name, None):
                 resolved["model"]["model"].setdefault("init_args", {})[name] = given
         return resolved
+
+    def plain(self, config: Namespace) -> dict[str, Any]:
+        """Return a parsed configuration as plain values, without links between settings."""
+        parser = self._parser(self.config.subcommand)
+        values: dict[str, Any] = yaml.safe_load(parser.dump(config, "yaml", False, skip_validation=True))
+        return values
 
     def _gives(self, name: str) -> bool:
         """Whether the user gives a setting of the model that is linked to the data."""

@@ -225,6 +225,8 @@ def command() -> Iterator[None]:
         try:
             with stoppable():
                 yield
+        except Refusal as refusal:
+            _end(refusal.line, refusal.code)
         except Exception as error:  # noqa: BLE001  # whatever it is, the user gets one line
             fail(error)
         finally:
@@ -256,7 +258,37 @@ class _Output:
         return getattr(self._stream, name)
 
 
-def refuse(line: str, status: int = 2) -> NoReturn:
+class Refusal(SystemExit):
+    """The end of a command by one line, which :func:`command` prints.
+
+    Attributes:
+        line: The line.
+        code: The exit status.
+    """
+
+    code: int
+
+    def __init__(self, line: str) -> None:
+        super().__init__(ConfigurationError.exit_status)
+        self.line = line
+
+
+@contextmanager
+def refusals() -> Iterator[None]:
+    """Raise errors that a user can mend as ConfigurationErrors with the line that :func:`command` would print."""
+    quiet_host()
+    try:
+        yield
+    except Refusal as refusal:
+        raise ConfigurationError(refusal.line) from None
+    except Exception as error:
+        line, status = told(error), getattr(error, "exit_status", ConfigurationError.exit_status)
+        if line is None or status != ConfigurationError.exit_status:
+            raise
+        raise ConfigurationError(line + broken_module(error)) from error
+
+
+def _end(line: str, status: int) -> NoReturn:
     """Print the one line of an error and exit."""
     rank = launched_rank() if under_torchrun() else 0
     if rank:
@@ -285,7 +317,7 @@ class CommandParser(ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Refuse the arguments."""
-        refuse(message)
+        raise Refusal(message)
 
 
 def _let_the_first_rank_speak() -> None:
@@ -316,12 +348,12 @@ def fail(error: Exception, traceback_file: Path | None = None) -> NoReturn:
     if os.environ.get("FL_LIGHTNING_TRACEBACK"):
         traceback.print_exception(error, file=_errors())
     if line is not None:
-        refuse(line + module, getattr(error, "exit_status", 2))
+        _end(line + module, getattr(error, "exit_status", 2))
     kept = _keep_traceback(error, traceback_file or Path("error.txt"))
     # jsonargparse's are around that of a class
     cause = next((one for one in _causes(error) if hasattr(one, "__notes__")), error)
     doing = "; ".join([*getattr(cause, "__notes__", ()), kept])
-    refuse(f"{type(cause).__name__}: {_one_line(str(cause))}".rstrip(": ") + f"{module} ({doing})", 1)
+    _end(f"{type(cause).__name__}: {_one_line(str(cause))}".rstrip(": ") + f"{module} ({doing})", 1)
 
 
 def broken_module(error: BaseException | None) -> str:

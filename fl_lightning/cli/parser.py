@@ -16,7 +16,7 @@ from jsonargparse._util import import_object
 from lightning.pytorch.cli import LightningArgumentParser
 from torch import nn
 
-from fl_lightning.cli.messages import broken_module, explain, refuse, setting_of
+from fl_lightning.cli.messages import Refusal, broken_module, explain, setting_of
 from fl_lightning.errors import ConfigurationError, doing
 from fl_lightning.files import user_path
 from fl_lightning.recorded import parameters, record
@@ -111,12 +111,12 @@ class ConciseParser(LightningArgumentParser):
         )
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        """Print a short form of a parser's message to stderr and exit with status 2."""
+        """Refuse the settings with a short form of a parser's message."""
         settings = self.settings()
         given = {one.setting: one.value for one in self.given if one.value is not _SECTION}
         place = _place(plain_name(setting_of(message, settings)), bool(self.owner), self.given)
         broken = broken_module(ex) or broken_module(_of_import(message))
-        refuse(explain(message, settings, self.owner, given) + (broken or place))
+        raise Refusal(explain(message, settings, self.owner, given) + (broken or place))
 
 
 def _of_import(message: str) -> Exception | None:

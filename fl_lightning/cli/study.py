@@ -2,19 +2,15 @@
 
 import io
 import shlex
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from copy import deepcopy
 from functools import cache, cached_property
 from importlib import import_module
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-import yaml
-
-from fl_lightning.cli.command_line import main as run
-from fl_lightning.cli.command_line import shipped
-from fl_lightning.cli.federated_cli import FederatedCLI
+from fl_lightning.cli.command_line import build, resolve, shipped
 from fl_lightning.cli.messages import CommandParser, command
 from fl_lightning.console import in_words
 from fl_lightning.errors import ConfigurationError
@@ -194,8 +190,9 @@ class StudyCells:
             if not seen.issuperset(labels.items()):
                 try:
                     settings = self._settings(labels)
-                    run_fit(settings, _Built)
-                    resolve(settings)
+                    with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+                        build(settings)
+                    _resolved(tuple(settings))
                 except ConfigurationError as error:
                     names = " ".join(f"{axis}={label}" for axis, label in labels.items())
                     mistakes.setdefault(f"{error}", names)
@@ -221,7 +218,7 @@ class StudyCells:
         key = (*labels.items(), seed)
         if key not in self._made:
             first = self.study.seeds(labels)[0]
-            config = resolve(self._settings(labels))
+            config = deepcopy(_resolved(tuple(self._settings(labels))))
             own = {"seed_everything": first, "ckpt_path": None, "accept_data": False, "weights_only": None}
             for name, value in own.items():
                 if config[name] != value:
@@ -249,43 +246,9 @@ class StudyCells:
         ]
 
 
-class _Built(FederatedCLI):
-    """A command line that ends once data, model and callbacks are built."""
-
-    def instantiate_trainer(self, **kwargs: Any) -> NoReturn:
-        """End."""
-        sys.exit(0)
-
-
-def run_fit(arguments: Sequence[str], cli_class: type[FederatedCLI] = FederatedCLI) -> str:
-    """Run ``fit`` in this process, and return what it prints.
-
-    Raises:
-        ConfigurationError: The line with which ``fit`` refuses its settings.
-    """
-    printed, told = io.StringIO(), io.StringIO()
-    try:
-        with redirect_stdout(printed), redirect_stderr(told):
-            run(["fit", *arguments], cli_class=cli_class)
-    except SystemExit as stop:
-        if stop.code == ConfigurationError.exit_status:
-            line = told.getvalue().strip().rpartition("\n")[2]
-            raise ConfigurationError(line.removeprefix("error: ")) from None
-        if stop.code:
-            print(told.getvalue(), end="", file=sys.stderr)
-            raise
-    return printed.getvalue()
-
-
 @cache
-def _printed(arguments: tuple[str, ...]) -> str:
-    return run_fit([*arguments, "--print_config"])
-
-
-def resolve(fit_options: Sequence[str]) -> dict[str, Any]:
-    """The resolved configuration of a fit, every default filled in."""
-    config: dict[str, Any] = yaml.safe_load(_printed(tuple(fit_options)))
-    return config
+def _resolved(arguments: tuple[str, ...]) -> Config:
+    return resolve(arguments)
 
 
 def dry_run(cells: StudyCells, jobs: int, accept_stale: bool) -> None:

@@ -7,6 +7,7 @@ from command_line import message_of
 
 import callbacks  # noqa: F401  # makes their bare names known
 from fl_lightning import FederatedCallback
+from fl_lightning.cli.messages import command
 from fl_lightning.cli.parser import ConciseParser, given_settings, read_given
 from fl_lightning.errors import ConfigurationError
 
@@ -34,7 +35,8 @@ def test_parser_without_subcommands_reads_the_settings_of_a_class():
     ],
 )  # fmt: skip
 def test_parser_without_subcommands_words_its_errors_as_fit_does(arguments, line, capsys):
-    assert message_of(capsys, lambda: alone().parse_args(arguments.split())).startswith(f"error: {line}")
+    read = command()(alone().parse_args)
+    assert message_of(capsys, lambda: read(arguments.split())).startswith(f"error: {line}")
 
 
 def test_given_settings_have_plain_names_and_the_last_one_wins():

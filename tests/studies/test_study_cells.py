@@ -6,8 +6,11 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
-from untrained_cells import STUDY, cell, finish, study_cells
+import yaml
+from untrained_cells import BASE, STUDY, cell, finish, study_cells
 
+from fl_lightning.cli.command_line import main, resolve
+from fl_lightning.errors import ConfigurationError
 from fl_lightning.experiments.run_directory import source
 from fl_lightning.experiments.run_directory.checkpoint_io import AtomicCheckpointIO
 from fl_lightning.experiments.run_directory.description import config_hash
@@ -19,6 +22,18 @@ from fl_lightning.experiments.studies.stale import differences
 @pytest.fixture(autouse=True)
 def here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+
+
+def test_settings_are_resolved_as_fit_prints_them_and_refused_in_its_words(capsys):
+    for options in (["--model.model.norm=gn"], ["--trainer.callbacks+=FBN", "--seed_everything=3"]):
+        arguments = [*BASE, *options]
+        with pytest.raises(SystemExit):
+            main(["fit", *arguments, "--print_config"])
+        printed = yaml.safe_load(capsys.readouterr().out)
+        assert resolve(arguments) == printed
+        with pytest.raises(ConfigurationError, match=r"^there is no setting 'model.norm'; did you mean "):
+            resolve([*arguments, "--model.norm=gn"])
+        assert capsys.readouterr() == ("", "")
 
 
 def test_a_cell_is_done_where_this_source_has_computed_it():

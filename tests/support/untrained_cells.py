@@ -5,7 +5,8 @@ from pathlib import Path
 
 import yaml
 
-from fl_lightning.cli.study import StudyCells, resolve
+from fl_lightning.cli.command_line import resolve
+from fl_lightning.cli.study import StudyCells
 from fl_lightning.experiments.studies.cells import Cell
 from fl_lightning.experiments.studies.reading import read_study
 
