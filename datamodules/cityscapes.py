@@ -10,7 +10,7 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from fl_lightning.client_data.federated import FederatedDataModule
+from fl_lightning.client_data.federated import FederatedDataModule, PartitionRecord
 from fl_lightning.client_data.fingerprint import files_digest
 from fl_lightning.datamodules.images import Batch
 from fl_lightning.datamodules.streamed import (
@@ -174,7 +174,7 @@ class Cityscapes(FederatedDataModule):
         kind = "cities" if self.split_file is None else f"users of {Path(self.split_file).name}"
         return f"{self.num_clients} {kind}, one client each"
 
-    def partition_record(self) -> dict[str, Any]:
+    def partition_record(self) -> PartitionRecord:
         """Return sizes and names of the clients."""
         return {**super().partition_record(), "clients": self.names}
 

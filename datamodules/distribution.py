@@ -3,12 +3,12 @@
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from fl_lightning.client_data.federated import FederatedDataModule
+from fl_lightning.client_data.federated import FederatedDataModule, PartitionRecord
 from fl_lightning.datamodules.images import ImageData, balanced_subset
 from fl_lightning.datamodules.partition import natural
 from fl_lightning.datamodules.partitions import FORMAT, IID, FromFile, Natural, Partition, labels_sha256
@@ -38,7 +38,7 @@ class Distribution:
     own: dict[str, list[Tensor]]
     groups: list[int]
 
-    def as_file(self, dataset: str, origin: dict[str, Any]) -> dict[str, Any]:
+    def as_file(self, dataset: str, origin: dict[str, object]) -> dict[str, object]:
         """Return the clients as :class:`~fl_lightning.datamodules.partitions.FromFile` reads them.
 
         Args:
@@ -153,7 +153,7 @@ class PartitionedDataModule(FederatedDataModule):
         """Return partition and number of clients, such as ``"Shards(class_fraction=0.2), 5 clients"``."""
         return f"{self.partition}, {self.num_clients} clients"
 
-    def partition_record(self) -> dict[str, Any]:
+    def partition_record(self) -> PartitionRecord:
         """Return sizes, seed, class histogram and digests of the partition, and the clients' names if known.
 
         ``class_histogram[i][c]`` counts the samples of class c at client i. ``sha256["clients"][i]`` is the
@@ -161,14 +161,13 @@ class PartitionedDataModule(FederatedDataModule):
         ``sha256["total"]`` the digest of all clients' joined hexadecimal digests.
         """
         total = hashlib.sha256("".join(self._index_digests).encode()).hexdigest()
-        return {
-            **super().partition_record(),
-            **({"clients": self._client_names} if self._client_names else {}),
-            "seed": self.seed,
-            "val_size": self._val_size,
-            "class_histogram": self.class_histograms(),
-            "sha256": {"total": total, "clients": self._index_digests},
-        }
+        record = super().partition_record()
+        if self._client_names:
+            record["clients"] = self._client_names
+        record["seed"], record["val_size"] = self.seed, self._val_size
+        record["class_histogram"] = self.class_histograms()
+        record["sha256"] = {"total": total, "clients": self._index_digests}
+        return record
 
     def class_histograms(self) -> list[list[int]]:
         """Return ``[i][c]``: client i's training examples of class c."""

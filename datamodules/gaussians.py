@@ -1,13 +1,12 @@
 """The Gaussian toy of the FBN paper: points in the plane, of which only their normalisation is of interest."""
 
 from math import inf, pi
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from fl_lightning.client_data.federated import ClientDataModule, FederatedDataModule
+from fl_lightning.client_data.federated import ClientDataModule, FederatedDataModule, PartitionRecord
 from fl_lightning.datamodules.images import Batch
 from fl_lightning.datamodules.in_memory import EpochSampler
 from fl_lightning.datamodules.partition import check_gamma
@@ -81,10 +80,13 @@ class Gaussians(FederatedDataModule):
         """Return similarity and number of clients: ``"gamma=0.0, 10 clients"``."""
         return f"gamma={self.gamma}, {self.num_clients} clients"
 
-    def partition_record(self) -> dict[str, Any]:
+    def partition_record(self) -> PartitionRecord:
         """Return sizes, seed and class histogram."""
-        own = {"seed": self.seed, "class_histogram": self.class_histograms()}
-        return {**super().partition_record(), **own}
+        return {
+            **super().partition_record(),
+            "seed": self.seed,
+            "class_histogram": self.class_histograms(),
+        }
 
     def class_histograms(self) -> list[list[int]]:
         """Return ``[i][c]``: client i's points of class c in its first batch; later batches are drawn anew."""

@@ -1,13 +1,13 @@
 """What is reported of measurements of Batch Normalization: metrics, a table of all layers and figures."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
 from fl_lightning.methods import Drawing, Report, Table
-from fl_lightning.pictures import LAYERS, drift_figure, has_drift, layers_figure
+from fl_lightning.pictures import LAYERS, Rows, drift_figure, has_drift, layers_figure
 
 if TYPE_CHECKING:
     from fl_lightning.round import FederatedModule
@@ -69,7 +69,7 @@ class BatchNormReport(Report):
             before, values = self.newest.get(measure, (now, {}))
             self.newest[measure] = now, {**(values if before == now else {}), **metrics}
 
-    def figures(self, rows: Sequence[Mapping[str, Any]]) -> Mapping[str, Drawing]:
+    def figures(self, rows: Rows) -> Mapping[str, Drawing]:
         """``bn_drift``, numbers of the whole model over the rounds, and ``bn_layers``, of each layer."""
         found: dict[str, Drawing] = {}
         for number, metrics in self.newest.values():

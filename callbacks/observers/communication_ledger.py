@@ -1,6 +1,6 @@
 """What a run sends, by client and kind of state, and what it costs to wait for the server."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import lightning as L
@@ -9,7 +9,7 @@ from fl_lightning import FederatedCallback
 from fl_lightning.callbacks.observers.network_link import NetworkLink
 from fl_lightning.console import format_bytes, in_words
 from fl_lightning.methods import Drawing, Report, Table
-from fl_lightning.pictures import communication_figure, has_communication
+from fl_lightning.pictures import Rows, communication_figure, has_communication
 from fl_lightning.round import UpDown, add, total
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ class CommunicationLedger(Report, FederatedCallback):
             }
         )
 
-    def figures(self, rows: Sequence[Mapping[str, Any]]) -> Mapping[str, Drawing]:
+    def figures(self, rows: Rows) -> Mapping[str, Drawing]:
         """``communication``: what accuracy costs."""
         if not has_communication(rows):
             return {}

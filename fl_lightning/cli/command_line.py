@@ -25,6 +25,7 @@ from fl_lightning.cli.messages import command, refusals
 from fl_lightning.cli.parser import ConciseParser
 from fl_lightning.client_data.federated import FederatedDataModule
 from fl_lightning.experiments.run.training import TRAINER_DEFAULTS
+from fl_lightning.experiments.run_directory.directory import Config
 from fl_lightning.round.module import FederatedModule
 
 _HOME = Path(fl_lightning.__file__).parent
@@ -121,7 +122,7 @@ def _reader() -> FederatedCLI:
         return made.cli
 
 
-def resolve(args: Sequence[str]) -> dict[str, Any]:
+def resolve(args: Sequence[str]) -> Config:
     """Return the resolved configuration of a fit, every default filled in.
 
     Args:

@@ -24,7 +24,7 @@ from fl_lightning.experiments.run.training import Prepared, Training, has_progre
 from fl_lightning.experiments.run_directory.built import built
 from fl_lightning.experiments.run_directory.checkpoint_io import check_run, load_run
 from fl_lightning.experiments.run_directory.checkpoints import RoundCheckpoint
-from fl_lightning.experiments.run_directory.directory import Attempt
+from fl_lightning.experiments.run_directory.directory import Attempt, Config
 from fl_lightning.experiments.run_directory.predictions import write_predictions
 from fl_lightning.launched import under_torchrun
 from fl_lightning.round.module import FederatedModule
@@ -152,7 +152,7 @@ class FederatedCLI(LightningCLI):
         # the saved configuration starts a run, also that of a resumed one
         self.resolved = {**self.resolve(config), "ckpt_path": None, "accept_data": False}
 
-    def resolve(self, config: Namespace) -> dict[str, Any]:
+    def resolve(self, config: Namespace) -> Config:
         """Return a parsed configuration as plain values: links between settings only where the user gives a value."""
         resolved = self.plain(config)
         kind = import_object(config.data.class_path)  # some classes decide alone, as CIFAR10 its ten classes
@@ -162,10 +162,10 @@ class FederatedCLI(LightningCLI):
                 resolved["model"]["model"].setdefault("init_args", {})[name] = given
         return resolved
 
-    def plain(self, config: Namespace) -> dict[str, Any]:
+    def plain(self, config: Namespace) -> Config:
         """Return a parsed configuration as plain values, without links between settings."""
         parser = self._parser(self.config.subcommand)
-        values: dict[str, Any] = yaml.safe_load(parser.dump(config, "yaml", False, skip_validation=True))
+        values: Config = yaml.safe_load(parser.dump(config, "yaml", False, skip_validation=True))
         return values
 
     def _gives(self, name: str) -> bool:

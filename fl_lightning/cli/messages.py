@@ -63,7 +63,7 @@ SHAPES = {
 
 
 def explain(
-    message: str, settings: Sequence[str] = (), owner: str = "", given: Mapping[str, Any] | None = None
+    message: str, settings: Sequence[str] = (), owner: str = "", given: Mapping[str, object] | None = None
 ) -> str:
     """Return the line of a parser's message that matters.
 
@@ -146,7 +146,7 @@ def setting_of(message: str, settings: Sequence[str]) -> str:
     return option
 
 
-def _alike(option: str, settings: Sequence[str], given: Mapping[str, Any]) -> str:
+def _alike(option: str, settings: Sequence[str], given: Mapping[str, object]) -> str:
     """Return a clause with settings that end alike, settings of the given classes included, or with near names."""
     kinds, last = kinds_of_settings(), option.rpartition(".")[2]
     known = [*settings, *given]

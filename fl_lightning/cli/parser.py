@@ -18,6 +18,7 @@ from torch import nn
 
 from fl_lightning.cli.messages import Refusal, broken_module, explain, setting_of
 from fl_lightning.errors import ConfigurationError, doing
+from fl_lightning.experiments.run_directory.directory import Config
 from fl_lightning.files import user_path
 from fl_lightning.recorded import parameters, record
 
@@ -141,7 +142,7 @@ def _make(class_type: type, *args: Any, **settings: Any) -> Any:
         return made
 
 
-def _refuse_null(class_type: type, settings: Mapping[str, Any]) -> None:
+def _refuse_null(class_type: type, settings: Config) -> None:
     """Raise an error for a setting without a value whose type has no null: jsonargparse lets it pass."""
     for name in [name for name, value in settings.items() if value is None]:
         known = parameters(class_type).get(name)
@@ -200,7 +201,7 @@ def read_given(arguments: Sequence[str]) -> list[Given]:
     return given
 
 
-def given_settings(given: Sequence[Given]) -> dict[str, Any]:
+def given_settings(given: Sequence[Given]) -> Config:
     """Return the values of given settings by plain name (:func:`plain_name`); later ones win."""
     return {one.setting: one.value for one in given if one.value is not _SECTION}
 
@@ -232,7 +233,7 @@ def new_lists(arguments: Sequence[str]) -> list[str]:
     return found
 
 
-def one_milestone_each(arguments: Sequence[str], given: Mapping[str, Any]) -> list[str]:
+def one_milestone_each(arguments: Sequence[str], given: Config) -> list[str]:
     """Let ``--trainer.callbacks.freeze_round 2`` replace the ``freeze_fraction`` that a file gives, and the other way round."""
     options, found = [argument.partition("=")[0] for argument in arguments], []
     for option, argument in zip(options, arguments, strict=True):
@@ -273,7 +274,7 @@ def _at(file: str, line: int) -> str:
     return f" ({file}, line {line})" if file and line else ""
 
 
-def _check_class(tree: dict[str, Any], name: str, place: str) -> None:
+def _check_class(tree: Config, name: str, place: str) -> None:
     """Refuse what jsonargparse takes for a mistake in its own words: a class without a name, settings beside it or without names."""
     kind, settings = tree["class_path"], tree.get("init_args") or {}
     if not isinstance(kind, str):
@@ -288,7 +289,7 @@ def _check_class(tree: dict[str, Any], name: str, place: str) -> None:
         )
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read(path: Path) -> Config:
     try:
         settings = yaml.load(path.read_text(encoding="utf-8"), _OnceEach)  # a SafeLoader
     except (yaml.YAMLError, ValueError) as error:

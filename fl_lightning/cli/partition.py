@@ -1,7 +1,7 @@
 """``python -m fl_lightning partition``: who the clients of a configuration are, without training."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from statistics import median
 from typing import Any
 
@@ -12,7 +12,7 @@ from fl_lightning.cli.command_line import main as run
 from fl_lightning.cli.federated_cli import FederatedCLI
 from fl_lightning.cli.messages import CommandParser, command
 from fl_lightning.cli.parser import ConciseParser
-from fl_lightning.client_data.federated import FederatedDataModule
+from fl_lightning.client_data.federated import FederatedDataModule, PartitionRecord
 from fl_lightning.console import print_table
 from fl_lightning.datamodules import PartitionedDataModule
 from fl_lightning.errors import ConfigurationError
@@ -95,7 +95,7 @@ def main(args: Sequence[str]) -> None:
     print_table("Clients", rows)
 
 
-def in_words(data: FederatedDataModule, record: Mapping[str, Any]) -> dict[str, str]:
+def in_words(data: FederatedDataModule, record: PartitionRecord) -> dict[str, str]:
     """The rows of the table: what is known, and what is not.
 
     Args:

@@ -16,6 +16,7 @@ from fl_lightning.console import in_words
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.experiments.run.interruption import Stopped
 from fl_lightning.experiments.run_directory.description import OUTSIDE_THE_HASH
+from fl_lightning.experiments.run_directory.directory import Config
 from fl_lightning.experiments.studies.cells import RUNS, Cell, State, expect_newest_data
 from fl_lightning.experiments.studies.choosing import chosen, is_chosen, trial_cells
 from fl_lightning.experiments.studies.definition import Labels, Study, as_argument

@@ -7,7 +7,7 @@ any round can be computed alone and a resumed run draws the batches of an uninte
 
 from collections.abc import Collection, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, NotRequired, TypedDict
 
 import lightning as L
 import torch
@@ -20,6 +20,32 @@ from fl_lightning.client_data.heterogeneity import heterogeneity
 from fl_lightning.client_data.loaders import LoaderBatches
 from fl_lightning.errors import doing
 from fl_lightning.recorded import Recorded
+
+
+class PartitionRecord(TypedDict):
+    """How samples are spread over the clients.
+
+    Attributes:
+        partition: The partition in words.
+        num_clients: The number of clients.
+        sizes: The training examples of each client.
+        heterogeneity: How much the classes of clients differ, if the classes are known.
+        class_histogram: ``[i][c]``, the samples of class c at client i, if they are known.
+        clients: The names of the clients, if they have any.
+        seed: The seed of the partition.
+        val_size: Samples that are held out for validation.
+        sha256: ``clients``, the digest of each client's indices, and ``total``, that of all.
+    """
+
+    partition: str
+    num_clients: int
+    sizes: list[int]
+    heterogeneity: NotRequired[dict[str, dict[str, float]]]
+    clients: NotRequired[list[str]]
+    seed: NotRequired[int]
+    val_size: NotRequired[int]
+    class_histogram: NotRequired[list[list[int]]]
+    sha256: NotRequired[dict[str, Any]]
 
 
 class ClientDataModule(L.LightningDataModule):
@@ -164,10 +190,13 @@ class FederatedDataModule(Recorded, L.LightningDataModule):
         """How the data are spread over the clients, in a few words for tables."""
         return f"{self.num_clients} clients with data of their own"
 
-    def partition_record(self) -> dict[str, Any]:
-        """What ``partition.json`` of the run directory holds: the sizes of the clients, how much their classes differ, and what a subclass adds."""
-        sizes = [self.num_examples(client_id) for client_id in range(self.num_clients)]
-        record = {"partition": self.describe_partition(), "num_clients": self.num_clients, "sizes": sizes}
+    def partition_record(self) -> PartitionRecord:
+        """Return what ``partition.json`` of the run directory holds; a subclass may add to it."""
+        record: PartitionRecord = {
+            "partition": self.describe_partition(),
+            "num_clients": self.num_clients,
+            "sizes": [self.num_examples(client_id) for client_id in range(self.num_clients)],
+        }
         histograms = self.class_histograms()
         return {**record, "heterogeneity": heterogeneity(histograms)} if histograms else record
 

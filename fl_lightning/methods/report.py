@@ -2,7 +2,9 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from fl_lightning.pictures.series import Rows
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -32,7 +34,7 @@ class Report:
     called when a fit ends, also one that was stopped or failed, and must work before the first round too.
     """
 
-    def figures(self, rows: Sequence[Mapping[str, Any]]) -> Mapping[str, Drawing]:
+    def figures(self, rows: Rows) -> Mapping[str, Drawing]:
         """Pictures by name.
 
         Args:

@@ -1,10 +1,11 @@
 """The clients and the classes of a run as figures: who holds what, and what the server's model knows."""
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
+from fl_lightning.client_data.federated import PartitionRecord
 from fl_lightning.pictures.style import BLACK, GREY, SKY, literal, new_figure, paper_style
 
 if TYPE_CHECKING:
@@ -16,7 +17,7 @@ _MAX_BARS = 200  # of more classes the bars become thinner, and go by the number
 
 
 def clients_figure(
-    record: Mapping[str, Any], class_names: Sequence[str] | None, title: Sequence[str]
+    record: PartitionRecord, class_names: Sequence[str] | None, title: Sequence[str]
 ) -> "Figure":
     """What is known of the clients: samples by client and class, or sizes where there are no classes.
 

@@ -1,7 +1,7 @@
 """Numbers of a run over its rounds as arrays, and as curves with honest gaps."""
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-Rows = Sequence[Mapping[str, Any]]
+Rows = Sequence[Mapping[str, float]]
 """Rows of ``metrics.jsonl``."""
 
 Series = NDArray[np.float64]

@@ -7,10 +7,25 @@ from typing import Any
 
 from lightning.pytorch.loggers import Logger
 from torchmetrics import Metric
+from typing_extensions import TypedDict
 
 from fl_lightning.client_data.federated import FederatedDataModule
 from fl_lightning.cohort.round_cohort import RoundCohort
 from fl_lightning.errors import OtherData
+
+
+class Origin(TypedDict):
+    """A checkpoint from which a run went on otherwise than it was.
+
+    Attributes:
+        checkpoint: Path of the checkpoint.
+        round: Its round.
+        differs: The old and the new value of each setting that differs, by its dotted name.
+    """
+
+    checkpoint: str
+    round: int
+    differs: dict[str, list[object]]
 
 
 class RunRecord:
@@ -34,17 +49,16 @@ class RunRecord:
         provenance: The source and the versions that computed it, more than one where they changed on the way
             (:func:`~fl_lightning.experiments.run_directory.source.provenance`).
         compiled: Whether clients' passes are compiled, None before that was decided.
-        continued_from: Each checkpoint from which the run went on otherwise: ``checkpoint``, ``round``, and in ``differs`` the
-            two values of each setting by its dotted name.
+        continued_from: Each checkpoint from which the run went on otherwise.
     """
 
     def __init__(self) -> None:
         self.data: dict[str, str] = {}
-        self.description: dict[str, Any] = {}
-        self.computed_by: dict[str, Any] = {}
+        self.description: dict[str, object] = {}
+        self.computed_by: dict[str, object] = {}
         self.provenance: list[dict[str, str]] = []
         self.compiled: bool | None = None
-        self.continued_from: list[dict[str, Any]] = []
+        self.continued_from: list[Origin] = []
         self.metrics: dict[str, float] = {}
         self.samples = self.upload_bytes = self.download_bytes = 0
         self.seconds = 0.0
@@ -83,7 +97,7 @@ class RunRecord:
         self.upload_bytes += int(costs["comm/upload_bytes"])
         self.download_bytes += int(costs["comm/download_bytes"])
 
-    def continue_from(self, checkpoint: str, round_number: int, differs: Mapping[str, Any]) -> None:
+    def continue_from(self, checkpoint: str, round_number: int, differs: Mapping[str, list[object]]) -> None:
         """Note that the run goes on otherwise than it was.
 
         Args:
@@ -91,11 +105,13 @@ class RunRecord:
             round_number: Its round.
             differs: The old and the new value of each setting that differs.
         """
-        place = {"checkpoint": checkpoint, "round": round_number}
-        if self.continued_from and place.items() <= self.continued_from[-1].items():
-            self.continued_from[-1]["differs"] |= differs
+        last = self.continued_from[-1] if self.continued_from else None
+        if last is not None and (last["checkpoint"], last["round"]) == (checkpoint, round_number):
+            last["differs"] |= differs
         else:
-            self.continued_from.append({**place, "differs": dict(differs)})
+            self.continued_from.append(
+                {"checkpoint": checkpoint, "round": round_number, "differs": dict(differs)}
+            )
 
     def finish_line(self, round_number: int) -> dict[str, float]:
         """The finished line of metrics of a round; the next one starts empty."""
@@ -113,7 +129,7 @@ class RunRecord:
             logger.log_metrics(line, step=int(line["round"]))
         self._logging_seconds = time.perf_counter() - started
 
-    def go_on_with(self, data: dict[str, Any], path: str, round_number: int, *, accept: bool) -> bool:
+    def go_on_with(self, data: dict[str, str], path: str, round_number: int, *, accept: bool) -> bool:
         """Go on with data, and note it where they are others than those of the checkpoint.
 
         Args:
@@ -129,7 +145,7 @@ class RunRecord:
             OtherData: They are others and may not be.
         """
         trained, self.data = self.data, data
-        other = {
+        other: dict[str, list[object]] = {
             f"data.{name}": [trained.get(name), data[name]]
             for name in data
             if trained.get(name) != data[name]

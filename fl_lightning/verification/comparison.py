@@ -38,7 +38,11 @@ class Finding:
     detail: str
 
 
-def leaves(tree: Any) -> dict[str, Any]:
+Leaves = dict[str, Any]
+"""The leaves of a tree by place."""
+
+
+def leaves(tree: Any) -> Leaves:
     """The leaves of nested dicts and lists by their place in it."""
     return {keystr(place): leaf for place, leaf in tree_flatten_with_path(tree)[0]}
 
@@ -52,7 +56,7 @@ def difference(first: Any, second: Any, names: Iterable[str] | None = None) -> s
 
 
 def distance(
-    first: Mapping[str, Any], second: Mapping[str, Any], names: Iterable[str] | None = None
+    first: Mapping[str, object], second: Mapping[str, object], names: Iterable[str] | None = None
 ) -> tuple[float, str]:
     """The largest difference of two mappings in the entries ``names`` (all of them), and the entry that has it."""
     chosen = {**first, **second} if names is None else names

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import MappingKey, keystr, tree_flatten_with_path, tree_map
 
-from fl_lightning.verification.comparison import TOLERANCE, distance, leaves
+from fl_lightning.verification.comparison import TOLERANCE, Leaves, distance, leaves
 from fl_lightning.verification.observation import Round, Run
 from fl_lightning.verification.trials import CLIENTS, SCRIPT, Trials
 
@@ -15,7 +15,7 @@ RELABELLED = (3, 2, 4, 0, 1)
 """The new number of each client: with it no client of a cohort of ``SCRIPT`` stays in its row."""
 
 
-def entries(memory: Any) -> tuple[dict[str, Any], dict[int, dict[str, Any]]]:
+def entries(memory: Any) -> tuple[Leaves, dict[int, Leaves]]:
     """Leaves of a memory by place: the server's, and those of each client without its number.
 
     A client owns what stands under its number in a dict, as int or text, and its row of a tensor with as many rows as
@@ -23,8 +23,8 @@ def entries(memory: Any) -> tuple[dict[str, Any], dict[int, dict[str, Any]]]:
     Negative numbers are the server's.
     """
     paths = tree_flatten_with_path(tree_map(_rows_by_client, memory))[0]
-    server: dict[str, Any] = {}
-    clients: dict[int, dict[str, Any]] = {}
+    server: Leaves = {}
+    clients: dict[int, Leaves] = {}
     for numbered in (r"\d+", r"(?!-\d+$)\D*\d+\D*"):
         server, clients = {}, {}
         for path, leaf in paths:
@@ -65,7 +65,7 @@ def renamed_memory_apart(one: Round, two: Round) -> tuple[float, str]:
     return alike if alike[0] <= TOLERANCE else distance(_named(one, RELABELLED), _named(two, CLIENTS))
 
 
-def _named(seen: Round, numbers: Sequence[int]) -> dict[str, Any]:
+def _named(seen: Round, numbers: Sequence[int]) -> Leaves:
     return {
         f"{place} of client {numbers[client]}": leaf
         for client, kept in entries(seen.memory)[1].items()

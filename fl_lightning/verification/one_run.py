@@ -1,7 +1,6 @@
 """Rules of single runs: state is treated as the policy says, what is kept of clients is theirs, the model comes back."""
 
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import nn
@@ -12,6 +11,7 @@ from fl_lightning.optimizers.milestones import round_at
 from fl_lightning.testing.federation import reference_model
 from fl_lightning.verification.comparison import (
     TOLERANCE,
+    Leaves,
     NotApplicable,
     Violated,
     apart,
@@ -194,9 +194,9 @@ def model_comes_back(trials: Trials) -> str:
     return "same keys, shapes, types, modules"
 
 
-def _form(model: nn.Module) -> dict[str, Any]:
+def _form(model: nn.Module) -> Leaves:
     """What a model is like apart from the numbers in it, by place."""
-    form: dict[str, Any] = {f"{name} in state_dict": "yes" for name in model.state_dict()}
+    form: Leaves = {f"{name} in state_dict": "yes" for name in model.state_dict()}
     for name, module in model.named_modules():
         hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks)
         form[f"module {name!r}"] = f"{type(module)}({module.extra_repr()})"

@@ -86,10 +86,14 @@ def _typed(column: Sequence[str]) -> list[Any]:
     return [cell or None for cell in column]
 
 
-def summary(attempt: Attempt) -> dict[str, Any]:
+def summary(attempt: Attempt) -> dict[str, float]:
     """The numbers of ``result.json`` by names such as ``final/test/accuracy``, and ``diverged``."""
     result = read_result(attempt.result)
-    numbers = {f"final/{name}": value for name, value in result.items() if type(value) in (int, float)}
+    numbers = {
+        f"final/{name}": value
+        for name, value in result.items()
+        if isinstance(value, int | float) and not isinstance(value, bool)
+    }
     return {**numbers, "diverged": bool(result["diverged"])}
 
 

@@ -126,7 +126,7 @@ class RoundWandbLogger(Logger):
         for row in read_metrics(self.attempt.metrics):
             self._log_row(row)
 
-    def _log_row(self, row: Mapping[str, Any]) -> None:
+    def _log_row(self, row: Mapping[str, float]) -> None:
         self._round = int(row["round"])
         if self._round < self._run.starting_step:
             return  # the server has it

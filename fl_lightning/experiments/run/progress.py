@@ -2,7 +2,6 @@
 
 import time
 from datetime import timedelta
-from typing import Any
 
 import lightning as L
 from lightning.pytorch.callbacks import ProgressBar
@@ -37,7 +36,7 @@ class RoundProgress(Recorded, ProgressBar):
         self._live: Live | None = None
         self._next_time = self._started_at = 0.0
         self._first_round = 0
-        self._metrics: dict[str, Any] = {}  # the newest of each name: most rounds are not evaluated
+        self._metrics: dict[str, float] = {}  # the newest of each name: most rounds are not evaluated
 
     def disable(self) -> None:
         """Show nothing: another rank does."""

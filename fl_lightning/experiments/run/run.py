@@ -15,7 +15,8 @@ from fl_lightning.experiments.run.interruption import stoppable
 from fl_lightning.experiments.run.training import TRAINER_DEFAULTS, Training, quiet_host
 from fl_lightning.experiments.run_directory.built import built_in_python, without_decided
 from fl_lightning.experiments.run_directory.checkpoints import RoundCheckpoint
-from fl_lightning.experiments.run_directory.directory import Attempt
+from fl_lightning.experiments.run_directory.directory import Attempt, Config
+from fl_lightning.experiments.run_directory.finished import Result
 from fl_lightning.round.module import FederatedModule
 
 
@@ -69,13 +70,13 @@ class Run:
         settings = {**self.trainer_settings, "callbacks": self.callbacks}
         self._made = built_in_python(self.module, self.data, settings)
         dirpath = None if self.checkpoint.in_the_run else str(self.checkpoint.dirpath)
-        self.config: dict[str, Any] = {
+        self.config: Config = {
             **self._place,
             "checkpoint": {"dirpath": dirpath},
             **without_decided(self._made, self.data),
         }
 
-    def fit(self, resume: bool | str | os.PathLike[str] = False, accept_data: bool = False) -> dict[str, Any]:
+    def fit(self, resume: bool | str | os.PathLike[str] = False, accept_data: bool = False) -> Result:
         """Train, evaluate the final model, and write and print the result.
 
         Args:

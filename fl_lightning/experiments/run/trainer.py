@@ -1,7 +1,6 @@
 """The trainer of a run, and how many ranks it has."""
 
 import os
-from collections.abc import Mapping
 from typing import Any
 
 import lightning as L
@@ -14,6 +13,7 @@ from fl_lightning.errors import ConfigurationError
 from fl_lightning.execution.fork import OneMachine
 from fl_lightning.execution.strategy import CohortStrategy
 from fl_lightning.experiments.run_directory.checkpoint_io import AtomicCheckpointIO
+from fl_lightning.experiments.run_directory.directory import Config
 from fl_lightning.launched import under_torchrun
 from fl_lightning.round.module import FederatedModule
 from fl_lightning.round.plan import RoundPlan, cohort_size
@@ -23,7 +23,7 @@ _WORTH_RANKS = 20
 """Local steps of all clients in a round; in a shorter one ranks wait for each other longer than they save."""
 
 
-def make_trainer(settings: Mapping[str, Any], ranks: int = 1, **equipment: Any) -> L.Trainer:
+def make_trainer(settings: Config, ranks: int = 1, **equipment: Any) -> L.Trainer:
     """A trainer with this project's checkpoints and, for several ranks, its strategy.
 
     Args:
@@ -56,7 +56,7 @@ def make_trainer(settings: Mapping[str, Any], ranks: int = 1, **equipment: Any) 
     return trainer
 
 
-def is_launched(settings: Mapping[str, Any]) -> bool:
+def is_launched(settings: Config) -> bool:
     """Whether other ranks may be processes that somebody else starts: ``torchrun``, or where they are asked for Slurm."""
     asked = settings.get("devices", "auto") not in ("auto", 1, "1") or settings.get("num_nodes", 1) != 1
     return asked or under_torchrun()

@@ -28,7 +28,9 @@ from fl_lightning.experiments.run_directory.checkpoints import RoundCheckpoint
 from fl_lightning.experiments.run_directory.code import full_name
 from fl_lightning.experiments.run_directory.continuation import Start, find_start
 from fl_lightning.experiments.run_directory.description import directory_of
+from fl_lightning.experiments.run_directory.directory import Config
 from fl_lightning.experiments.run_directory.drawings import draw_pictures
+from fl_lightning.experiments.run_directory.finished import Result
 from fl_lightning.experiments.run_directory.metrics_log import JSONLinesLogger
 from fl_lightning.experiments.run_directory.result import finish_run
 from fl_lightning.experiments.run_directory.start import RunStart
@@ -36,7 +38,7 @@ from fl_lightning.launched import launched_rank, silence
 from fl_lightning.round.module import FederatedModule
 from fl_lightning.round.trained import refuse_trained
 
-TRAINER_DEFAULTS: dict[str, Any] = {
+TRAINER_DEFAULTS: Config = {
     "accelerator": "auto",
     "devices": "auto",
     "max_epochs": -1,
@@ -70,7 +72,7 @@ class Prepared:
     chooses_ranks: bool
     interruption: FinishRound
 
-    def run(self) -> dict[str, Any]:
+    def run(self) -> Result:
         """Train, evaluate the final server model, print and write the result.
 
         Returns:
@@ -128,8 +130,8 @@ class Training:
         self,
         module: FederatedModule,
         data: FederatedDataModule,
-        config: Mapping[str, Any],
-        made: Mapping[str, Any],
+        config: Config,
+        made: Config,
         keeper: RoundCheckpoint,
         way_on: str,
         header: str = "",
@@ -146,7 +148,7 @@ class Training:
     @contextmanager
     def prepare(
         self,
-        settings: Mapping[str, Any],
+        settings: Config,
         wandb: WandbSettings,
         ckpt_path: str | os.PathLike[str] | None = None,
         weights_only: bool | None = None,
@@ -230,7 +232,7 @@ class Training:
         return bool(planned == rounds)
 
     def _find_start(
-        self, path: Path | None, weights_only: bool | None, settings: Mapping[str, Any], held: ExitStack
+        self, path: Path | None, weights_only: bool | None, settings: Config, held: ExitStack
     ) -> None:
         """Check the checkpoint, and hold the folder that the run trains in.
 
@@ -255,9 +257,7 @@ class Training:
         if writes:
             self.start = find_start(self.directory, path, checkpoint, self.made, resumed, held)
 
-    def _equipment(
-        self, settings: Mapping[str, Any], wandb: WandbSettings, interruption: FinishRound
-    ) -> dict[str, Any]:
+    def _equipment(self, settings: Config, wandb: WandbSettings, interruption: FinishRound) -> dict[str, Any]:
         """Return callbacks, loggers and folder of the trainer, as its arguments."""
         callbacks = as_list(settings.get("callbacks"))
         # true asks for some logger: metrics.jsonl is written in any case

@@ -2,7 +2,7 @@
 
 import copy
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -16,6 +16,7 @@ from torch.nn.parameter import is_lazy
 from fl_lightning.batch_norm.layers import set_momentum
 from fl_lightning.client_data.federated import FederatedDataModule
 from fl_lightning.client_data.fingerprint import digest
+from fl_lightning.experiments.run_directory.directory import Config
 from fl_lightning.experiments.run_directory.values import (
     as_plain,
     class_name,
@@ -40,7 +41,7 @@ _LATER = ("seed", "executor")
 """Arguments of a module that the run itself decides."""
 
 
-def built(module: FederatedModule, data: FederatedDataModule, trainer: Mapping[str, Any]) -> dict[str, Any]:
+def built(module: FederatedModule, data: FederatedDataModule, trainer: Config) -> Config:
     """Describe the objects of a run as a configuration does.
 
     Args:
@@ -65,9 +66,7 @@ def built(module: FederatedModule, data: FederatedDataModule, trainer: Mapping[s
     }
 
 
-def built_in_python(
-    module: FederatedModule, data: FederatedDataModule, trainer: Mapping[str, Any]
-) -> dict[str, Any]:
+def built_in_python(module: FederatedModule, data: FederatedDataModule, trainer: Config) -> Config:
     """Describe the objects of a script as :func:`built` does.
 
     The model also has a digest of its layers or its weights if these do not follow from its arguments and the run's seed.
@@ -89,7 +88,7 @@ def built_in_python(
     return found
 
 
-def _describe_groups(module: FederatedModule, settings: dict[str, Any]) -> None:
+def _describe_groups(module: FederatedModule, settings: Config) -> None:
     """Add a digest of an optimizer's groups where these depend on the parameters that it is made for."""
     leaves = [torch.zeros_like(x) for x in module.model.parameters() if x.requires_grad and not is_lazy(x)]
     given = {"client_optimizer": [{"params": [x]} for x in leaves], "server_optimizer": leaves}
@@ -121,7 +120,7 @@ def _add_reassigned(thing: Any, node: Any) -> None:
         node["reassigned"] = later
 
 
-def _reassigned(thing: Any) -> dict[str, Any]:
+def _reassigned(thing: Any) -> Config:
     """Return the settings and methods of an object that are no longer what its arguments and its class make them."""
     made, held = making(thing), vars(thing)
     if made is None:
@@ -143,9 +142,9 @@ def _is_same(now: Any, given: Any) -> bool:
         return False
 
 
-def without_decided(found: Mapping[str, Any], data: FederatedDataModule) -> dict[str, Any]:
+def without_decided(found: Config, data: FederatedDataModule) -> Config:
     """Leave out the arguments of a model that the data decide, as a configuration does."""
-    configured = copy.deepcopy(dict(found))
+    configured = copy.deepcopy(found)
     settings = configured["model"].get("init_args", configured["model"])
     arguments = settings["model"]["init_args"]
     decided = [
@@ -158,7 +157,7 @@ def without_decided(found: Mapping[str, Any], data: FederatedDataModule) -> dict
     return configured
 
 
-def _digests(module: FederatedModule) -> dict[str, Any]:
+def _digests(module: FederatedModule) -> Config:
     """Return what of a model does not follow from its arguments and the seed."""
     model = getattr(module.model, "_orig_mod", module.model)  # of a compiled model
     made = making(model)

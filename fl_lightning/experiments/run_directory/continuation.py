@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fl_lightning.experiments.run_directory.description import deciding_settings, differences
-from fl_lightning.experiments.run_directory.directory import Attempt, RunDirectory
+from fl_lightning.experiments.run_directory.directory import Attempt, Config, RunDirectory
 from fl_lightning.experiments.run_directory.metrics_log import lines_until, read_metrics
 from fl_lightning.files import remove_empty
 
@@ -31,7 +31,7 @@ class Start:
     round: int = 0
     is_new: bool = True
     checkpoint: str = ""
-    differs: Mapping[str, Any] | None = None
+    differs: Mapping[str, list[object]] | None = None
     metrics: bytes = b""
 
     def discard_untrained(self) -> None:
@@ -48,7 +48,7 @@ def find_start(
     directory: RunDirectory,
     ckpt_path: Path,
     checkpoint: Mapping[str, Any],
-    made: Mapping[str, Any],
+    made: Config,
     resumed: Attempt | None,
     held: ExitStack,
 ) -> Start:
@@ -83,7 +83,7 @@ def find_start(
     return Start(attempt, reached, True, str(ckpt_path), differs, b"".join(lines))
 
 
-def _differences(checkpoint: Mapping[str, Any], made: Mapping[str, Any]) -> dict[str, Any]:
+def _differences(checkpoint: Mapping[str, Any], made: Config) -> dict[str, list[object]]:
     """Return the old and the new value of each setting that decides results."""
     before = checkpoint["fl_lightning"]["record"].get("description")
     if not before:  # of an earlier version

@@ -2,7 +2,7 @@
 
 import platform
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from fl_lightning.models.fixup import FixupBlock
 from fl_lightning.recorded import describe
 from fl_lightning.round.declarations import Declarations
 from fl_lightning.round.module import FederatedModule
+from fl_lightning.round.record import Origin
 
 _LAYERS: dict[str, type[nn.Module]] = {
     "BN": _BatchNorm,
@@ -114,7 +115,7 @@ def _name(module: nn.Module) -> str:
     return next((name for name, kind in _LAYERS.items() if isinstance(module, kind)), "")
 
 
-def origin_in_words(continued_from: Sequence[Mapping[str, Any]]) -> list[str]:
+def origin_in_words(continued_from: Sequence[Origin]) -> list[str]:
     """A line for each checkpoint from which a run went on otherwise: its run and round, and both values of what differs."""
     lines = []
     for entry in continued_from:
@@ -126,7 +127,7 @@ def origin_in_words(continued_from: Sequence[Mapping[str, Any]]) -> list[str]:
     return lines
 
 
-def describe_computing(module: FederatedModule) -> dict[str, Any]:
+def describe_computing(module: FederatedModule) -> dict[str, object]:
     """The executor and all else that decides how sums are rounded.
 
     ``block_size`` is the number of clients in one pass, None where each is computed by itself.

@@ -21,7 +21,7 @@ from fl_lightning.client_data.fingerprint import file_digest
 from fl_lightning.experiments.run_directory.built import LINKED
 from fl_lightning.experiments.run_directory.checkpoints import RoundCheckpoint
 from fl_lightning.experiments.run_directory.code import full_name
-from fl_lightning.experiments.run_directory.directory import RunDirectory
+from fl_lightning.experiments.run_directory.directory import Config, RunDirectory
 from fl_lightning.experiments.run_directory.values import as_plain
 from fl_lightning.files import folder_below
 from fl_lightning.recorded import parameters
@@ -60,7 +60,7 @@ _SHOWING = (RoundCheckpoint, ProgressBar)
 """Callbacks that change no result either."""
 
 
-def description_of(config: Mapping[str, Any]) -> dict[str, Any]:
+def description_of(config: Config) -> Config:
     """Return the description of a configuration: full names of classes, and no settings of the run's surroundings.
 
     Args:
@@ -69,14 +69,16 @@ def description_of(config: Mapping[str, Any]) -> dict[str, Any]:
     return {part: _plain(node) for part, node in _parts(config).items()}
 
 
-def _parts(config: Mapping[str, Any]) -> dict[str, Any]:
+def _parts(config: Config) -> Config:
     """Return model, data and trainer as classes with arguments, without settings of the run's surroundings."""
     model, data = config.get("model") or {}, config.get("data") or {}
     path, arguments = (
         model.get("class_path", MODULE),
         model.get("init_args", {} if "class_path" in model else model),
     )
-    arguments = {name: x for name, x in arguments.items() if name not in ("seed", "check_first_steps")}
+    arguments = {
+        name: x for name, x in (arguments or {}).items() if name not in ("seed", "check_first_steps")
+    }
     if arguments.get("loss") is None and _essential(arguments.get("task")) == {"class_path": _TASK}:
         arguments["task"] = None
     settings = config.get("trainer") or {}
@@ -99,7 +101,7 @@ def _parts(config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def config_hash(config: Mapping[str, Any]) -> str:
+def config_hash(config: Config) -> str:
     """Name a configuration by 8 hex digits of SHA-256 over what of its description differs from the defaults.
 
     Files that decide results, such as initial weights and partitions, count by their content.
@@ -112,7 +114,7 @@ def config_hash(config: Mapping[str, Any]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 
-def directory_of(config: Mapping[str, Any]) -> RunDirectory:
+def directory_of(config: Config) -> RunDirectory:
     """Return the directory of all attempts at a resolved configuration.
 
     Args:
@@ -124,14 +126,14 @@ def directory_of(config: Mapping[str, Any]) -> RunDirectory:
     )
 
 
-def deciding_settings(config: Mapping[str, Any]) -> dict[str, Any]:
+def deciding_settings(config: Config) -> Config:
     """Return the settings that decide results by dotted name without ``init_args``, defaults included; a class by its full name.
 
     Callbacks are named by their class, such as ``trainer.callbacks.FixBN.freeze_round``; the second of a class is ``FixBN.2``.
     """
     found = description_of(config)
     settings = found["trainer"]["init_args"]
-    named: dict[str, Any] = {}
+    named: Config = {}
     for entry in settings.get("callbacks") or []:
         name = class_name(entry)
         same = sum(class_name(one) == name for one in named.values())
@@ -152,7 +154,7 @@ def class_name(entry: Any) -> str:
     return class_path(entry).rpartition(".")[2]
 
 
-def _flat(node: Any, name: str) -> dict[str, Any]:
+def _flat(node: Any, name: str) -> Config:
     if not isinstance(node, Mapping):
         return {name: node}
     found = {name: node["class_path"]} if "class_path" in node else {}
@@ -238,7 +240,7 @@ def _defaults(path: str) -> dict[str, str]:
     return {name: _text(value) for name, value in (found | pinned().get(path, {})).items()}
 
 
-def defaults(maker: Callable[..., Any] | None) -> dict[str, Any]:
+def defaults(maker: Callable[..., Any] | None) -> Config:
     """Return the defaults of a class or function as plain values."""
     known = parameters(maker) if maker is not None else {}
     return {
@@ -249,9 +251,9 @@ def defaults(maker: Callable[..., Any] | None) -> dict[str, Any]:
 
 
 @cache
-def pinned() -> dict[str, dict[str, Any]]:
+def pinned() -> dict[str, Config]:
     """Return the defaults of shipped classes as they were when each setting came: only they stay outside the hash."""
-    found: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("defaults.json").read_text())
+    found: dict[str, Config] = json.loads(Path(__file__).with_name("defaults.json").read_text())
     return found
 
 
@@ -304,7 +306,7 @@ def _evaluation_counts(path: str) -> bool:
     return bool(getattr(_maker(path), "sends_for_evaluations", False)) if path else False
 
 
-def differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, list[Any]]:
+def differences(before: Config, after: Config) -> dict[str, list[Any]]:
     """Return the old and the new value of each setting that differs, by name; NaN does not differ from NaN."""
     pairs = {name: [before.get(name), after.get(name)] for name in dict.fromkeys([*before, *after])}
     return {
@@ -319,7 +321,7 @@ def _is_gone(old: Any, new: Any) -> bool:
     return isinstance(old, str) and isinstance(new, str) and old.startswith(f"{new} (")
 
 
-def misfits(written: Mapping[str, Any], made: Mapping[str, Any]) -> list[str]:
+def misfits(written: Config, made: Config) -> list[str]:
     """Say in which settings a configuration is not what was built; what the data decide it need not hold.
 
     Args:
@@ -340,7 +342,7 @@ def misfits(written: Mapping[str, Any], made: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _is_foreign(name: str, objects: Mapping[str, Any]) -> bool:
+def _is_foreign(name: str, objects: Config) -> bool:
     """Whether a setting is, or lies in, a value without a record of its arguments, such as a dataclass or a named tuple."""
     parts = name.split(".")
     around = [".".join(parts[:length]) for length in range(1, len(parts) + 1)]

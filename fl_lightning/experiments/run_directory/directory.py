@@ -20,6 +20,9 @@ import yaml
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.files import no_link, unwritable, user_path
 
+Config = dict[str, Any]
+"""Settings of a run as YAML holds them, every default filled in."""
+
 LOCK = ".lock"
 """The file that a process holds while it trains in a run's folder."""
 
@@ -66,7 +69,7 @@ class Attempt:
         elsewhere = (config.get("checkpoint") or {}).get("dirpath")
         return self.below(Path(elsewhere).expanduser()) if elsewhere else self.path / "checkpoints"
 
-    def read_config(self) -> dict[str, Any]:
+    def read_config(self) -> Config:
         """Return the resolved configuration.
 
         Raises:

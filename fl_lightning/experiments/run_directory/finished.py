@@ -1,20 +1,22 @@
 """The result of a finished run (``result.json``), read back and checked."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NotRequired
+from typing import NotRequired, cast
 
-from pydantic import ConfigDict, FiniteFloat, TypeAdapter, ValidationError
+from pydantic import FiniteFloat, TypeAdapter, ValidationError, with_config
 from typing_extensions import TypedDict
 
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.files import restored
+from fl_lightning.round.record import Origin
 
 
+@with_config(extra="allow", strict=True)
 class Result(TypedDict):
-    """What others read of a result, beside its metrics: the names with a slash."""
+    """What ``result.json`` holds beside the metrics, whose names have a slash, and what reports add."""
 
-    __pydantic_config__ = ConfigDict(extra="allow", strict=True)  # type: ignore[misc]  # pydantic's way to configure a TypedDict
     method: str
     model: str
     partition: str
@@ -26,14 +28,26 @@ class Result(TypedDict):
     upload_bytes: FiniteFloat
     download_bytes: FiniteFloat
     train_seconds: FiniteFloat
-    continued_from: NotRequired[list[dict[str, Any]]]
-    environment: dict[str, Any]
-    provenance: NotRequired[list[dict[str, Any]]]
-    data: NotRequired[dict[str, Any]]
-    computed_by: NotRequired[dict[str, Any]]
+    continued_from: NotRequired[list[Origin]]
+    bn_statistics: NotRequired[Sequence[Sequence[int | str]]]
+    updates_not_finite: NotRequired[dict[str, int]]
+    executor: NotRequired[str]
+    reports: NotRequired[dict[str, str]]
+    seed: NotRequired[int]
+    loaded: NotRequired[str]
+    directory: NotRequired[str | None]
+    environment: dict[str, object]
+    provenance: NotRequired[list[dict[str, str]]]
+    data: NotRequired[dict[str, str]]
+    computed_by: NotRequired[dict[str, object]]
 
 
-def read_result(path: Path) -> dict[str, Any]:
+def metric_values(result: Result) -> dict[str, float]:
+    """Return the metrics of a result by name, such as ``test/accuracy``."""
+    return {name: cast("float", value) for name, value in result.items() if "/" in name}
+
+
+def read_result(path: Path) -> Result:
     """Read a ``result.json``.
 
     Args:
@@ -44,9 +58,9 @@ def read_result(path: Path) -> dict[str, Any]:
     """
     try:
         content = restored(json.loads(path.read_text()))
-        numbers = {name: value for name, value in dict(content).items() if "/" in name}
         TypeAdapter(Result).validate_python(content)
-        TypeAdapter(dict[str, float]).validate_python(numbers, strict=True)
+        result = cast("Result", content)
+        TypeAdapter(dict[str, float]).validate_python(metric_values(result), strict=True)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
@@ -57,4 +71,4 @@ def read_result(path: Path) -> dict[str, Any]:
         raise ConfigurationError(
             f"{path} is not what a finished run writes: it cannot be read as JSON; restore the file or run it again"
         ) from error
-    return dict(content)
+    return result

@@ -72,7 +72,7 @@ class JSONLinesLogger(Logger):
                 os.fsync(file.fileno())
 
 
-def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
+def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, float]]:
     """All rows of a ``metrics.jsonl``, in order; a half-written last line is left out.
 
     Raises:
@@ -93,7 +93,7 @@ def lines_until(path: str | os.PathLike[str], round: int) -> list[bytes]:
         ConfigurationError: There is no such file, a line other than the last is not a row, or the row of a
             round is missing.
     """
-    kept = [(row["round"], line + b"\n") for row, line in _parse(Path(path)) if row["round"] <= round]
+    kept = [(int(row["round"]), line + b"\n") for row, line in _parse(Path(path)) if row["round"] <= round]
     present = {number for number, _ in kept}
     missing = next((r for r in range(min(present, default=round), round + 1) if r not in present), None)
     if missing is not None:
@@ -104,7 +104,7 @@ def lines_until(path: str | os.PathLike[str], round: int) -> list[bytes]:
     return [line for _, line in kept]
 
 
-def _parse(path: Path) -> list[tuple[dict[str, Any], bytes]]:
+def _parse(path: Path) -> list[tuple[dict[str, float], bytes]]:
     try:
         lines = path.read_bytes().split(b"\n")
     except FileNotFoundError as error:

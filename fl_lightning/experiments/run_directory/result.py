@@ -1,7 +1,7 @@
 """How a run ends: its last evaluation, ``result.json`` and the table of it."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import cast
 
 from fl_lightning.console import format_bytes, print_table
 from fl_lightning.experiments.run_directory.describe import (
@@ -12,6 +12,7 @@ from fl_lightning.experiments.run_directory.describe import (
 )
 from fl_lightning.experiments.run_directory.directory import Attempt
 from fl_lightning.experiments.run_directory.drawings import draw_pictures
+from fl_lightning.experiments.run_directory.finished import Result, metric_values
 from fl_lightning.files import write_json
 from fl_lightning.methods.report import Report
 from fl_lightning.pictures.style import PERSONAL
@@ -21,7 +22,7 @@ from fl_lightning.round.module import FederatedModule
 from fl_lightning.round.policy import policy_table, stages_in_words
 
 
-def finish_run(module: FederatedModule, attempt: Attempt | None) -> dict[str, Any]:
+def finish_run(module: FederatedModule, attempt: Attempt | None) -> Result:
     """Evaluate the final server model; print its result, write and draw it into the run's folder.
 
     Args:
@@ -40,59 +41,64 @@ def finish_run(module: FederatedModule, attempt: Attempt | None) -> dict[str, An
     return result
 
 
-def _collect(
-    module: FederatedModule, attempt: Attempt | None, metrics: Mapping[str, float]
-) -> dict[str, Any]:
-    """What ``result.json`` holds; of the metrics those of clients' own models come first, then the server's."""
+def _collect(module: FederatedModule, attempt: Attempt | None, metrics: Mapping[str, float]) -> Result:
+    """Return what ``result.json`` holds: of the metrics those of clients' own models first, then the server's."""
     record = module.record
     kinds = [*([f"{own}_{module.task.quality}"] for own in PERSONAL), module.evaluation.metrics]
     order = sorted(metrics, key=lambda x: (x[:4] == "test", *(x.partition("/")[2] not in y for y in kinds)))
     reports = [cb for cb in module.federated_callbacks if isinstance(cb, Report)]
     rounds = module.trainer.global_step
     stages = policy_table(module.model, module.federated_callbacks, module.planned_rounds).get("mean", [])
-    return {
+    result: Result = {
         "method": method_name(module, module.federated_callbacks),
         "model": model_name(module),
         "partition": module.data.describe_partition(),
         "rounds": rounds,
         "planned_rounds": module.planned_rounds,
-        "bn_statistics": [
-            list(stage) for stage in stages if isinstance(stage[0], int) and stage[0] <= rounds
-        ],
+        "bn_statistics": [[*stage] for stage in stages if isinstance(stage[0], int) and stage[0] <= rounds],
         "samples": record.samples,
-        **{name: metrics[name] for name in order},
-        f"class_{module.task.by_class}": final_classes(module, metrics),
         "diverged": record.diverged,
-        **({"diverged_round": record.diverged_round} if record.diverged_round is not None else {}),
-        **({"updates_not_finite": record.not_finite} if record.not_finite else {}),
         "upload_bytes": record.upload_bytes,
         "download_bytes": record.download_bytes,
         "train_seconds": record.seconds,
         "executor": describe(module.executor),
         "computed_by": record.computed_by,
         "continued_from": record.continued_from,
-        **{name: value for report in reports for name, value in report.result().items()},
         "reports": {name: text for report in reports for name, text in report.result_lines().items()},
         "seed": module.seed,
         "directory": str(attempt.path) if attempt is not None else None,
-        "environment": describe_environment(),
+        "environment": {**describe_environment()},
         "provenance": record.provenance,
         "data": record.data,
-        **({"loaded": module.data.loaded} if module.data.loaded is not None else {}),
     }
+    if record.diverged_round is not None:
+        result["diverged_round"] = record.diverged_round
+    if record.not_finite:
+        result["updates_not_finite"] = {str(client): count for client, count in record.not_finite.items()}
+    if module.data.loaded is not None:
+        result["loaded"] = module.data.loaded
+    named: dict[str, object] = {name: metrics[name] for name in order}
+    named[f"class_{module.task.by_class}"] = final_classes(module, metrics)
+    for report in reports:
+        named |= report.result()
+    return cast("Result", {**result, **named})
 
 
-def _print(result: Mapping[str, Any]) -> None:
+def _print(result: Result) -> None:
     origin = origin_in_words(result["continued_from"])
     rows = {
         "method": result["method"],
         "model": result["model"],
         "partition": result["partition"],
         "rounds": f"{result['rounds']:,}{_extended(result)}{_diverged(result)}",
-        **({"not finite": _not_finite(found)} if (found := result.get("updates_not_finite")) else {}),
-        **({"BN statistics": stages_in_words(found)} if (found := result["bn_statistics"]) else {}),
+        **({"not finite": _not_finite(updates)} if (updates := result.get("updates_not_finite")) else {}),
+        **(
+            {"BN statistics": stages_in_words((start, str(words)) for start, words in stages)}
+            if (stages := result["bn_statistics"])
+            else {}
+        ),
         "samples seen": f"{result['samples']:,}",
-        **{name: f"{value:.4f}" for name, value in result.items() if "/" in name},
+        **{name: f"{value:.4f}" for name, value in metric_values(result).items()},
         "sent by clients": format_bytes(result["upload_bytes"]),
         "sent to clients": format_bytes(result["download_bytes"]),
         **result["reports"],
@@ -103,16 +109,16 @@ def _print(result: Mapping[str, Any]) -> None:
     print_table("Result", rows)
 
 
-def _extended(result: Mapping[str, Any]) -> str:
+def _extended(result: Result) -> str:
     planned = result["planned_rounds"]
     return f"  (planned: {planned:,})" if result["rounds"] > planned else ""
 
 
-def _diverged(result: Mapping[str, Any]) -> str:
+def _diverged(result: Result) -> str:
     first = f", first in round {result['diverged_round']}" if "diverged_round" in result else ""
     return f"  (diverged{first})" if result["diverged"] else ""
 
 
-def _not_finite(updates: Mapping[int, int]) -> str:
+def _not_finite(updates: Mapping[str, int]) -> str:
     count, clients = sum(updates.values()), len(updates)
     return f"{count:,} update{'s' * (count > 1)} of {clients:,} client{'s' * (clients > 1)}"

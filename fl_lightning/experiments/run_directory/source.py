@@ -16,6 +16,7 @@ import lightning as L
 import torch
 
 from fl_lightning.aliases import current_name
+from fl_lightning.experiments.run_directory.directory import Config
 
 _HOME = Path(__file__).resolve().parents[2]
 
@@ -33,7 +34,7 @@ _BY_USE = ("fl_lightning.callbacks.", "fl_lightning.datamodules.")
 _LIBRARIES = ("torchvision", "timm", "segmentation_models_pytorch")
 
 
-def provenance(config: Mapping[str, Any]) -> dict[str, str]:
+def provenance(config: Config) -> dict[str, str]:
     """Return what computes a run here and now.
 
     Args:

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 import lightning as L
 import yaml
@@ -17,7 +16,7 @@ from fl_lightning.experiments.run_directory.describe import (
     origin_in_words,
 )
 from fl_lightning.experiments.run_directory.description import deciding_settings, misfits
-from fl_lightning.experiments.run_directory.directory import Attempt
+from fl_lightning.experiments.run_directory.directory import Attempt, Config
 from fl_lightning.experiments.run_directory.drawings import draw_partition, harmless
 from fl_lightning.experiments.run_directory.source import provenance
 from fl_lightning.files import write_bytes, write_json, write_text
@@ -37,9 +36,7 @@ class RunStart(L.Callback):
         header: Comment at the top of ``config.yaml``.
     """
 
-    def __init__(
-        self, start: Start, config: Mapping[str, Any], made: Mapping[str, Any], header: str = ""
-    ) -> None:
+    def __init__(self, start: Start, config: Config, made: Config, header: str = "") -> None:
         self.start, self.attempt = start, start.attempt
         self.config, self.made, self.header = config, made, header
 

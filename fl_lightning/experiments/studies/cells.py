@@ -2,21 +2,24 @@
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
+
+from typing_extensions import TypedDict
 
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.experiments.run_directory.checkpoint_io import load_run
 from fl_lightning.experiments.run_directory.description import directory_of
-from fl_lightning.experiments.run_directory.directory import Attempt
-from fl_lightning.experiments.run_directory.finished import read_result
+from fl_lightning.experiments.run_directory.directory import Attempt, Config
+from fl_lightning.experiments.run_directory.finished import Result, read_result
 from fl_lightning.experiments.run_directory.source import provenance
 from fl_lightning.experiments.studies.first_stages import other_origin
 from fl_lightning.experiments.studies.stale import differences
+from fl_lightning.round.record import Origin
 
 Phase = Literal["done", "stale", "running", "stopped", "failed", "missing"]
 """``done``: a result by this source. ``stale``: one by another source. ``running``: a process trains it. ``stopped``: it has a checkpoint
@@ -43,7 +46,7 @@ class State(NamedTuple):
 
     phase: Phase
     attempt: Attempt | None = None
-    result: Mapping[str, Any] | None = None
+    result: Result | None = None
     why: str = ""
     round: int = 0
 
@@ -64,7 +67,7 @@ class Cell:
 
     labels: dict[str, str]
     seed: int
-    config: dict[str, Any]
+    config: Config
     parent: "Cell | None" = None
     shared_rounds: int = 0
     keep_rounds: set[int] = field(default_factory=set)
@@ -164,7 +167,7 @@ class Cell:
             return None
         return path
 
-    def _other_data(self, result: Mapping[str, Any]) -> str:
+    def _other_data(self, result: Result) -> str:
         """What of a result's data is not as newer cells of equal settings have it, in words."""
         found = result.get("data", {})
         names = [name for name in self.data or {} if found.get(name) != (self.data or {})[name]]
@@ -178,7 +181,7 @@ class Cell:
         return record is not None and (accept_stale or not differences(record["provenance"], self.now))
 
 
-def _origins(attempt: Attempt) -> list[dict[str, Any]]:
+def _origins(attempt: Attempt) -> list[Origin]:
     """The checkpoints from which an attempt went on otherwise; empty while a process trains it."""
     with suppress(ConfigurationError):
         return list(read_result(attempt.result).get("continued_from", []))
@@ -187,14 +190,24 @@ def _origins(attempt: Attempt) -> list[dict[str, Any]]:
     return record["continued_from"] if record is not None else []
 
 
+class _Source(TypedDict):
+    """What has computed a checkpoint, and from which others."""
+
+    provenance: list[dict[str, str]]
+    continued_from: list[Origin]
+
+
 @cache
-def _record(checkpoint: Path, written: int) -> dict[str, Any] | None:
+def _record(checkpoint: Path, written: int) -> _Source | None:
     """What has computed a checkpoint, and what from, None where it cannot be read; read once, however often a study looks."""
     try:
         record = load_run(checkpoint)["fl_lightning"]["record"]
     except ConfigurationError:
         return None
-    return {name: record.get(name, []) for name in ("provenance", "continued_from")}
+    return {
+        "provenance": record.get("provenance", []),
+        "continued_from": record.get("continued_from", []),
+    }
 
 
 def expect_newest_data(states: Sequence[State], cells: Sequence[Cell]) -> list[Cell]:
@@ -209,7 +222,7 @@ def expect_newest_data(states: Sequence[State], cells: Sequence[Cell]) -> list[C
     return [cell for cell in cells if cell.state().phase != "done"]
 
 
-def _finished(attempt: Attempt, rounds: int) -> dict[str, Any] | None:
+def _finished(attempt: Attempt, rounds: int) -> Result | None:
     try:
         result = read_result(attempt.result)
     except ConfigurationError:

@@ -3,9 +3,9 @@
 from collections.abc import Callable, Collection, Mapping, Sequence
 from math import inf, isfinite
 from pathlib import Path
-from typing import Any
 
 from fl_lightning.errors import ConfigurationError
+from fl_lightning.experiments.run_directory.finished import Result, metric_values
 from fl_lightning.experiments.studies.cells import Cell
 from fl_lightning.experiments.studies.definition import Choice, Labels, Study, matches
 from fl_lightning.experiments.studies.found import ChoiceFound
@@ -117,13 +117,12 @@ def is_chosen(labels: Mapping[str, str], choices: Sequence[ChoiceFound]) -> bool
     return all(labels[one["axis"]] == one["chosen"] for one in choices if matches(labels, one["for"]))
 
 
-def _value(result: Mapping[str, Any] | None, metric: str, worst: float) -> float | None:
+def _value(result: Result | None, metric: str, worst: float) -> float | None:
     """A finished run's metric; that of a diverged run is the worst."""
     if result is None:
         return None
-    if metric not in result:
-        raise ConfigurationError(
-            f"choose: the runs have no metric {metric}; there are {', '.join(n for n in result if '/' in n)}"
-        )
-    value = float(result[metric])
+    metrics = metric_values(result)
+    if metric not in metrics:
+        raise ConfigurationError(f"choose: the runs have no metric {metric}; there are {', '.join(metrics)}")
+    value = metrics[metric]
     return worst if not isfinite(value) or result["diverged"] else value

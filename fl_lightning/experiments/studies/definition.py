@@ -24,11 +24,17 @@ from pydantic import (
 from pydantic.dataclasses import dataclass as schema
 from typing_extensions import TypedDict
 
+Dotted = Mapping[str, Any]
+"""Settings by dotted name, as a label of a study gives them."""
+
 Labels = dict[str, str]
 """A label of each axis, such as ``{"method": "GN", "E": "100"}``."""
 
 SPECIAL = ("config", "metric", "seeds")
 """What a label may hold beside settings: configurations laid over the base, a metric in place of the table's first, seeds of its own."""
+
+
+from fl_lightning.experiments.run_directory.directory import Config
 
 
 def listed(value: Any) -> Sequence[Any]:
@@ -50,10 +56,10 @@ def _different(values: list[Any]) -> list[Any]:
     return values
 
 
-def _without(*names: str) -> Callable[[dict[str, Any]], dict[str, Any]]:
+def _without(*names: str) -> Callable[[Config], Config]:
     """A check that settings are none of some names."""
 
-    def check(settings: dict[str, Any]) -> dict[str, Any]:
+    def check(settings: Config) -> Config:
         for name in settings:
             if name in names:
                 raise ValueError(
@@ -220,7 +226,7 @@ class Study:
     folder: Path
     definition: Definition
     scale_name: str
-    axes: Mapping[str, Mapping[str, Mapping[str, Any]]]
+    axes: Mapping[str, Mapping[str, Dotted]]
 
     @property
     def scale(self) -> Scale:
@@ -248,11 +254,11 @@ class Study:
         )
         return prod(map(len, self.axes.values())) * max(map(len, [self.scale.seeds, *own]))
 
-    def has(self, *fixed: Mapping[str, Any]) -> bool:
+    def has(self, *fixed: Mapping[str, object]) -> bool:
         """Whether there is a combination of each of some labels that the study does not leave out."""
         return next(self.combinations(*fixed), None) is not None
 
-    def combinations(self, *fixed: Mapping[str, Any]) -> Iterator[Labels]:
+    def combinations(self, *fixed: Mapping[str, object]) -> Iterator[Labels]:
         """All combinations of labels that the study does not leave out, those with some ``fixed`` labels."""
         labels = [
             [x for x in own if all(matches({axis: x}, {axis: one.get(axis, x)}) for one in fixed)]
@@ -301,12 +307,12 @@ class Study:
         return None
 
 
-def matches(labels: Mapping[str, str], wanted: Mapping[str, Any]) -> bool:
+def matches(labels: Mapping[str, str], wanted: Mapping[str, object]) -> bool:
     """Whether labels are among those that are wanted: a label or a list of them by axis."""
     return all(labels.get(axis) in [*map(str, listed(own))] for axis, own in wanted.items())
 
 
-def rows_of(published: Mapping[str, Any]) -> dict[str, Any]:
+def rows_of(published: Mapping[str, object]) -> dict[str, object]:
     """The labels of the rows that a published value is of."""
     return {axis: labels for axis, labels in published.items() if axis != "value"}
 
@@ -316,8 +322,6 @@ def as_argument(name: str, value: Any) -> str:
     return f"--{name}={value if isinstance(value, str) else json.dumps(value)}"
 
 
-def labels_of(
-    axis: str, content: list[Any] | Mapping[str, Mapping[str, Any]]
-) -> dict[str, Mapping[str, Any]]:
+def labels_of(axis: str, content: list[Any] | Mapping[str, Dotted]) -> dict[str, Dotted]:
     """The labels of an axis and their settings."""
     return {str(x): {axis: x} for x in content} if isinstance(content, list) else {**content}

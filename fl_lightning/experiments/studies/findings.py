@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from fl_lightning.errors import ConfigurationError
+from fl_lightning.experiments.run_directory.finished import metric_values
 from fl_lightning.experiments.run_directory.metrics_log import read_metrics
 from fl_lightning.experiments.studies.cells import Cell, State
 from fl_lightning.experiments.studies.claims import judge
@@ -80,12 +81,13 @@ def _group(
     values: dict[str, dict[str, float]] = {name: {} for name in names}
     for cell in cells:
         result = states[cell].result if states[cell].phase == "done" else None
+        metrics = metric_values(result) if result is not None else {}
         for name, read in zip(names, [own or names[0], *names[1:]], strict=True):
-            if result is not None and read in result:
-                values[name][str(cell.seed)] = float(result[read])
-            elif result is not None and own is not None and name == names[0]:
+            if read in metrics:
+                values[name][str(cell.seed)] = metrics[read]
+            elif metrics and own is not None and name == names[0]:
                 raise ConfigurationError(
-                    f"metric: the runs of {cell.name} have no {own}; there are {', '.join(n for n in result if '/' in n)}"
+                    f"metric: the runs of {cell.name} have no {own}; there are {', '.join(metrics)}"
                 )
     return {
         "labels": labels,
@@ -138,7 +140,9 @@ def run_found(seed: int, state: State, place: Path, error: str = "", diverged: b
         "diverged",
         "diverged_round",
     )
-    of_result: Any = {name: result[name] for name in kept if name in result}  # checked when it was read
+    of_result: Any = {
+        name: value for name, value in result.items() if name in kept
+    }  # checked when it was read
     done: RunFound = {
         **found,
         **of_result,

@@ -1,22 +1,22 @@
 """First stages: a method that changes nothing until a round T* leaves a run as it is without it, so one run feeds every T*."""
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 from jsonargparse import ArgumentParser
 
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.experiments.run_directory.describe import origin_in_words
 from fl_lightning.experiments.run_directory.description import config_hash
-from fl_lightning.experiments.run_directory.directory import Attempt
+from fl_lightning.experiments.run_directory.directory import Attempt, Config
 from fl_lightning.experiments.run_directory.source import provenance
 from fl_lightning.methods.callback import FederatedCallback
+from fl_lightning.round.record import Origin
 
 
-def first_stage(config: Mapping[str, Any]) -> float:
+def first_stage(config: Config) -> float:
     """Up to which round a run is the one without the methods that say until when they change nothing.
 
     Args:
@@ -30,7 +30,7 @@ def first_stage(config: Mapping[str, Any]) -> float:
     return min((until for until in known if until < rounds), default=float("inf"))
 
 
-def family_of(config: Mapping[str, Any]) -> str:
+def family_of(config: Config) -> str:
     """Name a run without the methods that say until when they change nothing: by its configuration, seed, rounds and source."""
     rounds = int(config["trainer"]["max_epochs"])
     others = [json.loads(entry) for entry in _entries(config) if _same_until(entry, rounds) is None]
@@ -40,7 +40,7 @@ def family_of(config: Mapping[str, Any]) -> str:
     return f"{config_hash(first)}-{config['seed_everything']}-{rounds}-{computes}"
 
 
-def other_origin(continued_from: Iterable[Mapping[str, Any]], config: Mapping[str, Any], folder: Path) -> str:
+def other_origin(continued_from: Iterable[Origin], config: Config, folder: Path) -> str:
     """From which other run a run went on, in words.
 
     Args:
@@ -56,7 +56,7 @@ def other_origin(continued_from: Iterable[Mapping[str, Any]], config: Mapping[st
     )
 
 
-def _is_shared(entry: Mapping[str, Any], config: Mapping[str, Any], folder: Path) -> bool:
+def _is_shared(entry: Origin, config: Config, folder: Path) -> bool:
     """Whether a run and the one that it went on from were one run up to there."""
     try:
         source = Attempt(folder / Path(entry["checkpoint"]).parts[-3]).read_config()
@@ -66,7 +66,7 @@ def _is_shared(entry: Mapping[str, Any], config: Mapping[str, Any], folder: Path
         return False
 
 
-def _entries(config: Mapping[str, Any]) -> list[str]:
+def _entries(config: Config) -> list[str]:
     """The callbacks of a configuration as JSON: one may stand without a list."""
     callbacks = config["trainer"]["callbacks"] or []
     entries = callbacks if isinstance(callbacks, list) else [callbacks]

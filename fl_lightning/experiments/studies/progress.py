@@ -10,6 +10,7 @@ from rich.live import Live
 from rich.table import Table
 
 from fl_lightning.console import in_words
+from fl_lightning.experiments.run_directory.finished import metric_values
 from fl_lightning.experiments.studies.cells import Cell, State
 from fl_lightning.round.tasks import QUALITIES
 
@@ -42,7 +43,7 @@ class StudyProgress:
                 continue
             numbers = [
                 f"{name} {x:.4f}"
-                for name, x in (state.result or {}).items()
+                for name, x in (metric_values(state.result) if state.result else {}).items()
                 if name.partition("/")[0] in ("val", "test") and name.partition("/")[2] in QUALITIES
             ]
             self._print(

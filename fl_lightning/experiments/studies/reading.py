@@ -12,10 +12,12 @@ import yaml
 from pydantic import TypeAdapter, ValidationError
 
 from fl_lightning.errors import ConfigurationError, nearest
+from fl_lightning.experiments.run_directory.directory import Config
 from fl_lightning.experiments.studies.claims import read_claim, read_difference
 from fl_lightning.experiments.studies.definition import (
     Choice,
     Definition,
+    Dotted,
     Scale,
     Study,
     labels_of,
@@ -184,14 +186,14 @@ def _in_words(error: Any) -> str:
 def _at_scale(path: Path, definition: Definition, name: str) -> tuple[Study, list[str]]:
     """The study at a scale; and the labels of that which it does not have."""
     scale, mistakes = definition.scales[name], list[str]()
-    found: dict[str, dict[str, Mapping[str, Any]]] = {}
+    found: dict[str, dict[str, Dotted]] = {}
     for axis in dict.fromkeys([*definition.axes, *scale.axes]):
         every, own = definition.axes.get(axis), scale.axes.get(axis)
         if every is None or (isinstance(own, list) and isinstance(every, list)):  # other values
             found[axis] = labels_of(axis, own or [])
             continue
         known = labels_of(axis, every)
-        further: Mapping[str, Mapping[str, Any]] = (
+        further: Mapping[str, Dotted] = (
             {str(label): {} for label in own} if isinstance(own, list) else own or known
         )
         found[axis] = {label: {**known.get(label, {}), **settings} for label, settings in further.items()}
@@ -200,16 +202,14 @@ def _at_scale(path: Path, definition: Definition, name: str) -> tuple[Study, lis
             for label in further
             if label not in known
         ]
-    instead: dict[str, Any] = {
-        key: x for key in ("title", "published") if (x := getattr(scale, key)) is not None
-    }
+    instead: Config = {key: x for key in ("title", "published") if (x := getattr(scale, key)) is not None}
     return Study(path.stem, path.parent, replace(definition, **instead), name, found), mistakes
 
 
 def _contradictions(study: Study) -> Iterator[str]:
     """Names of axes and labels that the study does not have, and what contradicts itself."""
     definition, known = study.definition, study.known_labels()
-    named: list[tuple[str, Mapping[str, Any]]] = [("without", entry) for entry in definition.without]
+    named: list[tuple[str, Mapping[str, object]]] = [("without", entry) for entry in definition.without]
     named += [("published", rows_of(entry)) for entry in definition.published]
     named += [("choose", {**{axis: [] for axis in (x.axis, *x.by)}, **x.at}) for x in definition.choose]
     named += [("spread", {definition.spread: []})] if definition.spread else []

@@ -5,10 +5,10 @@ import re
 from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 from fl_lightning.errors import ConfigurationError, nearest
 from fl_lightning.experiments.run_directory.description import class_path
+from fl_lightning.experiments.run_directory.finished import metric_values
 from fl_lightning.experiments.studies.cells import Cell, State
 from fl_lightning.experiments.studies.choosing import metric_of, trials
 from fl_lightning.experiments.studies.definition import Labels, Study
@@ -87,7 +87,7 @@ def logged(cell: Cell, state: State) -> set[str]:
     if state.phase not in ("done", "running"):  # what another source has logged says nothing
         return set()
     if state.result is not None:
-        return {name for name in state.result if "/" in name}
+        return {*metric_values(state.result)}
     callbacks = cell.config["trainer"]["callbacks"] or []
     entries = [*(callbacks if isinstance(callbacks, list) else [callbacks]), cell.config["model"]]
     shipped = all(class_path(entry).startswith(_SHIPPED) or not class_path(entry) for entry in entries)
@@ -100,7 +100,7 @@ def logged(cell: Cell, state: State) -> set[str]:
     return set()
 
 
-def _first_rows(path: Path) -> list[dict[str, Any]]:
+def _first_rows(path: Path) -> list[dict[str, float]]:
     """The first whole rows of a ``metrics.jsonl``: it is read again and again, and may grow long."""
     try:
         with path.open("rb") as file:

@@ -17,7 +17,7 @@ from markupsafe import Markup
 from fl_lightning import __version__
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.experiments.run_directory.description import deciding_settings
-from fl_lightning.experiments.run_directory.directory import Attempt
+from fl_lightning.experiments.run_directory.directory import Attempt, Config
 from fl_lightning.experiments.run_directory.metrics_log import read_metrics
 from fl_lightning.experiments.studies.cells import RUNS
 from fl_lightning.experiments.studies.figures import Picture, pictures
@@ -179,17 +179,17 @@ def _inline(svg: str) -> Markup:
     return Markup(body)  # matplotlib escapes the texts in it
 
 
-def _config(run: RunFound) -> dict[str, Any] | None:
+def _config(run: RunFound) -> Config | None:
     attempt = Attempt(Path(run["directory"]))
     return resolved(attempt) if attempt.config.is_file() else None
 
 
-def _flat(config: Mapping[str, Any]) -> dict[str, Any]:
+def _flat(config: Config) -> Config:
     """The settings that decide results, and the number of rounds."""
     return {**deciding_settings(config), "trainer.max_epochs": config["trainer"]["max_epochs"]}
 
 
-def _differences(first: Mapping[str, Any], config: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
+def _differences(first: Config, config: Config) -> list[tuple[str, Any, Any]]:
     """Settings with their values in the first configuration and in another one."""
     before, now = _flat(first), _flat(config)
     names = (name for name in dict.fromkeys([*before, *now]) if name != "seed_everything")
@@ -200,7 +200,7 @@ def _differences(first: Mapping[str, Any], config: Mapping[str, Any]) -> list[tu
     ]
 
 
-def _in_words(configs: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+def _in_words(configs: Sequence[Config]) -> dict[str, str]:
     """The values of the settings that a reader asks for first, all of those that differ."""
     flat = [_flat(config) for config in configs]
     values = {

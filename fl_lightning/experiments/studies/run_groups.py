@@ -7,13 +7,13 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.experiments.run_directory.describe import origin_in_words
 from fl_lightning.experiments.run_directory.description import config_hash
-from fl_lightning.experiments.run_directory.directory import Attempt
-from fl_lightning.experiments.run_directory.finished import read_result
+from fl_lightning.experiments.run_directory.directory import Attempt, Config
+from fl_lightning.experiments.run_directory.finished import metric_values, read_result
 from fl_lightning.experiments.run_directory.metrics_log import read_metrics
 from fl_lightning.experiments.studies.cells import RUNS, State
 from fl_lightning.experiments.studies.findings import run_found
@@ -52,7 +52,7 @@ def found_in(directories: Sequence[Path]) -> Found:
     Raises:
         ConfigurationError: The configuration of one cannot be read.
     """
-    configs: dict[Key, dict[str, Any]] = {}
+    configs: dict[Key, Config] = {}
     found: dict[Key, list[tuple[int, Attempt]]] = {}
     for attempt in map(Attempt, directories):
         config = resolved(attempt)
@@ -66,17 +66,21 @@ def found_in(directories: Sequence[Path]) -> Found:
     }
     states = [{seed: state_of(attempt) for seed, attempt in runs.items()} for _, runs in grouped.values()]
     names = _names([*grouped], states)
-    metrics = _metrics(state.result for own in states for state in own.values() if state.result)
+    metrics = _metrics(
+        metric_values(state.result) for own in states for state in own.values() if state.result
+    )
     groups: list[Group] = []
     for name, (config, runs), own in zip(names, grouped.values(), states, strict=True):
-        results = {str(seed): own[seed].result or {} for seed in sorted(runs)}
+        results = {
+            str(seed): metric_values(result) if (result := own[seed].result) else {} for seed in sorted(runs)
+        }
         groups.append(
             {
                 "labels": {"run": name},
                 "published": None,
                 "learning_rate": _learning_rate(config),
                 "values": {
-                    metric: {seed: float(found[metric]) for seed, found in results.items() if metric in found}
+                    metric: {seed: found[metric] for seed, found in results.items() if metric in found}
                     for metric in metrics
                 },
                 "runs": [
@@ -127,7 +131,7 @@ def _origin(state: State, attempt: Attempt) -> list[str]:
     return []
 
 
-def resolved(attempt: Attempt) -> dict[str, Any]:
+def resolved(attempt: Attempt) -> Config:
     """A run's configuration; that of a script does not say how many rounds were planned, which other files do.
 
     Raises:
@@ -151,7 +155,7 @@ def _planned_rounds(attempt: Attempt) -> int | None:
     return None
 
 
-def _learning_rate(config: Mapping[str, Any]) -> float | None:
+def _learning_rate(config: Config) -> float | None:
     """The client optimizer's learning rate, None where a script made it in a way that does not say."""
     try:
         return float(config["model"]["client_optimizer"]["init_args"]["lr"])
@@ -159,7 +163,7 @@ def _learning_rate(config: Mapping[str, Any]) -> float | None:
         return None
 
 
-def _hash_of(attempt: Attempt, config: Mapping[str, Any]) -> str:
+def _hash_of(attempt: Attempt, config: Config) -> str:
     """The hash that runs of one configuration share: that of the folder, but for weights of a script, which each seed may draw anew."""
     model = config["model"].get("init_args", config["model"])
     weights = "weights_digest" in model["model"]
@@ -223,7 +227,7 @@ def _names(keys: Sequence[Key], states: Sequence[Mapping[int, State]]) -> list[s
     return next((names for names in choices if len({*names}) == len(keys)), choices[-1])
 
 
-def _metrics(results: Iterable[Mapping[str, Any]]) -> dict[str, str]:
+def _metrics(results: Iterable[Mapping[str, float]]) -> dict[str, str]:
     """The metrics of the test data, else of the validation data, in words; losses come last, what the most runs have first."""
     counts = Counter(name for result in results for name in result)
     for split, words in {"test/": "test ", "val/": "validation "}.items():
