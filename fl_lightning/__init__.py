@@ -8,7 +8,7 @@ import lazy_loader
 
 from fl_lightning import aliases
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
 
 aliases.install()
