@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
-from fl_lightning.methods import Drawing, Report, Table
-from fl_lightning.pictures import LAYERS, Rows, drift_figure, has_drift, layers_figure
+from fl_lightning.methods import Drawing, Report, Rows, Table
+from fl_lightning.pictures import LAYERS, drift_figure, has_drift, layers_figure
 
 if TYPE_CHECKING:
     from fl_lightning.round import FederatedModule

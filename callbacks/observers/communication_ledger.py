@@ -8,8 +8,8 @@ import lightning as L
 from fl_lightning import FederatedCallback
 from fl_lightning.callbacks.observers.network_link import NetworkLink
 from fl_lightning.console import format_bytes, in_words
-from fl_lightning.methods import Drawing, Report, Table
-from fl_lightning.pictures import Rows, communication_figure, has_communication
+from fl_lightning.methods import Drawing, Report, Rows, Table
+from fl_lightning.pictures import communication_figure, has_communication
 from fl_lightning.round import UpDown, add, total
 
 if TYPE_CHECKING:

@@ -84,7 +84,15 @@ class _Made(Exception):
         self.cli = cli
 
 
-class _Reader(FederatedCLI):
+class _Raising(FederatedCLI):
+    """A command line that raises its errors."""
+
+    def end(self, error: Exception) -> NoReturn:
+        """Raise the error."""
+        raise error
+
+
+class _Reader(_Raising):
     """A command line that ends before it reads settings."""
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> NoReturn:
@@ -92,7 +100,7 @@ class _Reader(FederatedCLI):
         raise _Made(self)
 
 
-class _Builder(FederatedCLI):
+class _Builder(_Raising):
     """A command line that ends once data, model and callbacks are built."""
 
     def instantiate_trainer(self, **kwargs: Any) -> NoReturn:

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import yaml
@@ -46,8 +46,12 @@ class FederatedCLI(LightningCLI):
             with ExitStack() as self.held:  # a folder is free for the next run as soon as this one ends
                 super().__init__(*args, **kwargs)
         except Exception as error:  # noqa: BLE001  # whatever it is, the user gets one line
-            attempt = self.attempt
-            fail(error, attempt.error if attempt is not None and attempt.path.exists() else None)
+            self.end(error)
+
+    def end(self, error: Exception) -> NoReturn:
+        """Print the one line of an error, write its traceback into the run's folder, and exit."""
+        attempt = self.attempt
+        fail(error, attempt.error if attempt is not None and attempt.path.exists() else None)
 
     @property
     def attempt(self) -> Attempt | None:

@@ -3,7 +3,7 @@
 from fl_lightning.methods.callback import FederatedCallback
 from fl_lightning.methods.freezing import FoundFreezing, Freezing
 from fl_lightning.methods.local_state import LocalState, evaluate_client, weighed_accuracy
-from fl_lightning.methods.report import Drawing, Report, Table
+from fl_lightning.methods.report import Drawing, Report, Rows, Table
 from fl_lightning.methods.running_statistics import (
     client_statistics,
     server_statistics,
@@ -22,6 +22,7 @@ __all__ = [
     "LocalState",
     "Mode",
     "Report",
+    "Rows",
     "Table",
     "VariantEvaluation",
     "client_statistics",

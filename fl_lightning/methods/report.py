@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from fl_lightning.pictures.series import Rows
+from fl_lightning.round.record import Rows as Rows
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

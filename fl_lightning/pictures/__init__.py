@@ -2,12 +2,10 @@
 
 from fl_lightning.pictures.communication import communication_figure, has_communication
 from fl_lightning.pictures.drift import drift_figure, has_drift, layers_figure
-from fl_lightning.pictures.series import Rows
 from fl_lightning.pictures.style import LAYERS
 
 __all__ = [
     "LAYERS",
-    "Rows",
     "communication_figure",
     "drift_figure",
     "has_communication",

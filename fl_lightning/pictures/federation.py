@@ -5,11 +5,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from fl_lightning.client_data.federated import PartitionRecord
 from fl_lightning.pictures.style import BLACK, GREY, SKY, literal, new_figure, paper_style
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+    from fl_lightning.client_data.federated import PartitionRecord
 
 _MAX_NAMED = 25  # more clients or classes than this go by the numbers of an axis
 _MAX_ROWS = 250  # of more clients a row is the mean of several that are alike
@@ -17,7 +18,7 @@ _MAX_BARS = 200  # of more classes the bars become thinner, and go by the number
 
 
 def clients_figure(
-    record: PartitionRecord, class_names: Sequence[str] | None, title: Sequence[str]
+    record: "PartitionRecord", class_names: Sequence[str] | None, title: Sequence[str]
 ) -> "Figure":
     """What is known of the clients: samples by client and class, or sizes where there are no classes.
 
