@@ -4,10 +4,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from fl_lightning.round.record import Rows as Rows
-
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+Rows = Sequence[Mapping[str, float]]
+"""Rows of ``metrics.jsonl``: the metrics of a round by name."""
 
 Drawing = Callable[[Sequence[str]], "Figure"]
 """Makes a figure under the given lines of title (see :func:`~fl_lightning.pictures.style.new_figure`)."""

@@ -13,9 +13,6 @@ from fl_lightning.client_data.federated import FederatedDataModule
 from fl_lightning.cohort.round_cohort import RoundCohort
 from fl_lightning.errors import OtherData
 
-Rows = Sequence[Mapping[str, float]]
-"""Rows of ``metrics.jsonl``: the metrics of a round by name."""
-
 
 class Origin(TypedDict):
     """A checkpoint from which a run went on otherwise than it was.
