@@ -46,7 +46,8 @@ class ClientEvaluation(Report, FederatedCallback):
         clients = range(pl_module.data.num_clients)
         values = pl_module.ranks.map(lambda client: self._evaluate(pl_module, client, split), clients)
         self.values = dict(zip(clients, values, strict=True))
-        for metric, sign in ((pl_module.task.quality, 1), ("loss", -1)):
+        for metric, direction in pl_module.task.best.items():
+            sign = 1 if direction == "max" else -1
             found = sorted(
                 (own[metric] for own in self.values.values() if metric in own), key=lambda x: sign * x
             )

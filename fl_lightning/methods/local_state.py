@@ -119,25 +119,27 @@ class LocalState(VariantEvaluation):
     def variant_metrics(
         self, pl_module: "FederatedModule", split: str, evaluations: Mapping[str, ServerEvaluation]
     ) -> Mapping[str, float]:
-        """``personal_accuracy`` and ``own_accuracy``, or what else the task calls good."""
+        """Return ``personal_accuracy`` and ``own_accuracy``, or the quality of another task, and further metrics likewise."""
         quality = pl_module.task.quality
         histograms = pl_module.data.class_histograms() or [[]] * pl_module.data.num_clients
 
-        def own_accuracy(name: str) -> tuple[float | None, bool]:
+        def own_metrics(name: str) -> tuple[Mapping[str, float | None], bool]:
             evaluate = partial(self.evaluate, pl_module, self._tensors[name])
             own = evaluate_client(pl_module, int(name), split, evaluate)
             if own is None:
-                return weighed_accuracy(evaluations[name].class_quality, histograms[int(name)]), False
-            return own.metrics.get(quality), own.diverged
+                accuracy = weighed_accuracy(evaluations[name].class_quality, histograms[int(name)])
+                return {quality: accuracy}, False
+            return own.metrics, own.diverged
 
-        found = pl_module.ranks.map(own_accuracy, evaluations)
-        pl_module.record.diverge(pl_module.trainer.global_step, any(diverged for _, diverged in found))
-        personal = [evaluation.metrics.get(quality) for evaluation in evaluations.values()]
-        own = [accuracy for accuracy, _ in found]
+        evaluated = pl_module.ranks.map(own_metrics, evaluations)
+        pl_module.record.diverge(pl_module.trainer.global_step, any(diverged for _, diverged in evaluated))
+        personal = [evaluation.metrics for evaluation in evaluations.values()]
+        own = [metrics for metrics, _ in evaluated]
         means = {}
-        for metric, accuracies in ((f"personal_{quality}", personal), (f"own_{quality}", own)):
-            if known := [accuracy for accuracy in accuracies if accuracy is not None]:
-                means[metric] = sum(known) / len(known)
+        for metric in dict.fromkeys([quality, *pl_module.task.measured]):
+            for kind, clients in (("personal", personal), ("own", own)):
+                if known := [value for metrics in clients if (value := metrics.get(metric)) is not None]:
+                    means[f"{kind}_{metric}"] = sum(known) / len(known)
         return means
 
 

@@ -25,7 +25,9 @@ Policy = Mapping[str, Sequence[Sequence[Any]]]
 
 
 @paper_style()
-def learning_curve_figure(rows: Rows, policy: Policy, title: Sequence[str], quality: str = "") -> "Figure":
+def learning_curve_figure(
+    rows: Rows, policy: Policy, title: Sequence[str], quality: str = "", further: Sequence[str] = ()
+) -> "Figure":
     """Draw accuracy, mean IoU or the quality of the run's task, if the rows have it, and loss over communication rounds.
 
     A vertical line marks each round in which the policy changes; the legend says how. Where a value is not finite (or above 1e30) the
@@ -37,11 +39,13 @@ def learning_curve_figure(rows: Rows, policy: Policy, title: Sequence[str], qual
             ``{"mean": [[1, "averaged"], [201, "frozen"]]}``.
         title: Lines of the title.
         quality: The quality of a task of the user's own, in [0, 1].
+        further: Further metrics, which have a panel if the rows have them.
     """
     known = {name.partition("/")[2] for row in rows for name in row}
     words = {quality: quality.replace("_", " ")} if quality else {}
     words |= qualities()
-    metrics = [*(name for name in words if name in known), "loss"]
+    further = [name for name in further if name not in words]
+    metrics = [*(name for name in (*words, *further) if name in known), "loss"]
     figure = new_figure(0.8 + 1.8 * len(metrics), title)
     panels = figure.subplots(len(metrics), 1, sharex=True, squeeze=False)[:, 0]
     last = max((row["round"] for row in rows), default=0)
@@ -49,7 +53,7 @@ def learning_curve_figure(rows: Rows, policy: Policy, title: Sequence[str], qual
     label = textwrap.shorten("; ".join(changes.values()), 90, placeholder=" …")
     for axes, metric in zip(panels, metrics, strict=True):
         axes.grid(color="0.9")
-        axes.set_ylabel(words.get(metric, metric))
+        axes.set_ylabel(words.get(metric, metric.replace("_", " ")))
         if changes:
             lines = axes.vlines(list(changes), 0, 1, transform=axes.get_xaxis_transform(), colors=BLACK)
             lines.set(linewidth=1, linestyle="-.", label=label if axes is panels[0] else "_")

@@ -1,6 +1,7 @@
 """Evaluation of the server model on the server's data."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -11,9 +12,10 @@ from fl_lightning.execution.base import computing
 from fl_lightning.randomness import derive_seed, seed_everything
 from fl_lightning.ranks import Ranks
 from fl_lightning.round.context import RunContext
+from fl_lightning.round.metrics import State, append, compute, measure, on_cpu
 from fl_lightning.round.tasks import Classification, Task
 
-_Found = tuple[dict[str, Tensor], Tensor]
+_Sum = tuple[dict[str, Tensor], Tensor, dict[str, list[tuple[int, State]]]]
 
 
 class ServerEvaluation:
@@ -23,6 +25,7 @@ class ServerEvaluation:
 
     Attributes:
         metrics: ``loss`` of the last evaluation and what the task adds, such as ``accuracy``, as :meth:`finish` returned them.
+        arrays: Metrics of the last evaluation that are no numbers, such as a confusion matrix, as lists.
         diverged: Whether any outputs of the last evaluation were not finite.
         class_samples: Number of samples of each class in the last evaluation; empty without class labels.
         class_quality: How good each class is, None for one that does not occur; empty without class labels.
@@ -30,6 +33,7 @@ class ServerEvaluation:
 
     def __init__(self) -> None:
         self.metrics: dict[str, float] = {}
+        self.arrays: dict[str, list[Any]] = {}
         self.diverged = False
         self.class_samples: list[int] = []
         self.class_quality: list[float | None] = []
@@ -40,7 +44,8 @@ class ServerEvaluation:
         """Forget everything; called at the start of an evaluation."""
         self._common, self._own = _Sums(), _Sums()
         self._into = self._common
-        self._told: list[_Found] = []
+        self._told: list[_Sum] = []
+        self._batch = 0
         self._failure: Exception | None = None
         self._ranks: Ranks | None = None
 
@@ -71,7 +76,7 @@ class ServerEvaluation:
         if (batch_idx + turn) % ranks.size != ranks.rank or self._failure is not None:
             return
         seed = derive_seed(run.seed, "evaluation", run.trainer.global_step, batch_idx)
-        self._into = self._own
+        self._into, self._batch = self._own, batch_idx
         try:
             seed_everything(seed)
             with doing(place), computing(run, batch):
@@ -115,7 +120,10 @@ class ServerEvaluation:
         samples = weights.reshape(len(weights), -1).to(torch.promote_types(loss.dtype, torch.float32)).mean(1)
         # a batch without a target that counts has no mean loss
         whole = (loss.where(samples > 0, 0) * samples).sum()
+        states = measure(task.measured, *task.measurable(scores, targets)) if task.measured else {}
         self._into.add(counts, torch.stack([whole, samples.sum()]).detach()[None])
+        alone = self._into is self._common or self._ranks is None or self._ranks.size == 1
+        append(self._into.states, task.measured, self._batch, states, alone)
 
     def finish(self) -> dict[str, float]:
         """The metrics of everything since :meth:`start`, by name, such as ``loss`` and ``accuracy``.
@@ -129,15 +137,22 @@ class ServerEvaluation:
         total = _Sums()
         for part in (self._common.on_cpu(), *self._told):
             total.add(*part)
-        counts, losses = total.on_cpu()
+        counts, losses, states = total.on_cpu()
         # the sum of sorted numbers does not depend on who has computed which batch
         loss, samples = losses.double().sort(0).values.sum(0)
         self.diverged = bool(counts.pop("not finite", False))
         self.metrics = {"loss": (loss / samples).to(losses.dtype).item()} if samples > 0 else {}
         self.metrics |= self._task.metrics(counts)
+        self.arrays = {}
+        for name, entries in states.items():
+            for key, value in compute(self._task.measured[name], name, entries).items():
+                if isinstance(value, float):
+                    self.metrics[key] = value
+                else:
+                    self.arrays[key] = value
         self.class_samples, self.class_quality = self._task.classes(counts)
 
-    def _tell(self) -> "_Found":
+    def _tell(self) -> _Sum:
         if self._failure is not None:
             raise self._failure
         return self._own.on_cpu()
@@ -157,18 +172,30 @@ def finish_together(evaluations: Collection[ServerEvaluation]) -> None:
 
 
 class _Sums:
-    """Whole numbers, added up, and the loss and the number of samples of each batch, ``[batches, 2]``."""
+    """Whole numbers, added up; loss and number of samples of each batch, ``[batches, 2]``; the states of metrics."""
 
     def __init__(self) -> None:
         self.counts: dict[str, Tensor] = {}
         self.losses: list[Tensor] = []
+        self.states: dict[str, list[tuple[int, State]]] = {}
 
-    def add(self, counts: dict[str, Tensor], losses: Tensor) -> None:
+    def add(
+        self,
+        counts: dict[str, Tensor],
+        losses: Tensor,
+        states: Mapping[str, list[tuple[int, State]]] = MappingProxyType({}),
+    ) -> None:
         self.counts |= {
             name: self.counts[name] + x if name in self.counts else x for name, x in counts.items()
         }
         self.losses.append(losses)
+        for name, entries in states.items():
+            self.states.setdefault(name, []).extend(entries)
 
-    def on_cpu(self) -> _Found:
+    def on_cpu(self) -> _Sum:
         losses = torch.cat(self.losses) if self.losses else torch.zeros(0, 2)
-        return {name: x.cpu() for name, x in self.counts.items()}, losses.cpu()
+        states = {
+            name: [(batch, on_cpu(state)) for batch, state in entries]
+            for name, entries in self.states.items()
+        }
+        return {name: x.cpu() for name, x in self.counts.items()}, losses.cpu(), states

@@ -43,6 +43,7 @@ from fl_lightning.round.evaluation import ServerEvaluation
 from fl_lightning.round.failures import ClientFailures
 from fl_lightning.round.first_steps import check_first_steps
 from fl_lightning.round.label_weights import LabelWeights, ignored_label
+from fl_lightning.round.metrics import MetricSetting, check_names, make_metrics
 from fl_lightning.round.outputs import OutputCheck
 from fl_lightning.round.plan import RoundPlan, Weighting, check_local_work, plan_rounds
 from fl_lightning.round.policy import check_together, resolve_policy
@@ -79,6 +80,7 @@ class FederatedModule(Recorded, L.LightningModule):
             proportion to the samples that a client processes in the round: with one local step its batch size, so that the mean
             gradient is that of the union batch; before the local steps they are those to be expected).
         task: What is learnt, with its loss and metrics. Default: :class:`~fl_lightning.round.tasks.Classification`.
+        metrics: Further metrics by name: classes of torchmetrics, or metrics. ``num_classes`` comes from the data unless it is given.
         loss: Loss of (outputs, targets), averaged over the batch, in place of the task's.
         client_lr_schedule: Factor on the client learning rate, a function of (round, planned rounds).
         parameter_groups: Client optimizer settings by group (``batch_norm``, ``scalars``, ``bias``); ``lr_scale`` multiplies the rate.
@@ -130,6 +132,7 @@ class FederatedModule(Recorded, L.LightningModule):
         # nn.Module is a callable, named so that the command line knows torch's losses by their bare names
         loss: nn.Module | Callable[[Tensor, Tensor], Tensor] | None = None,
         task: Task | None = None,
+        metrics: dict[str, MetricSetting] | None = None,
         client_lr_schedule: LRSchedule | Callable[[int, int], float] | None = None,
         parameter_groups: dict[str, dict[str, float]] | None = None,
         bn_momentum: float | None = None,
@@ -173,6 +176,7 @@ class FederatedModule(Recorded, L.LightningModule):
         self.weighting = weighting
         self.task = task or Classification(-100 if (label := ignored_label(loss)) is None else label)
         self.loss = loss or self.task.loss
+        self.task_metrics = check_names(metrics or {}, self.task)
         self.client_lr_schedule = client_lr_schedule
         self.parameter_groups = parameter_groups or {}
         self.initial_weights = initial_weights
@@ -334,6 +338,7 @@ class FederatedModule(Recorded, L.LightningModule):
             layer.training = training
         layers = batch_norm_layers(self.model).values()
         self.tracking_layers = [layer for layer in layers if layer.training] or list(layers)
+        self.prepare_metrics()
         if stage != "fit":
             return
         check_trainer(self.trainer)
@@ -353,6 +358,11 @@ class FederatedModule(Recorded, L.LightningModule):
         check_together(self.federated_callbacks)
         for method in self.federated_callbacks:
             method.configure_batch_norm(self)
+
+    def prepare_metrics(self) -> None:
+        """Make the metrics of ``model.metrics``, which may need the number of classes of the data."""
+        classes = self.data.num_classes if self.task_metrics else None
+        self.task.measured = make_metrics(self.task_metrics, classes)
 
     def on_fit_start(self) -> None:
         """Take the initial weights and fix the number of rounds at round 1; a resumed run keeps both."""

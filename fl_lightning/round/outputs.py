@@ -12,6 +12,7 @@ from fl_lightning.batch_norm.swapping import evaluating
 from fl_lightning.client_data.federated import FederatedDataModule
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.round.context import RunContext
+from fl_lightning.round.metrics import measure
 from fl_lightning.round.tasks import Classification, Segmentation
 
 _SAMPLES = 2
@@ -56,12 +57,15 @@ class OutputCheck:
         self._passed = classes
 
     def before_training(self, run: RunContext) -> None:
-        """Check the outputs for training samples in eval mode, unless an evaluation has: the model and the generators stay as they are.
+        """Check the outputs for training samples in eval mode, and that metrics can be computed from them.
+
+        The model and the generators stay as they are. An evaluation before round 1 has checked the number of outputs.
 
         Raises:
-            ConfigurationError: As for :meth:`check`.
+            ConfigurationError: As for :meth:`check`, or a metric of ``model.metrics`` cannot be computed.
         """
-        if self._classes(run) in (None, self._passed):
+        measured = run.task.measured if self.applies else {}
+        if self._classes(run) in (None, self._passed) and not measured:
             return
         found: tuple[Any, Any] | None = None
         clients, _ = replace(run.plan, failures=None).trained(1)
@@ -78,6 +82,8 @@ class OutputCheck:
                 found = run.model(inputs), targets
         if found is not None:
             self.check(run, *found)
+            outputs, targets = found
+            measure(measured, *run.task.measurable(run.task.scores(outputs), targets))
 
     def _classes(self, run: RunContext) -> int | None:
         """The number of classes that outputs are to have, None where it is not known."""

@@ -1,36 +1,47 @@
-"""What a model's outputs mean: the loss, what an evaluation counts, and the metrics that follow."""
+"""Tasks: the loss of a model's outputs, and the metrics of an evaluation."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy, interpolate
-from torchmetrics.functional.classification import multiclass_confusion_matrix
+from torch.nn.functional import cross_entropy, interpolate, one_hot
+from torchmetrics import Metric
+from torchmetrics.functional.classification import multiclass_confusion_matrix, multiclass_stat_scores
 
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.recorded import Recorded
+from fl_lightning.round.metrics import directions
 
 Counts = dict[str, Tensor]
 """Whole numbers by name, which add up over batches and ranks."""
 
 
 class Task(Recorded, ABC):
-    """What a federation learns.
+    """A loss and the metrics of an evaluation.
+
+    A task of one's own defines :meth:`loss`. Its metrics may all come from ``model.metrics``.
 
     Attributes:
-        quality: The metric that says how good a model is, in [0, 1], such as ``"accuracy"``.
-        by_class: What it is called of a single class.
-        shown: Metrics in [0, 1] whose largest value is best, ``quality`` among them: by name, what figures call them.
+        quality: The metric that says how good a model is, such as ``"accuracy"``, or a name of ``model.metrics``.
+        by_class: The name of the quality of a single class.
+        shown: Labels in figures of metrics in [0, 1] whose largest value is best, by name.
         ignored: The target that does not count.
+        measured: The metrics of ``model.metrics`` by name, set by the module.
     """
 
-    quality: ClassVar[str]
-    by_class: ClassVar[str]
+    quality: ClassVar[str] = "loss"
+    by_class: ClassVar[str] = "quality"
     shown: ClassVar[Mapping[str, str]] = MappingProxyType({})
-    ignored: int
+    ignored: int = -100
+    measured: Mapping[str, Metric] = MappingProxyType({})
+
+    @property
+    def best(self) -> dict[str, str]:
+        """``"max"`` or ``"min"`` of each metric whose best values are known, by name."""
+        known = {**dict.fromkeys([self.quality, *self.shown], "max"), "loss": "min"}
+        return known | directions(self.measured)
 
     @abstractmethod
     def loss(self, outputs: Any, targets: Any) -> Tensor:
@@ -42,24 +53,44 @@ class Task(Recorded, ABC):
             outputs = [*outputs.values()]
         return outputs[0] if isinstance(outputs, Sequence) else outputs
 
+    def measurable(self, scores: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what the metrics of ``model.metrics`` are computed from: predictions and targets. Default: as given."""
+        return scores, targets
+
     def counted(self, scores: Tensor, targets: Tensor) -> Tensor:
-        """Which targets count, bool of their shape."""
+        """Return which targets count, bool of their shape."""
         return targets.long() != self.ignored  # bytes do not know -100
 
-    @abstractmethod
     def count(self, scores: Tensor, targets: Tensor) -> Counts:
-        """What adds up over batches; empty where these targets have no metric but the loss."""
+        """Return the whole numbers of a batch that add up over batches. Default: none."""
+        return {}
 
-    @abstractmethod
     def metrics(self, counts: Counts) -> dict[str, float]:
-        """The metrics that follow from the sums, by name; one without samples is left out."""
+        """Return the metrics of the sums by name, without those that have no samples. Default: none."""
+        return {}
 
-    @abstractmethod
     def classes(self, counts: Counts) -> tuple[list[int], list[float | None]]:
-        """Samples and quality of each class; None for a class that does not occur."""
+        """Return samples and quality of each class, None for a class that does not occur. Default: no classes."""
+        return [], []
 
 
-class Classification(Task):
+class _Classes(Task):
+    """A task with a score for each class."""
+
+    def measurable(self, scores: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Return probabilities ``[n, classes]`` in float64 and labels ``[n]`` of the targets that count.
+
+        Outputs that are not finite become a certain prediction of a wrong class.
+        """
+        if targets.is_floating_point() or targets.dim() != scores.dim() - 1:
+            return scores, targets
+        counted = self.counted(scores, targets)
+        rows, labels = scores.movedim(1, -1)[counted].double(), targets[counted].long()
+        wrong = one_hot((labels + 1) % rows.shape[1], rows.shape[1]).double()
+        return rows.softmax(1).where(rows.isfinite().all(1, keepdim=True), wrong), labels
+
+
+class Classification(_Classes):
     """One class for each sample, or for each place in it: accuracy.
 
     Args:
@@ -97,7 +128,7 @@ class Classification(Task):
         return (labels != self.ignored) & (labels >= 0) & (labels < scores.shape[1])
 
     def count(self, scores: Tensor, targets: Tensor) -> Counts:
-        """Right ones, all, and wrong and right ones of each class ``[classes, 2]``.
+        """Return the right and all samples of each class, ``[classes, 2]``.
 
         A sample whose outputs are not all finite counts as wrong: the argmax of NaN would otherwise look like a guess.
 
@@ -111,25 +142,28 @@ class Classification(Task):
                 f"model: outputs {[*scores.shape]} for labels {[*targets.shape]}: with one output the most likely class is always 0; make "
                 "the model with 2 outputs, or give targets of floating point, which have a loss and no accuracy, or a task of your own"
             )
-        counted, targets = self.counted(scores, targets), targets.long()  # bytes know no class 256
-        right = (scores.argmax(1) == targets) & scores.isfinite().all(1) & counted
-        by_class = _count_by_class(right, targets.where(counted, -1), scores.shape[1])
-        return {"right": right.sum(), "counted": counted.sum(), "by class": by_class}
+        classes = scores.shape[1]
+        guesses = scores.argmax(1).where(scores.isfinite().all(1), classes)
+        labels = targets.long().where(self.counted(scores, targets), classes)  # bytes know no class 256
+        statistics = multiclass_stat_scores(
+            guesses.flatten(), labels.flatten(), classes + 1, average="none", validate_args=False
+        )
+        return {"by class": statistics[:classes, [0, 4]]}  # true positives, and the samples of the class
 
     def metrics(self, counts: Counts) -> dict[str, float]:
         """``accuracy``."""
-        if not counts or not counts["counted"]:
+        if not counts or not counts["by class"][:, 1].any():
             return {}
-        return {"accuracy": (counts["right"].double() / counts["counted"]).float().item()}
+        right, samples = counts["by class"].sum(0).double()
+        return {"accuracy": (right / samples).float().item()}
 
     def classes(self, counts: Counts) -> tuple[list[int], list[float | None]]:
         """Accuracy of each class."""
-        found = counts["by class"].tolist() if counts else []
-        samples = [wrong + right for wrong, right in found]
-        return samples, [right / (wrong + right) if wrong + right else None for wrong, right in found]
+        pairs = counts["by class"].tolist() if counts else []
+        return [all_ for _, all_ in pairs], [right / all_ if all_ else None for right, all_ in pairs]
 
 
-class Segmentation(Task):
+class Segmentation(_Classes):
     """A class for each pixel: mean intersection over union, and pixel accuracy.
 
     A model may return several outputs, as a sequence or a mapping: the first is the prediction, the others are those of
@@ -220,14 +254,3 @@ def enlarged(scores: Tensor, targets: Tensor) -> Tensor:
     if scores.shape[-2:] == targets.shape[-2:]:
         return scores
     return interpolate(scores, targets.shape[-2:], mode="bilinear", align_corners=False)
-
-
-def _count_by_class(right: Tensor, targets: Tensor, classes: int) -> Tensor:
-    """Number of wrong and of right samples of each class, int64 ``[classes, 2]``."""
-    known = (targets >= 0) & (targets < classes)
-    labels = torch.where(known, targets, classes)
-    pairs = (2 * labels + right).flatten()
-    # as bincount would, which waits for a GPU
-    counts = torch.zeros(2 * (classes + 1), dtype=torch.int64, device=pairs.device)
-    counts.scatter_add_(0, pairs, torch.ones_like(pairs))
-    return counts.view(classes + 1, 2)[:classes]

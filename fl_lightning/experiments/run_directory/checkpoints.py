@@ -20,6 +20,7 @@ from fl_lightning.experiments.run_directory.directory import Attempt
 from fl_lightning.files import atomic_write, unwritable, user_path, write_text
 from fl_lightning.recorded import Recorded
 from fl_lightning.round.directions import best_is
+from fl_lightning.round.module import FederatedModule
 
 
 class RoundCheckpoint(Recorded, Checkpoint):
@@ -82,7 +83,7 @@ class RoundCheckpoint(Recorded, Checkpoint):
         self.best_round: int | None = None
         self.best_model_path = ""
         self.saved_round: int | None = None
-        self._quality = ""
+        self._best: Mapping[str, str] = {}
         self._complete_round: int | None = None
         self._saved_at = 0.0
 
@@ -144,7 +145,9 @@ class RoundCheckpoint(Recorded, Checkpoint):
             ConfigurationError: The folder cannot be created, the trainer counts steps, or it is not known which values of the
                 monitored metric are best.
         """
-        self._quality = getattr(getattr(pl_module, "task", None), "quality", "")
+        if isinstance(pl_module, FederatedModule):
+            pl_module.prepare_metrics()
+            self._best = pl_module.task.best
         if stage == "fit" and self._active(trainer) and self.monitor and self._best_is() is None:
             raise ConfigurationError(
                 f"checkpoint.mode: null, but it is not known which values of {self.monitor!r} are best; set checkpoint.mode to max or min"
@@ -245,7 +248,7 @@ class RoundCheckpoint(Recorded, Checkpoint):
                 self._save_last(trainer)
 
     def _best_is(self) -> Literal["max", "min"] | None:
-        return self.mode or best_is(self.monitor or "", self._quality)
+        return self.mode or best_is(self.monitor or "", self._best)
 
     def _active(self, trainer: L.Trainer) -> bool:
         return not trainer.fast_dev_run  # type: ignore[attr-defined]  # set in a helper of the trainer

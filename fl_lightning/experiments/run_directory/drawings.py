@@ -43,7 +43,9 @@ def draw_pictures(attempt: Attempt | None, module: FederatedModule) -> None:
     title = run_title(module)
     with harmless(attempt.learning_curve):
         policy = json.loads(attempt.policy.read_text())
-        figure = learning_curve_figure(read_metrics(attempt.metrics), policy, title, module.task.quality)
+        figure = learning_curve_figure(
+            read_metrics(attempt.metrics), policy, title, module.task.quality, [*module.task.measured]
+        )
         write_figure(attempt.learning_curve, figure)
     if attempt.result.exists():
         what = module.task.by_class

@@ -32,6 +32,8 @@ class Result(TypedDict):
     bn_statistics: NotRequired[Sequence[Sequence[int | str]]]
     updates_not_finite: NotRequired[dict[str, int]]
     executor: NotRequired[str]
+    best: NotRequired[dict[str, str]]
+    arrays: NotRequired[dict[str, list[object]]]
     reports: NotRequired[dict[str, str]]
     seed: NotRequired[int]
     loaded: NotRequired[str]

@@ -75,6 +75,10 @@ def _collect(module: FederatedModule, attempt: Attempt | None, metrics: Mapping[
         result["diverged_round"] = record.diverged_round
     if record.not_finite:
         result["updates_not_finite"] = {str(client): count for client, count in record.not_finite.items()}
+    if module.task.measured:
+        result["best"] = module.task.best
+    if arrays := module.evaluation.arrays:
+        result["arrays"] = arrays
     if module.data.loaded is not None:
         result["loaded"] = module.data.loaded
     named: dict[str, object] = {name: metrics[name] for name in order}

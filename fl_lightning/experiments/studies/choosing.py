@@ -79,10 +79,11 @@ def chosen(
         for key, combinations in trials(study, choice).items():
             by = dict(zip(choice.by, key, strict=True))
             metric = metric_of(study, choice, combinations)
-            worst = inf if best_is(metric) == "min" else -inf
+            states = {cell: cell.state(accept_stale) for cell in own if matches(cell.labels, by)}
+            known_best = next((x.result.get("best", {}) for x in states.values() if x.result), {})
+            worst = inf if best_is(metric, known=known_best) == "min" else -inf
             values: dict[str, float | None] = {}
-            for cell in (cell for cell in own if matches(cell.labels, by)):
-                state = cell.state(accept_stale)
+            for cell, state in states.items():
                 value = _value(state.result if state.phase == "done" else None, metric, worst)
                 values[cell.labels[choice.axis]] = worst if value is None and cell.key in diverged else value
             known = {label: value for label, value in values.items() if value is not None}

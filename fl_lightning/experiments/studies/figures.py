@@ -144,7 +144,7 @@ def curves_figure(
                 axes.fill_between(places / unit, low, high, color=look[0], alpha=0.18, linewidth=0)
     highest = max((values.max(initial=0) for values in means), default=0.0)
     for axes in grid.panels:
-        if best_is(metric) != "min":
+        if best_is(metric) != "min" and highest <= 1:
             axes.set_ylim(0, min(1.15 * highest, 1.03) or 1.03)
         elif axes is grid.panels[0]:
             scale_values(axes, means)

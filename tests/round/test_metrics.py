@@ -1,0 +1,200 @@
+"""Metrics of torchmetrics: those of all samples at once, for any number of batches, ranks, variants and clients."""
+
+from functools import cache, partial
+
+import pytest
+import torch
+import torchmetrics as tm
+from helpers import SGD, ArrayClient, blobs, fit, small_cnn
+from torch import nn
+from torch.nn.functional import mse_loss
+
+from fl_lightning import ConfigurationError, FederatedDataModule, FederatedModule, Task
+from fl_lightning.callbacks import ClientEvaluation, FedBN
+from fl_lightning.round import Classification, Segmentation, ServerEvaluation
+from fl_lightning.round.metrics import append, compute, make_metrics, measure
+
+CLASSES = 3
+EVALUATED = {"limit_val_batches": None, "num_sanity_val_steps": -1}
+
+
+def multiclass(kind, **settings):
+    return partial(kind, task="multiclass", num_classes=CLASSES, **settings)
+
+
+OF_CLASSES = {
+    "top2": multiclass(tm.Accuracy, top_k=2),
+    "balanced": multiclass(tm.Accuracy, average="macro"),
+    "by_class": multiclass(tm.Accuracy, average="none"),
+    "f1": multiclass(tm.F1Score, average="macro"),
+    "f2": multiclass(tm.FBetaScore, beta=2.0),
+    "precision": multiclass(tm.Precision, average="weighted"),
+    "recall": multiclass(tm.Recall, average="macro"),
+    "specificity": multiclass(tm.Specificity),
+    "auroc": multiclass(tm.AUROC),
+    "binned": multiclass(tm.AUROC, thresholds=10),
+    "average_precision": multiclass(tm.AveragePrecision),
+    "calibration": multiclass(tm.CalibrationError),
+    "kappa": multiclass(tm.CohenKappa),
+    "matthews": multiclass(tm.MatthewsCorrCoef),
+    "jaccard": multiclass(tm.JaccardIndex),
+    "hamming": multiclass(tm.HammingDistance),
+    "hinge": multiclass(tm.HingeLoss),
+    "confusion": multiclass(tm.ConfusionMatrix),
+    "statistics": multiclass(tm.StatScores),
+}
+OF_NUMBERS = {
+    "mse": tm.MeanSquaredError,
+    "mae": tm.MeanAbsoluteError,
+    "r2": tm.R2Score,
+    "explained": tm.ExplainedVariance,
+    "pearson": tm.PearsonCorrCoef,
+    "spearman": tm.SpearmanCorrCoef,
+    "concordance": tm.ConcordanceCorrCoef,
+}
+
+
+class Numbers(Task):
+    """A number for each sample."""
+
+    quality = "r2"
+
+    def loss(self, outputs, targets):
+        return mse_loss(outputs, targets)
+
+
+def batches(numbers):
+    generator = torch.Generator().manual_seed(0)
+    for size in (7, 5, 1, 6, 9):
+        scores = torch.randn(size, CLASSES, generator=generator).double()
+        if numbers:
+            yield scores[:, 0], scores[:, 0] + scores[:, 1]
+        else:
+            yield scores.softmax(1), torch.randint(0, CLASSES, (size,), generator=generator)
+
+
+def over_ranks(metrics, given, ranks):
+    """Each metric where every rank has measured some of the batches."""
+    parts = [{} for _ in range(ranks)]
+    for number, batch in enumerate(given):
+        append(parts[number % ranks], metrics, number, measure(metrics, *batch), merge=ranks == 1)
+    values = {}
+    for name, metric in metrics.items():
+        values |= compute(metric, name, [entry for part in parts for entry in part[name]])
+    return values
+
+
+@pytest.mark.filterwarnings("ignore:.*will save all")
+@pytest.mark.parametrize("settings", [OF_CLASSES, OF_NUMBERS], ids=["classes", "numbers"])
+def test_metrics_of_batches_are_those_of_all_samples_on_any_number_of_ranks(settings):
+    given = [*batches(settings is OF_NUMBERS)]
+    outputs, targets = map(torch.cat, zip(*given, strict=True))
+    found = over_ranks(make_metrics(settings, None), given, 1)
+    for name, make in settings.items():
+        metric = make().set_dtype(torch.float64)
+        metric.update(outputs, targets)
+        expected = torch.as_tensor(metric.compute()).double()
+        assert torch.allclose(torch.as_tensor(found[name]).double(), expected, rtol=1e-6, atol=1e-7), name
+    assert [over_ranks(make_metrics(settings, None), given, ranks) for ranks in (2, 3)] == [found] * 2
+
+
+def data():
+    given = blobs(4, sizes=(40, 24, 33))
+    clients = [ArrayClient(*x.dataset.tensors, x.batch_size) for x in given.clients]
+    found = FederatedDataModule(clients, ArrayClient(*given.server.dataset.tensors, 8))
+    found.num_classes = CLASSES
+    return found
+
+
+@cache
+def rows(ranks):
+    """All metrics of a run in which clients have models of their own."""
+    torch.manual_seed(0)
+    settings = {name: make for name, make in OF_CLASSES.items() if name != "f1"}
+    settings["f1"] = partial(tm.F1Score, task="multiclass", average="macro")
+    settings["micro"] = multiclass(tm.Accuracy)
+    module = FederatedModule(small_cnn(), SGD, local_steps=2, metrics=settings)
+    given = {"strategy": "cohort", "devices": ranks} if ranks > 1 else {}
+    fit(module, data(), 2, [FedBN(), ClientEvaluation()], **EVALUATED, **given)
+    metrics = {name: value for name, value in module.metrics.items() if not name.startswith("time/")}
+    return metrics, module.evaluation.arrays, module.evaluation.class_samples
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_every_rank_count_logs_the_metrics_of_one_process(ranks):
+    assert rows(ranks) == rows(1)
+
+
+def test_metrics_are_logged_of_the_server_of_personal_models_and_of_clients():
+    metrics, arrays, samples = rows(1)
+    for name in ("f1", "auroc", "top2"):
+        kinds = ("", "personal_", "own_", "client_")
+        assert {f"val/{kind}{name}" for kind in kinds} <= metrics.keys()
+    assert metrics["val/micro"] == pytest.approx(metrics["val/accuracy"], abs=1e-7)
+    assert [sum(row) for row in arrays["confusion"]] == samples
+    assert {"confusion", "by_class", "statistics"} == arrays.keys()
+
+
+def test_outputs_that_are_not_finite_count_as_wrong_and_ignored_labels_not_at_all():
+    scores = torch.tensor([[9.0, 0, 0], [float("nan"), 9, 0], [0, 9, 0], [0, 0, 9]])
+    targets = torch.tensor([0, 1, 1, -100])
+    task = Classification()
+    task.measured = make_metrics({"micro": multiclass(tm.Accuracy), "auroc": multiclass(tm.AUROC)}, None)
+    evaluation = ServerEvaluation()
+    evaluation.update(scores, targets, torch.tensor(1.0), task)
+    metrics = evaluation.finish()
+    assert metrics["micro"] == metrics["accuracy"] == pytest.approx(2 / 3)
+
+
+def test_pixels_are_samples():
+    task = Segmentation()
+    task.measured = make_metrics(
+        {"jaccard": multiclass(tm.JaccardIndex), "micro": multiclass(tm.Accuracy)}, None
+    )
+    scores = torch.randn(2, CLASSES, 4, 5, generator=torch.Generator().manual_seed(0))
+    targets = torch.arange(40).reshape(2, 4, 5) % (CLASSES + 1)
+    targets[targets == CLASSES] = 255
+    evaluation = ServerEvaluation()
+    evaluation.update(scores, targets, torch.tensor(1.0), task)
+    metrics = evaluation.finish()
+    assert metrics["jaccard"] == pytest.approx(metrics["mean_iou"], abs=1e-6)
+    assert metrics["micro"] == pytest.approx(metrics["pixel_accuracy"], abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("metrics", "words"),
+    [
+        ({"mse": tm.MeanSquaredError}, "model.metrics.mse: MeanSquaredError cannot be computed from outputs"),
+        ({"accuracy": multiclass(tm.F1Score)}, "model.metrics: 'accuracy' is taken"),
+        ({"a/b": multiclass(tm.F1Score)}, "model.metrics: 'a/b' is no name"),
+        ({"f1": partial(tm.F1Score, task="multiclass", average="best")}, "model.metrics.f1: "),
+        ({"f1": lambda: 3}, "model.metrics.f1: int is no metric"),
+    ],
+)
+def test_a_metric_that_cannot_be_computed_is_refused_before_training(metrics, words):
+    trained = []
+
+    class Module(FederatedModule):
+        def client_batches(self, *args):
+            trained.append(args)
+            return super().client_batches(*args)
+
+    def run():
+        fit(Module(small_cnn(), SGD, local_steps=1, metrics=metrics), data(), 1)
+
+    with pytest.raises(ConfigurationError, match=words):
+        run()
+    assert trained == []
+
+
+def test_a_task_needs_no_more_than_a_loss():
+    given = blobs(4, sizes=(40, 24, 33))
+    sources = [(*x.dataset.tensors, x.batch_size) for x in (*given.clients, given.server)]
+    *numbers, server = [ArrayClient(inputs, labels.float(), size) for inputs, labels, size in sources]
+    model = nn.Sequential(nn.Flatten(), nn.Linear(sources[0][0][0].numel(), 1), nn.Flatten(0))
+    module = FederatedModule(
+        model, SGD, local_steps=2, task=Numbers(), metrics={"r2": tm.R2Score, "mse": tm.MeanSquaredError}
+    )
+    fit(module, FederatedDataModule(numbers, server), 3, **EVALUATED)
+    assert module.metrics["val/mse"] == pytest.approx(module.metrics["val/loss"], rel=1e-5)
+    assert module.task.best == {"r2": "max", "mse": "min", "loss": "min"}
