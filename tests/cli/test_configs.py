@@ -53,6 +53,7 @@ PAPERS = [
 """What the overlays of a norm and a method are meant for."""
 METHODS = {"gn.yaml": (False, []), "fixbn.yaml": (True, ["FixBN"])}
 ATTACKS = ["sign_flip.yaml", "fall_of_empires.yaml", "a_little_is_enough.yaml"]
+METRICS = "metrics.yaml"
 DEFENCES = {"defence_median.yaml": "Median", "defence_trimmed_mean.yaml": "TrimmedMean"}
 STEPS = 2
 """Of many local steps (E = 100 in the papers) so many are taken."""
@@ -130,7 +131,7 @@ def test_an_overlay_changes_the_norm_or_the_method_of_a_configuration(name, over
 
 
 def test_there_is_no_other_overlay():
-    assert {*names(CONFIGS / "overlays")} == {*METHODS, *ATTACKS, *DEFENCES}
+    assert {*names(CONFIGS / "overlays")} == {*METHODS, *ATTACKS, *DEFENCES, METRICS}
 
 
 @pytest.mark.slow

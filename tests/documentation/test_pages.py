@@ -3,19 +3,22 @@
 import re
 import shlex
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+import torchmetrics
 from command_line import main
-from helpers import SGD, blobs, fit, small_cnn, write_cifar10_folders
+from helpers import SGD, ArrayClient, blobs, fit, small_cnn, write_cifar10_folders
 from pages import OURS, PAGES, ROOT, blocks, commands, looped_configurations, methods_of
 from readme_code import METHOD_BLOCKS, hide
 from street_scenes import write_scenes
+from torch import nn
 
-from fl_lightning import FederatedCallback, FederatedModule
+from fl_lightning import FederatedCallback, FederatedDataModule, FederatedModule
 from fl_lightning.__main__ import main as program
-from fl_lightning.datamodules import CIFAR10
+from fl_lightning.datamodules import CIFAR10, Digits, Shards
 from fl_lightning.experiments.studies.reading import read_study
 from fl_lightning.verification import certify
 
@@ -51,6 +54,7 @@ LEFT = {
     "docs/own-data.md": "digits_fedavg_bn/*/result.json",
     "docs/own-method.md": "quickstart/*/updates.csv",
     "docs/reliability.md": "digits_failures/*/result.json",
+    "docs/metrics.md": "metrics/*/result.json",
     "docs/results.md": "digits_statistics_sources/*/result.json",
     "docs/run-directory.md": "quickstart/*/predictions_round_*.csv",
     "docs/studies.md": "studies/fixbn_table4-quick/table.tex",
@@ -143,6 +147,7 @@ def test_every_python_block_is_tried():
         "docs/own-data.md": 3,
         "docs/python.md": 2,
         "docs/data.md": 2,
+        "docs/metrics.md": 3,
     }
     assert {name: len(found) for name in PAGES if (found := blocks(name, "python"))} == used
 
@@ -163,6 +168,33 @@ def test_the_script_of_the_page_on_python_leaves_a_run_and_its_weights(capsys):
     assert {name: torch.equal(value, trained[name]) for name, value in saved.items()} == dict.fromkeys(
         trained, True
     )
+
+
+def test_the_metrics_and_tasks_of_the_page_are_logged():
+    configured, regression, labels = blocks("docs/metrics.md", "python")
+    torch.manual_seed(0)
+    written = {}
+    for block in (configured, regression, labels):
+        exec(block, written)  # noqa: S102  # our own page
+    images = Digits(num_clients=5, partition=Shards(class_fraction=0.2), val_fraction=0.2)
+    module = written["module"]
+    fit(module, images, 1, precision="32-true", limit_val_batches=None)
+    assert 0 <= module.metrics["val/macro_f1"] <= 1
+    inputs, targets = blobs().clients[0].dataset.tensors
+    for name, target, size, metrics in (
+        ("Regression", targets.double(), 1, {"r2": torchmetrics.R2Score}),
+        (
+            "MultiLabel",
+            torch.eye(3)[targets],
+            3,
+            {"f1": partial(torchmetrics.F1Score, "multilabel", num_labels=3)},
+        ),
+    ):
+        model = nn.Sequential(nn.Flatten(), nn.Linear(inputs[0].numel(), size))
+        module = FederatedModule(model, SGD, local_steps=1, task=written[name](), metrics=metrics)
+        data = FederatedDataModule([ArrayClient(inputs, target, 8)] * 2, ArrayClient(inputs, target, 8))
+        fit(module, data, 1, limit_val_batches=None)
+        assert f"val/{written[name].quality}" in module.metrics
 
 
 def test_the_study_of_the_page_can_be_read(tmp_path):
