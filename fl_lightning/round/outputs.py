@@ -83,7 +83,8 @@ class OutputCheck:
         if found is not None:
             self.check(run, *found)
             outputs, targets = found
-            measure(measured, *run.task.measurable(run.task.scores(outputs), targets))
+            if measured:
+                measure(measured, *run.task.measurable(run.task.scores(outputs), targets))
 
     def _classes(self, run: RunContext) -> int | None:
         """The number of classes that outputs are to have, None where it is not known."""

@@ -209,6 +209,10 @@ class Segmentation(_Classes):
         total: Tensor = sum(weight * one for weight, one in zip(weights, sums, strict=True)) / counted
         return total
 
+    def measurable(self, scores: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the probabilities of pixels ``[n, classes]`` and their labels ``[n]``."""
+        return super().measurable(enlarged(scores, targets), targets)
+
     def count(self, scores: Tensor, targets: Tensor) -> Counts:
         """The confusion matrix ``[classes, classes + 1]``: truth by prediction; the last column are outputs that are not finite."""
         scores, classes = enlarged(scores, targets), scores.shape[1]
