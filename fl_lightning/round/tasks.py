@@ -74,23 +74,7 @@ class Task(Recorded, ABC):
         return [], []
 
 
-class _Classes(Task):
-    """A task with a score for each class."""
-
-    def measurable(self, scores: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Return probabilities ``[n, classes]`` in float64 and labels ``[n]`` of the targets that count.
-
-        Outputs that are not finite become a certain prediction of a wrong class.
-        """
-        if targets.is_floating_point() or targets.dim() != scores.dim() - 1:
-            return scores, targets
-        counted = self.counted(scores, targets)
-        rows, labels = scores.movedim(1, -1)[counted].double(), targets[counted].long()
-        wrong = one_hot((labels + 1) % rows.shape[1], rows.shape[1]).double()
-        return rows.softmax(1).where(rows.isfinite().all(1, keepdim=True), wrong), labels
-
-
-class Classification(_Classes):
+class Classification(Task):
     """One class for each sample, or for each place in it: accuracy.
 
     Args:
@@ -126,6 +110,12 @@ class Classification(_Classes):
         """Which targets count: neither the ignored one nor one that is none of the classes, such as the 255 of unlabelled pixels."""
         labels = targets.long()  # bytes do not know -100
         return (labels != self.ignored) & (labels >= 0) & (labels < scores.shape[1])
+
+    def measurable(self, scores: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Return probabilities ``[n, classes]`` and labels ``[n]``; targets that are no labels as given."""
+        if targets.is_floating_point() or targets.dim() != scores.dim() - 1:
+            return scores, targets
+        return probabilities(scores, targets, self.counted(scores, targets))
 
     def count(self, scores: Tensor, targets: Tensor) -> Counts:
         """Return the right and all samples of each class, ``[classes, 2]``.
@@ -163,7 +153,7 @@ class Classification(_Classes):
         return [all_ for _, all_ in pairs], [right / all_ if all_ else None for right, all_ in pairs]
 
 
-class Segmentation(_Classes):
+class Segmentation(Task):
     """A class for each pixel: mean intersection over union, and pixel accuracy.
 
     A model may return several outputs, as a sequence or a mapping: the first is the prediction, the others are those of
@@ -211,7 +201,8 @@ class Segmentation(_Classes):
 
     def measurable(self, scores: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Return the probabilities of pixels ``[n, classes]`` and their labels ``[n]``."""
-        return super().measurable(enlarged(scores, targets), targets)
+        scores = enlarged(scores, targets)
+        return probabilities(scores, targets, self.counted(scores, targets))
 
     def count(self, scores: Tensor, targets: Tensor) -> Counts:
         """The confusion matrix ``[classes, classes + 1]``: truth by prediction; the last column are outputs that are not finite."""
@@ -251,6 +242,21 @@ SHIPPED: tuple[type[Task], ...] = (Classification, Segmentation)
 
 QUALITIES = {task.quality: task.shown[task.quality] for task in SHIPPED}
 """The words of figures for the quality of each shipped task, by the name of the metric."""
+
+
+def probabilities(scores: Tensor, targets: Tensor, counted: Tensor) -> tuple[Tensor, Tensor]:
+    """Return probabilities ``[n, classes]`` in float64 and labels ``[n]`` of the targets that count.
+
+    Outputs that are not finite become a certain prediction of a wrong class.
+
+    Args:
+        scores: Class scores ``[b, classes, ...]``.
+        targets: Labels ``[b, ...]``.
+        counted: Which of the targets count.
+    """
+    rows, labels = scores.movedim(1, -1)[counted].double(), targets[counted].long()
+    wrong = one_hot((labels + 1) % rows.shape[1], rows.shape[1]).double()
+    return rows.softmax(1).where(rows.isfinite().all(1, keepdim=True), wrong), labels
 
 
 def enlarged(scores: Tensor, targets: Tensor) -> Tensor:
