@@ -1,1 +1,1 @@
-"""Experiments: what starts, stores, shows and compares runs; no number depends on it."""
+"""Experiments: they start, store, show and compare runs and affect no number of a run."""

@@ -1,4 +1,4 @@
-"""What a run's folder shows at Weights & Biases beside its metrics: its names, tables, pictures, result and checkpoints."""
+"""Contents of a run at Weights & Biases: names, tables, pictures, result and checkpoints."""
 
 import csv
 import json
@@ -19,23 +19,24 @@ from fl_lightning.round.tasks import QUALITIES
 SUMMARIES = {
     f"{split}/{name}": f"{best_is(name)},last" for split in ("val", "test") for name in (*QUALITIES, "loss")
 }
-"""Which values of a metric W&B keeps in its table of runs; of others just the last."""
+"""Values of a metric in W&B's table of runs; by default only the last."""
 
 
 def identity(attempt: Attempt, settings: WandbSettings, group: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """As what a run appears, such as ``FedAvg+FixBN(freeze_round=9)-Digits-Shards-E1-lr0.1-s0`` with the tags ``[FedAvg, FixBN, Digits, LeNet]``.
+    """Return arguments of ``wandb.init`` that name a run, and facts that its configuration lacks.
 
-    The environment variables ``WANDB_NAME``, ``WANDB_RUN_GROUP`` and ``WANDB_PROJECT`` come before what is made up here.
+    An example is ``FedAvg+FixBN(freeze_round=9)-Digits-Shards-E1-lr0.1-s0`` with the tags
+    ``[FedAvg, FixBN, Digits, LeNet]``. The environment variables ``WANDB_NAME``,
+    ``WANDB_RUN_GROUP`` and ``WANDB_PROJECT`` take precedence over generated values. The facts are
+    columns of W&B's table of runs.
 
     Args:
         attempt: The run's folder.
-        settings: Where the run is logged.
+        settings: The run's W&B settings.
         group: The group of all seeds.
-
-    Returns:
-        Arguments of ``wandb.init``; and what a configuration leaves to be computed, for the columns of W&B's table of runs.
     """
-    given, facts = os.environ.get, json.loads(attempt.identity.read_text())
+    given = os.environ.get
+    facts = json.loads(attempt.identity.read_text())
     name, tags = facts.pop("name"), facts.pop("tags")
     names = {
         "project": settings.project or given("WANDB_PROJECT") or "fl_lightning",
@@ -48,29 +49,29 @@ def identity(attempt: Attempt, settings: WandbSettings, group: str) -> tuple[dic
 
 
 def media(attempt: Attempt) -> dict[str, Any]:
-    """The tables, histograms and pictures that lie in a run's folder.
+    """Return the tables, histograms and pictures of a run's folder.
 
-    ``policy`` is what happens to each kind of state, ``clients`` what each of them holds and has done; a table of a report is
-    ``<name>_table``, since a picture may have its name.
+    ``policy`` tells what happens to each kind of state, ``clients`` what each client holds and has
+    done. The table of a report is called ``<name>_table``, since a picture may have its name.
     """
     import wandb
 
     policy = json.loads(attempt.policy.read_text())
     rows = [[KIND_LABELS[kind], stages_in_words(stages)] for kind, stages in policy.items()]
-    found: dict[str, Any] = {"policy": wandb.Table(columns=["state of the model", "in a round"], data=rows)}
+    shown: dict[str, Any] = {"policy": wandb.Table(columns=["state of the model", "in a round"], data=rows)}
     for path in sorted(attempt.path.glob("*.csv")):
-        if not path.name.startswith("predictions"):  # one row for each sample, by another command
+        if not path.name.startswith("predictions"):  # the predict command writes one row per sample
             columns, cells = read_table(path)
             name = "clients" if path == attempt.participation else f"{path.stem}_table"
-            found[name] = wandb.Table(columns=[*columns], data=cells)
+            shown[name] = wandb.Table(columns=[*columns], data=cells)
     if attempt.histograms.is_file():
         histograms = restored(json.loads(attempt.histograms.read_text()))
-        found |= {name: wandb.Histogram(values) for name, values in histograms.items()}
-    return found | {path.stem: wandb.Image(str(path)) for path in sorted(attempt.path.glob("*.png"))}
+        shown |= {name: wandb.Histogram(values) for name, values in histograms.items()}
+    return shown | {path.stem: wandb.Image(str(path)) for path in sorted(attempt.path.glob("*.png"))}
 
 
 def read_table(path: Path) -> tuple[list[str], list[list[Any]]]:
-    """The columns and rows of a CSV file: a column holds whole numbers, floats or words, and None where a cell is empty."""
+    """Return columns and rows of a CSV file: integers, floats or words; an empty cell is None."""
     with path.open(newline="") as file:
         columns, *rows = csv.reader(file)
     cells = [_typed(column) for column in zip(*rows, strict=True)]
@@ -87,7 +88,7 @@ def _typed(column: Sequence[str]) -> list[Any]:
 
 
 def summary(attempt: Attempt) -> dict[str, float]:
-    """The numbers of ``result.json`` by names such as ``final/test/accuracy``, and ``diverged``."""
+    """Return the numbers of ``result.json`` as ``final/test/accuracy`` etc., and ``diverged``."""
     result = read_result(attempt.result)
     numbers = {
         f"final/{name}": value
@@ -98,13 +99,7 @@ def summary(attempt: Attempt) -> dict[str, float]:
 
 
 def log_checkpoints(run: Any, attempt: Attempt, round: int) -> None:
-    """Log the checkpoints of a run, where there are any, as one artifact.
-
-    Args:
-        run: The run at W&B.
-        attempt: The run's folder.
-        round: The last round.
-    """
+    """Log all checkpoints of a run, if any, as one artifact with the number of its last round."""
     import wandb
 
     paths = sorted(attempt.checkpoints.glob("*.ckpt"))
@@ -112,6 +107,6 @@ def log_checkpoints(run: Any, attempt: Attempt, round: int) -> None:
         return
     artifact = wandb.Artifact(f"model-{run.id}", type="model", metadata={"round": round})
     for path in paths:
-        # the file itself is uploaded, also by a later wandb sync: no copies in W&B's folders
+        # W&B uploads the file itself, also in a later wandb sync, and makes no copy of it
         artifact.add_file(str(path.resolve()), policy="immutable", skip_cache=True)
     run.log_artifact(artifact)

@@ -21,18 +21,19 @@ from fl_lightning.files import write_text
 
 
 class RoundWandbLogger(Logger):
-    """Uploads a run's folder while it is written: the row of each round, and at the end tables, pictures and the result.
+    """Logger that uploads a run's folder: a row per round, then tables, pictures and the result.
 
-    The run starts with the first trained round, whose row is in ``metrics.jsonl`` by then: all rows there that W&B lacks are
-    logged. So a resumed run, which keeps its id, sends the server no row again; offline the whole run is written anew, since
-    ``wandb sync`` cannot join its pieces. W&B is never in the way of a run: where it fails, one line says so.
+    The W&B run starts after the first trained round and logs all rows of ``metrics.jsonl`` that W&B
+    lacks. A resumed run keeps its id and sends no row twice. Offline, all rows are written anew,
+    since ``wandb sync`` cannot join the pieces of a run. If W&B fails, one line reports the failure
+    and training continues.
 
     Args:
-        attempt: The run's folder, which also holds the files of W&B.
-        settings: Where the run is logged.
+        attempt: The run's folder, which also holds W&B's files.
+        settings: The run's W&B settings.
     """
 
-    name = version = ""  # the folder is the run: nothing is nested in it by name
+    name = version = ""  # Lightning nests folders by name and version; a run has a flat folder
 
     def __init__(self, attempt: Attempt, settings: WandbSettings) -> None:
         super().__init__()
@@ -43,16 +44,16 @@ class RoundWandbLogger(Logger):
         self._failed = False
 
     def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
-        """Does nothing: the run's settings are those of ``config.yaml``."""
+        """Ignore hyperparameters: ``config.yaml`` holds the run's settings."""
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         """Log the row of a round.
 
         Args:
-            metrics: Numbers by name; without ``"round"`` nothing is logged. Row 0, which is older than the run's other files,
-                is logged with the first round.
-            step: Not used: the round is in the metrics.
+            metrics: Numbers by name. A row without ``"round"`` is ignored. Row 0 is logged with the
+                first round, since it is older than the run's other files.
+            step: Ignored: the metrics hold the round.
         """
         if not metrics.get("round") or self._failed:
             return
@@ -64,16 +65,16 @@ class RoundWandbLogger(Logger):
 
     @rank_zero_only
     def start(self) -> None:
-        """Start the run, or go on with it, and log all rows that it lacks."""
+        """Start or resume the run at W&B, and log all rows that W&B lacks."""
         with self._harmless():
             self._start()
 
     @rank_zero_only
     def close(self, preempted: bool = False) -> None:
-        """Log what belongs to the end of a run and finish it; without a result it has broken off.
+        """Log tables, pictures and result, and finish the run; without a result it has failed.
 
         Args:
-            preempted: Whether a scheduler has ended the run, so that a sweep starts it again.
+            preempted: Whether a scheduler ended the run, so that a W&B sweep starts it again.
         """
         if self._run is None:
             return
@@ -84,9 +85,9 @@ class RoundWandbLogger(Logger):
                     self._run.mark_preempting()
                 if finished:
                     self._run.summary.update(contents.summary(self.attempt))
-                # what waits to be uploaded stays with the run, for wandb sync
+                # keep files that W&B has yet to upload in the run's folder, for wandb sync
                 os.environ["WANDB_DATA_DIR"] = str(Path(self._run.dir).parent)
-                # a step is written when the next one comes: these belong to the last round
+                # W&B writes a step once the next one begins, so the last round's step is still open
                 self._run.log(contents.media(self.attempt), step=self._round)
                 if self.settings.log_checkpoints:
                     contents.log_checkpoints(self._run, self.attempt, self._round)
@@ -94,11 +95,11 @@ class RoundWandbLogger(Logger):
             self._run.finish(exit_code=int(not finished))
         if self._failed:
             with suppress(Exception):
-                sys.modules["wandb"].teardown()  # else it fails once more when the process ends
+                sys.modules["wandb"].teardown()  # otherwise W&B fails again when the process exits
 
     @property
     def place(self) -> str | None:
-        """Where the run is, in a line for the user; None where there is none."""
+        """Line that tells the user where W&B has the run; None without a W&B run."""
         if self._run is None or self._failed:
             return None
         if not self._run.offline:
@@ -106,21 +107,21 @@ class RoundWandbLogger(Logger):
         return f"W&B: offline; to upload the run: wandb sync {os.path.relpath(Path(self._run.dir).parent)}"
 
     def _start(self) -> None:
-        # W&B's process may have another working directory
-        folder, kept_id = self.attempt.path.resolve(), self.attempt.wandb_id
+        folder = self.attempt.path.resolve()  # W&B's process may have another working directory
+        id_file = self.attempt.wandb_id
         for earlier in folder.glob("wandb/offline-run-*"):
             shutil.rmtree(earlier, ignore_errors=True)
-        run_id = kept_id.read_text().strip() if kept_id.is_file() else os.environ.get("WANDB_RUN_ID")
+        run_id = id_file.read_text().strip() if id_file.is_file() else os.environ.get("WANDB_RUN_ID")
         config = yaml.safe_load(self.attempt.config.read_text())
         config_hash = folder.name.partition("-")[0]
-        group = f"{config['name']}-{config_hash}"  # the seeds of a configuration
+        group = f"{config['name']}-{config_hash}"  # all seeds of a configuration
         names, facts = contents.identity(self.attempt, self.settings, group)
         init = {"id": run_id or uuid.uuid4().hex[:8], "resume": "allow", "dir": str(folder), **names}
         self._run = open_run(self.settings.asked, init)
         if self._run is None:
             self._failed = True
             return
-        write_text(kept_id, self._run.id + "\n")
+        write_text(id_file, self._run.id + "\n")
         self._run.config.update(config | facts | {"config_hash": config_hash}, allow_val_change=True)
         self._run.define_metric("round")
         for row in read_metrics(self.attempt.metrics):
@@ -129,7 +130,7 @@ class RoundWandbLogger(Logger):
     def _log_row(self, row: Mapping[str, float]) -> None:
         self._round = int(row["round"])
         if self._round < self._run.starting_step:
-            return  # the server has it
+            return  # the server has this row
         for name in sorted(row.keys() - self._defined):
             self._run.define_metric(name, step_metric="round", summary=contents.SUMMARIES.get(name))
         self._defined |= row.keys()
@@ -137,12 +138,12 @@ class RoundWandbLogger(Logger):
 
     @contextmanager
     def _harmless(self) -> Iterator[None]:
-        """Do something with the run; after a failure nothing more is tried but its end."""
+        """Report the first error of W&B; only :meth:`close` uses W&B afterwards."""
         try:
             yield
-        except Exception as error:  # noqa: BLE001  # such as a service that was killed: it must not end the training
+        except Exception as error:  # noqa: BLE001  # a killed W&B service, say, must not end the training
             if not self._failed:
-                kept = f"all metrics are in {self.attempt.metrics}"
-                wrong = " ".join(str(error).split()) or type(error).__name__
-                print(f"W&B failed, the run goes on without it; {kept}: {wrong}", file=sys.stderr)
+                reason = " ".join(str(error).split()) or type(error).__name__
+                remedy = f"the run continues without it, all metrics are in {self.attempt.metrics}"
+                print(f"W&B failed: {reason}; {remedy}", file=sys.stderr)
             self._failed = True

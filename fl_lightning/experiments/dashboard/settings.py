@@ -1,4 +1,4 @@
-"""Whether and where runs are logged to Weights & Biases, and starting one so that it is never in the way of training."""
+"""Weights & Biases: settings of a run, and its start there, which never stops training."""
 
 import os
 import sys
@@ -10,26 +10,31 @@ from typing import Any, ClassVar, Literal
 from pydantic import ConfigDict
 
 _INIT_SECONDS = 10.0
-_UPLOAD_SECONDS = 120.0  # at the end of a run; what is not uploaded by then is left to wandb sync
+_UPLOAD_SECONDS = 120.0  # at the end of a run; wandb sync can upload the rest
 
 
 @dataclass(frozen=True)
 class WandbSettings:
-    """Whether and where runs are logged to Weights & Biases.
+    """Weights & Biases settings of a run.
 
     Args:
-        mode: ``"online"``, ``"offline"`` (files in the run directory, which ``wandb sync`` uploads), ``"disabled"``, or
-            ``"auto"``: the environment variable ``WANDB_MODE`` where it is set, else online where W&B finds an API key
-            (``wandb login`` stores one), else offline.
-        project: Project of the run; None: the environment variable ``WANDB_PROJECT``, else ``fl_lightning``.
-        entity: User or team that owns the project; None: the environment variable ``WANDB_ENTITY``, else W&B's default
-            for the key.
-        tags: Tags of the run, beside those of its methods, data set and model and of the environment variable
-            ``WANDB_TAGS``.
-        log_checkpoints: Whether ``last.ckpt`` and ``best.ckpt`` become an artifact of the run when it ends.
+        mode: ``"online"``, ``"offline"`` (files in the run directory, which ``wandb sync``
+            uploads), ``"disabled"`` or ``"auto"``. ``"auto"`` takes the environment variable
+            ``WANDB_MODE``. Without the variable, it is online if W&B finds an API key (``wandb
+            login`` stores one), otherwise offline.
+        project: Project of the run. Default: the environment variable ``WANDB_PROJECT``, else
+            ``fl_lightning``.
+        entity: User or team that owns the project. Default: the environment variable
+            ``WANDB_ENTITY``, else W&B's default for the key.
+        tags: Additional tags beside the methods, the data set, the model and the environment
+            variable ``WANDB_TAGS``.
+        log_checkpoints: Whether to upload ``last.ckpt`` and ``best.ckpt`` as an artifact at the end
+            of the run.
     """
 
-    __pydantic_config__: ClassVar = ConfigDict(extra="forbid")  # for upload, which reads them from a file
+    __pydantic_config__: ClassVar = ConfigDict(
+        extra="forbid"
+    )  # the upload command reads the settings from a file
     mode: Literal["auto", "online", "offline", "disabled"] = "auto"
     project: str | None = None
     entity: str | None = None
@@ -38,28 +43,28 @@ class WandbSettings:
 
     @property
     def asked(self) -> str:
-        """The mode, that of the environment where it is ``"auto"``."""
+        """The configured mode; for ``"auto"`` the environment variable ``WANDB_MODE`` if set."""
         return self.mode if self.mode != "auto" else os.environ.get("WANDB_MODE") or "auto"
 
 
 def open_run(mode: str, init: dict[str, Any]) -> Any:
-    """Start a run, or continue one: in its mode, where that fails offline.
+    """Start or resume a run at W&B; if its mode fails, try offline.
 
     Args:
         mode: ``"auto"`` or a mode of ``wandb.init``.
         init: Arguments of ``wandb.init``.
 
     Returns:
-        The run, None where there is none: W&B is disabled by its own settings, or does not work.
+        The run; None if W&B's own settings disable it or W&B does not work.
     """
     wrong = ""
     for way in (mode, "offline"):
         try:
             run = _start(way, init)
-        except Exception as error:  # noqa: BLE001  # whatever it is, it must not end the training
+        except Exception as error:  # noqa: BLE001  # no error of W&B may end the training
             wrong = wrong or " ".join(str(error).split()) or type(error).__name__
             with suppress(Exception):
-                sys.modules["wandb"].teardown()  # else the id stays taken
+                sys.modules["wandb"].teardown()  # otherwise the id stays taken
         else:
             if wrong:
                 print(f"W&B does not work online, the run goes on offline: {wrong}", file=sys.stderr)
@@ -69,15 +74,15 @@ def open_run(mode: str, init: dict[str, Any]) -> Any:
 
 
 def session_mode(mode: str) -> Any:
-    """The mode in which W&B works here: online asks for a key.
+    """Return the mode in which W&B works on this machine; ``"auto"`` without an API key is offline.
 
     Args:
         mode: ``"auto"`` or a mode of ``wandb.init``.
 
     Raises:
-        wandb.Error: Online without a key, a key or a variable that it refuses.
+        wandb.Error: The mode is online without an API key, or W&B refuses the key or a variable.
     """
-    os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # it would be sent from an offline run, too
+    os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # W&B would report from an offline run, too
     import wandb
 
     session = wandb.setup(settings=wandb.Settings(silent=True)).settings

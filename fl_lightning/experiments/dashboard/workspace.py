@@ -1,4 +1,4 @@
-"""The workspace of a project at Weights & Biases: which panels show which metrics, and where it goes."""
+"""Workspace of a project at Weights & Biases: panels with their metrics, and the upload."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -44,39 +44,36 @@ CURVES = {
     },
     "Time": {
         "seconds of a round": ["time/round_s"],
-        "where they go": [f"time/{part}_s" for part in _SECONDS],
+        "seconds of its parts": [f"time/{part}_s" for part in _SECONDS],
         "examples per second": ["time/samples_per_s"],
     },
     "Byzantine": {
         "attackers in a round": ["byzantine/clients"],
         "distance to the honest mean": [f"byzantine/distance_{what}" for what in _SENT],
         "the attackers' share": [f"byzantine/share_{what}" for what in _SENT],
-        "statistics that were none": ["statistics/invalid", "statistics/clamped"],
+        "invalid and clamped statistics": ["statistics/invalid", "statistics/clamped"],
         "clients": ["clients/reported", "clients/dropped", "clients/not_finite"],
         "skipped rounds": ["clients/skipped"],
     },
 }
-"""The metrics of each panel, by section and title."""
+"""Metrics of each panel, by section and title."""
 
 FINAL = {
     "final accuracy": ["final/val/accuracy", "final/test/accuracy"],
     "final loss": ["final/val/loss", "final/test/loss"],
 }
-"""The numbers of the summary in the bars of the first section."""
+"""Numbers of the summary in the first section's bar charts, by title."""
 
 
 def publish(project: str, entity: str | None) -> str | None:
-    """Save the workspace at W&B.
+    """Save the workspace at W&B and return its address; None if W&B is not online on this machine.
 
     Args:
-        project: The project of the runs.
-        entity: Who owns it; None: W&B's default for the key.
-
-    Returns:
-        Its address, None where W&B is not online here.
+        project: Project of the runs.
+        entity: User or team that owns the project; None: W&B's default for the key.
 
     Raises:
-        ConfigurationError: The library is not installed, or W&B does not take the workspace.
+        ConfigurationError: The library is not installed, or W&B does not accept the workspace.
     """
     try:
         if session_mode(WandbSettings().asked) != "online":
@@ -88,7 +85,7 @@ def publish(project: str, entity: str | None) -> str | None:
         return str(workspace.url)
     except ConfigurationError:
         raise
-    except Exception as error:  # the network's, or one of the many of W&B
+    except Exception as error:  # of the network, or one of W&B's many classes
         wrong = " ".join(str(error).split()) or type(error).__name__
         raise ConfigurationError(
             f"dashboard: W&B did not save the workspace: {wrong}; --file dashboard.json writes it without W&B"
@@ -96,16 +93,12 @@ def publish(project: str, entity: str | None) -> str | None:
 
 
 def as_json(workspace: "Workspace") -> str:
-    """What W&B is sent to save a workspace."""
+    """Return the JSON that saves a workspace at W&B."""
     return f"{workspace._to_model().model_dump_json(by_alias=True, exclude_none=True, indent=2)}\n"
 
 
 def make_workspace(project: str, entity: str) -> "Workspace":
-    """The workspace: the round as the x-axis, and a curve with its standard deviation for each group, whose runs are seeds.
-
-    Args:
-        project: The project of the runs.
-        entity: Who owns it.
+    """Return a workspace of curves over the round, with mean and standard deviation over seeds.
 
     Raises:
         ConfigurationError: The library is not installed.

@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM and SIGHUP end nothing untold: they finish the round of a run."""
+"""Signals that stop a run: Ctrl-C, SIGTERM and SIGHUP finish its round and print what is saved."""
 
 import os
 import signal
@@ -16,15 +16,15 @@ from fl_lightning.launched import under_torchrun
 from fl_lightning.ranks import LostRank, Ranks
 
 _WAYS = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM", signal.SIGHUP: "SIGHUP"}
-_AGAIN = 0.05  # seconds after which a signal is sent again if a callback of Python swallowed it
-_ECHO = 2.0  # seconds in which torchrun passes on a signal that the terminal has sent to all
+_AGAIN = 0.05  # seconds after which a signal is sent again if Python swallowed its exception
+_ECHO = 2.0  # seconds in which torchrun repeats a signal that all processes got from the terminal
 
 
 class Stopped(SystemExit):
-    """A signal ends the command, with 128 and its number as exit status.
+    """End of the command by a signal; the exit status is 128 plus the signal's number.
 
     Attributes:
-        kept: What is left of the work, for the one line that is printed; empty once it is printed.
+        kept: The saved work in words, for the one line that is printed; empty after the print.
     """
 
     def __init__(self, number: int) -> None:
@@ -36,7 +36,7 @@ class Stopped(SystemExit):
 
 @contextmanager
 def stoppable() -> Iterator[None]:
-    """Let a signal end the block with one line, by :class:`Stopped`; that of a block within it is left to the outer one."""
+    """End the block with :class:`Stopped` on a signal; only the outermost block prints a line."""
     previous, unraisable = _listen(_stop), sys.unraisablehook
     left = threading.Event()
 
@@ -45,7 +45,7 @@ def stoppable() -> Iterator[None]:
             os.kill(os.getpid(), number)
 
     def hear_lost(lost: Any) -> None:
-        if isinstance(lost.exc_value, Stopped):  # of a destructor or a weakref's callback
+        if isinstance(lost.exc_value, Stopped):  # raised in a destructor or a weakref's callback
             threading.Thread(target=send_again, args=(lost.exc_value.signal,), daemon=True).start()
         else:
             unraisable(lost)
@@ -67,10 +67,12 @@ def stoppable() -> Iterator[None]:
 
 
 class FinishRound(L.Callback):
-    """Within :func:`stoppable`, turns the first signal into a stop at the end of the round; a second one stops at once.
+    """Callback that turns a first signal into a stop after the round, a second into one at once.
+
+    It works within :func:`stoppable`.
 
     Attributes:
-        signal: The signal that asked for the stop, None where there was none.
+        signal: The signal that asked for the stop; None before a signal.
     """
 
     def __init__(self) -> None:
@@ -78,7 +80,7 @@ class FinishRound(L.Callback):
         self._heard_at = 0.0
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Take over the signals."""
+        """Install the handler of the signals."""
 
         def note(number: int, frame: FrameType | None) -> None:
             if self.signal is not None:
@@ -91,7 +93,7 @@ class FinishRound(L.Callback):
         _listen(note)
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Stop, and all ranks where one is to: not before, since Lightning would leave out the batch of a round that has just begun."""
+        """Stop all ranks if one got a signal; an earlier stop would skip a new round's batch."""
         ranks: Ranks = pl_module.ranks  # type: ignore[assignment]  # of a FederatedModule
         if ranks.size > 1:
             asked = ranks.exchange(lambda: (self.signal, trainer.should_stop))
@@ -101,7 +103,7 @@ class FinishRound(L.Callback):
             trainer.should_stop = True
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Let a signal stop at once again."""
+        """Restore the immediate stop on a signal."""
         _listen(_stop)
 
 
@@ -110,8 +112,8 @@ def _stop(number: int, frame: FrameType | None) -> None:
 
 
 def _listen(handler: Callable[[int, FrameType | None], None]) -> dict[signal.Signals, Any]:
-    """Let a handler hear the signals, but those that are ignored, as SIGHUP under nohup; returns the handlers before."""
-    if threading.current_thread() is not threading.main_thread():  # others cannot set signal handlers
+    """Handle the signals that are not ignored (nohup ignores SIGHUP); return the old handlers."""
+    if threading.current_thread() is not threading.main_thread():  # other threads cannot set signal handlers
         return {}
     heard = [number for number in _WAYS if signal.getsignal(number) is not signal.SIG_IGN]
     return {number: signal.signal(number, handler) for number in heard}

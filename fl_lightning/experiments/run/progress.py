@@ -1,4 +1,4 @@
-"""One line that shows where a run is: rounds, local steps, loss, accuracy, speed and the time left."""
+"""Progress of a run in one line: rounds, local steps, loss, accuracy, speed and remaining time."""
 
 import time
 from datetime import timedelta
@@ -16,15 +16,15 @@ _REFRESH_SECONDS = 0.1
 
 
 class RoundProgress(Recorded, ProgressBar):
-    """Shows the progress of a fit by communication rounds.
+    """Progress bar of a fit in communication rounds.
 
-    On a terminal it is one live line, refreshed ten times a second at most. Elsewhere (a pipe, a log file) it
-    is a plain line now and then, without control characters. The rounds to come are those of this fit: the
-    trainer's ``max_epochs``, whatever the run was planned for. It reads ``metrics`` (those of the newest
-    complete round) from the module, which reports the local steps of a round to :meth:`local_step`.
+    A terminal shows one live line, refreshed at most ten times a second. A pipe or a log file gets
+    a plain line now and then, without control characters. The total is the trainer's
+    ``max_epochs``, regardless of the run's planned rounds. The module provides ``metrics`` of the
+    newest complete round and reports each local step to :meth:`local_step`.
 
     Args:
-        every_n_seconds: Least time between two plain lines, >= 0.
+        every_n_seconds: Least time between two plain lines in seconds, >= 0.
     """
 
     def __init__(self, every_n_seconds: float = 5.0) -> None:
@@ -32,28 +32,28 @@ class RoundProgress(Recorded, ProgressBar):
         if not every_n_seconds >= 0:
             raise ConfigurationError(f"every_n_seconds must be >= 0, found {every_n_seconds}")
         self.every_n_seconds = every_n_seconds
-        self.is_enabled = True  # ``LightningModule.print`` asks
+        self.is_enabled = True  # read by ``LightningModule.print``
         self._live: Live | None = None
         self._next_time = self._started_at = 0.0
         self._first_round = 0
-        self._metrics: dict[str, float] = {}  # the newest of each name: most rounds are not evaluated
+        self._metrics: dict[str, float] = {}  # newest value of each name: most rounds are not evaluated
 
     def disable(self) -> None:
-        """Show nothing: another rank does."""
+        """Hide the line on this rank; another rank shows it."""
         self.is_enabled = False
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Open the line; a resumed run starts at its round."""
+        """Open the line; a resumed run starts at the round of its checkpoint."""
         self._metrics, self._first_round, self._started_at = {}, trainer.current_epoch, time.monotonic()
         console = Console()
         if console.is_interactive and self.is_enabled:
-            # no thread that refreshes: worker processes are forked, and it might hold a lock just then
+            # auto_refresh: its thread could hold a lock while worker processes are forked
             self._live = Live(console=console, auto_refresh=False)
             self._live.start()
         self._next_time = self._started_at + (0.0 if self._live else self.every_n_seconds)
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Show the round before this one: its metrics came after this callback's ``on_train_epoch_end``."""
+        """Show the previous round: its metrics arrive after ``on_train_epoch_end`` of callbacks."""
         self._metrics |= getattr(pl_module, "metrics", {})
         if self._live or trainer.current_epoch > self._first_round:
             self._show()
@@ -69,7 +69,7 @@ class RoundProgress(Recorded, ProgressBar):
             self._show(f"step {step}/{of}", step / max(of, 1))
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Show the last round and leave its line."""
+        """Show the last round, whose line stays on the terminal."""
         self._metrics |= getattr(pl_module, "metrics", {})
         self._show(at_once=True)
         self._close()
@@ -77,7 +77,7 @@ class RoundProgress(Recorded, ProgressBar):
     def on_exception(
         self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException
     ) -> None:
-        """Give the terminal back."""
+        """Release the terminal."""
         self._close()
 
     def _close(self) -> None:
@@ -95,10 +95,10 @@ class RoundProgress(Recorded, ProgressBar):
         shown = {"train/loss": "loss {:.4g}"}
         shown |= {f"{split}/{quality}": f"{split}/{quality} {{:.4g}}" for split in ("val", "test")}
         shown["time/samples_per_s"] = "{:,.0f} samples/s"
-        found = [(text, self._metrics[name]) for name, text in shown.items() if name in self._metrics]
+        values = [(text, self._metrics[name]) for name, text in shown.items() if name in self._metrics]
         texts = [
             f"round {done:{len(str(total))}}/{total}",
-            *(text.format(float(value)) for text, value in found),
+            *(text.format(float(value)) for text, value in values),
             self._clock(now - self._started_at, done + fraction, total),
             steps,
         ]

@@ -1,4 +1,4 @@
-"""A run from Python, in a run directory as those of the command line."""
+"""Run that a Python script starts, in a run directory as from the command line."""
 
 import os
 import warnings
@@ -21,29 +21,31 @@ from fl_lightning.round.module import FederatedModule
 
 
 class Run:
-    """A module and its data in a run directory, with metrics, checkpoints, pictures and a result, as the command line's.
+    """Run of a module and its data: a folder with metrics, checkpoints, pictures and a result.
 
     ::
 
         run = Run(module, data, name="mine", max_epochs=100)
         run.fit()
 
-    The folder is ``<run_root>/<name>/<hash>-s<seed>``. The hash is that of the settings of the module, the data, the callbacks and the
-    trainer, so the same script finds its run again, and ``fit(resume=True)`` goes on with it.
+    The folder is ``<run_root>/<name>/<hash>-s<seed>``. The hash covers the settings of the module,
+    the data, the callbacks and the trainer. The same script therefore finds its run again, and
+    ``fit(resume=True)`` resumes it.
 
     Args:
-        module: The module; its seed is the run's.
-        data: Its data.
+        module: The module, whose seed is the run's seed.
+        data: The module's data.
         name: Name of the run.
-        callbacks: Methods, and other callbacks of Lightning; checkpoints of whole rounds and the progress are added.
-        run_root: The folder of all runs.
-        checkpoint: When checkpoints are written. Default: ``RoundCheckpoint()``.
-        wandb: Whether the run is logged to Weights & Biases, as ``wandb.mode`` of the command line.
-        trainer: Arguments of Lightning's ``Trainer``: ``max_epochs`` is the number of rounds.
+        callbacks: Methods and other Lightning callbacks; checkpoints and the progress line are
+            added.
+        run_root: Folder of all runs.
+        checkpoint: Settings of the checkpoints. Default: ``RoundCheckpoint()``.
+        wandb: Mode of Weights & Biases, as ``wandb.mode`` of the command line.
+        trainer: Arguments of Lightning's ``Trainer``; ``max_epochs`` is the number of rounds.
 
     Attributes:
-        attempt: The folder of the newest fit, ``attempt.path``; None before.
-        config: What the run is named by, as ``config.yaml`` has it.
+        attempt: Folder of the newest fit, with ``attempt.path``; None before the first fit.
+        config: Settings from which the hash follows, as in ``config.yaml``.
     """
 
     def __init__(
@@ -66,7 +68,7 @@ class Run:
         self._describe()
 
     def _describe(self) -> None:
-        """Describe what was built, which names the run."""
+        """Describe the built objects, from which the hash of the run follows."""
         settings = {**self.trainer_settings, "callbacks": self.callbacks}
         self._made = built_in_python(self.module, self.data, settings)
         dirpath = None if self.checkpoint.in_the_run else str(self.checkpoint.dirpath)
@@ -80,18 +82,19 @@ class Run:
         """Train, evaluate the final model, and write and print the result.
 
         Args:
-            resume: Whether to go on from the last checkpoint of the newest attempt; ``"best"`` or the path of a checkpoint goes on
-                from that, ``"auto"`` from the last one where there is one.
-            accept_data: Whether to go on with other data than those of the checkpoint.
+            resume: Checkpoint to resume from: True for the last one of the newest attempt,
+                ``"best"``, a path, or ``"auto"`` for the last one if it exists. Default: a new run.
+            accept_data: Whether to resume with other data than the checkpoint's.
 
         Returns:
-            What ``result.json`` holds.
+            The content of ``result.json``.
 
         Raises:
-            Stopped: A signal has stopped the run, after a whole round.
-            ConfigurationError: There is nothing to go on from, or the module was trained before and would start anew.
+            Stopped: A signal stopped the run after a complete round.
+            ConfigurationError: There is no checkpoint, or a new run got a module that was trained
+                before.
         """
-        if self.attempt is None:  # also what was assigned since
+        if self.attempt is None:  # attributes may have been assigned since the construction
             self._describe()
         self.module.accept_data = accept_data
         settings = {**self.trainer_settings, "callbacks": self.callbacks}
@@ -112,10 +115,10 @@ class Run:
 
     @property
     def path(self) -> Path:
-        """The folder of the newest fit.
+        """Folder of the newest fit.
 
         Raises:
-            ConfigurationError: There was none.
+            ConfigurationError: There was no fit yet.
         """
         if self.attempt is None:
             raise ConfigurationError("path: the run has no folder yet; call fit()")

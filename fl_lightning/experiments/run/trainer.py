@@ -1,4 +1,4 @@
-"""The trainer of a run, and how many ranks it has."""
+"""Trainer of a run and its number of ranks."""
 
 import os
 from typing import Any
@@ -20,22 +20,23 @@ from fl_lightning.round.plan import RoundPlan, cohort_size
 from fl_lightning.round.trainer import check_trainer
 
 _WORTH_RANKS = 20
-"""Local steps of all clients in a round; in a shorter one ranks wait for each other longer than they save."""
+"""Least local steps of a round for several ranks; in a shorter round ranks wait longer than they save."""
 
 
 def make_trainer(settings: Config, ranks: int = 1, **equipment: Any) -> L.Trainer:
-    """A trainer with this project's checkpoints and, for several ranks, its strategy.
+    """Return a trainer with this project's checkpoint plugin and, for several ranks, its strategy.
 
     Args:
-        settings: The trainer's arguments that the user gives.
-        ranks: What ``devices: auto`` means on a CPU. On a GPU it is one, under ``torchrun`` what that has started.
-        equipment: Arguments that take their place.
+        settings: The user's arguments of the trainer.
+        ranks: Number of ranks for ``devices: auto`` on a CPU. On a GPU it is 1, under ``torchrun``
+            the number of launched processes.
+        equipment: Arguments of the trainer that override ``settings``.
 
     Raises:
-        ConfigurationError: The trainer refuses one.
+        ConfigurationError: The trainer refuses an argument.
     """
     plugins = [*as_list(settings.get("plugins")), AtomicCheckpointIO()]
-    if not is_launched(settings):  # a scheduler numbers runs that know nothing of each other
+    if not is_launched(settings):  # a scheduler's ranks may be independent runs
         plugins.append(OneMachine())
     if settings.get("devices", "auto") == "auto":
         equipment["devices"] = _devices(settings.get("accelerator", "auto"), ranks)
@@ -57,7 +58,7 @@ def make_trainer(settings: Config, ranks: int = 1, **equipment: Any) -> L.Traine
 
 
 def is_launched(settings: Config) -> bool:
-    """Whether other ranks may be processes that somebody else starts: ``torchrun``, or where they are asked for Slurm."""
+    """Return whether another program may start ranks: ``torchrun``, or Slurm for set devices."""
     asked = settings.get("devices", "auto") not in ("auto", 1, "1") or settings.get("num_nodes", 1) != 1
     return asked or under_torchrun()
 
@@ -65,21 +66,21 @@ def is_launched(settings: Config) -> bool:
 def _devices(accelerator: Any, ranks: int) -> int:
     if under_torchrun():
         return int(os.environ["LOCAL_WORLD_SIZE"])
-    other = accelerator == "auto" and (CUDAAccelerator.is_available() or MPSAccelerator.is_available())
-    return 1 if other or accelerator not in ("auto", "cpu") else ranks
+    has_gpu = accelerator == "auto" and (CUDAAccelerator.is_available() or MPSAccelerator.is_available())
+    return 1 if has_gpu or accelerator not in ("auto", "cpu") else ranks
 
 
 def useful_ranks(module: FederatedModule, data: FederatedDataModule) -> int:
-    """The most ranks that have something to do in a round: one for each client, and only one where the round is short.
+    """Return the largest useful number of ranks: the clients of a round, but 1 if it is short.
 
-    The data are set up for it, before the ranks that will share their memory are copied.
+    The data are set up before the fork, so that the ranks share their memory.
     """
-    # nothing here asks a GPU: a process that uses one cannot be copied
-    with isolate_rng(include_cuda=False):  # they will be set up again, with the same draws
+    # include_cuda: a process that has initialised CUDA cannot be forked
+    with isolate_rng(include_cuda=False):  # fit sets the data up again, with the same draws
         data.prepare_data()
         data.setup("fit")
     if not data.num_clients:
-        return 1  # which the module refuses
+        return 1  # the module raises an error for no clients
     size = cohort_size(data.num_clients, module.participation)
     plan = RoundPlan(
         data, module.local_steps, module.local_epochs, size, module.seed, centralised=module.centralised
@@ -89,7 +90,7 @@ def useful_ranks(module: FederatedModule, data: FederatedDataModule) -> int:
 
 
 def as_list(setting: Any) -> list[Any]:
-    """A setting that may be missing, one thing or a list of them, as a list."""
+    """Return a setting as a list: empty if it is missing, with one item for a single value."""
     if not setting:
         return []
     return list(setting) if isinstance(setting, list | tuple) else [setting]

@@ -1,4 +1,4 @@
-"""What is around the trainer's ``fit`` in a run: the folder, the loggers, the pictures and the result."""
+"""Parts of a run around the trainer's ``fit``: folder, loggers, pictures and result."""
 
 import logging
 import os
@@ -47,21 +47,21 @@ TRAINER_DEFAULTS: Config = {
     "log_every_n_steps": 1,
     "enable_model_summary": False,
 }
-"""Settings of the trainer that a run has unless they are given."""
+"""Defaults of a run for the trainer's settings."""
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """A run whose folder is held and whose trainer is made.
+    """Run with a locked folder and a trainer.
 
     Attributes:
         module: The module.
-        data: Its data.
-        start: The folder, and what the run goes on from.
+        data: The module's data.
+        start: The folder, and the checkpoint to resume from.
         trainer: The trainer.
-        arguments: Arguments of the trainer's ``fit``: the checkpoint, and how it is read.
-        chooses_ranks: Whether the number of ranks is left to the run.
-        interruption: Hears the signals that stop the run.
+        arguments: Arguments of the trainer's ``fit``: ``ckpt_path`` and ``weights_only``.
+        chooses_ranks: Whether the run itself chooses the number of ranks.
+        interruption: Callback for the signals that stop the run.
     """
 
     module: FederatedModule
@@ -73,14 +73,14 @@ class Prepared:
     interruption: FinishRound
 
     def run(self) -> Result:
-        """Train, evaluate the final server model, print and write the result.
+        """Train, evaluate the final server model, and print and write the result.
 
         Returns:
-            What ``result.json`` holds.
+            The content of ``result.json``.
 
         Raises:
-            ConfigurationError: A new attempt has nothing left to train.
-            Stopped: A signal has stopped the run before its last round.
+            ConfigurationError: A new attempt has no rounds left to train.
+            Stopped: A signal stopped the run before its last round.
         """
         start, trainer, signal = self.start, self.trainer, self.interruption
         try:
@@ -94,14 +94,14 @@ class Prepared:
             if signal.signal and trainer.global_step != trainer.max_epochs:
                 draw_pictures(start.attempt, self.module)
                 raise Stopped(signal.signal)
-        except Exception:  # not on a signal: who stops a run does not wait for pictures
-            if trainer.global_step > start.round:  # not a resume that was refused
+        except Exception:  # Stopped is no Exception: after a signal no pictures are drawn here
+            if trainer.global_step > start.round:  # at least one round was trained
                 draw_pictures(start.attempt, self.module)
             raise
         return finish_run(self.module, start.attempt)
 
     def _limit_ranks(self) -> None:
-        """Set up the data in the process that is copied, and have no more copies than are of use unless they are asked for."""
+        """Set up the data before the fork; limit the ranks to the useful ones if the run chooses."""
         strategy = self.trainer.strategy
         if isinstance(strategy, CohortStrategy) and strategy.launcher is not None:
             ranks = useful_ranks(self.module, self.data)
@@ -110,20 +110,20 @@ class Prepared:
 
 
 class Training:
-    """The parts of a run, and the folder that it trains in.
+    """Parts of a run and its folder.
 
     Args:
         module: The module.
-        data: Its data.
+        data: The module's data.
         config: The resolved configuration.
-        made: What was built (:func:`~fl_lightning.experiments.run_directory.built.built`).
-        keeper: The run's own checkpoints.
-        way_on: What goes on with a run that was stopped, in words.
+        made: The built objects (:func:`~fl_lightning.experiments.run_directory.built.built`).
+        keeper: Callback for the run's checkpoints.
+        way_on: Instruction that resumes a stopped run, in words.
         header: Comment at the top of ``config.yaml``.
 
     Attributes:
         directory: All attempts at the run.
-        start: The folder, and what the run goes on from; without a folder until :meth:`prepare`.
+        start: The folder, and the checkpoint to resume from; empty before :meth:`prepare`.
     """
 
     def __init__(
@@ -140,8 +140,8 @@ class Training:
         self.keeper, self.way_on = keeper, way_on
         kind: Any = type(module)
         model = {"class_path": full_name(kind), "init_args": config["model"]}
-        own = kind is not FederatedModule and "class_path" not in config["model"]
-        self.directory = directory_of({**config, "model": model} if own else config)
+        needs_class = kind is not FederatedModule and "class_path" not in config["model"]
+        self.directory = directory_of({**config, "model": model} if needs_class else config)
         self.start = Start()
         self._wandb: RoundWandbLogger | None = None
 
@@ -153,19 +153,21 @@ class Training:
         ckpt_path: str | os.PathLike[str] | None = None,
         weights_only: bool | None = None,
     ) -> Iterator[Prepared]:
-        """Make the run's folder, or find that of the checkpoint, and make the trainer.
+        """Lock the run's folder, a new one or the checkpoint's, and make the trainer.
 
-        At the end of the block the run ends at W&B, and a run without a finished round leaves no folder.
+        At the end of the block the run ends at W&B, and a folder without a finished round is
+        removed.
 
         Args:
-            settings: The trainer's arguments that the user gives. With ``fast_dev_run`` there is no folder.
-            wandb: Whether and where the run is logged to W&B.
-            ckpt_path: The checkpoint to go on from: a path, ``"last"``, ``"best"`` or ``"auto"``; None for a new run.
-            weights_only: Whether the checkpoint may hold nothing but tensors and plain values.
+            settings: The user's arguments of the trainer; with ``fast_dev_run`` there is no folder.
+            wandb: The run's W&B settings.
+            ckpt_path: Checkpoint to resume from: a path, ``"last"``, ``"best"`` or ``"auto"``; None
+                for a new run.
+            weights_only: Whether the checkpoint may only hold tensors and plain values.
 
         Raises:
-            ConfigurationError: There is no such checkpoint, it is another model's, another process trains in its folder, or the
-                trainer refuses a setting.
+            ConfigurationError: The checkpoint is missing or another model's, another process trains
+                in its folder, or the trainer refuses a setting.
         """
         rank, rounds = launched_rank() if is_launched(settings) else 0, settings.get("max_epochs")
         with ExitStack() as held, self._ending():  # the folder's lock is released last
@@ -181,7 +183,7 @@ class Training:
             if isinstance(strategy, CohortStrategy) and strategy.launcher is None:
                 strategy.meet()
                 path = strategy.broadcast(path)
-            elif rank:  # a node whose ranks are yet to be copied
+            elif rank:  # a node that forks its ranks later
                 path = self.found(ckpt_path, rounds)
             profiler: Any = trainer.profiler  # type: ignore[attr-defined]  # set in a helper of the trainer
             if self.start.attempt is not None and not isinstance(profiler, PassThroughProfiler):
@@ -198,34 +200,31 @@ class Training:
             )
 
     def found(self, ckpt_path: str | os.PathLike[str] | None, rounds: int | None = None) -> Path | None:
-        """Return the file that ``--ckpt_path`` means; None if it is None, or ``"auto"`` and no attempt has this plan yet.
+        """Return the checkpoint file of ``--ckpt_path``, or None for a new run.
 
         Args:
-            ckpt_path: The setting.
-            rounds: Rounds that the run is planned for; None: any number.
+            ckpt_path: The setting. ``"auto"`` starts a new run if no attempt has this plan yet.
+            rounds: Planned rounds of the run; None: any number.
 
         Raises:
-            ConfigurationError: There is no such checkpoint.
+            ConfigurationError: The checkpoint is missing.
         """
         if ckpt_path == "auto":
             paths = [attempt.checkpoints / "last.ckpt" for attempt in self.directory.attempts()]
             paths = [path for path in paths if path.is_file()]
             if not paths and (other := self.directory.other_checkpoint("last.ckpt")) is not None:
-                print(
-                    f"--ckpt_path auto: a new run; {other} is of other settings or an older version",
-                    flush=True,
-                )
+                print(f"--ckpt_path auto starts a new run; {other} has other settings or version", flush=True)
             return next((path for path in paths if self._has_this_plan(path, rounds)), None)
         return None if ckpt_path is None else self.directory.resolve_checkpoint(str(ckpt_path))
 
     def _has_this_plan(self, path: Path, rounds: int | None) -> bool:
-        """Whether a checkpoint's run was planned for as many rounds: they decide when a run freezes and decays its rates."""
+        """Return whether a run was planned for these rounds, which decide freezing and rates."""
         if self.module.budget_epochs is not None or rounds in (None, -1):
-            return True  # the data decide, and they are part of the name
+            return True  # the data decide the rounds, and are part of the hash
         planned = load_run(path)["fl_lightning"]["total_rounds"]
         if planned != rounds:
             print(
-                f"{path} is of a run planned for {planned} rounds, not {rounds}: --ckpt_path auto leaves it as it is; "
+                f"{path} is of a run planned for {planned} rounds, not {rounds}: --ckpt_path auto ignores it; "
                 "--ckpt_path last would extend that run",
                 flush=True,
             )
@@ -234,13 +233,13 @@ class Training:
     def _find_start(
         self, path: Path | None, weights_only: bool | None, settings: Config, held: ExitStack
     ) -> None:
-        """Check the checkpoint, and hold the folder that the run trains in.
+        """Check the checkpoint, and lock the folder that the run trains in.
 
         Args:
             path: The checkpoint; None for a new run.
-            weights_only: Whether the checkpoint may hold nothing but tensors and plain values.
-            settings: The trainer's arguments that the user gives.
-            held: Keeps the folder's lock.
+            weights_only: Whether the checkpoint may only hold tensors and plain values.
+            settings: The user's arguments of the trainer.
+            held: Exit stack that keeps the folder's lock.
         """
         writes = not settings.get("fast_dev_run")
         if path is None:
@@ -251,16 +250,16 @@ class Training:
         owner = self.directory.attempt_of(path) if path.name == "last.ckpt" else None
         resumed = owner if writes and owner in self.directory.attempts() else None
         if resumed is not None:
-            held.enter_context(resumed.lock())  # before its checkpoint is read
+            held.enter_context(resumed.lock())  # lock before the checkpoint is read
         checkpoint = load_run(path, weights_only)
         check_run(path, checkpoint, self.module.model, self.module.configure_optimizers())
         if writes:
             self.start = find_start(self.directory, path, checkpoint, self.made, resumed, held)
 
     def _equipment(self, settings: Config, wandb: WandbSettings, interruption: FinishRound) -> dict[str, Any]:
-        """Return callbacks, loggers and folder of the trainer, as its arguments."""
+        """Return callbacks, loggers and folder as arguments of the trainer."""
         callbacks = as_list(settings.get("callbacks"))
-        # true asks for some logger: metrics.jsonl is written in any case
+        # true asks for a default logger, but metrics.jsonl is written in any case
         loggers = [logger for logger in as_list(settings.get("logger")) if logger is not True]
         if settings.get("enable_progress_bar") is not False and not has_progress_bar(callbacks):
             callbacks.append(RoundProgress())
@@ -276,7 +275,7 @@ class Training:
             loggers.append(self._wandb)
         for callback in callbacks:
             if isinstance(callback, ModelCheckpoint) and callback.dirpath is None:
-                # a logger with a folder of its own, such as W&B's, would draw the checkpoints there
+                # otherwise a logger with a folder, such as W&B's, would receive the checkpoints
                 callback.dirpath = str(attempt.checkpoints.resolve())
         return {"callbacks": callbacks, "logger": loggers, "default_root_dir": str(attempt.path)}
 
@@ -291,7 +290,7 @@ class Training:
         self._end(None)
 
     def _end(self, error: BaseException | None) -> None:
-        """End the run at W&B, remove an untrained folder, and let a stop say which round is kept."""
+        """End the run at W&B, remove an untrained folder, and tell a stop which round is saved."""
         attempt = self.start.attempt
         if attempt is None:
             return
@@ -307,22 +306,22 @@ class Training:
 
 
 def has_progress_bar(callbacks: Sequence[L.Callback]) -> bool:
-    """Whether the user has a progress bar of another kind."""
+    """Return whether the callbacks include a progress bar."""
     return any(isinstance(callback, ProgressBar) for callback in callbacks)
 
 
 def quiet_host() -> None:
-    """Silence what Lightning says about hardware and loaders that cannot matter here."""
+    """Silence Lightning's remarks on hardware and data loaders that do not apply to a run."""
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.WARNING)
-    # LightningCLI 2.6 uses jsonargparse in ways that it deprecates; nothing a user of either could change
+    # LightningCLI 2.6 makes deprecated calls of jsonargparse, which a user cannot change
     os.environ.setdefault("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
     for message in (
-        ".*LightningCLI's args parameter.*",  # what it warns of, main() does on purpose
+        ".*LightningCLI's args parameter.*",  # main() passes args on purpose
         ".*does not have many workers.*",  # in-memory data need none
         ".*isinstance\\(treespec, LeafSpec\\).*",  # Lightning 2.6 on torch 2.12 and later, harmless
-        "Implicitly cleaning up <TemporaryDirectory",  # W&B's, for the pictures of a run
-        ".*The `srun` command is available.*",  # on a cluster's login node, where a run is its own
+        "Implicitly cleaning up <TemporaryDirectory",  # of W&B, for the pictures of a run
+        ".*The `srun` command is available.*",  # on a cluster's login node, a run needs no srun
         ".*Total length of `list` across ranks is zero.*",  # a federation without evaluation data
     ):
         warnings.filterwarnings("ignore", message)
