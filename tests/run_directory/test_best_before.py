@@ -69,7 +69,7 @@ def test_a_best_that_is_not_known_any_more_is_said_in_a_line(source, lost, capsy
     }[lost]
     found, *_ = best_after(source / "last.ckpt", *options)
     assert found > 4
-    line = f"{GONE} {source / 'last.ckpt'} is not beside it; the best of the rounds after 4 is kept"
+    line = f"{GONE} {source / 'last.ckpt'} is missing; only rounds after 4 count"
     assert line in capsys.readouterr().out.splitlines()
 
 

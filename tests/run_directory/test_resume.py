@@ -178,10 +178,8 @@ def test_resume_under_other_settings_is_a_new_attempt_of_its_own_configuration(c
     cli = run("--ckpt_path", source.checkpoints / "last.ckpt", "--trainer.max_epochs", 4, *monitor, *change)
     new = cli.attempt
     assert contents(source) == before
-    assert (
-        f"new attempt {new.path} goes on from round 2 of {source.checkpoints / 'last.ckpt'}"
-        in capsys.readouterr().out
-    )
+    line = f"new attempt {new.path} continues from round 2 of {source.checkpoints / 'last.ckpt'}"
+    assert line in capsys.readouterr().out
     assert new.path.name == cli.training.directory.stem != source.path.name
     assert [row["round"] for row in rows(new)] == [0, 1, 2, 3, 4]
     assert rows(new)[:3] == rows(source)
@@ -239,9 +237,8 @@ def test_checkpoint_outside_a_run_starts_an_attempt_that_says_where_its_rows_beg
     source = run("--trainer.max_epochs", 2).attempt
     shutil.copy(source.checkpoints / "last.ckpt", "copy.ckpt")
     new = run("--ckpt_path", "copy.ckpt", "--trainer.max_epochs", 3).attempt
-    assert (
-        "from round 2 of copy.ckpt, which stays as it is; its metrics.jsonl begins" in capsys.readouterr().out
-    )
+    line = "from round 2 of copy.ckpt, which stays unchanged; the new metrics.jsonl begins after this round"
+    assert line in capsys.readouterr().out
     run("--ckpt_path", "last", "--trainer.max_epochs", 4)
     assert [row["round"] for row in rows(new)] == [3, 4]
 

@@ -101,7 +101,7 @@ class Prepared:
         return finish_run(self.module, start.attempt)
 
     def _limit_ranks(self) -> None:
-        """Set up the data before the fork; limit the ranks to the useful ones if the run chooses."""
+        """Set up the data before the fork; with ``devices: auto`` limit the ranks to the useful."""
         strategy = self.trainer.strategy
         if isinstance(strategy, CohortStrategy) and strategy.launcher is not None:
             ranks = useful_ranks(self.module, self.data)
@@ -213,7 +213,10 @@ class Training:
             paths = [attempt.checkpoints / "last.ckpt" for attempt in self.directory.attempts()]
             paths = [path for path in paths if path.is_file()]
             if not paths and (other := self.directory.other_checkpoint("last.ckpt")) is not None:
-                print(f"--ckpt_path auto starts a new run; {other} has other settings or version", flush=True)
+                print(
+                    f"--ckpt_path auto starts a new run; {other} has other settings or an older version",
+                    flush=True,
+                )
             return next((path for path in paths if self._has_this_plan(path, rounds)), None)
         return None if ckpt_path is None else self.directory.resolve_checkpoint(str(ckpt_path))
 

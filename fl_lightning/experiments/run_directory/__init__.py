@@ -1,1 +1,1 @@
-"""What a run leaves behind: its folder, checkpoints, metrics, results and pictures."""
+"""Run directory: the folder, checkpoints, metrics, results and pictures of a run."""

@@ -1,4 +1,4 @@
-"""The objects of a run, as one tree of plain values."""
+"""Description of a run's objects as one tree of plain values."""
 
 import copy
 import inspect
@@ -30,38 +30,39 @@ from fl_lightning.recorded import making
 from fl_lightning.round.module import FederatedModule
 
 LINKED = ("num_classes", "in_channels", "image_size")
-"""Arguments of a model that the data decide unless they are given."""
+"""Arguments of a model whose default is the data's value."""
 
 _TRAINER = {
-    name: one.default for name, one in inspect.signature(L.Trainer).parameters.items() if name != "callbacks"
+    name: x.default for name, x in inspect.signature(L.Trainer).parameters.items() if name != "callbacks"
 }
 
 
 _LATER = ("seed", "executor")
-"""Arguments of a module that the run itself decides."""
+"""Arguments of a module that the run decides."""
 
 
 def built(module: FederatedModule, data: FederatedDataModule, trainer: Config) -> Config:
-    """Describe the objects of a run as a configuration does.
+    """Describe the objects of a run in the form of a configuration.
 
     Args:
         module: The module.
-        data: Its data.
-        trainer: Arguments of the trainer, ``callbacks`` among them.
+        data: The data module.
+        trainer: Arguments of the trainer, including ``callbacks``.
 
     Returns:
-        ``seed_everything``, ``model``, ``data`` and ``trainer``, with the arguments that links and data have decided.
+        ``seed_everything``, ``model``, ``data`` and ``trainer``, including what links and data
+        decide.
     """
-    model, own = as_plain(module), as_plain(data)
+    model, data_node = as_plain(module), as_plain(data)
     seed = model["init_args"].pop("seed")
-    if (data_seed := own["init_args"].pop("seed", seed)) != seed:
-        own["own_seed"] = data_seed  # beside the arguments: its default is the run's seed, not the class's
+    if (data_seed := data_node["init_args"].pop("seed", seed)) != seed:
+        data_node["own_seed"] = data_seed  # not in init_args: its default is the run's seed
     if type(module) is FederatedModule:
         model = model["init_args"]
     return {
         "seed_everything": seed,
         "model": model,
-        "data": own,
+        "data": data_node,
         "trainer": {**_TRAINER, **as_plain(dict(trainer))},
     }
 
@@ -69,27 +70,25 @@ def built(module: FederatedModule, data: FederatedDataModule, trainer: Config) -
 def built_in_python(module: FederatedModule, data: FederatedDataModule, trainer: Config) -> Config:
     """Describe the objects of a script as :func:`built` does.
 
-    The model also has a digest of its layers or its weights if these do not follow from its arguments and the run's seed.
-    Settings that were assigned after an object was made are those that count: module, data and callbacks have them as
-    ``reassigned``.
+    The model also has a digest of its layers or weights if they do not follow from its arguments
+    and the run's seed. Later assigned settings replace the arguments of the module, and are the
+    entry ``reassigned`` of data and callbacks.
     """
-    found = built(module, data, trainer)
-    settings = found["model"].get("init_args", found["model"])
-    own = making(module)
-    given = own.arguments if own is not None else {}
-    if module.model is not given.get("model"):
+    tree = built(module, data, trainer)
+    settings = tree["model"].get("init_args", tree["model"])
+    made = making(module)
+    if made is None or module.model is not made.arguments.get("model"):
         settings["model"] = as_plain(module.model)
     settings["model"] |= _digests(module)
     _describe_groups(module, settings)
     settings |= _reassigned(module)
-    _add_reassigned(
-        [data, *(trainer.get("callbacks") or [])], [found["data"], *(found["trainer"].get("callbacks") or [])]
-    )
-    return found
+    objects = [data, *(trainer.get("callbacks") or [])]
+    _add_reassigned(objects, [tree["data"], *(tree["trainer"].get("callbacks") or [])])
+    return tree
 
 
 def _describe_groups(module: FederatedModule, settings: Config) -> None:
-    """Add a digest of an optimizer's groups where these depend on the parameters that it is made for."""
+    """Add a digest of an optimizer's groups if their settings depend on the parameters."""
     leaves = [torch.zeros_like(x) for x in module.model.parameters() if x.requires_grad and not is_lazy(x)]
     given = {"client_optimizer": [{"params": [x]} for x in leaves], "server_optimizer": leaves}
     for name, parameters in given.items():
@@ -97,20 +96,20 @@ def _describe_groups(module: FederatedModule, settings: Config) -> None:
         if isinstance(make, partial) or not leaves:
             continue
         optimizer = make(parameters)
-        found = [as_plain(one) for one in group_settings(optimizer)]
+        groups = [as_plain(group) for group in group_settings(optimizer)]
         node = settings[name] if isinstance(settings[name], dict) else {"class_path": settings[name]}
         usual = node.get("init_args", {})
-        if any({**usual, **one} != usual for one in found):
+        if any({**usual, **group} != usual for group in groups):
             numbers = {id(leaf): number for number, leaf in enumerate(leaves)}
             places = [[numbers.get(id(x)) for x in group["params"]] for group in optimizer.param_groups]
-            settings[name] = {**node, "groups_digest": tree_digest([found, places])}
+            settings[name] = {**node, "groups_digest": tree_digest([groups, places])}
 
 
 def _add_reassigned(thing: Any, node: Any) -> None:
-    """Add to the description of an object, and of those among its arguments, what was assigned to it later."""
+    """Add later assigned settings to the description of an object and of its arguments."""
     if isinstance(thing, list | tuple) and isinstance(node, list):
-        for one, its_node in zip(thing, node, strict=True):
-            _add_reassigned(one, its_node)
+        for item, item_node in zip(thing, node, strict=True):
+            _add_reassigned(item, item_node)
     made = making(thing)
     if made is None or not isinstance(node, dict):
         return
@@ -121,7 +120,7 @@ def _add_reassigned(thing: Any, node: Any) -> None:
 
 
 def _reassigned(thing: Any) -> Config:
-    """Return the settings and methods of an object that are no longer what its arguments and its class make them."""
+    """Return settings and methods of an object that differ from its arguments and class."""
     made, held = making(thing), vars(thing)
     if made is None:
         return {}
@@ -142,9 +141,9 @@ def _is_same(now: Any, given: Any) -> bool:
         return False
 
 
-def without_decided(found: Config, data: FederatedDataModule) -> Config:
-    """Leave out the arguments of a model that the data decide, as a configuration does."""
-    configured = copy.deepcopy(found)
+def without_decided(tree: Config, data: FederatedDataModule) -> Config:
+    """Return a description without the model arguments that the data decide."""
+    configured = copy.deepcopy(tree)
     settings = configured["model"].get("init_args", configured["model"])
     arguments = settings["model"]["init_args"]
     decided = [
@@ -158,21 +157,21 @@ def without_decided(found: Config, data: FederatedDataModule) -> Config:
 
 
 def _digests(module: FederatedModule) -> Config:
-    """Return what of a model does not follow from its arguments and the seed."""
+    """Return digests of layers and weights that do not follow from the arguments and the seed."""
     model = getattr(module.model, "_orig_mod", module.model)  # of a compiled model
     made = making(model)
     known = module.initial_weights is None and not any(map(is_lazy, model.parameters()))
     weights = {"weights_digest": digest(dict(model.state_dict()))} if known else {}
     if made is None:
         return {"state_digest": layers(model)} | weights | _parts(model)
-    if any(isinstance(x, nn.Module) for x in made.arguments.values()):  # the caller has drawn its weights
+    if any(isinstance(x, nn.Module) for x in made.arguments.values()):  # the caller has drawn their weights
         return {"layers_digest": layers(model)} | weights | _parts(model)
     with isolate_rng(), _float32():
         seed_global(module.seed, torch.device("cpu"))
         again = made.again()
     convert_dropout(again)
-    own = making(module)
-    if own is not None and (momentum := own.arguments["bn_momentum"]) is not None:
+    module_made = making(module)
+    if module_made is not None and (momentum := module_made.arguments["bn_momentum"]) is not None:
         set_momentum(again, momentum)
     same = layers(again) == layers(model)
     other = {} if same else {"layers_digest": layers(model), **_parts(model)}
@@ -181,7 +180,7 @@ def _digests(module: FederatedModule) -> Config:
 
 @contextmanager
 def _float32() -> Iterator[None]:
-    """Make tensors as a configuration does, whatever default type a script has set."""
+    """Make float32 tensors in the block, as a configuration does, whatever a script has set."""
     before = torch.get_default_dtype()
     try:
         torch.set_default_dtype(torch.float32)
@@ -191,7 +190,7 @@ def _float32() -> Iterator[None]:
 
 
 def _parts(model: nn.Module) -> dict[str, list[str]]:
-    """Name the classes of layers that are not of torch: their code computes the run."""
+    """Return the classes of layers outside torch, whose code affects the run."""
     names = {class_name(layer) for layer in model.modules() if layer is not model}
-    own = sorted(name for name in names if not name.startswith("torch."))
-    return {"layer_classes": own} if own else {}
+    foreign = sorted(name for name in names if not name.startswith("torch."))
+    return {"layer_classes": foreign} if foreign else {}

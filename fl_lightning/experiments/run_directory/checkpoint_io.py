@@ -1,7 +1,8 @@
-"""How a checkpoint reaches the disk, and how it is read back.
+"""Atomic writing and checked reading of checkpoints.
 
-Lightning writes a checkpoint into the system's temporary folder and moves it, which is neither atomic across
-file systems nor synced. :class:`AtomicCheckpointIO` writes beside the target, syncs and renames.
+Lightning writes a checkpoint to the system's temporary folder and moves it, which is neither synced
+nor atomic across file systems. :class:`AtomicCheckpointIO` writes beside the target, syncs and
+renames.
 """
 
 import os
@@ -19,7 +20,7 @@ from fl_lightning.models.weights import load_whole, misfit_error, misfits
 
 
 class AtomicCheckpointIO(CheckpointIO):
-    """Writes a checkpoint so that its path always holds a whole one, the old or the new; local paths only.
+    """Checkpoint plugin whose path always holds a complete file, old or new; local paths only.
 
     Pass it as ``Trainer(plugins=[AtomicCheckpointIO()])``.
     """
@@ -27,22 +28,18 @@ class AtomicCheckpointIO(CheckpointIO):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any = None
     ) -> None:
-        """Write a checkpoint atomically.
-
-        Args:
-            checkpoint: What ``torch.save`` shall write.
-            path: The target; missing folders are created.
-            storage_options: Not used: they are for remote storage.
+        """Write a checkpoint atomically; missing folders are made, ``storage_options`` are ignored.
 
         Raises:
-            ConfigurationError: The path is remote, the disk is full or the folder cannot be written.
+            ConfigurationError: The path is remote, the disk is full or the folder cannot be
+                written.
         """
         target = user_path("checkpoint", path)
         try:
             with atomic_write(target) as file:
                 torch.save(checkpoint, file)
         except RuntimeError as error:
-            # torch's zip writer answers a failed write with an error of its own and hides the system's
+            # torch's zip writer hides the system's error behind a RuntimeError
             if isinstance(error.__context__, OSError):
                 raise unwritable(target, error.__context__) from error
             raise
@@ -50,7 +47,7 @@ class AtomicCheckpointIO(CheckpointIO):
     def load_checkpoint(
         self, path: str | os.PathLike[str], map_location: Any = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Read a checkpoint and check that it is whole.
+        """Read a checkpoint and check that it is complete.
 
         Args:
             path: The checkpoint file.
@@ -58,8 +55,8 @@ class AtomicCheckpointIO(CheckpointIO):
             weights_only: As in ``torch.load``; None means True: tensors and plain values, no code.
 
         Raises:
-            ConfigurationError: The file is missing, damaged, remote or holds more than ``weights_only``
-                allows.
+            ConfigurationError: The file is missing, damaged or remote, or ``weights_only`` forbids
+                its content.
         """
         target = user_path("checkpoint", path)
         if not target.is_file():
@@ -75,14 +72,15 @@ class AtomicCheckpointIO(CheckpointIO):
 
 
 def load_run(path: str | os.PathLike[str], weights_only: bool | None = None) -> dict[str, Any]:
-    """Read a checkpoint and check that it is one of a federated run.
+    """Read a checkpoint and check that it belongs to a federated run.
 
     Args:
         path: The checkpoint file.
         weights_only: As in :meth:`AtomicCheckpointIO.load_checkpoint`.
 
     Raises:
-        ConfigurationError: As for :meth:`AtomicCheckpointIO.load_checkpoint`, or the file is something else.
+        ConfigurationError: As for :meth:`AtomicCheckpointIO.load_checkpoint`, or the file is not
+            one of a run.
     """
     checkpoint = AtomicCheckpointIO().load_checkpoint(path, weights_only=weights_only)
     needed = ("state_dict", "global_step", "pytorch-lightning_version", "fl_lightning")
@@ -101,24 +99,24 @@ def check_run(
     model: nn.Module,
     optimizer: Optimizer | None = None,
 ) -> None:
-    """Check that a run can go on as configured: with the model and the server optimizer of its checkpoint.
+    """Check that a checkpoint fits the configured model and server optimizer.
 
     Args:
         path: The checkpoint file, for the message.
-        checkpoint: What it holds.
+        checkpoint: Content of the file.
         model: The configured model.
-        optimizer: The configured server optimizer, None where it is not needed.
+        optimizer: The configured server optimizer; None skips its check.
 
     Raises:
-        ConfigurationError: A name or a shape in the model differs, of which the first one is told; the optimizer is
-            of another kind or steps other parameters.
+        ConfigurationError: A name or shape in the model differs, of which the message has the
+            first; or the optimizer is of another kind or steps other parameters.
     """
     if differing := misfits(checkpoint["state_dict"], model):
         raise misfit_error(f"checkpoint {path}", "checkpoint", model, differing)
     if not isinstance(optimizer, Optimizer) or not checkpoint.get("optimizer_states"):
         return
     groups = checkpoint["optimizer_states"][0]["param_groups"], optimizer.param_groups
-    # a setting that only the configured one knows may be new in a later release of torch
+    # settings that only the configured optimizer has may come from a newer torch
     foreign = any(setting not in new for old, new in zip(*groups, strict=False) for setting in old)
     sizes = [[len(group["params"]) for group in part] for part in groups]
     if foreign or sizes[0] != sizes[1]:

@@ -1,4 +1,4 @@
-"""Checkpoints of whole rounds: after which rounds, and which model was the best."""
+"""Checkpoints of complete rounds: the last and the best, and kept rounds."""
 
 import contextlib
 import math
@@ -24,33 +24,35 @@ from fl_lightning.round.module import FederatedModule
 
 
 class RoundCheckpoint(Recorded, Checkpoint):
-    """Keeps ``last.ckpt``, and ``best.ckpt`` where a metric is monitored, always of a complete round.
+    """Checkpoints of complete rounds: ``last.ckpt`` and, for a monitored metric, ``best.ckpt``.
 
-    ``last.ckpt`` is written after the first and the last round of the fit, after a round when either period has passed, and
-    when an exception or a termination signal stops the fit between two rounds. A round that was broken off is
-    never saved: the resumed run computes it again from its start. Nothing is written under ``fast_dev_run``.
+    ``last.ckpt`` is written after the first and the last round of a fit, after a round when either
+    period has passed, and when an exception or a termination signal stops the fit between rounds.
+    An interrupted round is not saved: a resume computes it again. ``fast_dev_run`` writes no
+    checkpoints.
 
     Args:
-        dirpath: Folder of the checkpoints; None means ``checkpoints`` in the trainer's ``default_root_dir``. Several runs
-            may share it: each attempt has a folder ``<name>/<hash>-s<seed>`` of its own there.
-        every_n_seconds: Save when this many seconds, >= 0, have passed since the last save; 0 means after
-            each round, None never for this reason.
-        every_n_rounds: Save when the round is a multiple of this, >= 1; None never for this reason.
-        monitor: Name of a logged metric, such as ``"val/accuracy"``; ``best.ckpt`` is the model of the first
-            round that reached its best value. Rounds that do not log it are passed over, and so is NaN.
-            mode: Whether the ``"max"`` or the ``"min"`` of the monitored metric is best; None: the smallest of a loss, the largest
-            of a quality such as accuracy (:func:`~fl_lightning.round.directions.best_is`).
-        keep_rounds: Rounds, >= 1, after which a checkpoint ``round_<r>.ckpt`` is written that stays, and, if a metric is
-            monitored, ``round_<r>_best.ckpt``, the best until then.
+        dirpath: Folder of the checkpoints. Default: ``checkpoints`` in the trainer's
+            ``default_root_dir``. In a shared folder each attempt has its subfolder
+            ``<name>/<hash>-s<seed>``.
+        every_n_seconds: Seconds since the last save, >= 0, after which a round is saved; 0: every
+            round, None: no such period.
+        every_n_rounds: Rounds to save are the multiples of this number, >= 1; None: no such period.
+        monitor: Name of a logged metric, such as ``"val/accuracy"``. ``best.ckpt`` is the model of
+            the first round with the best value. Rounds without the metric or with NaN are ignored.
+        mode: Whether ``"max"`` or ``"min"`` of the metric is best. Default: minimum of a loss,
+            maximum of a quality such as accuracy (:func:`~fl_lightning.round.directions.best_is`).
+        keep_rounds: Rounds, >= 1, whose checkpoint is kept as ``round_<r>.ckpt`` and, for a
+            monitored metric, the best one until then as ``round_<r>_best.ckpt``.
 
     Attributes:
-        in_the_run: Whether they lie in the run's own folder, that of each fit.
-        attempt: The attempt whose checkpoints they are; None without a run directory.
-        best_score: Best value of the monitored metric, None before the first.
-        best_round: The round that reached it.
-        best_model_path: Path of ``best.ckpt``, empty where there is none. Lightning reads it for
+        in_the_run: Whether each fit has its checkpoints in its run's folder.
+        attempt: The attempt of the checkpoints; None without a run directory.
+        best_score: Best value of the monitored metric; None before the first.
+        best_round: Round of ``best_score``.
+        best_model_path: Path of ``best.ckpt``, empty before the first. Lightning reads it for
             ``ckpt_path="best"`` and sets it after a fit in child processes.
-        saved_round: The round of the ``last.ckpt`` that this fit has written, None before the first.
+        saved_round: Round of this fit's ``last.ckpt``; None before the first.
     """
 
     def __init__(
@@ -75,7 +77,7 @@ class RoundCheckpoint(Recorded, Checkpoint):
         self.every_n_seconds = every_n_seconds
         self.every_n_rounds = every_n_rounds
         self.monitor = monitor
-        if any(kept < 1 for kept in keep_rounds or ()):
+        if any(number < 1 for number in keep_rounds or ()):
             raise ConfigurationError(f"keep_rounds: {keep_rounds} must be rounds >= 1")
         self.mode = mode
         self.keep_rounds = frozenset(keep_rounds or ())
@@ -89,12 +91,12 @@ class RoundCheckpoint(Recorded, Checkpoint):
 
     @property
     def state_key(self) -> str:
-        """One per monitored metric: a best score means nothing to another metric."""
-        # without a metric as in checkpoints of the time when "max" was the default
+        """Key of the state, one per monitored metric: scores of two metrics cannot be compared."""
+        # without a metric "max", the default of older checkpoints
         return self._generate_state_key(monitor=self.monitor, mode=self._best_is() or "max")
 
     def state_dict(self) -> dict[str, Any]:
-        """The best score and its round; nothing where no metric is monitored."""
+        """Return the best score and its round; empty without a monitored metric."""
         if self.monitor is None:
             return {}
         return {"best_score": self.best_score, "best_round": self.best_round}
@@ -102,16 +104,12 @@ class RoundCheckpoint(Recorded, Checkpoint):
     def on_load_checkpoint(
         self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Take the ``best.ckpt`` of the rounds before along into a new folder; say so where it is not there any more.
-
-        Raises:
-            ConfigurationError: It cannot be written.
-        """
+        """Copy the earlier rounds' ``best.ckpt`` into a new folder, or print that it is missing."""
         if trainer.state.fn != "fit" or self.monitor is None or trainer.ckpt_path is None:
             return
         assert self.dirpath is not None
         path, target = Path(trainer.ckpt_path), self.dirpath / "best.ckpt"
-        state = checkpoint.get("callbacks", {}).get(self.state_key)  # None where it was of another metric
+        state = checkpoint.get("callbacks", {}).get(self.state_key)  # None for another metric
         missing = not target.is_file() and (state is None or state["best_round"] is not None)
         if missing and trainer.is_global_zero and self._active(trainer):
             source = self._best_until(path, state) if state and _same_data(checkpoint, pl_module) else None
@@ -119,31 +117,31 @@ class RoundCheckpoint(Recorded, Checkpoint):
                 _copy(source, target, state["best_round"])
             else:
                 print(
-                    f"best.ckpt: the best until {path} is not beside it; the best of the rounds after {checkpoint['global_step']} is kept",
+                    f"best.ckpt: the best until {path} is missing; only rounds after {checkpoint['global_step']} count",
                     flush=True,
                 )
-        trainer.strategy.broadcast(None)  # the other ranks look for the file after this
+        trainer.strategy.broadcast(None)  # barrier: the other ranks look for the file afterwards
 
     def _best_until(self, path: Path, state: Mapping[str, Any]) -> Path | None:
-        """The checkpoint beside another one that was the best until then, None where it is gone."""
-        for found in (path.with_name(_best_name(path.stem)), path.with_name("best.ckpt")):
-            with contextlib.suppress(ConfigurationError):  # it is not there, or damaged
-                if AtomicCheckpointIO().load_checkpoint(found)["callbacks"].get(self.state_key) == state:
-                    return found
+        """Return the best checkpoint at the time of another one beside it; None if it is gone."""
+        for candidate in (path.with_name(_best_name(path.stem)), path.with_name("best.ckpt")):
+            with contextlib.suppress(ConfigurationError):  # missing or damaged
+                if AtomicCheckpointIO().load_checkpoint(candidate)["callbacks"].get(self.state_key) == state:
+                    return candidate
         return None
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from the best score where its ``best.ckpt`` lies here: else the best is that of the rounds to come."""
+        """Restore the best score if its ``best.ckpt`` lies here; else only later rounds count."""
         if self.dirpath is not None and (self.dirpath / "best.ckpt").is_file():
             self.best_score, self.best_round = state_dict["best_score"], state_dict["best_round"]
             self.best_model_path = str(self.dirpath / "best.ckpt")
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Find the folder, and fail now rather than after the first round where it cannot be made.
+        """Determine and create the folder, so that an error comes before the first round.
 
         Raises:
-            ConfigurationError: The folder cannot be created, the trainer counts steps, or it is not known which values of the
-                monitored metric are best.
+            ConfigurationError: The folder cannot be created, the trainer counts steps, or the best
+                values of the monitored metric are unknown.
         """
         if isinstance(pl_module, FederatedModule):
             pl_module.prepare_metrics()
@@ -153,16 +151,17 @@ class RoundCheckpoint(Recorded, Checkpoint):
                 f"checkpoint.mode: null, but it is not known which values of {self.monitor!r} are best; set checkpoint.mode to max or min"
             )
         if stage == "fit" and self._active(trainer) and trainer.max_steps != -1:
-            # Lightning resumes a run that counts steps inside its last epoch, which repeats or drops a round
+            # with max_steps Lightning resumes inside the last epoch, which repeats or drops a round
             raise ConfigurationError(
                 f"trainer.max_steps {trainer.max_steps} cannot be resumed by rounds; set trainer.max_epochs"
             )
         if self.dirpath is None or (self.in_the_run and stage == "fit"):
             self.dirpath = Path(trainer.strategy.broadcast(trainer.default_root_dir)) / "checkpoints"
         elif stage == "fit" and self._given_dirpath is not None:
-            own = self._given_dirpath if self.attempt is None else self.attempt.below(self._given_dirpath)
-            self.dirpath = Path(trainer.strategy.broadcast(str(own)))
-        if stage == "fit":  # a checkpoint that is resumed brings its own
+            given = self._given_dirpath
+            folder = given if self.attempt is None else self.attempt.below(given)
+            self.dirpath = Path(trainer.strategy.broadcast(str(folder)))
+        if stage == "fit":  # a resumed checkpoint restores its values afterwards
             self.best_score, self.best_round, self.best_model_path = None, None, ""
         if stage == "fit" and trainer.is_global_zero and self._active(trainer):
             try:
@@ -172,42 +171,35 @@ class RoundCheckpoint(Recorded, Checkpoint):
                 raise unwritable(self.dirpath, error) from error
 
     def _claim(self) -> None:
-        """Say in a shared folder whose checkpoints these are.
-
-        Raises:
-            ConfigurationError: They are another run's, of the same name in another folder of runs.
-        """
+        """Write the run into its shared folder; raise if one of the same name elsewhere owns it."""
         if self.attempt is None or self.in_the_run:
             return
         assert self.dirpath is not None
-        note, own = self.dirpath / "run.txt", str(self.attempt.path.resolve())
-        owner = note.read_text().strip() if note.is_file() else own
-        if owner != own and Attempt(Path(owner)).config.is_file():
+        note, this_run = self.dirpath / "run.txt", str(self.attempt.path.resolve())
+        owner = note.read_text().strip() if note.is_file() else this_run
+        if owner != this_run and Attempt(Path(owner)).config.is_file():
             raise ConfigurationError(
                 f"checkpoint.dirpath: {self.dirpath} holds the checkpoints of {owner}; use another folder, or another name of the run"
             )
-        write_text(note, f"{own}\n")
+        write_text(note, f"{this_run}\n")
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Start the clock; no round of this fit is complete or saved."""
+        """Start the clock, and reset the complete and saved rounds of this fit."""
         self._complete_round = self.saved_round = None
         self._saved_at = time.monotonic()
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Check that an evaluation metric to monitor is one that is logged.
-
-        Raises:
-            ConfigurationError: The evaluation has not logged it.
-        """
+        """Raise a ConfigurationError if the evaluation did not log a monitored metric of it."""
         trained = trainer.state.fn == "fit" and self._active(trainer) and not trainer.sanity_checking
         if trained and (self.monitor or "").startswith(("val/", "test/")):
             self._require_monitor(trainer)
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Save what is due now that the round is complete.
+        """Save the due checkpoints after a complete round.
 
         Raises:
-            ConfigurationError: The server optimizer did not step once per round, or a file cannot be written.
+            ConfigurationError: The server optimizer did not step once per round, or a file cannot
+                be written.
         """
         if not self._active(trainer):
             return
@@ -221,9 +213,9 @@ class RoundCheckpoint(Recorded, Checkpoint):
         if self._reached_best(trainer):
             self.best_model_path = self._save(trainer, "best.ckpt")
         if rounds in self.keep_rounds:
-            kept = Path(self._save(trainer, kept_name(rounds)))
+            path = Path(self._save(trainer, kept_name(rounds)))
             if self.best_round is not None and trainer.is_global_zero:
-                _copy(Path(self.best_model_path), kept.with_name(_best_name(kept.stem)), self.best_round)
+                _copy(Path(self.best_model_path), path.with_name(_best_name(path.stem)), self.best_round)
         if self._due(trainer):
             self._save_last(trainer)
 
@@ -240,11 +232,11 @@ class RoundCheckpoint(Recorded, Checkpoint):
     def on_exception(
         self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException
     ) -> None:
-        """Save the round that was completed, if none is half done."""
+        """Save the last complete round unless another one has begun."""
         between_rounds = trainer.fit_loop.epoch_progress.current.ready == self._complete_round
-        # one failing process cannot save: saving is a meeting point of all
+        # saving is a barrier of all ranks, which a single failing rank cannot pass
         if between_rounds and self._active(trainer) and trainer.world_size == 1:
-            with contextlib.suppress(ConfigurationError):  # the exception on its way out is the one to show
+            with contextlib.suppress(ConfigurationError):  # the original exception is the one to show
                 self._save_last(trainer)
 
     def _best_is(self) -> Literal["max", "min"] | None:
@@ -284,7 +276,7 @@ class RoundCheckpoint(Recorded, Checkpoint):
 
     def _save(self, trainer: L.Trainer, name: str) -> str:
         for logger in trainer.loggers:
-            logger.save()  # the rows reach the disk before the checkpoint that counts on them
+            logger.save()  # rows must reach the disk before the checkpoint that needs them
         assert self.dirpath is not None
         path = str(self.dirpath / name)
         callbacks = trainer.callbacks  # type: ignore[attr-defined]  # set in a helper of the trainer
@@ -295,24 +287,24 @@ class RoundCheckpoint(Recorded, Checkpoint):
         return path
 
     def _label(self, name: str) -> str:
-        """What a memory calls the checkpoint: those of the same name in another folder have files of their own."""
+        """Return the label of a checkpoint's files in a client memory, unique across folders."""
         if self.in_the_run:
             return Path(name).stem
         return f"{Path(name).stem}-{crc32(os.fsencode(os.path.abspath(str(self.dirpath)))):08x}"
 
 
 def kept_name(round_number: int) -> str:
-    """Name of the checkpoint that ``keep_rounds`` keeps of a round."""
+    """Return the name of a round's checkpoint in ``keep_rounds``."""
     return f"round_{round_number}.ckpt"
 
 
 def _best_name(stem: str) -> str:
-    """Name of the checkpoint that was the best when another one was kept, by the name of that."""
+    """Return the name of the best checkpoint at the time of another one, from the latter's stem."""
     return f"{stem}_best.ckpt"
 
 
 def _copy(source: Path, target: Path, round_number: int) -> None:
-    """Copy a checkpoint, and link the files of methods' memories that belong to it."""
+    """Copy a checkpoint, and link the files of client memories that belong to it."""
     link_files(
         source.parents[1],
         f"{source.stem}_{round_number}",
@@ -324,6 +316,6 @@ def _copy(source: Path, target: Path, round_number: int) -> None:
 
 
 def _same_data(checkpoint: Mapping[str, Any], module: L.LightningModule) -> bool:
-    """Whether a run goes on with the data of its checkpoint: scores on others cannot be compared."""
+    """Return whether a run has its checkpoint's data: other scores cannot be compared."""
     record = getattr(module, "record", None)
     return record is None or checkpoint["fl_lightning"]["record"].get("data") == record.data

@@ -1,4 +1,4 @@
-"""Names and code of classes and functions: of a script, a notebook or another function only the code tells which one it is."""
+"""Names of classes and functions, and the code of local ones, which no import identifies."""
 
 import dis
 import functools
@@ -24,7 +24,7 @@ _NOT_CODE = (
 
 @functools.cache
 def full_name(maker: Any) -> str:
-    """Return the shortest dotted path that imports a class or function; a script's is the same in its child processes."""
+    """Return the shortest import path of a class or function, equal in a script's child processes."""
     try:
         path = str(get_import_path(maker))
     except (ValueError, ImportError, AttributeError):
@@ -33,25 +33,25 @@ def full_name(maker: Any) -> str:
 
 
 def is_local(maker: Any) -> bool:
-    """Tell whether no import finds a class or function: it is of a script, a notebook, another function or ``exec``."""
+    """Return whether a class or function of a script, notebook or function has no import path."""
     inner = inspect.unwrap(maker)
     path = f"{inner.__module__}.{getattr(inner, '__qualname__', '<')}"
     if "<" in path or path.startswith(("__main__.", "__mp_main__.", "None.")):
         return True
     if not isinstance(inner, type) and not hasattr(inner, "__code__"):
         return False
-    found: Any = sys.modules.get(inner.__module__)
+    value: Any = sys.modules.get(inner.__module__)
     for part in inner.__qualname__.split("."):
-        found = getattr(found, part, None)
-    return found is None
+        value = getattr(value, part, None)
+    return value is None
 
 
 def code_of(maker: Any, reference: Callable[[Any], Any]) -> Any:
-    """Describe what a class or function does: its instructions, and all that they name.
+    """Describe the code of a class or function: its instructions and all that they name.
 
     Args:
         maker: The class, or the function without wrappers.
-        reference: Describes what the code names, such as a global or a default.
+        reference: Function that describes a named value, such as a global or a default.
     """
     if isinstance(maker, type):
         members = [[name, reference(x)] for name, x in vars(maker).items() if name not in _NOT_CODE]
@@ -71,24 +71,24 @@ def code_of(maker: Any, reference: Callable[[Any], Any]) -> Any:
 def _content(cell: Any) -> Any:
     try:
         return cell.cell_contents
-    except ValueError:  # not filled yet
+    except ValueError:  # empty cell
         return None
 
 
 def _names(code: CodeType) -> list[str]:
-    """List the globals that a function reads, those of its inner functions included."""
-    inner = [name for one in code.co_consts if isinstance(one, CodeType) for name in _names(one)]
-    own = [x.argval for x in dis.get_instructions(code) if x.opname in ("LOAD_GLOBAL", "LOAD_NAME")]
-    return list(dict.fromkeys([*own, *inner]))
+    """Return the globals that a function and its inner functions read."""
+    inner = [name for x in code.co_consts if isinstance(x, CodeType) for name in _names(x)]
+    outer = [x.argval for x in dis.get_instructions(code) if x.opname in ("LOAD_GLOBAL", "LOAD_NAME")]
+    return list(dict.fromkeys([*outer, *inner]))
 
 
 def _instructions(code: CodeType) -> list[Any]:
-    """List instructions with what they use by name and value; a docstring is none of these."""
+    """Return the instructions and their operands by name and value, without the docstring."""
     steps = list(dis.get_instructions(code))
-    stored = [*steps[1:], None]  # a class stores its docstring
+    stored = [*steps[1:], None]  # a class body loads and stores its docstring
     docs = [x for x in stored if x is not None and (x.opname, x.argval) == ("STORE_NAME", "__doc__")]
-    kept = [x for x, after in zip(steps, stored, strict=True) if x not in docs and after not in docs]
-    return [[x.opname, _operand(x.argval)] for x in kept]
+    code_steps = [x for x, after in zip(steps, stored, strict=True) if x not in docs and after not in docs]
+    return [[x.opname, _operand(x.argval)] for x in code_steps]
 
 
 def _operand(value: Any) -> Any:

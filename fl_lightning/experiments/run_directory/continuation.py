@@ -1,4 +1,4 @@
-"""Where a run trains: in a folder of its own, or resumed in that of its checkpoint, or forked from it into a new one."""
+"""Start of a fit: in a new folder, resumed in its checkpoint's folder, or forked into a new one."""
 
 import shutil
 from collections.abc import Mapping
@@ -15,16 +15,16 @@ from fl_lightning.files import remove_empty
 
 @dataclass(frozen=True)
 class Start:
-    """Where a fit begins.
+    """Folder and checkpoint from which a fit starts.
 
     Attributes:
-        attempt: The folder that it trains in, None where nothing is written (``fast_dev_run``).
-        round: The round that it goes on from; 0 for a run from the start.
-        is_new: Whether the folder was made for it.
+        attempt: Folder of the run; None under ``fast_dev_run``.
+        round: Round of the checkpoint; 0 for a new run.
+        is_new: Whether the folder was made for this fit.
         checkpoint: Path of the checkpoint.
-        differs: The old and the new value of each setting that decides results, by dotted name; None where the run goes on
-            as it was.
-        metrics: The lines of ``metrics.jsonl`` up to that round.
+        differs: Old and new value of each changed setting that decides results, by dotted name;
+            None if a run resumes unchanged.
+        metrics: Lines of ``metrics.jsonl`` up to ``round``.
     """
 
     attempt: Attempt | None = None
@@ -35,7 +35,7 @@ class Start:
     metrics: bytes = b""
 
     def discard_untrained(self) -> None:
-        """Remove a folder that was made for a fit without a finished round, and ``runs/<name>`` and ``runs`` where they are empty then."""
+        """Remove a new folder without a trained round, then ``runs/<name>`` and ``runs`` if empty."""
         if self.attempt is None or not self.is_new:
             return
         rows = read_metrics(self.attempt.metrics) if self.attempt.metrics.exists() else []
@@ -52,40 +52,40 @@ def find_start(
     resumed: Attempt | None,
     held: ExitStack,
 ) -> Start:
-    """Find the folder in which a run goes on, that of its checkpoint only where it goes on at its end.
+    """Return the start from a checkpoint: in its folder if it is the last, else in a new attempt.
 
-    A run of other settings or another seed, and one that goes back to an earlier checkpoint than the last, gets a new
-    attempt, so that what another run has computed is never cut or mixed with what it did not compute.
+    Other settings, another seed or an earlier checkpoint need a new attempt, so that no results of
+    another run are cut or mixed.
 
     Args:
-        directory: All attempts of the run.
-        ckpt_path: The checkpoint that it goes on from.
-        checkpoint: What it holds.
-        made: What was built.
-        resumed: The run's own attempt whose last checkpoint it is, None for any other checkpoint.
-        held: Keeps the lock of a new attempt.
+        directory: All attempts at the run.
+        ckpt_path: The checkpoint file.
+        checkpoint: Content of the file.
+        made: The built objects.
+        resumed: The run's own attempt if ``ckpt_path`` is its last checkpoint, otherwise None.
+        held: Exit stack that keeps the lock of a new attempt.
 
     Raises:
-        ConfigurationError: Metrics of the rounds before are missing, or a file cannot be written.
+        ConfigurationError: Metrics of earlier rounds are missing, or a file cannot be written.
     """
     reached, source = int(checkpoint["global_step"]), resumed or directory.attempt_of(ckpt_path)
-    # read before there is a folder: lines that are missing leave nothing behind
+    # read before a folder is made, since missing lines raise an error
     lines = lines_until(source.metrics, reached) if source is not None else []
     differs = _differences(checkpoint, made)
     if resumed is not None:
         return Start(resumed, reached, False, str(ckpt_path), differs or None, b"".join(lines))
     attempt = directory.next_attempt(held)
     print(
-        f"new attempt {attempt.path} goes on from round {reached} of {ckpt_path}, which stays as it is"
-        + ("" if lines else "; its metrics.jsonl begins there"),
+        f"new attempt {attempt.path} continues from round {reached} of {ckpt_path}, which stays unchanged"
+        + ("" if lines else "; the new metrics.jsonl begins after this round"),
         flush=True,
     )
     return Start(attempt, reached, True, str(ckpt_path), differs, b"".join(lines))
 
 
 def _differences(checkpoint: Mapping[str, Any], made: Config) -> dict[str, list[object]]:
-    """Return the old and the new value of each setting that decides results."""
+    """Return the old and the new value of each changed setting that decides results."""
     before = checkpoint["fl_lightning"]["record"].get("description")
-    if not before:  # of an earlier version
+    if not before:  # written by an earlier version
         return {"settings": ["unknown", "those of config.yaml"]}
     return differences(before, deciding_settings(made))

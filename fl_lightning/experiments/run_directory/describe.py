@@ -1,4 +1,4 @@
-"""A run in a few words, for titles and tables, and the environment that it was made in."""
+"""Short descriptions of a run for titles and tables, and of its environment."""
 
 import platform
 import subprocess
@@ -34,7 +34,7 @@ _LAYERS: dict[str, type[nn.Module]] = {
 
 
 def method_name(module: FederatedModule, callbacks: Sequence[Declarations]) -> str:
-    """The method of a run in the field's words, such as ``"FedAvg + FixBN(freeze_fraction=0.5)"``, with the callbacks' remarks."""
+    """Return the method, such as ``FedAvg + FixBN(freeze_round=9)``, with callbacks' remarks."""
     optimizer = module.server_optimizer([torch.zeros(1)])
     settings = optimizer.param_groups[0]
     base = f"server {type(optimizer).__name__}(lr={settings['lr']:g})"
@@ -52,7 +52,7 @@ def method_name(module: FederatedModule, callbacks: Sequence[Declarations]) -> s
 
 
 def identity(module: FederatedModule) -> dict[str, Any]:
-    """What ``run.json`` holds: the run's name and tags in a table of runs, and what a configuration leaves to be computed."""
+    """Return the content of ``run.json``: name, tags and facts that the configuration lacks."""
     methods, data = module.federated_callbacks, type(module.data).__name__
     base = method_name(module, []).partition("(")[0]
     partition = module.data.describe_partition()
@@ -72,11 +72,9 @@ def identity(module: FederatedModule) -> dict[str, Any]:
 
 
 def clients_table(module: FederatedModule) -> tuple[list[str], list[list[Any]]]:
-    """One row per client: what it holds, what it did up to now, and its training examples of each class.
+    """Return the columns and rows of a table of clients: their data, training and class counts.
 
-    Returns:
-        The names of the columns, and the rows. The loss is the mean over the local steps of the client's last round, None
-        before its first.
+    The loss is the mean over the local steps of a client's last round, None before its first round.
     """
     data = module.data
     histogram = data.partition_record().get("class_histogram") or [[]] * data.num_clients
@@ -90,12 +88,12 @@ def clients_table(module: FederatedModule) -> tuple[list[str], list[list[Any]]]:
 
 
 def model_name(module: FederatedModule) -> str:
-    """The class of the model, of a compiled one that within."""
+    """Return the class name of the model, without the wrapper of a compiled one."""
     return type(getattr(module.model, "_orig_mod", module.model)).__name__
 
 
 def run_title(module: FederatedModule) -> list[str]:
-    """What a picture of a run says about it: a line with its method, one with model, data, partition and seed."""
+    """Return a picture's title lines: method; model, data, partition and seed; the run's origins."""
     norms = norm_names(module.model)
     model = model_name(module) + (f" ({', '.join(norms)})" if norms else "")
     data = f"{type(module.data).__name__}: {module.data.describe_partition()}"
@@ -104,9 +102,9 @@ def run_title(module: FederatedModule) -> list[str]:
 
 
 def norm_names(model: nn.Module) -> list[str]:
-    """The kinds of norm layers in a model, or of what stands in their place, such as ``["GN", "WS"]``."""
-    found = {_name(module) for module in model.modules()}
-    return [name for name in _LAYERS if name in found]
+    """Return kinds of norm layers or their substitutes in a model, such as ``["GN", "WS"]``."""
+    kinds = {_name(module) for module in model.modules()}
+    return [name for name in _LAYERS if name in kinds]
 
 
 def _name(module: nn.Module) -> str:
@@ -116,7 +114,7 @@ def _name(module: nn.Module) -> str:
 
 
 def origin_in_words(continued_from: Sequence[Origin]) -> list[str]:
-    """A line for each checkpoint from which a run went on otherwise: its run and round, and both values of what differs."""
+    """Return a line per checkpoint that a run continued with changes: round, old and new values."""
     lines = []
     for entry in continued_from:
         path = Path(entry["checkpoint"])
@@ -128,9 +126,9 @@ def origin_in_words(continued_from: Sequence[Origin]) -> list[str]:
 
 
 def describe_computing(module: FederatedModule) -> dict[str, object]:
-    """The executor and all else that decides how sums are rounded.
+    """Return the executor and all else that affects the rounding of sums.
 
-    ``block_size`` is the number of clients in one pass, None where each is computed by itself.
+    ``block_size`` is the number of clients in one pass, None if each client is computed alone.
     """
     clients = 1 if module.centralised else module.plan.cohort_size
     device = module.device
@@ -145,7 +143,7 @@ def describe_computing(module: FederatedModule) -> dict[str, object]:
 
 
 def describe_environment() -> dict[str, str | None]:
-    """Versions, platform and git commit (None outside a checkout; ``-dirty``: with uncommitted changes)."""
+    """Return versions, platform and git commit (``-dirty``: uncommitted changes, None: no git)."""
     return {
         "python": platform.python_version(),
         "torch": str(torch.__version__),

@@ -1,4 +1,4 @@
-"""The pictures and tables of a run's folder."""
+"""Pictures and tables of a run's folder."""
 
 import csv
 import json
@@ -22,21 +22,22 @@ from fl_lightning.round.module import FederatedModule
 
 
 def draw_partition(attempt: Attempt, module: FederatedModule) -> None:
-    """Draw ``partition.png`` from ``partition.json``: samples by client and class, or sizes where it has no classes."""
+    """Draw ``partition.png`` from ``partition.json``: samples by client and, if any, by class."""
     with harmless(attempt.partition_picture):
         record, title = json.loads(attempt.partition.read_text()), run_title(module)
         write_figure(attempt.partition_picture, clients_figure(record, module.data.class_names, title))
 
 
 def draw_pictures(attempt: Attempt | None, module: FederatedModule) -> None:
-    """Draw what a run has found into its folder, and write what its clients did and the tables of its reports as ``<name>.csv``.
+    """Draw the pictures of a run, and write the tables of its clients and reports as CSV files.
 
-    ``learning_curve.png`` is drawn from ``metrics.jsonl``; where the run is finished ``class_accuracy.png``, or what else the task
-    calls it, from ``result.json``, and of a segmentation ``overlays.png``.
+    ``learning_curve.png`` is drawn from ``metrics.jsonl``. A finished run also has
+    ``class_<quality>.png``, such as ``class_accuracy.png``, from ``result.json``, and a
+    segmentation ``overlays.png``.
 
     Args:
-        attempt: The run's folder, None where nothing is written (``fast_dev_run``).
-        module: The trained module, whose callbacks may be reports with pictures ``<name>.png``.
+        attempt: The run's folder; None under ``fast_dev_run``.
+        module: The trained module, whose reports may add ``<name>.png`` and ``<name>.csv``.
     """
     if attempt is None:
         return
@@ -51,12 +52,10 @@ def draw_pictures(attempt: Attempt | None, module: FederatedModule) -> None:
         what = module.task.by_class
         path = attempt.path / f"class_{what}.png"
         with harmless(path):
-            found = json.loads(attempt.result.read_text())[f"class_{what}"]
-            if found is not None:
-                figure = class_quality_figure(
-                    found[what], found["classes"], f"{found['split']} {what}", title
-                )
-                write_figure(path, figure)
+            record = json.loads(attempt.result.read_text())[f"class_{what}"]
+            if record is not None:
+                caption = f"{record['split']} {what}"
+                write_figure(path, class_quality_figure(record[what], record["classes"], caption, title))
         path = attempt.path / "overlays.png"
         with harmless(path):
             if (shown := overlays(module, title)) is not None:
@@ -85,8 +84,8 @@ def _write_table(path: Path, columns: Sequence[str], rows: Sequence[Sequence[Any
 
 @contextmanager
 def harmless(what: Path | str) -> Iterator[None]:
-    """Say that a picture or table could not be made, whatever the reason, and go on: a run is more than its pictures."""
+    """Print an error instead of raising it: a missing picture or table must not stop a run."""
     try:
         yield
-    except Exception as error:  # noqa: BLE001  # matplotlib's, the disk's, or those of a user's own record
+    except Exception as error:  # noqa: BLE001  # of matplotlib, the disk, or a user's code
         print(f"{what} was not written: {type(error).__name__}: {error}", file=sys.stderr)

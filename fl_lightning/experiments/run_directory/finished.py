@@ -1,4 +1,4 @@
-"""The result of a finished run (``result.json``), read back and checked."""
+"""Result of a finished run: keys of ``result.json``, read and checked."""
 
 import json
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from fl_lightning.round.record import Origin
 
 @with_config(extra="allow", strict=True)
 class Result(TypedDict):
-    """What ``result.json`` holds beside the metrics, whose names have a slash, and what reports add."""
+    """Keys of ``result.json`` without the metrics (names with a slash) and additions of reports."""
 
     method: str
     model: str
@@ -52,11 +52,8 @@ def metric_values(result: Result) -> dict[str, float]:
 def read_result(path: Path) -> Result:
     """Read a ``result.json``.
 
-    Args:
-        path: The file.
-
     Raises:
-        ConfigurationError: There is no such file, or it is not what a finished run writes.
+        ConfigurationError: The file is missing or not the result of a finished run.
     """
     try:
         content = restored(json.loads(path.read_text()))
