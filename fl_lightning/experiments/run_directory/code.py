@@ -24,7 +24,7 @@ _NOT_CODE = (
 
 @functools.cache
 def full_name(maker: Any) -> str:
-    """Return the shortest import path of a class or function, equal in a script's child processes."""
+    """Return the shortest import path of a class or function, also in child processes."""
     try:
         path = str(get_import_path(maker))
     except (ValueError, ImportError, AttributeError):

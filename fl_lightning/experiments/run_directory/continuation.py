@@ -35,7 +35,7 @@ class Start:
     metrics: bytes = b""
 
     def discard_untrained(self) -> None:
-        """Remove a new folder without a trained round, then ``runs/<name>`` and ``runs`` if empty."""
+        """Remove a new folder without a trained round, then empty ``runs/<name>`` and ``runs``."""
         if self.attempt is None or not self.is_new:
             return
         rows = read_metrics(self.attempt.metrics) if self.attempt.metrics.exists() else []

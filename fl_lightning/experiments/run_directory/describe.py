@@ -93,7 +93,7 @@ def model_name(module: FederatedModule) -> str:
 
 
 def run_title(module: FederatedModule) -> list[str]:
-    """Return a picture's title lines: method; model, data, partition and seed; the run's origins."""
+    """Return a picture's title: method; model, data, partition and seed; origins of the run."""
     norms = norm_names(module.model)
     model = model_name(module) + (f" ({', '.join(norms)})" if norms else "")
     data = f"{type(module.data).__name__}: {module.data.describe_partition()}"

@@ -1,7 +1,8 @@
-"""The description of a run: what was built, as one tree of plain values, whether it was built from YAML or in Python.
+"""Description of a run: its built objects as one tree of plain values, from YAML or Python.
 
-The tree has the form of a configuration: ``model``, ``data`` and ``trainer``, and for each object its ``class_path`` and
-``init_args``. The hash of a run, its provenance and what differs at a resume are read from it.
+The tree has the form of a configuration: ``model``, ``data`` and ``trainer``, and for each object
+``class_path`` and ``init_args``. The run's hash, its provenance and the differences at a resume are
+read from the tree.
 """
 
 import hashlib
@@ -48,29 +49,29 @@ OUTSIDE_THE_HASH = frozenset(
         "strategy",
     }
 )
-"""Settings of the trainer that change neither weights nor bytes nor the metrics of a round."""
+"""Settings of the trainer that change no weights, no bytes and no metrics of a round."""
 
 _TASK = full_name(Classification)
-"""The task of a run without one."""
+"""The default task of a run."""
 
 _PRECISIONS = {"32-true": None, "32": None, "64": "64-true", "16": "16-mixed", "bf16": "bf16-mixed"}
-"""Lightning's other names of a precision."""
+"""Lightning's precisions by their aliases; None is the default precision."""
 
 _SHOWING = (RoundCheckpoint, ProgressBar)
-"""Callbacks that change no result either."""
+"""Callbacks that change no result."""
 
 
 def description_of(config: Config) -> Config:
-    """Return the description of a configuration: full names of classes, and no settings of the run's surroundings.
+    """Return the description of a configuration: full class names, no settings outside the hash.
 
     Args:
-        config: A resolved configuration, or the description itself; ``dict_kwargs`` are arguments like others.
+        config: A resolved configuration or a description; ``dict_kwargs`` are treated as arguments.
     """
     return {part: _plain(node) for part, node in _parts(config).items()}
 
 
 def _parts(config: Config) -> Config:
-    """Return model, data and trainer as classes with arguments, without settings of the run's surroundings."""
+    """Return model, data and trainer as classes with arguments that can decide results."""
     model, data = config.get("model") or {}, config.get("data") or {}
     path, arguments = (
         model.get("class_path", MODULE),
@@ -84,12 +85,12 @@ def _parts(config: Config) -> Config:
     settings = config.get("trainer") or {}
     entries = settings.get("callbacks") or []
     entries = entries if isinstance(entries, list) else [entries]
-    evaluated = any(_evaluation_counts(class_path(one)) for one in entries)
+    evaluated = any(_evaluation_counts(class_path(entry)) for entry in entries)
     outside = OUTSIDE_THE_HASH - {"check_val_every_n_epoch"} if evaluated else OUTSIDE_THE_HASH
     trainer = {name: x for name, x in settings.items() if name not in outside}
     if str(precision := trainer.get("precision")) in _PRECISIONS:
         trainer["precision"] = _PRECISIONS[str(precision)]
-    trainer["callbacks"] = [one for one in entries if not _shows(class_path(one))] or None
+    trainer["callbacks"] = [entry for entry in entries if not _shows(class_path(entry))] or None
     if isinstance(data.get("init_args"), Mapping) and _threads_only_read(class_path(data)):
         data = {**data, "init_args": {name: x for name, x in data["init_args"].items() if name != "threads"}}
     return {
@@ -102,7 +103,7 @@ def _parts(config: Config) -> Config:
 
 
 def config_hash(config: Config) -> str:
-    """Name a configuration by 8 hex digits of SHA-256 over what of its description differs from the defaults.
+    """Return 8 hex digits of SHA-256 over the settings that differ from the defaults.
 
     Files that decide results, such as initial weights and partitions, count by their content.
 
@@ -127,44 +128,45 @@ def directory_of(config: Config) -> RunDirectory:
 
 
 def deciding_settings(config: Config) -> Config:
-    """Return the settings that decide results by dotted name without ``init_args``, defaults included; a class by its full name.
+    """Return the settings that decide results, with defaults, by dotted name without ``init_args``.
 
-    Callbacks are named by their class, such as ``trainer.callbacks.FixBN.freeze_round``; the second of a class is ``FixBN.2``.
+    A class has its full name. Callbacks are named by their class, such as
+    ``trainer.callbacks.FixBN.freeze_round``; the second callback of a class is ``FixBN.2``.
     """
-    found = description_of(config)
-    settings = found["trainer"]["init_args"]
+    tree = description_of(config)
+    settings = tree["trainer"]["init_args"]
     named: Config = {}
     for entry in settings.get("callbacks") or []:
         name = class_name(entry)
-        same = sum(class_name(one) == name for one in named.values())
+        same = sum(class_name(x) == name for x in named.values())
         named[name if not same else f"{name}.{same + 1}"] = entry
     seed = {"seed_everything": config.get("seed_everything")}
     trainer = {**settings, "callbacks": named}
-    return _flat({**seed, "model": found["model"], "data": found["data"], "trainer": trainer}, "")
+    return _flat({**seed, "model": tree["model"], "data": tree["data"], "trainer": trainer}, "")
 
 
 def class_path(entry: Any) -> str:
-    """Return the full name of an entry's class, empty if it names none."""
+    """Return the full name of an entry's class; empty if it has no class."""
     path = entry.get("class_path", "") if isinstance(entry, Mapping) else ""
     return _resolved(str(path))
 
 
 def class_name(entry: Any) -> str:
-    """Return the bare name of an entry's class, empty if it names none."""
+    """Return the bare name of an entry's class; empty if it has no class."""
     return class_path(entry).rpartition(".")[2]
 
 
 def _flat(node: Any, name: str) -> Config:
     if not isinstance(node, Mapping):
         return {name: node}
-    found = {name: node["class_path"]} if "class_path" in node else {}
+    flat = {name: node["class_path"]} if "class_path" in node else {}
     for key, value in node.items():
-        if key == "init_args" and found:
+        if key == "init_args" and flat:
             files = getattr(_maker(node["class_path"]), "deciding_files", ())
-            found |= _flat({one: _with_digest(x) if one in files else x for one, x in value.items()}, name)
+            flat |= _flat({n: _with_digest(x) if n in files else x for n, x in value.items()}, name)
         elif key != "class_path":
-            found |= _flat(value, f"{name}.{key}".lstrip("."))
-    return found
+            flat |= _flat(value, f"{name}.{key}".lstrip("."))
+    return flat
 
 
 def _with_digest(value: Any) -> Any:
@@ -173,7 +175,7 @@ def _with_digest(value: Any) -> Any:
 
 
 def _plain(node: Any) -> Any:
-    """Copy a tree with full names of classes, ``dict_kwargs`` among the ``init_args``."""
+    """Copy a tree with full class names and ``dict_kwargs`` merged into ``init_args``."""
     if type(node) in _SCALARS:
         return node
     if isinstance(node, Mapping):
@@ -191,7 +193,7 @@ def _plain(node: Any) -> Any:
 
 
 def _essential(node: Any) -> Any:
-    """Return a description without the arguments that are at their defaults."""
+    """Return a description without arguments at their defaults."""
     if type(node) in _SCALARS:
         return node
     if isinstance(node, list | tuple):
@@ -206,7 +208,7 @@ def _essential(node: Any) -> Any:
     for name, x in _arguments(node).items():
         scalar = type(x) in _SCALARS
         usual = known.get(name)
-        # None is the default of most objects: they need not be written to differ from it
+        # saves the costly text: an object differs from None, the most common default
         if usual != repr(x) if scalar else usual in (None, "None") or usual != _text(_plain(x)):
             given[name] = _content(x) if name in files else x if scalar else _essential(x)
     rest = {name: x for name, x in node.items() if name not in _OF_A_CLASS}
@@ -229,46 +231,46 @@ def _content(value: Any) -> Any:
 
 
 def _text(value: Any) -> str:
-    """Write a value for a comparison by type and content: ``1``, ``1.0`` and ``True`` differ."""
+    """Return a value as text for comparisons: ``1``, ``1.0`` and ``True`` differ."""
     return repr(value) if type(value) in _SCALARS else json.dumps(value, sort_keys=True, default=str)
 
 
 @cache
 def _defaults(path: str) -> dict[str, str]:
-    """Return the defaults of a class or function as text: of shipped ones those that are pinned, of others today's."""
-    found = defaults(_maker(path))
-    return {name: _text(value) for name, value in (found | pinned().get(path, {})).items()}
+    """Return the defaults of a class or function as text; pinned defaults take precedence."""
+    values = defaults(_maker(path)) | pinned().get(path, {})
+    return {name: _text(value) for name, value in values.items()}
 
 
 def defaults(maker: Callable[..., Any] | None) -> Config:
     """Return the defaults of a class or function as plain values."""
     known = parameters(maker) if maker is not None else {}
     return {
-        name: as_plain(one.default, one.annotation)
-        for name, one in known.items()
-        if one.default is not inspect.Parameter.empty
+        name: as_plain(x.default, x.annotation)
+        for name, x in known.items()
+        if x.default is not inspect.Parameter.empty
     }
 
 
 @cache
 def pinned() -> dict[str, Config]:
-    """Return the defaults of shipped classes as they were when each setting came: only they stay outside the hash."""
-    found: dict[str, Config] = json.loads(Path(__file__).with_name("defaults.json").read_text())
-    return found
+    """Return the first default of each shipped setting, which alone stays outside the hash."""
+    values: dict[str, Config] = json.loads(Path(__file__).with_name("defaults.json").read_text())
+    return values
 
 
 @cache
 def _maker(path: str) -> Callable[..., Any] | None:
-    """Return the class or function of a full name, None if it cannot be imported."""
+    """Return the class or function of a full name; None if the import fails."""
     parts = path.split(".")
     for length in range(len(parts) - 1, 0, -1):
         try:
-            found: Any = import_module(".".join(parts[:length]))
-        except Exception:  # noqa: BLE001, S112  # no module, or one that fails: building the run reports it
+            value: Any = import_module(".".join(parts[:length]))
+        except Exception:  # noqa: BLE001, S112  # not a module or a failing one: building the run reports it
             continue
         for part in parts[length:]:
-            found = getattr(found, part, None)
-        return found if callable(found) else None
+            value = getattr(value, part, None)
+        return value if callable(value) else None
     return None
 
 
@@ -279,7 +281,7 @@ def _resolved(path: str) -> str:
 
 
 def _hashed(path: str) -> str:
-    """Return the name of a class in the hash: of a shipped one the old dotted path, so that runs keep their names."""
+    """Return a class's name in the hash: shipped classes keep an old path, so that hashes stay."""
     package, _, name = path.partition(".")
     if package in OLD_NAMES:  # the user's own package
         return f".{path}"
@@ -294,20 +296,20 @@ def _shows(path: str) -> bool:
 
 @cache
 def _threads_only_read(path: str) -> bool:
-    """Whether ``threads`` of a data module is the shipped setting, on which no number depends; a user's own class may use it otherwise."""
+    """Return whether ``threads`` is the shipped setting, on which no number depends."""
     kinds = getattr(_maker(path), "__mro__", ()) if path else ()
-    own = (kind for kind in kinds if "threads" in inspect.signature(kind).parameters)
-    return next(own, FederatedDataModule).__module__.startswith("fl_lightning.")
+    owners = (kind for kind in kinds if "threads" in inspect.signature(kind).parameters)
+    return next(owners, FederatedDataModule).__module__.startswith("fl_lightning.")  # not a user's class
 
 
 @cache
 def _evaluation_counts(path: str) -> bool:
-    """Whether what a method sends depends on how often the server evaluates."""
+    """Return whether a method's transfers depend on how often the server evaluates."""
     return bool(getattr(_maker(path), "sends_for_evaluations", False)) if path else False
 
 
 def differences(before: Config, after: Config) -> dict[str, list[Any]]:
-    """Return the old and the new value of each setting that differs, by name; NaN does not differ from NaN."""
+    """Return the old and new value of each setting that differs, by name; NaN equals NaN."""
     pairs = {name: [before.get(name), after.get(name)] for name in dict.fromkeys([*before, *after])}
     return {
         name: [old, new]
@@ -317,16 +319,18 @@ def differences(before: Config, after: Config) -> dict[str, list[Any]]:
 
 
 def _is_gone(old: Any, new: Any) -> bool:
-    """Whether a file that decided a run, such as its initial weights, is no longer there."""
+    """Return whether a file that decided a run, such as its initial weights, is missing now."""
     return isinstance(old, str) and isinstance(new, str) and old.startswith(f"{new} (")
 
 
 def misfits(written: Config, made: Config) -> list[str]:
-    """Say in which settings a configuration is not what was built; what the data decide it need not hold.
+    """Return in words the settings in which a configuration differs from the built objects.
+
+    Settings that the data decide may be missing.
 
     Args:
-        written: The configuration, as it is read from its file.
-        made: What was built.
+        written: Configuration from its file.
+        made: The built objects.
     """
     decided = [f"model.model.{name}" for name in LINKED]
     file, objects = deciding_settings(written), deciding_settings(made)
@@ -334,29 +338,27 @@ def misfits(written: Config, made: Config) -> list[str]:
         f"{name}: {old} in the file, {new} was built"
         for name, (old, new) in differences(file, objects).items()
         if not (name in decided and old is None)
-        and not (
-            old is None and any(one.startswith(f"{name}.") for one in file)
-        )  # a dataclass: its fields are
+        # the file has the fields of a dataclass
+        and not (old is None and any(key.startswith(f"{name}.") for key in file))
         and not _is_foreign(name, objects)
         and not _is_same(old, new)
     ]
 
 
 def _is_foreign(name: str, objects: Config) -> bool:
-    """Whether a setting is, or lies in, a value without a record of its arguments, such as a dataclass or a named tuple."""
+    """Return whether a setting is of a value without recorded arguments (dataclass, named tuple)."""
     parts = name.split(".")
     around = [".".join(parts[:length]) for length in range(1, len(parts) + 1)]
     return any(
-        f"{one}.{digest}" in objects for one in around for digest in ("state_digest", "content_digest")
-    ) or any(isinstance(objects.get(one), list) for one in around[:-1])
+        f"{place}.{digest}" in objects for place in around for digest in ("state_digest", "content_digest")
+    ) or any(isinstance(objects.get(place), list) for place in around[:-1])
 
 
 def _is_same(old: Any, new: Any) -> bool:
-    """Whether a file and an object write one value in two ways: NaN, a set, a decimal number, a function's other name."""
+    """Return whether values differ only in notation: NaN, a set, a decimal, a function's alias."""
     if isinstance(old, list) and isinstance(new, list):
-        return new == sorted(new, key=repr) and sorted(map(str, old)) == sorted(
-            map(str, new)
-        )  # a set is sorted
+        # a set is sorted
+        return new == sorted(new, key=repr) and sorted(map(str, old)) == sorted(map(str, new))
     if isinstance(old, str) and old.startswith("range(") and isinstance(new, list):
         return True
     words = [_resolved(x) if isinstance(x, str) else str(x) for x in (old, new)]

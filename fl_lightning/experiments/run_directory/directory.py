@@ -1,7 +1,8 @@
-"""Where a run lives on disk: ``runs/<name>/<config hash>-s<seed>``, one folder per attempt.
+"""Run directory: ``runs/<name>/<config hash>-s<seed>``, one folder per attempt.
 
-The folder is fixed before any logger exists and is the same for the same configuration, so that a resumed run
-finds its checkpoints. A fresh ``fit`` takes ``...-s0.2``, then ``...-s0.3``, ...; it never touches a folder that holds a trained round.
+The folder follows from the configuration, before any logger exists, so that a resumed run finds its
+checkpoints. A new ``fit`` takes ``...-s0.2``, then ``...-s0.3``, ..., and never touches a folder
+with a trained round.
 """
 
 import fcntl
@@ -21,16 +22,16 @@ from fl_lightning.errors import ConfigurationError
 from fl_lightning.files import no_link, unwritable, user_path
 
 Config = dict[str, Any]
-"""Settings of a run as YAML holds them, every default filled in."""
+"""Settings of a run as in YAML, with all defaults."""
 
 LOCK = ".lock"
-"""The file that a process holds while it trains in a run's folder."""
+"""Name of the file that a process locks while it trains in a run's folder."""
 
-_GLANCE = 0.1  # seconds in which who only looks whether a folder is locked has let go of it
+_GLANCE = 0.1  # seconds after which a process that only checked the lock has released it
 
 
 class _File:
-    """The path of a file or folder of an attempt, by its name."""
+    """Path of a file or folder in the folder of an attempt."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -41,7 +42,7 @@ class _File:
 
 @dataclass(frozen=True)
 class Attempt:
-    """One attempt's folder and the names of what it holds.
+    """Folder of an attempt, with the names of its files.
 
     Attributes:
         path: The folder, such as ``runs/quickstart/1f0c9a7e-s0.2``.
@@ -50,21 +51,21 @@ class Attempt:
     path: Path
 
     config = _File("config.yaml")  # the resolved configuration
-    identity = _File("run.json")  # what it is called, and what the configuration leaves to be computed
+    identity = _File("run.json")  # name, tags and facts that the configuration lacks
     metrics = _File("metrics.jsonl")  # one line per logged round: the source of truth
-    result = _File("result.json")  # what the finished run found
-    partition = _File("partition.json")  # how the data were spread over the clients
-    policy = _File("policy.json")  # what happens to each kind of state in a round
-    participation = _File("participation.csv")  # what each client holds and did
-    histograms = _File("histograms.json")  # of its reports, by name
+    result = _File("result.json")  # the result of the finished run
+    partition = _File("partition.json")  # the distribution of the data over clients
+    policy = _File("policy.json")  # the treatment of each kind of state in a round
+    participation = _File("participation.csv")  # the data and training of each client
+    histograms = _File("histograms.json")  # histograms of the reports, by name
     partition_picture = _File("partition.png")  # the samples of each class at each client
     learning_curve = _File("learning_curve.png")  # accuracy and loss over communication rounds
     wandb_id = _File("wandb_id")  # the id of the run at W&B, which a resumed run keeps
-    error = _File("error.txt")  # the traceback of what ended the run
+    error = _File("error.txt")  # the traceback of the run's error
 
     @property
     def checkpoints(self) -> Path:
-        """The folder of ``last.ckpt`` and ``best.ckpt``, which ``checkpoint.dirpath`` may have put elsewhere."""
+        """Folder of ``last.ckpt`` and ``best.ckpt``, which ``checkpoint.dirpath`` may override."""
         config = self.read_config() if self.config.is_file() else {}
         elsewhere = (config.get("checkpoint") or {}).get("dirpath")
         return self.below(Path(elsewhere).expanduser()) if elsewhere else self.path / "checkpoints"
@@ -73,7 +74,7 @@ class Attempt:
         """Return the resolved configuration.
 
         Raises:
-            ConfigurationError: It cannot be read.
+            ConfigurationError: The file cannot be read.
         """
         try:
             config = yaml.safe_load(self.config.read_text())
@@ -86,20 +87,20 @@ class Attempt:
         return config
 
     def below(self, folder: Path) -> Path:
-        """Return this attempt's own folder in one that several runs share."""
+        """Return this attempt's subfolder in a folder that several runs share."""
         return folder / self.path.parent.name / self.path.name
 
     @contextmanager
     def lock(self, certain: bool = False) -> Iterator[None]:
-        """Keep every other process from training in this folder; the system frees it when the process dies.
+        """Lock this folder against other training processes, until the block or the process ends.
 
         Args:
-            certain: Whether a file system that cannot lock (some of networks) counts as another process.
+            certain: Whether to raise an error if the file system (of some networks) cannot lock.
 
         Raises:
-            ConfigurationError: Another process has it.
+            ConfigurationError: Another process holds the lock.
         """
-        # a file, since locks of folders do not reach other nodes
+        # a file, since other nodes do not see the lock of a folder
         file = no_link(str(self.path / LOCK), os.O_RDWR | os.O_CREAT)
         try:
             try:
@@ -118,10 +119,10 @@ class Attempt:
             os.close(file)
 
     def is_locked(self) -> bool:
-        """Whether a process trains in this folder. To look takes the lock for a moment, which :meth:`lock` forgives."""
+        """Return whether a process trains here; :meth:`lock` tolerates this check's short lock."""
         try:
             file = os.open(self.path / LOCK, os.O_RDWR | os.O_NOFOLLOW)
-        except OSError:  # there is none, the run has just ended without a round, or it is somebody else's
+        except OSError:  # no lock file, a folder that was just removed, or another user's file
             return False
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -134,7 +135,7 @@ class Attempt:
         return False
 
     def kept_nothing(self) -> bool:
-        """Whether there is neither a checkpoint to go on from nor a trained round in its metrics."""
+        """Return whether the folder has neither a checkpoint nor metrics of a trained round."""
         rows = self.metrics.read_bytes().count(b"\n") if self.metrics.exists() else 0
         return rows <= 1 and not any([*self.checkpoints.glob("*.ckpt"), *self.path.rglob("*.ckpt")])
 
@@ -145,21 +146,22 @@ class RunDirectory:
 
     Args:
         root: ``runs/<name>``.
-        stem: ``<config hash>-s<seed>``: the first attempt's folder; later ones add ``.2``, ``.3``, ...
+        stem: ``<config hash>-s<seed>``, the first attempt's folder; later names add ``.2``,
+            ``.3``...
     """
 
     root: Path
     stem: str
 
     def attempts(self) -> list[Attempt]:
-        """The attempts that there are, the newest first."""
+        """Return the existing attempts, newest first."""
         pattern = re.compile(re.escape(self.stem) + r"(?:\.([1-9][0-9]*))?")
-        found = ((pattern.fullmatch(path.name), path) for path in self.root.glob(f"{self.stem}*/"))
-        numbers = {int(match[1] or 1): Attempt(path) for match, path in found if match}
+        matches = ((pattern.fullmatch(path.name), path) for path in self.root.glob(f"{self.stem}*/"))
+        numbers = {int(match[1] or 1): Attempt(path) for match, path in matches if match}
         return [numbers[number] for number in sorted(numbers, reverse=True)]
 
     def new_attempt(self) -> Attempt:
-        """Create the folder of the next attempt; two processes that start together get two folders.
+        """Create the folder of the next attempt; concurrent processes get different folders.
 
         Raises:
             ConfigurationError: The folder cannot be created.
@@ -177,14 +179,7 @@ class RunDirectory:
                 return Attempt(path)
 
     def next_attempt(self, held: ExitStack) -> Attempt:
-        """The folder of a run from its start, locked: that of a killed attempt that kept nothing, emptied, else a new one.
-
-        Args:
-            held: Keeps the lock.
-
-        Raises:
-            ConfigurationError: The folder cannot be created.
-        """
+        """Lock a folder for a new run: the newest if it kept nothing, emptied, otherwise a new one."""
         for newest in self.attempts()[:1]:
             with ExitStack() as tried, suppress(ConfigurationError, FileNotFoundError):
                 tried.enter_context(newest.lock(certain=True))
@@ -195,32 +190,32 @@ class RunDirectory:
                     return newest
         while True:
             new = self.new_attempt()
-            with suppress(ConfigurationError, FileNotFoundError):  # another start has just found it empty
+            with suppress(ConfigurationError, FileNotFoundError):  # another start has just taken it
                 held.enter_context(new.lock())
                 return new
 
     def newest_checkpoint(self, name: str = "last.ckpt") -> Path | None:
-        """The checkpoint of a name of the newest attempt that has one."""
+        """Return the checkpoint of a name in the newest attempt that has one."""
         paths = (attempt.checkpoints / name for attempt in self.attempts())
         return next((path for path in paths if path.is_file()), None)
 
     def attempt_of(self, checkpoint: Path) -> Attempt | None:
-        """The attempt that a checkpoint belongs to, of this run or another one; None where it lies in no run directory."""
+        """Return the attempt, of any run, that has a checkpoint; None outside run directories."""
         folder = checkpoint.resolve().parent
         around = Attempt(folder.parent)
         known = [*self.attempts(), around] if around.config.is_file() else self.attempts()
         return next((attempt for attempt in known if attempt.checkpoints.resolve() == folder), None)
 
     def other_checkpoint(self, name: str) -> Path | None:
-        """Return the newest checkpoint of a name among runs of other settings, or of older versions, with this run's name."""
+        """Return the newest checkpoint of a name among runs of this name that have another hash."""
         others = self.root.glob(f"*/checkpoints/{name}")
         return max(others, key=lambda path: path.stat().st_mtime, default=None)
 
     def resolve_checkpoint(self, ckpt_path: str) -> Path:
-        """Find the file that ``--ckpt_path`` means.
+        """Return the checkpoint file of ``--ckpt_path``.
 
         Args:
-            ckpt_path: ``"last"`` or ``"best"`` of the newest attempt that has one, or the path of a file.
+            ckpt_path: ``"last"`` or ``"best"`` of the newest attempt with that file, or a path.
 
         Raises:
             ConfigurationError: There is no such checkpoint.
@@ -228,12 +223,12 @@ class RunDirectory:
         if ckpt_path not in ("last", "best"):
             return user_path("ckpt_path", ckpt_path)
         name = f"{ckpt_path}.ckpt"
-        found = self.newest_checkpoint(name)
-        if found is None:
+        path = self.newest_checkpoint(name)
+        if path is None:
             other = self.other_checkpoint(name)
             raise ConfigurationError(
                 f"ckpt_path {ckpt_path!r} found no {name} in {self.root / self.stem}; give "
                 + (f"{other}, of other settings or an older version" if other else "the path of a checkpoint")
                 + ", or start without ckpt_path"
             )
-        return found
+        return path
