@@ -114,7 +114,7 @@ def test_a_result_says_how_it_was_computed():
 def test_resuming_with_another_executor_or_number_of_threads_says_that_rounding_differs(capsys):
     first = run("--trainer.max_epochs", 1).attempt
     Path("first.ckpt").write_bytes((first.checkpoints / "last.ckpt").read_bytes())
-    line = "computed otherwise than up to round 1, so results agree up to rounding, which grows with the rounds: "
+    line = "computed differently after round 1: {}; results agree up to rounding, which grows with the rounds"
     for settings, told in (
         (("--model.executor", "VectorizedExecutor"), ["block_size None -> 3"]),
         (("--threads", 2), ["threads 1 -> 2"]),
@@ -123,7 +123,7 @@ def test_resuming_with_another_executor_or_number_of_threads_says_that_rounding_
         capsys.readouterr()
         run("--ckpt_path", "first.ckpt", "--trainer.max_epochs", 2, *settings)
         said = [printed for printed in capsys.readouterr().out.splitlines() if "computed" in printed]
-        assert said == [line + words for words in told]
+        assert said == [line.format(words) for words in told]
         torch.set_num_threads(1)
 
 

@@ -346,7 +346,7 @@ def misfits(written: Config, made: Config) -> list[str]:
 
 
 def _is_foreign(name: str, objects: Config) -> bool:
-    """Return whether a setting is of a value without recorded arguments (dataclass, named tuple)."""
+    """Return whether a setting is in a value without recorded arguments, such as a dataclass."""
     parts = name.split(".")
     around = [".".join(parts[:length]) for length in range(1, len(parts) + 1)]
     return any(

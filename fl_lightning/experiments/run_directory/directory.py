@@ -179,7 +179,10 @@ class RunDirectory:
                 return Attempt(path)
 
     def next_attempt(self, held: ExitStack) -> Attempt:
-        """Lock a folder for a new run: the newest if it kept nothing, emptied, otherwise a new one."""
+        """Return an attempt for a new run, whose lock ``held`` keeps.
+
+        The newest attempt is emptied and reused if it kept nothing and no process trains in it.
+        """
         for newest in self.attempts()[:1]:
             with ExitStack() as tried, suppress(ConfigurationError, FileNotFoundError):
                 tried.enter_context(newest.lock(certain=True))

@@ -1,8 +1,8 @@
 """``metrics.jsonl``: one JSON object per logged round, the run's source of truth.
 
-Floats are written with all their digits and read back bit for bit. JSON has no NaN or infinity: they are the
-strings ``"NaN"``, ``"Infinity"`` and ``"-Infinity"``, which any JSON reader accepts, Python's ``float(...)``
-and JavaScript's ``Number(...)`` convert, and :func:`read_metrics` turns back into floats.
+Floats are written with all digits and read back bit for bit. JSON has no NaN or infinity: the
+strings ``"NaN"``, ``"Infinity"`` and ``"-Infinity"`` stand for them. Python's ``float(...)``,
+JavaScript's ``Number(...)`` and :func:`read_metrics` convert these strings.
 """
 
 import json
@@ -19,16 +19,17 @@ from fl_lightning.files import no_link, plain, restored, unwritable
 
 
 class JSONLinesLogger(Logger):
-    """Appends each round's metrics to ``<save_dir>/metrics.jsonl``; nothing is created before the first row.
+    """Logger that appends the metrics of each round to ``<save_dir>/metrics.jsonl``.
 
-    Only rows with the key ``"round"`` are written: Lightning's own, which count steps and epochs, are not
-    rounds. Each row is one write to the file, so a killed run leaves at most one half-written line, the last.
+    The file is made with the first row. Rows without the key ``"round"`` are ignored: Lightning's
+    own rows count steps and epochs. Each row is one write, so a killed run leaves at most one
+    incomplete line, the last.
 
     Args:
         save_dir: The run's folder.
     """
 
-    name = version = ""  # the folder is the run: nothing is nested in it by name
+    name = version = ""  # Lightning nests folders by name and version; a run has a flat folder
 
     def __init__(self, save_dir: str | os.PathLike[str]) -> None:
         super().__init__()
@@ -44,15 +45,16 @@ class JSONLinesLogger(Logger):
         """Append one row.
 
         Args:
-            metrics: Scalars, tensors, or lists of them by name; without ``"round"`` nothing is written.
-            step: Not written: the round is in the metrics.
+            metrics: Scalars, tensors or lists of them by name; a row without ``"round"`` is
+                ignored.
+            step: Ignored: the metrics hold the round.
 
         Raises:
             ConfigurationError: The file cannot be written.
         """
         if "round" not in metrics:
             return
-        row = {"round": 0} | plain(dict(metrics))  # it comes first
+        row = {"round": 0} | plain(dict(metrics))  # the first key of the row
         line = json.dumps(row, allow_nan=False).encode() + b"\n"
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -62,46 +64,46 @@ class JSONLinesLogger(Logger):
             raise unwritable(self.path, error) from error
 
     def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
-        """Does nothing: the run's settings are in ``config.yaml``."""
+        """Ignore hyperparameters: ``config.yaml`` holds the run's settings."""
 
     @rank_zero_only
     def save(self) -> None:
-        """Bring the rows written so far safely onto the disk."""
+        """Sync the rows written so far to the disk."""
         if self.path.exists():
             with open(self.path, "ab", opener=no_link) as file:
                 os.fsync(file.fileno())
 
 
 def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, float]]:
-    """All rows of a ``metrics.jsonl``, in order; a half-written last line is left out.
+    """Return all rows of a ``metrics.jsonl`` in order, without an incomplete last line.
 
     Raises:
-        ConfigurationError: There is no such file, or a line other than the last is not a row.
+        ConfigurationError: The file is missing, or a line other than the last is not a row.
     """
     return [row for row, _ in _parse(Path(path))]
 
 
 def lines_until(path: str | os.PathLike[str], round: int) -> list[bytes]:
-    """The lines of all rows up to a round, byte for byte; none of the rounds between may be missing.
+    """Return the lines of all rows up to a round, byte for byte.
 
     Args:
-        path: A ``metrics.jsonl``. Its first row may be of any round: a run that started from a checkpoint
-            without a run directory knows none before.
+        path: A ``metrics.jsonl``. Its first row may be of any round: a run from a checkpoint
+            outside a run directory has no earlier rows.
         round: The round of the last row.
 
     Raises:
-        ConfigurationError: There is no such file, a line other than the last is not a row, or the row of a
-            round is missing.
+        ConfigurationError: The file is missing, a line other than the last is not a row, or a round
+            between the first and the last row has no row.
     """
-    kept = [(int(row["round"]), line + b"\n") for row, line in _parse(Path(path)) if row["round"] <= round]
-    present = {number for number, _ in kept}
+    lines = [(int(row["round"]), line + b"\n") for row, line in _parse(Path(path)) if row["round"] <= round]
+    present = {number for number, _ in lines}
     missing = next((r for r in range(min(present, default=round), round + 1) if r not in present), None)
     if missing is not None:
         raise ConfigurationError(
             f"{path} has no row of round {missing}, but the checkpoint is of round {round}; "
             "restore the file, or start without ckpt_path"
         )
-    return [line for _, line in kept]
+    return [line for _, line in lines]
 
 
 def _parse(path: Path) -> list[tuple[dict[str, float], bytes]]:

@@ -1,4 +1,4 @@
-"""What a trained model predicts, as files to look at."""
+"""Predictions of a trained model as files: a table, images and overlays."""
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -23,18 +23,18 @@ _SHOWN = 4
 
 
 def write_predictions(path: Path, outputs: Sequence[Tensor], batches: Iterable[Any], data: Any) -> str:
-    """Write the predictions of a classifier as ``<path>.csv``, those of a segmentation as images ``<path>/<index>.png``.
+    """Write predictions as ``<path>.csv``, or as ``<path>/<index>.png`` for a segmentation.
 
-    The CSV has index, target, prediction and its probability. The images have the colours of the classes.
+    The CSV has index, target, prediction and its probability. The images have the classes' colours.
 
     Args:
         path: Folder and name, such as ``runs/mine/1f0c9a7e-s0/predictions_round_12``.
-        outputs: Class scores ``[b, classes]``, or ``[b, classes, H, W]``, of each batch.
-        batches: The batches ``(inputs, targets)`` that they belong to.
+        outputs: Class scores ``[b, classes]`` or ``[b, classes, H, W]`` of each batch.
+        batches: The batches ``(inputs, targets)`` of the outputs.
         data: The data module, for the colours of its classes.
 
     Returns:
-        What was written, in words.
+        A message with the number of predictions and the path.
     """
     lines, images = ["index,target,prediction,probability"], 0
     for scores, (_, targets) in zip(outputs, batches, strict=True):
@@ -43,7 +43,7 @@ def write_predictions(path: Path, outputs: Sequence[Tensor], batches: Iterable[A
         if targets.is_floating_point() or targets.shape != scores.shape[:1] + scores.shape[2:]:
             raise ConfigurationError(
                 f"predict writes predicted classes, but outputs {tuple(scores.shape)} and targets {tuple(targets.shape)} "
-                f"({targets.dtype}) are not those of classes; use Trainer.predict from Python"
+                f"({targets.dtype}) are not class scores and labels; use Trainer.predict from Python"
             )
         if scores.ndim > 2:
             for guess in scores.argmax(1):
@@ -64,13 +64,13 @@ def write_predictions(path: Path, outputs: Sequence[Tensor], batches: Iterable[A
 
 
 def palette(data: Any, classes: int) -> Sequence[tuple[int, int, int]]:
-    """A colour for each class: those of the data module where it has some."""
+    """Return one colour per class: the data module's palette, otherwise the default."""
     return getattr(data, "palette", None) or default_palette(classes)
 
 
 @torch.no_grad()
 def overlays(module: FederatedModule, title: Sequence[str]) -> "Figure | None":
-    """The first evaluation images with labels and prediction; None where pixels have no labels."""
+    """Draw the first evaluation images with labels and predictions; None without a segmentation."""
     if not isinstance(module.task, Segmentation):
         return None
     images: list[Any] = []

@@ -1,4 +1,4 @@
-"""How a run ends: its last evaluation, ``result.json`` and the table of it."""
+"""End of a run: the last evaluation, ``result.json`` and the printed table."""
 
 from collections.abc import Mapping
 from typing import cast
@@ -23,14 +23,14 @@ from fl_lightning.round.policy import policy_table, stages_in_words
 
 
 def finish_run(module: FederatedModule, attempt: Attempt | None) -> Result:
-    """Evaluate the final server model; print its result, write and draw it into the run's folder.
+    """Evaluate the final server model, and print, write and draw its result.
 
     Args:
         module: The trained module.
-        attempt: The run's folder, None where nothing is written (``fast_dev_run``).
+        attempt: The run's folder; None under ``fast_dev_run``.
 
     Returns:
-        What ``result.json`` holds.
+        The content of ``result.json``.
     """
     metrics = final_metrics(module)
     result = _collect(module, attempt, metrics)
@@ -42,9 +42,9 @@ def finish_run(module: FederatedModule, attempt: Attempt | None) -> Result:
 
 
 def _collect(module: FederatedModule, attempt: Attempt | None, metrics: Mapping[str, float]) -> Result:
-    """Return what ``result.json`` holds: of the metrics those of clients' own models first, then the server's."""
+    """Return the content of ``result.json``; metrics of clients' own models come first."""
     record = module.record
-    kinds = [*([f"{own}_{module.task.quality}"] for own in PERSONAL), module.evaluation.metrics]
+    kinds = [*([f"{prefix}_{module.task.quality}"] for prefix in PERSONAL), module.evaluation.metrics]
     order = sorted(metrics, key=lambda x: (x[:4] == "test", *(x.partition("/")[2] not in y for y in kinds)))
     reports = [cb for cb in module.federated_callbacks if isinstance(cb, Report)]
     rounds = module.trainer.global_step

@@ -1,4 +1,4 @@
-"""The source that computes a run: the code that decides its numbers, without comments and docstrings."""
+"""Source code that decides the numbers of a run, without comments and docstrings."""
 
 import ast
 import hashlib
@@ -26,45 +26,46 @@ _NO_NUMBERS = frozenset(
         *("cli", "experiments", "pictures", "testing", "verification"),
     }
 )
-"""Parts of the package that decide no number of a run: they start, show, store or check runs. All other parts are the core."""
+"""Parts of the package that affect no number of a run; all other parts are the core."""
 
 _BY_USE = ("fl_lightning.callbacks.", "fl_lightning.datamodules.")
-"""The beginnings of the names of shipped modules that count only for the runs that use them."""
+"""Prefixes of shipped modules that count only for runs that use these modules."""
 
 _LIBRARIES = ("torchvision", "timm", "segmentation_models_pytorch")
 
 
 def provenance(config: Config) -> dict[str, str]:
-    """Return what computes a run here and now.
+    """Return digests and versions of the code that computes a run on this machine.
 
     Args:
         config: The resolved configuration, whose classes and functions may be a user's own.
 
     Returns:
-        As eight hex digits the ``source`` of the core, model and data, and by its full name the source of each method. The versions
-        of Python, PyTorch and Lightning, and of the libraries of models that the configuration names.
+        Eight hex digits as ``source`` of the core, model and data, and for each method by its full
+        name; versions of Python, PyTorch, Lightning and the configured model libraries.
     """
     trainer = config.get("trainer") or {}
     entries = trainer.get("callbacks") or []
     rest = {**config, "trainer": {name: x for name, x in trainer.items() if name != "callbacks"}}
-    names, own = _dotted_names(rest), _files(_dotted_names(rest))
-    found = {
-        "source": _digest(own, _core()),
+    names = _dotted_names(rest)
+    files = _files(names)
+    computes = {
+        "source": _digest(files, _core()),
         "python": platform.python_version(),
         "torch": str(torch.__version__),
         "lightning": L.__version__,
     }
     methods: dict[str, dict[str, Path]] = {}
     for entry in entries if isinstance(entries, list) else [entries]:
-        if files := _files(_dotted_names(entry)):
+        if entry_files := _files(_dotted_names(entry)):
             path = entry["class_path"] if isinstance(entry, Mapping) else str(entry)
-            methods.setdefault(current_name(path), {}).update(files)
-    for path, files in methods.items():
-        own |= files
-        found[path] = _digest(files)
-    names |= {name for module, path in own.items() for name in _imports(path, module)}
+            methods.setdefault(current_name(path), {}).update(entry_files)
+    for path, method_files in methods.items():
+        files |= method_files
+        computes[path] = _digest(method_files)
+    names |= {name for module, path in files.items() for name in _imports(path, module)}
     roots = {name.partition(".")[0] for name in names}
-    return found | {name: version(name) for name in _LIBRARIES if name in roots and find_spec(name)}
+    return computes | {name: version(name) for name in _LIBRARIES if name in roots and find_spec(name)}
 
 
 def _digest(files: Mapping[str, Path], start: bytes = b"") -> str:
@@ -75,32 +76,29 @@ def _digest(files: Mapping[str, Path], start: bytes = b"") -> str:
 
 
 def used_files(config: Any) -> set[Path]:
-    """Return the files beside the core that decide the numbers of a run, and the files that they import.
+    """Return the files outside the core that decide the numbers of a run, and their imports.
 
-    They hold the methods, the data sets and the user's own classes and functions that the configuration names. Files of other
+    The files hold the methods, data sets and user's code in the resolved configuration. Other
     installed packages are left out.
-
-    Args:
-        config: The resolved configuration.
     """
     return set(_files(_dotted_names(config)).values())
 
 
 def _files(names: Iterable[str]) -> dict[str, Path]:
-    """Return the file of each module beside the core that some dotted names, and the files found, lead to."""
-    found: dict[str, Path] = {}
+    """Return the files outside the core that dotted names lead to, directly or through imports."""
+    files: dict[str, Path] = {}
     waiting = [_module(name) for name in names if _may_count(name)]
     while waiting:
         module = waiting.pop()
-        if module in found or not _may_count(module):
+        if module in files or not _may_count(module):
             continue
         origin = _origin(module)
         path = Path(origin)
         is_own = "site-packages" not in origin or module.startswith(_BY_USE)
-        if origin.endswith(".py") and is_own and path.is_file() and path not in found.values():
-            found[module] = path
+        if origin.endswith(".py") and is_own and path.is_file() and path not in files.values():
+            files[module] = path
             waiting += [_home(name) for name in _imports(path, module)]
-    return found
+    return files
 
 
 def _may_count(name: str) -> bool:
@@ -113,7 +111,7 @@ def _may_count(name: str) -> bool:
 
 
 def _home(name: str) -> str:
-    """Return the module in which a shipped name is defined, since packages export it; other names unchanged."""
+    """Return the module that defines a shipped name, since packages export it; else the name."""
     if name.startswith(_BY_USE):
         package, _, rest = name.removeprefix("fl_lightning.").partition(".")
         exported = getattr(import_module(f"fl_lightning.{package}"), rest.partition(".")[0], None)
@@ -122,7 +120,7 @@ def _home(name: str) -> str:
 
 
 def _module(name: str) -> str:
-    """The module of a class or function, which may lie in classes: the longest part of its name that is one."""
+    """Return the module of a class or function: the longest part of its name that is a module."""
     module = _home(name)
     if module == name:
         module = name.rpartition(".")[0]
@@ -132,19 +130,19 @@ def _module(name: str) -> str:
 
 
 def _imports(path: Path, module: str) -> Iterator[str]:
-    """The modules that a module imports anywhere, by their whole names; some may be functions of one."""
+    """Yield the full names that a module imports anywhere: modules, or functions in them."""
     package = module if path.name == "__init__.py" else module.rpartition(".")[0]
     for node in ast.walk(ast.parse(path.read_bytes())):
         if isinstance(node, ast.Import):
-            yield from (one.name for one in node.names)
+            yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             around = package.rsplit(".", node.level - 1)[0] if node.level else ""
             source = ".".join(filter(None, (around, node.module)))
-            yield from (source, *(f"{source}.{one.name}" for one in node.names))
+            yield from (source, *(f"{source}.{alias.name}" for alias in node.names))
 
 
 def _origin(module: str) -> str:
-    """The file of a module, empty where it has none: a notebook's, or a class in which another one is."""
+    """Return a module's file; empty for a notebook's module or a class around another class."""
     if module in sys.modules:
         return getattr(sys.modules[module], "__file__", None) or ""
     try:
@@ -154,18 +152,18 @@ def _origin(module: str) -> str:
 
 
 def _dotted_names(tree: Any) -> set[str]:
-    """Whatever may be the path of a class or a function, also of one in a function: a loss is one without ``class_path``."""
-    found, waiting = set(), [tree]
+    """Return all texts that may be paths of classes or functions: a loss has no ``class_path``."""
+    names, waiting = set(), [tree]
     while waiting:
         node = waiting.pop()
         if isinstance(node, str):
             if "." in node:
-                found.add(current_name(node))
+                names.add(current_name(node))
         elif isinstance(node, dict):
             waiting += [x for x in node.values() if isinstance(x, str | dict | list)]
         elif isinstance(node, list):
             waiting += node
-    return {name for name in found if all(part.isidentifier() for part in name.partition(".<")[0].split("."))}
+    return {name for name in names if all(part.isidentifier() for part in name.partition(".<")[0].split("."))}
 
 
 @cache
@@ -181,7 +179,7 @@ def _core() -> bytes:
 
 
 def _code(path: Path) -> bytes:
-    """A file's syntax tree without docstrings: comments and layout are not in it."""
+    """Return a file's syntax tree, without docstrings, comments and layout."""
     tree = ast.parse(path.read_bytes())
     for node in ast.walk(tree):
         body = getattr(node, "body", None)

@@ -1,4 +1,4 @@
-"""The beginning of a run: the files that identify the run, and the policy in force."""
+"""Start of a run: the files that identify the run, and the printed policy."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -25,14 +25,14 @@ from fl_lightning.round.policy import Stage, policy_table, stages_in_words
 
 
 class RunStart(L.Callback):
-    """Begins a run: writes what identifies it into its directory and prints the policy in force.
+    """Callback that writes the identifying files of a run and prints the policy in force.
 
-    Where its settings differ from those of its checkpoint, the server optimizer gets back the configured ones.
+    If the settings differ from the checkpoint's, the server optimizer gets the configured settings.
 
     Args:
-        start: The run's folder, and what it goes on from.
+        start: The run's folder, and the checkpoint to resume from.
         config: The resolved configuration.
-        made: What was built.
+        made: The built objects.
         header: Comment at the top of ``config.yaml``.
     """
 
@@ -62,7 +62,7 @@ class RunStart(L.Callback):
             draw_partition(self.attempt, pl_module)
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Keep how the round was computed: a GPU whose memory ends has halved its blocks by now."""
+        """Record how the round was computed: a GPU out of memory may have halved its blocks."""
         assert isinstance(pl_module, FederatedModule)
         pl_module.record.computed_by = describe_computing(pl_module)
 
@@ -70,31 +70,31 @@ class RunStart(L.Callback):
         """Write ``config.yaml``, and check that it builds this run.
 
         Raises:
-            RuntimeError: It would build another one.
+            RuntimeError: The file would build another run.
         """
         origin = "".join(f"# {line}\n" for line in origin_in_words(module.record.continued_from))
         write_text(attempt.config, origin + self.header + yaml.safe_dump(self.config, sort_keys=False))
-        if found := misfits(yaml.safe_load(attempt.config.read_text()), self.made):
+        if differing := misfits(yaml.safe_load(attempt.config.read_text()), self.made):
             raise RuntimeError(
-                f"{attempt.config} would not build this run ({'; '.join(found)}): a defect of fl_lightning, please report it"
+                f"{attempt.config} would not build this run ({'; '.join(differing)}): a defect of fl_lightning, please report it"
             )
 
     def _note_origin(self, module: FederatedModule) -> None:
-        """Keep the settings for checkpoints, and what is otherwise than it was in the one that the run goes on from."""
+        """Record the settings for checkpoints, and all changes since the resumed checkpoint."""
         record, start = module.record, self.start
         record.description, computes = deciding_settings(self.made), provenance(self.made)
         last = record.provenance[-1] if record.provenance else {}
         changed = [f"{x} {last[x]} -> {now}" for x, now in computes.items() if last.get(x, now) != now]
         if changed:
-            print(f"other code or versions than up to round {start.round}: {', '.join(changed)}", flush=True)
+            print(f"code or versions changed after round {start.round}: {', '.join(changed)}", flush=True)
         elif last.keys() <= computes.keys():
-            del record.provenance[-1:]  # the same code and further methods, as after a shared first stage
+            del record.provenance[-1:]  # same code, more methods, as after a shared first stage
         if computes not in record.provenance:
             record.provenance.append(computes)
         if start.differs is not None:
             record.continue_from(start.checkpoint, start.round, start.differs)
         before, now = record.computed_by, describe_computing(module)
-        # the executor's name does not count: one process computes a client as many do
+        # the executor's name is ignored: the number of processes changes no client's numbers
         other = [
             f"{name} {before[name]} -> {now.get(name)}"
             for name in before
@@ -102,21 +102,21 @@ class RunStart(L.Callback):
         ]
         if other:
             print(
-                f"computed otherwise than up to round {start.round}, so results agree up to rounding, which grows with the "
-                f"rounds: {', '.join(other)}",
+                f"computed differently after round {start.round}: {', '.join(other)}; results agree up to rounding, which "
+                "grows with the rounds",
                 flush=True,
             )
         record.computed_by = now
 
 
 def _configure_again(optimizer: Optimizer, configured: Optimizer) -> None:
-    """Replace the settings that a checkpoint has restored by the configured ones."""
-    for group, own in zip(optimizer.param_groups, configured.param_groups, strict=True):
-        group.update({name: value for name, value in own.items() if name != "params"})
+    """Replace the optimizer settings that a checkpoint has restored by the configured ones."""
+    for group, new in zip(optimizer.param_groups, configured.param_groups, strict=True):
+        group.update({name: value for name, value in new.items() if name != "params"})
 
 
 def _print_start(module: FederatedModule, policy: Mapping[str, list[Stage]]) -> None:
-    """Print the policy in force, and how the run is computed if that was chosen."""
+    """Print the policy in force, and how the run is computed if that was chosen automatically."""
     rows = {KIND_LABELS[kind]: stages_in_words(stages) for kind, stages in policy.items()}
     print_table("State of the model", rows)
     choice, compilation = module.executor_choice, module.executor.compilation
@@ -130,7 +130,7 @@ def _print_start(module: FederatedModule, policy: Mapping[str, list[Stage]]) -> 
 
 
 def _remove_results(attempt: Attempt) -> None:
-    """Remove the results of the run that this one takes further."""
+    """Remove the results of the run that this run extends."""
     pictures = (*attempt.path.glob("class_*.png"), attempt.path / "overlays.png")
     for path in (attempt.result, attempt.error, *pictures):
         path.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""Values as a configuration writes them: objects by their recorded arguments, else by their state."""
+"""Plain values of a configuration: objects by their recorded arguments, otherwise their state."""
 
 import copyreg
 import dataclasses
@@ -28,30 +28,30 @@ from fl_lightning.recorded import making, parameters
 from fl_lightning.round.trained import MARK
 
 _TORCH_OWN = frozenset({*vars(nn.Module()), *vars(Optimizer([nn.Parameter(torch.zeros(1))], {}))})
-"""Attributes that torch itself keeps on modules and optimizers."""
+"""Attributes that torch itself sets on modules and optimizers."""
 
 _NOT_A_SETTING = _TORCH_OWN | {"_made_with", MARK}
 
 _OF_A_RUN = frozenset({"trainer", "_trainer", MARK})
 
-_DEPTH = 100  # levels of the state of an object; deeper ones count by their class
+_DEPTH = 100  # levels of an object's state; deeper objects count by their class
 
 
 class Walk:
-    """The things that one description has met: each is described once, so that cycles end and shared things cost nothing."""
+    """Objects met in one description: each object is described once, so cycles end."""
 
     def __init__(self) -> None:
-        self._met: dict[int, tuple[int, Any]] = {}  # with the thing: its id stays its own
+        self._met: dict[int, tuple[int, Any]] = {}  # holds the thing, so that its id is not reused
         self._numbers = itertools.count()
         self._depth = 0
 
     def describe(self, thing: Any, how: Callable[[], Any], *, again: bool = False) -> Any:
-        """Describe a thing where it is first met, and write its number afterwards.
+        """Describe a thing at its first occurrence; at later ones return its number.
 
         Args:
             thing: The thing.
-            how: Describes it.
-            again: Describe it each time, but not inside itself.
+            how: Function that describes the thing.
+            again: Whether to describe it at each occurrence, except inside itself.
         """
         if id(thing) in self._met:
             return f"met {self._met[id(thing)][0]}"
@@ -68,25 +68,26 @@ class Walk:
 
 
 def as_plain(thing: Any, hint: Any = None, walk: Walk | None = None) -> Any:
-    """Describe a value as a configuration does: plain values, lists, and ``class_path`` with ``init_args`` for objects.
+    """Describe a value as plain values, lists, and ``class_path`` with ``init_args`` for objects.
 
-    An optimizer that is yet to be made counts by a trial, a function by its name or, if no import finds it, by its code, a
-    tensor by its content, and an object without a record of its arguments by its state.
+    An optimizer factory counts by an optimizer that it makes, a tensor by its content, and an
+    object without recorded arguments by its state. A function counts by its name or, if no import
+    finds it, by its code.
 
     Args:
         thing: The value.
-        hint: The type that it was declared with.
-        walk: The description that the value is part of.
+        hint: Declared type of the value.
+        walk: The description that contains the value.
 
     Raises:
-        ConfigurationError: An argument is an iterator, which can be read once.
+        ConfigurationError: An argument is an iterator, which can be read only once.
     """
     if isinstance(thing, np.generic):
         thing = thing.item()
     if isinstance(thing, enum.Enum):
         as_value = any(_takes(hint, kind) for kind in (int, float, str)) and not _takes(hint, type(thing))
         return as_plain(thing.value, hint) if as_value else str(thing.name)
-    for kind in (bool, int, float, str):  # exactly these: YAML knows no others
+    for kind in (bool, int, float, str):  # subclasses become these types, the only ones of YAML
         if isinstance(thing, kind):
             decimal = kind is int and _takes(hint, float) and not _takes(hint, int)
             return float(thing) if decimal else kind(thing)
@@ -130,11 +131,11 @@ def class_name(thing: Any) -> str:
 
 
 def layers(model: nn.Module, walk: Walk | None = None) -> str:
-    """Return a digest of what a model is apart from its weights: classes, settings and shapes of its layers."""
+    """Return a digest of a model without its weights: classes, settings and shapes of layers."""
     walk, model = walk or Walk(), getattr(model, "_orig_mod", model)
     shared: dict[int, str] = {}
     ties = [shared.setdefault(id(x), name) for name, x in model.named_parameters(remove_duplicate=False)]
-    # a hook, say, may hold the model
+    # describe: a hook, say, may hold the model
     return str(
         walk.describe(model, lambda: tree_digest([ties, [_layer(layer, walk) for layer in model.modules()]]))
     )
@@ -142,22 +143,24 @@ def layers(model: nn.Module, walk: Walk | None = None) -> str:
 
 def _layer(layer: nn.Module, walk: Walk) -> Any:
     children = list(layer._modules)
-    own = {name: x for name, x in vars(layer).items() if name not in _NOT_A_SETTING}
+    settings = {name: x for name, x in vars(layer).items() if name not in _NOT_A_SETTING}
     if isinstance(layer, _BatchNorm):
-        own["training"] = layer.training  # a user's eval mode: the layer tracks nothing
+        settings["training"] = layer.training  # a user's eval mode: running statistics are frozen
     tensors = {
         name: None if x is None or is_lazy(x) else [list(x.shape), str(x.dtype), x.requires_grad]
         for name, x in (*layer._parameters.items(), *layer._buffers.items())
     }
-    own |= {f"buffer {name}": layer._buffers[name] for name in sorted(layer._non_persistent_buffers_set)}
+    settings |= {f"buffer {name}": layer._buffers[name] for name in sorted(layer._non_persistent_buffers_set)}
     hooks = [list(x.values()) for name, x in vars(layer).items() if name.endswith("_hooks") and x]
-    return [_reference(type(layer), walk), children, _state(own, walk), tensors, _state(hooks, walk)]
+    return [_reference(type(layer), walk), children, _state(settings, walk), tensors, _state(hooks, walk)]
 
 
 def _partial(thing: functools.partial[Any], walk: Walk | None = None) -> Any:
-    makers = [x for x in (thing.func, *thing.args) if isinstance(x, type)]  # jsonargparse passes on the class
+    makers = [
+        x for x in (thing.func, *thing.args) if isinstance(x, type)
+    ]  # jsonargparse passes the class as an argument
     maker = makers[0] if makers else thing.func
-    if not (isinstance(maker, type) or inspect.isroutine(maker)):  # an object that is called
+    if not (isinstance(maker, type) or inspect.isroutine(maker)):  # a callable object
         return {
             "called": as_plain(maker, None, walk),
             "with": as_plain([*thing.args, thing.keywords], None, walk),
@@ -179,7 +182,7 @@ def _optimizer(make: Callable[..., Optimizer], walk: Walk | None = None) -> Any:
         return _partial(make, walk)
     try:
         optimizer = make([nn.Parameter(torch.zeros(1))])
-    except ValueError:  # it sorts parameters, and has no place for this one
+    except ValueError:  # the factory selects parameters by a rule that rejects this one
         return _function(make, walk)
     kind: Any = type(optimizer)
     settings = group_settings(optimizer)[0]
@@ -191,7 +194,7 @@ def _optimizer(make: Callable[..., Optimizer], walk: Walk | None = None) -> Any:
 
 
 def group_settings(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """List the settings of each group of parameters, by the names of the optimizer's arguments."""
+    """Return the settings of each parameter group, named as the optimizer's arguments."""
     kind: Any = type(optimizer)
     known = parameters(kind) if _is_of_torch(kind) else None
     return [
@@ -213,16 +216,18 @@ def _function(function: Any, walk: Walk | None) -> Any:
 
 
 def _by_state(thing: Any, walk: Walk | None) -> Any:
-    """Describe an object that records no arguments by its class and all that it holds."""
+    """Describe an object without recorded arguments by its class and its state."""
     if _says_itself(thing):
         return str(thing)
     kind: Any = type(thing)
-    own = (
+    settings = (
         {name: x for name, x in vars(thing).items() if name in parameters(kind)}
         if hasattr(thing, "__dict__")
         else {}
     )
-    plain = {name: as_plain(x) for name, x in own.items() if isinstance(x, bool | int | float | str | None)}
+    plain = {
+        name: as_plain(x) for name, x in settings.items() if isinstance(x, bool | int | float | str | None)
+    }
     content = tree_digest(_state(thing, walk or Walk()))
     return {
         "class_path": full_name(kind),
@@ -233,13 +238,13 @@ def _by_state(thing: Any, walk: Walk | None) -> Any:
 
 
 def _says_itself(thing: Any) -> bool:
-    """Whether an object without parts is told by its text: a path, a type of numbers, a device."""
+    """Return whether an object's text identifies it: a path, a dtype or a device."""
     cut = isinstance(thing, re.Pattern) or dataclasses.is_dataclass(thing)
     return not hasattr(thing, "__dict__") and not cut and " at 0x" not in repr(thing)
 
 
 def _state(thing: Any, walk: Walk) -> Any:
-    """Describe a value by what it holds; things that are not data, such as locks and files, by their class."""
+    """Describe a value by its content; locks, files and other things without data by class."""
     if thing is None or isinstance(thing, bool | int | float | str):
         return thing
     if isinstance(thing, Mapping):
@@ -267,23 +272,21 @@ def _state(thing: Any, walk: Walk) -> Any:
 
 
 def _parts(thing: Any, walk: Walk) -> Any:
-    """Describe what an object without a record would be pickled as, else its attributes."""
+    """Describe an object without recorded arguments by its pickled parts or its attributes."""
     try:
         reduce = copyreg.dispatch_table.get(type(thing))
         made = reduce(thing) if reduce is not None else thing.__reduce_ex__(4)
-    except Exception:  # noqa: BLE001  # a lock, a file: no data
+    except Exception:  # noqa: BLE001  # locks and files cannot be pickled
         made = None
     if isinstance(made, tuple) and not isinstance(thing, Optimizer):
         _, arguments, state, *items = (*made, None, None, None)[:5]
         parts = [arguments[1:] if arguments and arguments[0] is type(thing) else arguments, state]
-        parts += [list(one) for one in items if one is not None]
+        parts += [list(item) for item in items if item is not None]
     else:
         parts = [made, getattr(thing, "__dict__", None)]
     skip = _TORCH_OWN if isinstance(thing, Optimizer) else _OF_A_RUN
-    kept = [
-        {n: x for n, x in one.items() if n not in skip} if isinstance(one, dict) else one for one in parts
-    ]
-    return [_state(part, walk) for part in kept]
+    data = [{n: x for n, x in p.items() if n not in skip} if isinstance(p, dict) else p for p in parts]
+    return [_state(part, walk) for part in data]
 
 
 def tree_digest(tree: Any) -> str:
@@ -292,7 +295,7 @@ def tree_digest(tree: Any) -> str:
 
 
 def _code_of_local(maker: Any, walk: Walk | None = None) -> dict[str, str]:
-    """Return the code of a class or function that no file's name can stand for: of a script, a notebook or another function."""
+    """Return a digest of the code of a class or function that no import finds."""
     return {"code_digest": tree_digest(_code(maker, walk or Walk()))} if is_local(maker) else {}
 
 
@@ -312,18 +315,18 @@ def _reference(thing: Any, walk: Walk) -> Any:
 
 
 def _hints(maker: Any) -> dict[str, Any]:
-    return {name: one.annotation for name, one in parameters(maker).items()}
+    return {name: x.annotation for name, x in parameters(maker).items()}
 
 
 def _takes(hint: Any, kind: type) -> bool:
     return hint is kind or (
         (isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union)
-        and any(_takes(one, kind) for one in typing.get_args(hint))
+        and any(_takes(part, kind) for part in typing.get_args(hint))
     )
 
 
 def _item(hint: Any, position: int) -> Any:
-    """Return the type of a container's items: of a list its first argument, of a dict its second."""
+    """Return the type of a container's items: a list's first argument, a dict's second."""
     for one in (hint, *typing.get_args(hint)):
         arguments = typing.get_args(one)
         origin = typing.get_origin(one)
