@@ -74,7 +74,7 @@ def test_a_run_that_changes_its_number_of_ranks_ends_like_one_that_does_not(meth
     assert attempts() == [whole.path.name, f"{whole.path.name}.2", f"{whole.path.name}.3"]
     assert rows(attempt) == rows(whole)
     assert same(final_state(attempt), final_state(whole))
-    assert "computed otherwise" not in capsys.readouterr().out
+    assert "computed differently" not in capsys.readouterr().out
 
 
 def free_port():

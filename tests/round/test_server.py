@@ -73,7 +73,7 @@ def test_fixbn_says_when_it_never_freezes(capsys):
 
 def test_predictions_of_a_regression_are_refused(tmp_path):
     outputs, targets = [torch.zeros(3, 1)], [(None, torch.zeros(3))]
-    with pytest.raises(ConfigurationError, match="not those of classes"):
+    with pytest.raises(ConfigurationError, match="not class scores and labels"):
         write_predictions(tmp_path / "predictions", outputs, targets, None)
     assert list(tmp_path.iterdir()) == []
 

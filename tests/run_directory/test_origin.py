@@ -139,16 +139,16 @@ def test_a_run_keeps_the_source_of_the_methods_of_its_first_rounds(capsys):
         entries = result(later)["provenance"]
         assert [{name for name in entry if "." in name} for entry in entries] == kept
         assert {entry["source"] for entry in entries} == {source["source"]}
-    assert "other code" not in capsys.readouterr().out
+    assert "code or versions" not in capsys.readouterr().out
 
 
 def test_a_run_that_other_code_resumes_says_so(monkeypatch, capsys):
     run("--trainer.max_epochs", 1)
     capsys.readouterr()
     run(*LAST, "--trainer.max_epochs", 2)
-    assert "other code" not in capsys.readouterr().out
+    assert "code or versions" not in capsys.readouterr().out
     monkeypatch.setattr(
         "fl_lightning.experiments.run_directory.start.provenance", lambda made: {"source": "edited"}
     )
     run(*LAST, "--trainer.max_epochs", 3)
-    assert "other code or versions than up to round 2: source " in capsys.readouterr().out
+    assert "code or versions changed after round 2: source " in capsys.readouterr().out
