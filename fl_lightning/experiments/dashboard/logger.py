@@ -1,4 +1,4 @@
-"""A run at Weights & Biases: one history row per communication round, online or in files that ``wandb sync`` uploads."""
+"""Logger for Weights & Biases: one history row per round, online or in files for ``wandb sync``."""
 
 import os
 import shutil

@@ -1,1 +1,1 @@
-"""A run from its first line to its result, from the command line or from Python."""
+"""Runs from the command line or from Python: trainer, progress, interruption and result."""

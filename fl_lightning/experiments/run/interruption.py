@@ -67,9 +67,7 @@ def stoppable() -> Iterator[None]:
 
 
 class FinishRound(L.Callback):
-    """Callback that turns a first signal into a stop after the round, a second into one at once.
-
-    It works within :func:`stoppable`.
+    """Callback within :func:`stoppable`: a first signal stops after the round, a second at once.
 
     Attributes:
         signal: The signal that asked for the stop; None before a signal.
@@ -93,7 +91,7 @@ class FinishRound(L.Callback):
         _listen(note)
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Stop all ranks if one got a signal; an earlier stop would skip a new round's batch."""
+        """Stop all ranks if one has a signal; Lightning skips a batch if told so within a round."""
         ranks: Ranks = pl_module.ranks  # type: ignore[assignment]  # of a FederatedModule
         if ranks.size > 1:
             asked = ranks.exchange(lambda: (self.signal, trainer.should_stop))

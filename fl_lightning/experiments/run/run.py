@@ -21,7 +21,7 @@ from fl_lightning.round.module import FederatedModule
 
 
 class Run:
-    """Run of a module and its data: a folder with metrics, checkpoints, pictures and a result.
+    """Run of a module and its data in a folder with metrics, checkpoints, pictures and a result.
 
     ::
 

@@ -58,7 +58,7 @@ def make_trainer(settings: Config, ranks: int = 1, **equipment: Any) -> L.Traine
 
 
 def is_launched(settings: Config) -> bool:
-    """Return whether another program may start ranks: ``torchrun``, or Slurm for set devices."""
+    """Return whether another program may start ranks: ``torchrun``, or Slurm for several ranks."""
     asked = settings.get("devices", "auto") not in ("auto", 1, "1") or settings.get("num_nodes", 1) != 1
     return asked or under_torchrun()
 

@@ -101,7 +101,7 @@ class Prepared:
         return finish_run(self.module, start.attempt)
 
     def _limit_ranks(self) -> None:
-        """Set up the data before the fork; with ``devices: auto`` limit the ranks to the useful."""
+        """Set up the data before the fork; with ``devices: auto`` keep only the useful ranks."""
         strategy = self.trainer.strategy
         if isinstance(strategy, CohortStrategy) and strategy.launcher is not None:
             ranks = useful_ranks(self.module, self.data)
@@ -221,7 +221,7 @@ class Training:
         return None if ckpt_path is None else self.directory.resolve_checkpoint(str(ckpt_path))
 
     def _has_this_plan(self, path: Path, rounds: int | None) -> bool:
-        """Return whether a run was planned for these rounds, which decide freezing and rates."""
+        """Return whether a run was planned for ``rounds``, which decide freezing and rate decay."""
         if self.module.budget_epochs is not None or rounds in (None, -1):
             return True  # the data decide the rounds, and are part of the hash
         planned = load_run(path)["fl_lightning"]["total_rounds"]

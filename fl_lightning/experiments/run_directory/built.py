@@ -50,8 +50,8 @@ def built(module: FederatedModule, data: FederatedDataModule, trainer: Config) -
         trainer: Arguments of the trainer, including ``callbacks``.
 
     Returns:
-        ``seed_everything``, ``model``, ``data`` and ``trainer``, including what links and data
-        decide.
+        ``seed_everything``, ``model``, ``data`` and ``trainer``, with the arguments that links and
+        data decide.
     """
     model, data_node = as_plain(module), as_plain(data)
     seed = model["init_args"].pop("seed")
@@ -71,8 +71,8 @@ def built_in_python(module: FederatedModule, data: FederatedDataModule, trainer:
     """Describe the objects of a script as :func:`built` does.
 
     The model also has a digest of its layers or weights if they do not follow from its arguments
-    and the run's seed. Later assigned settings replace the arguments of the module, and are the
-    entry ``reassigned`` of data and callbacks.
+    and the run's seed. Settings assigned after construction replace the arguments of the module,
+    and are the entry ``reassigned`` of data and callbacks.
     """
     tree = built(module, data, trainer)
     settings = tree["model"].get("init_args", tree["model"])

@@ -79,8 +79,8 @@ def load_run(path: str | os.PathLike[str], weights_only: bool | None = None) -> 
         weights_only: As in :meth:`AtomicCheckpointIO.load_checkpoint`.
 
     Raises:
-        ConfigurationError: As for :meth:`AtomicCheckpointIO.load_checkpoint`, or the file is not
-            one of a run.
+        ConfigurationError: As for :meth:`AtomicCheckpointIO.load_checkpoint`, or the file is no
+            checkpoint of a run.
     """
     checkpoint = AtomicCheckpointIO().load_checkpoint(path, weights_only=weights_only)
     needed = ("state_dict", "global_step", "pytorch-lightning_version", "fl_lightning")
@@ -108,8 +108,8 @@ def check_run(
         optimizer: The configured server optimizer; None skips its check.
 
     Raises:
-        ConfigurationError: A name or shape in the model differs, of which the message has the
-            first; or the optimizer is of another kind or steps other parameters.
+        ConfigurationError: A name or shape in the model differs (the message has the first), or
+            the optimizer is of another kind or steps other parameters.
     """
     if differing := misfits(checkpoint["state_dict"], model):
         raise misfit_error(f"checkpoint {path}", "checkpoint", model, differing)

@@ -1,4 +1,4 @@
-"""Checkpoints of complete rounds: the last and the best, and kept rounds."""
+"""Checkpoints of complete rounds: the last, the best and kept rounds."""
 
 import contextlib
 import math
@@ -37,22 +37,22 @@ class RoundCheckpoint(Recorded, Checkpoint):
             ``<name>/<hash>-s<seed>``.
         every_n_seconds: Seconds since the last save, >= 0, after which a round is saved; 0: every
             round, None: no such period.
-        every_n_rounds: Rounds to save are the multiples of this number, >= 1; None: no such period.
+        every_n_rounds: Number, >= 1, whose multiples are rounds to save; None: no such period.
         monitor: Name of a logged metric, such as ``"val/accuracy"``. ``best.ckpt`` is the model of
             the first round with the best value. Rounds without the metric or with NaN are ignored.
         mode: Whether ``"max"`` or ``"min"`` of the metric is best. Default: minimum of a loss,
             maximum of a quality such as accuracy (:func:`~fl_lightning.round.directions.best_is`).
         keep_rounds: Rounds, >= 1, whose checkpoint is kept as ``round_<r>.ckpt`` and, for a
-            monitored metric, the best one until then as ``round_<r>_best.ckpt``.
+            monitored metric, the best checkpoint so far as ``round_<r>_best.ckpt``.
 
     Attributes:
         in_the_run: Whether each fit has its checkpoints in its run's folder.
         attempt: The attempt of the checkpoints; None without a run directory.
-        best_score: Best value of the monitored metric; None before the first.
+        best_score: Best value of the monitored metric; None before its first value.
         best_round: Round of ``best_score``.
-        best_model_path: Path of ``best.ckpt``, empty before the first. Lightning reads it for
+        best_model_path: Path of ``best.ckpt``; empty before the first save. Lightning reads it for
             ``ckpt_path="best"`` and sets it after a fit in child processes.
-        saved_round: Round of this fit's ``last.ckpt``; None before the first.
+        saved_round: Round of this fit's ``last.ckpt``; None before the first save.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class RoundCheckpoint(Recorded, Checkpoint):
     @property
     def state_key(self) -> str:
         """Key of the state, one per monitored metric: scores of two metrics cannot be compared."""
-        # without a metric "max", the default of older checkpoints
+        # without a metric: "max", as in older checkpoints
         return self._generate_state_key(monitor=self.monitor, mode=self._best_is() or "max")
 
     def state_dict(self) -> dict[str, Any]:
@@ -123,7 +123,7 @@ class RoundCheckpoint(Recorded, Checkpoint):
         trainer.strategy.broadcast(None)  # barrier: the other ranks look for the file afterwards
 
     def _best_until(self, path: Path, state: Mapping[str, Any]) -> Path | None:
-        """Return the best checkpoint at the time of another one beside it; None if it is gone."""
+        """Return the best checkpoint at the time of ``path``, from its folder; None if missing."""
         for candidate in (path.with_name(_best_name(path.stem)), path.with_name("best.ckpt")):
             with contextlib.suppress(ConfigurationError):  # missing or damaged
                 if AtomicCheckpointIO().load_checkpoint(candidate)["callbacks"].get(self.state_key) == state:
@@ -171,7 +171,7 @@ class RoundCheckpoint(Recorded, Checkpoint):
                 raise unwritable(self.dirpath, error) from error
 
     def _claim(self) -> None:
-        """Write the run into its shared folder; raise if one of the same name elsewhere owns it."""
+        """Mark a shared folder as this run's; raise a ConfigurationError if another run owns it."""
         if self.attempt is None or self.in_the_run:
             return
         assert self.dirpath is not None
@@ -189,7 +189,7 @@ class RoundCheckpoint(Recorded, Checkpoint):
         self._saved_at = time.monotonic()
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Raise a ConfigurationError if the evaluation did not log a monitored metric of it."""
+        """Raise a ConfigurationError if an evaluation metric is monitored but not logged."""
         trained = trainer.state.fn == "fit" and self._active(trainer) and not trainer.sanity_checking
         if trained and (self.monitor or "").startswith(("val/", "test/")):
             self._require_monitor(trainer)
@@ -299,7 +299,7 @@ def kept_name(round_number: int) -> str:
 
 
 def _best_name(stem: str) -> str:
-    """Return the name of the best checkpoint at the time of another one, from the latter's stem."""
+    """Return the name of the best checkpoint that is kept beside ``<stem>.ckpt``."""
     return f"{stem}_best.ckpt"
 
 
@@ -316,6 +316,6 @@ def _copy(source: Path, target: Path, round_number: int) -> None:
 
 
 def _same_data(checkpoint: Mapping[str, Any], module: L.LightningModule) -> bool:
-    """Return whether a run has its checkpoint's data: other scores cannot be compared."""
+    """Return whether the data are the checkpoint's: scores on other data cannot be compared."""
     record = getattr(module, "record", None)
     return record is None or checkpoint["fl_lightning"]["record"].get("data") == record.data

@@ -1,4 +1,4 @@
-"""Names of classes and functions, and the code of local ones, which no import identifies."""
+"""Names of classes and functions; code of local definitions, which have no import path."""
 
 import dis
 import functools
@@ -33,7 +33,7 @@ def full_name(maker: Any) -> str:
 
 
 def is_local(maker: Any) -> bool:
-    """Return whether a class or function of a script, notebook or function has no import path."""
+    """Return whether no import finds a class or function, such as one of a script or a function."""
     inner = inspect.unwrap(maker)
     path = f"{inner.__module__}.{getattr(inner, '__qualname__', '<')}"
     if "<" in path or path.startswith(("__main__.", "__mp_main__.", "None.")):

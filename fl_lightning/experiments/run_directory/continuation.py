@@ -52,7 +52,7 @@ def find_start(
     resumed: Attempt | None,
     held: ExitStack,
 ) -> Start:
-    """Return the start from a checkpoint: in its folder if it is the last, else in a new attempt.
+    """Return the start from a checkpoint: the same folder for the last one, else a new attempt.
 
     Other settings, another seed or an earlier checkpoint need a new attempt, so that no results of
     another run are cut or mixed.

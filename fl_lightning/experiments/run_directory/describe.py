@@ -88,7 +88,7 @@ def clients_table(module: FederatedModule) -> tuple[list[str], list[list[Any]]]:
 
 
 def model_name(module: FederatedModule) -> str:
-    """Return the class name of the model, without the wrapper of a compiled one."""
+    """Return the class name of the model; a compiler's wrapper is ignored."""
     return type(getattr(module.model, "_orig_mod", module.model)).__name__
 
 
@@ -114,7 +114,7 @@ def _name(module: nn.Module) -> str:
 
 
 def origin_in_words(continued_from: Sequence[Origin]) -> list[str]:
-    """Return a line per checkpoint that a run continued with changes: round, old and new values."""
+    """Return a line per checkpoint from which a run was changed: run, round, old and new values."""
     lines = []
     for entry in continued_from:
         path = Path(entry["checkpoint"])

@@ -266,7 +266,7 @@ def _maker(path: str) -> Callable[..., Any] | None:
     for length in range(len(parts) - 1, 0, -1):
         try:
             value: Any = import_module(".".join(parts[:length]))
-        except Exception:  # noqa: BLE001, S112  # not a module or a failing one: building the run reports it
+        except Exception:  # noqa: BLE001, S112  # no importable module: building the run reports the error
             continue
         for part in parts[length:]:
             value = getattr(value, part, None)

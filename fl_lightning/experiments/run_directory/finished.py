@@ -1,4 +1,4 @@
-"""Result of a finished run: keys of ``result.json``, read and checked."""
+"""Keys of ``result.json``, the result of a finished run, and its checked reading."""
 
 import json
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from fl_lightning.round.record import Origin
 
 @with_config(extra="allow", strict=True)
 class Result(TypedDict):
-    """Keys of ``result.json`` without the metrics (names with a slash) and additions of reports."""
+    """Content of ``result.json`` except metrics, whose names have a slash, and reports' entries."""
 
     method: str
     model: str

@@ -45,8 +45,7 @@ class JSONLinesLogger(Logger):
         """Append one row.
 
         Args:
-            metrics: Scalars, tensors or lists of them by name; a row without ``"round"`` is
-                ignored.
+            metrics: Scalars, tensors or lists by name; a row without ``"round"`` is ignored.
             step: Ignored: the metrics hold the round.
 
         Raises:
@@ -54,7 +53,7 @@ class JSONLinesLogger(Logger):
         """
         if "round" not in metrics:
             return
-        row = {"round": 0} | plain(dict(metrics))  # the first key of the row
+        row = {"round": 0} | plain(dict(metrics))  # makes "round" the first key
         line = json.dumps(row, allow_nan=False).encode() + b"\n"
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)

@@ -70,7 +70,7 @@ def palette(data: Any, classes: int) -> Sequence[tuple[int, int, int]]:
 
 @torch.no_grad()
 def overlays(module: FederatedModule, title: Sequence[str]) -> "Figure | None":
-    """Draw the first evaluation images with labels and predictions; None without a segmentation."""
+    """Draw the first evaluation images, labels and predictions; None if pixels have no labels."""
     if not isinstance(module.task, Segmentation):
         return None
     images: list[Any] = []

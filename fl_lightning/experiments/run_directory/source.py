@@ -41,8 +41,8 @@ def provenance(config: Config) -> dict[str, str]:
         config: The resolved configuration, whose classes and functions may be a user's own.
 
     Returns:
-        Eight hex digits as ``source`` of the core, model and data, and for each method by its full
-        name; versions of Python, PyTorch, Lightning and the configured model libraries.
+        Digests of eight hex digits: ``source`` of the core, model and data, and each method by its
+        full name. Also versions of Python, PyTorch, Lightning and the configured model libraries.
     """
     trainer = config.get("trainer") or {}
     entries = trainer.get("callbacks") or []
@@ -142,7 +142,7 @@ def _imports(path: Path, module: str) -> Iterator[str]:
 
 
 def _origin(module: str) -> str:
-    """Return a module's file; empty for a notebook's module or a class around another class."""
+    """Return a module's file; empty for a notebook's module or a name that is no module."""
     if module in sys.modules:
         return getattr(sys.modules[module], "__file__", None) or ""
     try:
@@ -152,7 +152,7 @@ def _origin(module: str) -> str:
 
 
 def _dotted_names(tree: Any) -> set[str]:
-    """Return all texts that may be paths of classes or functions: a loss has no ``class_path``."""
+    """Return all strings that may name a class or function: a loss, say, has no ``class_path``."""
     names, waiting = set(), [tree]
     while waiting:
         node = waiting.pop()

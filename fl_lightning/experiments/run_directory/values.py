@@ -38,7 +38,7 @@ _DEPTH = 100  # levels of an object's state; deeper objects count by their class
 
 
 class Walk:
-    """Objects met in one description: each object is described once, so cycles end."""
+    """Objects of one description, each described once: cycles end and shared objects are cheap."""
 
     def __init__(self) -> None:
         self._met: dict[int, tuple[int, Any]] = {}  # holds the thing, so that its id is not reused
@@ -135,7 +135,7 @@ def layers(model: nn.Module, walk: Walk | None = None) -> str:
     walk, model = walk or Walk(), getattr(model, "_orig_mod", model)
     shared: dict[int, str] = {}
     ties = [shared.setdefault(id(x), name) for name, x in model.named_parameters(remove_duplicate=False)]
-    # describe: a hook, say, may hold the model
+    # describe() ends the cycle of a hook, say, that holds the model
     return str(
         walk.describe(model, lambda: tree_digest([ties, [_layer(layer, walk) for layer in model.modules()]]))
     )
@@ -156,9 +156,7 @@ def _layer(layer: nn.Module, walk: Walk) -> Any:
 
 
 def _partial(thing: functools.partial[Any], walk: Walk | None = None) -> Any:
-    makers = [
-        x for x in (thing.func, *thing.args) if isinstance(x, type)
-    ]  # jsonargparse passes the class as an argument
+    makers = [x for x in (thing.func, *thing.args) if isinstance(x, type)]  # jsonargparse adds the class
     maker = makers[0] if makers else thing.func
     if not (isinstance(maker, type) or inspect.isroutine(maker)):  # a callable object
         return {
@@ -327,9 +325,9 @@ def _takes(hint: Any, kind: type) -> bool:
 
 def _item(hint: Any, position: int) -> Any:
     """Return the type of a container's items: a list's first argument, a dict's second."""
-    for one in (hint, *typing.get_args(hint)):
-        arguments = typing.get_args(one)
-        origin = typing.get_origin(one)
+    for part in (hint, *typing.get_args(hint)):
+        arguments = typing.get_args(part)
+        origin = typing.get_origin(part)
         if isinstance(origin, type) and issubclass(
             origin, (Mapping,) if position else (list, tuple, typing.Sequence)
         ):
