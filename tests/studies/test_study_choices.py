@@ -123,7 +123,7 @@ def test_each_combination_needs_a_trial_and_each_trial_a_run_of_its_own():
     at = [{**STUDY["choose"][0], "at": {"model.local_steps": "2"}}]
     assert len(study_cells(axes=axes, without=left_out, choose=at).trials[0]) == 6
     with pytest.raises(
-        ConfigurationError, match=r"choose: the labels of model.client_optimizer.lr make equal runs such as"
+        ConfigurationError, match=r"choose: the labels of model.client_optimizer.lr give equal runs such as"
     ):
         _ = study_cells([f"{LR}=0.3"]).trials
 
@@ -139,7 +139,7 @@ def test_stale_trials_choose_nothing_unless_they_are_accepted():
 def test_without_validation_data_nothing_can_be_chosen():
     with pytest.raises(
         ConfigurationError,
-        match=r"data.val_fraction: model.client_optimizer.lr is chosen on validation data, and the cell",
+        match=r"data.val_fraction: 0 leaves .* no validation data to choose model.client_optimizer.lr on",
     ):
         _ = study_cells(["--data.val_fraction=0.0"]).trials
 

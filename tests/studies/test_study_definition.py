@@ -142,7 +142,7 @@ SMALL = {"title": "t", "axes": BN_GN, "scales": {"reduced": {"base": "b"}}, "pub
         ({"claims": ["BN > BN"]}, "has BN twice"),
         ({"claims": ["BN > GN > BN"]}, "has BN twice"),
         ({"claims": ["BN > GN at method=BN"]}, "compares labels of method and cannot be at one of them"),
-        ({"claims": ["BN > E=1"]}, "compares BN with E=1, which are labels of different axes"),
+        ({"claims": ["BN > E=1"]}, "compares BN with E=1, labels of different axes"),
         ({"claims": ["BN, GN > LN"]}, "'BN, GN' names method twice"),
         ({"difference": "BN - BN"}, "difference: 'BN - BN' has BN twice"),
         ({"settings": {"seeds": [1]}}, "settings: .* seeds is no setting of a study's cells"),

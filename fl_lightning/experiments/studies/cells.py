@@ -1,4 +1,4 @@
-"""The cells of a study: ordinary runs in ordinary run directories, and what is known of each."""
+"""The cells of a study, each an ordinary run in an ordinary run directory, and their states."""
 
 import json
 import os
@@ -22,26 +22,25 @@ from fl_lightning.experiments.studies.stale import differences
 from fl_lightning.round.record import Origin
 
 Phase = Literal["done", "stale", "running", "stopped", "failed", "missing"]
-"""``done``: a result by this source. ``stale``: one by another source. ``running``: a process trains it. ``stopped``: it has a checkpoint
-to go on from. ``failed``: its newest attempt ended with an error. ``missing``: none of these; an attempt that went on from another run is
-not the cell's."""
+"""Phase of a cell: ``done`` (a result), ``stale`` (a result by other source, versions or data), ``running``
+(a process trains the cell), ``stopped`` (a checkpoint to resume from), ``failed`` (the newest attempt ended
+with an error) or ``missing`` (none of these). Attempts that continue another run do not count."""
 
 RUNS = "cells"
-"""The folder of all runs of all studies, one below it for each number of rounds: two that need the same cell find it in one place."""
+"""Folder of the runs of all studies, by number of rounds, so that studies share equal cells."""
 
 _TAIL = 1 << 16  # bytes of metrics.jsonl that hold its last row
 
 
 class State(NamedTuple):
-    """What is known of a cell.
+    """State of a cell.
 
     Attributes:
-        phase: Where it stands.
-        attempt: The attempt that says so.
-        result: Its ``result.json``.
-        why: Of a stale cell, what is otherwise than now; of a failed one, its error; of a missing one, from which other run what is there
-            went on.
-        round: The last round that is logged.
+        phase: Phase of the cell.
+        attempt: Attempt that decides the phase.
+        result: Content of the attempt's ``result.json``.
+        why: Differences of a stale result, error of a failed cell, or origin of a missing cell's attempts.
+        round: Last logged round.
     """
 
     phase: Phase
@@ -56,13 +55,13 @@ class Cell:
     """One run of a study.
 
     Attributes:
-        labels: Its label of each axis.
-        seed: Its seed.
-        config: Its resolved configuration.
-        parent: The cell in which the rounds up to ``shared_rounds`` are trained.
-        shared_rounds: How many rounds it has in common with its parent.
-        keep_rounds: The rounds whose checkpoints others go on from.
-        data: The digests of the data that it must have been trained on, None where nobody knows.
+        labels: Label of each axis.
+        seed: Seed of the run.
+        config: Resolved configuration.
+        parent: Cell that trains the first ``shared_rounds`` rounds.
+        shared_rounds: Number of rounds shared with the parent.
+        keep_rounds: Rounds whose checkpoints other cells continue from.
+        data: Digests of the data that a result must have; None if they are unknown.
     """
 
     labels: dict[str, str]
@@ -79,36 +78,36 @@ class Cell:
 
     @property
     def name(self) -> str:
-        """Its labels and seed, such as ``"method=GN E=100 seed=0"``."""
+        """Labels and seed, such as ``"method=GN E=100 seed=0"``."""
         return " ".join(
             f"{axis.rpartition('.')[2]}={label}" for axis, label in {**self.labels, "seed": self.seed}.items()
         )
 
     @property
     def key(self) -> Path:
-        """Where its runs are: cells of equal configuration, rounds and seed are one run."""
+        """Folder of the first attempt; cells of equal configuration, rounds and seed share it."""
         return self.directory.root / self.directory.stem
 
     @property
     def family(self) -> str:
-        """What the data of cells follow from: those of one family must be trained on the same."""
+        """Data settings and seed as JSON; cells of one family must be trained on the same data."""
         return json.dumps([self.config["data"], self.seed], sort_keys=True)
 
     @property
     def job(self) -> str:
-        """What it is called where a folder has no room for a path."""
+        """Name of the cell's job and log file, without slashes."""
         return f"{self.key.parent.name}-{self.key.name}"
 
     @property
     def rounds(self) -> int:
-        """The planned rounds, 0 where a budget decides them."""
+        """Planned rounds, 0 if a budget decides."""
         return max(int(self.config["trainer"]["max_epochs"]), 0)
 
     def state(self, accept_stale: bool = False) -> State:
-        """What the run directories say now.
+        """Return the state according to the run directories.
 
         Args:
-            accept_stale: Whether a result by other source or versions counts as done.
+            accept_stale: Whether a result by other source, versions or data counts as done.
         """
         stale: State | None = None
         attempts, origin = self._attempts()
@@ -134,43 +133,43 @@ class Cell:
         return State("missing", newest, why=_damaged(newest), round=last)
 
     def checkpoint(self, accept_stale: bool = False) -> Path | None:
-        """The checkpoint that its newest attempt goes on from; None where it has none, is finished or is by other source."""
+        """Return the checkpoint to resume; None if the newest attempt has none, is finished or stale."""
         newest = next(iter(self._attempts()[0]), None)
         if newest is None or not self._resumable(newest, accept_stale):
             return None
         return newest.checkpoints / "last.ckpt"
 
     def _attempts(self) -> tuple[list[Attempt], str]:
-        """Its attempts, the newest first, without those that went on from another run; and in words from which the newest of these did."""
+        """Return the attempts without those that continue another run, newest first, and the newest such run."""
         every = self.directory.attempts()
-        origins = [other_origin(_origins(one), self.config, self.directory.root) for one in every]
-        own = [attempt for attempt, origin in zip(every, origins, strict=True) if not origin]
-        return own, next(filter(None, origins), "")
+        origins = [other_origin(_origins(attempt), self.config, self.directory.root) for attempt in every]
+        counted = [attempt for attempt, origin in zip(every, origins, strict=True) if not origin]
+        return counted, next(filter(None, origins), "")
 
     def branch(self, accept_stale: bool = False) -> Path | None:
-        """The checkpoint of its parent that it goes on from where it has none of its own.
+        """Return the finished parent's checkpoint after the shared rounds; None if it is missing or damaged.
 
-        None where there is none; one that is damaged is named, and the cell trains the shared rounds itself.
+        A damaged checkpoint is reported: the cell then trains the shared rounds itself.
         """
-        if self.parent is None or (found := self.parent.state(accept_stale)).attempt is None:
+        if self.parent is None or (state := self.parent.state(accept_stale)).attempt is None:
             return None
-        path = found.attempt.checkpoints / f"round_{self.shared_rounds}.ckpt"
-        if found.phase != "done" or not path.is_file():
+        path = state.attempt.checkpoints / f"round_{self.shared_rounds}.ckpt"
+        if state.phase != "done" or not path.is_file():
             return None
         try:
             load_run(path)
         except ConfigurationError:
             print(
-                f"damaged: {path}; {self.name} trains the rounds until {self.shared_rounds} itself",
+                f"damaged: {path}; {self.name} trains the first {self.shared_rounds} rounds itself",
                 flush=True,
             )
             return None
         return path
 
     def _other_data(self, result: Result) -> str:
-        """What of a result's data is not as newer cells of equal settings have it, in words."""
-        found = result.get("data", {})
-        names = [name for name in self.data or {} if found.get(name) != (self.data or {})[name]]
+        """Name the data of a result that differ from newer cells' data, empty if all are equal."""
+        digests = result.get("data", {})
+        names = [name for name, digest in (self.data or {}).items() if digests.get(name) != digest]
         return f"other data than newer cells: {', '.join(names)}" if names else ""
 
     def _resumable(self, attempt: Attempt, accept_stale: bool) -> bool:
@@ -182,7 +181,7 @@ class Cell:
 
 
 def _origins(attempt: Attempt) -> list[Origin]:
-    """The checkpoints from which an attempt went on otherwise; empty while a process trains it."""
+    """Return the checkpoints that an attempt continues; empty while a process trains the attempt."""
     with suppress(ConfigurationError):
         return list(read_result(attempt.result).get("continued_from", []))
     path = attempt.checkpoints / "last.ckpt"
@@ -191,7 +190,7 @@ def _origins(attempt: Attempt) -> list[Origin]:
 
 
 class _Source(TypedDict):
-    """What has computed a checkpoint, and from which others."""
+    """The provenance of a checkpoint and the checkpoints that its run continues."""
 
     provenance: list[dict[str, str]]
     continued_from: list[Origin]
@@ -199,24 +198,21 @@ class _Source(TypedDict):
 
 @cache
 def _record(checkpoint: Path, written: int) -> _Source | None:
-    """What has computed a checkpoint, and what from, None where it cannot be read; read once, however often a study looks."""
+    """Return the source of a checkpoint, cached until the file changes; None if it cannot be read."""
     try:
         record = load_run(checkpoint)["fl_lightning"]["record"]
     except ConfigurationError:
         return None
-    return {
-        "provenance": record.get("provenance", []),
-        "continued_from": record.get("continued_from", []),
-    }
+    return {"provenance": record.get("provenance", []), "continued_from": record.get("continued_from", [])}
 
 
 def expect_newest_data(states: Sequence[State], cells: Sequence[Cell]) -> list[Cell]:
-    """Let finished cells of equal settings of data and seed expect the data of the newest; those that are not done then."""
+    """Require the newest result's data of all cells of its family; return the cells that are then not done."""
     newest: dict[str, tuple[float, dict[str, str]]] = {}
-    for own, state in zip((cell.family for cell in cells), states, strict=True):
+    for family, state in zip((cell.family for cell in cells), states, strict=True):
         if state.attempt is not None and state.result is not None and state.result.get("data"):
-            found = state.attempt.result.stat().st_mtime, dict(state.result["data"])
-            newest[own] = max(newest.get(own, found), found, key=lambda entry: entry[0])
+            entry = state.attempt.result.stat().st_mtime, dict(state.result["data"])
+            newest[family] = max(newest.get(family, entry), entry, key=lambda entry: entry[0])
     for cell in cells:
         cell.data = newest[cell.family][1] if cell.family in newest else None
     return [cell for cell in cells if cell.state().phase != "done"]
@@ -231,7 +227,7 @@ def _finished(attempt: Attempt, rounds: int) -> Result | None:
 
 
 def _damaged(attempt: Attempt) -> str:
-    """What is wrong with the result of an attempt; empty where there is none, or it is one."""
+    """Return the error of reading an attempt's result; empty if it is missing or valid."""
     try:
         if attempt.result.exists():
             read_result(attempt.result)
@@ -241,7 +237,7 @@ def _damaged(attempt: Attempt) -> str:
 
 
 def _last_round(attempt: Attempt) -> int:
-    """The last round of whole rows in ``metrics.jsonl``, of which only the end is read, again and again."""
+    """Return the round of the last complete row, 0 without rows; reads only the end of ``metrics.jsonl``."""
     try:
         with attempt.metrics.open("rb") as file:
             file.seek(max(file.seek(0, os.SEEK_END) - _TAIL, 0))

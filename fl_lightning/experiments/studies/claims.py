@@ -1,8 +1,8 @@
-"""Claims of a paper, tested in pairs by seed: they hold, do not hold, or are undecided at this scale.
+"""Claims of a paper, tested in pairs by seed: each holds, does not hold, or is undecided.
 
-A claim is an ordering of labels, such as ``"FixBN > GN > BN"``, at labels of other axes where it says so: ``"GN > BN at E=1"``. A side may
-name its axis, ``"E=100 > E=1 at method=BN"``. ``"FBN ~ centralised within 0.02"`` says that two are as good as equal. Without ``at`` it is
-about every combination of the other axes.
+A claim orders labels, as in ``"FixBN > GN > BN"``; ``at`` restricts it to labels of other axes, as in
+``"GN > BN at E=1"``. A side may name its axis: ``"E=100 > E=1 at method=BN"``. Equality up to a margin
+is written ``"FBN ~ centralised within 0.02"``.
 """
 
 import re
@@ -18,19 +18,19 @@ from fl_lightning.errors import ConfigurationError
 from fl_lightning.experiments.studies.found import Found, Group, Verdict
 
 ONE_SEED = 0.1
-"""How far one pair of runs must be apart to say anything: twice the deviation of a difference between cells that deviate by 0.035 each."""
+"""Smallest difference of a single pair that decides: 2 √2 · 0.035, for cells with deviation 0.035 each."""
 
 _CONFIDENCE = 0.9
 
 
 class Claim(NamedTuple):
-    """A claim as its text says it.
+    """A parsed claim.
 
     Attributes:
-        sides: What is compared, in words.
-        constraints: The labels of each side, by axis.
-        fixed: The labels at which it is about them, by axis.
-        margin: Within what they are as good as equal; None for an ordering.
+        sides: Text of each compared side.
+        constraints: Labels of each side, by axis.
+        fixed: Labels after ``at``, by axis.
+        margin: Margin of equality; None for an ordering.
     """
 
     sides: list[str]
@@ -43,11 +43,11 @@ def read_claim(claim: str, known: Mapping[str, Sequence[str]]) -> Claim:
     """Read a claim.
 
     Args:
-        claim: The claim.
-        known: The labels that there are, by axis.
+        claim: Text of the claim.
+        known: Existing labels by axis.
 
     Raises:
-        ConfigurationError: It cannot be read, or no runs could decide it.
+        ConfigurationError: The claim cannot be read, or no runs could decide it.
     """
     body, _, at = claim.partition(" at ")
     ordering, _, within = body.partition(" within ")
@@ -76,11 +76,11 @@ def read_difference(words: str, known: Mapping[str, Sequence[str]]) -> Claim:
     """Read a difference such as ``"GN - BN"``.
 
     Args:
-        words: The difference.
-        known: The labels that there are, by axis.
+        words: Text of the difference.
+        known: Existing labels by axis.
 
     Raises:
-        ConfigurationError: It cannot be read, or has one side twice.
+        ConfigurationError: The difference cannot be read, or its sides are equal.
     """
     sides = [side.strip() for side in words.split(" - ")]
     if len(sides) != 2:
@@ -93,45 +93,45 @@ def read_difference(words: str, known: Mapping[str, Sequence[str]]) -> Claim:
 def _comparable(
     words: str, sides: Sequence[str], constraints: Sequence[Mapping[str, str]], key: str = "claims"
 ) -> None:
-    """Refuse sides that are the same, or labels of different axes."""
-    for number, (side, own) in enumerate(zip(sides, constraints, strict=True)):
-        if own in constraints[:number]:
+    """Raise an error if two sides are equal or name labels of different axes."""
+    for number, (side, labels) in enumerate(zip(sides, constraints, strict=True)):
+        if labels in constraints[:number]:
             raise ConfigurationError(f"{key}: {words!r} has {side} twice; name different labels")
-        if own.keys() != constraints[0].keys():
+        if labels.keys() != constraints[0].keys():
             raise ConfigurationError(
-                f"{key}: {words!r} compares {sides[0]} with {side}, which are labels of different axes; name labels of the same ones"
+                f"{key}: {words!r} compares {sides[0]} with {side}, labels of different axes; "
+                "name labels of the same axes"
             )
 
 
 def judge(claim: str, found: Found) -> Verdict | None:
-    """A claim's verdict, None where it is about labels that this scale does not have.
+    """Return the verdict on a claim; None if this scale lacks a label of the claim.
 
-    A run without a result, or a label that was not chosen, leaves it undecided: what is there may be the better part. Otherwise, for two seeds or more, the 90 % interval of the mean paired difference (Student's t) decides: above 0 the ordering holds, below it does
-    not; for one seed the difference must exceed :data:`ONE_SEED`.
+    A missing result or an open choice leaves the claim undecided: the existing runs may be the better
+    part. Otherwise the 90 % interval of the mean paired difference (Student's t) decides: an ordering
+    holds if the interval is above 0, and does not hold if it is below. With one seed the difference
+    must exceed :data:`ONE_SEED`.
 
     Args:
-        claim: The claim.
-        found: What the study has found.
-
-    Returns:
-        ``claim``, ``verdict`` and ``words``.
+        claim: Text of the claim.
+        found: Findings of the study.
 
     Raises:
         ConfigurationError: The claim cannot be read.
     """
     sides, constraints, fixed, margin = read_claim(claim, found["known"])
-    if any(label not in found["axes"][axis] for own in (*constraints, fixed) for axis, label in own.items()):
+    named = [*fixed.items(), *(item for side in constraints for item in side.items())]
+    if any(label not in found["axes"][axis] for axis, label in named):
         return None
-    for one in found["choices"]:
-        own = one["for"].items()
+    for choice in found["choices"]:
+        by = choice["for"].items()
         concerned = (
-            all({**fixed, **side}.get(axis, label) == label for axis, label in own) for side in constraints
+            all({**fixed, **side}.get(axis, label) == label for axis, label in by) for side in constraints
         )
-        if one["chosen"] is None and any(concerned):
-            words = f"{one['axis']} of {' '.join(f'{axis}={label}' for axis, label in own)}".removesuffix(
-                " of "
-            )
-            return {"claim": claim, "verdict": "undecided", "words": f"{words} was not chosen"}
+        if choice["chosen"] is None and any(concerned):
+            words = f"{choice['axis']} of {' '.join(f'{axis}={label}' for axis, label in by)}"
+            words = f"{words.removesuffix(' of ')} was not chosen"
+            return {"claim": claim, "verdict": "undecided", "words": words}
     metric = next(iter(found["metrics"]))
     links = [[*_paired({**fixed, **more}, less, found)] for more, less in pairwise(constraints)]
     if not all(links):
@@ -155,94 +155,83 @@ def judge(claim: str, found: Found) -> Verdict | None:
 
 
 def difference(found: Found) -> Found:
-    """A study of differences in pairs by seed, such as ``"GN - BN"``, as if it had found them itself.
+    """Return findings whose values are the paired differences of a study, such as ``"GN - BN"``.
 
     Args:
-        found: What a study has found, ``difference`` among it.
+        found: Findings of a study that has a ``difference``.
 
     Raises:
         ConfigurationError: The difference cannot be read.
     """
     metric, words = next(iter(found["metrics"])), found["difference"]
     assert words is not None
-    sides, (one, other), *_ = read_difference(words, found["known"])
+    sides, (more, less), *_ = read_difference(words, found["known"])
     groups: list[Group] = []
-    for group, against in _paired(one, other, found):
-        (values, less) = (own["values"][metric] for own in (group, against))
-        pairs = {seed: values[seed] - less[seed] for seed in values if seed in less}
+    for group, against in _paired(more, less, found):
+        values, subtracted = group["values"][metric], against["values"][metric]
+        pairs = {seed: values[seed] - subtracted[seed] for seed in values if seed in subtracted}
         groups.append({**group, "values": {metric: pairs}, "published": None})
     name = f"{sides[0]} \N{MINUS SIGN} {sides[1]}, {found['metrics'][metric]}"
     return {**found, "groups": groups, "metrics": {metric: name}}
 
 
 def _paired(more: Mapping[str, str], less: Mapping[str, str], found: Found) -> Iterator[tuple[Group, Group]]:
-    """The combinations with some labels, each with the one that has others in their place and else the same, but for chosen ones."""
+    """Yield each combination with labels ``more`` and its counterpart, which has labels ``less`` instead.
+
+    All other labels are equal, except those of chosen axes.
+    """
     for group in found["groups"]:
         if more.items() <= group["labels"].items():
-            wanted = {
-                axis: x for axis, x in {**group["labels"], **less}.items() if axis not in found["choose"]
-            }
+            labels = {**group["labels"], **less}
+            wanted = {axis: label for axis, label in labels.items() if axis not in found["choose"]}
             yield from [(group, g) for g in found["groups"] if wanted.items() <= g["labels"].items()][:1]
 
 
 def _judge_pair(group: Group, other: Group, metric: str, margin: float | None) -> tuple[str, str]:
     for run in (*group["runs"], *other["runs"]):
         if run["phase"] != "done":
-            return (
-                "undecided",
-                f"{run['directory']} {'diverged' if run.get('diverged') else 'is ' + run['phase']}",
-            )
-    one, two = group["values"][metric], other["values"][metric]
-    for own in (group, other):
-        if seeds := [seed for seed, value in own["values"][metric].items() if not isfinite(value)]:
-            words = " ".join(f"{axis}={label}" for axis, label in own["labels"].items())
+            state = "diverged" if run.get("diverged") else f"is {run['phase']}"
+            return "undecided", f"{run['directory']} {state}"
+    for side in (group, other):
+        if seeds := [seed for seed, value in side["values"][metric].items() if not isfinite(value)]:
+            words = " ".join(f"{axis}={label}" for axis, label in side["labels"].items())
             return "undecided", f"{words} has no finite number with seed {', '.join(seeds)}"
-    seeds = [seed for seed in one if seed in two]
-    differences = [one[seed] - two[seed] for seed in seeds]
+    more, less = group["values"][metric], other["values"][metric]
+    differences = [more[seed] - less[seed] for seed in more if seed in less]
     if not differences:
         return "undecided", "no pair of finished runs with numbers"
     mean = statistics.mean(differences)
     low, high = interval(differences)
     if margin is None:
         verdict = "holds" if low > 0 else "does not hold" if high < 0 else "undecided"
+    elif -margin < low <= high < margin:
+        verdict = "holds"
     else:
-        verdict = (
-            "holds"
-            if -margin < low <= high < margin
-            else "does not hold"
-            if low > margin or high < -margin
-            else "undecided"
-        )
+        verdict = "does not hold" if low > margin or high < -margin else "undecided"
+    if (pairs := len(differences)) > 1:
+        return verdict, f"{mean:+.3f}, {low:+.3f} to {high:+.3f} by {pairs} pairs"
     small = ", which says nothing of so small a margin" if margin is not None and margin <= ONE_SEED else ""
-    words = (
-        f"{mean:+.3f} in one pair{small}"
-        if len(seeds) == 1
-        else f"{mean:+.3f}, {low:+.3f} to {high:+.3f} by {len(seeds)} pairs"
-    )
-    return verdict, words
+    return verdict, f"{mean:+.3f} in one pair{small}"
 
 
 def interval(differences: Sequence[float]) -> tuple[float, float]:
-    """The 90 % interval of the mean of paired differences; :data:`ONE_SEED` around a single one."""
-    mean, n = statistics.mean(differences), len(differences)
-    half = (
-        ONE_SEED
-        if n == 1
-        else statistics.stdev(differences) / n**0.5 * float(t.ppf((1 + _CONFIDENCE) / 2, n - 1))
-    )
+    """Return the 90 % interval of the mean paired difference; ± :data:`ONE_SEED` for a single pair."""
+    mean, n, half = statistics.mean(differences), len(differences), ONE_SEED
+    if n > 1:
+        half = statistics.stdev(differences) / n**0.5 * float(t.ppf((1 + _CONFIDENCE) / 2, n - 1))
     return mean - half, mean + half
 
 
 def _labels(text: str, claim: str, known: Mapping[str, Sequence[str]], key: str = "claims") -> dict[str, str]:
-    """The labels that a side or the place of a claim names, by axis."""
+    """Return the labels that a part of a claim names, by axis."""
     labels: dict[str, str] = {}
     for part in (part.strip() for part in text.split(",")):
         axis, _, label = part.rpartition("=")
-        axes = [axis] if axis else [name for name, own in known.items() if label in own]
+        axes = [axis] if axis else [name for name, labels_of_axis in known.items() if label in labels_of_axis]
         if len(axes) != 1 or label not in known.get(axes[0], ()):
             raise ConfigurationError(
                 f"{key}: {claim!r}: {part!r} is no label of one axis; there are "
-                + ", ".join(f"{name}: {', '.join(own)}" for name, own in known.items())
+                + ", ".join(f"{name}: {', '.join(choices)}" for name, choices in known.items())
             )
         if axes[0] in labels:
             raise ConfigurationError(

@@ -1,6 +1,7 @@
-"""What a study is: a file with a base configuration, axes, seeds, published values and claims, at three scales.
+"""Definition of a study: base configuration, axes, seeds, published values and claims, at three scales.
 
-The types of the classes here are the schema of the file: pydantic checks all of it at once, :mod:`fl_lightning.experiments.studies.reading` says what is wrong.
+The types are the schema of the file: pydantic checks the file at once, and
+:mod:`fl_lightning.experiments.studies.reading` words the errors.
 """
 
 import json
@@ -24,21 +25,20 @@ from pydantic import (
 from pydantic.dataclasses import dataclass as schema
 from typing_extensions import TypedDict
 
+from fl_lightning.experiments.run_directory.directory import Config
+
 Dotted = Mapping[str, Any]
-"""Settings by dotted name, as a label of a study gives them."""
+"""Settings of a label by dotted name."""
 
 Labels = dict[str, str]
-"""A label of each axis, such as ``{"method": "GN", "E": "100"}``."""
+"""Label of each axis, such as ``{"method": "GN", "E": "100"}``."""
 
 SPECIAL = ("config", "metric", "seeds")
-"""What a label may hold beside settings: configurations laid over the base, a metric in place of the table's first, seeds of its own."""
-
-
-from fl_lightning.experiments.run_directory.directory import Config
+"""Keys of a label that are no settings: configurations laid over the base, first metric, seeds."""
 
 
 def listed(value: Any) -> Sequence[Any]:
-    """A value as a list: of itself where it is none, empty for None."""
+    """Return a list unchanged, None as an empty list, and any other value as a list of one."""
     return () if value is None else value if isinstance(value, list) else [value]
 
 
@@ -57,14 +57,14 @@ def _different(values: list[Any]) -> list[Any]:
 
 
 def _without(*names: str) -> Callable[[Config], Config]:
-    """A check that settings are none of some names."""
+    """Return a validator that raises an error for settings of these names."""
 
     def check(settings: Config) -> Config:
         for name in settings:
             if name in names:
                 raise ValueError(
-                    f"{name} is no setting of a study's cells, which have names of their own, and seeds and metrics of the study, its scale "
-                    "or a label; leave it out"
+                    f"{name} is no setting of a study's cells: the study names them, and seeds and metrics belong to "
+                    "the study, its scale or a label; leave it out"
                 )
             _printable(name)
         return settings
@@ -90,14 +90,14 @@ class SettingsOfCells(TypedDict, total=False):
 
 
 class SettingsOfLabel(SettingsOfCells, total=False):
-    """Settings of a label, and a metric and seeds of its own."""
+    """Settings of a label, with its own metric and seeds."""
 
     metric: Name
     seeds: Seeds
 
 
 class Published(TypedDict):
-    """A published value, and the labels of its rows by axis."""
+    """A published value and the labels of its rows by axis."""
 
     __pydantic_config__ = ConfigDict(extra="allow")  # type: ignore[misc]  # pydantic's way to configure a TypedDict
     value: Number
@@ -132,16 +132,16 @@ _STRICT = ConfigDict(extra="forbid")
 
 @schema(frozen=True, config=_STRICT)
 class Scale:
-    """How large a study is run.
+    """A size at which a study is run.
 
     Attributes:
-        base: The configurations that all cells start from, relative to the study's folder; later ones win.
+        base: Configuration files of all cells, relative to the study's folder; later files win.
         settings: Settings of all cells by dotted name.
-        axes: What this scale has of an axis: a list of its labels, or a mapping to further settings of each; of an axis of values other
-            values. Axes that are not named have all their labels.
+        axes: Labels of an axis at this scale, as a list or with further settings; an axis of values
+            takes other values. An axis without an entry has all its labels.
         seeds: Seeds of the runs.
-        cell_seconds: Measured seconds of a cell on one core, for the estimate before any cell is finished.
-        title: Its title in place of the study's.
+        cell_seconds: Measured seconds of a cell on one core, for estimates before any cell is finished.
+        title: Title in place of the study's.
         published: Published values in place of the study's.
     """
 
@@ -161,11 +161,11 @@ class Choice:
     """An axis whose label is chosen on validation data, never on test data.
 
     Attributes:
-        axis: The axis.
-        by: The axes for whose labels it is chosen separately; of other axes the first label, or that of ``at``, is tried.
-        at: Labels of other axes for the trial.
-        metric: What is best: the largest value, of a loss the smallest.
-        seed: The seed of the trial runs; None: the first of the scale.
+        axis: Name of the axis.
+        by: Axes for each of whose labels the choice is made separately.
+        at: Labels of the remaining axes during the trials; default: the first label of each axis.
+        metric: Metric to maximize, or loss to minimize.
+        seed: Seed of the trials; None for the first seed of the scale.
     """
 
     axis: Name
@@ -177,21 +177,21 @@ class Choice:
 
 @schema(frozen=True, config=_STRICT)
 class Definition:
-    """A study as its file says.
+    """The content of a study's file.
 
     Attributes:
-        title: What it shows, in a line.
-        paper: Paper and table or figure, empty for our own.
-        axes: By name: labels with settings by dotted name, or for an axis named as a setting a list of values.
-        scales: ``quick``, ``reduced``, ``full``.
+        title: Title in one line.
+        paper: Paper and table or figure; empty for a study of our own.
+        axes: Axes by name: labels with their settings, or a list of values of the setting that names the axis.
+        scales: Scales by name: ``quick``, ``reduced``, ``full``.
         settings: Settings of all cells at all scales.
-        metrics: Columns of the table by the name of the metric.
-        spread: The axis whose labels are the table's columns.
-        without: Combinations that are left out: a label, or a list of them, of some axes each.
+        metrics: Columns of the table by metric.
+        spread: Axis whose labels are the table's columns.
+        without: Omitted combinations, each as a label or a list of labels by axis.
         choose: Axes whose label is chosen on validation data.
-        published: Published values: labels of some axes each, and the ``value`` of the first metric.
-        difference: What a map of differences shows, such as ``"GN - BN"``; None for no such map.
-        claims: Orderings such as ``"FixBN > BN at E=100"``, see :mod:`fl_lightning.experiments.studies.claims`.
+        published: Published values of the first metric, each with labels by axis and a ``value``.
+        difference: Difference shown as a heat map, such as ``"GN - BN"``; None for no map.
+        claims: Claims such as ``"FixBN > BN at E=100"``, see :mod:`fl_lightning.experiments.studies.claims`.
     """
 
     title: Text
@@ -215,10 +215,10 @@ class Study:
     """A study at one scale.
 
     Attributes:
-        name: The name of its file.
-        folder: The folder of its file.
-        definition: What the file says.
-        scale_name: ``quick``, ``reduced`` or ``full``.
+        name: Stem of the study's file.
+        folder: Folder of the file.
+        definition: Content of the file at this scale.
+        scale_name: Name of the scale, such as ``quick``.
         axes: Settings by axis and label.
     """
 
@@ -235,72 +235,68 @@ class Study:
 
     @property
     def choices(self) -> list[Choice]:
-        """The axes whose label is chosen at this scale: those with more than one."""
+        """The choices whose axis has several labels at this scale."""
         return [choice for choice in self.definition.choose if len(self.axes[choice.axis]) > 1]
 
     def known_labels(self) -> dict[str, list[str]]:
-        """All labels of all axes, those included that this scale leaves out."""
-        found = {axis: [*labels_of(axis, own)] for axis, own in self.definition.axes.items()}
+        """Return the labels of each axis at all scales."""
+        labels = {axis: [*labels_of(axis, content)] for axis, content in self.definition.axes.items()}
         return {
-            axis: [*dict.fromkeys([*found.get(axis, []), *own])]
-            for axis, own in (found | dict(self.axes)).items()
+            axis: [*dict.fromkeys([*labels.get(axis, []), *at_scale])]
+            for axis, at_scale in (labels | dict(self.axes)).items()
         }
 
     @property
     def size(self) -> int:
-        """How many cells its axes and seeds make, those of combinations included that it leaves out."""
-        own = (
-            label["seeds"] for labels in self.axes.values() for label in labels.values() if "seeds" in label
-        )
-        return prod(map(len, self.axes.values())) * max(map(len, [self.scale.seeds, *own]))
+        """Number of cells that axes and seeds span, omitted combinations included."""
+        every = [settings for labels in self.axes.values() for settings in labels.values()]
+        seeds = [self.scale.seeds, *(settings["seeds"] for settings in every if "seeds" in settings)]
+        return prod(map(len, self.axes.values())) * max(map(len, seeds))
 
     def has(self, *fixed: Mapping[str, object]) -> bool:
-        """Whether there is a combination of each of some labels that the study does not leave out."""
+        """Return whether any combination of the study has all ``fixed`` labels."""
         return next(self.combinations(*fixed), None) is not None
 
     def combinations(self, *fixed: Mapping[str, object]) -> Iterator[Labels]:
-        """All combinations of labels that the study does not leave out, those with some ``fixed`` labels."""
+        """Yield the combinations of the study that have all ``fixed`` labels."""
         labels = [
-            [x for x in own if all(matches({axis: x}, {axis: one.get(axis, x)}) for one in fixed)]
-            for axis, own in self.axes.items()
+            [x for x in every if all(matches({axis: x}, {axis: wanted.get(axis, x)}) for wanted in fixed)]
+            for axis, every in self.axes.items()
         ]
         for row in product(*labels):
-            found = dict(zip(self.axes, row, strict=True))
-            if not any(matches(found, left_out) for left_out in self.definition.without):
-                yield found
+            combination = dict(zip(self.axes, row, strict=True))
+            if not any(matches(combination, omitted) for omitted in self.definition.without):
+                yield combination
 
     @property
     def base(self) -> list[str]:
-        """The arguments of ``fit`` for the configurations that all cells start from."""
+        """Arguments of ``fit`` for the configurations of all cells."""
         return [self._config(path) for path in self.scale.base]
 
     def arguments(self, labels: Mapping[str, str], seed: int) -> list[str]:
-        """The arguments of ``fit`` that come after the base for a combination of labels and a seed; later ones win."""
-        found = []
-        for settings in (
-            self.definition.settings,
-            self.scale.settings,
-            *(self.axes[axis][label] for axis, label in labels.items()),
-        ):
-            found += [self._config(path) for path in settings.get("config", ())]
-            found += [as_argument(name, value) for name, value in settings.items() if name not in SPECIAL]
-        return [*found, f"--seed_everything={seed}"]
+        """Return the arguments of ``fit`` after the base for a combination and a seed; later ones win."""
+        of_labels = [self.axes[axis][label] for axis, label in labels.items()]
+        arguments = []
+        for settings in (self.definition.settings, self.scale.settings, *of_labels):
+            arguments += [self._config(path) for path in settings.get("config", ())]
+            arguments += [as_argument(name, x) for name, x in settings.items() if name not in SPECIAL]
+        return [*arguments, f"--seed_everything={seed}"]
 
     def _config(self, path: str) -> str:
         return f"--config={(self.folder / path).resolve()}"
 
     def metric(self, labels: Mapping[str, str]) -> str | None:
-        """The metric that a label reads in place of the table's first, None where no label says so."""
-        own = (self.axes[axis][label].get("metric") for axis, label in labels.items())
-        return next((metric for metric in own if metric), None)
+        """Return the metric that a label sets in place of the table's first, None if no label does."""
+        metrics = (self.axes[axis][label].get("metric") for axis, label in labels.items())
+        return next(filter(None, metrics), None)
 
     def seeds(self, labels: Mapping[str, str]) -> list[int]:
-        """The seeds of a combination: those of a label that has its own, else the scale's."""
-        own = (self.axes[axis][label].get("seeds") for axis, label in labels.items())
-        return next((seeds for seeds in own if seeds), self.scale.seeds)
+        """Return the seeds of a combination: of the first label that sets seeds, else of the scale."""
+        seeds = (self.axes[axis][label].get("seeds") for axis, label in labels.items())
+        return next(filter(None, seeds), self.scale.seeds)
 
     def published(self, labels: Mapping[str, str]) -> float | None:
-        """The published value of a combination, None where there is none."""
+        """Return the published value of a combination, None without one."""
         for entry in self.definition.published:
             if matches(labels, rows_of(entry)):
                 return entry["value"]
@@ -308,20 +304,20 @@ class Study:
 
 
 def matches(labels: Mapping[str, str], wanted: Mapping[str, object]) -> bool:
-    """Whether labels are among those that are wanted: a label or a list of them by axis."""
-    return all(labels.get(axis) in [*map(str, listed(own))] for axis, own in wanted.items())
+    """Return whether labels are among the ``wanted`` ones, a label or a list of labels by axis."""
+    return all(labels.get(axis) in [*map(str, listed(choices))] for axis, choices in wanted.items())
 
 
 def rows_of(published: Mapping[str, object]) -> dict[str, object]:
-    """The labels of the rows that a published value is of."""
+    """Return the labels of the rows of a published value by axis."""
     return {axis: labels for axis, labels in published.items() if axis != "value"}
 
 
 def as_argument(name: str, value: Any) -> str:
-    """A setting as an argument of the command line; a name that ends in ``+`` adds to a list."""
+    """Format a setting as a command-line argument; a name that ends in ``+`` appends to a list."""
     return f"--{name}={value if isinstance(value, str) else json.dumps(value)}"
 
 
 def labels_of(axis: str, content: list[Any] | Mapping[str, Dotted]) -> dict[str, Dotted]:
-    """The labels of an axis and their settings."""
+    """Return the labels of an axis with their settings."""
     return {str(x): {axis: x} for x in content} if isinstance(content, list) else {**content}

@@ -1,4 +1,4 @@
-"""What a study has found: the values of its cells by combination and seed, as ``study.json`` holds them."""
+"""Findings of a study: the values of its cells by combination and seed, as in ``study.json``."""
 
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -12,6 +12,12 @@ from fl_lightning.experiments.studies.claims import judge
 from fl_lightning.experiments.studies.definition import Study
 from fl_lightning.experiments.studies.found import ChoiceFound, Found, Group, RunFound
 
+_COPIED = (
+    "method", "model", "partition", "rounds", "planned_rounds", "samples", "upload_bytes", "download_bytes",
+    "train_seconds", "diverged", "diverged_round",
+)  # fmt: skip
+"""Keys of ``result.json`` that the findings of a run repeat."""
+
 
 def findings(
     study: Study,
@@ -21,15 +27,15 @@ def findings(
     accept_stale: bool = False,
     diverged: Collection[Path] = (),
 ) -> Found:
-    """Everything that tables, figures and the report are made of, as plain values.
+    """Return the plain values that tables, figures and the report are made of.
 
     Args:
         study: The study.
-        cells: The cells of its table.
-        choices: What was chosen on validation data.
-        failed: Errors of cells by their keys.
-        accept_stale: Whether results by other source count.
-        diverged: Keys of the cells that an update ended which was not finite.
+        cells: Cells of its table.
+        choices: Labels chosen on validation data.
+        failed: Errors by the keys of the cells.
+        accept_stale: Whether stale results count (default False).
+        diverged: Keys of the cells that ended with a non-finite update.
     """
     definition = study.definition
     states = {cell: cell.state(accept_stale) for cell in cells}
@@ -46,7 +52,7 @@ def findings(
         "spread": definition.spread,
         "difference": definition.difference,
         "metrics": definition.metrics,
-        "groups": [_group(study, own, states, failed, diverged) for own in groups.values()],
+        "groups": [_group(study, members, states, failed, diverged) for members in groups.values()],
         "choices": choices,
         "known": study.known_labels(),
         "claims": [],
@@ -54,7 +60,7 @@ def findings(
     results = [state.result for state in states.values() if state.phase == "done" and state.result]
     for name in definition.metrics if results else ():
         if not any(group["values"][name] for group in found["groups"]):
-            known = dict.fromkeys(own for result in results for own in result if "/" in own)
+            known = dict.fromkeys(metric for result in results for metric in metric_values(result))
             raise ConfigurationError(f"metrics: no run has {name}; there are {', '.join(known)}")
     for index, group in enumerate(found["groups"]):
         earlier = (g["labels"] for g in found["groups"][:index] if _reads(g) == _reads(group))
@@ -74,24 +80,24 @@ def _group(
     failed: Mapping[Path, str],
     diverged: Collection[Path],
 ) -> Group:
-    """A combination of labels with its cells, one for each seed."""
+    """Return the findings of a combination from its cells, one for each seed."""
     labels, first = cells[0].labels, cells[0].config["model"]
     names = [*study.definition.metrics]
-    own = study.metric(labels)
+    own_metric = study.metric(labels)
     values: dict[str, dict[str, float]] = {name: {} for name in names}
     for cell in cells:
         result = states[cell].result if states[cell].phase == "done" else None
         metrics = metric_values(result) if result is not None else {}
-        for name, read in zip(names, [own or names[0], *names[1:]], strict=True):
+        for name, read in zip(names, [own_metric or names[0], *names[1:]], strict=True):
             if read in metrics:
                 values[name][str(cell.seed)] = metrics[read]
-            elif metrics and own is not None and name == names[0]:
+            elif metrics and own_metric is not None and name == names[0]:
                 raise ConfigurationError(
-                    f"metric: the runs of {cell.name} have no {own}; there are {', '.join(metrics)}"
+                    f"metric: the runs of {cell.name} have no {own_metric}; there are {', '.join(metrics)}"
                 )
     return {
         "labels": labels,
-        "metric": own,
+        "metric": own_metric,
         "published": study.published(labels),
         "learning_rate": ((first.get("client_optimizer") or {}).get("init_args") or {}).get("lr"),
         "values": values,
@@ -103,21 +109,21 @@ def _group(
 
 
 def _reads(group: Group) -> list[str | None]:
-    """The runs of a combination and the metric that is read of them."""
+    """Return the metric of a combination and the directories of its runs."""
     return [group["metric"], *(run["directory"] for run in group["runs"])]
 
 
 def run_found(seed: int, state: State, place: Path, error: str = "", diverged: bool = False) -> RunFound:
-    """A run: where it is, and what it took.
+    """Return the findings of a run: its directory, phase and costs.
 
     Args:
-        seed: Its seed.
-        state: What is known of it.
-        place: Where its first attempt would be.
-        error: What ended it in this study.
-        diverged: Whether that was an update that was not finite: in the round after the last that is logged.
+        seed: Seed of the run.
+        state: State of the cell.
+        place: Folder of the first attempt, used before any attempt exists.
+        error: Error that ended the run in this study.
+        diverged: Whether that error was a non-finite update, in the round after the last logged one.
     """
-    found: RunFound = {
+    run: RunFound = {
         "seed": seed,
         "directory": str(state.attempt.path if state.attempt else place),
         "phase": "failed" if error else state.phase,
@@ -125,26 +131,13 @@ def run_found(seed: int, state: State, place: Path, error: str = "", diverged: b
     }
     result = state.result if state.phase == "done" else None
     if result is None or state.attempt is None:
-        return found | {"diverged": True, "diverged_round": state.round + 1} if diverged else found
+        return run | {"diverged": True, "diverged_round": state.round + 1} if diverged else run
     rows = read_metrics(state.attempt.metrics)
-    kept = (
-        "method",
-        "model",
-        "partition",
-        "rounds",
-        "planned_rounds",
-        "samples",
-        "upload_bytes",
-        "download_bytes",
-        "train_seconds",
-        "diverged",
-        "diverged_round",
-    )
     of_result: Any = {
-        name: value for name, value in result.items() if name in kept
-    }  # checked when it was read
+        name: value for name, value in result.items() if name in _COPIED
+    }  # checked by read_result
     done: RunFound = {
-        **found,
+        **run,
         **of_result,
         "exchanges": sum(row.get("comm/exchanges", 0) for row in rows),
         "provenance": result.get("provenance", []),
