@@ -251,5 +251,5 @@ def test_slurm_is_not_everywhere(capsys, monkeypatch):
     message = message_of(capsys, lambda: study.main(["few.yaml", "--engine", "slurm"]))
     assert (
         message
-        == "error: --engine: slurm is not on this machine: it has no srun; use one that has, or local\n"
+        == "error: --engine: slurm needs srun, which this machine lacks; use a machine of the cluster or --engine local\n"
     )

@@ -33,9 +33,9 @@ class Picture(NamedTuple):
     """A figure that can be drawn.
 
     Attributes:
-        name: The name of its files.
-        caption: What it shows, in a sentence.
-        draw: Makes it under lines of title.
+        name: Stem of its files.
+        caption: Caption in one sentence.
+        draw: Function from lines of title to the figure.
     """
 
     name: str
@@ -44,11 +44,11 @@ class Picture(NamedTuple):
 
 
 def write_figures(folder: Path, found: Found) -> None:
-    """Draw what suits a study into its folder, as PNG and PDF; a figure that fails is named, and all else goes on.
+    """Write the figures of a study as PNG and PDF; report a figure that fails and draw the rest.
 
     Args:
-        folder: The study's folder.
-        found: What it has found.
+        folder: Folder of the study.
+        found: Findings of the study.
     """
     title = [caption(found)]
     for picture in pictures(found):
@@ -56,22 +56,24 @@ def write_figures(folder: Path, found: Found) -> None:
             figure = picture.draw(title)
             for form in ("png", "pdf"):
                 write(folder / f"{picture.name}.{form}", figure)
-        except Exception as error:  # noqa: BLE001  # matplotlib's or the disk's: a study is more than its figures
+        except Exception as error:  # noqa: BLE001  # of matplotlib or the disk: the tables matter more
             print(f"{picture.name} was not drawn: {type(error).__name__}: {error}", file=sys.stderr)
 
 
 def pictures(found: Found) -> list[Picture]:
-    """The figures that suit what was found: values by label or number, heat maps, curves.
+    """Return the figures that the findings allow: values against an axis, heat maps, curves.
 
     Args:
-        found: What a study has found; its ``directory`` names are read.
+        found: Findings of a study, with run directories that exist.
     """
     metric, axes = next(iter(found["metrics"].values())), varied(found)
     drawable = []
     if any(group["values"][next(iter(found["metrics"]))] for group in found["groups"]):
         for axis in axes:
             if len(axes) == 1 or all(map(is_number, found["axes"][axis])):
-                words = f"{metric} by {short(axis)}: mean; bars reach from the smallest to the largest value of all seeds"
+                words = (
+                    f"{metric} by {short(axis)}: mean over seeds; bars from the smallest to the largest value"
+                )
                 name = f"by_{re.sub(r'[^0-9A-Za-z_-]', '_', short(axis))}"
                 drawable.append(Picture(name, words, partial(against_figure, found, axis)))
         drawable += _maps(found, "heat_map")
@@ -79,7 +81,7 @@ def pictures(found: Found) -> list[Picture]:
             drawable += _maps(difference(found), "difference", signed=True)
     rows = read_rows(found)
     if (logged := _logged(found, rows)) is not None:
-        band = "mean of all seeds; the band reaches from the smallest to the largest value"
+        band = "mean over seeds; band from the smallest to the largest value"
         words = f"{_in_words(logged)} over communication rounds: {band}"
         drawable.append(Picture("curves", words, partial(curves_figure, found, rows, logged)))
         sent = [
@@ -88,45 +90,42 @@ def pictures(found: Found) -> list[Picture]:
             for run in group["runs"]
             if run.get("rounds")
         ]
-        if sent and max(sent) > 1.05 * min(sent):  # else the same curves again
-            words = f"{_in_words(logged)} against what all clients together have sent and received: {band}"
+        if sent and max(sent) > 1.05 * min(sent):  # with equal traffic the curves are those over rounds
+            words = f"{_in_words(logged)} over the bytes sent and received by all clients: {band}"
             drawable.append(Picture("bytes", words, partial(curves_figure, found, rows, logged, cost=True)))
     return drawable
 
 
 def _maps(found: Found, name: str, signed: bool = False) -> list[Picture]:
-    """A heat map where two axes vary: down goes the one with most labels, across the table's columns or else the last."""
+    """Return a heat map if two axes vary: rows by the axis with most labels, columns by ``spread`` or the last axis."""
     axes, metric = varied(found), next(iter(found["metrics"].values()))
     if len(axes) < 2:
         return []
     across = found["spread"] if found["spread"] in axes else axes[-1]
     down = max((axis for axis in axes if axis != across), key=lambda axis: len(found["axes"][axis]))
-    words = f"{metric} by {short(down)} and {short(across)}: mean of all seeds"
+    words = f"{metric} by {short(down)} and {short(across)}: mean over seeds"
     return [Picture(name, words, partial(heat_figure, found, down, across, signed=signed))]
 
 
 def read_rows(found: Found) -> dict[str, Rows]:
-    """The rows of ``metrics.jsonl`` of all runs that have some, by directory."""
-    places = [Path(run["directory"]) for group in found["groups"] for run in group["runs"]]
-    return {
-        str(place): read_metrics(place / "metrics.jsonl")
-        for place in places
-        if (place / "metrics.jsonl").is_file()
-    }
+    """Return the rows of each existing ``metrics.jsonl``, by run directory."""
+    runs = [run for group in found["groups"] for run in group["runs"]]
+    files = {str(Path(run["directory"])): Path(run["directory"]) / "metrics.jsonl" for run in runs}
+    return {directory: read_metrics(file) for directory, file in files.items() if file.is_file()}
 
 
 @paper_style()
 def curves_figure(
     found: Found, rows: Mapping[str, Rows], metric: str, title: Sequence[str], *, cost: bool = False
 ) -> "Figure":
-    """A metric over communication rounds, a panel for each label of further axes.
+    """Draw a metric over communication rounds, with a panel for each label of further axes.
 
     Args:
-        found: What a study has found.
-        rows: Rows of ``metrics.jsonl`` by directory.
-        metric: The metric.
+        found: Findings of a study.
+        rows: Rows of ``metrics.jsonl`` by run directory.
+        metric: Name of the metric.
         title: Lines of the title.
-        cost: Whether bytes take the place of rounds.
+        cost: Whether the horizontal axis is bytes instead of rounds (default False).
     """
     grid = Grid(found, title)
     means = []
@@ -156,11 +155,11 @@ def curves_figure(
 
 @paper_style()
 def against_figure(found: Found, axis: str, title: Sequence[str]) -> "Figure":
-    """The first metric against an axis, joined by lines where its labels are numbers; published values as hollow markers.
+    """Draw the first metric against an axis: with lines if its labels are numbers, published values as hollow markers.
 
     Args:
-        found: What a study has found.
-        axis: The axis.
+        found: Findings of a study.
+        axis: Axis along which the metric is drawn.
         title: Lines of the title.
     """
     grid, labels = Grid(found, title, axis), found["axes"][axis]
@@ -172,25 +171,25 @@ def against_figure(found: Found, axis: str, title: Sequence[str]) -> "Figure":
         done = [(x, values) for x, group in points if (values := _finite(group, found))]
         if done:
             means = [statistics.mean(values) for _, values in done]
-            reach = [(mean - min(own), max(own) - mean) for mean, (_, own) in zip(means, done, strict=True)]
+            ranges = [(mean - min(x), max(x) - mean) for mean, (_, x) in zip(means, done, strict=True)]
             look: dict[str, Any] = {
                 "color": colour,
                 "marker": marker,
                 "linestyle": line if numeric else "none",
             }
-            bars = np.transpose(reach)
-            caps = 3 * bool(bars.any())  # one seed has none
+            bars = np.transpose(ranges)
+            caps = 3 * bool(bars.any())  # a single seed has no bars
             axes.errorbar([x for x, _ in done], means, bars, **look, capsize=caps, label=label)
         published = [(x, group["published"]) for x, group in points if group["published"] is not None]
         if published:
             look = {"color": colour, "markerfacecolor": "none", "markersize": 8, "label": PUBLISHED}
             axes.plot(*zip(*published, strict=True), marker, **look)
-    room = 150 / grid.columns / len(labels)  # letters of two labels side by side
-    crowded = not numeric and any(len(one) + len(other) > room for one, other in pairwise(labels))
+    room = 150 / grid.columns / len(labels)  # letters that fit for two neighbouring labels
+    crowded = not numeric and any(len(left) + len(right) > room for left, right in pairwise(labels))
     smallest = min((place for place in places.values() if place > 0), default=0)
     for axes in grid.panels:
         if numeric and places[labels[0]] >= 0 and 0 < 10 * smallest <= places[labels[-1]]:
-            axes.set_xscale("symlog", linthresh=smallest)  # 0 has a place, too
+            axes.set_xscale("symlog", linthresh=smallest)  # unlike log, it can show 0
         elif not numeric:
             axes.set_xlim(-0.5, len(labels) - 0.5)
         turned: dict[str, Any] = {"rotation": 30, "ha": "right", "rotation_mode": "anchor"} if crowded else {}
@@ -205,14 +204,14 @@ def against_figure(found: Found, axis: str, title: Sequence[str]) -> "Figure":
 def heat_figure(
     found: Found, down: str, across: str, title: Sequence[str], *, signed: bool = False
 ) -> "Figure":
-    """The first metric by two axes, a panel for each label of further ones.
+    """Draw a heat map of the first metric by two axes, with a panel for each label of further axes.
 
     Args:
-        found: What a study has found.
-        down: The axis of the rows.
-        across: The axis of the columns.
+        found: Findings of a study.
+        down: Axis of the rows.
+        across: Axis of the columns.
         title: Lines of the title.
-        signed: Whether values are differences: 0 is white, and two colours say which way.
+        signed: Whether values are differences, drawn in two colours around a white 0 (default False).
     """
     rows, columns = found["axes"][down], found["axes"][across]
     panels: dict[str, Any] = {}
@@ -247,26 +246,24 @@ def heat_figure(
 
 
 def _band(group: Group, rows: Mapping[str, Rows], metric: str, cost: bool) -> tuple[Series, Series]:
-    """Places, and values by seed, at the rounds that all seeds have; runs that are not done count where none is.
+    """Return the x values of shape (points,) and the metric of shape (seeds, points) at the rounds of all seeds.
 
-    Of labels that are read by a metric of their own, such as ``test/accuracy_silobn``, it is that metric on the same data.
+    Unfinished runs count if no run is finished. A combination with its own metric, such as
+    ``test/accuracy_silobn``, is drawn by that metric on the data of ``metric``.
     """
-    if read := group.get("metric"):
-        metric = f"{metric.partition('/')[0]}/{read.partition('/')[2]}"
+    if own_metric := group.get("metric"):
+        metric = f"{metric.partition('/')[0]}/{own_metric.partition('/')[2]}"
     runs = [run for run in group["runs"] if run["phase"] == "done"] or group["runs"]
-    logged = [own for run in runs if (own := rows.get(run["directory"]))]
-    curves = [dict(zip(*series(own, metric), strict=True)) for own in logged]
-    curves, logged = (
-        [curve for curve in curves if curve],
-        [own for curve, own in zip(curves, logged, strict=True) if curve],
-    )
+    logs = [log for run in runs if (log := rows.get(run["directory"]))]
+    drawn = [(log, curve) for log in logs if (curve := dict(zip(*series(log, metric), strict=True)))]
+    curves = [curve for _, curve in drawn]
     rounds = sorted(set.intersection(*map(set, curves))) if curves else []
     places = np.array(rounds)
     if cost and curves:
         sent = []
-        for own in logged:
+        for log, _ in drawn:
             total, sums = 0.0, {}
-            for row in own:
+            for row in log:
                 total += row.get("comm/upload_bytes", 0.0) + row.get("comm/download_bytes", 0.0)
                 sums[float(row["round"])] = total
             sent.append([sums[round] for round in rounds])
@@ -275,11 +272,11 @@ def _band(group: Group, rows: Mapping[str, Rows], metric: str, cost: bool) -> tu
 
 
 def _logged(found: Found, rows: Mapping[str, Rows]) -> str | None:
-    """The metric of the curves: the table's first, or what is like it, that the most combinations have."""
+    """Return the metric of the curves: the table's first or a related one, by the number of runs that log it."""
     first = next(iter(found["metrics"]))
-    own = [first, *(f"{split}/{first.partition('/')[2]}" for split in ("val", "test"))]
-    names = [*own, *(f"{split}/{name}" for name in (*QUALITIES, "loss") for split in ("val", "test"))]
-    counts = {name: sum(any(name in row for row in one) for one in rows.values()) for name in names}
+    related = [first.partition("/")[2], *QUALITIES, "loss"]
+    names = [first, *(f"{split}/{name}" for name in related for split in ("val", "test"))]
+    counts = {name: sum(any(name in row for row in log) for log in rows.values()) for name in names}
     return max(counts, key=counts.__getitem__) if any(counts.values()) else None
 
 
@@ -292,6 +289,6 @@ def _words(found: Found) -> str:
 
 
 def _in_words(metric: str) -> str:
-    """A logged metric in words, such as ``"validation accuracy"``."""
+    """Return a logged metric in words, such as ``"validation accuracy"``."""
     split, _, name = metric.partition("/")
     return f"{SPLITS[split][0].partition(':')[0]} {QUALITIES.get(name, name.replace('_', ' '))}"

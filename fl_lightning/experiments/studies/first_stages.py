@@ -1,4 +1,4 @@
-"""First stages: a method that changes nothing until a round T* leaves a run as it is without it, so one run feeds every T*."""
+"""First stages: until its round T* a method such as FixBN changes nothing, so one run serves every T*."""
 
 import json
 from collections.abc import Iterable
@@ -17,13 +17,13 @@ from fl_lightning.round.record import Origin
 
 
 def first_stage(config: Config) -> float:
-    """Up to which round a run is the one without the methods that say until when they change nothing.
+    """Return the smallest T* of a run's methods, up to which the run equals one without them.
 
     Args:
-        config: The run's resolved configuration.
+        config: Resolved configuration of the run.
 
     Returns:
-        The first T* of these methods, infinity where none comes within the run.
+        T* in rounds; infinity if no T* comes within the run.
     """
     rounds = int(config["trainer"]["max_epochs"])
     known = [until for entry in _entries(config) if (until := _same_until(entry, rounds)) is not None]
@@ -31,7 +31,7 @@ def first_stage(config: Config) -> float:
 
 
 def family_of(config: Config) -> str:
-    """Name a run without the methods that say until when they change nothing: by its configuration, seed, rounds and source."""
+    """Return a key of a run without its methods with a T*: configuration hash, seed, rounds and source."""
     rounds = int(config["trainer"]["max_epochs"])
     others = [json.loads(entry) for entry in _entries(config) if _same_until(entry, rounds) is None]
     first = {"model": config["model"], "data": config["data"]}
@@ -41,15 +41,12 @@ def family_of(config: Config) -> str:
 
 
 def other_origin(continued_from: Iterable[Origin], config: Config, folder: Path) -> str:
-    """From which other run a run went on, in words.
+    """Return the other runs that a run continues, in words; empty for itself and shared first stages.
 
     Args:
-        continued_from: The checkpoints from which it went on, as ``result.json`` has them.
-        config: Its resolved configuration.
-        folder: The folder of the run directories among which those lie that it may share a first stage with.
-
-    Returns:
-        Empty where the rounds before were those of the run itself: its own, or those of a first stage that it shares.
+        continued_from: Checkpoints that the run continues, as in ``result.json``.
+        config: Resolved configuration of the run.
+        folder: Folder of the run directories that may share a first stage with it.
     """
     return "; ".join(
         origin_in_words([x for x in continued_from if x["differs"] and not _is_shared(x, config, folder)])
@@ -57,17 +54,17 @@ def other_origin(continued_from: Iterable[Origin], config: Config, folder: Path)
 
 
 def _is_shared(entry: Origin, config: Config, folder: Path) -> bool:
-    """Whether a run and the one that it went on from were one run up to there."""
+    """Return whether a run and the run that it continues are equal up to the checkpoint."""
     try:
         source = Attempt(folder / Path(entry["checkpoint"]).parts[-3]).read_config()
         until = min(first_stage(source), first_stage(config))
         return family_of(source) == family_of(config) and entry["round"] <= until
-    except (ConfigurationError, IndexError, KeyError, TypeError):  # it is no run of a study
+    except (ConfigurationError, IndexError, KeyError, TypeError):  # not a run of a study
         return False
 
 
 def _entries(config: Config) -> list[str]:
-    """The callbacks of a configuration as JSON: one may stand without a list."""
+    """Return each callback of a configuration as JSON."""
     callbacks = config["trainer"]["callbacks"] or []
     entries = callbacks if isinstance(callbacks, list) else [callbacks]
     return [json.dumps(entry, sort_keys=True) for entry in entries]
@@ -75,12 +72,12 @@ def _entries(config: Config) -> list[str]:
 
 @cache
 def _same_until(entry: str, rounds: int) -> int | None:
-    """What a callback says to :meth:`~fl_lightning.round.declarations.Declarations.same_until`, made from its entry; None where it is no method."""
+    """Return ``same_until`` of the method that an entry configures; None for any other callback."""
     parser = ArgumentParser(exit_on_error=False)
     parser.add_argument("--method", type=FederatedCallback)
     try:
         method = parser.instantiate(parser.parse_object({"method": json.loads(entry)})).method
         until: int | None = method.same_until(rounds)
-    except Exception:  # noqa: BLE001  # another kind of callback, or a class that refuses its settings: the cell's own run says so
+    except Exception:  # noqa: BLE001  # another kind of callback, or wrong settings, which the cell's run reports
         return None
     return until

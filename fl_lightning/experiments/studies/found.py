@@ -1,21 +1,21 @@
-"""The findings of a study: the form of ``study.json``, which tables, figures and reports read."""
+"""Types of a study's findings, the content of ``study.json``."""
 
 from typing import NotRequired, TypedDict
 
 Labels = dict[str, str]
-"""A label by axis."""
+"""Label of each axis."""
 
 
 class RunFound(TypedDict):
-    """A run: where it is, and what it took; the optional keys are those of finished runs.
+    """Findings of a run; only finished runs have the optional keys.
 
     Attributes:
-        seed: Its seed.
-        directory: Its folder.
-        phase: Such as ``"done"``, ``"failed"`` or ``"missing"``.
-        why: What ended it, or why its result counts nonetheless.
+        seed: Seed of the run.
+        directory: Run directory.
+        phase: Phase such as ``"done"``, ``"failed"`` or ``"missing"``.
+        why: Error that ended the run, or differences of a stale result.
         exchanges: Exchanges with the server in all rounds.
-        origin: Which other runs it continues, in words.
+        origin: Other runs that this run continues, in words.
     """
 
     seed: int
@@ -46,14 +46,14 @@ class Group(TypedDict):
     """A combination of labels with its runs, one for each seed.
 
     Attributes:
-        labels: The labels by axis.
-        metric: The metric that a label reads in place of the first; None without one.
-        published: The published value; None without one.
-        learning_rate: The client optimizer's; None if it is not known.
-        values: By metric the value of each seed.
-        runs: The runs.
-        same_as: The labels of an earlier combination with the same runs and metric; None without one.
-        costs_of: The labels of the combination that trained these runs, if only another metric is read of them; else None.
+        labels: Label of each axis.
+        metric: Metric that a label sets in place of the first; None without one.
+        published: Published value; None without one.
+        learning_rate: Learning rate of the client optimizer; None if unknown.
+        values: Value of each seed by metric.
+        runs: Findings of the runs.
+        same_as: Labels of an earlier combination with the same runs and metric; None without one.
+        costs_of: Labels of the combination that trained these runs, if this one only reads another metric.
     """
 
     labels: Labels
@@ -70,19 +70,19 @@ ChoiceFound = TypedDict(
     "ChoiceFound",
     {
         "axis": str,
-        "sets": NotRequired[list[str]],  # the settings of its labels
-        "for": Labels,  # the combination that it is chosen for
-        "at": NotRequired[Labels],  # the labels of other axes at which it was tried
+        "sets": NotRequired[list[str]],  # settings that the labels set
+        "for": Labels,  # labels that the choice is made for
+        "at": NotRequired[Labels],  # labels of other axes during the trials
         "metric": str,
         "chosen": str | None,  # None before all trials are done
-        "values": dict[str, float | None],  # the metric by label, None of a trial without a result
+        "values": dict[str, float | None],  # metric by label; None for a trial without a result
     },
 )
-"""A label that was chosen on validation data."""
+"""Choice of a label on validation data."""
 
 
 class Verdict(TypedDict):
-    """The verdict on a claim: ``holds``, ``does not hold`` or ``undecided``, and why in words."""
+    """Verdict on a claim, ``holds``, ``does not hold`` or ``undecided``, and the reason in words."""
 
     claim: str
     verdict: str
@@ -90,24 +90,24 @@ class Verdict(TypedDict):
 
 
 class Found(TypedDict):
-    """Everything that a study has found.
+    """Findings of a study.
 
     Attributes:
-        name: The study's name.
-        title: Its title.
-        paper: Paper and table or figure; empty for our own.
-        scale: ``quick``, ``reduced`` or ``full``.
-        axes: The labels of each axis.
-        choose: The axes whose label was chosen.
-        spread: The axis whose labels are columns; None without one.
-        difference: What a map of differences shows; None for no map.
-        metrics: Columns of the table by the name of the metric.
-        groups: The combinations.
-        choices: The labels that were chosen.
-        known: The labels of each axis at all scales.
-        claims: The verdicts.
-        options: Further settings of the command line.
-        command: The command line.
+        name: Name of the study.
+        title: Title of the study.
+        paper: Paper and table or figure; empty for a study of our own.
+        scale: Name of the scale, such as ``quick``.
+        axes: Labels of each axis.
+        choose: Axes whose label is chosen on validation data.
+        spread: Axis whose labels are columns; None without one.
+        difference: Difference shown as a heat map; None for no map.
+        metrics: Columns of the table by metric.
+        groups: Combinations with their runs.
+        choices: Choices on validation data.
+        known: Labels of each axis at all scales.
+        claims: Verdicts on the claims.
+        options: Options of the command line that change results.
+        command: Command line of the study.
     """
 
     name: str

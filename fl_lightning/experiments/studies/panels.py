@@ -1,4 +1,4 @@
-"""Panels of a study's figures: one for each label of further axes, with a curve for each label of one."""
+"""Panels of a study's figures: a curve for each label of one axis, a panel for each label of the rest."""
 
 from collections.abc import Iterator, Sequence
 from math import isfinite
@@ -12,20 +12,20 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 PUBLISHED = "published"
-"""What the legend calls published values."""
+"""Label of published values in the legend."""
 
 
 class Grid:
-    """Panels by the labels of further axes, curves by those of one.
+    """A figure with a curve for each label of one axis and a panel for each label of the rest.
 
     Args:
-        found: What a study has found.
+        found: Findings of a study.
         title: Lines of the title.
-        along: The axis that is drawn along.
+        along: Horizontal axis, if it is an axis of the study (default None).
 
     Attributes:
-        panels: The panels.
-        columns: How many stand beside each other.
+        panels: Axes of each panel.
+        columns: Number of panels in a row.
     """
 
     def __init__(self, found: Found, title: Sequence[str], along: str | None = None) -> None:
@@ -51,7 +51,7 @@ class Grid:
             axes.remove()
 
     def curves(self) -> Iterator[tuple["Axes", tuple[str, str, str], str, list[Group]]]:
-        """Each curve's panel, look, label and combinations."""
+        """Yield the panel, look, label and combinations of each curve."""
         for axes, curves in zip(self.panels, self._groups.values(), strict=True):
             for label, groups in curves.items():
                 number = self._labels.index(label)
@@ -59,7 +59,7 @@ class Grid:
                 yield axes, (LOOKS[number % len(LOOKS)][0], line, marker), literal(label), groups
 
     def finished(self, across: str, up: str) -> "Figure":
-        """The figure with its words and legend."""
+        """Return the figure after adding axis labels and legend."""
         handles: dict[str, Any] = {}
         for number, axes in enumerate(self.panels):
             if number + self.columns >= len(self.panels):
@@ -71,7 +71,7 @@ class Grid:
         if len(handles) > 1:
             handles = dict(
                 sorted(handles.items(), key=lambda handle: handle[0] == PUBLISHED)
-            )  # it comes last
+            )  # PUBLISHED last
             columns = max(1, min(4, 105 // (max(map(len, handles)) + 8)))
             self._figure.legend(
                 handles.values(), handles, loc="outside lower left", ncols=columns, frameon=False
@@ -80,12 +80,12 @@ class Grid:
 
 
 def short(axis: str) -> str:
-    """The name of an axis without the sections that it is in."""
+    """Return the last part of an axis's dotted name."""
     return axis.rpartition(".")[2]
 
 
 def varied(found: Found) -> list[str]:
-    """The axes with two labels or more, without those whose label was chosen."""
+    """Return the axes with two labels or more, except axes whose label is chosen on validation data."""
     return [
         axis
         for axis in found["axes"]
@@ -94,7 +94,7 @@ def varied(found: Found) -> list[str]:
 
 
 def label_of(group: Group, axes: Sequence[str]) -> str:
-    """The labels of some axes in words, a number with the name of its axis.
+    """Return the labels of some axes in words, numbers with the name of their axis.
 
     >>> label_of({"labels": {"method": "GN", "model.E": "5"}}, ["method", "model.E"])
     'GN, E = 5'
@@ -104,7 +104,7 @@ def label_of(group: Group, axes: Sequence[str]) -> str:
 
 
 def is_number(label: str) -> bool:
-    """Whether a label is a finite number."""
+    """Return whether a label is a finite number."""
     try:
         return isfinite(float(label))
     except ValueError:

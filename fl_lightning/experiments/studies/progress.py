@@ -1,4 +1,4 @@
-"""What the terminal shows of a study under way, whoever computes it: all of it is read from run directories."""
+"""Progress of a running study on the terminal, read from the run directories of any engine."""
 
 import statistics
 import sys
@@ -16,11 +16,11 @@ from fl_lightning.round.tasks import QUALITIES
 
 
 class StudyProgress:
-    """A context: on a terminal a table of the running cells, elsewhere a line for each cell that has ended.
+    """A context manager that prints a line for each ended cell and, on a terminal, a table of running cells.
 
     Args:
-        jobs: Cells at a time.
-        cell_seconds: Seconds of a cell before any is finished; None where nobody knows.
+        jobs: Number of cells that run at a time.
+        cell_seconds: Expected seconds of a cell before any is finished; None if unknown.
     """
 
     def __init__(self, jobs: int, cell_seconds: float | None = None) -> None:
@@ -31,7 +31,11 @@ class StudyProgress:
         )
 
     def show(self, cells: Sequence[tuple[Cell, State]]) -> None:
-        """Say what has changed since the last call."""
+        """Print the cells that have changed since the last call.
+
+        Args:
+            cells: All cells with their states.
+        """
         done = [cell for cell, state in cells if state.phase == "done"]
         left = time_left(cells, self.jobs, self.cell_seconds)
         words = f"; about {in_words(left)} left" if left else ""
@@ -80,24 +84,18 @@ class StudyProgress:
 def time_left(
     cells: Sequence[tuple[Cell, State]], jobs: int, cell_seconds: float | None = None
 ) -> float | None:
-    """Seconds until all cells are done, at the mean speed of finished ones; None where that is not known.
+    """Return the estimated seconds until all cells are done, at the mean time of finished cells; None if unknown.
 
     Args:
-        cells: The cells and their states.
-        jobs: How many run at a time.
-        cell_seconds: Seconds of a cell before any is finished.
+        cells: All cells with their states.
+        jobs: Number of cells that run at a time.
+        cell_seconds: Expected seconds of a cell before any is finished; None if unknown.
     """
-    seconds = [
-        state.result["train_seconds"]
-        for _, state in cells
-        if state.result is not None and state.phase == "done"
-    ]
+    done = [state.result for _, state in cells if state.result is not None and state.phase == "done"]
+    seconds = [result["train_seconds"] for result in done]
     each = statistics.mean(seconds) if seconds else cell_seconds
     if each is None:
         return None
-    parts = [
-        1 - (state.round / cell.rounds if cell.rounds else 0)
-        for cell, state in cells
-        if state.phase != "done"
-    ]
+    unfinished = [(cell, state) for cell, state in cells if state.phase != "done"]
+    parts = [1 - (state.round / cell.rounds if cell.rounds else 0) for cell, state in unfinished]
     return each * max(sum(parts) / jobs, max(parts, default=0))

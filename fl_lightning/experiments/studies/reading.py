@@ -1,4 +1,4 @@
-"""Reading a study's file: everything that is wrong in it is named at once, in a line."""
+"""Reader of a study's file, which names all mistakes at once."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -26,13 +26,13 @@ from fl_lightning.experiments.studies.definition import (
 )
 
 _NO_SUCH_KEY = "unexpected_keyword_argument"
-"""What pydantic calls it."""
+"""Type of pydantic's error for an unknown key."""
 
 _LARGEST = 10**7
-"""Characters that a study has at most, its aliases written out."""
+"""Largest number of characters of a study with its aliases expanded."""
 
 _NO_KEYS = ("[key]", "(values)", "(labels)")
-"""What stands in its places beside keys of the file."""
+"""Parts of pydantic's error locations that are no keys of the file."""
 
 _WORDS = {
     "dataclass_type": "must be a mapping",
@@ -45,22 +45,22 @@ _WORDS = {
     "string_too_short": "must not be empty",
     "too_short": "must not be empty",
 }
-"""Of pydantic's errors those that it tells in the words of Python."""
+"""Messages for the types of pydantic's errors whose own messages use Python's words."""
 
 
 def read_study(path: Path, scale: str) -> Study:
     """Read a study's file.
 
     Args:
-        path: The file.
-        scale: The scale to run.
+        path: Path of the file.
+        scale: Scale to run.
 
     Raises:
-        ConfigurationError: The file is none, it has no such scale, or something in it is wrong or contradicts itself at this scale or another.
+        ConfigurationError: The file cannot be read, lacks the scale, or is wrong or contradictory at any scale.
     """
     content, mistakes = _content(path)
-    definition, unlike = _checked(content)
-    mistakes += unlike
+    definition, wrong = _checked(content)
+    mistakes += wrong
     if definition is not None and scale not in definition.scales:
         raise ConfigurationError(
             f"--scale: {path} has no scale {scale!r}; use one of {', '.join(definition.scales)}"
@@ -71,12 +71,12 @@ def read_study(path: Path, scale: str) -> Study:
             study, unknown = _at_scale(path, definition, name)
             studies.append(study)
             mistakes += unknown or _contradictions(study)
-    told = [*{mistake.partition("; ")[0]: mistake for mistake in map(_printable, mistakes)}.values()]
-    if len(told) > 1:
-        numbered = (f"({number}) {mistake}" for number, mistake in enumerate(told, 1))
-        raise ConfigurationError(f"{path}: {len(told)} mistakes: {' '.join(numbered)}")
-    if told:
-        raise ConfigurationError(f"{path}: {told[0]}")
+    unique = [*{mistake.partition("; ")[0]: mistake for mistake in map(_printable, mistakes)}.values()]
+    if len(unique) > 1:
+        numbered = (f"({number}) {mistake}" for number, mistake in enumerate(unique, 1))
+        raise ConfigurationError(f"{path}: {len(unique)} mistakes: {' '.join(numbered)}")
+    if unique:
+        raise ConfigurationError(f"{path}: {unique[0]}")
     return studies[0]
 
 
@@ -85,10 +85,10 @@ def _printable(text: str) -> str:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML whose keys are texts, each once in its mapping.
+    """Loader of YAML that turns keys into strings and collects duplicate keys.
 
     Attributes:
-        mistakes: The keys that are there twice.
+        mistakes: Messages about duplicate keys.
     """
 
     def __init__(self, text: str) -> None:
@@ -96,7 +96,7 @@ class _Loader(yaml.SafeLoader):
         self.mistakes: list[str] = []
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
-        """Read a mapping: the only place that sees a key twice."""
+        """Read a mapping; only here are duplicate keys still visible."""
         node = super().compose_mapping_node(anchor)
         lines: dict[str, int] = {}
         for key, _ in node.value:
@@ -105,39 +105,33 @@ class _Loader(yaml.SafeLoader):
                 self.constructed_objects.pop(key)
                 line = key.start_mark.line + 1
                 if key.value in lines:
-                    self.mistakes.append(
-                        f"{key.value!r} is there twice, in lines {lines[key.value]} and {line}; name it once"
-                    )
+                    where = f"in lines {lines[key.value]} and {line}"
+                    self.mistakes.append(f"{key.value!r} is there twice, {where}; name it once")
                 lines.setdefault(key.value, line)
         return node
 
 
 def _content(path: Path) -> tuple[Any, list[str]]:
-    """What a file holds, and its keys that are there twice."""
+    """Return the content of a file and messages about its duplicate keys."""
     try:
         loader = _Loader(path.read_text())
         content = loader.get_single_data()
         size = 0
         for part in json.JSONEncoder(default=_refused).iterencode(content):
             size += len(part)
-            if size > _LARGEST:  # a few lines with aliases of aliases hold more than fits in memory
+            if size > _LARGEST:  # nested aliases: a few lines can expand to more than fits in memory
                 raise ValueError
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", "it is not UTF-8")
-        raise ConfigurationError(
-            f"study: {path} cannot be read: {reason}; give the YAML of a study"
-        ) from error
+        message = f"study: {path} cannot be read: {reason}; give the YAML of a study"
+        raise ConfigurationError(message) from error
     except yaml.YAMLError as error:
         raise ConfigurationError(f"study: {path} is no YAML: {' '.join(str(error).split())}") from error
     except (RecursionError, TypeError, ValueError) as error:
-        what = (
-            f"{error}"
-            if isinstance(error, TypeError)
-            else "an alias within itself, too many aliases, or too many levels or digits"
-        )
-        raise ConfigurationError(
-            f"study: {path} holds {what}; use texts, numbers, true, false, null, lists and mappings"
-        ) from error
+        what = "an alias within itself, too many aliases, or too many levels or digits"
+        what = str(error) if isinstance(error, TypeError) else what
+        message = f"study: {path} holds {what}; use texts, numbers, true, false, null, lists and mappings"
+        raise ConfigurationError(message) from error
     return content, loader.mistakes
 
 
@@ -146,14 +140,14 @@ def _refused(value: Any) -> None:
 
 
 def _checked(content: Any) -> tuple[Definition | None, list[str]]:
-    """A definition of the keys that are known, None where one has a wrong value; and what is wrong, by pydantic's errors."""
+    """Return the definition by the known keys, None if a value is wrong, and messages about all mistakes."""
     adapter, mistakes = TypeAdapter(Definition), list[str]()
     content = deepcopy(content)
     while True:
         try:
             return adapter.validate_python(content), mistakes
-        except ValidationError as found:
-            errors = found.errors()
+        except ValidationError as invalid:
+            errors = invalid.errors()
         mistakes += map(_in_words, errors)
         unknown = [error["loc"] for error in errors if error["type"] == _NO_SUCH_KEY]
         if len(unknown) < len(errors):
@@ -162,18 +156,18 @@ def _checked(content: Any) -> tuple[Definition | None, list[str]]:
             owner = content
             for part in place:
                 owner = owner[part]
-            owner.pop(key, None)  # an alias is removed at its first place
+            owner.pop(key, None)  # None: an alias may be gone already
 
 
 def _in_words(error: Any) -> str:
-    """What is wrong by an error of pydantic, and where."""
+    """Return an error of pydantic in words, with its place."""
     *place, last = [part for part in error["loc"] if part not in _NO_KEYS] or [""]
     within = "".join(f"{part}: " for part in [".".join(map(str, place))] if part)
     if error["type"] == "missing":
         return f"{within}{last} is missing"
     if error["type"] == _NO_SUCH_KEY:
         kind = {"scales": Scale, "choose": Choice}.get(place[0] if place else "", Definition)
-        names = [one.name for one in fields(kind)]
+        names = [key.name for key in fields(kind)]
         return f"{within}there is no key {last!r}{nearest(str(last), names)}; use {', '.join(names)}"
     shown = repr(error["input"])
     words = _WORDS.get(
@@ -184,30 +178,30 @@ def _in_words(error: Any) -> str:
 
 
 def _at_scale(path: Path, definition: Definition, name: str) -> tuple[Study, list[str]]:
-    """The study at a scale; and the labels of that which it does not have."""
+    """Return the study at a scale and messages about labels of the scale that the study lacks."""
     scale, mistakes = definition.scales[name], list[str]()
-    found: dict[str, dict[str, Dotted]] = {}
+    axes: dict[str, dict[str, Dotted]] = {}
     for axis in dict.fromkeys([*definition.axes, *scale.axes]):
-        every, own = definition.axes.get(axis), scale.axes.get(axis)
-        if every is None or (isinstance(own, list) and isinstance(every, list)):  # other values
-            found[axis] = labels_of(axis, own or [])
+        every, chosen = definition.axes.get(axis), scale.axes.get(axis)
+        if every is None or (isinstance(chosen, list) and isinstance(every, list)):  # other values
+            axes[axis] = labels_of(axis, chosen or [])
             continue
         known = labels_of(axis, every)
         further: Mapping[str, Dotted] = (
-            {str(label): {} for label in own} if isinstance(own, list) else own or known
+            {str(label): {} for label in chosen} if isinstance(chosen, list) else chosen or known
         )
-        found[axis] = {label: {**known.get(label, {}), **settings} for label, settings in further.items()}
+        axes[axis] = {label: {**known.get(label, {}), **settings} for label, settings in further.items()}
         mistakes += [
             f"scales.{name}.axes.{axis} has no label {label!r}{nearest(label, known)}; it has {', '.join(known)}"
             for label in further
             if label not in known
         ]
     instead: Config = {key: x for key in ("title", "published") if (x := getattr(scale, key)) is not None}
-    return Study(path.stem, path.parent, replace(definition, **instead), name, found), mistakes
+    return Study(path.stem, path.parent, replace(definition, **instead), name, axes), mistakes
 
 
 def _contradictions(study: Study) -> Iterator[str]:
-    """Names of axes and labels that the study does not have, and what contradicts itself."""
+    """Yield messages about unknown axes and labels, and about contradictions."""
     definition, known = study.definition, study.known_labels()
     named: list[tuple[str, Mapping[str, object]]] = [("without", entry) for entry in definition.without]
     named += [("published", rows_of(entry)) for entry in definition.published]
@@ -245,12 +239,10 @@ def _contradictions(study: Study) -> Iterator[str]:
         if study.has({axis: [*map(str, listed(x))] for axis, x in rows_of(one).items()}, rows_of(other)):
             yield f"published: {one} and {other} are values of the same row; keep one"
     for key in ("metric", "seeds"):
-        own: list[tuple[dict[str, str], Any]] = [
-            ({axis: label}, x[key])
-            for axis, labels in study.axes.items()
-            for label, x in labels.items()
-            if key in x
+        rows = [(axis, label, x) for axis, labels in study.axes.items() for label, x in labels.items()]
+        given: list[tuple[dict[str, str], Any]] = [
+            ({axis: label}, x[key]) for axis, label, x in rows if key in x
         ]
-        for (one_row, its), (other_row, given) in combinations(own, 2):
-            if its != given and one_row.keys() != other_row.keys() and study.has(one_row, other_row):
-                yield f"{key}: {its} of {one_row} and {given} of {other_row} are for the same row; keep one"
+        for (row, value), (other_row, other_value) in combinations(given, 2):
+            if value != other_value and row.keys() != other_row.keys() and study.has(row, other_row):
+                yield f"{key}: {value} of {row} and {other_value} of {other_row} are for the same row; keep one"

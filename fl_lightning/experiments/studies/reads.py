@@ -1,4 +1,4 @@
-"""The metrics that a study reads: refused as soon as it is known that no run logs them."""
+"""Early check that the runs of a study log the metrics that it reads."""
 
 import json
 import re
@@ -14,17 +14,18 @@ from fl_lightning.experiments.studies.choosing import metric_of, trials
 from fl_lightning.experiments.studies.definition import Labels, Study
 
 _SHIPPED = ("fl_lightning.", "lightning.")
-"""The packages whose callbacks log at the end what they log of an evaluation during training."""
+"""Packages whose callbacks log the same metrics during training as at the end."""
 
 _HEAD = 1 << 18
-"""Bytes of a ``metrics.jsonl`` that hold its first evaluation, unless there are hundreds of rounds before it."""
+"""Bytes that are read of a ``metrics.jsonl``, enough for hundreds of rounds before the first evaluation."""
 
 
 class Reads:
-    """The metrics that a study reads, held against what its cells log.
+    """Check of the metrics that a study reads against the metrics that its cells log.
 
-    A cell shows that by its result. One without callbacks shows it before it trains, by the evaluation of the initial model (row 0), one
-    with callbacks of this package by its first evaluation after a round. Where callbacks are one's own only the result tells.
+    The metrics of a cell without callbacks are known from row 0, the evaluation of the initial model;
+    with shipped callbacks, from the first evaluation after a round; with other callbacks, only from
+    the result.
 
     Args:
         study: The study.
@@ -44,47 +45,47 @@ class Reads:
         ]
 
     def soon(self, cells: Sequence[Cell]) -> list[Cell]:
-        """The cells with one of each kind first, which show the soonest what is logged; it is called with all cells that are checked."""
+        """Return the cells with the first cell of each kind in front; call it with all cells before ``check``."""
         for cell in cells:
             self._of_run.setdefault(cell.key, {})[cell] = None
         first = {*{self._kind(cell.labels): cell for cell in reversed(cells)}.values()}
         return sorted(cells, key=lambda cell: cell not in first)
 
     def check(self, cells: Sequence[tuple[Cell, State]]) -> None:
-        """Check what cells log by now.
+        """Check the metrics that cells have logged so far.
 
         Args:
-            cells: The cells, and what is known of each.
+            cells: Cells with their states.
 
         Raises:
-            ConfigurationError: A trial does not log the metric by which its label is chosen, or a cell that of its label, or no cell that
-                of a column.
+            ConfigurationError: A trial lacks the metric of its choice, a cell lacks the metric of its
+                label, or all cells lack the metric of a column.
         """
         for cell, state in cells:
             names = set() if cell in self._checked else logged(cell, state)
             if not names:
                 continue
             self._checked.add(cell)
-            for own in self._of_run[cell.key]:
-                self._logged.setdefault(self._kind(own.labels), set()).update(names)
-                if (metric := self._study.metric(own.labels)) is not None:
-                    _expect(f"metric: the runs of {own.name} have no", metric, names)
+            for same_run in self._of_run[cell.key]:
+                self._logged.setdefault(self._kind(same_run.labels), set()).update(names)
+                if (metric := self._study.metric(same_run.labels)) is not None:
+                    _expect(f"metric: the runs of {same_run.name} have no", metric, names)
                 for labels, metric in self._trials:
-                    if labels == own.labels:
+                    if labels == same_run.labels:
                         _expect("choose: the runs have no metric", metric, names)
         if self._kinds == self._logged.keys():
             for name in self._study.definition.metrics:
                 _expect("metrics: no run has", name, {*chain(*self._logged.values())})
 
     def _kind(self, labels: Labels) -> tuple[str, ...]:
-        """What of a combination's settings may decide which metrics there are: all but numbers."""
+        """Return the settings that may decide which metrics a combination logs: all but numbers."""
         arguments = self._study.arguments(labels, 0)
-        return tuple(one for one in arguments if not re.fullmatch(r"[^=]+=[-+.\de]+", one))
+        return tuple(argument for argument in arguments if not re.fullmatch(r"[^=]+=[-+.\de]+", argument))
 
 
 def logged(cell: Cell, state: State) -> set[str]:
-    """The metrics that a cell's result has or will have; none where that is not known yet."""
-    if state.phase not in ("done", "running"):  # what another source has logged says nothing
+    """Return the metrics that a cell's result has or will have; empty while they are unknown."""
+    if state.phase not in ("done", "running"):  # a stale run may have logged other metrics
         return set()
     if state.result is not None:
         return {*metric_values(state.result)}
@@ -101,7 +102,7 @@ def logged(cell: Cell, state: State) -> set[str]:
 
 
 def _first_rows(path: Path) -> list[dict[str, float]]:
-    """The first whole rows of a ``metrics.jsonl``: it is read again and again, and may grow long."""
+    """Return the complete rows at the beginning of a ``metrics.jsonl``; reading stops early, as files grow long."""
     try:
         with path.open("rb") as file:
             return [json.loads(line) for line in file.read(_HEAD).split(b"\n")[:-1]]

@@ -1,4 +1,4 @@
-"""One HTML page, which needs no other file and no network, about studies and runs."""
+"""Report on studies and runs: one HTML page that needs no other file and no network."""
 
 import json
 import os
@@ -6,6 +6,7 @@ import re
 from base64 import b64encode
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -30,11 +31,11 @@ from fl_lightning.pictures.learning_curve import learning_curve_figure
 from fl_lightning.pictures.style import rendered
 
 SCALES = {
-    "quick": "A declared subset that shows in minutes that everything works; what holds of it is no evidence for or against a paper.",
-    "reduced": "Smaller than in the paper where the settings below say so; orderings of methods can be compared, numbers cannot.",
-    "full": "The paper's setting but for what the title says, or the largest of a study of our own.",
+    "quick": "A declared subset that shows in minutes that everything works; its results are no evidence for or against a paper.",
+    "reduced": "Smaller than the paper, see the settings below; orderings of methods can be compared, numbers cannot.",
+    "full": "The paper's setting except for what the title says, or the largest setting of a study of our own.",
 }
-"""What the scales of studies mean, those of further data sets or networks included (``full_lenet``)."""
+"""Meaning of each scale, by the part of its name before ``_`` (``full_lenet`` is ``full``)."""
 
 _SETTINGS = {
     "data": "data",
@@ -52,7 +53,7 @@ _SETTINGS = {
     "aggregator": "model.aggregator",
     "clients weighted by": "model.weighting",
 }
-"""The settings that the page shows first, by what it calls them."""
+"""Settings that the page shows first, by their names on the page."""
 
 _LINKS = ("config.yaml", "result.json", "metrics.jsonl", "learning_curve.png", "error.txt")
 
@@ -61,11 +62,11 @@ def write_report(directories: Sequence[Path], output: Path) -> None:
     """Write the page.
 
     Args:
-        directories: Folders of studies, each a part of the page, and run directories, which are one together.
-        output: The HTML file; its links to run directories are relative to its folder.
+        directories: Folders of studies, each a section of the page, and run directories, which share a section.
+        output: HTML file; links to run directories are relative to its folder.
 
     Raises:
-        ConfigurationError: A directory is neither, or a file in it cannot be read.
+        ConfigurationError: A directory is neither of these, or a file in it cannot be read.
     """
     founds, runs = [], []
     for path in directories:
@@ -79,22 +80,21 @@ def write_report(directories: Sequence[Path], output: Path) -> None:
                 "give such as runs/studies/NAME-quick or runs/NAME/*"
             )
     founds += [found_in(runs)] if runs else []
-    environment = Environment(
-        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
-    template = environment.from_string(Path(__file__).with_name("report.html").read_text())
+    options: Any = {"undefined": StrictUndefined, "trim_blocks": True, "lstrip_blocks": True}
+    html = Path(__file__).with_name("report.html").read_text()
+    template = Environment(autoescape=True, **options).from_string(html)
     parts = [_part(found, output.absolute().parent) for found in founds]
     write_text(output, template.render(parts=parts, version=__version__))
 
 
 def read_found(folder: Path) -> Found:
-    """What a study has found, with the directories of its runs where they are now.
+    """Read the findings of a study, with the present paths of its run directories.
 
     Args:
-        folder: The study's folder, in ``studies`` beside the folder of all runs.
+        folder: Folder of the study, in ``studies`` beside the folder of all cells.
 
     Raises:
-        ConfigurationError: Its ``study.json`` cannot be read.
+        ConfigurationError: ``study.json`` cannot be read.
     """
     try:
         found: Found = restored(json.loads((folder / "study.json").read_text()))
@@ -102,21 +102,17 @@ def read_found(folder: Path) -> Found:
         for run in (run for group in found["groups"] for run in group["runs"]):
             run["directory"] = str(cells.joinpath(*Path(run["directory"]).parts[-2:]))
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise ConfigurationError(
-            f"report: {folder / 'study.json'} is not what a study writes; run the study again"
-        ) from error
+        message = f"report: {folder / 'study.json'} is not what a study writes; run the study again"
+        raise ConfigurationError(message) from error
     return found
 
 
 def _part(found: Found, home: Path) -> dict[str, Any]:
-    """What the template says about a study or about runs."""
+    """Return the values of the template for a section of the page."""
     axes = [*found["axes"]]
     runs = [run for group in found["groups"] for run in group["runs"]]
-    configs = [
-        next((config for run in group["runs"] if (config := _config(run)) is not None), None)
-        for group in found["groups"]
-    ]
-    first = next((config for config in configs if config is not None), None)
+    configs = [next(filter(None, map(_config, group["runs"])), None) for group in found["groups"]]
+    first = next(filter(None, configs), None)
     first_metric = next(iter(found["metrics"].values())).capitalize()
     tables = {f"{first_metric} by {short(found['spread'] or '')}": spread_table(found)}
     tables["All values"] = whole_table(found)
@@ -145,23 +141,18 @@ def _part(found: Found, home: Path) -> dict[str, Any]:
 
 
 def _drawn(found: Found) -> Iterator[tuple[Markup, str]]:
-    """Figures as HTML, and their captions; of a single run its own pictures, too."""
+    """Yield figures as HTML with captions, including the pictures in the directory of a single run."""
     runs = [run for group in found["groups"] for run in group["runs"]]
     place = Path(runs[0]["directory"])
     drawable = pictures(found)
     if len(runs) == 1 and (place / "policy.json").is_file() and (place / "metrics.jsonl").is_file():
         rows, policy = read_metrics(place / "metrics.jsonl"), json.loads((place / "policy.json").read_text())
-        drawable = [
-            Picture(
-                "learning_curve",
-                "learning curve",
-                lambda title: learning_curve_figure(rows, policy, title),
-            )
-        ]
+        draw = partial(learning_curve_figure, rows, policy)
+        drawable = [Picture("learning_curve", "learning curve", draw)]
     for picture in drawable:
         try:
             yield _inline(rendered(picture.draw([]), "svg").decode()), picture.caption
-        except Exception as error:  # noqa: BLE001  # matplotlib's: the page is more than its figures
+        except Exception as error:  # noqa: BLE001  # of matplotlib: the rest of the page matters more
             yield Markup("<p>{}</p>").format(f"not drawn: {type(error).__name__}: {error}"), picture.caption
     for path in sorted(place.glob("*.png")) if len(runs) == 1 else []:
         if path.name != "learning_curve.png":
@@ -171,12 +162,12 @@ def _drawn(found: Found) -> Iterator[tuple[Markup, str]]:
 
 
 def _inline(svg: str) -> Markup:
-    """An SVG file as a part of a page: without its head, fonts and the names of its groups, which other figures have, too."""
+    """Return an SVG file as an element of a page, without head, fonts and group ids, which must be unique."""
     body = svg[svg.index("<svg") :]
     body = re.sub(r'<g id="[^"]*"', "<g", body)
     body = re.sub(r"font-family: [^;\"]*;? ?", "", body)
     body = re.sub(r'<svg [^>]*viewBox="([^"]*)"[^>]*>', r'<svg viewBox="\1" role="img">', body, count=1)
-    return Markup(body)  # matplotlib escapes the texts in it
+    return Markup(body)  # safe: matplotlib escapes all text
 
 
 def _config(run: RunFound) -> Config | None:
@@ -185,33 +176,30 @@ def _config(run: RunFound) -> Config | None:
 
 
 def _flat(config: Config) -> Config:
-    """The settings that decide results, and the number of rounds."""
+    """Return the settings that decide results, and the number of rounds."""
     return {**deciding_settings(config), "trainer.max_epochs": config["trainer"]["max_epochs"]}
 
 
 def _differences(first: Config, config: Config) -> list[tuple[str, Any, Any]]:
-    """Settings with their values in the first configuration and in another one."""
+    """Return the settings that differ between two configurations, each with both values."""
     before, now = _flat(first), _flat(config)
     names = (name for name in dict.fromkeys([*before, *now]) if name != "seed_everything")
-    return [
-        (name, before.get(name, "-"), now.get(name, "-"))
-        for name in names
-        if before.get(name) != now.get(name)
-    ]
+    different = [name for name in names if before.get(name) != now.get(name)]
+    return [(name, before.get(name, "-"), now.get(name, "-")) for name in different]
 
 
 def _in_words(configs: Sequence[Config]) -> dict[str, str]:
-    """The values of the settings that a reader asks for first, all of those that differ."""
+    """Return the different values of the settings that the page shows first."""
     flat = [_flat(config) for config in configs]
     values = {
-        words: dict.fromkeys(str(x) for one in flat if (x := one.get(name)) is not None)
+        words: dict.fromkeys(str(x) for settings in flat if (x := settings.get(name)) is not None)
         for words, name in _SETTINGS.items()
     }
-    return {words: "; ".join(own) for words, own in values.items() if own}
+    return {words: "; ".join(different) for words, different in values.items() if different}
 
 
 def _run(run: RunFound, label: str, home: Path) -> dict[str, object]:
-    """A run's line: where it is, and where it can be seen."""
+    """Return the values of a run's row: findings, label and links."""
     place = Path(run["directory"])
     shown = {path.name: _link(path, home) for name in _LINKS if (path := place / name).is_file()}
     identity = place / "wandb_id"
@@ -232,11 +220,11 @@ def _link(path: Path, home: Path) -> str:
 
 
 def _provenance(found: Found) -> Mapping[str, Mapping[str, int]]:
-    """What computed the runs: each value with the number of runs that it is of."""
+    """Count the runs by each value of what computed them."""
     counts: dict[str, Counter[str]] = {}
     for run in (run for group in found["groups"] for run in group["runs"] if "environment" in run):
-        computed = run.get("computed_by", {})  # of an older study.json there is none
-        sources = ", ".join(dict.fromkeys(str(one.get("source")) for one in run["provenance"]))
+        computed = run.get("computed_by", {})  # missing in an older study.json
+        sources = ", ".join(dict.fromkeys(str(entry.get("source")) for entry in run["provenance"]))
         every = {
             **run["environment"],
             "source hash": sources,

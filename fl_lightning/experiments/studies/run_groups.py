@@ -1,4 +1,4 @@
-"""Run directories as if they were a study: seeds of one configuration are a combination."""
+"""Findings of run directories as of a study: the seeds of one configuration form a combination."""
 
 import json
 import re
@@ -25,13 +25,13 @@ Runs = dict[int, Attempt]
 
 
 class Key(NamedTuple):
-    """What runs have in common that differ in nothing but their seed.
+    """Key of runs that differ only in their seed.
 
     Attributes:
-        name: Their name.
-        hashed: The hash of their configuration.
-        rounds: Their planned rounds, None where no file has them.
-        place: The folder of the runs, where equal ones lie in another folder.
+        name: Name of the runs.
+        hashed: Hash of their configuration.
+        rounds: Planned rounds; None if no file has them.
+        place: Folder of the runs; empty unless another folder has equal runs.
     """
 
     name: str
@@ -41,38 +41,38 @@ class Key(NamedTuple):
 
 
 def found_in(directories: Sequence[Path]) -> Found:
-    """What runs have found, in the form of :class:`~fl_lightning.experiments.studies.found.Found`.
+    """Return the findings of run directories.
 
-    Of several attempts at one configuration and seed the newest finished one counts, else the newest. Runs of one configuration and seed
-    in different folders are different runs.
+    Of several attempts at one configuration and seed, the newest finished one counts, else the newest.
+    Equal configurations and seeds in different folders count as different runs.
 
     Args:
         directories: Run directories.
 
     Raises:
-        ConfigurationError: The configuration of one cannot be read.
+        ConfigurationError: A configuration cannot be read.
     """
     configs: dict[Key, Config] = {}
-    found: dict[Key, list[tuple[int, Attempt]]] = {}
+    attempts_of: dict[Key, list[tuple[int, Attempt]]] = {}
     for attempt in map(Attempt, directories):
         config = resolved(attempt)
         key = Key(config["name"], _hash_of(attempt, config), config["trainer"]["max_epochs"])
         configs.setdefault(key, config)
-        found.setdefault(key, []).append((config["seed_everything"], attempt))
+        attempts_of.setdefault(key, []).append((config["seed_everything"], attempt))
     grouped = {
         key._replace(place=place): (configs[key], runs)
-        for key, attempts in found.items()
+        for key, attempts in attempts_of.items()
         for place, runs in _apart(attempts).items()
     }
     states = [{seed: state_of(attempt) for seed, attempt in runs.items()} for _, runs in grouped.values()]
     names = _names([*grouped], states)
-    metrics = _metrics(
-        metric_values(state.result) for own in states for state in own.values() if state.result
-    )
+    results = [state.result for by_seed in states for state in by_seed.values() if state.result]
+    metrics = _metrics(map(metric_values, results))
     groups: list[Group] = []
-    for name, (config, runs), own in zip(names, grouped.values(), states, strict=True):
-        results = {
-            str(seed): metric_values(result) if (result := own[seed].result) else {} for seed in sorted(runs)
+    for name, (config, runs), by_seed in zip(names, grouped.values(), states, strict=True):
+        logged = {
+            str(seed): metric_values(result) if (result := by_seed[seed].result) else {}
+            for seed in sorted(runs)
         }
         groups.append(
             {
@@ -80,12 +80,12 @@ def found_in(directories: Sequence[Path]) -> Found:
                 "published": None,
                 "learning_rate": _learning_rate(config),
                 "values": {
-                    metric: {seed: found[metric] for seed, found in results.items() if metric in found}
+                    metric: {seed: values[metric] for seed, values in logged.items() if metric in values}
                     for metric in metrics
                 },
                 "runs": [
-                    {**run_found(seed, own[seed], runs[seed].path), "origin": _origin(own[seed], runs[seed])}
-                    for seed in sorted(runs)
+                    {**run_found(seed, state, runs[seed].path), "origin": _origin(state, runs[seed])}
+                    for seed, state in sorted(by_seed.items())
                 ],
             }
         )
@@ -108,7 +108,7 @@ def found_in(directories: Sequence[Path]) -> Found:
 
 
 def state_of(attempt: Attempt) -> State:
-    """Where a run stands: ``done`` with a result, ``failed`` with an error, ``running``, or ``stopped``."""
+    """Return the state of an attempt: ``done`` with a result, ``failed`` with an error, ``running`` or ``stopped``."""
     try:
         return State("done", attempt, read_result(attempt.result))
     except ConfigurationError as error:
@@ -123,7 +123,7 @@ def state_of(attempt: Attempt) -> State:
 
 
 def _origin(state: State, attempt: Attempt) -> list[str]:
-    """From which other runs a run went on, in words."""
+    """Return the other runs that a run continues, in words."""
     if state.result is not None:
         return origin_in_words(state.result.get("continued_from", []))
     with suppress(OSError, ValueError, AttributeError, TypeError):
@@ -132,10 +132,10 @@ def _origin(state: State, attempt: Attempt) -> list[str]:
 
 
 def resolved(attempt: Attempt) -> Config:
-    """A run's configuration; that of a script does not say how many rounds were planned, which other files do.
+    """Return the configuration of a run; the planned rounds, which a script's lacks, come from other files.
 
     Raises:
-        ConfigurationError: It cannot be read.
+        ConfigurationError: The configuration cannot be read.
     """
     try:
         config = attempt.read_config()
@@ -156,7 +156,7 @@ def _planned_rounds(attempt: Attempt) -> int | None:
 
 
 def _learning_rate(config: Config) -> float | None:
-    """The client optimizer's learning rate, None where a script made it in a way that does not say."""
+    """Return the client optimizer's learning rate; None if a script's configuration lacks it."""
     try:
         return float(config["model"]["client_optimizer"]["init_args"]["lr"])
     except (KeyError, TypeError, ValueError):
@@ -164,7 +164,7 @@ def _learning_rate(config: Config) -> float | None:
 
 
 def _hash_of(attempt: Attempt, config: Config) -> str:
-    """The hash that runs of one configuration share: that of the folder, but for weights of a script, which each seed may draw anew."""
+    """Return the hash of a configuration without seed and without a script's initial weights, which may vary by seed."""
     model = config["model"].get("init_args", config["model"])
     weights = "weights_digest" in model["model"]
     named = re.fullmatch(r"([0-9a-f]{8})-s\d+(\.\d+)?", attempt.path.name)
@@ -172,31 +172,31 @@ def _hash_of(attempt: Attempt, config: Config) -> str:
         return named[1]
     node = {name: x for name, x in model["model"].items() if name != "weights_digest"}
     settings = {**model, "model": node}
-    own = {**config["model"], "init_args": settings} if "init_args" in config["model"] else settings
-    return config_hash({"model": own, "data": config["data"], "trainer": config["trainer"]})
+    hashed = {**config["model"], "init_args": settings} if "init_args" in config["model"] else settings
+    return config_hash({"model": hashed, "data": config["data"], "trainer": config["trainer"]})
 
 
 def _apart(attempts: Sequence[tuple[int, Attempt]]) -> dict[str, Runs]:
-    """Runs of one configuration, with their seeds, by place: together where the seeds differ, else by folder, else each by itself."""
+    """Group runs of one configuration by place: together if all seeds differ, else by folder, else one by one."""
     newest: dict[Path, tuple[int, Attempt]] = {}
     for seed, attempt in attempts:
         run = _first_attempt(attempt.path.resolve())
         newest[run] = max(newest.get(run, (seed, attempt)), (seed, attempt), key=lambda x: _number(x[1]))
     every = [*newest.values()]
-    places = ["" for _ in every], [str(attempt.path.parent) for _, attempt in every]
-    for own in places:
-        if len({*zip(own, (seed for seed, _ in every), strict=True)}) == len(every):
+    together, by_folder = ["" for _ in every], [str(attempt.path.parent) for _, attempt in every]
+    for places in (together, by_folder):
+        if len({*zip(places, (seed for seed, _ in every), strict=True)}) == len(every):
             break
     else:
-        own = [str(_first_attempt(attempt.path)) for _, attempt in every]
-    found: dict[str, Runs] = {}
-    for place, (seed, attempt) in zip(own, every, strict=True):
-        found.setdefault(place, {})[seed] = attempt
-    return found
+        places = [str(_first_attempt(attempt.path)) for _, attempt in every]
+    runs: dict[str, Runs] = {}
+    for place, (seed, attempt) in zip(places, every, strict=True):
+        runs.setdefault(place, {})[seed] = attempt
+    return runs
 
 
 def _first_attempt(path: Path) -> Path:
-    """The folder of a run's first attempt."""
+    """Return the folder of a run's first attempt."""
     return path.with_suffix("") if path.suffix[1:].isdigit() else path
 
 
@@ -206,33 +206,29 @@ def _number(attempt: Attempt) -> tuple[bool, int]:
 
 
 def _names(keys: Sequence[Key], states: Sequence[Mapping[int, State]]) -> list[str]:
-    """The shortest names that tell runs apart: their own, those of methods, both with what is needed."""
-    methods = [
-        next((str(state.result["method"]) for state in own.values() if state.result), "") for own in states
-    ]
-    own = [key.name for key in keys]
-    either = [method or key.name for method, key in zip(methods, keys, strict=True)]
-    whole = [
-        f"{text} ({key.hashed}, {key.name}, {key.rounds} rounds)"
-        for text, key in zip(either, keys, strict=True)
-    ]
+    """Return the shortest distinct names of runs: run names, methods, or methods with hash, rounds or place."""
+    results = [[state.result for state in by_seed.values() if state.result] for by_seed in states]
+    methods = [str(finished[0]["method"]) if finished else "" for finished in results]
+    run_names = [key.name for key in keys]
+    pairs = [(method or key.name, key) for method, key in zip(methods, keys, strict=True)]
+    full = [f"{text} ({key.hashed}, {key.name}, {key.rounds} rounds)" for text, key in pairs]
     choices = (
-        *([own] if RUNS not in own else []),
+        *([run_names] if RUNS not in run_names else []),
         *([methods] if all(methods) else []),
-        [f"{text} ({key.hashed})" for text, key in zip(either, keys, strict=True)],
-        whole,
-        [f"{text} ({key.place})" if key.place else text for text, key in zip(either, keys, strict=True)],
-        [f"{text[:-1]}, {key.place})" if key.place else text for text, key in zip(whole, keys, strict=True)],
+        [f"{text} ({key.hashed})" for text, key in pairs],
+        full,
+        [f"{text} ({key.place})" if key.place else text for text, key in pairs],
+        [f"{text[:-1]}, {key.place})" if key.place else text for text, key in zip(full, keys, strict=True)],
     )
     return next((names for names in choices if len({*names}) == len(keys)), choices[-1])
 
 
 def _metrics(results: Iterable[Mapping[str, float]]) -> dict[str, str]:
-    """The metrics of the test data, else of the validation data, in words; losses come last, what the most runs have first."""
+    """Return the test metrics, else the validation metrics, in words: the most frequent first, losses last."""
     counts = Counter(name for result in results for name in result)
     for split, words in {"test/": "test ", "val/": "validation "}.items():
-        own = [name for name in counts if name.startswith(split)]
-        if own:
-            own.sort(key=lambda name: (best_is(name) == "min", -counts[name]))
-            return {name: words + name.removeprefix(split).replace("_", " ") for name in own}
+        names = [name for name in counts if name.startswith(split)]
+        if names:
+            names.sort(key=lambda name: (best_is(name) == "min", -counts[name]))
+            return {name: words + name.removeprefix(split).replace("_", " ") for name in names}
     return {"test/accuracy": "test accuracy"}

@@ -1,4 +1,4 @@
-"""What cells share: the rounds until T* are trained once."""
+"""Sharing of first stages: cells that are equal until T* train these rounds once."""
 
 from collections.abc import Iterable
 
@@ -7,9 +7,9 @@ from fl_lightning.experiments.studies.first_stages import family_of, first_stage
 
 
 def share_first_stages(cells: Iterable[Cell]) -> None:
-    """Let each cell go on from the run with the latest T* that is otherwise the same, where that keeps its round T*.
+    """Let each cell continue at its T* from the otherwise equal cell with the latest T*.
 
-    A run without such a method is one whose T* never comes. Runs with a budget, whose rounds are not known before, share nothing.
+    A cell without T* counts as the latest. Cells with a budget share nothing: their rounds are unknown.
     """
     families: dict[str, list[tuple[float, Cell]]] = {}
     for cell in cells:

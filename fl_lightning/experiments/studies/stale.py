@@ -1,19 +1,19 @@
-"""Stale results: other source or other versions computed their runs."""
+"""Stale results, computed by other source or other versions of packages."""
 
 from collections.abc import Mapping
 
 
 def differences(computed_by: list[dict[str, str]], now: Mapping[str, str]) -> str:
-    """Name the source and versions of a run that differ from those of now, empty if all are equal.
+    """Name the source and versions of a run that differ from ``now``; empty if all are equal.
 
-    Methods that the run did not have yet, as in a shared first stage, do not count.
+    Source of methods that the run did not have, as in a shared first stage, is ignored.
     """
     if not computed_by:
         return "it does not say what computed it"
-    found = {
+    changed = {
         f"{name} {before[name]}, now {now[name]}"
         for before in computed_by
         for name in now
         if before.get(name, now[name]) != now[name]
     }
-    return "; ".join(sorted(found))
+    return "; ".join(sorted(changed))

@@ -1,1 +1,1 @@
-"""Where cells are computed: engines that run the same command line for each."""
+"""Engines that compute the cells of a study, each cell by a command line."""

@@ -1,4 +1,4 @@
-"""What an engine is: it runs command lines, elsewhere or here, and says how they ended."""
+"""Base class of the engines, which run command lines here or elsewhere and return exit statuses."""
 
 import os
 import signal
@@ -12,14 +12,14 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Job:
-    """A cell's command line. It may run again after it was killed: it goes on from its checkpoint then.
+    """Command line of a cell; if it is killed and runs again, it resumes from its checkpoint.
 
     Attributes:
-        name: What it is called where jobs have names.
-        command: The command.
-        log: Where its output goes.
-        threads: CPU threads that it uses.
-        gpus: Share of a GPU that it uses, 0 for none.
+        name: Name of the job.
+        command: Command line.
+        log: File of the output.
+        threads: Number of CPU threads (default 1).
+        gpus: Share of a GPU (default 0).
     """
 
     name: str
@@ -30,16 +30,16 @@ class Job:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Variables of its environment beside those of the study."""
+        """Environment variables in addition to the study's."""
         return {"OMP_NUM_THREADS": str(self.threads)}
 
 
 class Engine(ABC):
-    """Runs command lines; all that a study knows of a cell beside its exit status lies in the cell's run directory.
+    """Runs command lines. All results of a cell except its exit status are in its run directory.
 
     Attributes:
-        cores: CPU cores that it has.
-        gpus: GPUs that it has.
+        cores: Number of CPU cores.
+        gpus: Number of GPUs.
     """
 
     cores: int
@@ -47,33 +47,33 @@ class Engine(ABC):
 
     @abstractmethod
     def submit(self, jobs: Sequence[Job]) -> None:
-        """Start jobs, or have them started as soon as there is room."""
+        """Start or queue jobs."""
 
     @abstractmethod
     def ended(self) -> dict[str, int]:
-        """The exit status of each job that has ended since the last call, by its name."""
+        """Return the exit statuses, by name, of the jobs that have ended since the last call."""
 
     @abstractmethod
     def stop(self) -> None:
-        """Let all jobs finish their round, write a checkpoint and end; return when they have."""
+        """Let all jobs finish their round, write a checkpoint and end; wait until all have ended."""
 
 
 def run_command(command: Sequence[str], log: str, folder: str, environment: Mapping[str, str]) -> int:
-    """Run a command line on the machine of a worker, which needs nothing but Python for it.
+    """Run a command line on a worker, with the standard library alone.
 
     Args:
-        command: The command. SIGINT, or what a scheduler has in its place, terminates it.
-        log: The file that its output is added to.
-        folder: Its working directory.
-        environment: Variables of its environment beside those of the worker.
+        command: Command line; SIGINT terminates it.
+        log: File to which its output is appended.
+        folder: Working directory.
+        environment: Environment variables in addition to the worker's.
 
     Returns:
-        Its exit status; it has ended also where this function has not returned.
+        The exit status. The command has also ended if this function raises an exception.
     """
-    asked: list[int] = []
-    # an exception could come before there is a process to terminate; and where SIGINT is ignored there is none
-    signal.signal(signal.SIGINT, lambda number, frame: asked.append(number))
-    # not fl_lightning.files.no_link, which a worker need not find
+    signals: list[int] = []
+    # KeyboardInterrupt could come before the process exists, or never, if SIGINT is ignored
+    signal.signal(signal.SIGINT, lambda number, frame: signals.append(number))
+    # not fl_lightning.files.no_link: the worker may lack this package
     with open(log, "ab", opener=lambda path, flags: os.open(path, flags | os.O_NOFOLLOW, 0o666)) as output:
         process = subprocess.Popen(
             command,
@@ -85,8 +85,8 @@ def run_command(command: Sequence[str], log: str, folder: str, environment: Mapp
         )
     try:
         while process.poll() is None:
-            if asked:
-                asked.clear()
+            if signals:
+                signals.clear()
                 process.terminate()
             time.sleep(0.1)
     finally:

@@ -1,4 +1,4 @@
-"""This machine: a process for each cell, GPUs in turn."""
+"""Engine of this machine: a process for each cell, spread over the GPUs."""
 
 import os
 import signal
@@ -12,7 +12,7 @@ from fl_lightning.files import no_link
 
 
 class LocalEngine(Engine):
-    """Processes of this machine, in a process group each, so that Ctrl-C reaches them through the study alone."""
+    """Runs each cell in a process group of its own, so that Ctrl-C reaches only the study."""
 
     def __init__(self) -> None:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -22,7 +22,7 @@ class LocalEngine(Engine):
         self._on_gpu: dict[str, str] = {}
 
     def submit(self, jobs: Sequence[Job]) -> None:
-        """Start a process for each, on the GPU that has the fewest."""
+        """Start a process for each job, on the GPU with the fewest processes."""
         for job in jobs:
             environment = {**os.environ, **job.environment}
             if job.gpus:
@@ -40,17 +40,16 @@ class LocalEngine(Engine):
                 )
 
     def ended(self) -> dict[str, int]:
-        """The exit status of each process that has ended."""
-        found = {
-            name: status for name, process in self._running.items() if (status := process.poll()) is not None
-        }
-        for name in found:
+        """Return the exit status of each process that has ended."""
+        polled = {name: process.poll() for name, process in self._running.items()}
+        statuses = {name: status for name, status in polled.items() if status is not None}
+        for name in statuses:
             del self._running[name]
             self._on_gpu.pop(name, None)
-        return found
+        return statuses
 
     def stop(self) -> None:
-        """Terminate all processes, which finish their round first, and wait for them."""
+        """Terminate all processes and wait until they have finished their rounds."""
         for process in self._running.values():
             process.send_signal(signal.SIGTERM)
         for process in self._running.values():

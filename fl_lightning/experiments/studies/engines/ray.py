@@ -1,4 +1,4 @@
-"""A Ray cluster: a task for each cell, which Ray runs again where its node is lost."""
+"""Engine of a Ray cluster: a task for each cell, which Ray retries if its node is lost."""
 
 import os
 import signal
@@ -13,24 +13,24 @@ from fl_lightning.files import no_link
 
 
 class RayEngine(Engine):
-    """Tasks of the cluster that ``RAY_ADDRESS`` names or that runs on this machine; where there is none it is started.
+    """Runs cells as tasks of the cluster at ``RAY_ADDRESS`` or on this machine, which is started if needed.
 
     All nodes need this Python and the working directory at the same paths.
     """
 
     def __init__(self) -> None:
-        heard = signal.getsignal(signal.SIGTERM)
+        handler = signal.getsignal(signal.SIGTERM)
         ray.init(
             include_dashboard=False, log_to_driver=False, logging_level="ERROR", ignore_reinit_error=True
         )
-        signal.signal(signal.SIGTERM, heard)  # Ray's own would end the study without a word
-        ray.cloudpickle.register_pickle_by_value(base)  # workers need not find this package, only cells do
+        signal.signal(signal.SIGTERM, handler)  # Ray's handler would end the study silently
+        ray.cloudpickle.register_pickle_by_value(base)  # by value: workers may lack this package
         resources = ray.cluster_resources()
         self.cores, self.gpus = int(resources.get("CPU", 1)), int(resources.get("GPU", 0))
         self._running: dict[Any, Job] = {}
 
     def submit(self, jobs: Sequence[Job]) -> None:
-        """Submit a task for each; it is run again as often as its node is lost."""
+        """Submit a task for each job; Ray retries a task whenever its node is lost."""
         shared = {name: x for name, x in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
         for job in jobs:
             options = {"num_cpus": job.threads, "num_gpus": job.gpus, "max_retries": -1, "name": job.name}
@@ -38,21 +38,21 @@ class RayEngine(Engine):
             self._running[ray.remote(base.run_command).options(**options).remote(*arguments)] = job
 
     def ended(self) -> dict[str, int]:
-        """The exit status of each task that has ended; 1 of one that Ray could not run, and its log says why."""
+        """Return the exit status of each ended task: 1, with the reason in its log, if Ray could not run it."""
         running = [*self._running]
-        found = {}
+        statuses = {}
         for task in ray.wait(running, num_returns=len(running), timeout=0)[0] if running else []:
             job = self._running.pop(task)
             try:
-                found[job.name] = ray.get(task)
+                statuses[job.name] = ray.get(task)
             except ray.exceptions.RayError as error:
-                found[job.name] = 1
+                statuses[job.name] = 1
                 with open(job.log, "a", opener=no_link) as log:
                     print(error, f"error: Ray: {type(error).__name__}", sep="\n", file=log)
-        return found
+        return statuses
 
     def stop(self) -> None:
-        """Cancel all tasks, which terminate their cells, and wait for them."""
+        """Cancel all tasks, which terminate their cells, and wait until all have ended."""
         for task in self._running:
             ray.cancel(task)
         ray.wait([*self._running], num_returns=max(len(self._running), 1))
