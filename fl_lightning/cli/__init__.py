@@ -1,3 +1,3 @@
-"""The command line; ``from fl_lightning.cli import main`` runs it in a script of one's own."""
+"""The command line, which ``from fl_lightning.cli import main`` makes available to scripts."""
 
 from fl_lightning.cli.command_line import main as main

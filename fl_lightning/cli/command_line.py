@@ -1,4 +1,4 @@
-"""The command line: the shipped callbacks, data sets and models are known by their bare names."""
+"""The command line, which knows shipped callbacks, data sets and models by bare name."""
 
 import sys
 from collections.abc import Sequence
@@ -40,14 +40,14 @@ def main(
     """Run the command line.
 
     Args:
-        args: Arguments without the program's name; those of the process when None.
-        model_class: The module: a subclass of ``FederatedModule`` with a loss of its own, say.
-        cli_class: What is done with the settings.
+        args: Arguments without the program's name; None for ``sys.argv[1:]``.
+        model_class: Class of the module, such as a subclass of ``FederatedModule`` with another loss.
+        cli_class: Class of the command line, which uses the settings.
 
     Returns:
-        The finished command line, with its trainer, model and data.
+        The finished command line, with trainer, model and data.
     """
-    # the agent of a sweep at W&B adds an argument of its own where it starts a run again
+    # the agent of a W&B sweep adds an argument when it restarts a run
     given = [argument for argument in (sys.argv[1:] if args is None else args) if argument[:8] != "--_wandb"]
     return _started(given, cli_class, model_class)
 
@@ -73,7 +73,7 @@ def _started(
 
 
 class _Made(Exception):
-    """The end of a command line that is only made.
+    """End of a command line that is not run.
 
     Attributes:
         cli: The command line.
@@ -85,7 +85,7 @@ class _Made(Exception):
 
 
 class _Raising(FederatedCLI):
-    """A command line that raises its errors."""
+    """Command line that raises its errors."""
 
     def end(self, error: Exception) -> NoReturn:
         """Raise the error."""
@@ -93,26 +93,26 @@ class _Raising(FederatedCLI):
 
 
 class _Reader(_Raising):
-    """A command line that ends before it reads settings."""
+    """Command line that ends before it reads settings."""
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> NoReturn:
-        """End."""
+        """End the command line."""
         raise _Made(self)
 
 
 class _Builder(_Raising):
-    """A command line that ends once data, model and callbacks are built."""
+    """Command line that ends once data, model and callbacks are built."""
 
     def instantiate_trainer(self, **kwargs: Any) -> NoReturn:
-        """End."""
+        """End the command line."""
         raise _Made(self)
 
 
 def build(args: Sequence[str]) -> None:
-    """Build data, model and callbacks of a fit, and run nothing.
+    """Build data, model and callbacks of ``fit`` without training.
 
     Args:
-        args: The arguments of ``fit``.
+        args: Arguments of ``fit``.
 
     Raises:
         ConfigurationError: Settings do not work.
@@ -123,7 +123,7 @@ def build(args: Sequence[str]) -> None:
 
 @cache
 def _reader() -> FederatedCLI:
-    """Return a command line for many readings: making its parser takes as long as reading does."""
+    """Return a command line to reuse: making its parser takes as long as reading settings."""
     try:
         return _started(["fit"], _Reader)
     except _Made as made:
@@ -131,10 +131,10 @@ def _reader() -> FederatedCLI:
 
 
 def resolve(args: Sequence[str]) -> Config:
-    """Return the resolved configuration of a fit, every default filled in.
+    """Return the resolved configuration of ``fit``, including all defaults.
 
     Args:
-        args: The arguments of ``fit``.
+        args: Arguments of ``fit``.
 
     Raises:
         ConfigurationError: Settings are refused.
@@ -146,7 +146,7 @@ def resolve(args: Sequence[str]) -> Config:
 
 
 def _with_shipped_configs(arguments: Sequence[str]) -> list[str]:
-    """Let ``--config configs/X.yaml`` find the shipped file from any working directory."""
+    """Replace ``configs/X.yaml`` in arguments by the shipped file, see :func:`shipped`."""
 
     def located(argument: str) -> str:
         option, _, value = argument.rpartition("=")
@@ -156,16 +156,16 @@ def _with_shipped_configs(arguments: Sequence[str]) -> list[str]:
 
 
 def shipped(path: str) -> str:
-    """Where a file lies: the shipped one of its name where it begins with ``configs/`` and is not there."""
-    found = path.startswith("configs/") and not Path(path).exists() and (_HOME / path).is_file()
-    return str((_HOME / path).resolve()) if found else path
+    """Return the shipped file if a path that begins with ``configs/`` does not exist, else the path."""
+    is_shipped = path.startswith("configs/") and not Path(path).exists() and (_HOME / path).is_file()
+    return str((_HOME / path).resolve()) if is_shipped else path
 
 
 _load_yaml = get_loader("yaml")
 
 
 def _with_current_names(text: str) -> Any:
-    """Read YAML with the current dotted paths of shipped classes."""
+    """Read YAML, with the old dotted paths of shipped classes replaced by the current ones."""
 
     def renamed(node: Any) -> Any:
         if isinstance(node, dict):

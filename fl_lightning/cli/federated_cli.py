@@ -1,4 +1,4 @@
-"""LightningCLI with the run directory, checkpoints of whole rounds and the result table."""
+"""LightningCLI with run directories, checkpoints after rounds and a result table."""
 
 import math
 import sys
@@ -30,12 +30,12 @@ from fl_lightning.launched import under_torchrun
 from fl_lightning.round.module import FederatedModule
 
 _MODEL_LINKS = ("num_classes", "in_channels", "image_size")
-# more end the process
+# 1024: larger numbers of threads can kill the process
 _Threads: Any = restricted_number_type("int_from_1_to_1024", int, [(">=", 1), ("<=", 1024)])
 
 
 class FederatedCLI(LightningCLI):
-    """Adds to LightningCLI the run directory, checkpoints of whole rounds and the result table."""
+    """LightningCLI with run directories, checkpoints after rounds and a result table."""
 
     training: Training | None = None
     prepared: Prepared | None = None
@@ -43,44 +43,38 @@ class FederatedCLI(LightningCLI):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._asked = next(iter(kwargs.get("args") or ()), None)
         try:
-            with ExitStack() as self.held:  # a folder is free for the next run as soon as this one ends
+            with ExitStack() as self.held:  # releases the lock of the folder when the run ends
                 super().__init__(*args, **kwargs)
-        except Exception as error:  # noqa: BLE001  # whatever it is, the user gets one line
+        except Exception as error:  # noqa: BLE001  # the user gets one line for any error
             self.end(error)
 
     def end(self, error: Exception) -> NoReturn:
-        """Print the one line of an error, write its traceback into the run's folder, and exit."""
+        """Print one line about an error, write its traceback to the run directory, and exit."""
         attempt = self.attempt
         fail(error, attempt.error if attempt is not None and attempt.path.exists() else None)
 
     @property
     def attempt(self) -> Attempt | None:
-        """The run's folder, None where nothing is written (``fast_dev_run``)."""
+        """Run directory; None if no files are written (``fast_dev_run``)."""
         return self.training.start.attempt if self.training is not None else None
 
     def subcommands(self) -> dict[str, set[str]]:  # type: ignore[override]  # needs the arguments
-        """Those of LightningCLI; only the one that is asked for where it exists, since each parser takes its time."""
+        """Return LightningCLI's subcommands, or only the requested one, as making each parser takes time."""
         known = LightningCLI.subcommands()
         return {self._asked: known[self._asked]} if self._asked in known else known
 
     def _parse_ckpt_path(self) -> None:
-        """Nothing: Lightning would look for settings in the checkpoint, which has none, before it is checked."""
+        """Do nothing: Lightning would open the unchecked checkpoint to look for settings, which it does not have."""
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Add the run's name, its checkpoints and the links between data and model."""
-        parser.add_argument(
-            "--name", type=str | None, default=None, help="runs/NAME/... (default: the YAML's name)"
-        )
-        parser.add_argument("--run_root", type=str, default="runs", help="the folder of all runs")
-        parser.add_argument(
-            "--threads",
-            type=_Threads | None,
-            default=None,
-            help="CPU threads; more than 1: in one process (default: a rank per core)",
-        )
-        parser.add_argument(
-            "--accept_data", action="store_true", help="take other data than those of --ckpt_path"
-        )
+        words = "folder of the run in --run_root (default: stem of the YAML)"
+        parser.add_argument("--name", type=str | None, default=None, help=words)
+        parser.add_argument("--run_root", type=str, default="runs", help="folder of all runs")
+        words = "number of CPU threads; more than 1 implies one process (default: a rank per core)"
+        parser.add_argument("--threads", type=_Threads | None, default=None, help=words)
+        words = "accept data that differ from the data of --ckpt_path"
+        parser.add_argument("--accept_data", action="store_true", help=words)
         parser.add_lightning_class_args(RoundCheckpoint, "checkpoint")
         parser.add_class_arguments(WandbSettings, "wandb")
         parser.link_arguments("seed_everything", "model.seed")
@@ -91,19 +85,22 @@ class FederatedCLI(LightningCLI):
             )
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
-        """Read the settings, and refuse those that nothing behind the parser refuses, or that another one decides."""
+        """Read the settings; raise an error for wrong ones that later code accepts or overrides silently."""
         assert isinstance(parser, ConciseParser)
         command = next((argument for argument in args if argument in LightningCLI.subcommands()), "")
         known = parser.settings()
-        # a file for all commands has a section for each
-        read = [one._replace(name=one.name.removeprefix(f"{command}.")) for one in read_given(args)]
+        # a file for several commands has a section for each command
+        read = [
+            setting._replace(name=setting.name.removeprefix(f"{command}.")) for setting in read_given(args)
+        ]
         ConciseParser.given, self.given = read, given_settings(read)
         seed = self.given.get("seed_everything", 0)
-        if type(seed) is not int or not 0 <= seed < 2**32:  # Lightning would draw one for true
+        if type(seed) is not int or not 0 <= seed < 2**32:  # Lightning would draw a seed for true
             raise ConfigurationError(f"seed_everything: {seed} must be a whole number from 0 to {2**32 - 1}")
         for name, value in self.given.items():
-            # every comparison is false: ranges let it pass
-            if isinstance(value, float) and math.isnan(value):
+            if isinstance(value, float) and math.isnan(
+                value
+            ):  # passes range checks: all comparisons are false
                 raise ConfigurationError(f"{name}: nan is no number; give one")
             inner = [setting for setting in known if setting.startswith(f"{name}.")]
             if inner and name not in known:
@@ -117,21 +114,21 @@ class FederatedCLI(LightningCLI):
             )
         seed = config.seed_everything
         for setting in ("data.seed", "model.seed"):
-            own = self.given.get(setting, seed)
-            if own != seed:
+            given = self.given.get(setting, seed)
+            if given != seed:
                 raise ConfigurationError(
-                    f"{setting}: {own} contradicts seed_everything: {seed}, which decides; leave it out"
+                    f"{setting}: {given} contradicts seed_everything: {seed}, which decides; leave it out"
                 )
 
     def _decide(self, name: str) -> Callable[[Any], Any]:
-        """What a setting of the model that is linked to the data set becomes: a link alone would ignore what is given."""
+        """Return the function of a link from data to a model's setting; a plain link would ignore the user's value."""
 
         def of_data(value: Any) -> Any:
             setting = f"model.model.init_args.{name}"
-            # before the link is applied it is what the user gave, or the model's default
+            # before the link is applied: the user's value or the model's default
             parsed = self.config[self.config.subcommand].get(setting)
             given = parsed if self._gives(name) else None
-            # only a model with this setting has a default; one whose default is None does without
+            # a default other than None means that the model needs this setting
             if value is None and given is None and parsed is not None:
                 raise ConfigurationError(
                     f"{setting}: the data set does not say its {name}; set {setting}, or {name} in the data module"
@@ -145,21 +142,21 @@ class FederatedCLI(LightningCLI):
         return of_data
 
     def before_instantiate_classes(self) -> None:
-        """Name the run, and keep its configuration as it is before the classes are made."""
+        """Name the run and keep its resolved configuration."""
         config = self.config[self.subcommand]
         if config.threads is not None:
             torch.set_num_threads(config.threads)
             if config.threads > 1 and config.trainer.devices == "auto" and not under_torchrun():
-                config.trainer.devices = 1  # ranks have one thread each
+                config.trainer.devices = 1  # several ranks would have one thread each
         stem = Path(config.config[-1].relative).stem if config.get("config") else "run"
-        config.name = config.name or stem  # saved too: the saved configuration runs beside this run
-        # the saved configuration starts a run, also that of a resumed one
+        config.name = config.name or stem  # part of the saved configuration, which must run under this name
+        # without ckpt_path: the saved configuration of a resumed run starts a new run
         self.resolved = {**self.resolve(config), "ckpt_path": None, "accept_data": False}
 
     def resolve(self, config: Namespace) -> Config:
-        """Return a parsed configuration as plain values: links between settings only where the user gives a value."""
+        """Return a parsed configuration as plain values, with linked settings only if the user gives them."""
         resolved = self.plain(config)
-        kind = import_object(config.data.class_path)  # some classes decide alone, as CIFAR10 its ten classes
+        kind = import_object(config.data.class_path)  # a class may fix a value, as CIFAR10 its ten classes
         for name in _MODEL_LINKS:
             given = config.get(f"model.model.init_args.{name}")
             if given is not None and self._gives(name) and given != getattr(kind, name, None):
@@ -167,17 +164,17 @@ class FederatedCLI(LightningCLI):
         return resolved
 
     def plain(self, config: Namespace) -> Config:
-        """Return a parsed configuration as plain values, without links between settings."""
+        """Return a parsed configuration as plain values, without linked settings."""
         parser = self._parser(self.config.subcommand)
         values: Config = yaml.safe_load(parser.dump(config, "yaml", False, skip_validation=True))
         return values
 
     def _gives(self, name: str) -> bool:
-        """Whether the user gives a setting of the model that is linked to the data."""
+        """Return whether the user gives a linked setting of the model."""
         return not {f"model.model.{name}", f"model.model.dict_kwargs.{name}"}.isdisjoint(self.given)
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
-        """Make the trainer: for ``fit`` that of a run, for the other subcommands one that evaluates a checkpoint."""
+        """Return the trainer: of a run for ``fit``, or for evaluating a checkpoint."""
         config = self.config_init[self.subcommand]
         settings, ckpt_path = vars(config.trainer), config.ckpt_path
         assert isinstance(self.model, FederatedModule)
@@ -203,22 +200,18 @@ class FederatedCLI(LightningCLI):
         self._predictions = folder / f"predictions_round_{checkpoint['global_step']}"
         callbacks = as_list(config.trainer.callbacks)
         if config.trainer.enable_progress_bar is None and not has_progress_bar(callbacks):
-            kwargs["enable_progress_bar"] = sys.stdout.isatty()  # no bar in a log file
+            kwargs["enable_progress_bar"] = sys.stdout.isatty()  # a log file needs no bar
         return make_trainer(settings, **{**kwargs, "callbacks": [*callbacks, config.checkpoint]})
 
     def fit(self, **kwargs: Any) -> None:
-        """Train in the run's folder; print and write the result."""
+        """Train in the run directory; print and write the result."""
         assert self.prepared is not None
         self.prepared.run()
 
     def predict(self, **kwargs: Any) -> None:
-        """Write the predictions on the test data into the run's folder, under a name with the round of the checkpoint."""
-        found: list[Any] = self.trainer.predict(**{**kwargs, "return_predictions": True}) or []
+        """Write ``predictions_round_N`` on the test data to the run directory, for a checkpoint of round N."""
+        raw: list[Any] = self.trainer.predict(**{**kwargs, "return_predictions": True}) or []
         if not self.trainer.is_global_zero:
             return
-        outputs = [self.model.task.scores(output) for output in found]
-        print(
-            write_predictions(
-                self._predictions, outputs, self.datamodule.predict_dataloader(), self.datamodule
-            )
-        )
+        outputs, loader = map(self.model.task.scores, raw), self.datamodule.predict_dataloader()
+        print(write_predictions(self._predictions, [*outputs], loader, self.datamodule))

@@ -1,4 +1,4 @@
-"""``python -m fl_lightning list``: what a configuration can name, with a line for each."""
+"""``python -m fl_lightning list``: the names that a configuration can use, with a line about each."""
 
 import re
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ KINDS = {
     "aggregators": "model.aggregator",
     "attacks": "trainer.callbacks.attack",
 }
-"""What can be listed, and the setting that takes it."""
+"""Kinds of names, each with the setting that takes it."""
 
 
 @command()
@@ -28,7 +28,7 @@ def main(args: Sequence[str]) -> None:
     """Print the names of some kinds, each with the first line of its docstring.
 
     Args:
-        args: Arguments after ``list``: kinds, all of them where there is none.
+        args: Arguments after ``list``: kinds; empty for all kinds.
     """
     for kind in args:
         check_choice("list", kind, KINDS)
@@ -37,10 +37,10 @@ def main(args: Sequence[str]) -> None:
 
 
 def named(kind: str) -> dict[str, str]:
-    """The names of a kind, each with a line of what it is.
+    """Return the names of a kind, each with the first line of its docstring.
 
     Args:
-        kind: A key of :data:`KINDS`.
+        kind: Key of :data:`KINDS`.
     """
     if kind == "norms":
         return dict(NORMS)
@@ -53,13 +53,13 @@ def named(kind: str) -> dict[str, str]:
         datamodules.Partition,
         attacks.Attack,
     )
-    found = {}
+    lines = {}
     for name in sorted(module.__all__, key=str.lower):
         thing = getattr(module, name)
         made = get_type_hints(thing).get("return") if isfunction(thing) else thing
         is_base = thing in bases or isabstract(thing)
         if isinstance(made, type) and issubclass(made, base) and not is_base:
-            name = f"{module.__name__}.{name}" if isfunction(thing) else name  # as the command line takes it
+            name = f"{module.__name__}.{name}" if isfunction(thing) else name  # the name on the command line
             line = (thing.__doc__ or "").partition("\n")[0]
-            found[name] = re.sub(r":\w+:`~?(?:[\w.]*\.)?(\w+)`", r"\1", line).replace("``", "")
-    return found
+            lines[name] = re.sub(r":\w+:`~?(?:[\w.]*\.)?(\w+)`", r"\1", line).replace("``", "")
+    return lines

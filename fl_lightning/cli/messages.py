@@ -1,4 +1,4 @@
-"""How a command ends: its errors are one line with the setting, the value and what would work."""
+"""Errors of commands as one line with the setting, its value and a remedy."""
 
 import errno
 import inspect
@@ -42,10 +42,10 @@ _PATIENCE = 10.0  # seconds
 _PACKAGE = Path(fl_lightning.__file__).parent
 
 _SHIPPED = ("fl_lightning", "torch", "torchvision", "lightning")
-"""The packages whose classes have bare names."""
+"""Packages whose classes have bare names."""
 
 _OF_LIGHTNING = ("conditioned on metric", "more than one stateful callback")
-"""Words of Lightning's errors that a user can mend: a metric to stop early on, a callback that is given twice."""
+"""Words of Lightning's errors that a user can mend: the metric of early stopping, a duplicate callback."""
 
 SHAPES = {
     "setting": r'Parser key "(.+?)":',
@@ -59,7 +59,7 @@ SHAPES = {
     "setting of no class": r"Given value: NestedArg\(key='(.+?)'",
     "what a class says": r"(?m)^ +- (?!Expected |Type |Import path |Not a|Not of|Problem with |Does not |a class path|a dict |invalid literal)(.+)",
 }
-"""What of jsonargparse's messages is read, as regular expressions: ``tests/cli/test_jsonargparse.py`` holds it to them."""
+"""Regular expressions for jsonargparse's messages; ``tests/cli/test_jsonargparse.py`` checks that they match."""
 
 
 def explain(
@@ -68,37 +68,37 @@ def explain(
     """Return the line of a parser's message that matters.
 
     Args:
-        message: The parser's message.
-        settings: The parser's own settings.
-        owner: The class whose settings the parser reads, empty where they are of several.
-        given: What the user gave, by plain name.
+        message: Message of the parser.
+        settings: Settings of the parser.
+        owner: Class whose settings the parser reads; empty if the settings belong to several.
+        given: Settings of the user by plain name.
 
     Returns:
-        One line that names the setting and the value, with near names where something is misspelt.
+        One line that names the setting and the value, with similar names if a name is unknown.
     """
-    found = {shape: re.search(pattern, message) for shape, pattern in SHAPES.items()}
-    key = found["setting"][1] if found["setting"] else ""
+    matches = {shape: re.search(pattern, message) for shape, pattern in SHAPES.items()}
+    key = matches["setting"][1] if matches["setting"] else ""
     name = ".".join(filter(None, (owner, key)))
     setting = f"{name}: " if name else ""
-    if found["unknown setting"]:
+    if matches["unknown setting"]:
         option = setting_of(message, settings)
         if owner:
             among = ", ".join(settings) or "none, or its class_path is missing"
             near = nearest(option, settings) or _classes_with(option, owner)
             return f"{setting}there is no setting {option!r} among {among}{near}"
         return f"{setting}there is no setting {option!r}{_alike(option, settings, given or {})}"
-    if own_words := found["what a class says"]:
-        return setting + own_words[1]
-    if own := found["setting of no class"]:
-        classes = _class_names(kinds_of_settings().get(key.rpartition(".")[2], type(None)))
-        return f"{name}.{own[1]}: {name} is null; give its class first, --{name} CLASS ({', '.join(sorted(classes))})"
-    if broken := found["broken class"]:
+    if words := matches["what a class says"]:
+        return setting + words[1]
+    if inner := matches["setting of no class"]:
+        classes = ", ".join(sorted(_class_names(kinds_of_settings().get(key.rpartition(".")[2], type(None)))))
+        return f"{name}.{inner[1]}: {name} is null; give its class first, --{name} CLASS ({classes})"
+    if broken := matches["broken class"]:
         lacks = re.search(r"No module named '([\w.]+)'", broken[2])
         remedy = missing_module(lacks[1], broken[1]) if lacks else ""
         return f"{setting}class {broken[1]!r} cannot be imported: {broken[2]}{remedy}"
-    value = found["value of several types"] or found["value"]
+    value = matches["value of several types"] or matches["value"]
     of_a_number = value and re.search(r"<class '(int|float|bool)'>", value[1])
-    missing, no_class = found["unknown class"], found["no class"]
+    missing, no_class = matches["unknown class"], matches["no class"]
     if value and (of_a_number or not (missing or no_class)):
         types = re.sub(r"<class '(?:\w+\.)*(\w+)'>|typing\.Literal|\b[a-z_]\w*\.(?:\w+\.)*", r"\1", value[1])
         return f"{setting}{_one_line(value[2])} is not valid; it takes {types.replace('NoneType', 'null')}"
@@ -117,21 +117,21 @@ def explain(
         if any(missing[1] in _class_names(kind) for kind in kinds.values()):
             return f"{setting}the class {missing[1]!r} is of another kind; {remedy}"
         near = nearest(missing[1].rpartition(".")[2], known)
-        if last == "model" and missing[1] in models.__all__:  # a function has no bare name
+        if last == "model" and missing[1] in models.__all__:  # functions have no bare names
             near = f"; did you mean {models.__name__}.{missing[1]}?"
         near = f"; give one class, or for a list [{missing[1]}]" if "," in missing[1] else near
         return f"{setting}there is no class {missing[1]!r}{near or '; ' + remedy}"
-    said = message.partition(f'"{key}":')[2] if key else message
-    # a user gives a setting without the command
-    return setting + _one_line(re.sub(r"(required:|,) (?:fit|validate|test|predict)\.", r"\1 ", said))
+    text = message.partition(f'"{key}":')[2] if key else message
+    # without the command, as users write settings
+    return setting + _one_line(re.sub(r"(required:|,) (?:fit|validate|test|predict)\.", r"\1 ", text))
 
 
 def setting_of(message: str, settings: Sequence[str]) -> str:
-    """Return the setting that a parser's message is about; of an unknown setting, its outermost unknown part.
+    """Return the setting that a parser's message names; of an unknown setting, the outermost unknown part.
 
     Args:
-        message: What the parser says.
-        settings: The parser's own settings.
+        message: Message of the parser.
+        settings: Settings of the parser.
     """
     unknown = re.search(SHAPES["unknown setting"], message)
     if not unknown:
@@ -139,7 +139,7 @@ def setting_of(message: str, settings: Sequence[str]) -> str:
         return key[1] if key else ""
     option = str(unknown[unknown.lastgroup or 0])
     for end in (match.start() for match in re.finditer(r"\.", option)):
-        if option[:end] in settings:  # its own settings are not known here
+        if option[:end] in settings:  # a class, whose settings are unknown here
             break
         if not any(known.startswith(option[: end + 1]) for known in settings):
             return option[:end]
@@ -147,7 +147,7 @@ def setting_of(message: str, settings: Sequence[str]) -> str:
 
 
 def _alike(option: str, settings: Sequence[str], given: Mapping[str, object]) -> str:
-    """Return a clause with settings that end alike, settings of the given classes included, or with near names."""
+    """Return a clause with settings of the same last part, given classes' settings included, or with similar names."""
     kinds, last = kinds_of_settings(), option.rpartition(".")[2]
     known = [*settings, *given]
     for name, value in given.items():
@@ -160,7 +160,7 @@ def _alike(option: str, settings: Sequence[str], given: Mapping[str, object]) ->
 
 
 def _classes_with(option: str, owner: str) -> str:
-    """Return a clause with the other classes of the owner's kind that have a setting; empty if there are more than four."""
+    """Return a clause with the classes of the owner's kind that have a setting; empty for more than four."""
     for classes in map(_classes, kinds_of_settings().values()):
         others = [name for name, kind in classes.items() if option in inspect.signature(kind).parameters]
         if owner in classes and 0 < len(others) < 5:
@@ -169,10 +169,8 @@ def _classes_with(option: str, owner: str) -> str:
 
 
 def kinds_of_settings() -> dict[str, type]:
-    """The class that those are subclasses of which a setting takes, by the last part of its name."""
-    from fl_lightning.datamodules.partitions import (
-        Partition,  # not before main() has found out whose package this is
-    )
+    """Return the base class of the values that a setting accepts, by the last part of the setting's name."""
+    from fl_lightning.datamodules.partitions import Partition  # main() must first check whose package this is
 
     return {
         "aggregator": Aggregator,
@@ -198,13 +196,13 @@ def _class_names(base: type) -> set[str]:
 
 
 def _classes(base: type) -> dict[str, type]:
-    """Return the shipped subclasses of a class by their bare names; a user gives others by a dotted path."""
-    found, subclasses = dict[str, type](), list[type](type.__subclasses__(base))
+    """Return the shipped subclasses of a class by bare name; other classes are given by dotted path."""
+    classes, subclasses = dict[str, type](), list[type](type.__subclasses__(base))
     for kind in subclasses:
-        found |= _classes(kind)
+        classes |= _classes(kind)
         if kind.__module__.partition(".")[0] in _SHIPPED and not kind.__name__.startswith("_"):
-            found[kind.__name__] = kind
-    return found
+            classes[kind.__name__] = kind
+    return classes
 
 
 def _one_line(text: str) -> str:
@@ -214,7 +212,7 @@ def _one_line(text: str) -> str:
 
 @contextmanager
 def command() -> Iterator[None]:
-    """Run a command such that an error or a signal ends it with one line, and an output that is closed or full ends nothing."""
+    """Run a command: errors and signals end it with one line; closed or full outputs do not end it."""
     quiet_host()
     if under_torchrun() and launched_rank():
         silence()
@@ -227,7 +225,7 @@ def command() -> Iterator[None]:
                 yield
         except Refusal as refusal:
             _end(refusal.line, refusal.code)
-        except Exception as error:  # noqa: BLE001  # whatever it is, the user gets one line
+        except Exception as error:  # noqa: BLE001  # the user gets one line for any error
             fail(error)
         finally:
             for output in outputs:
@@ -236,7 +234,7 @@ def command() -> Iterator[None]:
 
 
 class _Output:
-    """A stream whose text goes nowhere from the moment on at which nobody takes it any more."""
+    """A stream that silently discards output once its reader is gone."""
 
     def __init__(self, stream: TextIO, nowhere: TextIO) -> None:
         self._stream, self._nowhere = stream, nowhere
@@ -252,18 +250,18 @@ class _Output:
         try:
             act(*arguments)
         except OSError:
-            os.dup2(self._nowhere.fileno(), self._stream.fileno())  # with what is still in the buffer
+            os.dup2(self._nowhere.fileno(), self._stream.fileno())  # discards the buffer as well
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 
 
 class Refusal(SystemExit):
-    """The end of a command by one line, which :func:`command` prints.
+    """End of a command with one line, which :func:`command` prints.
 
     Attributes:
-        line: The line.
-        code: The exit status.
+        line: Line to print.
+        code: Exit status.
     """
 
     code: int
@@ -275,7 +273,7 @@ class Refusal(SystemExit):
 
 @contextmanager
 def refusals() -> Iterator[None]:
-    """Raise errors that a user can mend as ConfigurationErrors with the line that :func:`command` would print."""
+    """Convert errors that a user can mend to ConfigurationErrors with the line that :func:`command` prints."""
     quiet_host()
     try:
         yield
@@ -298,12 +296,12 @@ def _end(line: str, status: int) -> NoReturn:
 
 
 class CommandParser(ArgumentParser):
-    """The parser of a command's own options: a mistake is one line without pages of usage, and options are written in full.
+    """Parser of a command's options with one-line errors and without abbreviated options.
 
     Args:
-        command: The command.
-        description: What it does.
-        usage: What follows the command; None lists all options.
+        command: Name of the command.
+        description: Description in ``--help``.
+        usage: Usage after the command; None lists all options.
     """
 
     def __init__(self, command: str, description: str, usage: str | None = None) -> None:
@@ -321,25 +319,25 @@ class CommandParser(ArgumentParser):
 
 
 def _let_the_first_rank_speak() -> None:
-    """Wait until ``torchrun`` ends this rank, as it does once the first one has ended with an error that is likely the same."""
+    """Wait for ``torchrun`` to end this rank after rank 0 has printed its error, most likely the same one."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     time.sleep(_PATIENCE)
 
 
 def _errors() -> TextIO:
-    """Where errors are printed: other ranks are silent but for them."""
+    """Return the stream for errors, the only output of ranks other than 0."""
     return (sys.__stderr__ if launched_rank() else None) or sys.stderr
 
 
 def fail(error: Exception, traceback_file: Path | None = None) -> NoReturn:
-    """Print the one line of an error that ends a command, and exit: with the status of the exception, 2 of most, or 1 where nobody foresaw it.
+    """Print one line about an error and exit with the error's status (default 2), or 1 if it is unforeseen.
 
-    The traceback of an error that nobody foresaw is written into a file; that of any error is above the line if the environment
-    variable ``FL_LIGHTNING_TRACEBACK`` is set.
+    The traceback of an unforeseen error is written to a file. If the environment variable
+    ``FL_LIGHTNING_TRACEBACK`` is set, any traceback is printed above the line.
 
     Args:
-        error: The error.
-        traceback_file: The file beside the run. Default: ``error.txt`` in the working directory.
+        error: Error that ends the command.
+        traceback_file: File for the traceback; default: ``error.txt`` in the working directory.
     """
     line, module = told(error), broken_module(error)
     if is_shared(error) and dist.is_initialized() and dist.get_rank():
@@ -349,25 +347,25 @@ def fail(error: Exception, traceback_file: Path | None = None) -> NoReturn:
         traceback.print_exception(error, file=_errors())
     if line is not None:
         _end(line + module, getattr(error, "exit_status", 2))
-    kept = _keep_traceback(error, traceback_file or Path("error.txt"))
-    # jsonargparse's are around that of a class
-    cause = next((one for one in _causes(error) if hasattr(one, "__notes__")), error)
-    doing = "; ".join([*getattr(cause, "__notes__", ()), kept])
+    place = _write_traceback(error, traceback_file or Path("error.txt"))
+    # jsonargparse wraps the error of a class, which has notes
+    cause = next((cause for cause in _causes(error) if hasattr(cause, "__notes__")), error)
+    doing = "; ".join([*getattr(cause, "__notes__", ()), place])
     _end(f"{type(cause).__name__}: {_one_line(str(cause))}".rstrip(": ") + f"{module} ({doing})", 1)
 
 
 def broken_module(error: BaseException | None) -> str:
-    """Return the line of a module at which its import failed, such as `` (methods.py, line 7)``; empty for modules of this package."""
-    found = ""
-    for one in _causes(error):
-        for frame in traceback.extract_tb(one.__traceback__):
+    """Return where a module's import failed, such as `` (methods.py, line 7)``; empty within this package."""
+    place = ""
+    for cause in _causes(error):
+        for frame in traceback.extract_tb(cause.__traceback__):
             if frame.name == "<module>" and _PACKAGE not in Path(frame.filename).parents:
-                found = f" ({os.path.relpath(frame.filename)}, line {frame.lineno})"
-    return found
+                place = f" ({os.path.relpath(frame.filename)}, line {frame.lineno})"
+    return place
 
 
-def _keep_traceback(error: Exception, path: Path) -> str:
-    """Write the traceback of an error, and say where it is."""
+def _write_traceback(error: Exception, path: Path) -> str:
+    """Write the traceback of an error and return its place in words."""
     text = "".join(traceback.format_exception(error))
     try:
         if path.is_file() and not path.read_bytes().startswith(b"Traceback"):
@@ -382,8 +380,8 @@ def _keep_traceback(error: Exception, path: Path) -> str:
 
 
 def told(error: BaseException | None) -> str | None:
-    """The line of an exception that a user can act on; None where it is one that nobody foresaw."""
-    cause = next((one for one in _causes(error) if isinstance(one, ConfigurationError | ImportError)), None)
+    """Return the line of an exception that a user can act on; None for an unforeseen exception."""
+    cause = next((x for x in _causes(error) if isinstance(x, ConfigurationError | ImportError)), None)
     if isinstance(cause, ModuleNotFoundError):
         doing = "".join(f" ({note})" for note in getattr(cause, "__notes__", ())[:1])
         return _one_line(str(cause)) + missing_module(cause.name or "") + doing
@@ -397,7 +395,7 @@ def told(error: BaseException | None) -> str | None:
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield an exception and its causes, without exceptions that were only being handled."""
+    """Yield an exception and its explicit causes (``raise ... from``), without its contexts."""
     while error is not None:
         yield error
         error = error.__cause__

@@ -1,4 +1,4 @@
-"""``python -m fl_lightning partition``: who the clients of a configuration are, without training."""
+"""``python -m fl_lightning partition``: the clients of a configuration, without training."""
 
 import json
 from collections.abc import Sequence
@@ -21,15 +21,15 @@ from fl_lightning.pictures.federation import clients_figure
 from fl_lightning.pictures.style import write_figure
 
 _DESCRIPTION = """\
-Set up the data of a configuration, and show who the clients are: their sizes, how much their classes differ, and a picture of both.
-Nothing is trained, and no model is made. All other options are those of fit, such as --data.partition.alpha 0.1."""
+Show the clients of a configuration without a model and without training: their sizes, the differences between their classes,
+and a picture of both. All options of fit are accepted, such as --data.partition.alpha 0.1."""
 
 
 class DataCLI(FederatedCLI):
-    """Reads all settings of ``fit``, and makes the data alone."""
+    """Command line that reads all settings of ``fit`` and makes only the data."""
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """Add the settings of ``fit``, and ask for none of the model."""
+        """Add the settings of ``fit``, with all settings of the model optional."""
         super().add_arguments_to_parser(parser)
         for action in parser._actions:
             action.required &= not action.dest.startswith("model.")
@@ -41,12 +41,12 @@ class DataCLI(FederatedCLI):
         self.datamodule = parser.instantiate(parser.parse_object({"data": self.config.fit.data})).data
 
     def _run_subcommand(self, subcommand: str) -> None:
-        """Nothing: there is no trainer."""
+        """Do nothing, as there is no trainer."""
 
 
 @command()
 def main(args: Sequence[str]) -> None:
-    """Set up the data, print a table of the clients, and write their picture and, where asked for, their file.
+    """Set up the data, print a table of the clients, and write their picture and, with ``--save``, their file.
 
     Args:
         args: Arguments after ``partition``.
@@ -54,25 +54,21 @@ def main(args: Sequence[str]) -> None:
     parser = CommandParser(
         "partition", _DESCRIPTION, "--config FILE [--output FOLDER] [--save FILE.json] [options of fit]"
     )
-    parser.add_argument(
-        "--output", metavar="FOLDER", default=".", help="where partition.png goes (default: here)"
-    )
-    parser.add_argument(
-        "--save", metavar="FILE.json", help="write the clients for partition: FromFile(FILE.json)"
-    )
-    own, fit_options = parser.parse_known_args(args)
-    saved = None if own.save is None else user_file("save", own.save)
+    words = "folder of partition.png (default: here)"
+    parser.add_argument("--output", metavar="FOLDER", default=".", help=words)
+    words = "write the clients for partition: FromFile(FILE.json)"
+    parser.add_argument("--save", metavar="FILE.json", help=words)
+    options, fit_options = parser.parse_known_args(args)
+    saved = None if options.save is None else user_file("save", options.save)
     cli = run(["fit", *fit_options], cli_class=DataCLI)
     data: FederatedDataModule = cli.datamodule
     data.prepare_data()
-    partitioned = isinstance(data, PartitionedDataModule)
-    data.setup(
-        "validate" if partitioned else "fit"
-    )  # fit refuses clients without a batch: here they are counted
+    # "fit" refuses clients without a batch, which the table counts
+    data.setup("validate" if isinstance(data, PartitionedDataModule) else "fit")
     distribution: Any = getattr(data, "distribution", None)
     if saved is not None and distribution is None:
         raise ConfigurationError(
-            f"save: the samples of {type(data).__name__} have no numbers by which a file could name them; leave --save out"
+            f"save: {type(data).__name__} does not number its samples, which the file would list; leave --save out"
         )
     record = data.partition_record()
     rows = in_words(data, record)
@@ -81,7 +77,7 @@ def main(args: Sequence[str]) -> None:
         holders = {split: sum(map(bool, map(len, parts))) for split, parts in distribution.own.items()}
         if holders:
             rows["data of their own"] = ", ".join(f"{split}: {n:,} clients" for split, n in holders.items())
-    rows["picture"] = str(picture := user_path("output", own.output) / "partition.png")
+    rows["picture"] = str(picture := user_path("output", options.output) / "partition.png")
     title = [
         f"{type(data).__name__}: {data.describe_partition()}",
         f"{cli.config.fit.name}; seed {data.seed}",
@@ -96,11 +92,11 @@ def main(args: Sequence[str]) -> None:
 
 
 def in_words(data: FederatedDataModule, record: PartitionRecord) -> dict[str, str]:
-    """The rows of the table: what is known, and what is not.
+    """Return the rows of the table, with ``not known`` for missing values.
 
     Args:
-        data: The data, set up.
-        record: Their ``partition_record()``.
+        data: Data module after its setup.
+        record: ``partition_record()`` of the data.
     """
     sizes, batch_size = record["sizes"], getattr(data, "batch_size", None)
     rows = {
@@ -117,8 +113,8 @@ def in_words(data: FederatedDataModule, record: PartitionRecord) -> dict[str, st
         "distance_to_union": "distance to the union",
     }
     for name, label in labels.items():
-        found = record.get("heterogeneity", {}).get(name, {})
-        rows[label] = ", ".join(f"{kind} {value:.4g}" for kind, value in found.items())
+        values = record.get("heterogeneity", {}).get(name, {})
+        rows[label] = ", ".join(f"{kind} {value:.4g}" for kind, value in values.items())
     if "heterogeneity" in record:
         rows["classes per client"] += f" of {len(record['class_histogram'][0])}"
         rows["effective classes"] += " (exp of the entropy)"

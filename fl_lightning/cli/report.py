@@ -1,4 +1,4 @@
-"""``python -m fl_lightning report``: one HTML page about studies and runs."""
+"""``python -m fl_lightning report``: an HTML page about studies and runs."""
 
 from collections.abc import Sequence
 
@@ -19,9 +19,9 @@ def main(args: Sequence[str]) -> None:
         args: Arguments after ``report``.
     """
     parser = CommandParser("report", _DESCRIPTION)
-    parser.add_argument("directories", metavar="DIR", nargs="+", help="a study's folder or a run directory")
+    parser.add_argument("directories", metavar="DIR", nargs="+", help="folder of a study, or run directory")
     parser.add_argument("--output", metavar="FILE", default="report.html", help="(default: report.html)")
-    own = parser.parse_args(args)
-    output = user_path("output", own.output)
-    write_report([user_path("report", path) for path in own.directories], output)
+    options = parser.parse_args(args)
+    output = user_path("output", options.output)
+    write_report([user_path("report", path) for path in options.directories], output)
     print(f"report  {output}")

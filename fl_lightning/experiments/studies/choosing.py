@@ -41,7 +41,7 @@ def trial_cells(study: Study, make: Callable[[Labels, int], Cell]) -> list[list[
             if tuple(labels[axis] for axis in choice.by) not in tried:
                 raise ConfigurationError(
                     f"choose: no trial chooses {choice.axis} for {labels}; "
-                    "set at to labels of other axes that have trials"
+                    "name labels of other axes that have trials under 'at'"
                 )
         cells: list[Cell] = []
         for combinations in tried.values():

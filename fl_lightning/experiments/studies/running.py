@@ -1,4 +1,4 @@
-"""Running the cells of a study: what there is to do, by which engine, in which order, until nothing is left."""
+"""Runner of the cells of a study, in the order that they need each other."""
 
 import json
 import sys
@@ -25,13 +25,13 @@ _PATIENCE = 60.0  # seconds after which a shared file system shows what another 
 
 @dataclass
 class _Life:
-    """The turn of a cell in this process; cells with a result have none.
+    """Progress of a cell without a result in this process.
 
     Attributes:
-        phase: ``"waiting"``, ``"submitted"`` to the engine, or ``"ended"`` while its result is looked for.
-        before: Its attempt when it was submitted.
-        status: The exit status of its job.
-        ended: When its job ended, in seconds of the monotonic clock.
+        phase: ``"waiting"``, ``"submitted"`` to the engine, or ``"ended"`` until its result is visible.
+        before: Attempt of the cell when it was submitted.
+        status: Exit status of its job.
+        ended: Time when its job ended, in seconds of the monotonic clock.
     """
 
     phase: Literal["waiting", "submitted", "ended"] = "waiting"
@@ -41,16 +41,16 @@ class _Life:
 
 
 class Runner:
-    """Runs cells, each at most once, and those that others go on from first.
+    """Runs each cell at most once, parents first.
 
-    A cell that another process trains is waited for. One that fails is kept out of the way: the others go on.
+    The runner waits for cells that other processes train, and skips cells that fail.
 
     Args:
-        folder: The study's folder, for the configurations and the output of the cells.
-        engine: Who runs them.
-        jobs: How many run at a time, those of other processes included.
-        accept_stale: Whether results of other source count as done.
-        show: Called with all cells and their states, again and again, before others are started; an error of it ends all.
+        folder: Folder of the study, for the configurations and the output of the cells.
+        engine: Engine that runs the cells.
+        jobs: Number of cells that run at a time, cells of other processes included.
+        accept_stale: Whether stale results count as done (default False).
+        show: Function of all cells and their states, called before cells are started; its errors end the runner.
     """
 
     def __init__(
@@ -61,22 +61,17 @@ class Runner:
         accept_stale: bool = False,
         show: Callable[[Sequence[tuple[Cell, State]]], None] = lambda cells: None,
     ) -> None:
-        self.folder, self.engine, self.jobs, self.accept_stale, self.show = (
-            folder,
-            engine,
-            jobs,
-            accept_stale,
-            show,
-        )
+        self.folder, self.engine, self.jobs = folder, engine, jobs
+        self.accept_stale, self.show = accept_stale, show
         self.failed: dict[Path, str] = {}
         self.diverged: set[Path] = set()
         self._done: dict[Cell, State] = {}
 
     def run(self, cells: Sequence[Cell]) -> None:
-        """Run all cells that have no result yet, and those whose data are not those of newer cells: one of a family at first, which shows the data of now.
+        """Run all cells without a result, then again all cells whose data differ from newer cells' data.
 
-        Afterwards ``failed`` has the errors of cells that ended with one, by their keys, and ``diverged`` the keys of those that left
-        the finite numbers.
+        Of each family one cell is rerun first, to find the present data. Afterwards ``failed`` holds the
+        errors of failed cells by key, and ``diverged`` the keys of diverged cells.
         """
         unique = [*{cell.key: cell for cell in reversed(cells)}.values()][::-1]
         share_first_stages(unique)
@@ -89,9 +84,10 @@ class Runner:
             self._run(unique)
 
     def _on_other_data(self, unique: Sequence[Cell], tried: Collection[Cell]) -> list[Cell]:
-        """Those to run again: all of a family of which one was, else one of it, which goes on from no other where there is such."""
-        found = expect_newest_data([self._state(cell) for cell in unique], unique)
-        stale = [] if self.accept_stale else [x for x in found if x not in tried and x.key not in self.failed]
+        """Return the cells to rerun: a whole family once one of its cells has rerun, else one cell, preferably without a parent."""
+        outdated = expect_newest_data([self._state(cell) for cell in unique], unique)
+        stale = [cell for cell in outdated if cell not in tried and cell.key not in self.failed]
+        stale = [] if self.accept_stale else stale
         shown = {cell.family for cell in tried if cell.key not in self.failed}
         first = {cell.family: cell for cell in sorted(stale, key=lambda cell: cell.parent is None)}
         return [cell for cell in stale if cell.family in shown or cell is first[cell.family]]
@@ -117,17 +113,17 @@ class Runner:
             raise
 
     def _settle(self, cell: Cell, left: dict[Cell, "_Life"], states: dict[Cell, State]) -> None:
-        """Find out what became of a cell whose job has ended, as soon as the file system shows it."""
+        """Record the outcome of a cell whose job has ended, once the file system shows it."""
         life = left[cell]
         another = states[cell].attempt != life.before
         if states[cell].phase == "stale" and another and not life.status:
-            cell.data = None  # its data are those of now
+            cell.data = None  # a new result has the present data
             states[cell] = self._state(cell)
         there = states[cell].phase == "done" or (states[cell].phase == "stale" and another)
         if not (life.status or there or time.monotonic() - life.ended > _PATIENCE):
             return
         del left[cell]
-        if states[cell].phase == "running":  # another study's
+        if states[cell].phase == "running":  # by another study
             left[cell] = _Life()
         elif life.status or states[cell].phase != "done":
             self.failed[cell.key] = self._error(cell, life.status, states[cell])
@@ -135,7 +131,7 @@ class Runner:
                 self.diverged.add(cell.key)
 
     def _submit(self, left: dict[Cell, "_Life"], states: Mapping[Cell, State]) -> None:
-        """Submit as many cells as may run now; a cell waits for its parent, and for another process that trains the cell."""
+        """Submit the cells that may run now: their parent is done, and no other process trains them."""
         waiting = [cell for cell, life in left.items() if life.phase == "waiting"]
         for cell in [cell for cell in waiting if states[cell].phase == "done"]:
             waiting.remove(cell)
@@ -150,14 +146,14 @@ class Runner:
         self.engine.submit(jobs)
 
     def _state(self, cell: Cell) -> State:
-        """A cell's state; one that is done stays so."""
+        """Return the state of a cell; ``done`` is cached."""
         state = self._done.get(cell) or cell.state(self.accept_stale)
         if state.phase == "done":
             self._done[cell] = state
         return state
 
     def log(self, cell: Cell) -> Path:
-        """The file of a cell's output."""
+        """Return the file of a cell's output."""
         return self.folder / "logs" / f"{cell.job}.log"
 
     def _job(self, cell: Cell) -> Job:
@@ -167,7 +163,7 @@ class Runner:
         config = {**cell.config, "checkpoint": {**checkpoint, "keep_rounds": keep_rounds}}
         write_text(file, f"# {cell.name}\n{yaml.safe_dump(config, sort_keys=False)}")
         log.parent.mkdir(parents=True, exist_ok=True)
-        # not fit itself: engines run a command again that was killed, and only then it is known where to go on
+        # study_cell, not fit: engines rerun a killed command, which must then look for its newest checkpoint
         command = [sys.executable, "-m", "fl_lightning.cli.study_cell", str(file.resolve())]
         branch = cell.branch(self.accept_stale)
         command += [f"--branch={branch.resolve()}"] if branch is not None else []
@@ -178,14 +174,14 @@ class Runner:
         return Job(cell.job, command, log, threads=config["threads"] or 1, gpus=share)
 
     def _error(self, cell: Cell, status: int, state: State) -> str:
-        """Why a cell has no result, in a line."""
+        """Return the reason why a cell has no result, in one line."""
         if state.phase == "stale" and not status:
-            return f"it was not trained as the study was started ({state.why}); the same command goes on with what is there now"
+            return f"source, versions or data have changed since the study was started ({state.why}); run the same command again"
         if not status:
-            return f"it ended after round {state.round} of {cell.rounds}; early stopping or trainer.max_time leaves no cell that can be compared"
+            return f"it ended after round {state.round} of {cell.rounds}; leave out early stopping and trainer.max_time"
         log = self.log(cell)
         lines = log.read_text(errors="replace").splitlines() if log.is_file() else []
         of_last_try = takewhile(lambda line: not line.startswith("python -m"), reversed(lines))
-        said = next((line for line in of_last_try if line.startswith("error: ")), "")
+        message = next((line for line in of_last_try if line.startswith("error: ")), "")
         killed = f"killed by signal {-status}" if status < 0 else f"exit status {status}"
-        return f"{said.removeprefix('error: ') or killed}; its output: {log}"
+        return f"{message.removeprefix('error: ') or killed}; its output: {log}"

@@ -1,4 +1,4 @@
-"""The tables of a study: printed, and as Markdown, LaTeX and CSV."""
+"""Tables of a study as text, Markdown, LaTeX and CSV."""
 
 import csv
 import json
@@ -21,22 +21,21 @@ Rows = tuple[list[str], list[list[str]]]
 
 
 def mean_and_deviation(values: Sequence[float]) -> str:
-    """Mean and standard deviation over the seeds (n - 1), such as ``"0.528 ± 0.006"``; empty without a value.
+    """Return mean and standard deviation (n - 1) of finite values, such as ``"0.528 ± 0.006"``; empty without a value.
 
-    Values that are not finite are left out, and counted in words.
+    Non-finite values are left out and counted in words.
     """
     finite = [*filter(isfinite, values)]
     parts = [f"{statistics.mean(finite):.3f}"] if finite else []
     parts += [f"± {statistics.stdev(finite):.3f}"] if len(finite) > 1 else []
-    if lacking := len(values) - len(finite):
-        parts.append(
-            f"{'(' * bool(finite)}not finite in {of_seeds(lacking, len(values))}{')' * bool(finite)}"
-        )
+    if len(finite) < len(values):
+        words = f"not finite in {of_seeds(len(values) - len(finite), len(values))}"
+        parts.append(f"({words})" if finite else words)
     return " ".join(parts)
 
 
 def of_seeds(count: int, seeds: int) -> str:
-    """A number of seeds among all, such as ``"2 of 3 seeds"``."""
+    """Return a number of seeds in words, such as ``"2 of 3 seeds"``."""
     return f"{count} of {seeds} seed{'s' * (seeds > 1)}"
 
 
@@ -44,18 +43,11 @@ _COSTS = ("samples", "sent by clients", "exchanges", "training")
 
 
 def whole_table(found: Found, brief: bool = False) -> Rows:
-    """A row for each combination of labels: its values, what was published, and what it took (not where it is ``brief``)."""
+    """Return a row for each combination: labels, values, published value and, unless ``brief``, costs."""
     axes = [axis for axis in found["axes"] if axis not in found["choose"]]
     metrics, first = found["metrics"], next(iter(found["metrics"]))
-    header = [
-        *(axis.rpartition(".")[2] for axis in axes),
-        *metrics.values(),
-        "published",
-        "ours - published",
-        "learning rate",
-        "seeds",
-    ]
-    header += [*_COSTS, "remarks"]
+    header = [axis.rpartition(".")[2] for axis in axes] + [*metrics.values()]
+    header += ["published", "ours - published", "learning rate", "seeds", *_COSTS, "remarks"]
     rows = []
     for group in found["groups"]:
         values, published = group["values"], group["published"]
@@ -71,10 +63,7 @@ def whole_table(found: Found, brief: bool = False) -> Rows:
                 else "",
                 learning_rate(group, found),
                 ", ".join(str(run["seed"]) for run in done),
-                *(
-                    f"{statistics.mean(run[name] for run in done):,.0f}" if done else ""
-                    for name in ("samples",)
-                ),
+                f"{statistics.mean(run['samples'] for run in done):,.0f}" if done else "",
                 format_bytes(statistics.mean(run["upload_bytes"] for run in done)) if done else "",
                 f"{statistics.mean(run['exchanges'] for run in done):,.0f}" if done else "",
                 in_words(statistics.mean(run["train_seconds"] for run in done)) if done else "",
@@ -90,7 +79,7 @@ def whole_table(found: Found, brief: bool = False) -> Rows:
 
 
 def spread_table(found: Found) -> Rows | None:
-    """The first metric with the labels of one axis as columns, None where the study names no such axis."""
+    """Return the first metric with the labels of axis ``spread`` as columns; None without two columns."""
     spread = found["spread"]
     if spread is None or len(found["axes"][spread]) < 2:
         return None
@@ -107,89 +96,78 @@ def spread_table(found: Found) -> Rows | None:
         )
     labels = found["axes"][spread]
     header = [*others, *(f"{spread.rpartition('.')[2]} = {label}" for label in labels)]
-    return header, [[*key, *(own.get(label, "") for label in labels)] for key, own in rows.items()]
+    return header, [[*key, *(cells.get(label, "") for label in labels)] for key, cells in rows.items()]
 
 
 def learning_rate(group: Group, found: Found) -> str:
-    """A combination's learning rate and how it was found."""
+    """Return a combination's learning rate and whether it was given or chosen."""
     if group["learning_rate"] is None:
         return ""
     rates = ("client_optimizer.lr", "client_optimizer.init_args.lr")
-    choices = (
-        one
-        for one in found["choices"]
-        if any(name.endswith(rates) for name in one.get("sets", [one["axis"]]))
-    )
-    own = next((one for one in choices if one["for"].items() <= group["labels"].items()), None)
-    if own is None:
-        return f"{group['learning_rate']:g}, given"
-    at = ", ".join(f"{axis.rpartition('.')[2]}={label}" for axis, label in own.get("at", {}).items())
-    return f"{group['learning_rate']:g}, by validation{' at ' * bool(at)}{at}{_kind_of(own)}"
+    for choice in found["choices"]:
+        of_rate = any(name.endswith(rates) for name in choice.get("sets", [choice["axis"]]))
+        if of_rate and choice["for"].items() <= group["labels"].items():
+            labels = choice.get("at", {}).items()
+            at = ", ".join(f"{axis.rpartition('.')[2]}={label}" for axis, label in labels)
+            return f"{group['learning_rate']:g}, by validation{' at ' * bool(at)}{at}{_kind_of(choice)}"
+    return f"{group['learning_rate']:g}, given"
 
 
 def choice_in_words(choice: ChoiceFound) -> str:
-    """What was chosen on validation data, from what."""
-    own = " ".join(f"{axis}={label}" for axis, label in choice["for"].items())
+    """Return the chosen label with all tried labels and their metric."""
+    combination = " ".join(f"{axis}={label}" for axis, label in choice["for"].items())
     values = (
         f"{label}: {'-' if x is None else f'{x:.3f}' if isfinite(x) else 'diverged'}"
         for label, x in choice["values"].items()
     )
     how = f"{choice['metric']}{_kind_of(choice)} ({', '.join(values)})"
-    return f"{choice['axis']}{' of ' + own if own else ''}: {choice['chosen']}, by {how}"
+    return f"{choice['axis']}{' of ' * bool(combination)}{combination}: {choice['chosen']}, by {how}"
 
 
 def _kind_of(choice: ChoiceFound) -> str:
-    """What must be said of a choice: that a wider grid might have a better number, or that none was any good."""
+    """Return the caveat of a choice: all trials diverged, or the best number is at the edge of the grid."""
     if choice["values"] and not any(x is None or isfinite(x) for x in choice["values"].values()):
         return ", the first, since all diverged"
     return ", edge of the grid" * at_edge(choice)
 
 
 def at_edge(choice: ChoiceFound) -> bool:
-    """Whether the chosen number is the smallest or largest that was tried."""
+    """Return whether the chosen number is the smallest or the largest of the tried ones."""
     tried = [*choice["values"]]
-    return all(map(is_number, tried)) and choice["chosen"] in (
-        min(tried, key=float, default=None),
-        max(tried, key=float, default=None),
-    )
+    if not all(map(is_number, tried)):
+        return False
+    return choice["chosen"] in (f(tried, key=float, default=None) for f in (min, max))
 
 
 def remarks(group: Group) -> list[str]:
-    """What must be said of a combination's runs: begun by another run, diverged, of other source, missing."""
-    found = []
+    """Return remarks on a combination's runs: shared, continued, diverged, stale or unfinished."""
+    lines = []
     if same := group.get("same_as"):
-        found.append("the same runs as " + " ".join(f"{axis}={label}" for axis, label in same.items()))
+        lines.append("the same runs as " + " ".join(f"{axis}={label}" for axis, label in same.items()))
     if trained := group.get("costs_of"):
         others = (f"{axis}={x}" for axis, x in trained.items() if x != group["labels"][axis])
-        found.append(f"costs are those of {' '.join(others)}")
+        lines.append(f"costs are those of {' '.join(others)}")
     for run in group["runs"]:
-        found += [f"seed {run['seed']} {line}" for line in run.get("origin", [])]
+        lines += [f"seed {run['seed']} {origin}" for origin in run.get("origin", [])]
         if run["phase"] == "done" and run["rounds"] != run.get("planned_rounds", run["rounds"]):
-            found.append(f"seed {run['seed']} ended after round {run['rounds']} of {run['planned_rounds']}")
-    if (
-        len({json.dumps(run["provenance"], sort_keys=True) for run in group["runs"] if run.get("provenance")})
-        > 1
-    ):
-        found.append("seeds of different source or versions")
+            lines.append(f"seed {run['seed']} ended after round {run['rounds']} of {run['planned_rounds']}")
+    sources = [run["provenance"] for run in group["runs"] if run.get("provenance")]
+    if len({json.dumps(source, sort_keys=True) for source in sources}) > 1:
+        lines.append("seeds of different source or versions")
+    lines += filter(None, [diverged_in_words(group)])
     accepted = [run for run in group["runs"] if run["phase"] == "done" and run["why"]]
-    found += filter(None, [diverged_in_words(group)])
-    for what, runs in {
-        **{
-            f"accepted though stale ({why})": [run for run in accepted if run["why"] == why]
-            for why in dict.fromkeys(run["why"] for run in accepted)
-        },
-        **{
-            phase: [run for run in group["runs"] if run["phase"] == phase and not run.get("diverged")]
-            for phase in ("failed", "stale", "running", "stopped", "missing")
-        },
-    }.items():
-        if runs:
-            found.append(f"{what}: seed {', '.join(str(run['seed']) for run in runs)}")
-    return found
+    seeds = {
+        f"accepted though stale ({why})": [run["seed"] for run in accepted if run["why"] == why]
+        for why in dict.fromkeys(run["why"] for run in accepted)
+    }
+    unfinished = [run for run in group["runs"] if not run.get("diverged")]
+    for phase in ("failed", "stale", "running", "stopped", "missing"):
+        seeds[phase] = [run["seed"] for run in unfinished if run["phase"] == phase]
+    return lines + [f"{what}: seed {', '.join(map(str, x))}" for what, x in seeds.items() if x]
 
 
 def diverged_in_words(group: Group) -> str:
-    """How many of a combination's runs diverged, such as ``"diverged in 2 of 3 seeds, round 17"``; empty where none did."""
+    """Return the number of diverged runs in words, such as ``"diverged in 2 of 3 seeds, round 17"``; empty for 0."""
     runs = [run for run in group["runs"] if run.get("diverged")]
     rounds = sorted({run["diverged_round"] for run in runs if "diverged_round" in run})
     where = f", round {', '.join(map(str, rounds))}" if rounds else ""
@@ -197,24 +175,22 @@ def diverged_in_words(group: Group) -> str:
 
 
 def as_text(rows: Rows, form: str = "simple") -> str:
-    """A table as text, by a format of ``tabulate``: ``simple``, ``github``, ``latex_booktabs``."""
+    """Format a table by ``tabulate``; ``form`` is ``simple``, ``github`` or ``latex_booktabs``."""
+    header, body = rows
     if form == "github":
-        rows = (
-            [name.replace("|", "\\|") for name in rows[0]],
-            [[x.replace("|", "\\|") for x in row] for row in rows[1]],
-        )
-    return tabulate(rows[1], rows[0], tablefmt=form, disable_numparse=True)
+        header, *body = [[x.replace("|", "\\|") for x in row] for row in (header, *body)]
+    return tabulate(body, header, tablefmt=form, disable_numparse=True)
 
 
 def as_csv(rows: Rows) -> str:
-    """A table as CSV."""
+    """Format a table as CSV."""
     text = StringIO(newline="")
     csv.writer(text, lineterminator="\n").writerows([rows[0], *rows[1]])
     return text.getvalue()
 
 
 def caption(found: Found) -> str:
-    """What a table is of, in a sentence or two."""
+    """Return the caption of a study's tables, in a few sentences."""
     subset = {
         "quick": " A declared subset, which shows that it works: what holds of it is no evidence for or against a paper.",
         "reduced": _smaller(found),
@@ -226,26 +202,22 @@ def caption(found: Found) -> str:
 
 
 def _smaller(found: Found) -> str:
-    """In what a study at a smaller scale is not that of the paper, beside whose values it stands; empty where there are none."""
+    """Describe how a reduced study differs from the paper; empty if nothing is published."""
     runs = [run for group in found["groups"] for run in group["runs"] if "model" in run]
     if not runs or all(group["published"] is None for group in found["groups"]):
         return ""
     models, rounds = ", ".join(dict.fromkeys(run["model"] for run in runs)), {run["rounds"] for run in runs}
     numbers = " to ".join(f"{x:,}" for x in dict.fromkeys((min(rounds), max(rounds))))
-    return (
-        f" Smaller than the paper's ({models}, {numbers} rounds): orderings can be compared, numbers cannot."
-    )
+    smaller = f" Smaller than the paper's ({models}, {numbers} rounds)"
+    return f"{smaller}: orderings can be compared, numbers cannot."
 
 
 def seeds_of(found: Found) -> str:
-    """The seeds of all rows with a result, such as ``"seeds 0, 1, 2"`` or ``"seeds 0 (16 rows); 0, 1, 2 (4 rows)"``."""
-    own = [
-        sorted(run["seed"] for run in group["runs"] if run["phase"] == "done") for group in found["groups"]
-    ]
-    own = [seeds for seeds in own if seeds] or [
-        sorted(run["seed"] for run in group["runs"]) for group in found["groups"]
-    ]
-    counts = Counter(", ".join(map(str, seeds)) for seeds in own)
+    """Return the seeds of all rows with a result, such as ``"seeds 0 (16 rows); 0, 1, 2 (4 rows)"``."""
+    runs = [group["runs"] for group in found["groups"]]
+    done = [sorted(run["seed"] for run in row if run["phase"] == "done") for row in runs]
+    rows = [*filter(None, done)] or [sorted(run["seed"] for run in row) for row in runs]
+    counts = Counter(", ".join(map(str, seeds)) for seeds in rows)
     if len(counts) == 1:
         return f"seed{'s' * (',' in (seeds := next(iter(counts))))} {seeds}"
     return f"seeds {'; '.join(_counted(sorted(counts.items()), 'row'))}"
@@ -256,37 +228,37 @@ def _counted(counts: Iterable[tuple[str, int]], what: str) -> list[str]:
 
 
 COMPUTED = ("device", "threads", "cpu_capability", "executor", "compiled")
-"""What decides how sums are rounded."""
+"""Keys of a run's ``computed_by`` that decide how sums are rounded."""
 
 
 def _unlike(found: Found) -> str:
-    """What was not the same for all runs of their data, and of how they were computed; empty where everything was."""
+    """Return the differences between runs in data and in how they were computed, in words; empty without any."""
     runs = {run["directory"]: run for group in found["groups"] for run in group["runs"]}.values()
 
     def differing(values: Sequence[Mapping[str, object]], names: Iterable[str]) -> str:
-        counts = {name: Counter(str(one[name]) for one in values if name in one) for name in names}
+        counts = {name: Counter(str(run[name]) for run in values if name in run) for name in names}
         return "; ".join(
-            f"{name.replace('_', ' ')} {', '.join(_counted(own.items(), 'run'))}"
-            for name, own in counts.items()
-            if len(own) > 1
+            f"{name.replace('_', ' ')} {', '.join(_counted(by_value.items(), 'run'))}"
+            for name, by_value in counts.items()
+            if len(by_value) > 1
         )
 
-    said = {
+    sentences = {
         "Not all on the same data": differing([run.get("loaded", {}) for run in runs], ["images"]),
         "Not all computed alike": differing([run.get("computed_by", {}) for run in runs], COMPUTED),
     }
     done = [run for run in runs if run["phase"] == "done"]
     data = {json.dumps(run.get("data") or run["directory"], sort_keys=True) for run in done}
     if (unknown := sum(not run.get("loaded") for run in done)) and len(data) > 1:
-        said["Not known to be on the same data"] = f"{unknown} run{'s' * (unknown > 1)}"
-    return "".join(f" {what}: {words}." for what, words in said.items() if words)
+        sentences["Not known to be on the same data"] = f"{unknown} run{'s' * (unknown > 1)}"
+    return "".join(f" {what}: {words}." for what, words in sentences.items() if words)
 
 
 def write_tables(folder: Path, found: Found) -> None:
     """Write ``table.md``, ``table.tex`` and ``table.csv``."""
     tables = [rows for rows in (spread_table(found), whole_table(found)) if rows is not None]
-    choices = [choice_in_words(one) for one in found["choices"]]
-    claims = [f"- {one['claim']}: **{one['verdict']}** ({one['words']})" for one in found["claims"]]
+    choices = [choice_in_words(choice) for choice in found["choices"]]
+    claims = [f"- {claim['claim']}: **{claim['verdict']}** ({claim['words']})" for claim in found["claims"]]
     markdown = [
         caption(found),
         *(as_text(rows, "github") for rows in tables),
@@ -294,10 +266,6 @@ def write_tables(folder: Path, found: Found) -> None:
         *(["\n".join(claims)] if claims else []),
     ]
     write_text(folder / "table.md", "\n\n".join(markdown) + "\n")
-    write_text(
-        folder / "table.tex",
-        "\n\n".join(f"% {caption(found)}\n{as_text(rows, 'latex_booktabs')}" for rows in tables)
-        + "".join(f"\n% {words}" for words in choices)
-        + "\n",
-    )
+    latex = "\n\n".join(f"% {caption(found)}\n{as_text(rows, 'latex_booktabs')}" for rows in tables)
+    write_text(folder / "table.tex", latex + "".join(f"\n% {words}" for words in choices) + "\n")
     write_text(folder / "table.csv", as_csv(whole_table(found)))
