@@ -1,4 +1,4 @@
-"""A LightningCLI parser whose errors are one line, and what the user gave before it adds defaults, types and links."""
+"""LightningCLI parser with one-line errors, and the user's settings without defaults, types and links."""
 
 import enum
 import inspect
@@ -22,16 +22,16 @@ from fl_lightning.experiments.run_directory.directory import Config
 from fl_lightning.files import user_path
 from fl_lightning.recorded import parameters, record
 
-# an enum that a parameter of another type has by default: Timer(interval: str = Interval.step)
+# for an enum as default of another type: Timer(interval: str = Interval.step)
 yaml.SafeDumper.add_multi_representer(enum.Enum, lambda dumper, member: dumper.represent_data(member.value))
 
 
 class ConciseParser(LightningArgumentParser):
-    """A parser that prints one line of an error, without pages of usage, and takes no abbreviated settings.
+    """A parser with one-line errors and without abbreviated settings.
 
     Attributes:
-        owner: The class whose settings it reads, empty if the settings belong to several.
-        given: The user's settings: errors name near ones, and the file and line of a wrong one.
+        owner: Class whose settings the parser reads; empty if the settings belong to several.
+        given: Settings of the user, by which errors name similar settings, files and lines.
     """
 
     owner = ""
@@ -39,14 +39,14 @@ class ConciseParser(LightningArgumentParser):
     _functions: ClassVar[set[Any]] = set()
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        # An abbreviation would make a misspelt setting (--model.local_step) pass as another one.
+        # with abbreviations, a misspelt setting (--model.local_step) would set another setting
         super().__init__(*args, **{"allow_abbrev": False, **kwargs})
         self._commands: Any = None
 
     def add_class_arguments(
         self, class_type: type, nested_key: str | None = None, *args: Any, **kwargs: Any
     ) -> list[str]:
-        """Add the settings of a class, and remember whose they are when the parser is for this class alone."""
+        """Add the settings of a class, which becomes the owner if the parser is for this class alone."""
         if nested_key is None:
             self.owner = class_type.__name__
         names: list[str] = super().add_class_arguments(class_type, nested_key, *args, **kwargs)
@@ -57,7 +57,7 @@ class ConciseParser(LightningArgumentParser):
     def add_function_arguments(
         self, function: Callable[..., Any], *args: Any, linked_targets: object = None, **kwargs: Any
     ) -> list[str]:
-        """Add the settings of a function that makes a model; jsonargparse says which are linked, and knows it only of classes."""
+        """Add the settings of a function that makes a model; ``linked_targets`` exists only for classes in jsonargparse."""
         self.owner = function.__name__
         self._functions.add(function)
         names: list[str] = super().add_function_arguments(function, *args, **kwargs)
@@ -66,76 +66,72 @@ class ConciseParser(LightningArgumentParser):
         parameters, made = inspect.signature(function).parameters.values(), get_type_hints(function)["return"]
         passes_on = any(parameter.kind == parameter.VAR_KEYWORD for parameter in parameters)
         if passes_on and "num_classes" not in names and issubclass(made, nn.Module):
-            # a function that looks up another by name, as timm's does, hides what that one takes
+            # a function that calls another by name, such as timm's create_model, hides the other's settings
             names.append(self.add_argument("--num_classes", type=int | None, default=None).dest)
         return names
 
     def _let_links_decide(self, targets: Any) -> None:
-        """Give linked settings a default where their class has none that is known: a link ignores a setting without a value."""
+        """Give linked settings with an unknown default None: links ignore settings without a value."""
         for action in self._actions:
             if action.dest in (targets or ()) and isinstance(action.default, UnknownDefault):
                 action.default = None
 
     def _refuse_class_defaults(self, made: Callable[..., Any]) -> None:
-        """Refuse a setting whose default is a class that takes arguments, such as ShuffleNetV2's blocks: the parser would ask for them."""
+        """Raise an error if a default is a class that needs arguments, such as ShuffleNetV2's blocks."""
         for action in self._actions:
             if isinstance(action.default, dict) and action.default.keys() == {"class_path"}:
-                parameters = inspect.signature(
-                    import_object(action.default["class_path"])
-                ).parameters.values()
-                if any(p.default is p.empty and p.kind == p.POSITIONAL_OR_KEYWORD for p in parameters):
+                path = action.default["class_path"]
+                needed = inspect.signature(import_object(path)).parameters.values()
+                if any(p.default is p.empty and p.kind == p.POSITIONAL_OR_KEYWORD for p in needed):
                     raise ConfigurationError(
-                        f"{made.__name__}: its setting {action.dest} is a class by default ({action.default['class_path']}), which a "
-                        "configuration cannot name; use fl_lightning.models.library_model with "
-                        f"function: {made.__module__}.{made.__name__}"
+                        f"{made.__name__}: its setting {action.dest} is a class by default ({path}), which a configuration cannot name; "
+                        f"use fl_lightning.models.library_model with function: {made.__module__}.{made.__name__}"
                     )
 
     def add_subcommands(self, *args: Any, **kwargs: Any) -> Any:
-        """Add the place of the subcommands, and remember it."""
+        """Add the subcommands and remember them."""
         self._commands = super().add_subcommands(*args, **kwargs)
         return self._commands
 
     def instantiate(self, *args: Any, **kwargs: Any) -> Namespace:
-        """Make the classes that the settings name; an exception of theirs notes which one, and with which values."""
+        """Make the classes that the settings name; their exceptions get a note with class and settings."""
         made: Namespace = super().instantiate(*args, instantiators=[(_make, object, True)], **kwargs)
         return made
 
     def _get_parser_instantiators(self) -> dict[tuple[Any, bool], Any]:
-        """Let functions that make models note and record the same; ``instantiate`` takes classes only."""
+        """Return :func:`_make` also for functions that make models; ``instantiate`` covers only classes."""
         return {(function, False): _make for function in self._functions}
 
     def settings(self) -> list[str]:
-        """The names of the settings that the parser and its subcommands take, without ``init_args``."""
+        """Return the plain names of the settings of the parser and its subcommands."""
         parsers = self._commands.choices.values() if self._commands else [self]
-        return list(
-            dict.fromkeys(plain_name(name) for parser in parsers for name, _ in parser.get_defaults().items())
-        )
+        names = [name for parser in parsers for name, _ in parser.get_defaults().items()]
+        return list(dict.fromkeys(map(plain_name, names)))
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Refuse the settings with a short form of a parser's message."""
         settings = self.settings()
-        given = {one.setting: one.value for one in self.given if one.value is not _SECTION}
+        given = given_settings(self.given)
         place = _place(plain_name(setting_of(message, settings)), bool(self.owner), self.given)
         broken = broken_module(ex) or broken_module(_of_import(message))
         raise Refusal(explain(message, settings, self.owner, given) + (broken or place))
 
 
 def _of_import(message: str) -> Exception | None:
-    """Return the error of importing a class's module: jsonargparse loses it if a setting takes a list of classes."""
+    """Return the error of importing a class's module, which jsonargparse drops if a setting takes a list of classes."""
     named = re.search(r"Given value: '?(\w+(?:\.\w+)+)'?$", message)
     try:
         if named:
             import_object(named[1])
-    except Exception as error:  # noqa: BLE001  # the module's own
+    except Exception as error:  # noqa: BLE001  # any error of the module
         return error
     return None
 
 
 def _make(class_type: type, *args: Any, **settings: Any) -> Any:
-    given = {name: value for name, value in settings.items() if isinstance(value, str | int | float)}
-    with doing(
-        f"making {class_type.__name__}({', '.join(f'{name}={value!r}' for name, value in given.items())})"
-    ):
+    plain = {name: value for name, value in settings.items() if isinstance(value, str | int | float)}
+    words = ", ".join(f"{name}={value!r}" for name, value in plain.items())
+    with doing(f"making {class_type.__name__}({words})"):
         _refuse_null(class_type, settings)
         made = class_type(*args, **settings)
         record(made, class_type, args, settings)
@@ -143,13 +139,13 @@ def _make(class_type: type, *args: Any, **settings: Any) -> Any:
 
 
 def _refuse_null(class_type: type, settings: Config) -> None:
-    """Raise an error for a setting without a value whose type has no null: jsonargparse lets it pass."""
+    """Raise an error if a setting is null against its type, which jsonargparse accepts."""
     for name in [name for name, value in settings.items() if value is None]:
         known = parameters(class_type).get(name)
         if known is None or known.default is None:
             continue
         if known.annotation is known.empty:
-            if known.default is known.empty:  # jsonargparse requires only what has a type
+            if known.default is known.empty:  # jsonargparse requires only settings with a type
                 raise ConfigurationError(f"{class_type.__name__}.{name} is missing; give it")
             continue
         kinds = get_args(known.annotation) or (known.annotation,)
@@ -162,10 +158,10 @@ class Given(NamedTuple):
     """A setting that the user gave.
 
     Attributes:
-        name: Its dotted name, as the user wrote it.
-        value: Its value.
-        file: The file that gives it, empty for the command line.
-        line: The line of its key there.
+        name: Dotted name as the user wrote it.
+        value: Value of the setting.
+        file: File that gives the setting; empty for the command line.
+        line: Line of the setting's key in the file.
     """
 
     name: str
@@ -175,22 +171,22 @@ class Given(NamedTuple):
 
     @property
     def setting(self) -> str:
-        """Its plain name (:func:`plain_name`)."""
+        """Plain name (:func:`plain_name`) without a final ``+``."""
         return plain_name(self.name).removesuffix("+")
 
 
 _SECTION = object()
-"""The value of a key that is a section: each setting in it has its own line."""
+"""Value of a key that is a section, as each setting in the section has its own line."""
 
 
 def read_given(arguments: Sequence[str]) -> list[Given]:
-    """Return the settings that the files and the arguments give, and the sections of files.
+    """Return the settings on the command line and in its files, and the sections of the files.
 
     Args:
-        arguments: The command line without the program's name.
+        arguments: Command line without the program's name.
 
     Raises:
-        ConfigurationError: A file is not YAML, or it holds no settings.
+        ConfigurationError: A file is not YAML or holds no settings.
     """
     given: list[Given] = []
     for argument, following in zip_longest(arguments, arguments[1:], fillvalue=""):
@@ -202,51 +198,53 @@ def read_given(arguments: Sequence[str]) -> list[Given]:
 
 
 def given_settings(given: Sequence[Given]) -> Config:
-    """Return the values of given settings by plain name (:func:`plain_name`); later ones win."""
-    return {one.setting: one.value for one in given if one.value is not _SECTION}
+    """Return the values of given settings by plain name (:func:`plain_name`); later values win."""
+    return {entry.setting: entry.value for entry in given if entry.value is not _SECTION}
 
 
 def _place(setting: str, of_a_class: bool, given: Sequence[Given]) -> str:
-    """Return the file and line of a setting, such as `` (mine.yaml, line 7)``; empty if several could be meant."""
-    found = [
-        one
-        for one in given
-        if setting and (one.setting == setting or (of_a_class and one.setting.endswith(f".{setting}")))
+    """Return the file and line of a setting, such as `` (mine.yaml, line 7)``; empty if ambiguous."""
+    ends = f".{setting}" if of_a_class else setting
+    entries = [
+        x for x in given if setting and (x.setting == setting or (of_a_class and x.setting.endswith(ends)))
     ]
-    outermost = min((one.name for one in found), key=len, default="")
-    places = {(one.file, one.line) for one in found if one.name == outermost or not one.file}
-    is_clear = len({one.setting for one in found}) == len(places) == 1
+    outermost = min((entry.name for entry in entries), key=len, default="")
+    places = {(entry.file, entry.line) for entry in entries if entry.name == outermost or not entry.file}
+    is_clear = len({entry.setting for entry in entries}) == len(places) == 1
     return _at(*places.pop()) if is_clear else ""
 
 
 def new_lists(arguments: Sequence[str]) -> list[str]:
-    """Let a list of callbacks replace an earlier one: jsonargparse would fill its entries in with settings of the earlier list's."""
-    found, is_given = [], False
+    """Return arguments with ``--trainer.callbacks=null`` before each further list of callbacks.
+
+    Without it jsonargparse would complete the entries of a list with settings of the earlier list.
+    """
+    result, is_given = [], False
     for argument, following in zip_longest(arguments, arguments[1:], fillvalue=""):
         words = [argument] if "=" in argument else [argument, following]
         if argument == "-c" or argument.startswith("--"):
-            lists = [one for one in read_given(words[:2]) if one.setting.endswith("trainer.callbacks")]
-            if is_given and any(isinstance(one.value, list) and not one.name.endswith("+") for one in lists):
-                found.append("--trainer.callbacks=null")
+            lists = [entry for entry in read_given(words) if entry.setting.endswith("trainer.callbacks")]
+            if is_given and any(isinstance(x.value, list) and not x.name.endswith("+") for x in lists):
+                result.append("--trainer.callbacks=null")
             is_given = is_given or bool(lists)
-        found.append(argument)
-    return found
+        result.append(argument)
+    return result
 
 
 def one_milestone_each(arguments: Sequence[str], given: Config) -> list[str]:
-    """Let ``--trainer.callbacks.freeze_round 2`` replace the ``freeze_fraction`` that a file gives, and the other way round."""
-    options, found = [argument.partition("=")[0] for argument in arguments], []
+    """Let ``--trainer.callbacks.freeze_round 2`` replace a file's ``freeze_fraction``, and vice versa."""
+    options, result = [argument.partition("=")[0] for argument in arguments], []
     for option, argument in zip(options, arguments, strict=True):
         name, _, unit = option.rpartition("_")
         other = f"{name}_{ {'round': 'fraction', 'fraction': 'round'}.get(unit) }"
         if other.removeprefix("--") in given and not {other, name.rpartition(".")[0]} & {*options}:
-            found.append(f"{other}=null")
-        found.append(argument)
-    return found
+            result.append(f"{other}=null")
+        result.append(argument)
+    return result
 
 
 def plain_name(setting: str) -> str:
-    """A dotted name without ``init_args`` and ``class_path``, which the command line lets out as well."""
+    """Return a dotted name without ``init_args`` and ``class_path``, which the command line may omit."""
     return ".".join(part for part in setting.split(".") if part not in ("init_args", "class_path"))
 
 
@@ -275,7 +273,7 @@ def _at(file: str, line: int) -> str:
 
 
 def _check_class(tree: Config, name: str, place: str) -> None:
-    """Refuse what jsonargparse takes for a mistake in its own words: a class without a name, settings beside it or without names."""
+    """Raise an error for a class without a name, or with settings beside ``init_args`` or without names."""
     kind, settings = tree["class_path"], tree.get("init_args") or {}
     if not isinstance(kind, str):
         raise ConfigurationError(f"{name}: class_path: {kind} must be the name of one class{place}")
@@ -294,34 +292,34 @@ def _read(path: Path) -> Config:
         settings = yaml.load(path.read_text(encoding="utf-8"), _OnceEach)  # a SafeLoader
     except (yaml.YAMLError, ValueError) as error:
         mark = getattr(error, "problem_mark", None)
-        said = f"line {mark.line + 1}: {getattr(error, 'problem', '')}" if mark else error
-        raise ConfigurationError(f"config {path} is not YAML: {said}") from error
+        reason = f"line {mark.line + 1}: {getattr(error, 'problem', '')}" if mark else error
+        raise ConfigurationError(f"config {path} is not YAML: {reason}") from error
     if not isinstance(settings, dict):
         raise ConfigurationError(f"config {path} holds no settings such as 'model: ...': {settings}")
     return settings
 
 
 class _Lined(dict[Any, Any]):
-    """A mapping of a file, with the line of each key."""
+    """A mapping in a file, with the line of each key."""
 
     lines: Mapping[Any, int]
 
 
 class _OnceEach(yaml.SafeLoader):
-    """Reads the lines of keys, and refuses a key that is given twice: the last one would win in silence."""
+    """Loader that keeps the lines of keys and refuses duplicate keys, the last of which would win silently."""
 
     def lined(self, node: yaml.MappingNode) -> Iterator[_Lined]:
-        """Read a mapping, empty at first, as an alias may be within it."""
-        found = _Lined()
-        yield found
+        """Yield a mapping before filling it, since it may contain an alias of itself."""
+        mapping = _Lined()
+        yield mapping
         keys: dict[Any, int] = {}
         for key, _ in node.value:
             if key.tag != "tag:yaml.org,2002:merge" and key.value in keys:
                 problem = f"{key.value!r} is given twice; keep one of them"
                 raise yaml.MarkedYAMLError(problem=problem, problem_mark=key.start_mark)
             keys[key.value] = key.start_mark.line + 1
-        found.update(self.construct_mapping(node))
-        found.lines = keys
+        mapping.update(self.construct_mapping(node))
+        mapping.lines = keys
 
 
 _OnceEach.add_constructor("tag:yaml.org,2002:map", _OnceEach.lined)
@@ -330,5 +328,5 @@ _OnceEach.add_constructor("tag:yaml.org,2002:map", _OnceEach.lined)
 def _value(text: str) -> Any:
     try:
         return yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError):  # a date that no calendar has
+    except (yaml.YAMLError, ValueError):  # ValueError: an impossible date such as 2024-02-30
         return text

@@ -1,4 +1,4 @@
-"""``python -m fl_lightning upload``: runs at Weights & Biases from their folders, without training."""
+"""``python -m fl_lightning upload``: upload of run directories to Weights & Biases, without training."""
 
 from collections.abc import Sequence
 from dataclasses import fields, replace
@@ -16,14 +16,14 @@ from fl_lightning.files import user_path
 
 @command()
 def main(args: Sequence[str]) -> None:
-    """Make a run at W&B of each folder, or complete the one of its id: online, or offline as ``WANDB_MODE`` says.
+    """Create or complete the W&B run of each folder, online or offline by ``WANDB_MODE``.
 
     Args:
         args: Arguments after ``upload``.
     """
     parser = CommandParser(
         "upload",
-        "Upload the runs of folders to Weights & Biases: online where there is a key, else as files for wandb sync; WANDB_MODE decides otherwise.",
+        "Upload runs to Weights & Biases, or without a key write files for wandb sync. WANDB_MODE overrides this choice.",
     )
     parser.add_argument("folders", metavar="DIR", nargs="+", help="such as runs/quickstart/8858b953-s0")
     attempts = [Attempt(user_path("upload", folder)) for folder in parser.parse_args(args).folders]
@@ -41,13 +41,13 @@ def main(args: Sequence[str]) -> None:
             logger.close()
         if logger.place is None:
             raise ConfigurationError(
-                f"upload: {attempt.path} is not at W&B, which failed or is disabled; see WANDB_MODE and the lines above"
+                f"upload: {attempt.path} was not uploaded: W&B failed or is disabled; see WANDB_MODE and the lines above"
             )
         print(logger.place, flush=True)
 
 
 def _settings(attempt: Attempt) -> WandbSettings:
-    """Return where a run is logged, by its configuration; the mode is that of now."""
+    """Return the W&B settings in a run's configuration, with mode ``auto``."""
     given = resolved(attempt).get("wandb") or {}
     try:
         return replace(TypeAdapter(WandbSettings).validate_python(given), mode="auto")

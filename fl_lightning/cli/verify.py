@@ -1,4 +1,4 @@
-"""``python -m fl_lightning verify``: its settings, read like those of ``fit``."""
+"""``python -m fl_lightning verify``: checks of methods, whose settings are read as by ``fit``."""
 
 import os
 import sys
@@ -14,47 +14,47 @@ from fl_lightning.methods.callback import FederatedCallback
 
 @command()
 def main(args: Sequence[str]) -> None:
-    """Check what a method promises, or what all shipped ones do, and print a certificate.
+    """Check the claims of a method, or of all shipped methods, and print a certificate.
 
-    Exits with status 1 where something failed, and 2 where the arguments cannot be used.
+    The exit status is 1 if a check fails, and 2 if the arguments cannot be used.
 
     Args:
         args: Arguments after ``verify``.
     """
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a process that uses a GPU cannot be copied
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # checks fork, and a process that uses a GPU cannot fork
     parser = ConciseParser(
         prog="python -m fl_lightning verify",
-        description="Check what a method promises on a tiny federation in float64, and print a certificate.",
+        description="Check the claims of a method on a tiny federation in float64, and print a certificate.",
     )
     parser.add_argument(
         "--callback",
         type=FederatedCallback,
-        help="a shipped method, or the dotted path of a class of your own; --callback.KEY VALUE sets its settings",
+        help="shipped method, or dotted path of your own class; --callback.KEY VALUE sets its settings",
     )
-    parser.add_argument("--all", action="store_true", help="all shipped methods, each with its examples")
+    parser.add_argument("--all", action="store_true", help="check all shipped methods with their examples")
     given = parser.parse_args(list(args))
     if given.all == (given.callback is not None):
         raise ConfigurationError(
             "verify: give one of --callback and --all, such as --callback FixBN, --callback methods.Mine or --all"
         )
-    # imported now: the battery's own callbacks are no methods that the parser should know
+    # imported late: the parser must not know the battery's own callbacks
     from fl_lightning.verification.battery import certify
     from fl_lightning.verification.certificate import Certificate, print_certificate, print_summary
     from fl_lightning.verification.comparison import Finding
 
     if given.all:
         exported = [getattr(callbacks, name) for name in callbacks.__all__]
-        methods = [one for one in exported if issubclass(one, FederatedCallback)]
+        methods = [method for method in exported if issubclass(method, FederatedCallback)]
         certificates = []
-        for cls, settings in [(one, settings) for one in methods for settings in one.examples]:
+        for cls, settings in [(method, settings) for method in methods for settings in method.examples]:
             try:
-                # a table of all has no room for distances to references
+                # the summary table has no room for distances to references
                 certificates.append(certify(partial(cls, **settings), references=False))
-            except ConfigurationError as error:  # the others still have their certificates
+            except ConfigurationError as error:  # the other methods are still checked
                 failure = Finding("runs", "FAILED", str(error))
                 certificates.append(Certificate(f"{cls.__name__}({settings})", cls.paper, [failure]))
         print_summary(certificates)
     else:
         certificates = [certify(lambda: parser.instantiate(given).callback)]
         print_certificate(certificates[0])
-    sys.exit(int(any(one.failed for one in certificates)))
+    sys.exit(int(any(certificate.failed for certificate in certificates)))
