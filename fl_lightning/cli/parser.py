@@ -204,10 +204,9 @@ def given_settings(given: Sequence[Given]) -> Config:
 
 def _place(setting: str, of_a_class: bool, given: Sequence[Given]) -> str:
     """Return the file and line of a setting, such as `` (mine.yaml, line 7)``; empty if ambiguous."""
-    ends = f".{setting}" if of_a_class else setting
-    entries = [
-        x for x in given if setting and (x.setting == setting or (of_a_class and x.setting.endswith(ends)))
-    ]
+    inner = f".{setting}"
+    entries = [x for x in given if x.setting == setting or (of_a_class and x.setting.endswith(inner))]
+    entries = entries if setting else []
     outermost = min((entry.name for entry in entries), key=len, default="")
     places = {(entry.file, entry.line) for entry in entries if entry.name == outermost or not entry.file}
     is_clear = len({entry.setting for entry in entries}) == len(places) == 1

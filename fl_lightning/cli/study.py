@@ -1,4 +1,4 @@
-"""``python -m fl_lightning study``: the runs of a table or figure, their tables and what holds of the claims."""
+"""``python -m fl_lightning study``: the runs of a table or figure, their tables and the verdicts on claims."""
 
 import io
 import shlex
@@ -40,22 +40,22 @@ from fl_lightning.experiments.studies.tables import (
 from fl_lightning.files import folder_below, write_json
 
 ENGINES = {"local": "LocalEngine", "ray": "RayEngine", "slurm": "SlurmEngine"}
-"""The classes of ``--engine``, in the modules of the same names in ``fl_lightning.experiments.studies.engines``."""
+"""Classes of ``--engine`` by module in ``fl_lightning.experiments.studies.engines``."""
 
 _COMPUTED = {
     "threads": 1, "trainer.accelerator": "cpu", "trainer.devices": 1, "trainer.num_nodes": 1,
     "model.executor": "SequentialExecutor", "model.executor.compile": False,
 }  # fmt: skip
-"""How each cell is computed unless the study or the command line says otherwise: the same bits however many run at a time."""
+"""Default settings of each cell, by which results do not depend on the number of cells that run at a time."""
 
 _DESCRIPTION = """\
-Run the cells of a study that have no result yet, and print its table. The same command again goes on where it was stopped. All other
+Run the cells of a study that have no result yet, and print its table. The same command resumes a stopped study. All other
 options are settings of every cell, such as --data.data_dir data/cifar10 or --trainer.accelerator gpu."""
 
 
 @contextmanager
 def _cells_are_kept() -> Iterator[None]:
-    """Let a stop say what is kept, at whatever moment it comes."""
+    """Add to the message of a stop that cells are kept."""
     try:
         yield
     except Stopped as stopped:
@@ -66,7 +66,7 @@ def _cells_are_kept() -> Iterator[None]:
 @command()
 @_cells_are_kept()
 def main(args: Sequence[str]) -> None:
-    """Run a study, print and write its tables.
+    """Run a study; print and write its tables.
 
     Args:
         args: Arguments after ``study``.
@@ -76,57 +76,42 @@ def main(args: Sequence[str]) -> None:
         _DESCRIPTION,
         "FILE [--scale quick|reduced|full] [--engine local|ray|slurm] [--jobs N] [--dry-run] [--accept-stale] [--name NAME] [--max-cells N] [options of fit]",
     )
-    parser.add_argument("file", metavar="FILE", help="a study, such as configs/studies/fixbn_table4.yaml")
+    parser.add_argument("file", metavar="FILE", help="study, such as configs/studies/fixbn_table4.yaml")
     parser.add_argument("--scale", default="quick", help="quick (default), reduced or full")
-    parser.add_argument(
-        "--engine",
-        choices=ENGINES,
-        default="local",
-        help="who computes: this machine (default), a Ray cluster, Slurm",
-    )
+    words = "where cells are computed: on this machine (default), a Ray cluster or Slurm"
+    parser.add_argument("--engine", choices=ENGINES, default="local", help=words)
     parser.add_argument("--jobs", type=int, help="cells at a time (default: one for each GPU or core)")
-    parser.add_argument(
-        "--dry-run",
-        action="store_true",
-        help="print the cells, what there is of each, and the time that is left",
-    )
-    parser.add_argument(
-        "--accept-stale",
-        action="store_true",
-        help="take results of other source, versions or data as they are",
-    )
-    parser.add_argument(
-        "--name",
-        help="folder of its tables in runs/studies (default: that of FILE and --scale, whatever the options)",
-    )
-    parser.add_argument(
-        "--max-cells",
-        type=int,
-        default=1000,
-        help="how many cells its axes and seeds may make (default 1000): another number allows more",
-    )
-    own, fit_options = parser.parse_known_args(args)
-    if own.jobs is not None and own.jobs < 1:
-        raise ConfigurationError(f"--jobs: {own.jobs} must be at least 1")
-    if own.name is not None and Path(own.name).name != own.name:
-        raise ConfigurationError(f"--name: {own.name!r} must be the name of a folder, such as mine")
-    study = read_study(Path(shipped(own.file)), own.scale)
+    words = "print the state of each cell and the time that is left, without running cells"
+    parser.add_argument("--dry-run", action="store_true", help=words)
+    words = "accept results by other source, versions or data"
+    parser.add_argument("--accept-stale", action="store_true", help=words)
+    words = "folder of the tables in runs/studies (default: stem of FILE and scale, for any options of fit)"
+    parser.add_argument("--name", help=words)
+    words = "largest number of cells that axes and seeds may span (default 1000)"
+    parser.add_argument("--max-cells", type=int, default=1000, help=words)
+    options, fit_options = parser.parse_known_args(args)
+    if options.jobs is not None and options.jobs < 1:
+        raise ConfigurationError(f"--jobs: {options.jobs} must be at least 1")
+    if options.name is not None and Path(options.name).name != options.name:
+        raise ConfigurationError(f"--name: {options.name!r} must be the name of a folder, such as mine")
+    study = read_study(Path(shipped(options.file)), options.scale)
+    accept_stale = options.accept_stale
 
-    if study.size > own.max_cells:
+    if study.size > options.max_cells:
         raise ConfigurationError(
-            f"study: {study.name} has {study.size:,} cells at scale {own.scale}, more than --max-cells {own.max_cells}; name fewer labels or "
-            f"seeds, or allow them with --max-cells {study.size}"
+            f"study: {study.name} has {study.size:,} cells at scale {options.scale}, more than --max-cells {options.max_cells}; "
+            f"name fewer labels or seeds, or allow them with --max-cells {study.size}"
         )
 
     cells = StudyCells(study, fit_options)
     cells.check()
-    if own.dry_run:
-        dry_run(cells, own.jobs or 1, own.accept_stale)
+    if options.dry_run:
+        dry_run(cells, options.jobs or 1, accept_stale)
         return
-    name = own.name or f"{study.name}-{study.scale_name}"
+    name = options.name or f"{study.name}-{study.scale_name}"
     folder = folder_below(cells.any.config["run_root"], f"studies/{name}")
-    engine = make_engine(own.engine)
-    jobs = own.jobs or _room(cells, engine)
+    engine = make_engine(options.engine)
+    jobs = options.jobs or _room(cells, engine)
     reads = Reads(study)
     with StudyProgress(jobs, study.scale.cell_seconds) as progress:
 
@@ -134,19 +119,22 @@ def main(args: Sequence[str]) -> None:
             progress.show(states)
             reads.check(states)
 
-        runner = Runner(folder, engine, jobs, own.accept_stale, show)
+        runner = Runner(folder, engine, jobs, accept_stale, show)
         trials = reads.soon([cell for trial in cells.trials for cell in trial])
         runner.run(trials)
-        choices = chosen(study, cells.trials, own.accept_stale, runner.diverged)
+        choices = chosen(study, cells.trials, accept_stale, runner.diverged)
         table = cells.table(choices)
         runner.run([*trials, *reads.soon(table)])
-        while (again := chosen(study, cells.trials, own.accept_stale, runner.diverged)) != choices:
-            choices, table = again, cells.table(again)  # a trial was on other data than the table's cells
+        while (again := chosen(study, cells.trials, accept_stale, runner.diverged)) != choices:
+            choices, table = (
+                again,
+                cells.table(again),
+            )  # trials were rerun, as the table's cells had newer data
             runner.run([*trials, *table])
     if table:
-        found = findings(study, table, choices, runner.failed, own.accept_stale, runner.diverged)
-        named = ["--name", own.name] if own.name else []
-        command_line = ["study", own.file, "--scale", own.scale, *named, *fit_options]
+        found = findings(study, table, choices, runner.failed, accept_stale, runner.diverged)
+        named = ["--name", options.name] if options.name else []
+        command_line = ["study", options.file, "--scale", options.scale, *named, *fit_options]
         found |= {"options": shlex.join(deciding_options(fit_options)), "command": shlex.join(command_line)}
         write_json(folder / "study.json", found)
         write_tables(folder, found)
@@ -159,7 +147,7 @@ def main(args: Sequence[str]) -> None:
             print(f"{what}: {cell.name}: {runner.failed[cell.key]}")
     if failed := runner.failed.keys() - worst:
         raise ConfigurationError(
-            f"study: {len(failed)} cell{'s' * (len(failed) > 1)} failed; mend what is named above, and the same command runs them again"
+            f"study: {len(failed)} cell{'s' * (len(failed) > 1)} failed; fix the errors above and run the same command again"
         )
 
 
@@ -168,7 +156,7 @@ class StudyCells:
 
     Args:
         study: The study.
-        fit_options: Settings of all cells, as arguments of ``fit``.
+        fit_options: Settings of all cells as arguments of ``fit``.
     """
 
     def __init__(self, study: Study, fit_options: Sequence[str]) -> None:
@@ -180,10 +168,10 @@ class StudyCells:
             )
 
     def check(self) -> None:
-        """Build data, model and callbacks of some cells, such that each label of each axis is among them.
+        """Build data, model and callbacks of some cells that together have all labels.
 
         Raises:
-            ConfigurationError: Settings do not work; the line names the first mistake of each of these cells.
+            ConfigurationError: Settings do not work; the message has the first mistake of each built cell.
         """
         seen: set[tuple[str, str]] = set()
         mistakes: dict[str, str] = {}
@@ -201,50 +189,46 @@ class StudyCells:
         if len(mistakes) == 1:
             raise ConfigurationError(*mistakes)
         if mistakes:
-            told = (f"({i}) {labels}: {line}" for i, (line, labels) in enumerate(mistakes.items(), 1))
-            raise ConfigurationError(f"study: {len(mistakes)} mistakes: {' '.join(told)}")
+            lines = (f"({i}) {labels}: {line}" for i, (line, labels) in enumerate(mistakes.items(), 1))
+            raise ConfigurationError(f"study: {len(mistakes)} mistakes: {' '.join(lines)}")
 
     @cached_property
     def any(self) -> Cell:
-        """Some cell."""
+        """First cell of the study."""
         return self.cell(next(self.study.combinations()), self.study.scale.seeds[0])
 
     @cached_property
     def trials(self) -> list[list[Cell]]:
-        """The cells of each choice on validation data."""
+        """Cells of each choice on validation data."""
         return trial_cells(self.study, self.cell)
 
     def cell(self, labels: Labels, seed: int) -> Cell:
-        """The cell of a combination and a seed."""
+        """Return the cell of a combination and a seed."""
         key = (*labels.items(), seed)
         if key not in self._made:
             first = self.study.seeds(labels)[0]
             config = deepcopy(_resolved(tuple(self._settings(labels))))
-            own = {"seed_everything": first, "ckpt_path": None, "accept_data": False, "weights_only": None}
-            for name, value in own.items():
+            fixed = {"seed_everything": first, "ckpt_path": None, "accept_data": False, "weights_only": None}
+            for name, value in fixed.items():
                 if config[name] != value:
                     raise ConfigurationError(
                         f"{name}: {config[name]} is no setting of a study's cells, which have seeds and checkpoints of their own; leave it out"
                     )
             rounds = max(int(config["trainer"]["max_epochs"]), 0) or "budget"
-            config |= {"seed_everything": seed, "name": f"{RUNS}/{rounds}"}  # seeds differ in nothing else
+            config |= {"seed_everything": seed, "name": f"{RUNS}/{rounds}"}  # resolved once for all seeds
             self._made[key] = Cell(labels, seed, config)
         return self._made[key]
 
     def _settings(self, labels: Labels) -> list[str]:
-        """The settings of a combination, as arguments of ``fit``, with its first seed."""
+        """Return the settings of a combination with its first seed as arguments of ``fit``."""
         computed = [as_argument(name, value) for name, value in _COMPUTED.items()]
         arguments = self.study.arguments(labels, self.study.seeds(labels)[0])
         return [*self.study.base, *computed, *arguments, *self._options]
 
     def table(self, choices: Sequence[ChoiceFound]) -> list[Cell]:
-        """The cells of the table: those with the labels that were chosen, or would be, of all seeds."""
-        return [
-            self.cell(labels, seed)
-            for labels in self.study.combinations()
-            if is_chosen(labels, choices)
-            for seed in self.study.seeds(labels)
-        ]
+        """Return the cells of the table: all seeds of the combinations with the chosen labels."""
+        combinations = [x for x in self.study.combinations() if is_chosen(x, choices)]
+        return [self.cell(labels, seed) for labels in combinations for seed in self.study.seeds(labels)]
 
 
 @cache
@@ -253,8 +237,8 @@ def _resolved(arguments: tuple[str, ...]) -> Config:
 
 
 def dry_run(cells: StudyCells, jobs: int, accept_stale: bool) -> None:
-    """Print the cells, what there is of each, and the estimated time."""
-    for _ in range(2):  # what is on other data than newer cells chooses nothing
+    """Print the state of each cell and the estimated time."""
+    for _ in range(2):  # the second choice ignores trials that the first pass found to have older data
         choices = chosen(cells.study, cells.trials, accept_stale)
         every = [*(cell for trial in cells.trials for cell in trial), *cells.table(choices)]
         unique = [*{cell.key: cell for cell in every}.values()]
@@ -262,36 +246,26 @@ def dry_run(cells: StudyCells, jobs: int, accept_stale: bool) -> None:
     share_first_stages(unique)
     states = [(cell, cell.state(accept_stale)) for cell in unique]
     for cell, state in states:
-        after = (
-            f", after round {cell.shared_rounds} of {cell.parent.name}"
-            if cell.parent is not None and state.phase != "done"
-            else ""
-        )
+        waits = cell.parent is not None and state.phase != "done"
+        after = f", after round {cell.shared_rounds} of {cell.parent.name}" if cell.parent and waits else ""
         why = f": {state.why}" if state.why else ""
-        print(
-            f"{state.phase:<8} {cell.name}{after}{why}  {state.attempt.path if state.attempt else ''}".rstrip()
-        )
-    guess: list[ChoiceFound] = [
-        {**one, "chosen": one["chosen"] or next(iter(one["values"]))} for one in choices
-    ]
+        place = state.attempt.path if state.attempt else ""
+        print(f"{state.phase:<8} {cell.name}{after}{why}  {place}".rstrip())
+    guess: list[ChoiceFound] = [{**x, "chosen": x["chosen"] or next(iter(x["values"]))} for x in choices]
     later = {cell.key: cell for cell in cells.table(guess) if cell.key not in {known.key for known in unique}}
-    if any(one["chosen"] is None for one in choices):
-        names = ", ".join(dict.fromkeys(one["axis"] for one in choices))
+    if any(choice["chosen"] is None for choice in choices):
+        names = ", ".join(dict.fromkeys(choice["axis"] for choice in choices))
         print(f"later    {len(later)} cells, when {names} is chosen by the trials above")
     done = sum(state.phase == "done" for _, state in states)
     everything = [*states, *((cell, cell.state(accept_stale)) for cell in later.values())]
     seconds = time_left(everything, jobs, cells.study.scale.cell_seconds)
-    left = (
-        f"about {in_words(seconds)} left with --jobs {jobs}"
-        if seconds is not None
-        else "no cell has been timed yet"
-    )
-    print(f"{done} of {len(everything)} cells are there; {left}")
+    known = f"about {in_words(seconds)} left with --jobs {jobs}" if seconds is not None else ""
+    print(f"{done} of {len(everything)} cells are there; {known or 'no cell has been timed yet'}")
 
 
 def deciding_options(fit_options: Sequence[str]) -> list[str]:
-    """The options of a command line without those that name no other cell, such as ``--threads 2``: who finds a cell may have set them otherwise."""
-    kept: list[str] = []
+    """Return the options of a command line that change which cells are run, without others such as ``--threads 2``."""
+    deciding_words: list[str] = []
     counts = True
     for word in fit_options:
         if word.startswith(("--", "-c")):
@@ -299,8 +273,8 @@ def deciding_options(fit_options: Sequence[str]) -> list[str]:
             outside = first == "trainer" and rest.partition(".")[0] in OUTSIDE_THE_HASH - {"max_epochs"}
             deciding = first in ("c", "config", "model", "data", "trainer")
             counts = deciding and not outside and rest not in ("threads", "init_args.threads")
-        kept += [word] * counts
-    return kept
+        deciding_words += [word] * counts
+    return deciding_words
 
 
 def print_found(found: Found, folder: Path) -> None:
@@ -309,32 +283,30 @@ def print_found(found: Found, folder: Path) -> None:
     for rows in (spread_table(found), whole_table(found, brief=True)):
         if rows is not None:
             print(f"\n{as_text(rows)}")
-    for one in found["choices"]:
-        print(f"\n{choice_in_words(one)}")
+    for choice in found["choices"]:
+        print(f"\n{choice_in_words(choice)}")
     for claim in found["claims"]:
         print(f"\n{claim['claim']}: {claim['verdict']} ({claim['words']})")
     print(f"\nfiles  {folder}")
 
 
 def make_engine(name: str) -> Engine:
-    """The engine of a name.
+    """Return a new engine by name.
 
     Raises:
-        ConfigurationError: Its package is missing.
+        ConfigurationError: The package of the engine is missing.
     """
     try:
-        engine: Engine = getattr(
-            import_module(f"fl_lightning.experiments.studies.engines.{name}"), ENGINES[name]
-        )()
+        module = import_module(f"fl_lightning.experiments.studies.engines.{name}")
+        engine: Engine = getattr(module, ENGINES[name])()
     except ModuleNotFoundError as error:
-        raise ConfigurationError(
-            f"--engine: {name} needs the package {error.name}; pip install 'fl_lightning[{name}]'"
-        ) from error
+        message = f"--engine: {name} needs the package {error.name}; pip install 'fl_lightning[{name}]'"
+        raise ConfigurationError(message) from error
     return engine
 
 
 def _room(cells: StudyCells, engine: Engine) -> int:
-    """How many cells an engine computes at a time: one on each GPU, or as many as there are cores for."""
+    """Return the default number of cells at a time: one for each GPU, or as many as the cores allow."""
     first = cells.any.config
     if engine.gpus and first["trainer"]["accelerator"] != "cpu":
         return engine.gpus

@@ -1,4 +1,4 @@
-"""What the engines of a study run for a cell: ``fit``, from where the last try of it ended, so that they may run it again."""
+"""Command that the engines of a study run for a cell: ``fit`` from the newest checkpoint of the cell."""
 
 import fcntl
 import json
@@ -17,45 +17,46 @@ from fl_lightning.errors import OtherData
 from fl_lightning.experiments.studies.cells import Cell
 from fl_lightning.files import no_link
 
-_PAUSE = 1.0  # seconds between two looks
+_PAUSE = 1.0  # seconds between two checks
 
 
 @command()
 def main(args: Sequence[str]) -> None:
     """Train a cell that has no result yet.
 
-    One at a time: another study may have started it as well, or a scheduler may have lost sight of it.
+    A lock lets one process train the cell at a time: another study may run the same cell, or a
+    scheduler may have started it twice.
 
     Args:
-        args: The cell's configuration, ``--branch`` and a checkpoint to go on from where it has none of its own, ``--data`` and the
-            digests of its data where newer cells say them, and ``--accept-stale`` as for the study.
+        args: Configuration of the cell, and optionally ``--branch`` with a checkpoint to continue if the
+            cell has none, ``--data`` with the required digests of its data, and ``--accept-stale``.
     """
     parser = ArgumentParser()
     parser.add_argument("file", type=Path)
     parser.add_argument("--branch")
     parser.add_argument("--data", type=json.loads)
     parser.add_argument("--accept-stale", action="store_true")
-    own = parser.parse_args(args)
-    config = yaml.safe_load(own.file.read_text())
-    cell = Cell({}, config["seed_everything"], config, data=own.data)
+    options = parser.parse_args(args)
+    config = yaml.safe_load(options.file.read_text())
+    cell = Cell({}, config["seed_everything"], config, data=options.data)
     with ExitStack() as held:
-        with suppress(OSError):  # it cannot be written, or not locked
+        with suppress(OSError):  # without a lock if the file system has none
             cell.key.parent.mkdir(parents=True, exist_ok=True)
             lock = cell.key.parent / f".{cell.key.name}.lock"
-            turn = held.enter_context(open(lock, "a", opener=no_link))
-            fcntl.flock(turn, fcntl.LOCK_EX)
-        while (phase := cell.state(own.accept_stale).phase) == "running":
+            file = held.enter_context(open(lock, "a", opener=no_link))
+            fcntl.flock(file, fcntl.LOCK_EX)
+        while (phase := cell.state(options.accept_stale).phase) == "running":
             time.sleep(_PAUSE)
         if phase == "done":
             return
-        start = cell.checkpoint(own.accept_stale) or own.branch
-        for options in ([f"--ckpt_path={start}"] if start else [], []):
-            fit = ["fit", f"--config={own.file}", *options]
+        start = cell.checkpoint(options.accept_stale) or options.branch
+        for from_checkpoint in ([f"--ckpt_path={start}"] if start else [], []):
+            fit = ["fit", f"--config={options.file}", *from_checkpoint]
             print("python -m fl_lightning", *fit, flush=True)
             try:
                 run(fit)
                 break
-            except SystemExit as stop:  # on other data than now there is nothing to go on from
+            except SystemExit as stop:  # the checkpoint has other data: start anew
                 if stop.code != OtherData.exit_status:
                     raise
 

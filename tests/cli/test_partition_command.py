@@ -99,7 +99,7 @@ def test_what_is_not_known_of_the_clients_is_said(capsys):
     for name in ("classes per client", "effective classes", "distance to the union", "SHA-256"):
         assert found[name].strip().startswith("not known: ")
     message = message_of(capsys, lambda: main(["partition", "--config", "tiny.yaml", "--save", "x.json"]))
-    assert message.startswith("error: save: the samples of Cityscapes have no numbers")
+    assert message.startswith("error: save: Cityscapes does not number its samples")
 
 
 def test_a_thousand_clients_take_seconds(capsys):

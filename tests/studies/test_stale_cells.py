@@ -134,5 +134,6 @@ def test_source_that_changes_while_a_study_runs_is_named(ran, capsys, monkeypatc
     with pytest.raises(SystemExit):
         study()
     assert (
-        "seed=0: source, versions or data have changed since the study was started (source edited, now " in capsys.readouterr().out
+        "seed=0: source, versions or data have changed since the study was started (source edited, now "
+        in capsys.readouterr().out
     )

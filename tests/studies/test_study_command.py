@@ -159,10 +159,7 @@ def test_a_cell_that_fails_is_named_and_the_others_go_on(ran, capsys):
         axes={"method": {"BN": {}, "broken": {"data.batch_size": 4000}}}, without=[], published=[], claims=[]
     )
     message = message_of(capsys, study)
-    assert (
-        message
-        == "error: study: 2 cells failed; mend what is named above, and the same command runs them again\n"
-    )
+    assert message == "error: study: 2 cells failed; fix the errors above and run the same command again\n"
     assert len(ran) == 4
     broken = found()["groups"][1]
     assert [one["phase"] for one in broken["runs"]] == ["failed"] * 2

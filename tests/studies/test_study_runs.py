@@ -77,9 +77,7 @@ def test_a_cell_that_is_killed_is_reported_and_the_same_command_finishes_it(capf
         "failed: cell=pausing seed=0: killed by signal 9; its output: runs/studies/few-quick/logs/"
         in told.out
     )
-    assert told.err == (
-        "error: study: 1 cell failed; mend what is named above, and the same command runs them again\n"
-    )
+    assert told.err == ("error: study: 1 cell failed; fix the errors above and run the same command again\n")
     assert [cells[name].state().phase for name in ("through", "pausing")] == ["done", "stopped"]
     Path("go").touch()
     study.main(few)
