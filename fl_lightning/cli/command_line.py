@@ -41,7 +41,7 @@ def main(
 
     Args:
         args: Arguments without the program's name; None for ``sys.argv[1:]``.
-        model_class: Class of the module, such as a subclass of ``FederatedModule`` with another loss.
+        model_class: Class of the module, such as a subclass with another loss.
         cli_class: Class of the command line, which uses the settings.
 
     Returns:
@@ -156,7 +156,7 @@ def _with_shipped_configs(arguments: Sequence[str]) -> list[str]:
 
 
 def shipped(path: str) -> str:
-    """Return the shipped file if a path that begins with ``configs/`` does not exist, else the path."""
+    """Return the shipped file for a missing path that begins with ``configs/``, else the path."""
     is_shipped = path.startswith("configs/") and not Path(path).exists() and (_HOME / path).is_file()
     return str((_HOME / path).resolve()) if is_shipped else path
 

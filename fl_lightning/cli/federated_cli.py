@@ -59,12 +59,12 @@ class FederatedCLI(LightningCLI):
         return self.training.start.attempt if self.training is not None else None
 
     def subcommands(self) -> dict[str, set[str]]:  # type: ignore[override]  # needs the arguments
-        """Return LightningCLI's subcommands, or only the requested one, as making each parser takes time."""
+        """Return only the requested subcommand, if known: making each parser takes time."""
         known = LightningCLI.subcommands()
         return {self._asked: known[self._asked]} if self._asked in known else known
 
     def _parse_ckpt_path(self) -> None:
-        """Do nothing: Lightning would open the unchecked checkpoint to look for settings, which it does not have."""
+        """Skip Lightning's search for settings in the checkpoint, which has none and is unchecked."""
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Add the run's name, its checkpoints and the links between data and model."""
@@ -85,7 +85,7 @@ class FederatedCLI(LightningCLI):
             )
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
-        """Read the settings; raise an error for wrong ones that later code accepts or overrides silently."""
+        """Read the settings; raise errors that later code would miss or override silently."""
         assert isinstance(parser, ConciseParser)
         command = next((argument for argument in args if argument in LightningCLI.subcommands()), "")
         known = parser.settings()
@@ -121,7 +121,7 @@ class FederatedCLI(LightningCLI):
                 )
 
     def _decide(self, name: str) -> Callable[[Any], Any]:
-        """Return the function of a link from data to a model's setting; a plain link would ignore the user's value."""
+        """Return the function of a link from data to model; a plain link ignores the user's value."""
 
         def of_data(value: Any) -> Any:
             setting = f"model.model.init_args.{name}"
@@ -149,14 +149,14 @@ class FederatedCLI(LightningCLI):
             if config.threads > 1 and config.trainer.devices == "auto" and not under_torchrun():
                 config.trainer.devices = 1  # several ranks would have one thread each
         stem = Path(config.config[-1].relative).stem if config.get("config") else "run"
-        config.name = config.name or stem  # part of the saved configuration, which must run under this name
+        config.name = config.name or stem  # saved, so that the configuration alone runs under this name
         # without ckpt_path: the saved configuration of a resumed run starts a new run
         self.resolved = {**self.resolve(config), "ckpt_path": None, "accept_data": False}
 
     def resolve(self, config: Namespace) -> Config:
-        """Return a parsed configuration as plain values, with linked settings only if the user gives them."""
+        """Return a parsed configuration as plain values, with those linked settings that the user gives."""
         resolved = self.plain(config)
-        kind = import_object(config.data.class_path)  # a class may fix a value, as CIFAR10 its ten classes
+        kind = import_object(config.data.class_path)  # may fix a value, as CIFAR10 its ten classes
         for name in _MODEL_LINKS:
             given = config.get(f"model.model.init_args.{name}")
             if given is not None and self._gives(name) and given != getattr(kind, name, None):
@@ -209,7 +209,7 @@ class FederatedCLI(LightningCLI):
         self.prepared.run()
 
     def predict(self, **kwargs: Any) -> None:
-        """Write ``predictions_round_N`` on the test data to the run directory, for a checkpoint of round N."""
+        """Write the predictions on the test data to ``predictions_round_N`` in the run directory."""
         raw: list[Any] = self.trainer.predict(**{**kwargs, "return_predictions": True}) or []
         if not self.trainer.is_global_zero:
             return

@@ -1,4 +1,4 @@
-"""``python -m fl_lightning list``: the names that a configuration can use, with a line about each."""
+"""``python -m fl_lightning list``: names that a configuration can use, with a line about each."""
 
 import re
 from collections.abc import Sequence

@@ -45,7 +45,7 @@ _SHIPPED = ("fl_lightning", "torch", "torchvision", "lightning")
 """Packages whose classes have bare names."""
 
 _OF_LIGHTNING = ("conditioned on metric", "more than one stateful callback")
-"""Words of Lightning's errors that a user can mend: the metric of early stopping, a duplicate callback."""
+"""Words of Lightning's errors that a user can mend: early stopping's metric, duplicate callbacks."""
 
 SHAPES = {
     "setting": r'Parser key "(.+?)":',
@@ -59,7 +59,7 @@ SHAPES = {
     "setting of no class": r"Given value: NestedArg\(key='(.+?)'",
     "what a class says": r"(?m)^ +- (?!Expected |Type |Import path |Not a|Not of|Problem with |Does not |a class path|a dict |invalid literal)(.+)",
 }
-"""Regular expressions for jsonargparse's messages; ``tests/cli/test_jsonargparse.py`` checks that they match."""
+"""Regular expressions for jsonargparse's messages, checked by ``tests/cli/test_jsonargparse.py``."""
 
 
 def explain(
@@ -127,7 +127,7 @@ def explain(
 
 
 def setting_of(message: str, settings: Sequence[str]) -> str:
-    """Return the setting that a parser's message names; of an unknown setting, the outermost unknown part.
+    """Return the setting that a parser's message names, or the outermost unknown part of its name.
 
     Args:
         message: Message of the parser.
@@ -147,7 +147,7 @@ def setting_of(message: str, settings: Sequence[str]) -> str:
 
 
 def _alike(option: str, settings: Sequence[str], given: Mapping[str, object]) -> str:
-    """Return a clause with settings of the same last part, given classes' settings included, or with similar names."""
+    """Return a clause with settings, also of given classes, of the same last part or a similar name."""
     kinds, last = kinds_of_settings(), option.rpartition(".")[2]
     known = [*settings, *given]
     for name, value in given.items():
@@ -160,7 +160,7 @@ def _alike(option: str, settings: Sequence[str], given: Mapping[str, object]) ->
 
 
 def _classes_with(option: str, owner: str) -> str:
-    """Return a clause with the classes of the owner's kind that have a setting; empty for more than four."""
+    """Return a clause with classes of the owner's kind that have a setting; empty for more than four."""
     for classes in map(_classes, kinds_of_settings().values()):
         others = [name for name, kind in classes.items() if option in inspect.signature(kind).parameters]
         if owner in classes and 0 < len(others) < 5:
@@ -169,7 +169,7 @@ def _classes_with(option: str, owner: str) -> str:
 
 
 def kinds_of_settings() -> dict[str, type]:
-    """Return the base class of the values that a setting accepts, by the last part of the setting's name."""
+    """Return the base class of the values of a setting, by the last part of the setting's name."""
     from fl_lightning.datamodules.partitions import Partition  # main() must first check whose package this is
 
     return {
@@ -196,7 +196,7 @@ def _class_names(base: type) -> set[str]:
 
 
 def _classes(base: type) -> dict[str, type]:
-    """Return the shipped subclasses of a class by bare name; other classes are given by dotted path."""
+    """Return the shipped subclasses of a class by bare name; other classes need a dotted path."""
     classes, subclasses = dict[str, type](), list[type](type.__subclasses__(base))
     for kind in subclasses:
         classes |= _classes(kind)
@@ -212,7 +212,7 @@ def _one_line(text: str) -> str:
 
 @contextmanager
 def command() -> Iterator[None]:
-    """Run a command: errors and signals end it with one line; closed or full outputs do not end it."""
+    """Run a command: errors and signals end it with one line, closed or full outputs do not."""
     quiet_host()
     if under_torchrun() and launched_rank():
         silence()
@@ -273,7 +273,7 @@ class Refusal(SystemExit):
 
 @contextmanager
 def refusals() -> Iterator[None]:
-    """Convert errors that a user can mend to ConfigurationErrors with the line that :func:`command` prints."""
+    """Convert errors that a user can mend to ConfigurationErrors with :func:`command`'s line."""
     quiet_host()
     try:
         yield
@@ -319,7 +319,7 @@ class CommandParser(ArgumentParser):
 
 
 def _let_the_first_rank_speak() -> None:
-    """Wait for ``torchrun`` to end this rank after rank 0 has printed its error, most likely the same one."""
+    """Wait for ``torchrun`` to end this rank after rank 0 has printed most likely the same error."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     time.sleep(_PATIENCE)
 
@@ -330,7 +330,7 @@ def _errors() -> TextIO:
 
 
 def fail(error: Exception, traceback_file: Path | None = None) -> NoReturn:
-    """Print one line about an error and exit with the error's status (default 2), or 1 if it is unforeseen.
+    """Print one line about an error and exit: with its status (default 2), or 1 if it is unforeseen.
 
     The traceback of an unforeseen error is written to a file. If the environment variable
     ``FL_LIGHTNING_TRACEBACK`` is set, any traceback is printed above the line.
@@ -355,7 +355,7 @@ def fail(error: Exception, traceback_file: Path | None = None) -> NoReturn:
 
 
 def broken_module(error: BaseException | None) -> str:
-    """Return where a module's import failed, such as `` (methods.py, line 7)``; empty within this package."""
+    """Return the place of a failed import outside this package, such as `` (methods.py, line 7)``."""
     place = ""
     for cause in _causes(error):
         for frame in traceback.extract_tb(cause.__traceback__):

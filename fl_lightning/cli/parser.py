@@ -1,4 +1,4 @@
-"""LightningCLI parser with one-line errors, and the user's settings without defaults, types and links."""
+"""Parser of LightningCLI with one-line errors, and the user's settings without defaults and links."""
 
 import enum
 import inspect
@@ -46,7 +46,7 @@ class ConciseParser(LightningArgumentParser):
     def add_class_arguments(
         self, class_type: type, nested_key: str | None = None, *args: Any, **kwargs: Any
     ) -> list[str]:
-        """Add the settings of a class, which becomes the owner if the parser is for this class alone."""
+        """Add the settings of a class; it becomes the owner if the parser is for this class alone."""
         if nested_key is None:
             self.owner = class_type.__name__
         names: list[str] = super().add_class_arguments(class_type, nested_key, *args, **kwargs)
@@ -57,7 +57,10 @@ class ConciseParser(LightningArgumentParser):
     def add_function_arguments(
         self, function: Callable[..., Any], *args: Any, linked_targets: object = None, **kwargs: Any
     ) -> list[str]:
-        """Add the settings of a function that makes a model; ``linked_targets`` exists only for classes in jsonargparse."""
+        """Add the settings of a function that makes a model.
+
+        jsonargparse passes ``linked_targets``, which only its method for classes accepts.
+        """
         self.owner = function.__name__
         self._functions.add(function)
         names: list[str] = super().add_function_arguments(function, *args, **kwargs)
@@ -66,18 +69,18 @@ class ConciseParser(LightningArgumentParser):
         parameters, made = inspect.signature(function).parameters.values(), get_type_hints(function)["return"]
         passes_on = any(parameter.kind == parameter.VAR_KEYWORD for parameter in parameters)
         if passes_on and "num_classes" not in names and issubclass(made, nn.Module):
-            # a function that calls another by name, such as timm's create_model, hides the other's settings
+            # a function that calls another by name, as timm's create_model, hides the other's settings
             names.append(self.add_argument("--num_classes", type=int | None, default=None).dest)
         return names
 
     def _let_links_decide(self, targets: Any) -> None:
-        """Give linked settings with an unknown default None: links ignore settings without a value."""
+        """Replace unknown defaults of linked settings by None, as links ignore settings without a value."""
         for action in self._actions:
             if action.dest in (targets or ()) and isinstance(action.default, UnknownDefault):
                 action.default = None
 
     def _refuse_class_defaults(self, made: Callable[..., Any]) -> None:
-        """Raise an error if a default is a class that needs arguments, such as ShuffleNetV2's blocks."""
+        """Raise an error if a default is a class with required arguments, as ShuffleNetV2's blocks."""
         for action in self._actions:
             if isinstance(action.default, dict) and action.default.keys() == {"class_path"}:
                 path = action.default["class_path"]
@@ -94,12 +97,12 @@ class ConciseParser(LightningArgumentParser):
         return self._commands
 
     def instantiate(self, *args: Any, **kwargs: Any) -> Namespace:
-        """Make the classes that the settings name; their exceptions get a note with class and settings."""
+        """Make the configured classes; their exceptions get a note with class and settings."""
         made: Namespace = super().instantiate(*args, instantiators=[(_make, object, True)], **kwargs)
         return made
 
     def _get_parser_instantiators(self) -> dict[tuple[Any, bool], Any]:
-        """Return :func:`_make` also for functions that make models; ``instantiate`` covers only classes."""
+        """Return :func:`_make` for functions that make models; ``instantiate`` covers only classes."""
         return {(function, False): _make for function in self._functions}
 
     def settings(self) -> list[str]:
@@ -118,7 +121,7 @@ class ConciseParser(LightningArgumentParser):
 
 
 def _of_import(message: str) -> Exception | None:
-    """Return the error of importing a class's module, which jsonargparse drops if a setting takes a list of classes."""
+    """Return the error of importing a class's module, which jsonargparse drops for lists of classes."""
     named = re.search(r"Given value: '?(\w+(?:\.\w+)+)'?$", message)
     try:
         if named:
@@ -203,7 +206,7 @@ def given_settings(given: Sequence[Given]) -> Config:
 
 
 def _place(setting: str, of_a_class: bool, given: Sequence[Given]) -> str:
-    """Return the file and line of a setting, such as `` (mine.yaml, line 7)``; empty if ambiguous."""
+    """Return the place of a setting, such as `` (mine.yaml, line 7)``; empty if ambiguous."""
     inner = f".{setting}"
     entries = [x for x in given if x.setting == setting or (of_a_class and x.setting.endswith(inner))]
     entries = entries if setting else []
@@ -231,7 +234,7 @@ def new_lists(arguments: Sequence[str]) -> list[str]:
 
 
 def one_milestone_each(arguments: Sequence[str], given: Config) -> list[str]:
-    """Let ``--trainer.callbacks.freeze_round 2`` replace a file's ``freeze_fraction``, and vice versa."""
+    """Let ``--trainer.callbacks.freeze_round`` replace a file's ``freeze_fraction``, and vice versa."""
     options, result = [argument.partition("=")[0] for argument in arguments], []
     for option, argument in zip(options, arguments, strict=True):
         name, _, unit = option.rpartition("_")
@@ -243,7 +246,7 @@ def one_milestone_each(arguments: Sequence[str], given: Config) -> list[str]:
 
 
 def plain_name(setting: str) -> str:
-    """Return a dotted name without ``init_args`` and ``class_path``, which the command line may omit."""
+    """Return a dotted name without ``init_args`` and ``class_path``, as on the command line."""
     return ".".join(part for part in setting.split(".") if part not in ("init_args", "class_path"))
 
 
@@ -272,7 +275,7 @@ def _at(file: str, line: int) -> str:
 
 
 def _check_class(tree: Config, name: str, place: str) -> None:
-    """Raise an error for a class without a name, or with settings beside ``init_args`` or without names."""
+    """Raise an error for a class without a name, with settings beside ``init_args`` or without names."""
     kind, settings = tree["class_path"], tree.get("init_args") or {}
     if not isinstance(kind, str):
         raise ConfigurationError(f"{name}: class_path: {kind} must be the name of one class{place}")
@@ -305,7 +308,7 @@ class _Lined(dict[Any, Any]):
 
 
 class _OnceEach(yaml.SafeLoader):
-    """Loader that keeps the lines of keys and refuses duplicate keys, the last of which would win silently."""
+    """Loader that keeps the line of each key and refuses duplicate keys, which PyYAML accepts."""
 
     def lined(self, node: yaml.MappingNode) -> Iterator[_Lined]:
         """Yield a mapping before filling it, since it may contain an alias of itself."""

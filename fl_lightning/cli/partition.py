@@ -46,7 +46,7 @@ class DataCLI(FederatedCLI):
 
 @command()
 def main(args: Sequence[str]) -> None:
-    """Set up the data, print a table of the clients, and write their picture and, with ``--save``, their file.
+    """Print a table of the clients; write their picture and, with ``--save``, their file.
 
     Args:
         args: Arguments after ``partition``.

@@ -1,4 +1,4 @@
-"""``python -m fl_lightning study``: the runs of a table or figure, their tables and the verdicts on claims."""
+"""``python -m fl_lightning study``: runs of a paper's table or figure, with tables and verdicts."""
 
 import io
 import shlex
@@ -46,7 +46,7 @@ _COMPUTED = {
     "threads": 1, "trainer.accelerator": "cpu", "trainer.devices": 1, "trainer.num_nodes": 1,
     "model.executor": "SequentialExecutor", "model.executor.compile": False,
 }  # fmt: skip
-"""Default settings of each cell, by which results do not depend on the number of cells that run at a time."""
+"""Default settings of each cell, which make results independent of the number of cells at a time."""
 
 _DESCRIPTION = """\
 Run the cells of a study that have no result yet, and print its table. The same command resumes a stopped study. All other
@@ -171,7 +171,7 @@ class StudyCells:
         """Build data, model and callbacks of some cells that together have all labels.
 
         Raises:
-            ConfigurationError: Settings do not work; the message has the first mistake of each built cell.
+            ConfigurationError: Settings do not work; the message lists the first mistake of each cell.
         """
         seen: set[tuple[str, str]] = set()
         mistakes: dict[str, str] = {}
@@ -238,7 +238,7 @@ def _resolved(arguments: tuple[str, ...]) -> Config:
 
 def dry_run(cells: StudyCells, jobs: int, accept_stale: bool) -> None:
     """Print the state of each cell and the estimated time."""
-    for _ in range(2):  # the second choice ignores trials that the first pass found to have older data
+    for _ in range(2):  # the second pass ignores trials whose data the first found outdated
         choices = chosen(cells.study, cells.trials, accept_stale)
         every = [*(cell for trial in cells.trials for cell in trial), *cells.table(choices)]
         unique = [*{cell.key: cell for cell in every}.values()]
@@ -264,7 +264,7 @@ def dry_run(cells: StudyCells, jobs: int, accept_stale: bool) -> None:
 
 
 def deciding_options(fit_options: Sequence[str]) -> list[str]:
-    """Return the options of a command line that change which cells are run, without others such as ``--threads 2``."""
+    """Return the options that decide which cells are run, without others such as ``--threads 2``."""
     deciding_words: list[str] = []
     counts = True
     for word in fit_options:
@@ -306,7 +306,7 @@ def make_engine(name: str) -> Engine:
 
 
 def _room(cells: StudyCells, engine: Engine) -> int:
-    """Return the default number of cells at a time: one for each GPU, or as many as the cores allow."""
+    """Return the default number of cells at a time: one for each GPU, or by the number of cores."""
     first = cells.any.config
     if engine.gpus and first["trainer"]["accelerator"] != "cpu":
         return engine.gpus

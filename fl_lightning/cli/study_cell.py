@@ -1,4 +1,4 @@
-"""Command that the engines of a study run for a cell: ``fit`` from the newest checkpoint of the cell."""
+"""Command that an engine runs for a cell of a study: ``fit`` from the cell's newest checkpoint."""
 
 import fcntl
 import json
@@ -28,8 +28,8 @@ def main(args: Sequence[str]) -> None:
     scheduler may have started it twice.
 
     Args:
-        args: Configuration of the cell, and optionally ``--branch`` with a checkpoint to continue if the
-            cell has none, ``--data`` with the required digests of its data, and ``--accept-stale``.
+        args: Configuration of the cell; optionally ``--branch`` with a parent's checkpoint, for a cell
+            without its own, ``--data`` with the required digests of the data, and ``--accept-stale``.
     """
     parser = ArgumentParser()
     parser.add_argument("file", type=Path)

@@ -1,4 +1,4 @@
-"""``python -m fl_lightning upload``: upload of run directories to Weights & Biases, without training."""
+"""``python -m fl_lightning upload``: upload of run directories to Weights & Biases."""
 
 from collections.abc import Sequence
 from dataclasses import fields, replace

@@ -22,9 +22,9 @@ from fl_lightning.experiments.studies.stale import differences
 from fl_lightning.round.record import Origin
 
 Phase = Literal["done", "stale", "running", "stopped", "failed", "missing"]
-"""Phase of a cell: ``done`` (a result), ``stale`` (a result by other source, versions or data), ``running``
-(a process trains the cell), ``stopped`` (a checkpoint to resume from), ``failed`` (the newest attempt ended
-with an error) or ``missing`` (none of these). Attempts that continue another run do not count."""
+"""Phase of a cell: ``done`` (a result), ``stale`` (a result by other source, versions or data),
+``running``, ``stopped`` (a checkpoint to resume), ``failed`` (the newest attempt has an error) or
+``missing``. Attempts that continue another run do not count."""
 
 RUNS = "cells"
 """Folder of the runs of all studies, by number of rounds, so that studies share equal cells."""
@@ -39,7 +39,7 @@ class State(NamedTuple):
         phase: Phase of the cell.
         attempt: Attempt that decides the phase.
         result: Content of the attempt's ``result.json``.
-        why: Differences of a stale result, error of a failed cell, or origin of a missing cell's attempts.
+        why: Differences of a stale result, error, or other run that the attempts continue.
         round: Last logged round.
     """
 
@@ -133,21 +133,24 @@ class Cell:
         return State("missing", newest, why=_damaged(newest), round=last)
 
     def checkpoint(self, accept_stale: bool = False) -> Path | None:
-        """Return the checkpoint to resume; None if the newest attempt has none, is finished or stale."""
+        """Return the newest attempt's checkpoint to resume; None without one, or if finished or stale."""
         newest = next(iter(self._attempts()[0]), None)
         if newest is None or not self._resumable(newest, accept_stale):
             return None
         return newest.checkpoints / "last.ckpt"
 
     def _attempts(self) -> tuple[list[Attempt], str]:
-        """Return the attempts without those that continue another run, newest first, and the newest such run."""
+        """Return the attempts that continue no other run, newest first.
+
+        The second value names the other run of the newest remaining attempt; empty without one.
+        """
         every = self.directory.attempts()
         origins = [other_origin(_origins(attempt), self.config, self.directory.root) for attempt in every]
         counted = [attempt for attempt, origin in zip(every, origins, strict=True) if not origin]
         return counted, next(filter(None, origins), "")
 
     def branch(self, accept_stale: bool = False) -> Path | None:
-        """Return the finished parent's checkpoint after the shared rounds; None if it is missing or damaged.
+        """Return the finished parent's checkpoint after the shared rounds; None if missing or damaged.
 
         A damaged checkpoint is reported: the cell then trains the shared rounds itself.
         """
@@ -181,7 +184,7 @@ class Cell:
 
 
 def _origins(attempt: Attempt) -> list[Origin]:
-    """Return the checkpoints that an attempt continues; empty while a process trains the attempt."""
+    """Return the checkpoints that an attempt continues; empty while a process trains it."""
     with suppress(ConfigurationError):
         return list(read_result(attempt.result).get("continued_from", []))
     path = attempt.checkpoints / "last.ckpt"
@@ -198,7 +201,7 @@ class _Source(TypedDict):
 
 @cache
 def _record(checkpoint: Path, written: int) -> _Source | None:
-    """Return the source of a checkpoint, cached until the file changes; None if it cannot be read."""
+    """Return the source of a checkpoint, cached until the file changes; None if unreadable."""
     try:
         record = load_run(checkpoint)["fl_lightning"]["record"]
     except ConfigurationError:
@@ -207,7 +210,7 @@ def _record(checkpoint: Path, written: int) -> _Source | None:
 
 
 def expect_newest_data(states: Sequence[State], cells: Sequence[Cell]) -> list[Cell]:
-    """Require the newest result's data of all cells of its family; return the cells that are then not done."""
+    """Require the newest result's data of all cells of a family; return the cells then not done."""
     newest: dict[str, tuple[float, dict[str, str]]] = {}
     for family, state in zip((cell.family for cell in cells), states, strict=True):
         if state.attempt is not None and state.result is not None and state.result.get("data"):
@@ -237,7 +240,7 @@ def _damaged(attempt: Attempt) -> str:
 
 
 def _last_round(attempt: Attempt) -> int:
-    """Return the round of the last complete row, 0 without rows; reads only the end of ``metrics.jsonl``."""
+    """Return the round of the last complete row or 0, from the end of ``metrics.jsonl``."""
     try:
         with attempt.metrics.open("rb") as file:
             file.seek(max(file.seek(0, os.SEEK_END) - _TAIL, 0))

@@ -13,7 +13,7 @@ from fl_lightning.round.directions import best_is
 
 
 def trials(study: Study, choice: Choice) -> dict[tuple[str, ...], list[Labels]]:
-    """Return the combinations to try, one for each label of the axis, by the labels of ``choice.by``."""
+    """Return the combinations to try for each combination of labels of ``choice.by``."""
     first = {axis: next(iter(labels)) for axis, labels in study.axes.items()}
     fixed = {
         axis: label
@@ -66,10 +66,10 @@ def trial_cells(study: Study, make: Callable[[Labels, int], Cell]) -> list[list[
 def chosen(
     study: Study, cells: Sequence[Sequence[Cell]], accept_stale: bool = False, diverged: Collection[Path] = ()
 ) -> list[ChoiceFound]:
-    """Return the best label of each choice: the first with the largest metric, or the smallest loss.
+    """Return the best label of each choice: the first with the largest metric or smallest loss.
 
-    A diverged trial is the worst; any other trial without a result leaves the choice open. A label
-    with its own metric, such as ``test/accuracy_silobn``, is chosen by that metric on validation data.
+    A diverged trial is the worst; any other trial without a result leaves the choice open. If a label
+    has its own metric, such as ``test/accuracy_silobn``, that metric on validation data decides.
 
     Args:
         study: The study.
@@ -111,7 +111,7 @@ def chosen(
 
 
 def metric_of(study: Study, choice: Choice, combinations: Sequence[Labels]) -> str:
-    """Return the validation metric of a choice: of the first label with its own metric, else ``choice.metric``."""
+    """Return the metric of a choice: a label's own metric on validation data, else ``choice.metric``."""
     metric = next((x for labels in combinations if (x := study.metric(labels))), None)
     return f"val/{metric.partition('/')[2]}" if metric else choice.metric
 

@@ -1,8 +1,8 @@
 """Claims of a paper, tested in pairs by seed: each holds, does not hold, or is undecided.
 
-A claim orders labels, as in ``"FixBN > GN > BN"``; ``at`` restricts it to labels of other axes, as in
-``"GN > BN at E=1"``. A side may name its axis: ``"E=100 > E=1 at method=BN"``. Equality up to a margin
-is written ``"FBN ~ centralised within 0.02"``.
+A claim orders labels: ``"FixBN > GN > BN"``. ``at`` restricts a claim to labels of other axes:
+``"GN > BN at E=1"``. A side may name its axis: ``"E=100 > E=1 at method=BN"``. Equality up to a
+margin is written ``"FBN ~ centralised within 0.02"``.
 """
 
 import re
@@ -18,7 +18,7 @@ from fl_lightning.errors import ConfigurationError
 from fl_lightning.experiments.studies.found import Found, Group, Verdict
 
 ONE_SEED = 0.1
-"""Smallest difference of a single pair that decides: 2 √2 · 0.035, for cells with deviation 0.035 each."""
+"""Smallest decisive difference of a single pair: 2 √2 · 0.035, for cells with deviation 0.035."""
 
 _CONFIDENCE = 0.9
 
@@ -107,10 +107,10 @@ def _comparable(
 def judge(claim: str, found: Found) -> Verdict | None:
     """Return the verdict on a claim; None if this scale lacks a label of the claim.
 
-    A missing result or an open choice leaves the claim undecided: the existing runs may be the better
-    part. Otherwise the 90 % interval of the mean paired difference (Student's t) decides: an ordering
-    holds if the interval is above 0, and does not hold if it is below. With one seed the difference
-    must exceed :data:`ONE_SEED`.
+    A missing result or an open choice leaves the claim undecided, as the existing runs may be the
+    better part. Otherwise the 90 % interval of the mean paired difference (Student's t) decides: an
+    ordering holds if the interval is above 0, and does not hold if the interval is below. With one
+    seed the difference must exceed :data:`ONE_SEED`.
 
     Args:
         claim: Text of the claim.
@@ -176,9 +176,9 @@ def difference(found: Found) -> Found:
 
 
 def _paired(more: Mapping[str, str], less: Mapping[str, str], found: Found) -> Iterator[tuple[Group, Group]]:
-    """Yield each combination with labels ``more`` and its counterpart, which has labels ``less`` instead.
+    """Yield each combination with labels ``more`` and its counterpart with labels ``less``.
 
-    All other labels are equal, except those of chosen axes.
+    All other labels are equal, except labels of chosen axes.
     """
     for group in found["groups"]:
         if more.items() <= group["labels"].items():
@@ -215,7 +215,7 @@ def _judge_pair(group: Group, other: Group, metric: str, margin: float | None) -
 
 
 def interval(differences: Sequence[float]) -> tuple[float, float]:
-    """Return the 90 % interval of the mean paired difference; ± :data:`ONE_SEED` for a single pair."""
+    """Return the 90 % interval of the mean paired difference, ± :data:`ONE_SEED` for one pair."""
     mean, n, half = statistics.mean(differences), len(differences), ONE_SEED
     if n > 1:
         half = statistics.stdev(differences) / n**0.5 * float(t.ppf((1 + _CONFIDENCE) / 2, n - 1))

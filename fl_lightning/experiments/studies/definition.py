@@ -1,4 +1,4 @@
-"""Definition of a study: base configuration, axes, seeds, published values and claims, at three scales.
+"""Definition of a study: base, axes, seeds, published values and claims, at three scales.
 
 The types are the schema of the file: pydantic checks the file at once, and
 :mod:`fl_lightning.experiments.studies.reading` words the errors.
@@ -140,7 +140,7 @@ class Scale:
         axes: Labels of an axis at this scale, as a list or with further settings; an axis of values
             takes other values. An axis without an entry has all its labels.
         seeds: Seeds of the runs.
-        cell_seconds: Measured seconds of a cell on one core, for estimates before any cell is finished.
+        cell_seconds: Measured seconds of a cell on one core, for the estimate before the first result.
         title: Title in place of the study's.
         published: Published values in place of the study's.
     """
@@ -182,7 +182,7 @@ class Definition:
     Attributes:
         title: Title in one line.
         paper: Paper and table or figure; empty for a study of our own.
-        axes: Axes by name: labels with their settings, or a list of values of the setting that names the axis.
+        axes: Axes by name, as labels with settings, or as values of the setting that the axis is named after.
         scales: Scales by name: ``quick``, ``reduced``, ``full``.
         settings: Settings of all cells at all scales.
         metrics: Columns of the table by metric.
@@ -191,7 +191,7 @@ class Definition:
         choose: Axes whose label is chosen on validation data.
         published: Published values of the first metric, each with labels by axis and a ``value``.
         difference: Difference shown as a heat map, such as ``"GN - BN"``; None for no map.
-        claims: Claims such as ``"FixBN > BN at E=100"``, see :mod:`fl_lightning.experiments.studies.claims`.
+        claims: Claims in the syntax of :mod:`fl_lightning.experiments.studies.claims`.
     """
 
     title: Text
@@ -274,7 +274,7 @@ class Study:
         return [self._config(path) for path in self.scale.base]
 
     def arguments(self, labels: Mapping[str, str], seed: int) -> list[str]:
-        """Return the arguments of ``fit`` after the base for a combination and a seed; later ones win."""
+        """Return the arguments of ``fit`` after the base, for a combination and a seed."""
         of_labels = [self.axes[axis][label] for axis, label in labels.items()]
         arguments = []
         for settings in (self.definition.settings, self.scale.settings, *of_labels):
@@ -286,12 +286,12 @@ class Study:
         return f"--config={(self.folder / path).resolve()}"
 
     def metric(self, labels: Mapping[str, str]) -> str | None:
-        """Return the metric that a label sets in place of the table's first, None if no label does."""
+        """Return the metric that a label sets in place of the table's first, None without one."""
         metrics = (self.axes[axis][label].get("metric") for axis, label in labels.items())
         return next(filter(None, metrics), None)
 
     def seeds(self, labels: Mapping[str, str]) -> list[int]:
-        """Return the seeds of a combination: of the first label that sets seeds, else of the scale."""
+        """Return the seeds that a label of a combination sets, else the seeds of the scale."""
         seeds = (self.axes[axis][label].get("seeds") for axis, label in labels.items())
         return next(filter(None, seeds), self.scale.seeds)
 

@@ -90,14 +90,17 @@ def pictures(found: Found) -> list[Picture]:
             for run in group["runs"]
             if run.get("rounds")
         ]
-        if sent and max(sent) > 1.05 * min(sent):  # with equal traffic the curves are those over rounds
+        if sent and max(sent) > 1.05 * min(sent):  # equal traffic would give the same curves again
             words = f"{_in_words(logged)} over the bytes sent and received by all clients: {band}"
             drawable.append(Picture("bytes", words, partial(curves_figure, found, rows, logged, cost=True)))
     return drawable
 
 
 def _maps(found: Found, name: str, signed: bool = False) -> list[Picture]:
-    """Return a heat map if two axes vary: rows by the axis with most labels, columns by ``spread`` or the last axis."""
+    """Return a heat map if two axes vary.
+
+    Columns are the labels of ``spread``, else of the last axis; rows are those of the largest other axis.
+    """
     axes, metric = varied(found), next(iter(found["metrics"].values()))
     if len(axes) < 2:
         return []
@@ -155,7 +158,9 @@ def curves_figure(
 
 @paper_style()
 def against_figure(found: Found, axis: str, title: Sequence[str]) -> "Figure":
-    """Draw the first metric against an axis: with lines if its labels are numbers, published values as hollow markers.
+    """Draw the first metric against an axis, with lines if the labels are numbers.
+
+    Published values are hollow markers.
 
     Args:
         found: Findings of a study.
@@ -211,7 +216,7 @@ def heat_figure(
         down: Axis of the rows.
         across: Axis of the columns.
         title: Lines of the title.
-        signed: Whether values are differences, drawn in two colours around a white 0 (default False).
+        signed: Whether values are differences, drawn in two colours with a white 0 (default False).
     """
     rows, columns = found["axes"][down], found["axes"][across]
     panels: dict[str, Any] = {}
@@ -246,10 +251,10 @@ def heat_figure(
 
 
 def _band(group: Group, rows: Mapping[str, Rows], metric: str, cost: bool) -> tuple[Series, Series]:
-    """Return the x values of shape (points,) and the metric of shape (seeds, points) at the rounds of all seeds.
+    """Return x values of shape (points,) and metrics of shape (seeds, points) at rounds of all seeds.
 
-    Unfinished runs count if no run is finished. A combination with its own metric, such as
-    ``test/accuracy_silobn``, is drawn by that metric on the data of ``metric``.
+    Unfinished runs count only if no run is finished. If a combination has its own metric, such as
+    ``test/accuracy_silobn``, that metric is drawn, on the data of ``metric``.
     """
     if own_metric := group.get("metric"):
         metric = f"{metric.partition('/')[0]}/{own_metric.partition('/')[2]}"
@@ -272,7 +277,7 @@ def _band(group: Group, rows: Mapping[str, Rows], metric: str, cost: bool) -> tu
 
 
 def _logged(found: Found, rows: Mapping[str, Rows]) -> str | None:
-    """Return the metric of the curves: the table's first or a related one, by the number of runs that log it."""
+    """Return the metric of the curves: the table's first or a related one, if more runs log that."""
     first = next(iter(found["metrics"]))
     related = [first.partition("/")[2], *QUALITIES, "loss"]
     names = [first, *(f"{split}/{name}" for name in related for split in ("val", "test"))]

@@ -121,7 +121,7 @@ def run_found(seed: int, state: State, place: Path, error: str = "", diverged: b
         state: State of the cell.
         place: Folder of the first attempt, used before any attempt exists.
         error: Error that ended the run in this study.
-        diverged: Whether that error was a non-finite update, in the round after the last logged one.
+        diverged: Whether the error was a non-finite update, in the round after the last logged one.
     """
     run: RunFound = {
         "seed": seed,

@@ -1,4 +1,4 @@
-"""First stages: until its round T* a method such as FixBN changes nothing, so one run serves every T*."""
+"""First stages: runs with different T*, as in FixBN, are one run until the smallest T*."""
 
 import json
 from collections.abc import Iterable
@@ -31,7 +31,7 @@ def first_stage(config: Config) -> float:
 
 
 def family_of(config: Config) -> str:
-    """Return a key of a run without its methods with a T*: configuration hash, seed, rounds and source."""
+    """Return hash, seed, rounds and source of a run without its methods that have a T*."""
     rounds = int(config["trainer"]["max_epochs"])
     others = [json.loads(entry) for entry in _entries(config) if _same_until(entry, rounds) is None]
     first = {"model": config["model"], "data": config["data"]}
@@ -41,7 +41,7 @@ def family_of(config: Config) -> str:
 
 
 def other_origin(continued_from: Iterable[Origin], config: Config, folder: Path) -> str:
-    """Return the other runs that a run continues, in words; empty for itself and shared first stages.
+    """Return the other runs that a run continues, in words, except for shared first stages.
 
     Args:
         continued_from: Checkpoints that the run continues, as in ``result.json``.
@@ -78,6 +78,6 @@ def _same_until(entry: str, rounds: int) -> int | None:
     try:
         method = parser.instantiate(parser.parse_object({"method": json.loads(entry)})).method
         until: int | None = method.same_until(rounds)
-    except Exception:  # noqa: BLE001  # another kind of callback, or wrong settings, which the cell's run reports
+    except Exception:  # noqa: BLE001  # another callback, or wrong settings, which the run reports
         return None
     return until

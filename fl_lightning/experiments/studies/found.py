@@ -53,7 +53,7 @@ class Group(TypedDict):
         values: Value of each seed by metric.
         runs: Findings of the runs.
         same_as: Labels of an earlier combination with the same runs and metric; None without one.
-        costs_of: Labels of the combination that trained these runs, if this one only reads another metric.
+        costs_of: Labels of the combination that trained these runs, if only the metric differs; else None.
     """
 
     labels: Labels
@@ -82,7 +82,7 @@ ChoiceFound = TypedDict(
 
 
 class Verdict(TypedDict):
-    """Verdict on a claim, ``holds``, ``does not hold`` or ``undecided``, and the reason in words."""
+    """Verdict on a claim (``holds``, ``does not hold`` or ``undecided``) and its reason in words."""
 
     claim: str
     verdict: str

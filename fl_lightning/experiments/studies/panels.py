@@ -1,4 +1,4 @@
-"""Panels of a study's figures: a curve for each label of one axis, a panel for each label of the rest."""
+"""Panels of a study's figures, with curves by the labels of one axis and panels by all others."""
 
 from collections.abc import Iterator, Sequence
 from math import isfinite
@@ -85,7 +85,7 @@ def short(axis: str) -> str:
 
 
 def varied(found: Found) -> list[str]:
-    """Return the axes with two labels or more, except axes whose label is chosen on validation data."""
+    """Return the axes with two labels or more, except those chosen on validation data."""
     return [
         axis
         for axis in found["axes"]

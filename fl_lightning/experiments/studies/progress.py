@@ -16,7 +16,7 @@ from fl_lightning.round.tasks import QUALITIES
 
 
 class StudyProgress:
-    """A context manager that prints a line for each ended cell and, on a terminal, a table of running cells.
+    """A context manager that prints ended cells and, on a terminal, a table of running cells.
 
     Args:
         jobs: Number of cells that run at a time.
@@ -84,7 +84,7 @@ class StudyProgress:
 def time_left(
     cells: Sequence[tuple[Cell, State]], jobs: int, cell_seconds: float | None = None
 ) -> float | None:
-    """Return the estimated seconds until all cells are done, at the mean time of finished cells; None if unknown.
+    """Return the estimated seconds until all cells are done, by the mean of finished cells, or None.
 
     Args:
         cells: All cells with their states.

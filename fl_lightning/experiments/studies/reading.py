@@ -56,7 +56,7 @@ def read_study(path: Path, scale: str) -> Study:
         scale: Scale to run.
 
     Raises:
-        ConfigurationError: The file cannot be read, lacks the scale, or is wrong or contradictory at any scale.
+        ConfigurationError: The file cannot be read, lacks the scale, or is wrong at any scale.
     """
     content, mistakes = _content(path)
     definition, wrong = _checked(content)
@@ -119,7 +119,7 @@ def _content(path: Path) -> tuple[Any, list[str]]:
         size = 0
         for part in json.JSONEncoder(default=_refused).iterencode(content):
             size += len(part)
-            if size > _LARGEST:  # nested aliases: a few lines can expand to more than fits in memory
+            if size > _LARGEST:  # a few lines of nested aliases can expand beyond the memory
                 raise ValueError
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", "it is not UTF-8")
@@ -140,7 +140,7 @@ def _refused(value: Any) -> None:
 
 
 def _checked(content: Any) -> tuple[Definition | None, list[str]]:
-    """Return the definition by the known keys, None if a value is wrong, and messages about all mistakes."""
+    """Return the definition by the known keys, None for wrong values, and messages about mistakes."""
     adapter, mistakes = TypeAdapter(Definition), list[str]()
     content = deepcopy(content)
     while True:

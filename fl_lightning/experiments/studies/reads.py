@@ -17,15 +17,15 @@ _SHIPPED = ("fl_lightning.", "lightning.")
 """Packages whose callbacks log the same metrics during training as at the end."""
 
 _HEAD = 1 << 18
-"""Bytes that are read of a ``metrics.jsonl``, enough for hundreds of rounds before the first evaluation."""
+"""Bytes to read of a ``metrics.jsonl``, enough for hundreds of rounds before an evaluation."""
 
 
 class Reads:
     """Check of the metrics that a study reads against the metrics that its cells log.
 
-    The metrics of a cell without callbacks are known from row 0, the evaluation of the initial model;
-    with shipped callbacks, from the first evaluation after a round; with other callbacks, only from
-    the result.
+    The metrics of a cell without callbacks are known from row 0, the evaluation of the initial
+    model. With shipped callbacks they are known from the first evaluation after a round, with other
+    callbacks only from the result.
 
     Args:
         study: The study.
@@ -45,7 +45,7 @@ class Reads:
         ]
 
     def soon(self, cells: Sequence[Cell]) -> list[Cell]:
-        """Return the cells with the first cell of each kind in front; call it with all cells before ``check``."""
+        """Return the cells, one of each kind first; must be called with all cells before ``check``."""
         for cell in cells:
             self._of_run.setdefault(cell.key, {})[cell] = None
         first = {*{self._kind(cell.labels): cell for cell in reversed(cells)}.values()}
@@ -58,8 +58,8 @@ class Reads:
             cells: Cells with their states.
 
         Raises:
-            ConfigurationError: A trial lacks the metric of its choice, a cell lacks the metric of its
-                label, or all cells lack the metric of a column.
+            ConfigurationError: A trial lacks the metric of its choice, a cell the metric of its
+                label, or all cells the metric of a column.
         """
         for cell, state in cells:
             names = set() if cell in self._checked else logged(cell, state)
@@ -102,7 +102,7 @@ def logged(cell: Cell, state: State) -> set[str]:
 
 
 def _first_rows(path: Path) -> list[dict[str, float]]:
-    """Return the complete rows at the beginning of a ``metrics.jsonl``; reading stops early, as files grow long."""
+    """Return the complete rows among the first bytes of a ``metrics.jsonl``, which may grow long."""
     try:
         with path.open("rb") as file:
             return [json.loads(line) for line in file.read(_HEAD).split(b"\n")[:-1]]

@@ -62,7 +62,7 @@ def write_report(directories: Sequence[Path], output: Path) -> None:
     """Write the page.
 
     Args:
-        directories: Folders of studies, each a section of the page, and run directories, which share a section.
+        directories: Folders of studies, with a section each, and run directories, in one section.
         output: HTML file; links to run directories are relative to its folder.
 
     Raises:
@@ -141,7 +141,7 @@ def _part(found: Found, home: Path) -> dict[str, Any]:
 
 
 def _drawn(found: Found) -> Iterator[tuple[Markup, str]]:
-    """Yield figures as HTML with captions, including the pictures in the directory of a single run."""
+    """Yield figures as HTML with captions; for a single run, also the pictures in its directory."""
     runs = [run for group in found["groups"] for run in group["runs"]]
     place = Path(runs[0]["directory"])
     drawable = pictures(found)
@@ -162,7 +162,7 @@ def _drawn(found: Found) -> Iterator[tuple[Markup, str]]:
 
 
 def _inline(svg: str) -> Markup:
-    """Return an SVG file as an element of a page, without head, fonts and group ids, which must be unique."""
+    """Return an SVG file as an element of a page, without head, fonts and group ids."""
     body = svg[svg.index("<svg") :]
     body = re.sub(r'<g id="[^"]*"', "<g", body)
     body = re.sub(r"font-family: [^;\"]*;? ?", "", body)

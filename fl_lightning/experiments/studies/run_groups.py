@@ -43,8 +43,8 @@ class Key(NamedTuple):
 def found_in(directories: Sequence[Path]) -> Found:
     """Return the findings of run directories.
 
-    Of several attempts at one configuration and seed, the newest finished one counts, else the newest.
-    Equal configurations and seeds in different folders count as different runs.
+    Of several attempts at one configuration and seed, the newest finished one counts, else the
+    newest. Runs of one configuration and seed in different folders are different runs.
 
     Args:
         directories: Run directories.
@@ -108,7 +108,7 @@ def found_in(directories: Sequence[Path]) -> Found:
 
 
 def state_of(attempt: Attempt) -> State:
-    """Return the state of an attempt: ``done`` with a result, ``failed`` with an error, ``running`` or ``stopped``."""
+    """Return the state of an attempt: ``done``, ``failed``, ``running`` or ``stopped``."""
     try:
         return State("done", attempt, read_result(attempt.result))
     except ConfigurationError as error:
@@ -132,7 +132,7 @@ def _origin(state: State, attempt: Attempt) -> list[str]:
 
 
 def resolved(attempt: Attempt) -> Config:
-    """Return the configuration of a run; the planned rounds, which a script's lacks, come from other files.
+    """Return the configuration of a run; for scripts, the planned rounds come from other files.
 
     Raises:
         ConfigurationError: The configuration cannot be read.
@@ -164,7 +164,7 @@ def _learning_rate(config: Config) -> float | None:
 
 
 def _hash_of(attempt: Attempt, config: Config) -> str:
-    """Return the hash of a configuration without seed and without a script's initial weights, which may vary by seed."""
+    """Return the hash of a configuration without seed and initial weights, which may vary by seed."""
     model = config["model"].get("init_args", config["model"])
     weights = "weights_digest" in model["model"]
     named = re.fullmatch(r"([0-9a-f]{8})-s\d+(\.\d+)?", attempt.path.name)
@@ -177,7 +177,7 @@ def _hash_of(attempt: Attempt, config: Config) -> str:
 
 
 def _apart(attempts: Sequence[tuple[int, Attempt]]) -> dict[str, Runs]:
-    """Group runs of one configuration by place: together if all seeds differ, else by folder, else one by one."""
+    """Group runs of one configuration: together if all seeds differ, else by folder, else singly."""
     newest: dict[Path, tuple[int, Attempt]] = {}
     for seed, attempt in attempts:
         run = _first_attempt(attempt.path.resolve())
@@ -206,7 +206,7 @@ def _number(attempt: Attempt) -> tuple[bool, int]:
 
 
 def _names(keys: Sequence[Key], states: Sequence[Mapping[int, State]]) -> list[str]:
-    """Return the shortest distinct names of runs: run names, methods, or methods with hash, rounds or place."""
+    """Return the shortest distinct names: run names, methods, or these with hash, rounds and place."""
     results = [[state.result for state in by_seed.values() if state.result] for by_seed in states]
     methods = [str(finished[0]["method"]) if finished else "" for finished in results]
     run_names = [key.name for key in keys]
@@ -224,7 +224,7 @@ def _names(keys: Sequence[Key], states: Sequence[Mapping[int, State]]) -> list[s
 
 
 def _metrics(results: Iterable[Mapping[str, float]]) -> dict[str, str]:
-    """Return the test metrics, else the validation metrics, in words: the most frequent first, losses last."""
+    """Return test metrics, else validation metrics, in words: the most frequent first, losses last."""
     counts = Counter(name for result in results for name in result)
     for split, words in {"test/": "test ", "val/": "validation "}.items():
         names = [name for name in counts if name.startswith(split)]

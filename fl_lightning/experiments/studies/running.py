@@ -28,7 +28,7 @@ class _Life:
     """Progress of a cell without a result in this process.
 
     Attributes:
-        phase: ``"waiting"``, ``"submitted"`` to the engine, or ``"ended"`` until its result is visible.
+        phase: ``"waiting"``, ``"submitted"``, or ``"ended"`` until the result is visible.
         before: Attempt of the cell when it was submitted.
         status: Exit status of its job.
         ended: Time when its job ended, in seconds of the monotonic clock.
@@ -50,7 +50,7 @@ class Runner:
         engine: Engine that runs the cells.
         jobs: Number of cells that run at a time, cells of other processes included.
         accept_stale: Whether stale results count as done (default False).
-        show: Function of all cells and their states, called before cells are started; its errors end the runner.
+        show: Function of all cells and their states, called repeatedly; its errors end the runner.
     """
 
     def __init__(
@@ -68,10 +68,10 @@ class Runner:
         self._done: dict[Cell, State] = {}
 
     def run(self, cells: Sequence[Cell]) -> None:
-        """Run all cells without a result, then again all cells whose data differ from newer cells' data.
+        """Run all cells without a result, then rerun cells whose data differ from newer cells' data.
 
-        Of each family one cell is rerun first, to find the present data. Afterwards ``failed`` holds the
-        errors of failed cells by key, and ``diverged`` the keys of diverged cells.
+        Of each family one cell is rerun first, to find the present data. Afterwards ``failed`` holds
+        the errors of failed cells by key, and ``diverged`` the keys of diverged cells.
         """
         unique = [*{cell.key: cell for cell in reversed(cells)}.values()][::-1]
         share_first_stages(unique)
@@ -84,7 +84,7 @@ class Runner:
             self._run(unique)
 
     def _on_other_data(self, unique: Sequence[Cell], tried: Collection[Cell]) -> list[Cell]:
-        """Return the cells to rerun: a whole family once one of its cells has rerun, else one cell, preferably without a parent."""
+        """Return one outdated cell of each family, preferably without a parent, then its whole family."""
         outdated = expect_newest_data([self._state(cell) for cell in unique], unique)
         stale = [cell for cell in outdated if cell not in tried and cell.key not in self.failed]
         stale = [] if self.accept_stale else stale
@@ -131,7 +131,7 @@ class Runner:
                 self.diverged.add(cell.key)
 
     def _submit(self, left: dict[Cell, "_Life"], states: Mapping[Cell, State]) -> None:
-        """Submit the cells that may run now: their parent is done, and no other process trains them."""
+        """Submit up to ``jobs`` cells whose parent has ended and that no other process trains."""
         waiting = [cell for cell, life in left.items() if life.phase == "waiting"]
         for cell in [cell for cell in waiting if states[cell].phase == "done"]:
             waiting.remove(cell)
@@ -163,7 +163,7 @@ class Runner:
         config = {**cell.config, "checkpoint": {**checkpoint, "keep_rounds": keep_rounds}}
         write_text(file, f"# {cell.name}\n{yaml.safe_dump(config, sort_keys=False)}")
         log.parent.mkdir(parents=True, exist_ok=True)
-        # study_cell, not fit: engines rerun a killed command, which must then look for its newest checkpoint
+        # study_cell, not fit: a killed command is rerun and must then find its newest checkpoint
         command = [sys.executable, "-m", "fl_lightning.cli.study_cell", str(file.resolve())]
         branch = cell.branch(self.accept_stale)
         command += [f"--branch={branch.resolve()}"] if branch is not None else []

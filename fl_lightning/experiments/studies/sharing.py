@@ -9,7 +9,7 @@ from fl_lightning.experiments.studies.first_stages import family_of, first_stage
 def share_first_stages(cells: Iterable[Cell]) -> None:
     """Let each cell continue at its T* from the otherwise equal cell with the latest T*.
 
-    A cell without T* counts as the latest. Cells with a budget share nothing: their rounds are unknown.
+    A cell without T* is the latest. Cells with a budget are left out, as their rounds are unknown.
     """
     families: dict[str, list[tuple[float, Cell]]] = {}
     for cell in cells:

@@ -21,7 +21,7 @@ Rows = tuple[list[str], list[list[str]]]
 
 
 def mean_and_deviation(values: Sequence[float]) -> str:
-    """Return mean and standard deviation (n - 1) of finite values, such as ``"0.528 ± 0.006"``; empty without a value.
+    """Return mean ± standard deviation (n - 1), such as ``"0.528 ± 0.006"``; empty without a value.
 
     Non-finite values are left out and counted in words.
     """
@@ -43,7 +43,7 @@ _COSTS = ("samples", "sent by clients", "exchanges", "training")
 
 
 def whole_table(found: Found, brief: bool = False) -> Rows:
-    """Return a row for each combination: labels, values, published value and, unless ``brief``, costs."""
+    """Return a row for each combination: labels, values, published value, costs unless ``brief``."""
     axes = [axis for axis in found["axes"] if axis not in found["choose"]]
     metrics, first = found["metrics"], next(iter(found["metrics"]))
     header = [axis.rpartition(".")[2] for axis in axes] + [*metrics.values()]
@@ -79,7 +79,7 @@ def whole_table(found: Found, brief: bool = False) -> Rows:
 
 
 def spread_table(found: Found) -> Rows | None:
-    """Return the first metric with the labels of axis ``spread`` as columns; None without two columns."""
+    """Return the first metric with columns by the labels of axis ``spread``; None for fewer than two."""
     spread = found["spread"]
     if spread is None or len(found["axes"][spread]) < 2:
         return None
@@ -125,7 +125,7 @@ def choice_in_words(choice: ChoiceFound) -> str:
 
 
 def _kind_of(choice: ChoiceFound) -> str:
-    """Return the caveat of a choice: all trials diverged, or the best number is at the edge of the grid."""
+    """Return the caveat of a choice: all trials diverged, or the choice is at the edge of the grid."""
     if choice["values"] and not any(x is None or isfinite(x) for x in choice["values"].values()):
         return ", the first, since all diverged"
     return ", edge of the grid" * at_edge(choice)
@@ -167,7 +167,7 @@ def remarks(group: Group) -> list[str]:
 
 
 def diverged_in_words(group: Group) -> str:
-    """Return the number of diverged runs in words, such as ``"diverged in 2 of 3 seeds, round 17"``; empty for 0."""
+    """Return the number of diverged runs, such as ``"diverged in 2 of 3 seeds, round 17"``, or ``""``."""
     runs = [run for run in group["runs"] if run.get("diverged")]
     rounds = sorted({run["diverged_round"] for run in runs if "diverged_round" in run})
     where = f", round {', '.join(map(str, rounds))}" if rounds else ""
@@ -213,7 +213,7 @@ def _smaller(found: Found) -> str:
 
 
 def seeds_of(found: Found) -> str:
-    """Return the seeds of all rows with a result, such as ``"seeds 0 (16 rows); 0, 1, 2 (4 rows)"``."""
+    """Return the seeds of rows with a result, such as ``"seeds 0 (16 rows); 0, 1, 2 (4 rows)"``."""
     runs = [group["runs"] for group in found["groups"]]
     done = [sorted(run["seed"] for run in row if run["phase"] == "done") for row in runs]
     rows = [*filter(None, done)] or [sorted(run["seed"] for run in row) for row in runs]
@@ -232,7 +232,7 @@ COMPUTED = ("device", "threads", "cpu_capability", "executor", "compiled")
 
 
 def _unlike(found: Found) -> str:
-    """Return the differences between runs in data and in how they were computed, in words; empty without any."""
+    """Return differences between runs in data and computation, in words; empty without any."""
     runs = {run["directory"]: run for group in found["groups"] for run in group["runs"]}.values()
 
     def differing(values: Sequence[Mapping[str, object]], names: Iterable[str]) -> str:

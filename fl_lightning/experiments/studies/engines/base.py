@@ -55,7 +55,7 @@ class Engine(ABC):
 
     @abstractmethod
     def stop(self) -> None:
-        """Let all jobs finish their round, write a checkpoint and end; wait until all have ended."""
+        """Let all jobs finish their round and write a checkpoint; wait until all have ended."""
 
 
 def run_command(command: Sequence[str], log: str, folder: str, environment: Mapping[str, str]) -> int:

@@ -12,7 +12,7 @@ from fl_lightning.files import no_link
 
 
 class LocalEngine(Engine):
-    """Runs each cell in a process group of its own, so that Ctrl-C reaches only the study."""
+    """Runs each cell in a separate process group, so that Ctrl-C reaches only the study."""
 
     def __init__(self) -> None:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")

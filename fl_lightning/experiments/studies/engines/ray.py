@@ -13,7 +13,7 @@ from fl_lightning.files import no_link
 
 
 class RayEngine(Engine):
-    """Runs cells as tasks of the cluster at ``RAY_ADDRESS`` or on this machine, which is started if needed.
+    """Runs cells as tasks of the cluster at ``RAY_ADDRESS``, or of a local cluster, started if needed.
 
     All nodes need this Python and the working directory at the same paths.
     """
@@ -38,7 +38,7 @@ class RayEngine(Engine):
             self._running[ray.remote(base.run_command).options(**options).remote(*arguments)] = job
 
     def ended(self) -> dict[str, int]:
-        """Return the exit status of each ended task: 1, with the reason in its log, if Ray could not run it."""
+        """Return the exit status of each ended task: 1, with a reason in its log, if Ray failed."""
         running = [*self._running]
         statuses = {}
         for task in ray.wait(running, num_returns=len(running), timeout=0)[0] if running else []:

@@ -26,10 +26,11 @@ _ARRAY = 1000  # jobs in an array, Slurm's default limit
 
 
 class SlurmEngine(Engine):
-    """Runs cells as jobs that are requeued after preemption, at the time limit or if their node is lost.
+    """Runs cells as jobs that are requeued after preemption, a time limit or the loss of a node.
 
-    ``SBATCH_PARTITION``, ``SBATCH_ACCOUNT``, ``SBATCH_TIMELIMIT`` and the other variables of ``sbatch``
-    set further options. All nodes need this Python and the working directory at the same paths.
+    The environment variables of ``sbatch``, such as ``SBATCH_PARTITION``, ``SBATCH_ACCOUNT`` and
+    ``SBATCH_TIMELIMIT``, set further options. All nodes need this Python and the working directory
+    at the same paths.
 
     Args:
         cluster: Cluster of submitit, such as ``"slurm"`` (default) or ``"local"``.
@@ -76,7 +77,7 @@ class SlurmEngine(Engine):
             self._running |= queued
 
     def ended(self) -> dict[str, int]:
-        """Return the exit status of each ended job: 1, with the reason in its log, if Slurm ended it."""
+        """Return the exit status of each ended job: 1, with a reason in its log, if Slurm ended it."""
         statuses = {}
         for name in [name for name, (job, _) in self._running.items() if job.done()]:
             job, path = self._running.pop(name)
@@ -110,9 +111,9 @@ class _Queue(submitit.slurm.slurm.SlurmInfoWatcher):  # type: ignore[misc]  # su
         return {job: {"State": state if state in _ENDED else "PENDING"} for job, state in states.items()}
 
 
-class _Command(submitit.helpers.Checkpointable):  # type: ignore[misc]  # Checkpointable: requeued at its time limit, too
+class _Command(submitit.helpers.Checkpointable):  # type: ignore[misc]  # requeued at its time limit
     def __call__(self, *arguments: Any) -> int:
         status = run_command(*arguments)
         if status in (128 + signal.SIGTERM, -signal.SIGTERM):
-            os._exit(128 + signal.SIGTERM)  # without a result: Slurm decides whether to requeue the job
+            os._exit(128 + signal.SIGTERM)  # no result: Slurm decides whether to requeue the job
         return status
