@@ -174,7 +174,7 @@ class FederatedCLI(LightningCLI):
         return not {f"model.model.{name}", f"model.model.dict_kwargs.{name}"}.isdisjoint(self.given)
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
-        """Return the trainer: of a run for ``fit``, or for evaluating a checkpoint."""
+        """Return the trainer of a run (``fit``) or of an evaluation (other subcommands)."""
         config = self.config_init[self.subcommand]
         settings, ckpt_path = vars(config.trainer), config.ckpt_path
         assert isinstance(self.model, FederatedModule)

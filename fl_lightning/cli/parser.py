@@ -31,7 +31,7 @@ class ConciseParser(LightningArgumentParser):
 
     Attributes:
         owner: Class whose settings the parser reads; empty if the settings belong to several.
-        given: Settings of the user, by which errors name similar settings, files and lines.
+        given: Settings of the user, for similar names, files and lines in errors.
     """
 
     owner = ""
@@ -179,7 +179,7 @@ class Given(NamedTuple):
 
 
 _SECTION = object()
-"""Value of a key that is a section, as each setting in the section has its own line."""
+"""Placeholder value of a section; each setting in the section has its own entry."""
 
 
 def read_given(arguments: Sequence[str]) -> list[Given]:

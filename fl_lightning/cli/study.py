@@ -55,11 +55,11 @@ options are settings of every cell, such as --data.data_dir data/cifar10 or --tr
 
 @contextmanager
 def _cells_are_kept() -> Iterator[None]:
-    """Add to the message of a stop that cells are kept."""
+    """Add to the message of a stop which results are kept."""
     try:
         yield
     except Stopped as stopped:
-        stopped.kept = "finished cells and the checkpoints of others are kept; the same command goes on"
+        stopped.kept = "finished cells and the checkpoints of others are kept; the same command resumes"
         raise
 
 
@@ -212,7 +212,7 @@ class StudyCells:
             for name, value in fixed.items():
                 if config[name] != value:
                     raise ConfigurationError(
-                        f"{name}: {config[name]} is no setting of a study's cells, which have seeds and checkpoints of their own; leave it out"
+                        f"{name}: {config[name]} is no setting of a study's cells: the study sets seeds and checkpoints; leave it out"
                     )
             rounds = max(int(config["trainer"]["max_epochs"]), 0) or "budget"
             config |= {"seed_everything": seed, "name": f"{RUNS}/{rounds}"}  # resolved once for all seeds
@@ -260,7 +260,7 @@ def dry_run(cells: StudyCells, jobs: int, accept_stale: bool) -> None:
     everything = [*states, *((cell, cell.state(accept_stale)) for cell in later.values())]
     seconds = time_left(everything, jobs, cells.study.scale.cell_seconds)
     known = f"about {in_words(seconds)} left with --jobs {jobs}" if seconds is not None else ""
-    print(f"{done} of {len(everything)} cells are there; {known or 'no cell has been timed yet'}")
+    print(f"{done} of {len(everything)} cells are done; {known or 'no cell has been timed yet'}")
 
 
 def deciding_options(fit_options: Sequence[str]) -> list[str]:

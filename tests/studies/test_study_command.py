@@ -106,7 +106,7 @@ def test_more_cells_than_a_bound_are_refused_by_their_number(ran, capsys):
     assert "has 1,600 cells" in message_of(capsys, lambda: study("--max-cells=1599"))
     write()
     study("--dry-run", "--max-cells=8")
-    assert "0 of 6 cells are there" in capsys.readouterr().out
+    assert "0 of 6 cells are done" in capsys.readouterr().out
 
 
 def test_settings_that_do_not_work_are_all_named_before_the_first_cell(ran, capsys):
@@ -143,7 +143,7 @@ def test_a_dry_run_names_the_cells_and_trains_none(ran, capsys):
     study("--dry-run")
     out = capsys.readouterr().out.splitlines()
     assert out[0] == "missing  T*=2 method=BN seed=0, after round 2 of T*=4 method=BN seed=0"
-    assert out[-1] == "0 of 6 cells are there; no cell has been timed yet"
+    assert out[-1] == "0 of 6 cells are done; no cell has been timed yet"
     assert ran == []
     assert not Path("runs").exists()
     study()
@@ -151,7 +151,7 @@ def test_a_dry_run_names_the_cells_and_trains_none(ran, capsys):
     study("--dry-run")
     out = capsys.readouterr().out.splitlines()
     assert out[0].startswith("done     T*=2 method=BN seed=0  runs/cells/6/")
-    assert out[-1].startswith("6 of 6 cells are there; about 0 s left")
+    assert out[-1].startswith("6 of 6 cells are done; about 0 s left")
 
 
 def test_a_cell_that_fails_is_named_and_the_others_go_on(ran, capsys):
@@ -323,7 +323,7 @@ def test_settings_of_the_command_line_are_those_of_every_cell(ran):
         (["s.yaml", "--trainer.max_epoch", "3"], "there is no setting"),
         (
             ["s.yaml", "--seed_everything", "5"],
-            "seed_everything: 5 is no setting of a study's cells, which have seeds",
+            "seed_everything: 5 is no setting of a study's cells: the study sets seeds",
         ),
         (["s.yaml", "--ckpt_path", "last"], "ckpt_path: last is no setting of a study's cells"),
         (["tiny.bin"], "study: tiny.bin cannot be read: it is not UTF-8"),
@@ -348,7 +348,7 @@ def test_ctrl_c_at_the_start_or_the_end_says_that_cells_are_kept(moment, ran, ca
     signal.signal(signal.SIGINT, before)
     assert stop.value.code == 130
     line = (
-        "stopped by Ctrl-C; finished cells and the checkpoints of others are kept; the same command goes on"
+        "stopped by Ctrl-C; finished cells and the checkpoints of others are kept; the same command resumes"
     )
     assert capsys.readouterr().err.splitlines()[-1] == line
 

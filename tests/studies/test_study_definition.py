@@ -105,7 +105,7 @@ def test_an_axis_with_one_label_is_not_chosen(tmp_path):
         ({"scales": {"reduced": {"base": "b", "seeds": []}}}, r"scales.reduced.seeds: \[\] must not be empty"),
         ({"axes": {"method": {"BN": {}, "GN": {"seeds": 1}, "sBN": {}}}, "scales": {"reduced": {"base": "b"}}}, "seeds: 1 must be a list"),
         ({"scales": {"reduced": {"base": "b", "seeds": [0, 0]}}}, r"scales.reduced.seeds: \[0, 0\] must be different; 0 is there twice"),
-        ({"choose": [{"axis": "method", "by": ["method"]}]}, "choose: method is chosen and cannot be in by"),
+        ({"choose": [{"axis": "method", "by": ["method"]}]}, "choose: method is the chosen axis and in by"),
         ({"settings": {"seed_everything": 3}}, "seed_everything is no setting of a study's cells"),
         ({"axes": {"method": {"BN": {"name": "x"}, "GN": {}, "sBN": {}}}, "scales": {"reduced": {"base": "b"}}}, "name is no setting of"),
         ({"settings": {"config": 3}}, "settings.config.0: 3 must be a text"),

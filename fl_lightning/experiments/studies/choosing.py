@@ -13,7 +13,7 @@ from fl_lightning.round.directions import best_is
 
 
 def trials(study: Study, choice: Choice) -> dict[tuple[str, ...], list[Labels]]:
-    """Return the combinations to try for each combination of labels of ``choice.by``."""
+    """Return the trials by labels of ``choice.by``: a combination for each label of the axis."""
     first = {axis: next(iter(labels)) for axis, labels in study.axes.items()}
     fixed = {
         axis: label

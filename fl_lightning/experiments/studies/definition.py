@@ -274,7 +274,7 @@ class Study:
         return [self._config(path) for path in self.scale.base]
 
     def arguments(self, labels: Mapping[str, str], seed: int) -> list[str]:
-        """Return the arguments of ``fit`` after the base, for a combination and a seed."""
+        """Return ``fit``'s arguments after the base, for a combination and a seed; later ones win."""
         of_labels = [self.axes[axis][label] for axis, label in labels.items()]
         arguments = []
         for settings in (self.definition.settings, self.scale.settings, *of_labels):

@@ -99,7 +99,7 @@ def pictures(found: Found) -> list[Picture]:
 def _maps(found: Found, name: str, signed: bool = False) -> list[Picture]:
     """Return a heat map if two axes vary.
 
-    Columns are the labels of ``spread``, else of the last axis; rows are those of the largest other axis.
+    Columns are labels of ``spread`` or the last axis, rows are labels of the largest other axis.
     """
     axes, metric = varied(found), next(iter(found["metrics"].values()))
     if len(axes) < 2:
@@ -277,7 +277,7 @@ def _band(group: Group, rows: Mapping[str, Rows], metric: str, cost: bool) -> tu
 
 
 def _logged(found: Found, rows: Mapping[str, Rows]) -> str | None:
-    """Return the metric of the curves: the table's first or a related one, if more runs log that."""
+    """Return the metric of the curves: of the table's first and related metrics, the most logged."""
     first = next(iter(found["metrics"]))
     related = [first.partition("/")[2], *QUALITIES, "loss"]
     names = [first, *(f"{split}/{name}" for name in related for split in ("val", "test"))]

@@ -31,7 +31,7 @@ def first_stage(config: Config) -> float:
 
 
 def family_of(config: Config) -> str:
-    """Return hash, seed, rounds and source of a run without its methods that have a T*."""
+    """Return the key of a run without its methods with T*: hash, seed, rounds and source."""
     rounds = int(config["trainer"]["max_epochs"])
     others = [json.loads(entry) for entry in _entries(config) if _same_until(entry, rounds) is None]
     first = {"model": config["model"], "data": config["data"]}

@@ -219,9 +219,9 @@ def _contradictions(study: Study) -> Iterator[str]:
                     )
     for choice in definition.choose:
         if choice.axis in choice.by:
-            yield f"choose: {choice.axis} is chosen and cannot be in by, {choice.by}, too; leave it out there"
+            yield f"choose: {choice.axis} is the chosen axis and in by {choice.by}; leave it out of by"
         for axis in {choice.axis, *choice.by} & choice.at.keys():
-            yield f"choose: at cannot name a label of {axis}, which is chosen or in by; leave it out there"
+            yield f"choose: at cannot name a label of {axis}, which is chosen or in by; leave it out of at"
         if not choice.metric.startswith("val/"):
             yield f"choose: metric {choice.metric} must be one of the validation data, such as val/accuracy"
     for axis in {x.axis for x in definition.choose if [y.axis for y in definition.choose].count(x.axis) > 1}:

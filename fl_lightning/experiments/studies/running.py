@@ -19,8 +19,8 @@ from fl_lightning.experiments.studies.engines.base import Engine, Job
 from fl_lightning.experiments.studies.sharing import share_first_stages
 from fl_lightning.files import write_text
 
-_PAUSE = 0.5  # seconds between two looks
-_PATIENCE = 60.0  # seconds after which a shared file system shows what another machine has written
+_PAUSE = 0.5  # seconds between two checks
+_PATIENCE = 60.0  # seconds until a shared file system shows another machine's files
 
 
 @dataclass
