@@ -101,7 +101,7 @@ class FederatedCLI(LightningCLI):
             if isinstance(value, float) and math.isnan(
                 value
             ):  # passes range checks: all comparisons are false
-                raise ConfigurationError(f"{name}: nan is no number; give one")
+                raise ConfigurationError(f"{name}: nan is no number; give a number")
             inner = [setting for setting in known if setting.startswith(f"{name}.")]
             if inner and name not in known:
                 shown = "null" if value is None else value

@@ -59,7 +59,9 @@ def _cells_are_kept() -> Iterator[None]:
     try:
         yield
     except Stopped as stopped:
-        stopped.kept = "finished cells and the checkpoints of others are kept; the same command resumes"
+        stopped.kept = (
+            "finished cells and the checkpoints of others are kept; the same command resumes the study"
+        )
         raise
 
 

@@ -283,5 +283,5 @@ NUMBERS = {
 @pytest.mark.parametrize(("setting", "changes"), NUMBERS.items(), ids=NUMBERS)
 def test_nan_is_refused_wherever_a_setting_takes_a_number(setting, changes, capsys):
     write_config(changes if isinstance(changes, dict) else {setting: changes})
-    assert message_of(capsys, run) == f"error: {setting}: nan is no number; give one\n"
+    assert message_of(capsys, run) == f"error: {setting}: nan is no number; give a number\n"
     assert left_behind() == []

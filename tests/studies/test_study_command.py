@@ -347,9 +347,7 @@ def test_ctrl_c_at_the_start_or_the_end_says_that_cells_are_kept(moment, ran, ca
         study("--model.local_steps=1", "--trainer.max_epochs=1")
     signal.signal(signal.SIGINT, before)
     assert stop.value.code == 130
-    line = (
-        "stopped by Ctrl-C; finished cells and the checkpoints of others are kept; the same command resumes"
-    )
+    line = "stopped by Ctrl-C; finished cells and the checkpoints of others are kept; the same command resumes the study"
     assert capsys.readouterr().err.splitlines()[-1] == line
 
 

@@ -141,7 +141,7 @@ def judge(claim: str, found: Found) -> Verdict | None:
             "verdict": "undecided",
             "words": f"no pair of runs of {sides[number]} and {sides[number + 1]}",
         }
-    verdicts = [_judge_pair(one, two, metric, margin) for link in links for one, two in link]
+    verdicts = [_judge_pair(*pair, metric, margin) for link in links for pair in link]
     kinds = [kind for kind, _ in verdicts]
     verdict = (
         "does not hold" if "does not hold" in kinds else "undecided" if "undecided" in kinds else "holds"

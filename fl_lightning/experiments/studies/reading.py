@@ -235,9 +235,9 @@ def _contradictions(study: Study) -> Iterator[str]:
                 read(words, known)
             except ConfigurationError as error:
                 yield str(error)
-    for one, other in combinations(definition.published, 2):
-        if study.has({axis: [*map(str, listed(x))] for axis, x in rows_of(one).items()}, rows_of(other)):
-            yield f"published: {one} and {other} are values of the same row; keep one"
+    for first, second in combinations(definition.published, 2):
+        if study.has({axis: [*map(str, listed(x))] for axis, x in rows_of(first).items()}, rows_of(second)):
+            yield f"published: {first} and {second} are values of the same row; keep one"
     for key in ("metric", "seeds"):
         rows = [(axis, label, x) for axis, labels in study.axes.items() for label, x in labels.items()]
         given: list[tuple[dict[str, str], Any]] = [
