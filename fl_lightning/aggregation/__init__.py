@@ -1,4 +1,4 @@
-"""Aggregation rules: what makes one row ``[d]`` of the clients' rows ``[n, d]``."""
+"""Aggregation rules: they combine the clients' rows ``[n, d]`` into one row ``[d]``."""
 
 from fl_lightning.aggregation.centers import CenteredClipping, GeometricMedian
 from fl_lightning.aggregation.coordinates import MeanAroundMedian, Median, TrimmedMean, median

@@ -1,4 +1,4 @@
-"""Centres of the clients' rows: the geometric median, and centered clipping."""
+"""Centres of the clients' rows: the geometric median and centred clipping."""
 
 import torch
 from torch import Tensor
@@ -9,7 +9,7 @@ from fl_lightning.aggregation.preaggregation import PreAggregator
 from fl_lightning.errors import ConfigurationError
 
 TOLERANCE = 1e-12
-"""The iteration ends where the point moves by less than this, in units of its median distance to the rows."""
+"""Smallest move of the point before the iteration ends, in units of its median distance to the rows."""
 
 _SMOOTHING = 1e-10
 _ITERATIONS = 10_000
@@ -19,39 +19,42 @@ class GeometricMedian(MixingRule):
     """Geometric median: the point whose distances to all clients have the smallest sum.
 
     Smoothed Weiszfeld iteration (Pillutla et al. 2022, "Robust Aggregation for Federated Learning", arXiv 1912.13445) to
-    convergence. The point is a mean of the rows with shares that are inverse to their distances to it; these follow from
-    the rows' inner products, so that the iteration handles n numbers, not d. Rows that hold a value that is not finite are
-    left out. Weighted, each distance counts by its client's weight. The rule needs no f; ``pre`` may. See :class:`~fl_lightning.aggregation.robust.RobustAggregator` for the settings.
+    convergence. The point is a mean of the rows, with shares inverse to their distances. The distances follow from the
+    rows' inner products, so the iteration updates n numbers, not d. Rows with a non-finite value are left out. If
+    weighted, each distance counts by its client's weight. Only ``pre`` may need ``f``. See
+    :class:`~fl_lightning.aggregation.robust.RobustAggregator` for the settings.
     """
 
     def mixing(self, distances: Distances, weights: Tensor | None) -> Tensor:
-        """The shares of the rows in their geometric median."""
-        # on the host: thousands of steps on n numbers are slower where each is a launch
-        kept = ~distances.rejected.cpu()
-        shares = torch.full((len(kept),), 1 / len(kept), dtype=torch.float64)
-        if kept.any():
+        """Return the rows' shares in their geometric median."""
+        # on the host: a GPU would launch a kernel for each of thousands of steps on n numbers
+        finite = ~distances.rejected.cpu()
+        shares = torch.full((len(finite),), 1 / len(finite), dtype=torch.float64)
+        if finite.any():
             weights = torch.ones_like(shares) if weights is None else weights.cpu() / weights.cpu().mean()
-            gram, squared = (matrix.cpu()[kept][:, kept] for matrix in (distances.gram, distances.squared))
-            at_rows = _median_rows(gram, squared, weights[kept])
-            shares.zero_()[kept] = _iterate(gram, weights[kept]) if at_rows is None else at_rows
+            gram, squared = (
+                matrix.cpu()[finite][:, finite] for matrix in (distances.gram, distances.squared)
+            )
+            at_rows = _median_rows(gram, squared, weights[finite])
+            shares.zero_()[finite] = _iterate(gram, weights[finite]) if at_rows is None else at_rows
         return shares.to(distances.gram.device)
 
 
 def _median_rows(gram: Tensor, squared: Tensor, weights: Tensor) -> Tensor | None:
-    """Shares ``[n]`` of the rows that are a geometric median themselves, if any: there the iteration would creep.
+    """Return the shares ``[n]`` of the rows at which the geometric median lies, None if it lies at no row.
 
-    They are those from which the unit vectors to the other rows, by weight, add up to no more than the weight in their place.
-    Two such places are the middle of evenly many rows on a line: then a point between.
+    The iteration would creep there. A row is a geometric median if the weighted sum of the unit vectors to the other rows
+    is no longer than the weight at its place. An even number of rows on a line has two such places: the result is between.
     """
     inverse = torch.where(squared > 0, squared.rsqrt(), 0) * weights
     units = inverse - inverse.sum(1).diag()
     pull = ((units @ gram) * units).sum(1).clamp_(min=0).sqrt_()
-    found = (pull <= ((squared == 0) * weights).sum(1) + 1e-9) * weights
-    return found / found.sum() if found.any() else None
+    at_median = (pull <= ((squared == 0) * weights).sum(1) + 1e-9) * weights
+    return at_median / at_median.sum() if at_median.any() else None
 
 
 def _iterate(gram: Tensor, weights: Tensor) -> Tensor:
-    """Weiszfeld's iteration from the mean, on shares ``[n]``."""
+    """Run Weiszfeld's iteration on the shares ``[n]``, from the mean."""
     norms = gram.diagonal()
     shares = weights / weights.sum()
     for _ in range(_ITERATIONS):
@@ -67,18 +70,17 @@ def _iterate(gram: Tensor, weights: Tensor) -> Tensor:
 
 
 class CenteredClipping(MixingRule):
-    """Centred clipping: the start, moved by the mean of the clients' deviations from it, each cut to the length tau.
+    """Centred clipping: a start point plus the mean of the clients' deviations from it, each clipped to the norm tau.
 
     Karimireddy et al. 2021, "Learning from History for Byzantine Robust Optimization", arXiv 2012.10333. The paper starts at
-    the last round's result; this rule keeps no state and **starts at the coordinate-wise median**, so that its result moves
-    along when all rows are moved. Rows that hold a value that is not finite are left out of the mean. Every client counts
-    alike.
+    the last round's result; this rule keeps no state and **starts at the coordinate-wise median**, so the result is
+    equivariant to translation. Rows with a non-finite value are left out. All clients count alike.
 
     Args:
-        tau: Largest L2 norm of a client's deviation that counts, over its whole vector; positive, in the parameters' unit.
-        iterations: How often the point moves on, 1 or more.
-        f: Byzantine clients in a round to withstand. The rule needs none; ``pre`` may.
-        pre: Applied to the rows first, such as ``NNM``, with its own ``f`` or else this one.
+        tau: Largest L2 norm of a client's deviation (whole vector); positive, in the parameters' unit.
+        iterations: Number of moves of the point, 1 or more.
+        f: Byzantine clients to withstand in a round. Only ``pre`` may need it.
+        pre: Pre-aggregator of the rows, such as ``NNM``; its ``f`` defaults to this one.
         per: See :class:`~fl_lightning.aggregation.robust.RobustAggregator`.
 
     Raises:
@@ -101,16 +103,16 @@ class CenteredClipping(MixingRule):
         self.tau, self.iterations = tau, iterations
 
     def mixing(self, distances: Distances, weights: Tensor | None) -> Tensor:
-        """Clip factors over n, after one iteration; the rest of the point is its start's."""
+        """Return the rows' shares: after one iteration, clip factors / n. The start has the rest."""
         gram = distances.gram.masked_fill(distances.rejected | distances.rejected[:, None], 0)
-        kept = (~distances.rejected).double()
-        if not kept.any():
-            return torch.full_like(kept, 1 / len(kept))
-        shares = torch.zeros_like(kept)
+        finite = (~distances.rejected).double()
+        if not finite.any():
+            return torch.full_like(finite, 1 / len(finite))
+        shares = torch.zeros_like(finite)
         for _ in range(self.iterations):
             # the point is start + shares @ deviations
             product = gram @ shares
             squared = gram.diagonal() - 2 * product + shares @ product
-            moves = kept * (self.tau / squared.clamp_(min=0).sqrt_()).clamp_(max=1) / kept.sum()
+            moves = finite * (self.tau / squared.clamp_(min=0).sqrt_()).clamp_(max=1) / finite.sum()
             shares = (1 - moves.sum()) * shares + moves
         return shares

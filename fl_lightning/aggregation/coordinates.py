@@ -1,9 +1,8 @@
 """Coordinate-wise rules: median and trimmed mean (Yin et al. 2018, "Byzantine-Robust Distributed Learning", 1803.01498).
 
-Each column is sorted in full. At 100 rows, on a CPU with AVX-512, numpy's sort does that 14 times as fast as torch's; a
-partial selection (numpy's, torch's) or a sorting network of whole rows takes at least twice its time. At 10 rows the
-network would take half of it, 7 ms less for 270,000 columns. Columns are walked over in chunks, so that extra memory does not
-grow with their number.
+Each column is sorted in full, by numpy on a CPU. At 100 rows, with AVX-512, numpy's sort is 14 times as fast as torch's. A
+partial selection (numpy's, torch's) or a sorting network over rows takes at least twice as long; only at 10 rows would
+the network be faster (half the time, 7 ms less for 270,000 columns). Columns are processed in chunks to bound memory.
 """
 
 from abc import abstractmethod
@@ -18,24 +17,27 @@ from fl_lightning.aggregation.preaggregation import PreAggregator
 from fl_lightning.aggregation.robust import RobustAggregator, Weighting
 
 CHUNK_ELEMENTS = {"cpu": 2**18}
-"""Elements of a chunk by device type: what a core's cache holds; elsewhere (``_LARGE_CHUNK``), few launches count."""
+"""Elements per chunk by device type. A CPU chunk fits a core's cache."""
 
-_LARGE_CHUNK = 2**24
+_LARGE_CHUNK = 2**24  # other devices: few kernel launches
 
 
 class CoordinateRule(RobustAggregator):
-    """A rule that mixes each column's values with shares that follow from their order."""
+    """A rule that averages each column's values with shares that depend on their order."""
 
     @abstractmethod
     def positions(self, ascending: Tensor, weights: Tensor) -> Tensor:
-        """Shares of the values of columns ``[c, n]`` in ascending order, by their weights ``[c, n]`` (alike: ``[1, n]``)."""
+        """Return the shares ``[c, n]`` of the values of sorted columns ``[c, n]``.
+
+        ``weights`` has the shape ``[c, n]``, or ``[1, n]`` if all clients count alike.
+        """
 
     def aggregate(self, blocks: Sequence[Tensor], weights: Tensor | None = None) -> list[Tensor]:
-        """Each column's values, mixed."""
+        """Average each column's values with the shares of :meth:`positions`."""
         return [mix_by_position(block, weights, self.positions) for block in blocks]
 
     def shares_of_rows(self, blocks: Sequence[Tensor], weights: Tensor | None = None) -> Tensor:
-        """The rows' shares, their mean over all columns."""
+        """Return the rows' shares, averaged over all columns."""
         total = blocks[0].new_zeros(len(blocks[0]), dtype=torch.float64)
         for block in blocks:
             for columns in chunks(block):
@@ -48,26 +50,26 @@ class CoordinateRule(RobustAggregator):
 class Median(CoordinateRule):
     """Coordinate-wise median; for an even number of clients the mean of the two middle values.
 
-    A value that is not a number counts as the largest: fewer than n/2 of them in a column leave its median between the
-    others. Weighted, it is the value in which half of all weight is reached, or the mean of the two that this lies between.
-    The rule needs no f; ``pre`` may. See :class:`~fl_lightning.aggregation.robust.RobustAggregator` for the settings.
+    NaN counts as the largest value, so fewer than n/2 NaNs in a column leave its median within the other values. The
+    weighted median is the value at half of all weight, or the mean of two values if half lies between them. Only ``pre``
+    may need ``f``. See :class:`~fl_lightning.aggregation.robust.RobustAggregator` for the settings.
     """
 
     def aggregate(self, blocks: Sequence[Tensor], weights: Tensor | None = None) -> list[Tensor]:
-        """The median of each column."""
+        """Return the median of each column."""
         return [median(block) for block in blocks] if weights is None else super().aggregate(blocks, weights)
 
     def positions(self, ascending: Tensor, weights: Tensor) -> Tensor:
-        """1 for the middle value, or 1/2 each for two."""
+        """Return 1 for the middle value, or 1/2 for each of two."""
         return around_half(weights)
 
 
 class TrimmedMean(CoordinateRule):
-    """Coordinate-wise trimmed mean: without the f smallest and the f largest values, the mean of the other n - 2f.
+    """Coordinate-wise trimmed mean: the mean of the n - 2f values between the f smallest and the f largest.
 
-    A value that is not a number counts as the largest, so that up to f of them in a column are dropped. With f = 0 it is
-    the mean. Weighted, as much weight as the f heaviest clients have together is trimmed at either end, and the rows at the
-    ends count in part. See :class:`~fl_lightning.aggregation.robust.RobustAggregator` for the settings.
+    NaN counts as the largest value, so up to f NaNs in a column are dropped. With f = 0 the rule is the mean. If weighted,
+    the weight of the f heaviest clients is trimmed at either end, and the rows at the ends count in part. See
+    :class:`~fl_lightning.aggregation.robust.RobustAggregator` for the settings.
     """
 
     f: int
@@ -83,7 +85,7 @@ class TrimmedMean(CoordinateRule):
         super().__init__(f, pre, per, weighting, max_weight)
 
     def aggregate(self, blocks: Sequence[Tensor], weights: Tensor | None = None) -> list[Tensor]:
-        """The mean of each column's middle n - 2f values."""
+        """Return the mean of each column's middle n - 2f values."""
         if weights is not None:
             return super().aggregate(blocks, weights)
         results = []
@@ -91,14 +93,14 @@ class TrimmedMean(CoordinateRule):
             n, result = len(block), block.new_empty(block.shape[1])
             for columns in chunks(block):
                 ascending = _sorted(block[:, columns])
-                # deviations from the middle value: exact where all kept values are equal
+                # deviations from the middle value: exact if all averaged values are equal
                 middle = ascending[:, n // 2, None]
                 result[columns] = (ascending[:, self.f : n - self.f] - middle).mean(1).add_(middle[:, 0])
             results.append(result)
         return results
 
     def positions(self, ascending: Tensor, weights: Tensor) -> Tensor:
-        """1 / (n - 2f) for each value that is kept."""
+        """Return equal shares of the values that are not trimmed, by weight."""
         trimmed = byzantine_mass(weights[0], self.f, "TrimmedMean.f")
         return within(weights, trimmed, 1 - trimmed)
 
@@ -107,15 +109,12 @@ class MeanAroundMedian(CoordinateRule):
     """Mean around the median (MeaM): per coordinate the mean of the n - f values closest to the median.
 
     Xie et al. 2018, "Generalized Byzantine-tolerant SGD", arXiv 1802.10116. Of two values equally far from the median the
-    lower one is taken. A value that is not finite is the farthest. With f = 0 it is the mean. Every client counts alike.
+    lower one is taken. Non-finite values are the farthest. With f = 0 the rule is the mean. All clients count alike.
 
     Args:
-        f: Byzantine clients in a round to withstand, 0 or more and less than half of them.
-        pre: Applied to the rows first, such as ``NNM``, with its own ``f`` or else this one.
+        f: Byzantine clients to withstand in a round, at least 0 and less than half of the clients.
+        pre: Pre-aggregator of the rows, such as ``NNM``; its ``f`` defaults to this one.
         per: See :class:`~fl_lightning.aggregation.robust.RobustAggregator`.
-
-    Raises:
-        ConfigurationError: f is out of range.
     """
 
     f: int
@@ -124,25 +123,25 @@ class MeanAroundMedian(CoordinateRule):
         super().__init__(f, pre, per)
 
     def positions(self, ascending: Tensor, weights: Tensor) -> Tensor:
-        """1 / (n - f) for each value that is close; in ascending order these are neighbours."""
+        """Return 1 / (n - f) for each value closest to the median; they are neighbours in order."""
         n = ascending.shape[1]
-        kept = n - self.f
+        count = n - self.f
         middle = (ascending[:, [n // 2]] + ascending[:, [(n - 1) // 2]]) / 2
-        # as often as the next value above is closer than the lowest of those taken, one takes its place
-        first = (ascending[:, kept:] - middle < middle - ascending[:, : self.f]).sum(1, keepdim=True)
+        # the window of values moves up while the next value above is closer than its lowest value
+        first = (ascending[:, count:] - middle < middle - ascending[:, : self.f]).sum(1, keepdim=True)
         place = torch.arange(n, device=ascending.device)
-        return ((place >= first) & (place < first + kept)).to(ascending.dtype).div_(kept)
+        return ((place >= first) & (place < first + count)).to(ascending.dtype).div_(count)
 
 
 def mix_by_position(
     rows: Tensor, weights: Tensor | None, positions: Callable[[Tensor, Tensor], Tensor]
 ) -> Tensor:
-    """Each column's values mixed with shares that follow from their order; values without a share are not felt.
+    """Average each column's values with shares that depend on their order; a value of share 0 is ignored.
 
     Args:
         rows: Shape ``[n, d]``.
         weights: The rows' weights ``[n]``; None: all alike.
-        positions: Gives the shares ``[c, n]`` of columns ``[c, n]`` in ascending order, NaN last, and of their weights.
+        positions: Function of sorted columns ``[c, n]`` (NaN last) and their weights that returns the shares ``[c, n]``.
 
     Returns:
         Shape ``[d]``.
@@ -155,7 +154,7 @@ def mix_by_position(
         else:
             ascending, order = rows[:, columns].t().sort(dim=1)
             shares = positions(ascending, weights[order]).to(rows.dtype)
-        # deviations from a value that has a share: exact where all such values are equal
+        # deviations from a value with a share: exact if all such values are equal
         base = ascending.gather(1, shares.argmax(1, keepdim=True))
         deviation = (ascending - base).masked_fill_(shares == 0, 0)
         result[columns] = deviation.mul_(shares).sum(1).add_(base[:, 0])
@@ -164,7 +163,7 @@ def mix_by_position(
 
 @torch.no_grad()
 def median(rows: Tensor) -> Tensor:
-    """Coordinate-wise median of ``rows [n, d]``, shape ``[d]``; NaN counts as the largest value."""
+    """Return the coordinate-wise median of ``rows [n, d]``, shape ``[d]``; NaN counts as the largest."""
     n = len(rows)
     result = rows.new_empty(rows.shape[1])
     for columns in chunks(rows):
@@ -176,10 +175,9 @@ def median(rows: Tensor) -> Tensor:
 
 
 def chunks(rows: Tensor) -> Iterator[slice]:
-    """Consecutive slices of the columns of ``rows [n, d]``.
+    """Yield consecutive slices of the columns of ``rows [n, d]``.
 
-    Whoever works on one slice at a time holds, beyond its results, a few copies of at most ``CHUNK_ELEMENTS`` numbers:
-    about 10 MB on a CPU, half a GB elsewhere.
+    A few copies of a slice take about 10 MB on a CPU, half a GB on other devices.
     """
     n, d = rows.shape
     width = max(CHUNK_ELEMENTS.get(rows.device.type, _LARGE_CHUNK) // max(n, 1), 1)
@@ -188,7 +186,7 @@ def chunks(rows: Tensor) -> Iterator[slice]:
 
 
 def _sorted(rows: Tensor) -> Tensor:
-    """The columns of rows ``[n, c]`` in ascending order, NaN last, as ``[c, n]``."""
+    """Return the columns of rows ``[n, c]`` sorted in ascending order, NaN last, as ``[c, n]``."""
     columns = rows.t().clone(memory_format=torch.contiguous_format)
     if columns.is_cpu and columns.dtype in (torch.float32, torch.float64):
         columns.numpy().sort(axis=1)
@@ -197,5 +195,5 @@ def _sorted(rows: Tensor) -> Tensor:
 
 
 def _alike(columns: Tensor) -> Tensor:
-    """Weights ``[1, n]`` for columns ``[c, n]`` whose rows count alike."""
+    """Return equal weights ``[1, n]`` for columns ``[c, n]``."""
     return columns.new_ones(1, columns.shape[1], dtype=torch.float64)

@@ -1,6 +1,6 @@
-"""Rules that measure distances between clients: nearest-neighbour mixing, Krum and multi-Krum.
+"""Rules based on distances between clients: nearest-neighbour mixing, Krum and multi-Krum.
 
-They need the n x n distances only, which one matrix product gives, and then mix rows with shares that follow from them.
+One matrix product gives the n x n distances, which determine the shares that mix the rows.
 """
 
 from abc import abstractmethod
@@ -20,20 +20,20 @@ from fl_lightning.errors import ConfigurationError, check_choice
 KrumScore = Literal["byzfl", "blanchard"]
 
 _FEW = 16
-"""Up to so many rows, differences pair by pair take less time than a median and a matrix product."""
+"""Most rows for which pairwise differences are faster than a median and a matrix product."""
 
 
 class NNM(PreAggregator):
-    """Nearest-neighbour mixing: every row becomes the mean of the n - f rows closest to it, itself among them.
+    """Nearest-neighbour mixing: every row becomes the mean of the n - f rows closest to it, including itself.
 
-    Allouah et al. 2023, "Fixing by Mixing", arXiv 2302.01772. Equal distances: the lower index. A row that holds a value
-    that is not finite is the last that others mix, and becomes NaN itself: a rule that follows drops it. With f = 0 every
-    row becomes the mean. Weighted, a row mixes the nearest until they have all weight but what the f heaviest clients have
-    together, the last of them in part.
+    Allouah et al. 2023, "Fixing by Mixing", arXiv 2302.01772. Ties go to the lower index. A row with a non-finite value is
+    the farthest from all rows and becomes NaN itself, so that the next rule drops it. With f = 0 every row becomes the
+    mean. If weighted, a row mixes its nearest rows until they hold all weight except that of the f heaviest clients; the
+    last row counts in part.
     """
 
     def mix(self, blocks: Sequence[Tensor], f: int, weights: Tensor | None = None) -> Mixed:
-        """Mix each client with its n - f nearest; distances are over all blocks together."""
+        """Mix each client with its n - f nearest, by distances over all blocks together."""
         distances = measure(blocks)
         closest = distances.squared.argsort(dim=1, stable=True)
         if weights is None:
@@ -45,17 +45,17 @@ class NNM(PreAggregator):
 
 
 class Krum(RobustAggregator):
-    """Krum: the client whose neighbours are closest to it (Blanchard et al. 2017, "Machine Learning with Adversaries").
+    """Krum: the client with the lowest score (Blanchard et al. 2017, "Machine Learning with Adversaries").
 
-    A client's score is the mean of its squared distances to the closest other clients. Equal scores: the lower index. A row
-    that holds a value that is not finite is the last to win. Every client counts alike.
+    A client's score is the mean of its squared distances to the closest other clients. Ties go to the lower index. A row
+    with a non-finite value has the highest score. All clients count alike.
 
     Args:
-        f: Byzantine clients in a round to withstand, 0 or more and less than half of them.
-        pre: Applied to the rows first, such as ``NNM``, with its own ``f`` or else this one.
+        f: Byzantine clients to withstand in a round, at least 0 and less than half of the clients.
+        pre: Pre-aggregator of the rows, such as ``NNM``; its ``f`` defaults to this one.
         per: See :class:`~fl_lightning.aggregation.robust.RobustAggregator`.
-        score: How many other clients count: ``"byzfl"``: n - f - 1, as in the ByzFL library; ``"blanchard"``: n - f - 2, as
-            in the paper.
+        score: Number of closest clients in the score: ``"byzfl"``: n - f - 1, as in the ByzFL
+            library; ``"blanchard"``: n - f - 2, as in the paper.
 
     Raises:
         ConfigurationError: f is out of range, or the score unknown.
@@ -71,11 +71,7 @@ class Krum(RobustAggregator):
         self.score: KrumScore = score
 
     def check(self, num_clients: int) -> None:
-        """Refuse fewer clients in a round than withstand f Byzantine ones and give each a neighbour to score.
-
-        Raises:
-            ConfigurationError: They are too few.
-        """
+        """Raise a ``ConfigurationError`` if a round has too few clients for f or for the score."""
         super().check(num_clients)
         rows = self._rows_left(num_clients)
         if self.score == "blanchard" and rows < self.f + 3:
@@ -86,16 +82,16 @@ class Krum(RobustAggregator):
             )
 
     def aggregate(self, blocks: Sequence[Tensor], weights: Tensor | None = None) -> list[Tensor]:
-        """The client whose neighbours are closest."""
+        """Return the row of the client with the lowest score."""
         winner = self.ranking(squared_distances(blocks))[:1]
         return [block.index_select(0, winner)[0] for block in blocks]
 
     def shares_of_rows(self, blocks: Sequence[Tensor], weights: Tensor | None = None) -> Tensor:
-        """1 for the client whose neighbours are closest."""
+        """Return 1 for the client with the lowest score."""
         return _equal_shares(self.ranking(squared_distances(blocks))[None, :1], len(blocks[0]))[0]
 
     def ranking(self, squared: Tensor) -> Tensor:
-        """The clients in ascending order of their score, int64 ``[n]``, from squared distances ``[n, n]``; ties by index."""
+        """Rank clients by ascending score, ties by index: squared distances ``[n, n]`` to int64 ``[n]``."""
         neighbours = len(squared) - self.f - (1 if self.score == "byzfl" else 2)
         others = squared.sort(dim=1).values[:, 1 : neighbours + 1]
         return others.sum(1).argsort(stable=True)
@@ -105,7 +101,7 @@ class MultiKrum(Krum):
     """Multi-Krum: the mean of the n - f clients with the lowest score of :class:`Krum`, which has the same settings."""
 
     def aggregate(self, blocks: Sequence[Tensor], weights: Tensor | None = None) -> list[Tensor]:
-        """The mean of the clients whose neighbours are closest."""
+        """Return the mean of the n - f clients with the lowest scores."""
         squared = squared_distances(blocks)
         ranking = self.ranking(squared)
         shares = _equal_shares(ranking[None, : len(ranking) - self.f], len(ranking))
@@ -114,37 +110,37 @@ class MultiKrum(Krum):
         return [rows[0] for rows in mix(blocks, shares, centres, rejected)]
 
     def shares_of_rows(self, blocks: Sequence[Tensor], weights: Tensor | None = None) -> Tensor:
-        """1 / (n - f) for each client that is chosen."""
+        """Return 1 / (n - f) for each chosen client."""
         ranking = self.ranking(squared_distances(blocks))
         return _equal_shares(ranking[None, : len(ranking) - self.f], len(ranking))[0]
 
 
 class MixingRule(RobustAggregator):
-    """A rule whose result mixes the clients' vectors with shares that follow from their inner products."""
+    """A rule that mixes the clients' vectors with shares that depend on their inner products."""
 
     @abstractmethod
     def mixing(self, distances: "Distances", weights: Tensor | None) -> Tensor:
-        """Shares ``[n]`` of the rows, 0 for rejected ones; what they lack to a sum of 1 is the centres'."""
+        """Return the rows' shares ``[n]``, 0 for rejected rows; the rest up to 1 is the centres' share."""
 
     def aggregate(self, blocks: Sequence[Tensor], weights: Tensor | None = None) -> list[Tensor]:
-        """The rows, mixed."""
+        """Mix the rows with the shares of :meth:`mixing`."""
         distances = measure(blocks)
         shares = self.mixing(distances, weights)[None]
         return [rows[0] for rows in mix(blocks, shares, distances.centres, distances.rejected)]
 
     def shares_of_rows(self, blocks: Sequence[Tensor], weights: Tensor | None = None) -> Tensor:
-        """The shares with which they are mixed."""
+        """Return the shares of :meth:`mixing`."""
         return self.mixing(measure(blocks), weights)
 
 
 class Distances(NamedTuple):
-    """Where the clients' rows lie to each other.
+    """Distances and inner products of the clients' rows.
 
     Attributes:
         gram: Inner products of the rows' deviations from the centres, float64 ``[n, n]``.
-        squared: Squared Euclidean distances, float64 ``[n, n]``; infinite to and from a rejected row, 0 on the diagonal.
-        rejected: Which rows hold a value that is not finite, bool ``[n]``.
-        centres: Where the deviations begin, by default at the coordinate-wise median of each block, ``[d_k]``.
+        squared: Squared Euclidean distances, float64 ``[n, n]``: infinite for a rejected row, 0 on the diagonal.
+        rejected: Mask of the rows with a non-finite value, bool ``[n]``.
+        centres: Origin of the deviations in each block, ``[d_k]``; default: the coordinate-wise median.
     """
 
     gram: Tensor
@@ -155,15 +151,15 @@ class Distances(NamedTuple):
 
 @torch.no_grad()
 def measure(blocks: Sequence[Tensor], centres: list[Tensor] | None = None) -> Distances:
-    """Distances between the clients, each client's vector being its rows of all blocks side by side.
+    """Measure the distances between the clients' vectors, which span all blocks.
 
-    They come from the Gram matrix of the deviations from the coordinate-wise median, in float64: a matrix product is an
-    order of magnitude faster than differences pair by pair, and around the median nothing cancels between close rows,
-    however far away a minority of outliers lies.
+    The distances come from the Gram matrix of the deviations from the coordinate-wise median, in float64. A matrix product
+    is an order of magnitude faster than pairwise differences. Deviations from the median avoid cancellation between close
+    rows, however far a minority of outliers lies.
 
     Args:
         blocks: Column blocks ``[n, d_k]`` of the clients' rows.
-        centres: Other points instead of the medians, ``[d_k]``.
+        centres: Origin of the deviations in each block, ``[d_k]``, instead of the medians.
     """
     n = len(blocks[0])
     gram = torch.zeros(n, n, dtype=torch.float64, device=blocks[0].device)
@@ -181,9 +177,9 @@ def measure(blocks: Sequence[Tensor], centres: list[Tensor] | None = None) -> Di
 
 @torch.no_grad()
 def squared_distances(blocks: Sequence[Tensor]) -> Tensor:
-    """Squared Euclidean distances between the clients, as :func:`measure` gives them: float64 ``[n, n]``.
+    """Return the squared Euclidean distances of :func:`measure` alone, float64 ``[n, n]``.
 
-    Those of few rows are measured pair by pair, so that nothing can cancel and no centre is needed.
+    Few rows are compared pair by pair, which needs no centre and avoids cancellation.
 
     Args:
         blocks: Column blocks ``[n, d_k]`` of the clients' rows.
@@ -205,15 +201,15 @@ def squared_distances(blocks: Sequence[Tensor]) -> Tensor:
 def mix(
     blocks: Sequence[Tensor], shares: Tensor, centres: Sequence[Tensor], rejected: Tensor
 ) -> list[Tensor]:
-    """Rows mixed with other rows: ``shares @ block`` for each block, exact where the mixed rows equal the centre.
+    """Return ``shares @ block`` for each block, exact if the mixed rows equal the centre.
 
-    A result that mixes a rejected row is NaN; other results do not feel rejected rows.
+    A result with a share of a rejected row is NaN; other results ignore rejected rows.
 
     Args:
         blocks: Column blocks ``[n, d_k]`` of the clients' rows.
-        shares: Non-negative shares, float64 ``[m, n]``; what a row's sum lacks to 1 is the centre's.
+        shares: Non-negative shares, float64 ``[m, n]``; the rest of a row up to 1 is the centre's share.
         centres: A point of each block amid most rows, ``[d_k]``.
-        rejected: Which rows hold a value that is not finite, bool ``[n]``.
+        rejected: Mask of the rows with a non-finite value, bool ``[n]``.
 
     Returns:
         The mixed rows of each block, ``[m, d_k]``.
@@ -226,7 +222,7 @@ def mix(
         result = block.new_empty(len(shares), block.shape[1])
         for columns in chunks(block):
             deviation = (block[:, columns] - centre[columns]).masked_fill_(unused, 0)
-            # rounding must not leave the rows' range: a mean of variances is a variance
+            # clamp rounding to the rows' minimum: a mean of variances must not become negative
             mixed = torch.maximum(weights @ deviation, deviation.amin(0)).add_(centre[columns])
             result[:, columns] = mixed.masked_fill_(spoilt, torch.nan)
         results.append(result)
@@ -234,7 +230,7 @@ def mix(
 
 
 def _equal_shares(chosen: Tensor, num_clients: int) -> Tensor:
-    """Shares ``[m, num_clients]`` that are alike for the clients ``chosen [m, k]``."""
+    """Return equal shares ``[m, num_clients]`` of the clients ``chosen [m, k]``."""
     m, k = chosen.shape
     shares = torch.zeros(m, num_clients, dtype=torch.float64, device=chosen.device)
     return shares.scatter_(1, chosen, 1 / k)

@@ -1,6 +1,7 @@
-"""The robust rules as functions of rows ``[n, d]``, with every client alike; their classes say what each computes.
+"""The robust rules as functions of rows ``[n, d]``; see their classes for the definitions.
 
-All raise :class:`~fl_lightning.errors.ConfigurationError` where f is negative or not below n/2.
+All raise :class:`~fl_lightning.errors.ConfigurationError` if f is negative or not below n/2. All
+clients count alike, except in the functions that take weights.
 """
 
 import torch
@@ -15,44 +16,44 @@ from fl_lightning.errors import ConfigurationError
 
 
 def trimmed_mean(rows: Tensor, f: int) -> Tensor:
-    """:class:`~fl_lightning.aggregation.coordinates.TrimmedMean` of ``rows [n, d]``, shape ``[d]``."""
+    """Return the :class:`~fl_lightning.aggregation.TrimmedMean` of ``rows [n, d]``, shape ``[d]``."""
     check_byzantine("trimmed_mean f", f, len(rows))
     return TrimmedMean(f)(rows)
 
 
 def nearest_neighbor_mixing(rows: Tensor, f: int) -> Tensor:
-    """:class:`~fl_lightning.aggregation.distances.NNM` of ``rows [n, d]``: the mixed rows, shape ``[n, d]``."""
+    """Return ``rows [n, d]`` mixed by :class:`~fl_lightning.aggregation.NNM`, shape ``[n, d]``."""
     check_byzantine("nearest_neighbor_mixing f", f, len(rows))
     return NNM()([rows], f)[0]
 
 
 def krum(rows: Tensor, f: int, *, score: KrumScore = "byzfl") -> Tensor:
-    """:class:`~fl_lightning.aggregation.distances.Krum` of ``rows [n, d]``, shape ``[d]``."""
+    """Return :class:`~fl_lightning.aggregation.Krum` of ``rows [n, d]``, shape ``[d]``."""
     check_byzantine("krum f", f, len(rows))
     return Krum(f, score=score)(rows)
 
 
 def multi_krum(rows: Tensor, f: int, *, score: KrumScore = "byzfl") -> Tensor:
-    """:class:`~fl_lightning.aggregation.distances.MultiKrum` of ``rows [n, d]``, shape ``[d]``."""
+    """Return :class:`~fl_lightning.aggregation.MultiKrum` of ``rows [n, d]``, shape ``[d]``."""
     check_byzantine("multi_krum f", f, len(rows))
     return MultiKrum(f, score=score)(rows)
 
 
 def geometric_median(rows: Tensor) -> Tensor:
-    """:class:`~fl_lightning.aggregation.centers.GeometricMedian` of ``rows [n, d]``, shape ``[d]``."""
+    """Return the :class:`~fl_lightning.aggregation.GeometricMedian` of ``rows [n, d]``, shape ``[d]``."""
     return GeometricMedian()(rows)
 
 
 def mean_around_median(rows: Tensor, f: int) -> Tensor:
-    """:class:`~fl_lightning.aggregation.coordinates.MeanAroundMedian` of ``rows [n, d]``, shape ``[d]``."""
+    """Return the :class:`~fl_lightning.aggregation.MeanAroundMedian` of ``rows [n, d]``, shape ``[d]``."""
     check_byzantine("mean_around_median f", f, len(rows))
     return MeanAroundMedian(f)(rows)
 
 
 def centered_clipping(rows: Tensor, tau: float, iterations: int = 1, start: Tensor | None = None) -> Tensor:
-    """:class:`~fl_lightning.aggregation.centers.CenteredClipping` of ``rows [n, d]`` from ``start [d]``, shape ``[d]``.
+    """Return :class:`~fl_lightning.aggregation.CenteredClipping` of ``rows [n, d]``, shape ``[d]``.
 
-    ``start`` None is the coordinate-wise median.
+    ``start [d]`` defaults to the coordinate-wise median.
     """
     distances = measure([rows], None if start is None else [start])
     shares = CenteredClipping(tau, iterations).mixing(distances, None)[None]
@@ -60,23 +61,23 @@ def centered_clipping(rows: Tensor, tau: float, iterations: int = 1, start: Tens
 
 
 def bucketing(rows: Tensor, size: int) -> Tensor:
-    """:class:`~fl_lightning.aggregation.preaggregation.Bucketing` of ``rows [n, d]``: the means, shape ``[ceil(n / size), d]``."""
+    """Return the :class:`~fl_lightning.aggregation.Bucketing` means, ``[ceil(n / size), d]``."""
     return Bucketing(size)([rows], 0)[0]
 
 
 def weighted_median(rows: Tensor, weights: Tensor) -> Tensor:
-    """:class:`~fl_lightning.aggregation.coordinates.Median` of ``rows [n, d]`` by ``weights [n]``, shape ``[d]``."""
+    """Return the weighted :class:`~fl_lightning.aggregation.Median` of ``rows [n, d]``, shape ``[d]``."""
     return Median(weighting="weighted", max_weight=torch.inf)(rows, weights)
 
 
 @torch.no_grad()
 def weighted_trimmed_mean(rows: Tensor, weights: Tensor, t: float) -> Tensor:
-    """Coordinate-wise mean of ``rows [n, d]`` without the lowest and the highest part ``t`` of all weight, shape ``[d]``.
+    """Return the coordinate-wise mean after trimming a share ``t`` of all weight at either end, ``[d]``.
 
     Args:
         rows: Shape ``[n, d]``; NaN counts as the largest value.
-        weights: Non-negative weights ``[n]``. A row at the edge of what is trimmed counts in part.
-        t: 0 or more and less than 1/2.
+        weights: Non-negative weights ``[n]``. A row at the edge of the trimmed share counts in part.
+        t: Trimmed share at either end, in [0, 1/2).
 
     Raises:
         ConfigurationError: t is out of range.

@@ -1,4 +1,4 @@
-"""How many clients may be Byzantine; and clients that count by weight: that of the heaviest, what lies within bounds."""
+"""Limits on the number and the weight of Byzantine clients, and shares of weighted rows."""
 
 import torch
 from torch import Tensor
@@ -6,20 +6,20 @@ from torch import Tensor
 from fl_lightning.errors import ConfigurationError
 
 TOLERANCE = 1e-12
-"""Cumulative weights that differ by less than this part of all are equal, so that n_i / N ties where the n_i do."""
+"""Cumulative weights this close (as a share of all) are equal: rounding of n_i / N must not break ties."""
 
 
 def check_byzantine(setting: str, f: int, num_clients: int | None = None, whom: str = "clients") -> None:
-    """Refuse a number of Byzantine clients that is none, or no minority of the clients.
+    """Raise an error unless ``f`` is a whole number, at least 0 and less than half of the clients.
 
     Args:
         setting: Name of the setting, such as ``"TrimmedMean.f"``.
-        f: The number found.
-        num_clients: Clients in a round; None where it is not known yet.
-        whom: What there is so many of, for the message.
+        f: Byzantine clients to withstand.
+        num_clients: Clients in a round; None if not known yet.
+        whom: The noun that ``num_clients`` counts, for the message.
 
     Raises:
-        ConfigurationError: f is not a whole number of at least 0, or at least half of the clients.
+        ConfigurationError: f is invalid.
     """
     if isinstance(f, bool) or not isinstance(f, int) or f < 0:
         raise ConfigurationError(f"{setting}: {f!r} must be a whole number of at least 0")
@@ -32,7 +32,7 @@ def check_byzantine(setting: str, f: int, num_clients: int | None = None, whom: 
 
 
 def byzantine_mass(weights: Tensor, f: int, setting: str) -> float:
-    """What part of all weights the f largest have together.
+    """Return the share of all weight that the f largest weights hold.
 
     Args:
         weights: Non-negative weights ``[n]``.
@@ -40,29 +40,29 @@ def byzantine_mass(weights: Tensor, f: int, setting: str) -> float:
         setting: Name of the setting of f, for the message.
 
     Raises:
-        ConfigurationError: They have half of it or more.
+        ConfigurationError: The share is half or more.
     """
     heaviest = weights.topk(f)
     mass = float(heaviest.values.sum() / weights.sum())
     if mass >= 0.5 * (1 - TOLERANCE):
         rows = ", ".join(map(str, sorted(heaviest.indices.tolist())))
         raise ConfigurationError(
-            f"{setting}: {f} rows may have {mass:.3g} of all weight (the heaviest, at positions {rows}), which must be less "
-            "than half; lower it or max_weight, or use weighting: uniform"
+            f"{setting}: the {f} heaviest rows (at positions {rows}) have {mass:.3g} of all weight, which must be less "
+            "than half; lower f or max_weight, or use weighting: uniform"
         )
     return mass
 
 
 def within(ordered: Tensor, low: float, high: float) -> Tensor:
-    """Shares of rows whose weights, side by side, lie within a part of all of it; those at its ends count in part.
+    """Return the rows' shares in a range of the cumulative weight; rows at its ends count in part.
 
     Args:
         ordered: Weights in the rows' order, float64 ``[c, n]``.
-        low: Where the part begins, in units of all weight.
-        high: Where it ends, above ``low``.
+        low: Start of the range, as a share of all weight.
+        high: End of the range, above ``low``.
 
     Returns:
-        Float64 ``[c, n]``; sums over n are 1.
+        Shares, float64 ``[c, n]``, which sum to 1 over n.
     """
     ordered = ordered / ordered.sum(1, keepdim=True)
     reached = ordered.cumsum(1)
@@ -72,7 +72,7 @@ def within(ordered: Tensor, low: float, high: float) -> Tensor:
 
 
 def around_half(ordered: Tensor) -> Tensor:
-    """Shares ``[c, n]`` of the row in which half of all weight is reached; 1/2 each where it is between two rows."""
+    """Return the weighted median's shares ``[c, n]``: 1 for one row, or 1/2 for each of two."""
     reached = ordered.cumsum(1)
     half = ordered.sum(1, keepdim=True) / 2
     shares = torch.zeros_like(ordered)

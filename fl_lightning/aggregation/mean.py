@@ -30,7 +30,7 @@ class Aggregator(Recorded, ABC):
     """A rule by which the server combines the clients' rows into one.
 
     Attributes:
-        per: Whether each layer is a vector of its own (``"layer"``), or all layers are one (``"model"``); None is the rule's usual way.
+        per: ``"layer"``: one vector per layer; ``"model"``: one vector for all layers; None: the rule's default.
     """
 
     per: Per = None
@@ -56,23 +56,20 @@ class Aggregator(Recorded, ABC):
         )
 
     def shares(self, blocks: Sequence[Tensor], weights: Tensor | None = None) -> Tensor:
-        """What part each client has in the aggregate of ``blocks``, the mean over all coordinates: float64 ``[n]``.
+        """Return each client's share in the aggregate, a mean over all coordinates: float64 ``[n]``.
 
         Raises:
-            ConfigurationError: The rule does not say it.
+            ConfigurationError: The rule does not implement it.
         """
         raise ConfigurationError(
-            f"{type(self).__name__} has no method shares(blocks, weights) that says whose its result is"
+            f"{type(self).__name__} does not implement shares(blocks, weights), each client's share in the result"
         )
 
     def check(self, num_clients: int) -> None:  # many rules take any number
-        """Refuse a number of clients in a round that the rule cannot work with, before training starts.
+        """Raise a ``ConfigurationError`` before training if a round has too few clients for the rule.
 
         Args:
             num_clients: Clients in a round.
-
-        Raises:
-            ConfigurationError: They are too few.
         """
 
 
@@ -84,11 +81,11 @@ class WeightedMean(Aggregator):
         return weighted_mean(rows, weights)
 
     def blocks(self, blocks: Sequence[Tensor], weights: Tensor) -> list[Tensor]:
-        """Aggregate each block by itself: the mean is linear, so no copy of all columns is needed."""
+        """Aggregate block by block: the mean is linear, so the columns need not be joined."""
         return [self(block, weights) for block in blocks]
 
     def shares(self, blocks: Sequence[Tensor], weights: Tensor | None = None) -> Tensor:
-        """The weights."""
+        """Return the weights, uniform if None."""
         n = len(blocks[0])
         weights = torch.full((n,), 1 / n, dtype=torch.float64) if weights is None else weights
         return weights.to(blocks[0].device, torch.float64)

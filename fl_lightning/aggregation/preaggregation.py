@@ -1,4 +1,4 @@
-"""What is done to the clients' rows before a robust rule aggregates them."""
+"""Pre-aggregators, which mix the clients' rows before a robust rule aggregates them."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -13,12 +13,12 @@ from fl_lightning.recorded import Recorded
 
 
 class Mixed(NamedTuple):
-    """What a pre-aggregator makes of the clients' rows.
+    """Result of a pre-aggregator.
 
     Attributes:
         blocks: The new rows, ``[m, d_k]`` each.
-        shares: The clients' shares in them, float64 ``[m, n]``; each row sums to 1.
-        weights: The new rows' weights, ``[m]``; None where all count alike.
+        shares: The clients' shares in the new rows, float64 ``[m, n]``; each row sums to 1.
+        weights: The new rows' weights, ``[m]``; None: all alike.
     """
 
     blocks: Sequence[Tensor]
@@ -27,10 +27,10 @@ class Mixed(NamedTuple):
 
 
 class PreAggregator(Recorded, ABC):
-    """What is done to the clients' rows before a robust rule aggregates them.
+    """A step that mixes the clients' rows before a robust rule aggregates them.
 
     Args:
-        f: Byzantine clients in a round to withstand; None takes the rule's.
+        f: Byzantine clients to withstand in a round; None: the f of the rule.
 
     Raises:
         ConfigurationError: f is negative.
@@ -43,39 +43,39 @@ class PreAggregator(Recorded, ABC):
 
     @abstractmethod
     def mix(self, blocks: Sequence[Tensor], f: int, weights: Tensor | None = None) -> Mixed:
-        """New rows for the column blocks ``[n, d_k]``, withstanding f Byzantine clients.
+        """Return the new rows.
 
         Args:
             blocks: Column blocks of the clients' rows, each ``[n, d_k]``.
             f: Byzantine clients to withstand.
-            weights: How much each client counts, ``[n]``; None: all alike.
+            weights: Weight of each client, ``[n]``; None: all alike.
         """
 
     def rows_left(self, num_clients: int) -> int:
-        """How many rows it makes of those of ``num_clients`` clients."""
+        """Return the number of new rows for ``num_clients`` clients."""
         return num_clients
 
     @property
     def rows_are(self) -> str:
-        """What its rows are, for messages."""
+        """Return the noun for the new rows, for messages."""
         return "clients"
 
     def __call__(self, blocks: Sequence[Tensor], f: int) -> list[Tensor]:
-        """New rows for the column blocks ``[n, d_k]``, with all clients alike."""
+        """Return new column blocks for the blocks ``[n, d_k]``, with all clients alike."""
         return list(self.mix(blocks, f).blocks)
 
 
 class Bucketing(PreAggregator):
-    """Bucketing: the clients are dealt at random into buckets of ``size``, and each bucket's mean is a row for the rule.
+    """Bucketing: clients are assigned at random to buckets of ``size``; the rule aggregates the buckets' means.
 
-    Karimireddy et al. 2022, "Byzantine-Robust Learning on Heterogeneous Datasets via Bucketing", arXiv 2006.09365. The rule
-    gets ceil(n / size) rows, up to f of them spoilt, and 2f must be less than that. The deal is drawn from torch's global CPU
-    generator. A bucket with a value that is not finite has none: a rule that follows drops it. Weighted, a bucket has its
-    clients' weighted mean and counts by their sum.
+    Karimireddy et al. 2022, "Byzantine-Robust Learning on Heterogeneous Datasets via Bucketing", arXiv 2006.09365. There are
+    ceil(n / size) buckets, which must be more than 2f. The assignment is drawn from torch's global CPU generator. The mean
+    of a bucket with a non-finite value is non-finite, so that the next rule drops it. If weighted, a bucket's row is the
+    weighted mean of its clients, and its weight is their sum.
 
     Args:
         size: Clients in a bucket, 1 or more; the last bucket may have fewer.
-        f: Byzantine clients in a round to withstand; null takes the rule's.
+        f: Byzantine clients to withstand in a round; null: the f of the rule.
 
     Raises:
         ConfigurationError: ``size`` or f is out of range.
@@ -88,17 +88,17 @@ class Bucketing(PreAggregator):
         self.size = size
 
     def rows_left(self, num_clients: int) -> int:
-        """The number of buckets."""
+        """Return the number of buckets."""
         return -(-num_clients // self.size)
 
     @property
     def rows_are(self) -> str:
-        """Such as ``"buckets of 2"``."""
+        """Return a noun such as ``"buckets of 2"``."""
         return f"buckets of {self.size}"
 
     @torch.no_grad()
     def mix(self, blocks: Sequence[Tensor], f: int, weights: Tensor | None = None) -> Mixed:
-        """The buckets' means."""
+        """Return the buckets' means."""
         n, device = len(blocks[0]), blocks[0].device
         buckets = [bucket.to(device) for bucket in torch.split(torch.randperm(n), self.size)]
         parts = torch.ones(n, dtype=torch.float64, device=device) if weights is None else weights
@@ -110,7 +110,7 @@ class Bucketing(PreAggregator):
             means.append(block.new_empty(len(buckets), block.shape[1]))
             for mean, share, bucket in zip(means[-1], shares, buckets, strict=True):
                 rows = block[bucket]
-                # deviations from a row: exact where all are equal
+                # deviations from a row: exact if all rows are equal
                 torch.add(rows[0], share[bucket].to(rows.dtype) @ (rows - rows[0]), out=mean)
         return Mixed(
             means, shares, None if weights is None else torch.stack([weights[b].sum() for b in buckets])

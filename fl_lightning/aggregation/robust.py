@@ -1,4 +1,4 @@
-"""The base of rules that withstand Byzantine clients."""
+"""Base class of the rules that withstand Byzantine clients."""
 
 from abc import abstractmethod
 from collections.abc import Sequence
@@ -18,22 +18,20 @@ Weighting = Literal["uniform", "weighted"]
 class RobustAggregator(Aggregator):
     """A rule that withstands f Byzantine clients in a round.
 
-    **Every client counts alike** unless ``weighting`` says else: the aggregation weights are not used. A client's parameters
-    are one vector; each layer's running means are another, its running variances a third.
-
-    Weighted clients are cut to ``max_weight`` first, as attackers report their own sizes. Withstanding f of them is
-    withstanding the f largest weights: together they must be less than half of all.
+    **All clients count alike by default**: the aggregation weights are ignored unless
+    ``weighting`` is ``"weighted"``. In that case each weight is first capped at ``max_weight``,
+    since attackers report their own sizes, and the f largest must sum to less than half of all.
 
     Args:
-        f: Byzantine clients in a round to withstand, 0 or more and less than half of them.
-        pre: Applied to the rows first, such as ``NNM``, with its own ``f`` or else this one.
-        per: Whether each layer is a vector of its own: ``"model"`` or ``"layer"``. Null: a client's parameters are one vector,
-            its statistics one per layer.
-        weighting: ``"weighted"``: clients count by their aggregation weights, in ``pre`` as well; ``"uniform"``: all alike.
-        max_weight: Largest weight that counts, in units of the clients' mean weight.
+        f: Byzantine clients to withstand in a round, at least 0 and less than half of the clients.
+        pre: Pre-aggregator of the rows, such as ``NNM``; its ``f`` defaults to this one.
+        per: ``"model"``: one vector per client; ``"layer"``: one per layer. Null: one for the
+            parameters, and for each layer one for its running means and one for its variances.
+        weighting: ``"uniform"``, or ``"weighted"``: by aggregation weights, in ``pre`` as well.
+        max_weight: Cap on a weight, in units of the clients' mean weight.
 
     Raises:
-        ConfigurationError: f, ``per``, ``weighting`` or ``max_weight`` is out of range, or nobody tells ``pre`` its f.
+        ConfigurationError: A setting is out of range, or both ``pre.f`` and ``f`` are None.
     """
 
     def __init__(
@@ -64,16 +62,16 @@ class RobustAggregator(Aggregator):
 
     @abstractmethod
     def aggregate(self, blocks: Sequence[Tensor], weights: Tensor | None = None) -> list[Tensor]:
-        """Aggregate the column blocks ``[n, d_k]``, each client being one vector over all of them, to ``[d_k]``.
+        """Aggregate column blocks ``[n, d_k]`` to ``[d_k]``; a client's vector spans all blocks.
 
         Args:
             blocks: The rows, after ``pre``.
-            weights: How much each row counts, float64 ``[n]``; None: all alike.
+            weights: Weight of each row, float64 ``[n]``; None: all alike.
         """
 
     @abstractmethod
     def shares_of_rows(self, blocks: Sequence[Tensor], weights: Tensor | None = None) -> Tensor:
-        """The rows' shares, float64 ``[n]``, in what :meth:`aggregate` makes of them."""
+        """Return each row's share in the result of :meth:`aggregate`, float64 ``[n]``."""
 
     def __call__(self, rows: Tensor, weights: Tensor | None = None) -> Tensor:
         """Aggregate ``rows [n, d]`` to ``[d]``."""
@@ -84,17 +82,17 @@ class RobustAggregator(Aggregator):
         """Aggregate several blocks ``[n, d_k]`` as one vector per client."""
         if not blocks:
             return []
-        if len(blocks[0]) == 1:  # a centralised run: nobody to withstand
+        if len(blocks[0]) == 1:  # a centralised run has no attackers
             return [block[0].clone() for block in blocks]
         rows, _, counted = self._prepare(blocks, weights)
         return self.aggregate(rows, counted)
 
     @torch.no_grad()
     def shares(self, blocks: Sequence[Tensor], weights: Tensor | None = None) -> Tensor:
-        """What part each client has in the aggregate of ``blocks``, the mean over all coordinates: float64 ``[n]``.
+        """Return each client's share in the aggregate, a mean over all coordinates: float64 ``[n]``.
 
-        They sum to 1; with :class:`~fl_lightning.aggregation.centers.CenteredClipping` to less, since what was clipped is its
-        start's. ``pre`` that draws at random draws anew.
+        The shares sum to 1, or to less if the rule clips: the rest is the share of its start. A
+        ``pre`` that draws at random draws again.
         """
         if len(blocks[0]) == 1:
             return blocks[0].new_ones(1, dtype=torch.float64)
@@ -103,11 +101,7 @@ class RobustAggregator(Aggregator):
         return shares if of_clients is None else shares @ of_clients
 
     def check(self, num_clients: int) -> None:
-        """Refuse fewer clients in a round than withstand f Byzantine ones.
-
-        Raises:
-            ConfigurationError: Half of them or more may be Byzantine.
-        """
+        """Raise a ``ConfigurationError`` if f is half of a round's clients or more."""
         rows, whom = self._rows_left(num_clients), "clients" if self.pre is None else self.pre.rows_are
         if self.f is not None:
             check_byzantine(f"{type(self).__name__}.f", self.f, rows, whom)
@@ -120,7 +114,7 @@ class RobustAggregator(Aggregator):
     def _prepare(
         self, blocks: Sequence[Tensor], weights: Tensor | None
     ) -> tuple[Sequence[Tensor], Tensor | None, Tensor | None]:
-        """The rows that reach the rule, the clients' shares in them (None: one each) and how much each row counts."""
+        """Return the rows after ``pre``, the clients' shares in them (None: one each), the weights."""
         self.check(len(blocks[0]))
         counted, of_clients = None, None
         if self.weighting == "weighted" and weights is not None:

@@ -1,4 +1,4 @@
-"""How the server combines the clients' running statistics, which are no vectors like others: variances are positive."""
+"""Aggregation of the clients' running statistics, whose variances must stay non-negative."""
 
 from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple, Protocol
@@ -14,14 +14,15 @@ Domain = Literal["variance", "log_variance", "second_moment"]
 
 
 class LayerStatistics(NamedTuple):
-    """What the clients send of a BN layer.
+    """The clients' running statistics of a BN layer.
 
     Attributes:
-        means: Their means, shape ``[n, channels]``.
-        variances: Their variances, likewise.
-        weights: Their weights, shape ``[n]``, sum 1.
-        between: Factor b on the variance between the clients, which is added to their variances: 0 where a method has none (FedAvg),
-            1 for the law of total variance, N / ((N - 1) beta) for FBN. A number, or one for each channel.
+        means: Running means, shape ``[n, channels]``.
+        variances: Running variances, shape ``[n, channels]``.
+        weights: Aggregation weights, shape ``[n]``, sum 1.
+        between: Factor b on the variance between the clients, which is added to the variances: a
+            number or ``[channels]``. 0 for FedAvg, 1 for the law of total variance,
+            N / ((N - 1) beta) for FBN.
     """
 
     means: Tensor
@@ -33,11 +34,11 @@ class LayerStatistics(NamedTuple):
 def sent_statistics(
     buffers: Mapping[str, Tensor], kinds: Mapping[str, str], weights: Tensor, between: float = 0.0
 ) -> dict[str, LayerStatistics]:
-    """The running statistics of all BN layers by the layer's name.
+    """Return the clients' running statistics of all BN layers by the layer's name.
 
     Args:
         buffers: The clients' buffers, ``[n, *shape]`` by name.
-        kinds: Their kinds, from ``fl_lightning.batch_norm.kinds.buffer_kinds``.
+        kinds: Kinds of the buffers, from ``fl_lightning.batch_norm.kinds.buffer_kinds``.
         weights: The clients' weights, shape ``[n]``, sum 1.
         between: Factor on the variance between the clients.
     """
@@ -51,28 +52,29 @@ def sent_statistics(
 
 
 class StatisticsAggregator:
-    """Combine the clients' statistics by a rule: ``m = F(m_i)``, ``v = F(v_i) + b F((m_i - m)^2)``.
+    """Aggregator of running statistics by a rule F: ``m = F(m_i)``, ``v = F(v_i) + b F((m_i - m)^2)``.
 
-    With the weighted mean these are FedAvg's means (b = 0), the law of total variance (b = 1), or lines 9 and 10 of FBN
-    (Guerraoui et al., arXiv 2405.14670), whose robust form puts a rule F in the place of all averages. Each layer's means are a
-    vector, and its variances another, unless the rule's ``per`` is ``"model"``.
-
-    Nothing forces what a robust rule gives to be a variance: a negative one becomes 0 and is counted.
+    With the weighted mean, b = 0 gives FedAvg's statistics, b = 1 the law of total variance, and
+    b = N / ((N - 1) beta) lines 9 and 10 of FBN (Guerraoui et al., arXiv 2405.14670), whose robust
+    form replaces all averages by F. A layer's means are one vector and its variances another,
+    unless the rule's ``per`` is ``"model"``. A robust F can give a negative variance, which is
+    clamped to 0 and counted.
 
     Args:
         rule: The rule F.
-        domain: None takes what clients send as it is. Otherwise a client's statistics of a layer that cannot be any (not finite, a
-            variance below 0) count as NaN, which robust rules leave out, and F is taken of ``"variance"``: (m, v);
-            ``"log_variance"``: (m, ln v), so that v is positive, and of a mean the geometric one; ``"second_moment"``: (m, v + b (m - c)^2) as
-            one vector, c the median of the clients' means, so that a median or trimmed mean of statistics is one, and that of a mean is
-            exact; b must not be 0.
+        domain: Quantity that F aggregates. ``"variance"``: (m, v). ``"log_variance"``: (m, ln v);
+            v stays positive, and a mean becomes geometric. ``"second_moment"``: the vector
+            (m, v + b (m - c)^2) with the median c of the clients' means and b not 0; medians and
+            trimmed means then give valid statistics, and a mean is exact. With a domain, a
+            client's layer with non-finite statistics or a negative variance is invalid: it counts
+            as NaN for robust rules and has no weight in a mean. None: (m, v) without that check.
 
     Raises:
-        ConfigurationError: An unknown domain.
+        ConfigurationError: The domain is unknown.
 
     Attributes:
-        invalid: Clients' statistics of a layer that were none, counted since the last :meth:`counts`.
-        clamped: Channels whose variance was negative, likewise.
+        invalid: Number of invalid pairs of client and layer since the last :meth:`counts`.
+        clamped: Number of channels with a clamped variance since the last :meth:`counts`.
     """
 
     def __init__(self, rule: Aggregator, domain: Domain | None = None) -> None:
@@ -84,11 +86,11 @@ class StatisticsAggregator:
 
     @property
     def is_mean(self) -> bool:
-        """Whether it does nothing but average."""
+        """Return whether the statistics are simply averaged."""
         return isinstance(self.rule, WeightedMean) and self.domain is None
 
     def __call__(self, layers: Sequence[LayerStatistics]) -> list[tuple[Tensor, Tensor]]:
-        """Aggregate the statistics of some layers: mean and variance of each, ``[channels]``."""
+        """Aggregate the statistics of layers to a mean and a variance ``[channels]`` each."""
         if self.rule.per != "model" or len(layers) < 2:
             return [self._aggregate(*layer) for layer in layers]
         widths = [layer.means.shape[1] for layer in layers]
@@ -103,10 +105,10 @@ class StatisticsAggregator:
         return list(zip(torch.split(mean, widths), torch.split(variance, widths), strict=True))
 
     def counts(self) -> dict[str, float]:
-        """What had to be left out or clamped since the last call, as metrics."""
-        found = {"statistics/invalid": float(self.invalid), "statistics/clamped": float(self.clamped)}
+        """Return the metrics of invalid and clamped statistics and reset both counts."""
+        metrics = {"statistics/invalid": float(self.invalid), "statistics/clamped": float(self.clamped)}
         self.invalid = self.clamped = 0
-        return found
+        return metrics
 
     def _aggregate(
         self, means: Tensor, variances: Tensor, weights: Tensor, between: float | Tensor
@@ -118,7 +120,7 @@ class StatisticsAggregator:
                 means.masked_fill(invalid, torch.nan),
                 variances.masked_fill(invalid, torch.nan),
             )
-            if not self.is_robust:  # a mean leaves out what has no weight
+            if not self.is_robust:  # 0 instead of NaN, with weight 0: 0 * NaN would be NaN
                 means, variances = (rows.masked_fill(invalid, 0) for rows in (means, variances))
                 weights = weights * ~invalid[:, 0]
                 weights = weights / weights.sum()
@@ -129,9 +131,7 @@ class StatisticsAggregator:
                     "model.statistics_domain: second_moment needs a method that adds the variance between clients, such as FBN; use "
                     "variance or log_variance"
                 )
-            centre = means.nanmedian(
-                0
-            ).values  # or a mean of many deviations takes the digits of both squares
+            centre = means.nanmedian(0).values  # deviations from it avoid cancellation between the squares
             mean, second = self.rule.blocks([means, variances + between * (means - centre) ** 2], weights)
             variance = second - between * (mean - centre) ** 2
         else:

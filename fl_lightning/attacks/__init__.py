@@ -1,4 +1,4 @@
-"""What Byzantine clients do: what they send, how they train, and the data they train on."""
+"""Attacks of Byzantine clients, on their messages, their local steps and their data."""
 
 from fl_lightning.attacks.base import Attack, Message
 from fl_lightning.attacks.poisoning import Backdoor, GradientAscent, LabelFlip, ModelReplacement

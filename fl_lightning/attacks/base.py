@@ -1,4 +1,4 @@
-"""What an attack is: three things that a Byzantine client may do otherwise."""
+"""Base class of attacks: three hooks that change what a Byzantine client does."""
 
 from typing import Any, NamedTuple
 
@@ -13,10 +13,10 @@ class Message(NamedTuple):
     """A vector that every client of the cohort sends, as the attackers know it.
 
     Attributes:
-        honest: What the honest clients send, shape ``[h, d]``; parameters as what they differ by from the server's.
-        own: What the attackers have computed, likewise ``[f, d]``.
-        weights: Aggregation weights of the honest clients and then of the attackers, shape ``[h + f]``, sum 1.
-        rule: How the server aggregates the vector.
+        honest: Vectors of the honest clients, shape ``[h, d]``; for parameters, the updates.
+        own: Vectors that the attackers have computed themselves, shape ``[f, d]``.
+        weights: Aggregation weights of the honest clients, then the attackers, ``[h + f]``, sum 1.
+        rule: The server's aggregation rule for the vector.
     """
 
     honest: Tensor
@@ -25,34 +25,34 @@ class Message(NamedTuple):
     rule: Aggregator
 
     def aggregate(self, sent: Tensor) -> Tensor:
-        """What the server makes of the vector, shape ``[d]``, if all attackers send ``sent``, of the same shape."""
+        """Return the aggregate ``[d]`` if all attackers send ``sent [d]``."""
         rows = torch.cat([self.honest, sent.expand(len(self.own), -1).to(self.honest.dtype)])
         return self.rule(rows, self.weights)
 
 
 class Attack(Recorded):
-    """What a Byzantine client does otherwise: what it sends, what it trains with, what it trains on.
+    """The behaviour of Byzantine clients: by default that of honest ones.
 
     Attributes:
-        least_honest: Honest clients that the attackers must know to make their messages; with fewer in a round they send what
-            they have computed.
+        least_honest: Honest clients that :meth:`messages` needs. In a round with fewer, attackers
+            send what they have computed.
     """
 
     least_honest: int = 0
 
     def messages(self, messages: list[Message]) -> list[Tensor]:
-        """What the attackers send instead of each message: ``[d]`` for all of them, or ``[f, d]``."""
+        """Return the attackers' vectors for each message: one ``[d]`` for all, or ``[f, d]``."""
         return [message.own for message in messages]
 
     def gradient(self, gradient: Tensor) -> Tensor:
-        """What an attacker trains with instead of its gradient in each local step, of the same shape."""
+        """Return the gradient that an attacker uses in a local step, of the same shape."""
         return gradient
 
     def batch(self, batch: Any, num_classes: int | None) -> Any:
-        """What an attacker trains on instead of a batch of its data.
+        """Return the batch that an attacker trains on.
 
         Args:
-            batch: The batch, ``(inputs, targets)`` for shipped attacks.
-            num_classes: Number of classes of the data set, None where it does not say.
+            batch: A batch of its data, ``(inputs, targets)`` for shipped attacks.
+            num_classes: Number of classes of the data set; None if unknown.
         """
         return batch

@@ -1,4 +1,4 @@
-"""Attacks through what attackers compute themselves: labels, images, gradients and the scale of their updates."""
+"""Attacks that need no knowledge of other clients: labels, images, gradients and the scale of updates."""
 
 import math
 from typing import Any
@@ -11,10 +11,10 @@ from fl_lightning.errors import ConfigurationError
 
 
 class LabelFlip(Attack):
-    """Attackers train on labels ``num_classes - 1 - y`` (Tolpegin et al. 2020, arXiv 2007.08432; ByzFL, Blades)."""
+    """Training on labels ``num_classes - 1 - y`` (Tolpegin et al. 2020, arXiv 2007.08432; ByzFL, Blades)."""
 
     def batch(self, batch: Any, num_classes: int | None) -> Any:
-        """The batch with flipped labels; a label that is no class, such as 255 or -100, stays."""
+        """Return the batch with flipped labels; labels outside the classes, such as 255 or -100, stay."""
         if num_classes is None:
             raise ConfigurationError(
                 "LabelFlip: the data do not say how many classes they have (num_classes)"
@@ -26,17 +26,18 @@ class LabelFlip(Attack):
 
 
 class Backdoor(Attack):
-    """Attackers teach the model to take every image with a trigger, a bright square, for a class of theirs.
+    """Backdoor: the model learns to classify every image with a trigger, a bright square, as ``target``.
 
-    The first images of each batch of theirs get the trigger in the lower right corner and the label ``target`` (Gu et al. 2017,
-    "BadNets", arXiv 1708.06733). Evaluations log ``attack_success``: the share of the images of other classes that the model
-    takes for ``target`` once they have the trigger.
+    The first images of each of the attackers' batches get the trigger in the lower right corner
+    and the label ``target`` (Gu et al. 2017, "BadNets", arXiv 1708.06733). Evaluations log
+    ``attack_success``: the share of images of other classes that the model classifies as
+    ``target`` after the trigger is added.
 
     Args:
-        target: The class.
-        fraction: Share of each batch that is poisoned, in (0, 1], rounded up.
-        size: Pixels of the square's side.
-        value: Its value in all channels, in the units of the normalised images.
+        target: Class that the trigger stands for.
+        fraction: Share of each batch that is poisoned, in (0, 1], rounded up to whole images.
+        size: Side of the square, in pixels.
+        value: Value of the square in all channels, in the units of the normalised images.
 
     Raises:
         ConfigurationError: A setting is out of range.
@@ -51,13 +52,13 @@ class Backdoor(Attack):
         self.target, self.fraction, self.size, self.value = target, fraction, size, value
 
     def triggered(self, images: Tensor) -> Tensor:
-        """The images ``[b, c, h, w]`` with the trigger."""
+        """Return the images ``[b, c, h, w]`` with the trigger."""
         images = images.clone()
         images[..., -self.size :, -self.size :] = self.value
         return images
 
     def batch(self, batch: Any, num_classes: int | None) -> Any:
-        """The batch with its first images poisoned."""
+        """Return the batch with its first images poisoned."""
         if num_classes is not None and self.target >= num_classes:
             raise ConfigurationError(
                 f"Backdoor.target: {self.target} must be less than the {num_classes} classes"
@@ -66,7 +67,7 @@ class Backdoor(Attack):
         if inputs.ndim != 4 or min(inputs.shape[2:]) < self.size or targets.ndim != 1:
             raise ConfigurationError(
                 f"Backdoor.size: a square of {self.size} pixels and a label for the image do not fit inputs of shape "
-                f"{[*inputs.shape[1:]]} and targets of shape {[*targets.shape[1:]]}; it needs larger images, [channels, height, width], "
+                f"{[*inputs.shape[1:]]} and targets of shape {[*targets.shape[1:]]}; use larger images [channels, height, width] "
                 "with one label each"
             )
         count = math.ceil(self.fraction * len(inputs))
@@ -77,33 +78,34 @@ class Backdoor(Attack):
 
 
 class GradientAscent(Attack):
-    """Attackers climb their own loss: each local step goes along ``-scale`` times the gradient (Blades' sign flip).
+    """Local steps with ``-scale`` times the gradient, which increase the loss (sign flip of Blades).
 
     Args:
-        scale: Factor on the opposite of the gradient.
+        scale: Factor on the negated gradient.
     """
 
     def __init__(self, scale: float = 1.0) -> None:
         self.scale = scale
 
     def gradient(self, gradient: Tensor) -> Tensor:
-        """The opposite of the gradient."""
+        """Return the negated gradient times ``scale``."""
         return -self.scale * gradient
 
 
 class ModelReplacement(Attack):
-    """Attackers scale up what they have trained (Bagdasaryan et al. 2020, "How To Backdoor Federated Learning", arXiv 1807.00459).
+    """Updates scaled up (Bagdasaryan et al. 2020, "How To Backdoor Federated Learning", arXiv 1807.00459).
 
-    Of parameters that is the update. With a factor of n / f it takes the place of the mean of n clients, as far as the honest ones'
-    updates cancel. With a ``Backdoor`` of the same clients before it, the backdoor gets in within a few rounds.
+    With the factor n / f the attackers' update replaces the mean over n clients, as far as the
+    honest updates cancel. If the same clients have a ``Backdoor`` listed before this attack, the
+    model learns the backdoor within a few rounds.
 
     Args:
-        scale: The factor.
+        scale: Factor on the update.
     """
 
     def __init__(self, scale: float = 10.0) -> None:
         self.scale = scale
 
     def messages(self, messages: list[Message]) -> list[Tensor]:
-        """What the attackers have computed, scaled up."""
+        """Return the attackers' vectors times ``scale``."""
         return [self.scale * message.own for message in messages]

@@ -1,4 +1,4 @@
-"""The factor of an attack that harms most: searches over one number."""
+"""Searches for the factor of an attack that harms most."""
 
 from collections.abc import Callable
 from typing import Literal
@@ -10,21 +10,22 @@ GRID = [step / 20 for step in range(101)]
 
 
 def search(harm: Callable[[float], float], how: Search) -> float:
-    """The factor with the greatest harm that a search finds; never one that harms less than 0 does.
+    """Search for the factor with the greatest harm; it harms at least as much as the factor 0.
 
     Args:
-        harm: What a factor does to the server, such as the distance between the aggregate and the honest mean.
-        how: ``"byzfl"``: 20 evaluations from 0 upwards, as in the ByzFL library: steps double from 10 while each is better; after
-            the first failure each is 0.8 of the one before, better or not. A heuristic. ``"grid"``: all of :data:`GRID`.
+        harm: Harm of a factor, such as the distance between the aggregate and the honest mean.
+        how: ``"grid"``: all of :data:`GRID`. ``"byzfl"``: the heuristic of the ByzFL library, 20
+            evaluations from 0 upwards. The step starts at 10 and doubles until a step fails to
+            increase the harm; from then on each step is 0.8 times the last.
     """
     if how == "grid":
         return max(GRID, key=harm)
     best, most, step, growing = 0.0, harm(0.0), 10.0, True
     for _ in range(19):
-        found = harm(best + step)
-        better = found > most
+        new = harm(best + step)
+        better = new > most
         if better:
-            best, most = best + step, found
+            best, most = best + step, new
         growing &= better
         step *= 2 if growing else 0.8
     return best

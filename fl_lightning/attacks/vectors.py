@@ -1,7 +1,8 @@
-"""Attacks on what clients send, by attackers who know what the honest ones send (algorithms of omniscient attackers).
+"""Attacks on messages, by omniscient attackers: they know the messages of the honest clients.
 
-Each has a pure function of the honest rows ``[h, d]`` that gives the vector ``[d]`` which all attackers send, and a class that
-a configuration names. Where the literature and its libraries differ, ``origin`` says whose formula it is.
+Each attack has a pure function, from the honest rows ``[h, d]`` to the vector ``[d]`` that all
+attackers send, and a class for configurations. Where papers and libraries differ, ``origin``
+selects the formula.
 """
 
 from abc import ABC, abstractmethod
@@ -23,25 +24,25 @@ _SEARCHES = ("fixed", "byzfl", "grid")
 
 
 def sign_flip(honest: Tensor) -> Tensor:
-    """The opposite of the honest mean (Allen-Zhu et al. 2021, arXiv 2012.14368), ``[h, d] -> [d]``."""
+    """Return the negated honest mean (Allen-Zhu et al. 2021, arXiv 2012.14368), ``[h, d] -> [d]``."""
     return -honest.mean(0)
 
 
 def fall_of_empires(honest: Tensor, tau: float = 2.0) -> Tensor:
-    """``-tau`` times the honest mean (Xie et al. 2020, "Fall of Empires", arXiv 1903.03936), ``[h, d] -> [d]``."""
+    """Return ``-tau`` times the honest mean (Xie et al. 2020, arXiv 1903.03936), ``[h, d] -> [d]``."""
     return -tau * honest.mean(0)
 
 
 def a_little_is_enough(honest: Tensor, tau: float = 1.5, *, ddof: int = 1) -> Tensor:
-    """The honest mean plus ``tau`` honest standard deviations (Baruch et al. 2019, arXiv 1902.06156), ``[h, d] -> [d]``.
+    """Return the mean plus ``tau`` standard deviations (Baruch et al. 2019, arXiv 1902.06156).
 
     Args:
-        honest: What the honest clients send.
-        tau: Number of standard deviations; below 0 on the other side of the mean.
+        honest: Vectors of the honest clients, ``[h, d]``.
+        tau: Number of standard deviations, negative for the other side of the mean.
         ddof: The deviation's divisor is h - ddof.
 
     Raises:
-        ConfigurationError: There are no more than ``ddof`` honest clients.
+        ConfigurationError: h is ``ddof`` or less.
     """
     if len(honest) <= ddof:
         raise ConfigurationError(
@@ -51,22 +52,23 @@ def a_little_is_enough(honest: Tensor, tau: float = 1.5, *, ddof: int = 1) -> Te
 
 
 def a_little_factor(num_clients: int, f: int) -> float:
-    """The paper's factor z: what keeps the attackers' vector among the honest ones for a majority (Baruch et al., Section 3.2).
+    """Return the paper's factor z, for which s honest clients lie beyond the attackers' vector.
 
-    ``z = Phi^-1((n - f - s) / (n - f))`` with ``s = floor(n/2) + 1 - f`` honest clients to win.
+    ``z = Phi^-1((n - f - s) / (n - f))`` with the ``s = floor(n/2) + 1 - f`` honest clients that
+    the attackers lack for a majority (Baruch et al., Section 3.2).
 
     Args:
         num_clients: Clients in the round, n.
-        f: Attackers among them.
+        f: Attackers in the round.
 
     Raises:
-        ConfigurationError: They are a majority by themselves.
+        ConfigurationError: The attackers are a majority by themselves, or lack all honest clients.
     """
     honest = num_clients - f
     supporters = num_clients // 2 + 1 - f
     if not 0 < supporters < honest:
         raise ConfigurationError(
-            f"a_little_factor: {f} attackers of {num_clients} clients need no honest one for a majority; set tau"
+            f"a_little_factor: {f} of {num_clients} clients attack and need none or all of the others for a majority; set tau"
         )
     return NormalDist().inv_cdf((honest - supporters) / honest)
 
@@ -74,48 +76,49 @@ def a_little_factor(num_clients: int, f: int) -> float:
 def gaussian(
     honest: Tensor, mean: float = 0.0, std: float = 1.0, generator: torch.Generator | None = None
 ) -> Tensor:
-    """A vector of independent normal numbers, of the honest rows' width: ``[h, d] -> [d]``."""
+    """Draw a vector of independent normal numbers of the rows' width, ``[h, d] -> [d]``."""
     drawn = torch.randn(honest.shape[1], generator=generator, dtype=honest.dtype)
     return (mean + std * drawn).to(honest.device)
 
 
 def mimic(honest: Tensor, client: int = 0) -> Tensor:
-    """What one honest client sends, over-representing it (Karimireddy et al. 2022, arXiv 2006.09365), ``[h, d] -> [d]``.
+    """Return one honest client's vector, to over-represent it (Karimireddy et al. 2022, 2006.09365).
 
     Args:
-        honest: What the honest clients send.
-        client: Which of them, from 0.
+        honest: Vectors of the honest clients, ``[h, d]``.
+        client: Index of the client, from 0, modulo h.
     """
     return honest[client % len(honest)]
 
 
 class SignFlip(Attack):
-    """Attackers send the opposite of the honest mean (Allen-Zhu et al. 2021, arXiv 2012.14368)."""
+    """The negated honest mean (Allen-Zhu et al. 2021, arXiv 2012.14368)."""
 
     least_honest = 1
 
     def messages(self, messages: list[Message]) -> list[Tensor]:
-        """The opposite of each honest mean."""
+        """Return the negated mean of each message."""
         return [sign_flip(message.honest) for message in messages]
 
 
 class Scaled(Attack, ABC):
-    """An attack with a factor, fixed or searched: one for all messages together.
+    """An attack with a factor, fixed or searched, which is the same for all messages.
 
-    A search maximises the distance between what the server makes of the messages and the means of the honest ones. Messages under a
-    weighted mean do not count, since theirs has no maximum; where there are no others, the fixed factor is used.
+    A search maximises the distance between the aggregates of the messages and their honest means.
+    It ignores messages that are aggregated by a weighted mean, whose distance has no maximum, and
+    uses the fixed factor if these are all.
 
     Args:
-        tau: The factor; None that of ``origin``.
-        search: How the factor is searched instead: ``"byzfl"``, ``"grid"``, or ``"fixed"``, see
-            :func:`~fl_lightning.attacks.search.search`. Under a weighted mean ``tau`` is used.
-        origin: Whose attack.
+        tau: Fixed factor; default: that of ``origin``.
+        search: ``"fixed"``: ``tau``; ``"byzfl"`` or ``"grid"``: a search, see
+            :func:`~fl_lightning.attacks.search.search`.
+        origin: Source of the formula: ``"byzfl"``, ``"paper"`` or ``"blades"``.
 
     Raises:
-        ConfigurationError: An unknown origin or search.
+        ConfigurationError: The origin or search is unknown.
 
     Attributes:
-        factors: The factor of each origin.
+        factors: Default factor by origin.
     """
 
     least_honest = 1
@@ -128,14 +131,14 @@ class Scaled(Attack, ABC):
 
     @abstractmethod
     def vector(self, message: Message, factor: float) -> Tensor:
-        """What the attackers send instead of a message with a factor, ``[d]``."""
+        """Return the attackers' vector ``[d]`` for a message and a factor."""
 
     def fixed(self, message: Message) -> float:
-        """The factor where none is searched."""
+        """Return the factor without a search."""
         return self.factors[self.origin] if self.tau is None else self.tau
 
     def messages(self, messages: list[Message]) -> list[Tensor]:
-        """Each message with the one factor."""
+        """Return the attackers' vector for each message, with one factor for all."""
         if not messages:
             return []
         factor = self.fixed(messages[0])
@@ -156,27 +159,27 @@ class Scaled(Attack, ABC):
 
 
 class FallOfEmpires(Scaled):
-    """Attackers send ``-tau`` times the honest mean (Xie et al. 2020, "Fall of Empires", arXiv 1903.03936).
+    """``-tau`` times the honest mean (Xie et al. 2020, "Fall of Empires", arXiv 1903.03936).
 
-    ``tau`` is 2 by ``origin`` ``"byzfl"``, 1 by ``"blades"``, 0.1 by ``"paper"`` (its epsilon).
+    ``tau`` defaults to 2 for the ``origin`` ``"byzfl"``, 1 for ``"blades"`` and 0.1 for ``"paper"`` (its epsilon).
     """
 
     factors: ClassVar = {"byzfl": 2.0, "blades": 1.0, "paper": 0.1}
 
     def vector(self, message: Message, factor: float) -> Tensor:
-        """The honest mean times ``-factor``."""
+        """Return the honest mean times ``-factor``."""
         return fall_of_empires(message.honest, factor)
 
 
 class ALittleIsEnough(Scaled):
-    r"""Attackers send the honest mean and ``tau`` standard deviations (Baruch et al. 2019, arXiv 1902.06156).
+    r"""The honest mean plus or minus ``tau`` standard deviations (Baruch et al. 2019, arXiv 1902.06156).
 
     ================  =======  =====================================  ============  ==========================================
     origin            sign     tau                                    divisor       mean and deviation of
     ================  =======  =====================================  ============  ==========================================
     ``"byzfl"``       \+       1.5                                    h - 1         the honest clients
     ``"blades"``      \+       :func:`a_little_factor`                h - 1         the honest clients
-    ``"paper"``       \-       1.5                                    f             what the attackers themselves computed
+    ``"paper"``       \-       1.5                                    f             the attackers' own vectors
     ================  =======  =====================================  ============  ==========================================
     """
 
@@ -187,31 +190,31 @@ class ALittleIsEnough(Scaled):
         self.least_honest = 0 if origin == "paper" else 2
 
     def fixed(self, message: Message) -> float:
-        """``tau``, or what Blades computes from the numbers of clients."""
+        """Return ``tau``, or the factor that Blades computes from the numbers of clients."""
         if self.tau is None and self.origin == "blades":
             return a_little_factor(len(message.weights), len(message.own))
         return super().fixed(message)
 
     def vector(self, message: Message, factor: float) -> Tensor:
-        """The mean and ``factor`` standard deviations."""
+        """Return the mean plus or minus ``factor`` standard deviations."""
         if self.origin == "paper":
             return a_little_is_enough(message.own, -factor, ddof=0)
         return a_little_is_enough(message.honest, factor)
 
 
 class Gaussian(Attack):
-    """Attackers send independent normal numbers, each its own.
+    """Independent normal numbers, drawn for each attacker.
 
     Args:
-        mean: Their mean.
-        std: Their standard deviation.
+        mean: Mean of the numbers.
+        std: Standard deviation of the numbers.
     """
 
     def __init__(self, mean: float = 0.0, std: float = 1.0) -> None:
         self.mean, self.std = mean, std
 
     def messages(self, messages: list[Message]) -> list[Tensor]:
-        """Normal numbers in place of what the attackers have computed."""
+        """Draw normal numbers for each attacker and message."""
         return [
             torch.stack([gaussian(message.own, self.mean, self.std) for _ in message.own])
             for message in messages
@@ -219,10 +222,10 @@ class Gaussian(Attack):
 
 
 class Mimic(Attack):
-    """Attackers send what one honest client sends, over-representing it (Karimireddy et al. 2022, arXiv 2006.09365).
+    """The vector of one honest client, to over-represent it (Karimireddy et al. 2022, arXiv 2006.09365).
 
     Args:
-        client: Which of the round's honest clients, from 0.
+        client: Index of the client among the round's honest clients, from 0.
     """
 
     least_honest = 1
@@ -231,12 +234,12 @@ class Mimic(Attack):
         self.client = client
 
     def messages(self, messages: list[Message]) -> list[Tensor]:
-        """That client's messages."""
+        """Return the client's messages."""
         return [mimic(message.honest, self.client) for message in messages]
 
 
 class NonFinite(Attack):
-    """Attackers send a number that is none: a test of what a rule does with it.
+    """A non-finite value everywhere, to test how a rule handles it.
 
     Args:
         value: ``nan``, ``inf`` or ``-inf``.
@@ -247,5 +250,5 @@ class NonFinite(Attack):
         self.value = value
 
     def messages(self, messages: list[Message]) -> list[Tensor]:
-        """The value everywhere."""
+        """Return vectors filled with the value."""
         return [torch.full_like(message.own, float(self.value)) for message in messages]

@@ -1,4 +1,4 @@
-"""Batch Normalization layers and their state, whatever trains them."""
+"""Batch Normalization layers and their state."""
 
 from fl_lightning.batch_norm.joint import averaging_by, cohort_mean, mean_of_all
 from fl_lightning.batch_norm.kinds import KINDS, STATISTICS, TREATMENTS, buffer_kinds, parameter_kinds

@@ -1,4 +1,4 @@
-"""Frozen BN layers: they compute with their running statistics and never update them."""
+"""Frozen BN layers, which normalise with their running statistics and do not update them."""
 
 from collections.abc import Iterable
 
@@ -6,13 +6,13 @@ from torch import nn
 
 
 def freeze_statistics(layers: Iterable[nn.Module], frozen: bool) -> None:
-    """Let BN layers compute with their running statistics, or with the statistics of batches.
+    """Let BN layers normalise with their running statistics or with the statistics of batches.
 
-    A round calls it with what its policy says: from T* on the statistics are frozen (FixBN, Zhong et al. 2023).
+    Called in every round: FixBN (Zhong et al. 2023) freezes the statistics from round T* on.
 
     Args:
         layers: The BN layers that track statistics.
-        frozen: Whether the running statistics are used and kept.
+        frozen: Whether the layers normalise with the running statistics, without updates.
     """
     for layer in layers:
         layer.train(not frozen)

@@ -1,4 +1,4 @@
-"""Exchanges inside a forward pass: the one operation with which a layer sees the other clients."""
+"""The mean over clients inside a forward pass, the only operation that crosses clients there."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,14 +12,14 @@ from fl_lightning.errors import ConfigurationError
 
 
 def mean_of_all(stacked: Tensor, clients: int) -> Tensor:
-    """Mean over the rows of ``stacked [C, ...]``, for each of them.
+    """Return the mean over the rows of ``stacked [C, ...]``, expanded to all rows.
 
     Args:
         stacked: The clients' tensors.
-        clients: How many there have to be.
+        clients: Required number of rows C.
 
     Raises:
-        ConfigurationError: There are more or fewer.
+        ConfigurationError: C differs from ``clients``.
     """
     if len(stacked) != clients:
         raise ConfigurationError(
@@ -33,14 +33,14 @@ _mean: ContextVar[Callable[[Tensor, int], Tensor]] = ContextVar("_mean", default
 
 @torch.library.custom_op("fl_lightning::cohort_mean", mutates_args=())
 def cohort_mean(own: Tensor, clients: int) -> Tensor:
-    """Mean of a tensor over all clients of the cohort, in a joint forward pass (``needs_joint_forward``).
+    """Return the mean of a tensor over the cohort in a joint forward pass (``needs_joint_forward``).
 
-    Its gradient is the mean of the clients' gradients: what a server returns that averages them in the backward pass.
-    All clients count alike; in a joint forward pass their batches have equal shapes.
+    Its gradient is the mean of the clients' gradients, as if the server averaged them in the
+    backward pass. All clients count alike: their batches have equal shapes.
 
     Args:
         own: A client's tensor, any shape.
-        clients: Size of the cohort; a mean over fewer clients would be that of another union.
+        clients: Size of the cohort, to refuse a mean over a part of it.
 
     Returns:
         The mean over the clients, same shape.
@@ -61,7 +61,7 @@ def _(info: Any, in_dims: tuple[int, None], own: Tensor, clients: int) -> tuple[
 
 @contextmanager
 def averaging_by(mean: Callable[[Tensor, int], Tensor]) -> Iterator[None]:
-    """Let a function of the stacked rows and the size of the cohort give the mean in joint forward passes."""
+    """Compute the mean of joint forward passes by a function of the stacked rows and the cohort's size."""
     token = _mean.set(mean)
     try:
         yield

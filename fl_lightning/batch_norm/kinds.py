@@ -1,9 +1,9 @@
 """The kinds of a model's state, found by module type and never by name.
 
-The state of a model falls into kinds, and every method is a statement about what happens to each kind in a round:
+A method declares what happens in a round to each kind of a model's state:
 
 =========== ==========================================================================
-``weight``  trainable parameters that are not a BN layer's
+``weight``  trainable parameters outside of BN layers
 ``affine``  gamma and beta of BN layers
 ``mean``    running means of BN layers
 ``var``     running variances of BN layers
@@ -21,7 +21,7 @@ _BN_BUFFERS = {"running_mean": "mean", "running_var": "var", "num_batches_tracke
 
 
 def parameter_kinds(model: nn.Module) -> dict[str, str]:
-    """Kind of each trainable parameter by its qualified name, in the order of ``named_parameters``."""
+    """Return the kind of each trainable parameter by name, in the order of ``named_parameters``."""
     affine = {id(p) for layer in batch_norm_layers(model).values() for p in layer.parameters(recurse=False)}
     return {
         name: "affine" if id(parameter) in affine else "weight"
@@ -31,7 +31,7 @@ def parameter_kinds(model: nn.Module) -> dict[str, str]:
 
 
 def buffer_kinds(model: nn.Module) -> dict[str, str]:
-    """Kind of each buffer by its qualified name, in the order of ``named_buffers``."""
+    """Return the kind of each buffer by its qualified name, in the order of ``named_buffers``."""
     layers = batch_norm_layers(model)
     persistent = model.state_dict(keep_vars=True).keys()
     kinds = {}
@@ -49,13 +49,13 @@ KINDS = ("weight", "affine", "mean", "var", "counter", "buffer")
 
 
 TREATMENTS = ("averaged", "max", "local", "frozen", "pooled", "reset")
-"""What may happen to a kind in a round.
+"""Treatments of a kind in a round.
 
-``averaged`` and ``max``: sent by the clients and aggregated (``max`` is the counter's rule). ``frozen``: kept as the
-server holds it; frozen statistics also normalise in training (the BN layers run in eval mode), frozen parameters are
-not trained. ``local``: kept by the client and not sent, through the callback that declares it (``Cohort.recall`` and
-``Cohort.remember``); the server's own copy, which is only evaluated, is the mean over the round's cohort. ``pooled``:
-aggregated by the callback that declares it. ``reset``: not kept after the round.
+``averaged`` and ``max``: sent by the clients and aggregated (``max`` is the counter's rule). ``frozen``: unchanged on the
+server; frozen statistics also normalise in training (the BN layers run in eval mode), frozen parameters are not trained.
+``local``: kept by the client and not sent, through the callback that declares it (``Cohort.recall`` and
+``Cohort.remember``); the server's copy, used only in evaluation, is the mean over the round's cohort. ``pooled``:
+aggregated by the callback that declares it. ``reset``: discarded after the round.
 """
 
 
@@ -67,7 +67,7 @@ KIND_LABELS = {
     "counter": "BN batch counter",
     "buffer": "other buffers",
 }
-"""What a table or figure calls each kind."""
+"""Label of each kind in tables and figures."""
 
 
 STATISTICS = ("mean", "var", "counter")
@@ -75,4 +75,4 @@ STATISTICS = ("mean", "var", "counter")
 
 
 JOINT_LABELS = KIND_LABELS | dict.fromkeys(STATISTICS, "BN statistics")
-"""The same where running means and variances are one thing: what is sent, what is frozen."""
+"""Labels in tables that show running means, variances and counters together."""

@@ -12,27 +12,27 @@ ONE_VALUE = (
     "gets one value per channel, whose variance is undefined; use batch_size >= 2, larger images, norm: gn or, for a DeepLab, "
     "pooled_norm: none"
 )
-"""What is wrong with a BN layer's batch of one, and the ways out."""
+"""End of the message about a BN layer that gets a batch of one value per channel."""
 
 
 def batch_norm_layers(model: nn.Module) -> dict[str, _BatchNorm]:
-    """The BN layers of a model (``BatchNorm1d/2d/3d``, ``SyncBatchNorm`` and subclasses) by their qualified name."""
+    """Return a model's BN layers (``BatchNorm1d/2d/3d``, ``SyncBatchNorm``, subclasses) by qualified name."""
     return {name: module for name, module in model.named_modules() if isinstance(module, _BatchNorm)}
 
 
 def require_batch_norm(
     model: nn.Module, method: str, *, statistics: bool = True, momentum: bool = False
 ) -> dict[str, _BatchNorm]:
-    """The BN layers of a model that a method cannot do without.
+    """Return the BN layers of a model or raise an error if a requirement of a method is not met.
 
     Args:
         model: The model.
         method: Name of the method, for messages.
-        statistics: Whether it needs running statistics too.
-        momentum: Whether it averages with the layers' momentum.
+        statistics: Whether the method needs running statistics in every layer.
+        momentum: Whether the method averages with the layers' momentum.
 
     Raises:
-        ConfigurationError: There is no BN layer, or one without the running statistics or the momentum.
+        ConfigurationError: No BN layer, or one without the running statistics or the momentum.
     """
     layers, kind = batch_norm_layers(model), type(model).__name__
     if not layers:
@@ -65,7 +65,7 @@ def set_momentum(model: nn.Module, momentum: float) -> None:
 
 @contextmanager
 def explain_batch_of_one() -> Iterator[None]:
-    """Turn PyTorch's "expected more than 1 value per channel" into an error that names the ways out."""
+    """Turn PyTorch's "expected more than 1 value per channel" into an error that names remedies."""
     try:
         yield
     except ValueError as error:
@@ -75,6 +75,6 @@ def explain_batch_of_one() -> Iterator[None]:
 
 
 def has_statistics(model: nn.Module) -> bool:
-    """Whether a model has BN layers and all of them keep running statistics."""
+    """Return whether a model has BN layers and all of them keep running statistics."""
     layers = batch_norm_layers(model).values()
     return bool(layers) and all(layer.running_mean is not None for layer in layers)

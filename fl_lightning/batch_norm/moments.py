@@ -1,4 +1,4 @@
-"""Means and variances of a union from those of its parts."""
+"""Means and variances of a union of samples from the moments of its parts."""
 
 import torch
 from torch import Tensor
@@ -7,14 +7,14 @@ from fl_lightning.aggregation import weighted_mean
 
 
 def total_variance(means: Tensor, variances: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and variance of the union of several samples, by the law of total variance.
+    """Return the mean and variance of a union of samples by the law of total variance.
 
-    With the parts' biased variances and weights K_i / N it is exactly the biased variance of the union: the mean of the
-    variances plus the variance of the means.
+    The variance is the mean of the variances plus the variance of the means. With biased
+    variances and weights K_i / N it is exactly the biased variance of the union.
 
     Args:
         means: Mean of each part, shape ``[n, d]``.
-        variances: Variance of each part, likewise.
+        variances: Variance of each part, shape ``[n, d]``.
         weights: Shares of the parts, shape ``[n]``, sum 1.
 
     Returns:
@@ -26,7 +26,7 @@ def total_variance(means: Tensor, variances: Tensor, weights: Tensor) -> tuple[T
 
 @torch.no_grad()
 def moments(values: Tensor) -> tuple[int, Tensor, Tensor]:
-    """Number of values of a channel, their mean and their sum of squared deviations from it; no gradient flows.
+    """Return K, the mean and the sum of squared deviations from it, without a gradient.
 
     Args:
         values: Shape ``[channels, K]``.
@@ -39,13 +39,13 @@ def moments(values: Tensor) -> tuple[int, Tensor, Tensor]:
 
 @torch.no_grad()
 def merge_(count: Tensor, mean: Tensor, m2: Tensor, *new: *tuple[int, Tensor, Tensor]) -> None:
-    """Add :func:`moments` to running ones, in place (Chan, Golub and LeVeque 1983).
+    """Merge :func:`moments` into running moments, in place (Chan, Golub and LeVeque 1983).
 
     Args:
         count: Number of values of a channel so far, a scalar or ``[channels]``.
-        mean: Their mean, shape ``[channels]``.
-        m2: Their sum of squared deviations from it, ``[channels]``.
-        new: The moments of other values.
+        mean: Mean of these values, shape ``[channels]``.
+        m2: Sum of their squared deviations from the mean, ``[channels]``.
+        new: Moments of the new values.
     """
     new_count, new_mean, new_m2 = new
     total = count + new_count

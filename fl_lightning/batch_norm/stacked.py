@@ -1,8 +1,8 @@
-"""A BN layer of all clients at once: one batch normalisation over clients x channels, where ``torch.func.vmap`` takes apart.
+"""A BN layer for all clients at once under ``torch.func.vmap``: one batch normalisation of clients x channels.
 
-``vmap`` normalises without scale and shift and applies these afterwards, which doubles the passes over the activations and
-what is kept of them for the backward pass. Every client's channels are independent of the others', so that ``C`` clients
-with ``F`` channels are one layer with ``C F`` channels, to rounding.
+By default ``vmap`` normalises first and applies scale and shift in further operations, which doubles the passes over the
+activations and the memory for the backward pass. Channels are independent, so ``C`` clients with ``F`` channels equal,
+up to rounding, one layer with ``C F`` channels.
 """
 
 from collections.abc import Callable, Iterable
@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 
 class StackedBatchNorm(TorchFunctionMode):
-    """While this is entered, ``batch_norm`` inside of ``vmap`` is one operation for all clients."""
+    """Context manager in which ``batch_norm`` under ``vmap`` is one operation for all clients."""
 
     def __torch_function__(
         self,
@@ -25,7 +25,7 @@ class StackedBatchNorm(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Run a function of torch, or what takes its place."""
+        """Run a torch function, with ``batch_norm`` replaced."""
         if func is F.batch_norm:
             func = _batch_norm
         return func(*args, **(kwargs or {}))
@@ -44,39 +44,42 @@ def _batch_norm(
     innermost = peek_interpreter_stack()
     inside = innermost is not None and innermost.key() == TransformType.Vmap
     statistics = [each for each in (running_mean, running_var) if each is not None]
-    one_value = training and input.numel() == input.shape[1]  # an error that torch words
+    one_value = training and input.numel() == input.shape[1]  # torch raises the error
     if not inside or one_value or not all(map(is_batchedtensor, (input, *statistics))):
         return F.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
-    found: Tensor = _Stacked.apply(input, running_mean, running_var, weight, bias, training, momentum, eps)
-    return found
+    normalised: Tensor = _Stacked.apply(
+        input, running_mean, running_var, weight, bias, training, momentum, eps
+    )
+    return normalised
 
 
 class _Stacked(torch.autograd.Function):
-    """Only its ``vmap`` is ever run, which is differentiable as it stands; there is no forward pass of its own."""
+    """Carrier of a ``vmap`` rule, which autograd differentiates; it has no forward pass."""
 
     @staticmethod
     def setup_context(*args: Any) -> None:
-        """Keep nothing: torch asks for this method before it looks for ``vmap``."""
+        """Do nothing: torch requires this method before it looks for ``vmap``."""
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Tensor, int]:
-        """Normalise an input that has one more dimension, that of the clients, at ``in_dims[0]``; so have the others."""
+        """Normalise stacked inputs; ``in_dims`` are the clients' dimensions of ``args``."""
         stacked = args[0].movedim(in_dims[0], 1)
         batch, clients, channels, *space = stacked.shape
         training, momentum, eps = args[5:]
-        if training and None in [
-            dim for dim, own in zip(in_dims[1:3], args[1:3], strict=True) if own is not None
-        ]:
+        statistics = args[1:3]
+        if training and any(
+            d is None and s is not None for d, s in zip(in_dims[1:3], statistics, strict=True)
+        ):
             raise RuntimeError("vmap: running statistics that all clients share cannot be updated by each")
         mean, var, weight, bias = (
             _joined(vector, dim, clients) for vector, dim in zip(args[1:5], in_dims[1:5], strict=True)
         )
-        whole = stacked.reshape(batch, clients * channels, *space)
-        found = F.batch_norm(whole, mean, var, weight, bias, training, momentum, eps)
-        for own, dim, updated in zip(args[1:3], in_dims[1:3], (mean, var), strict=True):
-            if training and updated is not None and not _share_memory(own, updated):
-                own.movedim(dim, 0).copy_(updated.view(clients, channels))
-        return found.view(batch, clients, channels, *space), 1
+        joined = stacked.reshape(batch, clients * channels, *space)
+        normalised = F.batch_norm(joined, mean, var, weight, bias, training, momentum, eps)
+        for buffer, dim, updated in zip(statistics, in_dims[1:3], (mean, var), strict=True):
+            if training and updated is not None and not _share_memory(buffer, updated):
+                buffer.movedim(dim, 0).copy_(updated.view(clients, channels))
+        return normalised.view(batch, clients, channels, *space), 1
 
 
 def _share_memory(first: Tensor, second: Tensor) -> bool:
@@ -84,7 +87,7 @@ def _share_memory(first: Tensor, second: Tensor) -> bool:
 
 
 def _joined(vector: Tensor | None, dim: int | None, clients: int) -> Tensor | None:
-    """The vectors of all clients one after the other, in the same memory where they lie so."""
+    """Return the concatenated vectors of all clients, as a view if the memory layout allows it."""
     if vector is None:
         return None
     return (vector.expand(clients, -1) if dim is None else vector.movedim(dim, 0)).reshape(-1)

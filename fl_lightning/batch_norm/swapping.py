@@ -1,4 +1,4 @@
-"""Other forward passes for BN layers, swapped by type: the only way in which a method changes one; and other modes for a while."""
+"""Replacement of the forward pass of BN layers by a method, and temporary changes of a model's modes."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -13,13 +13,13 @@ from fl_lightning.errors import ConfigurationError
 
 
 class SwappedBatchNorm(_BatchNorm):
-    """A BN layer whose forward pass belongs to a method: the base of the mixins of :func:`swap_batch_norm`.
+    """A BN layer with a method's forward pass: base of the mixins for :func:`swap_batch_norm`.
 
     Attributes:
         method: Name of the method's callback.
-        scratch: Names of what the mixin adds in :meth:`prepare`: attributes, or non-persistent buffers, which start each
-            round as the server's, are stacked like any buffer, and are never sent or saved.
-        original: The class that the layer came with.
+        scratch: Names that :meth:`prepare` adds: attributes, or non-persistent buffers. Such a
+            buffer starts each round from the server's, is stacked, and is never sent or saved.
+        original: The layer's class before the swap.
     """
 
     method: ClassVar[str]
@@ -27,7 +27,7 @@ class SwappedBatchNorm(_BatchNorm):
     original: ClassVar[type[_BatchNorm]]
 
     def prepare(self) -> None:
-        """Set the attributes of ``scratch``; here as non-persistent buffers ``[channels]`` of zeros."""
+        """Add ``scratch`` as non-persistent buffers ``[channels]`` of zeros; a mixin may override it."""
         assert self.running_mean is not None
         for name in self.scratch:
             self.register_buffer(name, torch.zeros_like(self.running_mean), persistent=False)
@@ -36,7 +36,7 @@ class SwappedBatchNorm(_BatchNorm):
 def swap_batch_norm(
     model: nn.Module, forward: type[SwappedBatchNorm], *, momentum: bool = False
 ) -> list[Any]:
-    """Give every BN layer of a model another forward pass, by type and in place; parameters and buffers stay.
+    """Replace the forward pass of every BN layer in place; parameters and buffers stay.
 
     Args:
         model: The model.
@@ -44,11 +44,11 @@ def swap_batch_norm(
         momentum: Whether the method averages with the layers' momentum.
 
     Returns:
-        The layers, which are now instances of ``forward`` and of the class that they had.
+        The layers, which are now instances of ``forward`` and of their original class.
 
     Raises:
-        ConfigurationError: The model has no BN layer, one without running statistics or momentum, or one that another
-            method has already swapped.
+        ConfigurationError: The model has no BN layer, or one that lacks running statistics or
+            momentum, has a custom forward pass, or was swapped by another method.
     """
     layers = require_batch_norm(model, forward.method, momentum=momentum)
     for name, layer in layers.items():
@@ -61,8 +61,8 @@ def swap_batch_norm(
                 )
             if kind.forward not in (_BatchNorm.forward, nn.SyncBatchNorm.forward):
                 raise ConfigurationError(
-                    f"{forward.method}: BN layer {name!r} is a {kind.__name__} with a forward pass of its own, which this method "
-                    "would replace; use torch's BatchNorm layers and put what comes after them in a module of its own"
+                    f"{forward.method}: BN layer {name!r} is a {kind.__name__} with a custom forward pass, which this method "
+                    "would replace; use torch's BatchNorm layers and put the additional operations in a separate module"
                 )
             layer.__class__ = type(f"{forward.__name__}{kind.__name__}", (forward, kind), {"original": kind})
         layer.prepare()  # type: ignore[operator]  # a method of the mixin
@@ -70,22 +70,22 @@ def swap_batch_norm(
 
 
 def restore_batch_norm(model: nn.Module) -> None:
-    """Undo :func:`swap_batch_norm`: the layers get back the class and the buffers that they came with."""
+    """Undo :func:`swap_batch_norm`: restore the class and remove the ``scratch`` of every layer."""
     for layer in batch_norm_layers(model).values():
         if isinstance(layer, SwappedBatchNorm):
             for name in layer.scratch:
                 delattr(layer, name)
-            layer.__class__ = layer.original  # type: ignore[assignment]  # the class that it came with
+            layer.__class__ = layer.original  # type: ignore[assignment]  # a class that assignment allows
 
 
 @contextmanager
 def batch_statistics(layers: Sequence[_BatchNorm]) -> Iterator[None]:
-    """Let BN layers normalise with the statistics of their input, whatever forward pass a method has given them."""
+    """Let BN layers normalise with the statistics of their input, also if their forward pass is swapped."""
     before = [(layer.__class__, layer.training, layer.track_running_stats) for layer in layers]
     try:
         for layer in layers:
             if isinstance(layer, SwappedBatchNorm):
-                layer.__class__ = layer.original  # type: ignore[assignment]  # the class that it came with
+                layer.__class__ = layer.original  # type: ignore[assignment]  # a class that assignment allows
             layer.training, layer.track_running_stats = True, False
         yield
     finally:
@@ -96,7 +96,7 @@ def batch_statistics(layers: Sequence[_BatchNorm]) -> Iterator[None]:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Put a model in eval mode; afterwards every module is in the mode that it was in."""
+    """Put a model in eval mode and restore every module's mode afterwards."""
     modes = {module: module.training for module in model.modules()}
     try:
         model.eval()

@@ -92,10 +92,10 @@ def test_no_client_counts_for_more_than_the_cap():
     ("rule", "message"),
     [
         (TrimmedMean(2, weighting="weighted"),
-         ("TrimmedMean.f: 2 rows may have 0.667 of all weight (the heaviest, at positions 1, 3), which must be less than half; "
-          "lower it or max_weight, or use weighting: uniform")),
-        (Median(pre=NNM(2), weighting="weighted"), "NNM.f: 2 rows may have 0.667 of all weight (the heaviest, at positions 1, 3)"),
-        (GeometricMedian(2, weighting="weighted"), "GeometricMedian.f: 2 rows may have 0.667 of all weight"),
+         ("TrimmedMean.f: the 2 heaviest rows (at positions 1, 3) have 0.667 of all weight, which must be less than half; "
+          "lower f or max_weight, or use weighting: uniform")),
+        (Median(pre=NNM(2), weighting="weighted"), "NNM.f: the 2 heaviest rows (at positions 1, 3) have 0.667 of all weight"),
+        (GeometricMedian(2, weighting="weighted"), "GeometricMedian.f: the 2 heaviest rows"),
     ],
 )  # fmt: skip
 def test_clients_that_may_own_the_majority_are_refused_by_position(rule, message):

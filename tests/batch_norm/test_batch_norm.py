@@ -320,5 +320,5 @@ def test_a_method_does_not_replace_a_forward_pass_that_is_not_torchs(method):
 
     model = small_cnn()
     model[1] = BNReLU(4)
-    with pytest.raises(ConfigurationError, match="BN layer '1' is a BNReLU with a forward pass of its own"):
+    with pytest.raises(ConfigurationError, match="BN layer '1' is a BNReLU with a custom forward pass"):
         train(model, blobs(), 1, [method()])
