@@ -1,4 +1,4 @@
-"""Executors: who computes the clients' forward and backward passes."""
+"""Executors, which compute the clients' forward and backward passes."""
 
 from fl_lightning.execution.base import ClientTask, Executor
 from fl_lightning.execution.joint import joint_executor

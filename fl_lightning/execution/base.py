@@ -1,4 +1,4 @@
-"""What an executor is: it computes the losses and gradients of one local step for some rows of a cohort."""
+"""Base class of executors, which compute the losses and gradients of a local step."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -19,11 +19,11 @@ from fl_lightning.recorded import Recorded
 
 
 class Compilation(NamedTuple):
-    """Whether clients' passes are compiled, and why or why not.
+    """Decision whether the clients' passes are compiled.
 
     Attributes:
-        compiled: Whether they are.
-        reason: Why, in a few words; empty where there was nothing to decide.
+        compiled: Whether the passes are compiled.
+        reason: Reason in a few words; empty if the setting decides.
     """
 
     compiled: bool
@@ -31,14 +31,14 @@ class Compilation(NamedTuple):
 
 
 class ClientTask(Protocol):
-    """What an executor needs to know of the federated module.
+    """The part of the federated module that executors use.
 
     Attributes:
-        model: The server's model, in whose places clients' states hang while their losses are computed.
+        model: The server's model, which holds a client's state while its loss is computed.
         loss: Loss of (outputs, targets).
-        slots: These places.
+        slots: The places of the client's state in the model.
         seed: The run's seed.
-        trainer: Lightning's trainer, whose precision plugin computes the losses.
+        trainer: Lightning's trainer, whose precision plugin wraps the losses.
     """
 
     model: nn.Module
@@ -51,17 +51,17 @@ class ClientTask(Protocol):
 
     @property
     def device(self) -> torch.device:
-        """Where the model and the cohort are."""
+        """Device of the model and the cohort."""
 
     def client_loss(self, batch: Any) -> Tensor:
-        """A client's loss on its batch, a scalar."""
+        """Return a client's loss on its batch, a scalar."""
 
 
 class Executor(Recorded, ABC):
-    """Computes one local step's losses and gradients for some rows of a cohort.
+    """Computation of a local step's losses and gradients for rows of a cohort.
 
     Attributes:
-        compilation: Whether passes are compiled; the module sets it before the first round.
+        compilation: Whether passes are compiled, set by the module before the first round.
     """
 
     compilation = Compilation(False)
@@ -73,7 +73,7 @@ class Executor(Recorded, ABC):
         """Fill ``cohort.grads`` and update ``cohort.buffers`` for ``rows``.
 
         Args:
-            module: The federated module: ``client_loss`` gives a client's loss.
+            module: The federated module, whose ``client_loss`` returns a client's loss.
             cohort: The round's stacked client state.
             batch: One batch for each of ``rows``.
             rows: Indices of the active rows.
@@ -85,27 +85,27 @@ class Executor(Recorded, ABC):
     def decide_compilation(
         self, module: ClientTask, client_steps: int, batch: Callable[[], Any], before: bool | None
     ) -> Compilation:
-        """Whether a run's passes are to be compiled; most executors never do.
+        """Decide whether a run's passes are compiled; by default they are not.
 
         Args:
             module: The federated module.
-            client_steps: Local steps of all clients in the whole run.
-            batch: Gives a client's first batch.
-            before: What the run has done up to its checkpoint, None for a run from the start.
+            client_steps: Local steps of all clients in the run.
+            batch: Function that returns a client's first batch.
+            before: Decision stored in the checkpoint of a resumed run, else None.
         """
         return Compilation(False)
 
     def clients_together(self, clients: int) -> int | None:
-        """How many of some clients are computed in one pass; None where each is computed by itself."""
+        """Return how many of ``clients`` share one pass; None if each client has its own."""
         return None
 
-    def close(self) -> None:  # most hold nothing
-        """Give back what the executor holds between local steps, such as processes; it can be used again."""
+    def close(self) -> None:  # most executors hold no resources
+        """Release resources held between local steps; the executor can be used again."""
 
 
 @contextmanager
 def computing(module: ClientTask, batch: Any) -> Iterator[None]:
-    """Note on an exception what is computed of a batch; inputs that the model's first layer refuses are one line."""
+    """Note the model, loss and batch on an exception; explain inputs that do not fit the first layer."""
     try:
         with doing(lambda: _computation(module, batch)):
             yield
@@ -135,7 +135,7 @@ def _refuse_inputs(model: nn.Module, batch: Any, error: RuntimeError) -> None:
 
 
 def _computation(module: ClientTask, batch: Any) -> str:
-    """What is computed of a batch and what can be, in words for the error that it ends in."""
+    """Describe the model, the loss and the batch, and valid batches, for an error message."""
     model, loss = module.model, getattr(module.loss, "__qualname__", type(module.loss).__name__)
     numbers = str(next(model.parameters()).dtype).removeprefix("torch.")
     wanted = (
@@ -145,7 +145,7 @@ def _computation(module: ClientTask, batch: Any) -> str:
 
 
 def client_loss(module: ClientTask, batch: Any) -> Tensor:
-    """``module.client_loss(batch)``, with PyTorch's errors turned into those that name the way out."""
+    """Return ``module.client_loss(batch)`` and replace PyTorch's errors by errors that name a remedy."""
     try:
         with (
             module.trainer.precision_plugin.forward_context(),
@@ -156,8 +156,8 @@ def client_loss(module: ClientTask, batch: Any) -> Tensor:
     except RuntimeError as error:
         if "randomness" in str(error):
             raise CannotVectorize(
-                f"model {type(module.model).__name__} draws random numbers that VectorizedExecutor (or a joint "
-                "forward pass, as FedTAN's) cannot give each client by itself; use fl_lightning.models.dropout.Dropout, or SequentialExecutor"
+                f"model {type(module.model).__name__} draws random numbers, which VectorizedExecutor and joint forward passes "
+                "(FedTAN) cannot draw per client; use fl_lightning.models.dropout.Dropout, or SequentialExecutor"
             ) from error
         if (refusal := cannot_vectorize(module, error)) is not None:
             raise refusal from error
@@ -165,11 +165,11 @@ def client_loss(module: ClientTask, batch: Any) -> Tensor:
 
 
 def cannot_vectorize(module: ClientTask, error: RuntimeError) -> CannotVectorize | None:
-    """Return the error that names the way out where ``torch.func.vmap`` cannot run a model; None for other errors."""
-    said = str(error)
-    if not any(words in said for words in ("atching rule not implemented", "vmap", "functorch transform")):
+    """Return an error that names a remedy if ``torch.func.vmap`` cannot run a model, else None."""
+    message = str(error)
+    if not any(words in message for words in ("atching rule not implemented", "vmap", "functorch transform")):
         return None
     return CannotVectorize(
         f"model {type(module.model).__name__} has an operation that torch.func.vmap cannot run for all clients at once "
-        f"({said.splitlines()[0].rstrip('.')}); use SequentialExecutor, and no method that needs a joint forward pass (FedTAN)"
+        f"({message.splitlines()[0].rstrip('.')}); use SequentialExecutor, and no method that needs a joint forward pass (FedTAN)"
     )

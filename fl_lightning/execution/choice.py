@@ -1,4 +1,4 @@
-"""What computes a run whose configuration does not say it: how many ranks, and which executor."""
+"""Default number of ranks and default executor of a run."""
 
 import os
 from collections.abc import Callable
@@ -18,11 +18,11 @@ _QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 
 class Choice(NamedTuple):
-    """An executor and why it was chosen.
+    """An executor and the reason why it was chosen.
 
     Attributes:
         executor: The executor.
-        reason: Why, to be printed after it.
+        reason: Text that is printed after the executor's name.
     """
 
     executor: Executor
@@ -30,9 +30,10 @@ class Choice(NamedTuple):
 
 
 def choose_executor(module: ClientTask, num_clients: int) -> Choice:
-    """The executor that is likely to be the fastest for a run, with results that depend on the choice by rounding alone.
+    """Choose the executor that is probably the fastest; the choice changes results by rounding alone.
 
-    On a GPU all clients at once, one after the other where the model or its batches do not allow it; else one after the other.
+    On a GPU, clients run all at once if the model and its batches allow it. Otherwise, and on
+    other devices, clients run one after the other.
 
     Args:
         module: The federated module, on its device.
@@ -55,40 +56,40 @@ def decide_compilation(
     batch: Callable[[], Any],
     before: bool | None,
 ) -> bool:
-    """Let an executor decide whether it compiles: if one rank cannot, no rank does.
+    """Decide whether an executor compiles: on all ranks, or on none if one rank cannot.
 
     Args:
         task: The federated module.
         executor: The executor, whose ``compilation`` is set.
         ranks: The processes of the run.
-        client_steps: Local steps of all clients in the whole run.
-        batch: Gives a client's first batch.
-        before: The decision up to the run's checkpoint, None for a run from the start.
+        client_steps: Local steps of all clients in the run.
+        batch: Function that returns a client's first batch.
+        before: Decision stored in the checkpoint of a resumed run, else None.
 
     Returns:
-        The decision, which the run keeps for its resumption.
+        The decision, which checkpoints store.
     """
-    found = ranks.exchange(lambda: executor.decide_compilation(task, client_steps, batch, before))
-    executor.compilation = next((each for each in found if not each.compiled), found[0])
+    choices = ranks.exchange(lambda: executor.decide_compilation(task, client_steps, batch, before))
+    executor.compilation = next((choice for choice in choices if not choice.compiled), choices[0])
     return executor.compilation.compiled
 
 
 def cpu_ranks() -> int:
-    """The most ranks that a run on CPUs has unless it is told: one for each core that it may use."""
+    """Return the default maximum of ranks on CPUs: one per core that the run may use."""
     return 1 if cannot_fork() else cores_of_a_run()
 
 
 def cores_of_a_run() -> int:
-    """What ``OMP_NUM_THREADS`` says, at most :func:`usable_cores`."""
-    told = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
-    return min(usable_cores(), int(told)) if told.isdecimal() and int(told) else usable_cores()
+    """Return ``OMP_NUM_THREADS`` if it is set, at most :func:`usable_cores`."""
+    threads = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
+    return min(usable_cores(), int(threads)) if threads.isdecimal() and int(threads) else usable_cores()
 
 
 def usable_cores() -> int:
-    """Cores that this process may use: those it may run on, at most what a container's quota of processor time amounts to."""
+    """Return the number of cores in this process's affinity mask, at most its cgroup's CPU quota."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     try:
         quota, period = _QUOTA.read_text().split()
         return max(1, min(allowed, ceil(int(quota) / int(period))))
-    except (OSError, ValueError):  # no such file, or no quota, which is "max"
+    except (OSError, ValueError):  # no such file, or "max": no quota
         return allowed

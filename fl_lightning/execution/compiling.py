@@ -1,4 +1,4 @@
-"""Whether the passes of a run's clients are compiled (``torch.compile``), and that they can be."""
+"""Decision whether the clients' passes are compiled with ``torch.compile``, and the compiled calls."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,16 +13,16 @@ from fl_lightning.errors import ConfigurationError
 from fl_lightning.execution.base import ClientTask, Compilation
 
 _WORTH_IT = 1.5e11
-"""Values that pass BN layers in a run. Compiled, each takes about 3 ns less on one thread: ten times the 40 s of compiling."""
+"""Least values in BN layers in a run: compiling saves 3 ns each on one thread, ten times its 40 s in all."""
 
 _FEWEST_STEPS = 1000
-"""Local steps of a run below which the values in one of them are not even counted."""
+"""Least local steps in a run; with fewer, values are not counted."""
 
 _KNOWN = ("fl_lightning", "torch", "torchvision", "timm")
-"""Packages whose layers compute in each step what they did in the one before."""
+"""Packages whose layers are static and therefore safe to compile."""
 
 _MOST_GRAPHS = 64
-"""Shapes and modes for which a model is compiled before it is taken for one that changes in each step."""
+"""Most graphs (one per shape and mode) of a model; more mean that it changes in each step."""
 
 
 def decide(
@@ -32,32 +32,34 @@ def decide(
     batch: Callable[[], Any],
     before: bool | None,
 ) -> Compilation:
-    """Whether passes are compiled: a function of the plan and the machine's compiler, never of clocks.
+    """Decide whether passes are compiled, from the plan and the machine's compiler alone.
 
-    It does not ask how many processes share the work, so that their number changes no number.
+    The decision ignores timings and the number of ranks: neither may change results.
 
     Args:
-        setting: What the user wants.
+        setting: The setting ``compile`` of the executor.
         module: The federated module, with its slots.
-        client_steps: Local steps of all clients in the whole run.
-        batch: Gives a client's first batch.
-        before: What the run has done up to its checkpoint, None for a run from the start.
+        client_steps: Local steps of all clients in the run.
+        batch: Function that returns a client's first batch.
+        before: Decision stored in the checkpoint of a resumed run, else None.
 
     Raises:
-        ConfigurationError: It is wanted and does not work here.
+        ConfigurationError: ``setting`` is true, and compiling fails on this machine.
     """
     if setting is False:
         return Compilation(False)
-    # Autograd starts its threads at its first use: if that is after the compiler has named a GPU, there or not, one of them is
-    # for it, and no copy of this process (fork) could compute gradients.
+    # Start autograd's threads before the compiler asks for a GPU, whether there is one or not. Otherwise
+    # autograd would start a thread for it, and forks of this process could not compute gradients.
     torch.ones((), requires_grad=True).backward()  # type: ignore[no-untyped-call]  # torch gives it no types
     if setting == "auto":
-        found = _worth_it(module, client_steps, batch) if before is None else Compilation(before, "as before")
+        choice = (
+            _worth_it(module, client_steps, batch) if before is None else Compilation(before, "as before")
+        )
     else:
-        found = Compilation(setting)
-    trouble = _trouble() if found.compiled and module.device.type == "cpu" else None
+        choice = Compilation(setting)
+    trouble = _trouble() if choice.compiled and module.device.type == "cpu" else None
     if trouble is None:
-        return found
+        return choice
     if setting != "auto":
         raise ConfigurationError(
             f"SequentialExecutor.compile: {setting} does not work here: {trouble}; install a C++ compiler (g++, with Python's "
@@ -72,12 +74,12 @@ def _worth_it(module: ClientTask, client_steps: int, batch: Callable[[], Any]) -
     if client_steps < _FEWEST_STEPS:
         return Compilation(False, f"it would not pay: {client_steps:,} local steps in all")
     kinds = [type(layer) for layer in module.model.modules()]
-    own = next((kind.__name__ for kind in kinds if kind.__module__.partition(".")[0] not in _KNOWN), None)
-    if own is not None:
-        return Compilation(False, f"{own} is your own and may change in each step")
+    custom = next((kind.__name__ for kind in kinds if kind.__module__.partition(".")[0] not in _KNOWN), None)
+    if custom is not None:
+        return Compilation(False, f"{custom} is a custom layer and may change in each step")
     values = _count(module, batch())
     if values is None:
-        return Compilation(False, f"{type(module.model).__name__} asks for numbers on its way")
+        return Compilation(False, f"{type(module.model).__name__} depends on values in its forward pass")
     compiled = client_steps * (values.normalised - 2 * values.pooled) >= _WORTH_IT
     words = f"{client_steps:,} local steps with {values.normalised:,} values in BN layers"
     words += f", {values.pooled:,} in max pooling" if values.pooled else ""
@@ -85,7 +87,10 @@ def _worth_it(module: ClientTask, client_steps: int, batch: Callable[[], Any]) -
 
 
 class _Values(NamedTuple):
-    """Values that pass BN layers and max pooling in a forward pass. Compiled, BN is faster and max pooling slower, twice as much."""
+    """Input values of BN layers and of max pooling in a forward pass.
+
+    Compiling makes max pooling slower by twice the time per value that it saves in BN.
+    """
 
     normalised: int
     pooled: int
@@ -105,53 +110,53 @@ class _Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch gi
 
 
 def _count(module: ClientTask, batch: Any) -> _Values | None:
-    """Count in a forward pass of tensors without numbers; None where the model cannot run without."""
+    """Count values in a forward pass of fake tensors; return None if the model needs real values."""
     state = dict([*module.model.named_parameters(), *module.model.named_buffers()])
     with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad(), _Counting() as counting:
         fake = {name: mode.from_tensor(value) for name, value in state.items()}
         try:
             with module.slots.filled(fake):
                 module.client_loss(batch)
-        except Exception:  # noqa: BLE001  # a mistake of the user's is explained in the first step
+        except Exception:  # noqa: BLE001  # the first local step explains a user's mistake
             return None
     return _Values(counting.normalised, counting.pooled)
 
 
 def _trouble() -> str | None:
-    """Why nothing can be compiled here; None if it can."""
-    # takes a second, and few runs need it
+    """Return why compiling fails on this machine, None if it works."""
+    # imported late: it takes a second, and few runs need it
     from torch._inductor.async_compile import AsyncCompile
     from torch._inductor.cpp_builder import get_cpp_compiler
 
-    AsyncCompile.pool.cache_clear()  # a rank may be a copy of a process that has compiled: a pool without its threads
+    AsyncCompile.pool.cache_clear()  # a fork of a process that has compiled inherits a pool without threads
     try:
         get_cpp_compiler()
         _try()
-    except Exception as error:  # noqa: BLE001  # no compiler, one without headers, a cache that cannot be written
+    except Exception as error:  # noqa: BLE001  # no compiler, no headers, or a read-only cache
         return f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
     return None
 
 
 @cache
 def _try() -> None:
-    """Compile something small; what that prepares is kept for the model."""
+    """Compile a small function; later compilations reuse its setup."""
     torch.compile(torch.square)(torch.ones(8))
 
 
 @contextmanager
 def compiled_calls(model: torch.nn.Module, compiled: Callable[..., Any]) -> Iterator[None]:
-    """Let calls of the model run compiled code, one for each shape: which one does not depend on those met before.
+    """Run compiled code for calls of the model, one graph per shape, whatever shapes came before.
 
     Raises:
         ConfigurationError: The model changes in each step.
     """
-    # beyond its usual limit torch goes on without compiling, at another place in a resumed run
+    # torch stops compiling beyond its default limit, which a resumed run would reach in another step
     settings = {
         "recompile_limit": _MOST_GRAPHS,
         "accumulated_recompile_limit": 1_000_000,
         "fail_on_recompile_limit_hit": True,
     }
-    eager_draws = {"fallback_random": True}  # a model's own random numbers are those that it draws otherwise
+    eager_draws = {"fallback_random": True}  # the model draws the same random numbers as without compiling
     before = model._compiled_call_impl
     model._compiled_call_impl = compiled
     try:
@@ -159,8 +164,8 @@ def compiled_calls(model: torch.nn.Module, compiled: Callable[..., Any]) -> Iter
             yield
     except torch._dynamo.exc.FailOnRecompileLimitHit as error:
         raise ConfigurationError(
-            f"SequentialExecutor.compile: model {type(model).__name__} was compiled {_MOST_GRAPHS} times, for batches of other "
-            "shapes or because something of it changes; set compile: false"
+            f"SequentialExecutor.compile: model {type(model).__name__} was compiled {_MOST_GRAPHS} times, for other shapes of "
+            "batches or because the model changes; set compile: false"
         ) from error
     finally:
         model._compiled_call_impl = before

@@ -1,4 +1,4 @@
-"""Ranks that are copies of this process."""
+"""Ranks that are forks of this process."""
 
 import ctypes
 import fcntl
@@ -28,39 +28,39 @@ from fl_lightning.launched import silence
 from fl_lightning.ranks import LostRank, described, failure_of, is_shared
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_MISSES_ANOTHER = 3
-_FOLDER = "fl_lightning-ranks-"  # and what makes its name its own
-_FRESH = 60.0  # seconds after which a folder that lives is locked
-_MOST = 65536  # bytes that a pipe holds
+_MISSES_ANOTHER = 3  # exit code of a rank that has lost another rank
+_FOLDER = "fl_lightning-ranks-"  # prefix of the folder's name
+_FRESH = 60.0  # seconds after which the folder of a running run is certainly locked
+_PIPE_BYTES = 65536  # capacity of a pipe
 
 
 class OneMachine(LightningEnvironment):
-    """Ranks of this machine that a run starts itself, whatever number a scheduler has given to the run.
+    """Environment of ranks that a run starts itself on this machine; it ignores a scheduler's ranks.
 
     Attributes:
-        own_rank: That of this process.
+        own_rank: Rank of this process.
     """
 
     own_rank = 0
     creates_processes_externally = False
 
     def local_rank(self) -> int:
-        """The rank on this machine."""
+        """Return the rank on this machine."""
         return self.own_rank
 
     def node_rank(self) -> int:
-        """There is one machine."""
+        """Return 0: there is one machine."""
         return 0
 
 
 class ForkLauncher(_Launcher):
-    """Starts the other ranks of this machine as copies of this process (``fork``), which have all that it has.
+    """Launcher of the other ranks of this machine as forks of this process, with its memory.
 
-    This process stays rank 0 of its machine: loggers, terminal and signals are its own. The others end with it, or with what
-    was launched. On CPUs every rank computes on one thread.
+    This process stays rank 0 of its machine and alone has loggers, the terminal and signals. The
+    other ranks end with it, or with the launched function. On CPUs every rank uses one thread.
 
     Args:
-        strategy: Whose ranks they are, a ``CohortStrategy``.
+        strategy: The ``CohortStrategy`` of the ranks.
     """
 
     def __init__(self, strategy: Any) -> None:
@@ -69,16 +69,16 @@ class ForkLauncher(_Launcher):
 
     @property
     def is_interactive_compatible(self) -> bool:
-        """Notebooks work."""
+        """Whether notebooks can use the launcher: yes."""
         return True
 
     def launch(
         self, function: Callable[..., Any], *args: Any, trainer: L.Trainer | None = None, **kwargs: Any
     ) -> Any:
-        """Run a function on all ranks; returns what it returns here.
+        """Run a function on all ranks and return the result of this process.
 
         Raises:
-            ConfigurationError: A rank has ended, or processes cannot be copied here.
+            ConfigurationError: A rank has ended, or this process cannot fork.
         """
         strategy, threads = self._strategy, torch.get_num_threads()
         if strategy.world_size == 1:
@@ -102,7 +102,7 @@ class ForkLauncher(_Launcher):
                 return function(*args, **kwargs)
             except LostRank:
                 if ended := self.why_one_ended():
-                    raise ended  # noqa: B904  # its cause is that of the other rank
+                    raise ended  # noqa: B904  # keep the cause in the other rank
                 raise
             finally:
                 self.kill(signal.SIGKILL)
@@ -110,9 +110,9 @@ class ForkLauncher(_Launcher):
                 torch.set_num_threads(threads)
 
     def kill(self, signum: Any) -> None:
-        """End the other ranks."""
+        """Send a signal to the other ranks and wait for their end."""
         for pid, pipe in self._others.values():
-            with suppress(ProcessLookupError):  # somebody else may have waited for it
+            with suppress(ProcessLookupError):  # the process may have been waited for elsewhere
                 os.kill(pid, signum)
             with suppress(ChildProcessError):
                 os.waitpid(pid, 0)
@@ -120,18 +120,18 @@ class ForkLauncher(_Launcher):
         self._others = {}
 
     def _fork(self, rank: int, run: Callable[[], Any], trainer: L.Trainer | None) -> tuple[int, int]:
-        """Copy this process; the copy never returns. Gives its number and a pipe that tells why it has failed."""
+        """Fork this process; return the fork's process id and the pipe on which it reports a failure."""
         ours, theirs = os.pipe()
-        # the copy never hears them, whoever sets a handler: who stops a run lets it finish its round, which rank 0 decides
+        # the fork blocks these signals for good: only rank 0 decides when a stopped run ends its round
         before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
         try:
             with warnings.catch_warnings():
-                # Python 3.12 on forks beside threads: a rank takes nobody else's locks
+                # Python 3.12 warns of forks beside threads; a rank takes no lock that a thread may hold
                 warnings.filterwarnings("ignore", ".*multi-threaded", DeprecationWarning)
                 pid = os.fork()
             if pid == 0:
                 try:
-                    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: it ends with this process
+                    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: end with the parent
                     self._strategy.cluster_environment.own_rank = rank
                     _serve(rank, run, trainer, theirs)
                 finally:
@@ -142,16 +142,16 @@ class ForkLauncher(_Launcher):
         return pid, ours
 
     def why_one_ended(self) -> Exception | None:
-        """Why a rank of this machine has ended; None where none has, but of those that miss another one."""
+        """Return why a rank of this machine has ended, other than for a lost rank; else None."""
         for rank, (pid, pipe) in self._others.items():
-            found = status = 0
+            ended = status = 0
             with suppress(ChildProcessError):
-                found, status = os.waitpid(pid, os.WNOHANG)
+                ended, status = os.waitpid(pid, os.WNOHANG)
             code = os.waitstatus_to_exitcode(status)
-            if not found or code == _MISSES_ANOTHER:
+            if not ended or code == _MISSES_ANOTHER:
                 continue
-            if select.select([pipe], [], [], 0)[0] and (said := os.read(pipe, _MOST)):
-                return failure_of(rank, *pickle.loads(said))
+            if select.select([pipe], [], [], 0)[0] and (report := os.read(pipe, _PIPE_BYTES)):
+                return failure_of(rank, *pickle.loads(report))
             memory = (
                 ": killed, perhaps for want of memory; use fewer trainer.devices"
                 if code == -signal.SIGKILL
@@ -163,9 +163,9 @@ class ForkLauncher(_Launcher):
 
 @contextmanager
 def _meeting_folder() -> Iterator[str]:
-    """Make a folder in which ranks find each other, after removing those that killed runs have left.
+    """Make a folder in which ranks find each other, after removing the folders of killed runs.
 
-    A lock on the folder tells that its run lives: the system frees it when the last rank has ended.
+    The folder is locked while its run lives: the system releases the lock with the last rank.
     """
     for left in Path(gettempdir()).glob(f"{_FOLDER}*"):
         with suppress(OSError), _locked(left) as file:
@@ -173,7 +173,7 @@ def _meeting_folder() -> Iterator[str]:
             if state.st_uid == os.getuid() and time.time() - state.st_mtime > _FRESH:
                 shutil.rmtree(left)
     with TemporaryDirectory(prefix=_FOLDER) as folder, ExitStack() as held:
-        with suppress(OSError):  # a file system that cannot lock, on which none is removed either
+        with suppress(OSError):  # on a file system without locks, folders are not removed either
             held.enter_context(_locked(Path(folder)))
         yield folder
 
@@ -189,8 +189,8 @@ def _locked(folder: Path) -> Iterator[int]:
 
 
 def _serve(rank: int, run: Callable[[], Any], trainer: L.Trainer | None, pipe: int) -> None:
-    """Be another rank: nothing is logged or printed here."""
-    gc.freeze()  # a process group of an earlier run would wait for threads that only the first rank has
+    """Run a function as another rank, without loggers and output, and exit."""
+    gc.freeze()  # collecting an earlier run's process group would wait for threads that a fork lacks
     os.environ["LOCAL_RANK"] = str(rank)
     silence()
     if trainer is not None:
@@ -200,17 +200,17 @@ def _serve(rank: int, run: Callable[[], Any], trainer: L.Trainer | None, pipe: i
     except LostRank:
         os._exit(_MISSES_ANOTHER)
     except Exception as error:
-        if not is_shared(error):  # the first rank says so
-            told = pickle.dumps(described(error))
-            if len(told) > _MOST:  # nobody empties the pipe before this process has ended
-                told = pickle.dumps((False, traceback.format_exception_only(error)[0][:1000], [], ""))
-            os.write(pipe, told)
+        if not is_shared(error):  # the first rank reports a shared error
+            report = pickle.dumps(described(error))
+            if len(report) > _PIPE_BYTES:  # the pipe is read only after this process has ended
+                report = pickle.dumps((False, traceback.format_exception_only(error)[0][:1000], [], ""))
+            os.write(pipe, report)
         raise
     os._exit(0)
 
 
 def cannot_fork() -> str | None:
-    """Why a process cannot be copied here; None where it can."""
+    """Return why this process cannot fork, None if it can."""
     if sys.platform != "linux":
         return f"processes cannot be copied on {sys.platform}"
     return "a process that uses a GPU cannot be copied" if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]  # torch gives it no types

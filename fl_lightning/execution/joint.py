@@ -1,4 +1,4 @@
-"""One forward pass over all clients, on whichever rank they are."""
+"""The executor of one forward pass over the clients of all ranks."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -16,12 +16,12 @@ from fl_lightning.ranks import Ranks
 
 
 def joint_executor(method: str, ranks: Ranks | None = None) -> VectorizedExecutor:
-    """The executor of a step for which a method needs one forward pass over all clients together.
+    """Return the executor for a local step with one joint forward pass over all clients.
 
     Args:
         method: Name of the method, for messages.
-        ranks: Those that take part, each with its clients; one without any takes part with another's, of which the others
-            hear nothing. None: this process alone, with all clients.
+        ranks: Ranks that take part, each with its clients. A rank without clients computes another
+            rank's client, whose values it does not send. None: this process has all clients.
     """
     return _JointExecutor(method, ranks or Ranks())
 
@@ -50,15 +50,15 @@ class _JointExecutor(VectorizedExecutor):
         return stack
 
     def _mean(self, own: Tensor, clients: int) -> Tensor:
-        """The mean over the clients of all ranks; in the backward pass, of their gradients."""
-        found = own.clone()
+        """Return the mean over the clients of all ranks; its gradient is the mean of their gradients."""
+        mean = own.clone()
         with torch.no_grad():
-            found.copy_(self._mean_of_values(own, clients))
-        if found.requires_grad:
-            found.register_hook(lambda gradients: self._mean_of_values(gradients, clients))  # type: ignore[no-untyped-call]  # torch gives it no types
-        return found
+            mean.copy_(self._mean_of_values(own, clients))
+        if mean.requires_grad:
+            mean.register_hook(lambda gradients: self._mean_of_values(gradients, clients))  # type: ignore[no-untyped-call]  # torch gives it no types
+        return mean
 
     def _mean_of_values(self, own: Tensor, clients: int) -> Tensor:
-        told = own.detach()[: len(self._ranks.share(clients))].cpu()
-        everyone = torch.cat(self._ranks.exchange(told.clone))  # a view would take all that it is of along
+        sent = own.detach()[: len(self._ranks.share(clients))].cpu()
+        everyone = torch.cat(self._ranks.exchange(sent.clone))  # clone: pickling a view pickles its storage
         return mean_of_all(everyone.to(own.device), clients)[:1].expand_as(own)

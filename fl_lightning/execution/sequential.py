@@ -1,4 +1,4 @@
-"""One client after the other."""
+"""The executor that computes one client after the other."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -16,12 +16,13 @@ from fl_lightning.randomness import derive_seed, seed_global
 
 
 class SequentialExecutor(Executor):
-    """One client after the other: a loop over rows. The reference, and the right choice on one core.
+    """One client after the other: the reference, and the right choice on one core.
 
     Args:
-        compile: Whether the model is compiled (``torch.compile``), once for all clients: half a minute at the start (again
-            for batches of another size, and where a method switches BN to frozen statistics), and numbers that differ by
-            rounding. ``"auto"`` does so where a run is long enough and has enough BN, on a CPU. Evaluation is not compiled.
+        compile: Whether the model is compiled (``torch.compile``), once for all clients. Compiling
+            takes half a minute at the start, again for other shapes of batches and when a method
+            freezes BN statistics; results differ by rounding. ``"auto"`` compiles on a CPU if the
+            run has enough steps and enough BN. Evaluation is not compiled.
 
     Raises:
         ConfigurationError: ``compile`` is neither true, false nor ``"auto"``.
@@ -35,17 +36,17 @@ class SequentialExecutor(Executor):
         self._compiled: tuple[nn.Module, Any] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy compiles its own model."""
+        """Drop the compiled model: a copy compiles its own."""
         return {**vars(self), "_compiled": None}
 
     def decide_compilation(
         self, module: ClientTask, client_steps: int, batch: Callable[[], Any], before: bool | None
     ) -> Compilation:
-        """What ``compile`` says, or what is worth it; see :meth:`~fl_lightning.execution.base.Executor.decide_compilation`."""
+        """Decide by the setting ``compile``; see :meth:`~fl_lightning.execution.base.Executor.decide_compilation`."""
         return decide(self.compile, module, client_steps, batch, before)
 
     def compiled_for(self, model: nn.Module) -> bool:
-        """Whether there is compiled code of this model."""
+        """Return whether compiled code of this model exists."""
         return self._compiled is not None and self._compiled[0] is model
 
     def backward(
@@ -55,29 +56,29 @@ class SequentialExecutor(Executor):
         batches = zip(rows, batch.batches(), strict=True)
         with self._fast(module.model) if self.compilation.compiled else nullcontext():
             losses = []
-            for row, own in batches:
+            for row, client_batch in batches:
                 with doing(f"computing client {cohort.client_ids[row]}"):
-                    losses.append(self._one(module, cohort, row, own))
+                    losses.append(self._client(module, cohort, row, client_batch))
             return torch.stack(losses)
 
     def _fast(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Let calls of the model run compiled code."""
+        """Return the context in which calls of the model run compiled code."""
         if not self.compiled_for(model):
             self._compiled = model, torch.compile(model._call_impl, dynamic=False)
         assert self._compiled is not None
         return compiled_calls(*self._compiled)
 
-    def _one(self, module: ClientTask, cohort: RoundCohort, row: int, batch: Any) -> Tensor:
-        """One client's loss. Nothing of it is left when the next client's begins: memory does not fall into pieces."""
+    def _client(self, module: ClientTask, cohort: RoundCohort, row: int, batch: Any) -> Tensor:
+        """Compute one client's step and return its loss; its memory is freed here, against fragmentation."""
         state = cohort.row_state(row)
-        # A model's own draws (stochastic depth, say) become a function of (seed, round, client, step).
-        own = derive_seed(module.seed, "model", cohort.round, cohort.client_ids[row], cohort.step)
-        seed_global(own, module.device)
+        # The model's own draws, such as stochastic depth, are a function of (seed, round, client, step).
+        seed = derive_seed(module.seed, "model", cohort.round, cohort.client_ids[row], cohort.step)
+        seed_global(seed, module.device)
         with module.slots.filled(state.tensors):
             loss = client_loss(module, batch)
-            # here: layers that the backward pass runs again, and its hooks, find the client's state, too
+            # inside: checkpointed layers and hooks need the client's state in the backward pass, too
             gradients = torch.autograd.grad(loss, state.trained, allow_unused=True)
-            found = module.slots.read(state.tensors)
-        cohort.take_up(row, found)  # not before: a compiled backward pass may read what was replaced
+            updated = module.slots.read(state.tensors)
+        cohort.take_up(row, updated)  # last: a compiled backward pass may read the replaced tensors
         cohort.put_gradients(row, gradients)
         return loss.detach()

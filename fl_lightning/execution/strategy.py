@@ -1,4 +1,4 @@
-"""The strategy of a run on several devices or cores: clients are shared between ranks, the server is on each of them."""
+"""The strategy of a run on several devices or cores: ranks share the clients and replicate the server."""
 
 import os
 from collections.abc import Callable
@@ -22,32 +22,32 @@ from fl_lightning.execution.choice import usable_cores
 from fl_lightning.execution.fork import ForkLauncher
 from fl_lightning.ranks import LostRank, Ranks
 
-_MORE_THAN_CORES = 8  # ranks that a small machine has beside one for each core, to try what many do
-_GLANCE = 0.1  # seconds between two looks whether a rank that is waited for has ended
+_MORE_THAN_CORES = 8  # most ranks beyond one per core, so that a small machine can try many ranks
+_POLL = 0.1  # seconds between checks whether a rank has ended
 
 
 class CohortStrategy(ParallelStrategy):
-    """Every rank computes the local steps of its clients, and all of them the server's part of a round, over the whole cohort.
+    """Strategy in which ranks share the clients' local steps, and each computes the server's update.
 
-    The module stays as it is: no gradient is reduced and no buffer broadcast, no loader gets another sampler. With the same
-    threads per rank and the same CPU capability the numbers are those of one process, bit for bit, where clients are computed one
-    after the other. Ranks on one machine are copies of the process (``fork``), with one CPU thread each; under ``torchrun`` or Slurm
-    they are what these have started. CPUs talk by gloo, GPUs by NCCL.
+    The module is not wrapped: gradients are not reduced, buffers not broadcast, samplers not
+    replaced. With SequentialExecutor, equal threads per rank and equal CPU capability, results
+    equal those of one process bit for bit. Ranks on one machine are forks of the process, with one
+    CPU thread each, unless ``torchrun`` or Slurm starts them. CPUs use gloo, GPUs NCCL.
 
     Args:
-        timeout: How long the ranks wait for one of them.
-        accelerator: Set by the trainer, as what follows.
-        parallel_devices: A device for each rank of this machine.
-        cluster_environment: Where the ranks are.
-        checkpoint_io: How checkpoints are written.
-        precision_plugin: The precision.
+        timeout: Time limit for waiting for another rank.
+        accelerator: The accelerator; this and all further arguments are set by the trainer.
+        parallel_devices: Devices of this machine's ranks.
+        cluster_environment: Addresses and numbers of the ranks.
+        checkpoint_io: The plugin that writes checkpoints.
+        precision_plugin: The precision plugin.
 
     Attributes:
-        ranks: The ranks; one outside of ``fit`` and its like.
-        meeting_place: The file by which copies of a process find each other; None where an address is known.
+        ranks: The ranks of the run; a single one outside of ``fit`` and similar calls.
+        meeting_place: File in which forked ranks find each other; None: they use an address.
     """
 
-    is_distributed = True  # Lightning asks
+    is_distributed = True  # read by Lightning
     strategy_name = "cohort"
 
     def __init__(
@@ -73,18 +73,18 @@ class CohortStrategy(ParallelStrategy):
 
     @property
     def num_processes(self) -> int:
-        """Ranks on this machine."""
+        """Number of ranks on this machine."""
         return len(self.parallel_devices or ())
 
     def set_world_ranks(self) -> None:
-        """Tell everybody who this process is."""
+        """Set this process's rank and the number of ranks in the environment and in Lightning."""
         assert self.cluster_environment is not None
         self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
         self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
         rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]  # an attribute of the function
 
     def limit(self, ranks: int) -> None:
-        """Have at most so many ranks on this machine."""
+        """Limit the number of ranks on this machine."""
         assert self.parallel_devices is not None
         self.parallel_devices = self.parallel_devices[:ranks]
         self.set_world_ranks()
@@ -97,28 +97,28 @@ class CohortStrategy(ParallelStrategy):
             cores = usable_cores()
             if self.root_device.type == "cpu" and self.num_processes > cores + _MORE_THAN_CORES:
                 raise ConfigurationError(
-                    f"trainer.devices: {self.num_processes} ranks are too many for {cores} CPU cores: each computes on one core, and "
-                    f"more ranks wait for each other; use {cores}, at most {cores + _MORE_THAN_CORES}"
+                    f"trainer.devices: {self.num_processes} ranks are too many for {cores} CPU cores: each rank needs a core; "
+                    f"use {cores}, at most {cores + _MORE_THAN_CORES}"
                 )
             self._launcher: ForkLauncher | None = ForkLauncher(self)
 
     def setup_environment(self) -> None:
-        """Meet the other ranks."""
+        """Connect to the other ranks."""
         super().setup_environment()
         self.set_world_ranks()
         self.meet()
 
     def meet(self) -> None:
-        """Meet the other ranks, if there are any and they have not met yet.
+        """Connect to the other ranks, if there are any and no connection exists.
 
         Raises:
-            ConfigurationError: One does not come, or has ended.
+            ConfigurationError: A rank has ended or does not connect in time.
         """
         if self.world_size == 1:
             return
         if not dist.is_initialized():
             store = self._wait_for(self._find_others)
-            if self.root_device.type == "cuda":  # whose current device is each thread's own
+            if self.root_device.type == "cuda":  # in this thread: the current device is set per thread
                 self._join(store)
             else:
                 self._wait_for(lambda: self._join(store))
@@ -127,13 +127,13 @@ class CohortStrategy(ParallelStrategy):
         )
 
     def _wait_for(self, compute: Callable[[], Any]) -> Any:
-        """Compute in a thread: a signal or the end of a rank stops the waiting, which neither can do in C++."""
-        found: Future[Any] = Future()
-        Thread(target=_fulfil, args=(found, compute), daemon=True).start()
-        while not wait([found], _GLANCE).done:
+        """Compute in a thread, since signals and ended ranks cannot interrupt waiting in C++."""
+        future: Future[Any] = Future()
+        Thread(target=_fulfil, args=(future, compute), daemon=True).start()
+        while not wait([future], _POLL).done:
             if self._launcher is not None and (ended := self._launcher.why_one_ended()):
                 raise ended
-        return found.result()
+        return future.result()
 
     def _join(self, store: Any) -> None:
         gpu = self.root_device if self.root_device.type == "cuda" else None
@@ -147,7 +147,7 @@ class CohortStrategy(ParallelStrategy):
         )
 
     def _find_others(self) -> Any:
-        """Where the ranks leave their addresses, once all have come."""
+        """Return the store for the ranks' addresses, once all ranks have connected to it."""
         environment = self.cluster_environment
         assert environment is not None
         store: Any = None
@@ -155,30 +155,30 @@ class CohortStrategy(ParallelStrategy):
         try:
             if self.meeting_place is not None:
                 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-                store = dist.FileStore(self.meeting_place, self.world_size)  # type: ignore[attr-defined]  # torch's own pages name it so
+                store = dist.FileStore(self.meeting_place, self.world_size)  # type: ignore[attr-defined]  # named so in torch's docs
             else:
                 os.environ["MASTER_ADDR"] = environment.main_address
                 os.environ["MASTER_PORT"] = str(environment.main_port)
                 where = ("env://", self.global_rank, self.world_size)
-                store, _, _ = next(dist.rendezvous(*where, timeout=self.timeout))  # type: ignore[attr-defined]  # likewise
+                store, _, _ = next(dist.rendezvous(*where, timeout=self.timeout))  # type: ignore[attr-defined]  # named so in torch's docs
             store.set(keys[self.global_rank], "")
             store.wait(keys, self.timeout)
         except dist.DistError as error:
             late = [f"rank {rank}" for rank, key in enumerate(keys) if store and not store.check([key])]
             raise LostRank(
-                f"{' and '.join(late) or 'a rank'} has not come within {self.timeout}; start all of them, with the same "
+                f"{' and '.join(late) or 'a rank'} has not connected within {self.timeout}; start all ranks, with the same "
                 "MASTER_ADDR and MASTER_PORT"
             ) from error
         return store
 
     def part(self) -> None:
-        """Part from the other ranks."""
+        """Disconnect from the other ranks."""
         self.ranks = Ranks()
         if dist.is_initialized():
             dist.destroy_process_group()
 
     def setup(self, trainer: L.Trainer) -> None:
-        """Begin on every rank with the model of the first."""
+        """Broadcast the model of the first rank."""
         trainer._accelerator_connector.use_distributed_sampler = False
         super().setup(trainer)
         if self.ranks.size > 1:
@@ -192,10 +192,10 @@ class CohortStrategy(ParallelStrategy):
         self.model.to(self.root_device)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """What a checkpoint holds; only the first rank needs to have the file."""
-        own = super().load_checkpoint(checkpoint_path, weights_only) if self.is_global_zero else None
-        found: dict[str, Any] = self.broadcast(own)
-        return found
+        """Load a checkpoint on the first rank, the only one that needs the file, and broadcast it."""
+        loaded = super().load_checkpoint(checkpoint_path, weights_only) if self.is_global_zero else None
+        checkpoint: dict[str, Any] = self.broadcast(loaded)
+        return checkpoint
 
     def barrier(self, name: str | None = None) -> None:
         """Wait for all ranks."""
@@ -204,7 +204,7 @@ class CohortStrategy(ParallelStrategy):
                 dist.barrier()
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """What rank ``src`` has, on every rank."""
+        """Return the object of rank ``src`` on every rank."""
         box = [obj]
         if self.ranks.size > 1:
             with self.ranks.meeting():
@@ -212,15 +212,15 @@ class CohortStrategy(ParallelStrategy):
         return box[0]
 
     def reduce(self, tensor: Tensor | Any, *args: Any, **kwargs: Any) -> Any:
-        """The tensor as it is: every rank has the number of the whole run."""
+        """Return the tensor unchanged: every rank already has the result of the whole run."""
         return tensor
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """The decision of the first rank."""
+        """Return the decision of the first rank."""
         return bool(self.broadcast(decision))
 
     def teardown(self) -> None:
-        """Part from the other ranks, once all are here."""
+        """Disconnect from the other ranks after a barrier."""
         if self.launcher is not None:
             self.barrier()
             self.part()
@@ -230,10 +230,10 @@ class CohortStrategy(ParallelStrategy):
 def _fulfil(future: "Future[Any]", compute: Callable[[], Any]) -> None:
     try:
         future.set_result(compute())
-    except Exception as error:  # noqa: BLE001  # whoever waits raises it
+    except Exception as error:  # noqa: BLE001  # the waiting thread raises it
         future.set_exception(error)
 
 
 StrategyRegistry.register(
-    "cohort", CohortStrategy, description="clients shared between ranks, the server on each of them"
+    "cohort", CohortStrategy, description="ranks share the clients and replicate the server"
 )

@@ -1,4 +1,4 @@
-"""All clients of a block at once."""
+"""The executor that computes all clients of a block at once."""
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,18 +23,18 @@ _log = logging.getLogger("fl_lightning")
 class VectorizedExecutor(Executor):
     """All clients of a block at once with ``torch.func.vmap``.
 
-    Where a GPU's memory does not hold a block, blocks of half as many clients are computed from then on.
+    If a GPU runs out of memory, blocks are halved from then on.
 
     Args:
-        block_size: How many clients are computed together; None for the whole cohort. Smaller blocks need less memory.
-        where_possible: Whether clients are computed one after the other where the model or the shapes of their batches do
-            not allow it, which is otherwise an error.
+        block_size: Clients in a block; None: the whole cohort. Smaller blocks need less memory.
+        where_possible: Whether clients are computed one after the other, instead of an error, if the
+            model or the shapes of the batches do not allow vectorization.
 
     Raises:
         ConfigurationError: ``block_size`` is below 1.
     """
 
-    _in_blocks = True  # whether fewer clients can be computed at once
+    _in_blocks = True  # whether a cohort may be split into blocks
 
     def __init__(self, block_size: int | None = None, where_possible: bool = False) -> None:
         if block_size is not None and block_size < 1:
@@ -43,8 +43,8 @@ class VectorizedExecutor(Executor):
             )
         self.block_size, self.where_possible = block_size, where_possible
         self._largest: int | None = None
-        self._said: set[str] = set()
-        # who needs equal batches and what to do without them, for messages
+        self._warned: set[str] = set()
+        # for messages: the component that needs equal batches, and the remedy
         self.user, self.instead = "executor VectorizedExecutor", "use SequentialExecutor"
 
     def backward(
@@ -65,27 +65,27 @@ class VectorizedExecutor(Executor):
             except torch.OutOfMemoryError:
                 if size == 1 or not self._in_blocks:
                     raise
-                self._largest, size = size // 2, 0  # nothing of this block was written
+                self._largest, size = size // 2, 0  # the block has written no results: retry it
                 torch.cuda.empty_cache()
             except CannotVectorize as reason:
                 if not self.where_possible:
                     raise
-                if str(reason) not in self._said:
-                    self._said.add(str(reason))
+                if str(reason) not in self._warned:
+                    self._warned.add(str(reason))
                     _log.warning("one client after the other: %s", reason)
                 one_by_one, size = True, len(rows) - done
-            if one_by_one:  # out of the handler: an error of its own is not one of those that it is taken for
+            if one_by_one:  # outside of the handlers, which must not catch errors of this fallback
                 rest = BatchStack(batches=batch.batches()[done:])
                 losses.append(SequentialExecutor().backward(module, cohort, rest, rows[done:]))
             done += size
         return losses[0] if len(losses) == 1 else torch.cat(losses)
 
     def clients_together(self, clients: int) -> int:
-        """Those of a block, where memory does not hold them fewer."""
+        """Return the size of a block, halved as far as memory required it."""
         return min(self.block_size or clients, self._largest or clients, clients)
 
     def close(self) -> None:
-        """Try whole blocks again."""
+        """Forget the halved block size."""
         self._largest = None
 
     def _stacked(self, batch: BatchStack) -> Any:
@@ -115,23 +115,23 @@ class VectorizedExecutor(Executor):
         with _numeric_momentum(module.model, buffers), StackedBatchNorm():
             losses, updated = torch.func.vmap(loss_and_buffers)(params, buffers, batch)
         leaves = [params[name] for name in trained]
-        try:  # hooks and layers that run again
+        try:  # hooks and checkpointed layers run model code in the backward pass
             gradients = torch.autograd.grad(losses.sum(), leaves, allow_unused=True)
         except RuntimeError as error:
             if (refusal := cannot_vectorize(module, error)) is not None:
                 raise refusal from error
             raise
-        found = {
+        filled = {
             n: torch.zeros_like(params[n]) if g is None else g
             for n, g in zip(trained, gradients, strict=True)
         }
         if unused := [name for name, g in zip(trained, gradients, strict=True) if g is None]:
             cohort.leave_out(rows, unused)
-        for block, layout in cohort.params.layout.items():  # what the forward pass has changed in place
+        for block, layout in cohort.params.layout.items():  # parameters that the forward pass changed
             if any(params[name]._version != versions[name] for name in layout.shapes):
                 cohort.params.write(index, block, params)
         for block in cohort.trained_blocks:
-            cohort.grads.write(index, block, found)
+            cohort.grads.write(index, block, filled)
         for block in cohort.buffers.layout:
             cohort.buffers.write(index, block, updated)
         return losses.detach()
@@ -139,7 +139,7 @@ class VectorizedExecutor(Executor):
 
 @contextmanager
 def _numeric_momentum(model: nn.Module, buffers: Mapping[str, Tensor]) -> Iterator[None]:
-    """Give BN layers with ``momentum=None`` (cumulative average) the equal number 1/(k+1): vmap cannot read a counter."""
+    """Set ``momentum=None`` (cumulative average) of BN layers to 1/(k+1): vmap cannot read the counter k."""
     seen: dict[str, int] = {}
     cumulative = {name: layer for name, layer in batch_norm_layers(model).items() if layer.momentum is None}
     try:

@@ -52,7 +52,7 @@ class OwnLayer(nn.Flatten):
         (ResNet8, 999, False, "999 local steps in all"),
         (partial(ResNet8, norm="gn"), 10**9, False, "with 0 values in BN layers"),
         (LeNet, 10**9, False, "in max pooling"),
-        (lambda: nn.Sequential(OwnLayer(), nn.Linear(3072, 10)), 10**9, False, "OwnLayer is your own"),
+        (lambda: nn.Sequential(OwnLayer(), nn.Linear(3072, 10)), 10**9, False, "OwnLayer is a custom layer"),
     ],
 )
 def test_auto_asks_for_enough_steps_and_enough_batch_norm(compiler, model, client_steps, compiled, reason):
