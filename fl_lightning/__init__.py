@@ -1,7 +1,7 @@
-"""fl_lightning: Batch Normalization in federated learning, on PyTorch Lightning.
+"""Batch Normalization in federated learning, on PyTorch Lightning.
 
-The public names stand in ``__init__.pyi`` and are imported on first use, so that ``import fl_lightning`` does not import torch. A
-class is named by ``fl_lightning`` alone in configurations, so a move within the package changes none of them.
+The public names are listed in ``__init__.pyi`` and imported on first use, so that ``import fl_lightning`` does not import
+torch. Configurations name a class directly below ``fl_lightning``, so that they survive moves within the package.
 """
 
 import lazy_loader

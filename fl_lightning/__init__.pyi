@@ -1,4 +1,4 @@
-"""The public names of fl_lightning: each is imported on first use."""
+"""The public names of fl_lightning, imported on first use."""
 
 from .batch_norm.swapping import SwappedBatchNorm as SwappedBatchNorm
 from .batch_norm.swapping import swap_batch_norm as swap_batch_norm

@@ -1,4 +1,4 @@
-"""``python -m fl_lightning``: answers ``--version`` and the top-level ``--help`` without importing torch."""
+"""Entry point of ``python -m fl_lightning``; ``--version`` and top-level ``--help`` do not import torch."""
 
 import io
 import signal
@@ -46,7 +46,7 @@ often used:
   --seed_everything 1                the seed of everything
   --trainer.max_epochs 200           the number of communication rounds
   --ckpt_path last                   resume (fit) or evaluate the newest run of this configuration
-  --ckpt_path auto                   resume it where it has a checkpoint, start it where it has none
+  --ckpt_path auto                   resume it if it has a checkpoint, else start a new run
   --print_config                     print the resolved configuration and stop
 
   python -m fl_lightning fit --help all                   all settings, on about 2,000 lines
@@ -59,13 +59,15 @@ def main(args: Sequence[str] | None = None) -> None:
     """Run the command line.
 
     Args:
-        args: Arguments without the program's name; those of the process when None.
+        args: Arguments without the program's name; None: ``sys.argv``.
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # a name that the terminal cannot show ends no run
+        sys.stdout.reconfigure(
+            errors="backslashreplace"
+        )  # do not end a run at a name that the terminal cannot show
     try:
         _run(list(sys.argv[1:] if args is None else args))
-    except KeyboardInterrupt:  # while torch is imported; a command that has begun hears the signals itself
+    except KeyboardInterrupt:  # while torch is imported; later a command handles signals itself
         if not launched_rank():
             print("stopped by Ctrl-C; nothing new is kept", file=sys.stderr)
         sys.exit(130)
@@ -93,7 +95,7 @@ def _run(arguments: list[str]) -> None:
         elif not (
             launched_rank() or any(x.startswith(("--print_config", "--help", "-h")) for x in arguments)
         ):
-            with suppress(OSError):  # a full disk ends no run
+            with suppress(OSError):  # do not end a run at a full disk
                 print(f"fl_lightning {__version__}: loading PyTorch and Lightning", flush=True)
         from fl_lightning.cli.command_line import main as run
 
@@ -105,4 +107,4 @@ if __name__ == "__main__":
         main()
     finally:
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-            signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while Python ends would print a traceback
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # avoid a traceback at Ctrl-C while Python exits

@@ -1,7 +1,6 @@
-"""Old names of the shipped packages: ``callbacks``, ``datamodules`` and ``configs`` were top-level packages.
+"""Aliases of packages that were once top-level: ``callbacks``, ``datamodules`` and ``configs``.
 
-They are imported as ``fl_lightning.callbacks`` and so on. A package of the user's with an old name wins; otherwise the old name
-imports the same objects.
+The old name imports the same objects as ``fl_lightning.callbacks`` and so on, unless the user has a package of that name.
 """
 
 import sys
@@ -16,42 +15,42 @@ from types import ModuleType
 _PACKAGE = __name__.partition(".")[0]
 
 OLD_NAMES = ("callbacks", "datamodules", "configs")
-"""Packages of ``fl_lightning`` that were top-level packages."""
+"""Packages of ``fl_lightning`` that were once top-level."""
 
 
 class _Same(Loader):
-    """Loads the module of the new name under the old one.
+    """A loader that gives an old name to a loaded module.
 
     Args:
-        module: The module.
+        module: The module under its new name.
     """
 
     def __init__(self, module: ModuleType) -> None:
         self.module, self.spec = module, module.__spec__
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        """Return the module, which exists."""
+        """Return the loaded module."""
         return self.module
 
     def exec_module(self, module: ModuleType) -> None:
-        """Restore the specification, which the import system has replaced by that of the old name."""
+        """Restore the module's specification, which the import system has replaced."""
         module.__spec__ = self.spec
 
 
 class _OldNames(MetaPathFinder):
-    """Finds modules of old names; comes first, since in a checkout the folders themselves would be found and loaded twice."""
+    """A finder of old names, first in line: a checkout's folders would otherwise be loaded a second time."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return the user's module of this name, otherwise the shipped one; None for all other names."""
+        """Return the specification of the user's module, else the shipped one; None for other names."""
         if fullname.partition(".")[0] not in OLD_NAMES:
             return None
         finders = [finder for finder in sys.meta_path if finder is not self]
         specs = (finder.find_spec(fullname, path, target) for finder in finders)
-        found = next((spec for spec in specs if spec is not None), None)
-        if found is not None and not _is_shipped(found):
-            return found
+        spec = next((spec for spec in specs if spec is not None), None)
+        if spec is not None and not _is_shipped(spec):
+            return spec
         try:
             module = import_module(f"{_PACKAGE}.{fullname}")
         except ModuleNotFoundError as error:
@@ -67,19 +66,20 @@ def _is_shipped(spec: ModuleSpec) -> bool:
 
 
 def install() -> None:
-    """Let the old names import the shipped packages, once in a process."""
+    """Install the finder of old names, once per process."""
     if not any(isinstance(finder, _OldNames) for finder in sys.meta_path):
         sys.meta_path.insert(0, _OldNames())
 
 
 def current_name(path: str) -> str:
-    """Return the dotted path by which a class is imported now.
+    """Return the current dotted path of a class.
 
     Args:
         path: A dotted path, such as ``"callbacks.FixBN"`` of an old configuration.
 
     Returns:
-        ``"fl_lightning.callbacks.FixBN"`` unless the user's own package has another one of this name; other paths unchanged.
+        The path below ``fl_lightning`` if ``path`` is an old name, unless the user's package has a
+        class of that name; else ``path``.
     """
     if path.partition(".")[0] not in OLD_NAMES:
         return path
@@ -88,8 +88,8 @@ def current_name(path: str) -> str:
 
 
 def _named(path: str) -> object:
-    """Return the object of a dotted path, None without one; the message if its import fails, as its user will see."""
-    from pydoc import ErrorDuringImport, locate  # late: it takes half of the time to import this package
+    """Return the object at a dotted path, None if there is none, or the message if its import fails."""
+    from pydoc import ErrorDuringImport, locate  # imported late: it takes half of this package's import time
 
     try:
         return locate(path)

@@ -1,4 +1,4 @@
-"""What the terminal shows: tables, sizes and times in words."""
+"""Text for the terminal: tables, sizes and times."""
 
 import sys
 import textwrap
@@ -8,10 +8,10 @@ from rich.console import Console
 
 
 def print_table(title: str, rows: Mapping[str, str]) -> None:
-    """Print names and values in two columns; on a terminal long values are wrapped at their spaces.
+    """Print names and values in two columns; on a terminal, wrap long values at spaces.
 
     Args:
-        title: The line above, bold on a terminal.
+        title: Line above the table, bold on a terminal.
         rows: Values by name.
     """
     console = Console(highlight=False)
@@ -25,7 +25,7 @@ def print_table(title: str, rows: Mapping[str, str]) -> None:
 
 
 def format_bytes(count: float) -> str:
-    """A number of bytes in words, such as ``"1.084 MB"`` (a MB is 10^6 bytes)."""
+    """Format a number of bytes, such as ``"1.084 MB"`` (a MB is 10^6 bytes)."""
     for unit in ("B", "kB", "MB", "GB"):
         if count < 1000:
             return f"{count:.4g} {unit}"
@@ -34,7 +34,7 @@ def format_bytes(count: float) -> str:
 
 
 def in_words(seconds: float) -> str:
-    """A time in words, such as ``"3.2 min"``."""
+    """Format a time, such as ``"3.2 min"``."""
     for unit, size in (("s", 60), ("min", 60), ("h", 24)):
         if seconds < 2 * size:
             return f"{seconds:.3g} {unit}"

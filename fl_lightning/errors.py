@@ -1,4 +1,4 @@
-"""The exceptions for input that a user can mend."""
+"""Exceptions for mistakes that a user can correct."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -6,17 +6,17 @@ from difflib import get_close_matches
 
 
 class ConfigurationError(ValueError):
-    """A setting, a data set or a checkpoint that cannot be used.
+    """An invalid setting, data set or checkpoint.
 
-    The message is one line that names the setting, the value that was found and what would work. The command line
-    prints it without a traceback and exits with ``exit_status``.
+    The message is one line with the setting, its value and a remedy. The command line prints it without a traceback and
+    exits with ``exit_status``.
     """
 
     exit_status = 2
 
 
 class Diverged(ConfigurationError):
-    """Training left the finite numbers, though its data are such."""
+    """Training produced non-finite numbers from finite data."""
 
     exit_status = 3
 
@@ -28,7 +28,7 @@ class OtherData(ConfigurationError):
 
 
 class CannotVectorize(ConfigurationError):
-    """A model or batches that cannot be computed for all clients at once; one after the other they can."""
+    """A model or batches that allow computing clients only one after the other, not all at once."""
 
 
 _EXTRAS = {
@@ -40,15 +40,15 @@ _EXTRAS = {
     "timm": "timm",
     "wandb_workspaces": "dashboard",
 }
-"""This project's extras by the package that they bring."""
+"""This project's extra that installs each package."""
 
 
 def missing_module(name: str, owner: str = "") -> str:
-    """Return how to install a missing module; empty if the module may be the user's.
+    """Return a clause on how to install a missing module, empty if the module may be the user's.
 
     Args:
-        name: The module.
-        owner: The module that needs the missing one; if both are one, a name may be misspelt.
+        name: The missing module.
+        owner: The module that imports it; in the same package, a misspelt name is likely.
     """
     package = name.partition(".")[0]
     if package in _EXTRAS:
@@ -58,10 +58,11 @@ def missing_module(name: str, owner: str = "") -> str:
 
 @contextmanager
 def doing(what: str | Callable[[], str]) -> Iterator[None]:
-    """Note on an exception that leaves the block what was being done: the command line's line of it says so.
+    """Add a note to an exception that leaves the block, which the command line prints with it.
 
     Args:
-        what: What the block does, such as ``"drawing the batch of client 3"``; a function where the words cost time.
+        what: Activity of the block, such as ``"drawing the batch of client 3"``, or a function that returns it, if the text
+            is slow to make.
     """
     try:
         yield
@@ -71,15 +72,12 @@ def doing(what: str | Callable[[], str]) -> Iterator[None]:
 
 
 def check_choice(setting: str, value: object, choices: Iterable[str]) -> None:
-    """Refuse a value that is none of the choices.
+    """Raise a ``ConfigurationError`` if a value is not one of the choices.
 
     Args:
         setting: Name of the setting, such as ``"FixBN.freeze"``.
-        value: The value found.
-        choices: What it may be.
-
-    Raises:
-        ConfigurationError: The value is none of them.
+        value: Value of the setting.
+        choices: Allowed values.
     """
     names = list(choices)
     if value not in names:
@@ -87,24 +85,20 @@ def check_choice(setting: str, value: object, choices: Iterable[str]) -> None:
 
 
 def check_at_least(least: int, **settings: int) -> None:
-    """Refuse settings below their least value.
-
-    Raises:
-        ConfigurationError: A setting is below ``least``.
-    """
+    """Raise a ``ConfigurationError`` that names the first setting below ``least``."""
     for name, value in settings.items():
         if value < least:
             raise ConfigurationError(f"{name} must be at least {least}, found {value}")
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """A clause such as ``"; did you mean FixBN?"``, empty where nothing known begins so or comes near.
+    """Return a clause such as ``"; did you mean FixBN?"``, empty if no known name is similar.
 
     Args:
-        name: The name that was found.
-        known: The names that exist. Upper and lower case are taken as equal.
+        name: The unknown name.
+        known: Existing names. Similarity ignores case; names that begin with ``name`` come first.
     """
     by_lower = {candidate.lower(): candidate for candidate in known}
-    found = [match for match in by_lower if match.startswith(name.lower())][:3]
-    found = found or get_close_matches(name.lower(), by_lower, n=3, cutoff=0.6)
-    return f"; did you mean {' or '.join(by_lower[match] for match in found)}?" if found else ""
+    matches = [match for match in by_lower if match.startswith(name.lower())][:3]
+    matches = matches or get_close_matches(name.lower(), by_lower, n=3, cutoff=0.6)
+    return f"; did you mean {' or '.join(by_lower[match] for match in matches)}?" if matches else ""

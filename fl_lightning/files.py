@@ -1,4 +1,4 @@
-"""Files that are replaced as a whole or not at all."""
+"""Atomic writing of files, user paths, and JSON."""
 
 import errno
 import json
@@ -14,17 +14,16 @@ from fl_lightning.errors import ConfigurationError
 
 @contextmanager
 def atomic_write(path: Path) -> Iterator[BinaryIO]:
-    """Write a file so that a reader, at any moment and after any crash, finds the old or the new content.
+    """Write a file so that a reader, at any time and after any crash, finds the old or the new content.
 
-    A temporary file beside the target (the system's temporary folder may be another file system) is written,
-    synced and renamed, then the folder is synced. Its name is fixed: the next write removes what a killed process
-    left, or what leads elsewhere, and makes it anew.
+    A temporary file beside the target, and so on the same file system, is written, synced and renamed; then the folder is
+    synced. The temporary name is fixed: the next write removes the file of a killed process, or a link.
 
     Args:
         path: The target; missing folders are created.
 
     Raises:
-        ConfigurationError: The file cannot be written: a full disk, a folder without permission.
+        ConfigurationError: The disk is full, or the folder is not writable.
     """
     temporary = path.with_name(f".{path.name}.tmp")
     try:
@@ -43,22 +42,22 @@ def atomic_write(path: Path) -> Iterator[BinaryIO]:
     except OSError as error:
         raise unwritable(path, error) from error
     finally:
-        with suppress(OSError):  # it has its name by now, or nowhere to be
+        with suppress(OSError):  # already renamed, or never created
             temporary.unlink()
 
 
 def unwritable(path: Path, error: OSError) -> ConfigurationError:
-    """The message for a file that the system refuses to write."""
+    """Return the error for a file that cannot be written."""
     return ConfigurationError(
         f"{path} cannot be written: {error.strerror}; free space or choose another folder"
     )
 
 
 def no_link(path: str, flags: int) -> int:
-    """Open a file, as the ``opener`` of ``open``, but no link in its place: that of a stranger's folder may lead to any file.
+    """Open a file, as the ``opener`` of ``open``, unless it is a link: in a foreign folder it may lead to any file.
 
     Raises:
-        ConfigurationError: There is a link.
+        ConfigurationError: The path is a link.
     """
     try:
         return os.open(path, flags | os.O_NOFOLLOW, 0o666)
@@ -71,10 +70,10 @@ def no_link(path: str, flags: int) -> int:
 
 
 def user_path(setting: str, text: str | os.PathLike[str]) -> Path:
-    """The path that a user gave; ``~`` is a home.
+    """Return a user's path, with ``~`` expanded.
 
     Raises:
-        ConfigurationError: It is empty or a URL, has a NUL character or is in the home of an unknown user.
+        ConfigurationError: The path is empty, a URL or in an unknown user's home, or has a NUL character.
     """
     path = os.path.expanduser(text)
     if not path or "\0" in path or "://" in path or path.startswith("~"):
@@ -85,10 +84,10 @@ def user_path(setting: str, text: str | os.PathLike[str]) -> Path:
 
 
 def user_file(setting: str, text: str | os.PathLike[str]) -> Path:
-    """The path of a file to write that a user gave.
+    """Return a user's path of a file to write.
 
     Raises:
-        ConfigurationError: A folder is there, or :func:`user_path` refuses the path.
+        ConfigurationError: The path is a folder, or :func:`user_path` refuses it.
     """
     path = user_path(setting, text)
     if path.is_dir():
@@ -97,25 +96,27 @@ def user_file(setting: str, text: str | os.PathLike[str]) -> Path:
 
 
 def folder_below(root: str | os.PathLike[str], name: str) -> Path:
-    """A folder by its name below another one, ``~`` being the user's home.
+    """Return the folder ``name`` below ``root``, with ``~`` expanded.
 
     Raises:
-        ConfigurationError: The name leads out of the other folder, or cannot be typed.
+        ConfigurationError: The name leads out of ``root`` or is not printable.
     """
     if not name.isprintable() or Path(name).is_absolute() or ".." in Path(name).parts:
-        raise ConfigurationError(f"name: {name!r} is no folder below run_root {root}; use one such as mine")
+        raise ConfigurationError(
+            f"name: {name!r} is no folder below run_root {root}; use a name such as mine"
+        )
     return user_path("run_root", root) / name
 
 
 def missing_folders(path: Path) -> list[Path]:
-    """A folder and those around it, from the inside out, as far as they do not exist."""
+    """Return the missing folders among a folder and its parents, from the inside out."""
     return [folder for folder in (path, *path.parents) if not folder.exists()]
 
 
 def remove_empty(folders: Iterable[Path]) -> None:
     """Remove folders that are empty, in the given order."""
     for folder in folders:
-        with suppress(OSError):  # something is in it, or it is gone
+        with suppress(OSError):  # not empty, or already removed
             folder.rmdir()
 
 
@@ -131,7 +132,7 @@ def write_bytes(path: Path, content: bytes) -> None:
 
 
 def write_json(path: Path, obj: Any) -> None:
-    """Write an object as indented JSON, atomically (see :func:`~fl_lightning.files.atomic_write`); NaN and infinities as strings."""
+    """Write an object as indented JSON, atomically; NaN and infinities become strings."""
     write_text(path, json.dumps(plain(obj), indent=2, allow_nan=False) + "\n")
 
 
@@ -139,7 +140,7 @@ _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
 def plain(value: Any) -> Any:
-    """A value, or a tree of them, as JSON can hold it: tensors as numbers, non-finite floats as strings."""
+    """Convert a tree of values for JSON: tensors to numbers, non-finite floats to strings."""
     if hasattr(value, "tolist"):
         value = value.tolist()
     if isinstance(value, float) and not math.isfinite(value):
@@ -152,7 +153,7 @@ def plain(value: Any) -> Any:
 
 
 def restored(value: Any) -> Any:
-    """The value that :func:`plain` was given, tensors aside."""
+    """Undo :func:`plain`, except for tensors."""
     if isinstance(value, dict):
         return {key: restored(item) for key, item in value.items()}
     if isinstance(value, list):

@@ -1,4 +1,4 @@
-"""Ranks that somebody else has started: ``torchrun``, Slurm or the user on each node."""
+"""Ranks started from outside: by ``torchrun``, Slurm or the user on each node."""
 
 import os
 import sys
@@ -6,22 +6,22 @@ import warnings
 
 
 def under_torchrun() -> bool:
-    """Whether ``torchrun`` has started this process."""
+    """Return whether ``torchrun`` has started this process."""
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
 def launched_rank() -> int:
-    """The rank of this process as ``torchrun``, Slurm or the user has numbered it, 0 where nobody has.
+    """Return this process's rank from ``torchrun``, Slurm or the user, 0 if it has none.
 
-    The user numbers nodes (``NODE_RANK``), and the ranks of each where it is not a fork that starts them (``LOCAL_RANK``): only
-    that of the first rank is its own.
+    The user numbers nodes (``NODE_RANK``) and, if ranks are not forks, the ranks of a node (``LOCAL_RANK``); the result is
+    then 0 for the first rank only, not a unique rank.
     """
     names = ("RANK",) if under_torchrun() else ("SLURM_PROCID", "NODE_RANK", "LOCAL_RANK")
     return max(int(os.environ.get(name, "0")) for name in names)
 
 
 def silence() -> None:
-    """Let nothing that is printed from now on be seen, nor a warning: another rank says it."""
+    """Discard all further output and warnings, which another rank prints."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-    sys.stdout = sys.stderr = os.fdopen(1, "w", closefd=False)  # they may have been others
+    sys.stdout = sys.stderr = os.fdopen(1, "w", closefd=False)  # both may have been redirected
     warnings.filterwarnings("ignore")

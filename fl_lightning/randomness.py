@@ -1,8 +1,8 @@
 """Randomness as a function of (seed, purpose, round, client, ...), never of call order.
 
-Every random draw of a federated run (participation, data order, augmentation, dropout, attacks) comes from a generator
-made here. Results then do not depend on which process, block or executor computed a client, any round can be computed
-alone, and a resumed run needs no saved generator state.
+Every random draw of a federated run (participation, data order, augmentation, dropout, attacks) uses a generator made
+here. Results do not depend on the process, block or executor that computes a client, any round can be computed alone,
+and a resumed run needs no saved generator state.
 """
 
 import hashlib
@@ -23,9 +23,8 @@ def derive_seed(seed: int, purpose: str, *coordinates: int) -> int:
 
     Args:
         seed: The run's seed.
-        purpose: What the numbers are for, such as ``"participation"``: equal coordinates of different purposes are
-            independent.
-        coordinates: Round, client, step, ...: whatever the draw is a function of.
+        purpose: Use of the numbers, such as ``"participation"``; different purposes are independent.
+        coordinates: Round, client, step and so on, which the draw is a function of.
 
     Returns:
         An integer in [0, 2**63).
@@ -35,17 +34,17 @@ def derive_seed(seed: int, purpose: str, *coordinates: int) -> int:
 
 
 def generator(seed: int, purpose: str, *coordinates: int) -> torch.Generator:
-    """A CPU generator for one purpose at the given coordinates (see :func:`derive_seed`)."""
+    """Return a CPU generator for a purpose at the given coordinates (see :func:`derive_seed`)."""
     return torch.Generator().manual_seed(derive_seed(seed, purpose, *coordinates))
 
 
 def permutation(n: int, seed: int, purpose: str, *coordinates: int) -> Tensor:
-    """A random permutation of ``range(n)`` for one purpose at the given coordinates, shape ``[n]``, int64."""
+    """Draw a random permutation of ``range(n)``, int64 ``[n]`` (see :func:`derive_seed`)."""
     return torch.randperm(n, generator=generator(seed, purpose, *coordinates))
 
 
 def seed_global(seed: int, device: torch.device) -> None:
-    """Seed torch's global generators of the CPU and of ``device``: cheaper than ``torch.manual_seed``."""
+    """Seed torch's global generators of the CPU and ``device``, faster than ``torch.manual_seed``."""
     torch.default_generator.manual_seed(seed)
     if device.type == "cuda":
         torch.cuda.default_generators[device.index or 0].manual_seed(seed)
@@ -55,10 +54,10 @@ _has_accelerator = cache(torch.accelerator.is_available)
 
 
 def seed_everything(seed: int) -> None:
-    """Seed torch's (of all devices), numpy's and Python's global generators from one integer."""
+    """Seed the global generators of torch (all devices), numpy and Python from one integer."""
     if _has_accelerator():
         torch.manual_seed(seed)
-    else:  # the same, which keeps a traceback for each kind of device that might come later: slow
+    else:  # equivalent; torch.manual_seed is slow, since it keeps a traceback per uninitialised device
         torch.default_generator.manual_seed(seed)
     np.random.seed(seed % 2**32)
     random.seed(seed)
@@ -66,7 +65,7 @@ def seed_everything(seed: int) -> None:
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """:func:`seed_everything` for a block; afterwards the generators are as they were."""
+    """Call :func:`seed_everything` for a block and restore the generators afterwards."""
     with isolate_rng():
         seed_everything(seed)
         yield

@@ -16,146 +16,148 @@ from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from fl_lightning.errors import ConfigurationError
 
-_LARGE = 200_000  # bytes of a block that travels by itself
-_SHORT = 4096  # bytes that ranks tell each other in one message
-_GRACE = 10.0  # seconds that ranks have to notice that one is lost
+_LARGE = 200_000  # bytes above which a block has a message of its own
+_SHORT = 4096  # bytes in the first message of an exchange
+_GRACE = 10.0  # seconds in which all ranks must notice that a rank is lost
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
 class LostRank(ConfigurationError):
-    """Another rank has ended, or has not answered."""
+    """Another rank has ended or does not answer."""
 
 
 class Ranks:
-    """The processes of a run: each computes its share, and all of them know all results.
+    """The processes of a run: each computes its share, and all receive all results.
 
     Args:
-        rank: This process, from 0.
-        size: How many there are.
-        patience: Seconds for which the others wait for one.
-        here: How many of them share this machine's memory.
+        rank: Rank of this process, from 0.
+        size: Number of ranks.
+        patience: Seconds to wait for another rank.
+        here: Number of ranks that share this machine's memory.
     """
 
     def __init__(self, rank: int = 0, size: int = 1, patience: float = 1800.0, here: int = 1) -> None:
         self.rank, self.size, self.patience, self.here = rank, size, patience, here
-        self._depth = 0  # of exchanges within exchanges
+        self._depth = 0  # depth of nested exchanges
 
     def share(self, count: int, rank: int | None = None) -> range:
-        """Which of ``count`` things a rank computes (None: this one): neighbours, as many as others have or one less."""
+        """Return the contiguous share of ``count`` items of a rank (None: this one); sizes differ by 1 at most."""
         mine = np.array_split(np.arange(count), self.size)[self.rank if rank is None else rank]
         return range(int(mine[0]), int(mine[-1]) + 1) if len(mine) else range(0)
 
     def map(self, function: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
-        """``[function(item) for item in items]``, each computed by one rank and known to all, in the order of the items.
+        """Return ``[function(item) for item in items]`` on every rank, each item computed by one rank.
 
         Args:
-            function: What is computed of an item; the same on every rank. What it returns is pickled: tensors of a GPU go to
-                the CPU first.
-            items: The same on every rank.
+            function: Function of an item, the same on every rank. Its results are pickled: move GPU
+                tensors to the CPU first.
+            items: Items, the same on every rank.
         """
         items = list(items)
         parts = self.exchange(lambda: [function(items[index]) for index in self.share(len(items))])
         return [result for part in parts for result in part]
 
     def exchange(self, compute: Callable[[], Result]) -> list[Result]:
-        """What every rank has computed, by rank. An exception of one of them is raised on all.
+        """Return the results of all ranks, by rank; an exception on one rank is raised on all.
 
         Args:
-            compute: Computes what this rank has to tell, which is pickled. torch's global generators are given back as they were.
+            compute: Function that returns this rank's result, which is pickled. torch's global generators are restored.
 
         Raises:
-            ConfigurationError: A rank has found a mistake of the user's.
-            RuntimeError: Another one has failed.
+            ConfigurationError: A rank has raised a ``ConfigurationError``.
+            RuntimeError: Another rank has failed.
         """
 
         def computed() -> Result:
-            # ranks that have computed something else go on with the same generators
+            # restore generators: ranks compute different things and must continue with equal generators
             gpus = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]  # torch gives it no types
             with torch.random.fork_rng(gpus):
                 return compute()
 
         if self.size == 1:
             return [computed()]
-        own: Exception | None = None
+        raised: Exception | None = None
         self._depth += 1
         try:
-            told = pickle.dumps((computed(), None, self._depth))
+            message = pickle.dumps((computed(), None, self._depth))
         except Exception as error:
             if is_shared(error) or isinstance(error, LostRank):
-                # of an exchange within this one, where the others have heard of it: what this rank did is not to blame
+                # all ranks know the error from a nested exchange; drop the notes on what this rank did
                 error.__notes__ = getattr(error, "shared_by_ranks", getattr(error, "__notes__", []))
                 raise
-            own, told = error, pickle.dumps((None, described(error), 0))
+            raised, message = error, pickle.dumps((None, described(error), 0))
         finally:
             self._depth -= 1
         with self.meeting():
-            everyone = [*map(pickle.loads, self._tell(told))]
+            everyone = [*map(pickle.loads, self._all_gather(message))]
         for rank, (_, failure, _) in enumerate(everyone):
             if failure is not None:
-                raise _shared(own if rank == self.rank and own is not None else failure_of(rank, *failure))
+                raise _shared(
+                    raised if rank == self.rank and raised is not None else failure_of(rank, *failure)
+                )
         if len({depth for *_, depth in everyone}) > 1:
             raise _shared(
                 ConfigurationError(
-                    "ranks are at different places: a layer, loss or hook of your own calls cohort_mean or ranks.exchange for some "
-                    "clients only; all must call it equally often"
+                    "ranks are at different places: a custom layer, loss or hook calls cohort_mean or ranks.exchange for some "
+                    "clients only; call it equally often for all clients"
                 )
             )
         return [result for result, *_ in everyone]
 
-    def _tell(self, told: bytes) -> list[bytes]:
-        """What every rank tells, by rank; what does not fit in the first message comes in a second one."""
-        heads = self._gather(len(told).to_bytes(8) + told[:_SHORT], 8 + _SHORT)
+    def _all_gather(self, message: bytes) -> list[bytes]:
+        """Return the messages of all ranks, by rank; a second all-gather sends what exceeds the first."""
+        heads = self._all_gather_sized(len(message).to_bytes(8) + message[:_SHORT], 8 + _SHORT)
         lengths = [int.from_bytes(head[:8]) for head in heads]
         longest = max(lengths) - _SHORT
-        rests = self._gather(told[_SHORT:], longest) if longest > 0 else [b""] * self.size
+        rests = self._all_gather_sized(message[_SHORT:], longest) if longest > 0 else [b""] * self.size
         return [(head[8:] + rest)[:length] for head, rest, length in zip(heads, rests, lengths, strict=True)]
 
-    def _gather(self, own: bytes, size: int) -> list[bytes]:
-        told = torch.frombuffer(bytearray(own.ljust(size, b"\0")), dtype=torch.uint8)
-        told = told.to("cuda" if dist.get_backend() == "nccl" else "cpu")
-        everyone = [torch.empty_like(told) for _ in range(self.size)]
-        dist.all_gather(everyone, told)
-        return [one.cpu().numpy().tobytes() for one in everyone]
+    def _all_gather_sized(self, message: bytes, size: int) -> list[bytes]:
+        padded = torch.frombuffer(bytearray(message.ljust(size, b"\0")), dtype=torch.uint8)
+        padded = padded.to("cuda" if dist.get_backend() == "nccl" else "cpu")
+        everyone = [torch.empty_like(padded) for _ in range(self.size)]
+        dist.all_gather(everyone, padded)
+        return [received.cpu().numpy().tobytes() for received in everyone]
 
     def agree(self, state: Callable[[], Mapping[str, Any]], place: str) -> None:
-        """Check that every rank has the same.
+        """Check that every rank has the same state.
 
         Args:
-            state: Gives trees of tensors and plain values, by a name for messages.
-            place: Where in the run this is.
+            state: Function that returns trees of tensors and plain values, by a name for messages.
+            place: Place in the run, for the message.
 
         Raises:
-            ConfigurationError: A rank has something else; it is named.
+            ConfigurationError: A rank has another state; the message names the rank.
         """
         if self.size == 1:
             return
-        own: dict[str, int] = {}
+        sums: dict[str, int] = {}
 
         def together() -> int:
-            own.update(checksums(state()))
-            return zlib.crc32(repr(own).encode())
+            sums.update(checksums(state()))
+            return zlib.crc32(repr(sums).encode())
 
         if len(set(self.exchange(together))) == 1:
             return
-        first, *others = self.exchange(lambda: own)
-        for rank, found in enumerate(others, 1):
-            for key in {**first, **found}:
-                if first.get(key) != found.get(key):
+        first, *others = self.exchange(lambda: sums)
+        for rank, other in enumerate(others, 1):
+            for key in {**first, **other}:
+                if first.get(key) != other.get(key):
                     raise _shared(
                         ConfigurationError(
                             f"{place}: rank {rank} has another {key} than rank 0; outside of local steps hooks must compute the same on "
-                            "every rank (no clock, no process number, no random numbers but torch's global ones), and in them "
-                            "change nothing but rows; CPUs must be of one kind"
+                            "every rank (no clock, no process number, no random numbers but torch's global ones), and in local steps "
+                            "they may change rows only; CPUs must be of one kind"
                         )
                     )
 
     def complete(self, blocks: Sequence[Tensor]) -> None:
-        """Fill in, in place, the rows of contiguous ``blocks [C, ...]`` that other ranks have computed: those of :meth:`share`."""
+        """Fill in the rows of contiguous ``blocks [C, ...]`` that other ranks computed (:meth:`share`), in place."""
         if self.size == 1:
             return
-        # bytes: not every backend sends every type
+        # as bytes: not every backend sends every dtype
         blocks = [block.view(len(block), -1).view(torch.uint8) for block in blocks if block.numel()]
         large = [block for block in blocks if block.numel() > _LARGE]
         sent: list[Any] = []
@@ -170,7 +172,7 @@ class Ranks:
                 work.wait()
 
     def _complete_together(self, blocks: Sequence[Tensor]) -> None:
-        """Small blocks travel in one piece: on one machine a message takes longer than their bytes."""
+        """Complete small blocks in one message, whose latency exceeds the time of their bytes."""
 
         def parts(rank: int) -> list[Tensor]:
             shares = [self.share(len(block), rank) for block in blocks]
@@ -179,21 +181,21 @@ class Ranks:
         if not blocks:
             return
         sizes = [sum(part.numel() for part in parts(rank)) for rank in range(self.size)]
-        own, *pieces = [blocks[0].new_zeros(max(sizes)) for _ in range(1 + self.size)]
-        torch.cat([part.flatten() for part in parts(self.rank)], out=own[: sizes[self.rank]])
-        dist.all_gather(pieces, own)
+        piece, *pieces = [blocks[0].new_zeros(max(sizes)) for _ in range(1 + self.size)]
+        torch.cat([part.flatten() for part in parts(self.rank)], out=piece[: sizes[self.rank]])
+        dist.all_gather(pieces, piece)
         for rank in set(range(self.size)) - {self.rank}:
             places = parts(rank)
-            found = torch.split(pieces[rank][: sizes[rank]], [place.numel() for place in places])
-            for place, values in zip(places, found, strict=True):
+            received = torch.split(pieces[rank][: sizes[rank]], [place.numel() for place in places])
+            for place, values in zip(places, received, strict=True):
                 place.copy_(values.view_as(place))
 
     @contextmanager
     def meeting(self) -> Iterator[None]:
-        """Where ranks talk to each other.
+        """Enclose communication between ranks.
 
         Raises:
-            LostRank: One does not; it is named.
+            LostRank: A rank does not take part; the message names it.
         """
         try:
             yield
@@ -203,14 +205,14 @@ class Ranks:
             who = " and ".join(f"rank {rank}" for rank in lost) or "a rank"
             has = "have" if len(lost) > 1 else "has"
             raise LostRank(
-                f"{who} {has} not answered for {self.patience:g} s; if it was stopped, let it go on (kill -CONT), and let a "
-                "long round have a longer CohortStrategy.timeout"
+                f"{who} {has} not answered for {self.patience:g} s; continue a stopped process (kill -CONT), or "
+                "increase CohortStrategy.timeout for long rounds"
                 if late
-                else f"{who} {has} ended, and this one with it; its own output says why"
+                else f"{who} {has} ended, and this rank with it; see the output of {who} for the reason"
             ) from error
 
     def _lost(self) -> list[int]:
-        """The ranks that do not say that they have lost another one: all that do part, so that each comes to know of it."""
+        """Return the ranks that do not report a lost rank; leaving the process group wakes those that wait."""
         try:
             store: Any = dist.distributed_c10d._get_default_store()
             store.set(f"here {self.rank}", "")
@@ -219,13 +221,13 @@ class Ranks:
             while len(others) > 1 and time.monotonic() < until:
                 others = [rank for rank in others if not store.check([f"here {rank}"])]
                 time.sleep(0.05)
-        except (RuntimeError, ValueError):  # the first one has the store
+        except (RuntimeError, ValueError):  # the store has ended with rank 0
             return [0]
         return others
 
 
 def checksums(state: Mapping[str, Any]) -> dict[str, int]:
-    """A number for each tensor and value of some trees, which another content would change, by its place."""
+    """Return a checksum of each tensor and value of some trees, by its place."""
     return {
         f"{name}{keystr(place)}": _number(leaf)
         for name, tree in state.items()
@@ -234,19 +236,19 @@ def checksums(state: Mapping[str, Any]) -> dict[str, int]:
 
 
 def _number(leaf: Any) -> int:
-    if hasattr(leaf, "checksum"):  # of much that knows what has changed
+    if hasattr(leaf, "checksum"):  # a large object that tracks its changes
         return int(leaf.checksum())
     if isinstance(leaf, Tensor):
         values = leaf.detach().cpu()
         values = values if values.layout == torch.strided else values.to_dense()
         return zlib.crc32(values.contiguous().flatten().view(torch.uint8).numpy().data)
-    if isinstance(leaf, set | frozenset):  # their order is each process's own
+    if isinstance(leaf, set | frozenset):  # sorted: the order of a set differs between processes
         leaf = sorted(map(repr, leaf))
     return zlib.crc32(repr(leaf).encode())
 
 
 def is_shared(error: BaseException) -> bool:
-    """Whether every rank raises this exception, so that one of them may say so for all."""
+    """Return whether every rank raises this exception, so that one rank may report it for all."""
     return hasattr(error, "shared_by_ranks")
 
 
@@ -256,23 +258,16 @@ def _shared(error: Exception) -> Exception:
 
 
 def described(error: Exception) -> tuple[bool, str, list[str], str]:
-    """An exception as another process can raise it: whether it is a mistake of the user's, its line, notes and traceback."""
-    said = (
-        str(error)
-        if isinstance(error, ConfigurationError)
-        else traceback.format_exception_only(error)[0].strip()
-    )
-    return (
-        isinstance(error, ConfigurationError),
-        said,
-        [str(note) for note in getattr(error, "__notes__", [])],
-        traceback.format_exc()[-20_000:],
-    )
+    """Describe an exception for another process: whether the user is to blame, message, notes, traceback."""
+    mistake = isinstance(error, ConfigurationError)
+    message = str(error) if mistake else traceback.format_exception_only(error)[0].strip()
+    notes = [str(note) for note in getattr(error, "__notes__", [])]
+    return mistake, message, notes, traceback.format_exc()[-20_000:]
 
 
-def failure_of(rank: int, mistake: bool, said: str, notes: Sequence[str], trace: str) -> Exception:
-    """An exception that another rank has described."""
-    failure: Exception = ConfigurationError(said) if mistake else RuntimeError(said)
+def failure_of(rank: int, mistake: bool, message: str, notes: Sequence[str], trace: str) -> Exception:
+    """Return the exception that another rank has described."""
+    failure: Exception = ConfigurationError(message) if mistake else RuntimeError(message)
     for note in notes:
         failure.add_note(note)
     failure.__cause__ = RuntimeError(f"in rank {rank}:\n{trace}")

@@ -1,4 +1,4 @@
-"""The arguments that an object was made with: the one record that a run's name, words and provenance read."""
+"""Records of the arguments of constructors, from which a run's name, descriptions and provenance derive."""
 
 import functools
 import inspect
@@ -13,12 +13,12 @@ _RECORD = "_made_with"
 
 
 class Making(NamedTuple):
-    """The maker of an object, and its arguments.
+    """The class or function that made an object, and its arguments.
 
     Attributes:
         maker: The class or function.
-        arguments: Its arguments by name, with the defaults of arguments that were left out.
-        again: Makes an equal object.
+        arguments: All arguments by name, including defaults.
+        again: Function that makes an equal object.
     """
 
     maker: Callable[..., Any]
@@ -27,12 +27,12 @@ class Making(NamedTuple):
 
 
 class Recorded:
-    """Base class whose objects record the arguments that they are made with.
+    """Base class of objects that record their constructor's arguments.
 
     Attributes:
         deciding_files: Names of arguments that are files whose content decides results.
 
-    A setting counts as it was given: an attribute that is renamed, computed or not kept changes nothing.
+    The record is independent of the object's attributes, which may be renamed, computed or missing.
 
     ::
 
@@ -46,7 +46,7 @@ class Recorded:
     deciding_files: ClassVar[tuple[str, ...]] = ()
 
     def __init_subclass__(cls, **settings: Any) -> None:
-        """Record the arguments of a class that makes its objects itself, too: it may not pass them on."""
+        """Wrap a custom ``__new__``, which may not pass the arguments on, to record them."""
         super().__init_subclass__(**settings)
         if "__new__" in vars(cls):
             make = cls.__new__
@@ -60,14 +60,14 @@ class Recorded:
             cls.__new__ = recorded  # type: ignore[method-assign,assignment]  # of the same arguments
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Record the arguments before the constructor runs: its signature stays what it is."""
+        """Record the arguments before the constructor runs, whose signature stays unchanged."""
         made = super().__new__(cls)
         record(made, cls, args, kwargs)
         return made
 
 
 def records(*deciding_files: str) -> Callable[[Item], Item]:
-    """Let a function that makes objects, such as a model, record its arguments on them.
+    """Decorate a function that makes objects, such as models, to record its arguments on them.
 
     Args:
         deciding_files: Names of arguments that are files whose content decides results.
@@ -87,7 +87,7 @@ def records(*deciding_files: str) -> Callable[[Item], Item]:
 
 
 def record(made: Any, maker: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Record how an object was made; an object that takes no attributes stays without a record."""
+    """Record how an object was made, unless the object takes no attributes."""
     try:
         # bypass nn.Module: a module among the arguments does not become a child
         object.__setattr__(made, _RECORD, (maker, _copied([*args]), _copied(dict(kwargs))))
@@ -96,21 +96,23 @@ def record(made: Any, maker: Callable[..., Any], args: tuple[Any, ...], kwargs: 
 
 
 def making(made: object) -> Making | None:
-    """Return how an object was made; None if it has no record."""
+    """Return how an object was made, None without a record."""
     try:
         maker, args, kwargs = object.__getattribute__(made, _RECORD)
     except AttributeError:
         return None
     known = parameters(maker)
     given: dict[str, Any] = {}
-    positional = [name for name, one in known.items() if one.kind is not inspect.Parameter.KEYWORD_ONLY]
+    positional = [
+        name for name, parameter in known.items() if parameter.kind is not inspect.Parameter.KEYWORD_ONLY
+    ]
     given |= dict(zip(positional, args, strict=False)) | kwargs
     if rest := args[len(positional) :]:
         given["*"] = rest
     missing = {
-        name: one.default
-        for name, one in known.items()
-        if name not in given and one.default is not inspect.Parameter.empty
+        name: parameter.default
+        for name, parameter in known.items()
+        if name not in given and parameter.default is not inspect.Parameter.empty
     }
     order = [*known, *(name for name in given if name not in known)]
     arguments = {name: x for name in order for x in _lookup(name, given, missing)}
@@ -119,22 +121,22 @@ def making(made: object) -> Making | None:
 
 @functools.cache
 def parameters(maker: Any) -> dict[str, inspect.Parameter]:
-    """Return the parameters of a class or function by name, as a configuration takes them.
+    """Return the parameters of a class or function by name, as in a configuration.
 
-    Further arguments that are passed on (``**kwargs``) are resolved: those of a base class are included, but for the ones
-    that the subclass sets itself. A default that depends on other settings is left out.
+    ``**kwargs`` are resolved to the parameters of the base class, except for parameters that the subclass sets itself. A
+    default that depends on other settings is left out.
     """
-    found = {}
-    for one in get_signature_parameters(maker, logger=False):
-        unknown = isinstance(one.default, UnknownDefault)
-        default = inspect.Parameter.empty if unknown else one.default
-        kind = one.kind or inspect.Parameter.KEYWORD_ONLY
-        found[one.name] = inspect.Parameter(one.name, kind, default=default, annotation=one.annotation)
-    return found
+    known = {}
+    for parameter in get_signature_parameters(maker, logger=False):
+        name, default, kind = parameter.name, parameter.default, parameter.kind
+        default = inspect.Parameter.empty if isinstance(default, UnknownDefault) else default
+        kind = kind or inspect.Parameter.KEYWORD_ONLY
+        known[name] = inspect.Parameter(name, kind, default=default, annotation=parameter.annotation)
+    return known
 
 
 def _copied(value: Any) -> Any:
-    """Copy a container: the object may change the one that it was given."""
+    """Copy a container, since the object may change its argument."""
     if isinstance(value, dict):
         return {key: _copied(item) for key, item in value.items()}
     return [_copied(item) for item in value] if type(value) is list else value
@@ -145,16 +147,16 @@ def _lookup(name: str, *sources: Mapping[str, Any]) -> list[Any]:
 
 
 def in_words(value: object) -> str:
-    """Write a setting's value: an object without words of its own as :func:`describe` writes it."""
+    """Write a setting's value, an object without a custom ``repr`` by :func:`describe`."""
     return describe(value) if type(value).__repr__ is object.__repr__ else str(value)
 
 
 def describe(thing: object) -> str:
-    """Write an object as it could be made: its class and the arguments that differ from the defaults."""
+    """Write an object as a call of its class with the arguments that differ from the defaults."""
     made = making(thing)
     if made is None:
         return f"{type(thing).__name__}()"
-    defaults = {name: one.default for name, one in parameters(made.maker).items()}
+    defaults = {name: parameter.default for name, parameter in parameters(made.maker).items()}
     words = [
         f"{name}={in_words(value)}"
         for name, value in made.arguments.items()

@@ -1,4 +1,4 @@
-"""The networks of the papers, each with its norm layer as one argument.
+"""The networks of the papers, with the norm layer as an argument.
 
 Every model takes images ``[b, in_channels, height, width]`` (``BNProbe``: points ``[b, in_features]``), returns
 ``[b, num_classes]`` (``SmallDeepLab``: ``[b, num_classes, height, width]``), and runs unchanged under ``torch.func.vmap`` over

@@ -9,7 +9,7 @@ from fl_lightning.models.norm import make_conv, make_norm
 
 
 class ResidualBlock(nn.Module):
-    """A block with a shortcut that subsamples, and appends zero channels, where the shape changes.
+    """A block whose shortcut subsamples and appends zero channels if the shape changes.
 
     Args:
         in_channels: Channels of the input.
@@ -27,7 +27,7 @@ class ResidualBlock(nn.Module):
         self.changes_shape = stride > 1 or self.new_channels > 0
 
     def shortcut(self, x: Tensor) -> Tensor:
-        """The identity, subsampled and padded with zero channels where the shape changes."""
+        """Return the input, subsampled and padded with zero channels if the shape changes."""
         if not self.changes_shape:
             return x
         return F.pad(x[..., :: self.stride, :: self.stride], (0, 0, 0, 0, 0, self.new_channels))
@@ -59,7 +59,7 @@ class BasicBlock(ResidualBlock):
 
 
 class ProjectionBlock(BasicBlock):
-    """A :class:`BasicBlock` whose shortcut is a 1x1 convolution and a norm layer where the shape changes (option B)."""
+    """A :class:`BasicBlock` whose shortcut is a 1x1 convolution and a norm layer if the shape changes."""
 
     def __init__(self, in_channels: int, out_channels: int, stride: int, norm: str, groups: int) -> None:
         super().__init__(in_channels, out_channels, stride, norm, groups)
@@ -69,7 +69,7 @@ class ProjectionBlock(BasicBlock):
             self.projection.append(make_norm(norm, out_channels, groups))
 
     def shortcut(self, x: Tensor) -> Tensor:
-        """The identity, projected where the shape changes."""
+        """Return the input, projected if the shape changes."""
         projected: Tensor = self.projection(x)
         return projected
 
@@ -77,11 +77,11 @@ class ProjectionBlock(BasicBlock):
 def make_stages(
     make_block: Callable[[int, int, int], ResidualBlock], width: int, counts: Sequence[int]
 ) -> nn.Sequential:
-    """Stages of residual blocks; each but the first has twice the channels of the one before at half its height and width.
+    """Build stages of residual blocks; each stage doubles the channels and halves the height and width.
 
     Args:
-        make_block: Makes a block from (in_channels, out_channels, stride).
-        width: Channels of the input and of the first stage.
+        make_block: Function of (in_channels, out_channels, stride) that makes a block.
+        width: Channels of the input and of the first stage, which keeps the input's shape.
         counts: Blocks of each stage.
     """
     blocks, channels = nn.Sequential(), width

@@ -1,4 +1,4 @@
-"""The one-layer network of the FBN paper's toy: Batch Normalization of the points, and a linear classifier on top."""
+"""The one-layer network of the FBN paper's toy: Batch Normalization of points and a linear classifier."""
 
 from torch import Tensor, nn
 
@@ -7,10 +7,10 @@ from fl_lightning.recorded import Recorded
 
 
 class BNProbe(Recorded, nn.Module):
-    """BN without gamma and beta directly on the inputs, then a linear classifier: a probe of what BN makes separable.
+    """A linear classifier on inputs normalised by BN without gamma and beta, to test their separability.
 
-    The statistics are those of the inputs, whatever the weights are (Guerraoui et al., arXiv 2405.14670, Section 3: "models
-    having a single layer").
+    The statistics depend on the inputs alone, not on the weights (Guerraoui et al.,
+    arXiv 2405.14670, Section 3: "models having a single layer").
 
     Args:
         num_classes: Number of classes.

@@ -1,4 +1,4 @@
-"""Checks of model settings that say which setting to change."""
+"""Checks of model settings, with errors that name the setting to change."""
 
 from torch import Tensor
 
@@ -6,26 +6,19 @@ from fl_lightning.errors import ConfigurationError
 
 
 def require_at_least(minimum: int, **settings: int) -> None:
-    """Refuse the first setting that is smaller than ``minimum``.
-
-    Raises:
-        ConfigurationError: A setting is too small.
-    """
+    """Raise a ``ConfigurationError`` that names the first setting below ``minimum``."""
     for name, value in settings.items():
         if value < minimum:
             raise ConfigurationError(f"{name}={value} is too small for this model; use {minimum} or more")
 
 
 def require_images(images: Tensor, in_channels: int, image_size: int | None = None) -> None:
-    """Refuse images that the model was not built for.
+    """Raise a ``ConfigurationError`` if the images do not fit the model.
 
     Args:
         images: A batch ``[b, channels, height, width]``.
-        in_channels: Channels the model was built for.
-        image_size: Height and width in pixels the model was built for; None where any will do.
-
-    Raises:
-        ConfigurationError: The images have another number of channels, or another size.
+        in_channels: Channels of the model.
+        image_size: Height and width of the model, in pixels; None: any size.
     """
     channels, height, width = images.shape[-3:]
     if channels != in_channels:

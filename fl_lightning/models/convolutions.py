@@ -1,7 +1,7 @@
-"""Convolutions that compute their filters from what they train, in place of a norm layer or before one.
+"""Convolutions whose filters are a function of the trained tensor, in place of a norm layer or before one.
 
-The trained tensor keeps the name ``weight`` and the shape of ``nn.Conv2d``; the filters are made of it in each forward
-pass, so that gradients flow through the formula and only trained tensors are aggregated.
+The trained tensor keeps the name ``weight`` and the shape of ``nn.Conv2d``. Each forward pass computes the filters, so
+that gradients flow through the formula and only trained tensors are aggregated.
 """
 
 from typing import Any
@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 
 class ComputedConv2d(nn.Conv2d):
-    """A convolution whose filters are :meth:`filters`; the arguments are those of ``nn.Conv2d``."""
+    """A convolution with computed :meth:`filters`; its arguments are as in ``nn.Conv2d``."""
 
     def filters(self) -> Tensor:
-        """The filters ``[out_channels, in_channels / groups, kh, kw]`` of this forward pass."""
+        """Compute the filters ``[out_channels, in_channels / groups, kh, kw]`` of a forward pass."""
         return self.weight
 
     def forward(self, input: Tensor) -> Tensor:
@@ -28,7 +28,7 @@ class StandardizedConv2d(ComputedConv2d):
 
     Qiao, Wang, Liu, Shen, Yuille, "Micro-Batch Training with Batch-Channel Normalization and Weight Standardization",
     arXiv 1903.10520: ``(W - mean) / (std + eps)`` per output filter, with the standard deviation of the N values over
-    N - 1. A norm layer has to follow, since the output's scale is not kept.
+    N - 1. A norm layer must follow, since the output has another scale than the input.
 
     Attributes:
         eps: Added to the standard deviation; 1e-5 in the authors' code.
@@ -37,21 +37,21 @@ class StandardizedConv2d(ComputedConv2d):
     eps: float = 1e-5
 
     def filters(self) -> Tensor:
-        """The standardized filters."""
+        """Return the standardized filters."""
         std, mean = torch.std_mean(self.weight, dim=(1, 2, 3), correction=1, keepdim=True)
         return (self.weight - mean) / (std + self.eps)
 
 
 class ScaledStandardizedConv2d(ComputedConv2d):
-    """Scaled Weight Standardization, the whole of FedWon: no norm layers, and filters that keep the signal's variance.
+    """Scaled Weight Standardization: filters that preserve the signal's variance without norm layers.
 
     Brock, De, Smith, "Characterizing Signal Propagation to Close the Performance Gap in Unnormalized ResNets", ICLR
-    2021; in federated learning Zhuang, Lyu, "FedWon", ICLR 2024: ``gain kappa (W - mean) / sqrt(N var + eps)`` per output
-    filter of N values. The gain (one per filter, from 1) is trained.
+    2021; in federated learning Zhuang, Lyu, "FedWon", ICLR 2024, which adds nothing else:
+    ``gain kappa (W - mean) / sqrt(N var + eps)`` per output filter of N values, with one trained gain per filter, from 1.
 
     Attributes:
         kappa: ``sqrt(2 / (1 - 1/pi))``, about 1.713, the factor by which ReLU shrinks a standard normal input.
-        eps: Keeps the root away from 0; 1e-4 in Brock et al.
+        eps: Term that keeps the root above 0; 1e-4 in Brock et al.
     """
 
     kappa: float = (2 / (1 - 1 / torch.pi)) ** 0.5
@@ -62,7 +62,7 @@ class ScaledStandardizedConv2d(ComputedConv2d):
         self.gain = nn.Parameter(torch.ones(self.out_channels))
 
     def filters(self) -> Tensor:
-        """The filters with mean 0 and sum of squares ``(gain kappa)^2``."""
+        """Return filters with mean 0 and sum of squares ``(gain kappa)^2``."""
         var, mean = torch.var_mean(self.weight, dim=(1, 2, 3), correction=0, keepdim=True)
         scale = self.kappa * self.gain.view(-1, 1, 1, 1) / (self.weight[0].numel() * var + self.eps).sqrt()
         return scale * (self.weight - mean)
@@ -72,8 +72,8 @@ class WeightNormConv2d(ComputedConv2d):
     """Weight normalization: every filter is a trained length (``gain``) times a trained direction (``weight``).
 
     Salimans, Kingma, "Weight Normalization", NeurIPS 2016, eq. 2: ``gain W / |W|`` with the Euclidean norm per output
-    filter; their data-dependent initialization is left out. Equal to ``torch.nn.utils.parametrizations.weight_norm``,
-    for which vmap has no batching rule. Starts as the ordinary convolution.
+    filter, without their data-dependent initialization. Equal to ``torch.nn.utils.parametrizations.weight_norm``, for
+    which vmap has no batching rule. The initial filters are those of ``nn.Conv2d``.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -87,6 +87,6 @@ class WeightNormConv2d(ComputedConv2d):
         self.gain.copy_(self.weight.flatten(1).norm(dim=1))
 
     def filters(self) -> Tensor:
-        """The filters with lengths ``gain``."""
+        """Return the filters of length ``gain``."""
         factors: Tensor = self.gain / self.weight.flatten(1).norm(dim=1)
         return factors.view(-1, 1, 1, 1) * self.weight

@@ -10,21 +10,21 @@ from fl_lightning.recorded import Recorded
 
 
 class SmallDeepLab(Recorded, nn.Module):
-    """Segmentation for images of a hundred or two pixels: DeepLabv3+'s parts on a backbone of seven convolutions.
+    """DeepLabv3+ for images of 100 to 200 pixels, on a backbone of seven convolutions.
 
-    The backbone has output stride 8, with dilation in its last two convolutions; atrous spatial pyramid pooling has a 1x1
-    convolution, one 3x3 for each rate and the mean over the image; the decoder joins features of stride 4. At the defaults 241,475
-    trainable floats and 14 norm layers, one of them on the mean over the image: BN wants two images in a batch there (``pooled_norm``).
+    The backbone has output stride 8, with dilation in its last two convolutions. Atrous spatial pyramid pooling has a 1x1
+    convolution, one 3x3 convolution per rate and the mean over the image. The decoder joins features of stride 4. The
+    defaults have 241,475 trainable floats and 14 norm layers.
 
     Args:
         num_classes: Number of classes.
         in_channels: Channels of the images.
-        norm: As in :func:`fl_lightning.models.norm.make_norm`.
+        norm: Norm layer, see :func:`fl_lightning.models.norm.make_norm`.
         groups: Number of groups of every GN layer.
-        width: Channels of the first convolution; others have up to four times as many.
+        width: Channels of the first convolution; later ones have up to four times as many.
         rates: Dilations of the 3x3 convolutions of the pyramid.
-        pooled_norm: Norm of the pyramid's mean over the image; None: as ``norm``. BN has one value per image there: with
-            ``"none"`` or ``"gn"`` clients can train with batches of one image.
+        pooled_norm: Norm of the pyramid's mean over the image; None: ``norm``. BN needs two images
+            per batch there; ``"none"`` or ``"gn"`` allow batches of one image.
 
     Raises:
         ConfigurationError: A setting cannot be used.
@@ -78,7 +78,7 @@ class SmallDeepLab(Recorded, nn.Module):
         mean = self.pooled(high.mean((-2, -1), keepdim=True)).expand(
             *[-1] * (high.dim() - 2), *high.shape[-2:]
         )
-        found = self.joined(torch.cat([*(branch(high) for branch in self.pyramid), mean], -3))
-        found = interpolate(found, low.shape[-2:], mode="bilinear", align_corners=False)
-        found = self.classifier(self.decoder(torch.cat([found, self.reduced(low)], -3)))
-        return interpolate(found, images.shape[-2:], mode="bilinear", align_corners=False)
+        joined = self.joined(torch.cat([*(branch(high) for branch in self.pyramid), mean], -3))
+        joined = interpolate(joined, low.shape[-2:], mode="bilinear", align_corners=False)
+        logits = self.classifier(self.decoder(torch.cat([joined, self.reduced(low)], -3)))
+        return interpolate(logits, images.shape[-2:], mode="bilinear", align_corners=False)

@@ -1,9 +1,8 @@
 """Dropout whose mask is a function of (key, layer, element), never of call order.
 
-torch's own dropout draws from a global generator, so a client's masks depend on what ran before it, and under
-``torch.func.vmap`` they differ from those of a loop over clients. Here an element is dropped or kept by a hash of its
-index, of the layer's number and of a key that the executor sets from (seed, round, client, step): every executor,
-device and dtype gives bit-identical masks.
+torch's dropout draws from a global generator: a client's masks depend on earlier draws and differ between
+``torch.func.vmap`` and a loop over clients. Here the mask is a hash of the element's index, the layer's number and a key
+from (seed, round, client, step), and is bit-identical for every executor, device and dtype.
 """
 
 from collections.abc import Sequence
@@ -20,7 +19,7 @@ _Words = TypeVar("_Words", int, Tensor)
 
 
 def dropout_keys(seed: int, round: int, client_ids: Sequence[int], step: int) -> Tensor:
-    """The dropout keys of a cohort for one local step.
+    """Return the dropout keys of a cohort for one local step.
 
     Args:
         seed: The run's seed.
@@ -37,16 +36,15 @@ def dropout_keys(seed: int, round: int, client_ids: Sequence[int], step: int) ->
 
 
 class Dropout(nn.Module):
-    """Zeroes elements with probability ``p`` in training and scales the others by ``1 / (1 - p)``.
+    """Dropout: zeroes elements with probability ``p`` in training and scales the rest by ``1 / (1 - p)``.
 
-    The executors set the buffer ``key`` before every local step (see :func:`dropout_keys`); between two settings of it
-    the mask stays the same. A layer called twice in one forward drops the same elements both times: give each place
-    its own layer.
+    Executors set the buffer ``key`` before every local step (see :func:`dropout_keys`). The mask depends on the key alone,
+    so a layer that is called twice in one forward pass drops the same elements: use one layer per place.
 
     Args:
-        p: Probability in [0, 1] that an element is dropped; 0 is the identity, 1 gives zeros.
-        dim: Number of trailing dimensions that are dropped together: 0 drops single elements, 1, 2 or 3 drop whole
-            channels of ``[b, channels, ...]`` as ``nn.Dropout1d``, ``nn.Dropout2d`` and ``nn.Dropout3d`` do.
+        p: Probability in [0, 1] that an element is dropped.
+        dim: Number of trailing dimensions that are dropped together: 0 for single elements, 1, 2 or 3 for channels of
+            ``[b, channels, ...]``, as in ``nn.Dropout1d``, ``nn.Dropout2d`` and ``nn.Dropout3d``.
 
     Attributes:
         key: Scalar int64 buffer in [0, 2**63), not part of the ``state_dict``; ``[C]`` when stacked for ``vmap``.
@@ -72,32 +70,31 @@ class Dropout(nn.Module):
         self.register_buffer("key", torch.zeros((), dtype=torch.int64), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Drop elements of one client's activations ``[b, ...]``; the identity in eval mode."""
+        """Drop elements of one client's activations ``[b, ...]``; in eval mode return ``x``."""
         if not self.training or self.p == 0:
             return x
         scale = 1 / (1 - self.p) if self.p < 1 else 0.0
         return torch.where(self.kept(x), x * scale, 0.0)
 
     def kept(self, x: Tensor) -> Tensor:
-        """The mask for ``x``: bool, of its shape with the last ``dim`` sizes replaced by 1."""
+        """Return the bool mask of the elements to keep, of ``x``'s shape with the last ``dim`` sizes 1."""
         shape = x.shape[: x.dim() - self.dim]
-        # Two rounds of hashing, one for each half of the key: with one the masks of two keys would be permutations
-        # of each other.
+        # two rounds of hashing: after one round the masks of two keys would be permutations of each other
         low = _mix((self.key & _MASK32) ^ _mix(self.layer + 1))
         high = _mix((self.key >> 32) ^ low)
         words = _mix(_mix(torch.arange(shape.numel(), device=x.device) ^ low) ^ high)
         return (words >= round(self.p * 2**32)).view(shape + (1,) * self.dim)
 
     def extra_repr(self) -> str:
-        """The settings, for ``print(model)``."""
+        """Return the settings for ``print(model)``."""
         return f"p={self.p}, dim={self.dim}, layer={self.layer}"
 
 
 def _mix(words: _Words) -> _Words:
-    """Hash integers in [0, 2**32) to integers in [0, 2**32), one to one; a tensor is overwritten.
+    """Hash integers in [0, 2**32) one to one to integers in [0, 2**32), in place for a tensor.
 
-    Multipliers and shifts are those of a two-round hash of low bias listed in C. Wellons's hash-prospector.
-    Both multipliers are below 2**31, so no product overflows int64.
+    The multipliers and shifts are a two-round hash of low bias from C. Wellons's hash-prospector. Both multipliers are
+    below 2**31, so no product overflows int64.
     """
     words ^= words >> 16
     words *= 0x21F0AAAD
@@ -124,13 +121,13 @@ _OTHERS_THAT_DRAW = (
 
 
 def convert_dropout(model: nn.Module) -> int:
-    """Replace torch's dropout layers by :class:`Dropout`, by type and in place, and number all of them.
+    """Replace torch's dropout layers by :class:`Dropout` in place and number all dropout layers.
 
     Numbers are 0, 1, ... in the order of ``model.modules()``. A layer that is used at several places of the model becomes
-    several layers. Calls of ``F.dropout`` cannot be found.
+    several layers. Calls of ``F.dropout`` are not replaced.
 
     Returns:
-        How many dropout layers the model has, those that were already ours included.
+        Number of dropout layers in the model, including layers that were :class:`Dropout` before.
 
     Raises:
         ConfigurationError: A layer of torch draws random numbers and has no stateless form.

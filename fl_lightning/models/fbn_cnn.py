@@ -17,19 +17,19 @@ class FBNCNN(Recorded, nn.Module):
     The paper normalises *after* the ReLU. At the defaults the network has 1,310,922 trainable floats, 4 BN layers with
     384 channels and 97.19 million multiply-adds for a 32x32 image. All weights have torch's default initialisation.
 
-    The output is log-probabilities, for the negative log likelihood loss; cross-entropy gives the same value, because
-    a second log-softmax changes nothing.
+    The output is log-probabilities for the negative log likelihood loss. Cross-entropy gives the same value, because a
+    second log-softmax is the identity.
 
     Args:
         num_classes: Number of classes.
         in_channels: Channels of the images.
         image_size: Height and width of the images in pixels, at least 4.
         norm: ``"bn"``, ``"gn"``, ``"ln"``, ``"in"``, ``"gn_ws"``, ``"weight_norm"``, ``"scaled_ws"`` or ``"none"``, see
-            :func:`fl_lightning.models.norm.make_norm`; the convolutions have biases with any of them.
+            :func:`fl_lightning.models.norm.make_norm`; the convolutions always have biases.
         groups: Number of groups of every GN layer.
         dropout: Probability in [0, 1] of the two dropout layers.
-        width: Channels of the first two convolutions; the other two, and the first linear layer, have twice as many.
-        order: ``"relu_bn"``, the paper's, or ``"bn_relu"``, which normalises before the ReLU as ResNets do.
+        width: Channels of the first two convolutions; the other two and the first linear layer have twice as many.
+        order: ``"relu_bn"`` as in the paper, or ``"bn_relu"``, which normalises before the ReLU, as in ResNets.
 
     Raises:
         ConfigurationError: A setting cannot be used.

@@ -8,7 +8,7 @@ from fl_lightning.models.blocks import ResidualBlock
 
 
 class ScalarBias(nn.Module):
-    """Adds one trained number, which starts at 0; its parameter is in the group ``scalars``."""
+    """A trained scalar shift, initially 0; its parameter is in the group ``scalars``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -22,8 +22,8 @@ class ScalarBias(nn.Module):
 class FixupBlock(ResidualBlock):
     """A basic block without norm layers: ``relu(x + scale conv2(relu(conv1(x + b1a) + b1b) + b2a) + b2b)``.
 
-    The biases ``b..`` and the scale are single numbers. Where the shape changes the shortcut too starts from ``x + b1a``,
-    as in the authors' code.
+    The biases ``b..`` and the scale are scalars. If the shape changes, the shortcut also starts from ``x + b1a``, as in
+    the authors' code.
 
     Args:
         in_channels: Channels of the input.
@@ -48,10 +48,10 @@ class FixupBlock(ResidualBlock):
 
 @torch.no_grad()
 def initialise_fixup(network: nn.Module, classifier: nn.Linear) -> None:
-    """FixUp's three rules: zero classifier, zero last convolution of each branch, the others scaled down with depth.
+    """Zero the classifier and the last convolution of each branch, and scale down the first with depth.
 
     He's initialisation (normal, variance 2 / fan-out) is multiplied by ``L^(-1 / (2m - 2))`` for L blocks with m
-    convolutions in a branch, here m = 2. All logits of the untrained network are 0.
+    convolutions in a branch, here m = 2. All initial logits are 0.
     """
     blocks = [module for module in network.modules() if isinstance(module, FixupBlock)]
     shrink = len(blocks) ** -0.5

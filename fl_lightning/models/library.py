@@ -1,4 +1,4 @@
-"""Models of other libraries with the norm layers of this one's: torchvision's, timm's, segmentation_models_pytorch's."""
+"""Models of torchvision, timm and segmentation_models_pytorch with this project's norm layers."""
 
 from importlib import import_module
 from typing import Any, Literal, NamedTuple
@@ -12,7 +12,7 @@ from fl_lightning.recorded import records
 
 
 class _Library(NamedTuple):
-    """A library's names for the numbers of classes and channels (None: always 3), and its defaults that are replaced."""
+    """A library's names for the numbers of classes and channels (None: always 3), and our defaults."""
 
     num_classes: str = "num_classes"
     in_channels: str | None = "in_channels"
@@ -22,7 +22,7 @@ class _Library(NamedTuple):
 _LIBRARIES = {
     "torchvision": _Library(in_channels=None),
     "timm": _Library(in_channels="in_chans"),
-    # would download weights
+    # None: the library's default would download weights
     "segmentation_models_pytorch": _Library("classes", defaults={"encoder_weights": None}),
 }
 
@@ -36,16 +36,16 @@ def library_model(
     groups: int = 2,
     settings: dict[str, Any] | None = None,
 ) -> nn.Module:
-    """A model of torchvision, timm or segmentation_models_pytorch, or of one's own, with a norm layer of choice.
+    """Make a model by a function of torchvision, timm, segmentation_models_pytorch or the user, with a norm layer of choice.
 
-    Nothing is downloaded unless ``settings`` say so; weights of a local file are ``initial_weights`` of
+    Weights are not downloaded unless ``settings`` ask for it; load a local file by ``initial_weights`` of
     :class:`~fl_lightning.round.module.FederatedModule`.
 
     Args:
         function: Dotted path of the function or class that makes the model, such as ``"torchvision.models.resnet18"``,
             ``"timm.create_model"`` or ``"segmentation_models_pytorch.Unet"``.
-        num_classes: Number of classes, handed on under the name that the library has for it; None: the library's default.
-        in_channels: Channels of the images, likewise. torchvision's models take 3.
+        num_classes: Number of classes, passed under the library's name for it; None: the library's default.
+        in_channels: Channels of the images, passed in the same way. torchvision's models take 3.
         norm: ``"bn"``, ``"gn"``, ``"ln"``, ``"in"`` or ``"none"``, see :func:`~fl_lightning.models.norm.convert_norm`.
         groups: Number of groups of every GN layer.
         settings: Further arguments of the function, such as ``{"model_name": "resnet18"}`` for timm.
@@ -100,22 +100,22 @@ def deeplab_v3_plus(
     pooled_norm: str | None = None,
     encoder_weights: str | None = None,
 ) -> nn.Module:
-    """DeepLabv3+ (Chen et al., ECCV 2018) of segmentation_models_pytorch, which the extra ``segmentation`` installs.
+    """Make a DeepLabv3+ (Chen et al., ECCV 2018) of segmentation_models_pytorch (extra ``segmentation``).
 
     Height and width of the images are multiples of ``output_stride``; outputs are logits ``[b, num_classes, height, width]``.
-    With 19 classes 4,383,139 trainable floats on MobileNet-v2 and 26,682,211 on ResNet-50.
+    With 19 classes it has 4,383,139 trainable floats on MobileNet-v2 and 26,682,211 on ResNet-50.
 
     Args:
         num_classes: Number of classes.
         in_channels: Channels of the images.
         encoder: Name of the encoder, such as ``"mobilenet_v2"`` or ``"resnet50"``.
-        output_stride: By how much the encoder's features are smaller than the image.
+        output_stride: Ratio of the image's size to the size of the encoder's features.
         norm: ``"bn"``, ``"gn"``, ``"ln"``, ``"in"`` or ``"none"``, see :func:`~fl_lightning.models.norm.convert_norm`.
         groups: Number of groups of every GN layer.
-        pooled_norm: Norm of the pyramid's mean over the image; None: as ``norm``. BN has one value per image there: with
-            ``"none"`` or ``"gn"`` clients can train with batches of one image.
+        pooled_norm: Norm of the pyramid's mean over the image; None: ``norm``. BN needs two images
+            per batch there; ``"none"`` or ``"gn"`` allow batches of one image.
         encoder_weights: File of the encoder's weights, such as torchvision's of ImageNet, see
-            :func:`~fl_lightning.models.weights.load_weights`; its classifier is not used. None: random ones.
+            :func:`~fl_lightning.models.weights.load_weights`; its classifier is ignored. None: random weights.
 
     Raises:
         ConfigurationError: The library is not installed, does not know the encoder, the weights do not fit, or a layer's channels

@@ -1,4 +1,4 @@
-"""The norm layer of a model as one argument, and the convolutions that belong to it."""
+"""Norm layers by name, and the convolutions that belong to them."""
 
 from torch import nn
 
@@ -16,7 +16,7 @@ NORMS = {
     "scaled_ws": "No layer; convolutions with Scaled Weight Standardization (FedWon).",
     "none": "No layer.",
 }
-"""The norms that all models take, with a line for each; the CIFAR ResNets take ``"fixup"`` too."""
+"""Norms of all models, with a description; the CIFAR ResNets also take ``"fixup"``."""
 _CONVOLUTIONS: dict[str, type[nn.Conv2d]] = {
     "gn_ws": StandardizedConv2d,
     "weight_norm": WeightNormConv2d,
@@ -25,16 +25,16 @@ _CONVOLUTIONS: dict[str, type[nn.Conv2d]] = {
 
 
 def make_norm(norm: str, channels: int, groups: int = 2) -> nn.Module:
-    """A norm layer for feature maps ``[b, channels, height, width]``.
+    """Make a norm layer for feature maps ``[b, channels, height, width]``.
 
-    All but ``"bn"`` treat every image by itself, so that in a federation of one local step they learn what one machine
-    would learn from all the clients' batches together.
+    All norms except ``"bn"`` treat images independently: with one local step per round, federated training then equals
+    training on the union of the clients' batches.
 
     Args:
-        norm: One of :data:`NORMS`; ``"in"`` needs maps of more than one pixel. The CIFAR ResNets take ``"fixup"`` too.
+        norm: One of :data:`NORMS`; ``"in"`` needs maps of more than one pixel.
         channels: Number of channels.
-        groups: Number of groups (not of channels in a group) of every GN layer; 2 in Hsieh et al., "The Non-IID Data
-            Quagmire of Decentralized Machine Learning", ICML 2020, and in FixBN, App. B.4. Unused by the others.
+        groups: Number of groups (not of channels in a group) of a GN layer; 2 in Hsieh et al., "The Non-IID Data
+            Quagmire of Decentralized Machine Learning", ICML 2020, and in FixBN, App. B.4.
 
     Raises:
         ConfigurationError: ``norm`` is unknown, or the channels cannot be split into ``groups`` equal groups.
@@ -56,18 +56,19 @@ def make_norm(norm: str, channels: int, groups: int = 2) -> nn.Module:
 
 
 def convert_norm(model: nn.Module, norm: str, groups: int = 2) -> None:
-    """Put norm layers of another kind in place of all BN layers of a model, found by type.
+    """Replace all BN layers of a model, found by type, by another kind of norm layer.
 
-    The new layers take over the affine parameters and ``eps``. A layer that a model has in several places stays one. Convolutions stay as they are: before ``"none"`` those without
-    a bias have none. What a BN layer does beyond (timm's ``BatchNormAct2d`` drops and activates) follows in a module of its own.
+    The new layers keep the affine parameters and ``eps``, and a layer at several places stays shared. Convolutions are
+    unchanged: with ``"none"``, a convolution without bias still has none. Further operations of a BN layer (drop and
+    activation of timm's ``BatchNormAct2d``) follow as separate modules.
 
     Args:
         model: The model, changed in place.
-        norm: ``"bn"`` changes nothing, ``"gn"``, ``"ln"``, ``"in"`` or ``"none"``, see :func:`make_norm`.
+        norm: ``"gn"``, ``"ln"``, ``"in"``, ``"none"``, or ``"bn"``: no change; see :func:`make_norm`.
         groups: Number of groups of every GN layer.
 
     Raises:
-        ConfigurationError: The norm is another one, or the channels of a layer cannot be split into ``groups`` equal groups.
+        ConfigurationError: ``norm`` is unknown, or a layer's channels cannot be split into ``groups`` equal groups.
     """
     check_choice("norm", norm, ("bn", "gn", "ln", "in", "none"))
     replaced: dict[nn.Module, nn.Module] = {}
@@ -95,7 +96,7 @@ def make_conv(
     padding: int = 0,
     bias: bool | None = None,
 ) -> nn.Conv2d:
-    """A convolution directly before a norm layer: the kind that belongs to it, ``nn.Conv2d`` for most.
+    """Make the convolution that belongs before a norm layer: ``nn.Conv2d`` for most norms.
 
     Args:
         norm: The norm layer, see :func:`make_norm`.
@@ -104,7 +105,7 @@ def make_conv(
         kernel_size: Height and width of the filters.
         stride: Step of the filters.
         padding: Zeros around the input.
-        bias: Whether it has a bias; None: where nothing adds a shift after it.
+        bias: Whether the convolution has a bias; None: only if no norm layer adds a shift.
     """
     if bias is None:
         bias = norm in ("none", "weight_norm", "scaled_ws")

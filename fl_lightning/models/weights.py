@@ -1,4 +1,4 @@
-"""Weights that a model starts from: those of a file."""
+"""Initial weights of a model from a file."""
 
 import zipfile
 from collections.abc import Container, Mapping
@@ -22,56 +22,58 @@ def load_weights(
 
     Args:
         model: The model, changed in place.
-        path: A state dict written by ``torch.save`` or as ``.safetensors``, or a checkpoint of a run, of which the server's model
-            is taken. Tensors that differ from the model's in nothing but the number of classes stay at their initial values.
+        path: A state dict (``torch.save`` or ``.safetensors``), or a run's checkpoint, which holds the server's model. Tensors
+            that differ from the model's only in the number of classes keep their initial values.
         setting: The setting that names the file, for messages.
-        without: How the names of tensors begin that are not the model's, such as ``("fc.",)`` for the head of a whole network.
+        without: Prefixes of names of tensors to ignore, such as ``("fc.",)`` for the head of a full network.
 
     Returns:
-        A line that says so, with what was left at its initial values.
+        A line about the file and the tensors that keep their initial values.
 
     Raises:
-        ConfigurationError: The file is missing, truncated or holds no weights, or they are another model's.
+        ConfigurationError: The file is missing or damaged, or holds no weights or another model's.
     """
     read = _read(setting, user_path(setting, path))
     weights = {name: value for name, value in read.items() if not name.startswith(without)}
     counters = {name for name, kind in buffer_kinds(model).items() if kind == "counter"} - weights.keys()
-    # early releases of torch did not count the batches of BN
+    # counters may be missing: early releases of torch did not count the batches of BN
     differing = {name: shapes for name, shapes in misfits(weights, model).items() if name not in counters}
     if differing and not _are_heads(differing):
         raise misfit_error(f"{setting}: {path}", "file", model, differing)
     _expect_numbers(f"{setting}: {path}", weights, model, differing)
     model.load_state_dict({n: value for n, value in weights.items() if n not in differing}, strict=False)
-    said = f"{setting}: the model starts from {path}"
+    line = f"{setting}: the model starts from {path}"
     for old, new in [*differing.values()][:1]:
-        said += (
+        line += (
             f" but for {', '.join(differing)}, which stay at their initial values: {old} there, {new} here"
         )
-    return said
+    return line
 
 
 def _expect_numbers(
     place: str, weights: Mapping[str, Tensor], model: nn.Module, without: Container[str]
 ) -> None:
-    """Refuse tensors that torch would cut to the model's kind of number, and those that are not finite.
+    """Raise an error for the first tensor that has another kind of number or is not finite.
+
+    torch would silently convert such a number. A buffer, such as a mask, may be infinite.
 
     Args:
-        place: Where the weights are, for the message.
-        weights: What is there.
-        model: The model that they are for. A buffer may be infinite, such as a mask.
-        without: The names of tensors that are not loaded.
+        place: Location of the weights, for the message.
+        weights: The weights by name.
+        model: The model to load.
+        without: Names of tensors that are not loaded.
 
     Raises:
-        ConfigurationError: One is such; the message names the first.
+        ConfigurationError: A tensor does not fit.
     """
-    own, parameters = model.state_dict(), dict(model.named_parameters())
+    current, parameters = model.state_dict(), dict(model.named_parameters())
     for name, value in weights.items():
         if name in without:
             continue
-        if _kind(value) != _kind(own[name]):
+        if _kind(value) != _kind(current[name]):
             raise ConfigurationError(
-                f"{place} does not fit model.model {type(model).__name__}: {name} is {_kind(value)} in the file and {_kind(own[name])} "
-                "in the model; save the tensors as those of the model"
+                f"{place} does not fit model.model {type(model).__name__}: {name} is {_kind(value)} in the file and "
+                f"{_kind(current[name])} in the model; save the tensors with the model's dtypes"
             )
         if not (value.isfinite() if name in parameters else ~value.isnan()).all():
             raise ConfigurationError(
@@ -80,7 +82,7 @@ def _expect_numbers(
 
 
 def _kind(value: Tensor) -> str:
-    """The kind of a tensor's numbers, in words."""
+    """Return the kind of a tensor's numbers in words."""
     return "floating-point" if value.is_floating_point() else "complex" if value.is_complex() else "integer"
 
 
@@ -120,29 +122,29 @@ def _read(setting: str, path: Path) -> Mapping[str, Tensor]:
             }
             kind = next(kind for kind, holds in kinds.items() if holds)
             raise ConfigurationError(
-                f"{setting}: {path} has {name} as a {kind} tensor; give ordinary tensors, of the model before it was converted"
+                f"{setting}: {path} has {name} as a {kind} tensor; give dense tensors, from before the model was converted"
             )
     return dict(weights)
 
 
 def load_whole(what: str, path: Path, map_location: Any = None, weights_only: bool | None = None) -> Any:
-    """What ``torch.save`` has written, which is checked to be whole.
+    """Load a file of ``torch.save`` after a check of its integrity.
 
     Args:
-        what: What the file is, for the message.
+        what: The noun for the file in the message.
         path: The file.
-        map_location: As in ``torch.load``; None means the CPU.
-        weights_only: As in ``torch.load``; None means True: tensors and plain values, no code.
+        map_location: As in ``torch.load``; None: the CPU.
+        weights_only: As in ``torch.load``; None: True, tensors and plain values only.
 
     Raises:
         ConfigurationError: The file is damaged or holds more than ``weights_only`` allows.
     """
     try:
         with path.open("rb") as file:
-            is_legacy = file.read(2) == b"\x80\x02"  # a pickle, as torch wrote until 1.5
+            is_legacy = file.read(2) == b"\x80\x02"  # a pickle: the format until torch 1.5
         if not is_legacy:
             with zipfile.ZipFile(path) as archive:
-                # torch.load takes flipped bits for weights, which the CRC does not, and memory for what an attribute calls a folder
+                # torch.load ignores the CRC of flipped bits, and returns uninitialised memory for an entry marked as a folder
                 folder = any(entry.external_attr & 0x10 for entry in archive.infolist())
                 if folder or archive.testzip() is not None:
                     raise zipfile.BadZipFile
@@ -155,32 +157,32 @@ def load_whole(what: str, path: Path, map_location: Any = None, weights_only: bo
 
 
 def misfits(weights: Mapping[str, Any], model: nn.Module) -> _Shapes:
-    """The shapes in the weights and in the model of each tensor whose shapes differ, by name; None where it is missing."""
-    own = model.state_dict()
-    shapes = [{name: list(value.shape) for name, value in state.items()} for state in (weights, own)]
-    found = {name: (shapes[0].get(name), shapes[1].get(name)) for name in {**own, **weights}}
-    return {name: (old, new) for name, (old, new) in found.items() if old != new}
+    """Return (shape in the weights, shape in the model) of each tensor that differs; None: missing."""
+    current = model.state_dict()
+    shapes = [{name: list(value.shape) for name, value in state.items()} for state in (weights, current)]
+    pairs = {name: (shapes[0].get(name), shapes[1].get(name)) for name in {**current, **weights}}
+    return {name: (old, new) for name, (old, new) in pairs.items() if old != new}
 
 
 def misfit_error(place: str, noun: str, model: nn.Module, differing: _Shapes) -> ConfigurationError:
-    """The error that names the first of the tensors that differ.
+    """Return an error that names the first tensor whose shape differs.
 
     Args:
-        place: Where the weights are, such as ``"checkpoint last.ckpt"``.
-        noun: What holds them: ``"checkpoint"``, ``"file"``.
-        model: The model that they do not fit.
+        place: Location of the weights, such as ``"checkpoint last.ckpt"``.
+        noun: ``"checkpoint"`` or ``"file"``.
+        model: The model that the weights do not fit.
         differing: Result of :func:`misfits`.
     """
     name, shapes = next(iter(differing.items()))
     old, new = ("nothing" if shape is None else shape for shape in shapes)
     return ConfigurationError(
         f"{place} does not fit model.model {type(model).__name__}: {name} is {old} in the {noun} and {new} in the model "
-        f"({len(differing)} such differences); use the model settings that it was trained with, or another {noun}"
+        f"({len(differing)} tensors differ); use the model settings of the training run, or another {noun}"
     )
 
 
 def _are_heads(differing: _Shapes) -> bool:
-    """Whether tensors differ in their first dimension alone, and all alike: nothing but the last layers can."""
+    """Return whether the tensors differ only in the first dimension, all in the same way, as heads do."""
     shapes = [(old, new) for old, new in differing.values() if old and new]
     alike = {(old[0], new[0]) for old, new in shapes}
     return (

@@ -1,4 +1,4 @@
-"""Client and server optimizers, learning-rate schedules, and which optimizers are refused."""
+"""Client and server optimizers, their checks, and learning-rate schedules."""
 
 from fl_lightning.optimizers.milestones import one_milestone, round_at
 from fl_lightning.optimizers.schedules import InverseSteps, MultiStep

@@ -1,4 +1,4 @@
-"""Which optimizers may step a cohort or a server, and which settings they take: all that is checked before training."""
+"""Checks of client and server optimizers and their settings before training."""
 
 import inspect
 import math
@@ -14,9 +14,9 @@ from fl_lightning.optimizers.settings import GroupSettings, OptimizerCallable
 
 
 def check_elementwise(factory: OptimizerCallable) -> None:
-    """Refuse optimizers that would mix clients when they are given all rows as one tensor.
+    """Raise an error if an optimizer mixes clients whose rows form one tensor.
 
-    Two steps on a block of two rows must equal, bit for bit, the same steps on each row by itself.
+    Two steps on a block of two rows must equal, bit for bit, the same steps on each row alone.
 
     Raises:
         ConfigurationError: The optimizer cannot be made, or is not elementwise (Adafactor, Muon, LBFGS, ...).
@@ -46,25 +46,25 @@ def check_elementwise(factory: OptimizerCallable) -> None:
 
 
 def check_server_optimizer(factory: OptimizerCallable, parameters: Iterable[Tensor]) -> None:
-    """Refuse optimizers that cannot step a server's parameters on a pseudo-gradient, by a trial step on copies.
+    """Raise an error if an optimizer cannot step on a pseudo-gradient, by a trial step.
 
     Raises:
         ConfigurationError: The optimizer cannot be made or cannot step.
     """
-    # the model's own shapes: a factory may sort the parameters it is given
+    # leaves of the model's shapes: a factory may sort parameters by shape
     leaves = [torch.zeros_like(parameter, requires_grad=True) for parameter in parameters]
     for leaf in leaves:
         leaf.grad = torch.zeros_like(leaf)
-    remedy = "; use SGD(lr=1), which is FedAvg, or SGD, Adam or Adagrad with settings of your own"
+    remedy = "; use SGD(lr=1), which is FedAvg, or SGD, Adam or Adagrad with other settings"
     with _refusals("server_optimizer", remedy):
         _finite(factory(leaves)).step()
 
 
 def check_overrides(factory: OptimizerCallable, overrides: GroupSettings) -> None:
-    """Refuse settings in ``parameter_groups`` that the optimizer does not have, or whose values it does not take.
+    """Raise an error if the optimizer does not accept a setting in ``parameter_groups``.
 
     Raises:
-        ConfigurationError: An unknown group or setting, or a value out of range.
+        ConfigurationError: A group or setting is unknown, or a value out of range.
     """
     optimizer = factory([torch.zeros(1)])
     accepted = inspect.signature(type(optimizer)).parameters
@@ -76,7 +76,7 @@ def check_overrides(factory: OptimizerCallable, overrides: GroupSettings) -> Non
             raise ConfigurationError(
                 f"parameter_groups.{group}.lr_scale: {settings['lr_scale']} must be finite and at least 0 (0 freezes the group)"
             )
-        # torch does not check the values of parameter groups, but those of its constructors
+        # through the constructor: torch checks its values, but not those of parameter groups
         values = ", ".join(f"{key}: {value}" for key, value in settings.items())
         arguments = {
             key: value for key, value in {**optimizer.defaults, **settings}.items() if key in accepted
@@ -86,7 +86,7 @@ def check_overrides(factory: OptimizerCallable, overrides: GroupSettings) -> Non
 
 
 def _finite(optimizer: Optimizer) -> Optimizer:
-    """The optimizer, refused where settings that torch takes make every update infinite or NaN, now or soon."""
+    """Return the optimizer; raise ``ValueError`` for settings that make updates infinite or NaN."""
     for key, value in optimizer.defaults.items():
         numbers = value if isinstance(value, tuple) else (value,)
         if not all(math.isfinite(number) for number in numbers if isinstance(number, float)):
@@ -98,7 +98,7 @@ def _finite(optimizer: Optimizer) -> Optimizer:
 
 @contextmanager
 def _refusals(place: str, remedy: str = "") -> Iterator[None]:
-    """Turn what an optimizer refuses into one line that names the setting."""
+    """Turn an optimizer's exceptions into one line that names the setting."""
     try:
         yield
     except (RuntimeError, ValueError, TypeError) as error:

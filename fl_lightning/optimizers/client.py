@@ -1,8 +1,7 @@
-"""One ordinary torch optimizer that takes the local step of every client of a cohort.
+"""One torch optimizer for the local steps of all clients of a cohort.
 
-The optimizer sees whole blocks ``[C, columns]`` as its parameters. For elementwise optimizers (SGD in all its forms,
-Adam, AdamW, RMSprop, Adagrad, ...) this is exactly one optimizer per client; others are refused (see
-``fl_lightning.optimizers.checks``).
+Its parameters are blocks ``[C, columns]``. For elementwise optimizers (SGD in all its forms, Adam, AdamW, RMSprop, Adagrad,
+...) this is exactly one optimizer per client; ``fl_lightning.optimizers.checks`` refuses all others.
 """
 
 from collections.abc import Mapping
@@ -31,16 +30,16 @@ class ClientOptimizer:
     """The client optimizer over the blocks of a cohort, in one round.
 
     Args:
-        factory: Makes the optimizer from parameter groups.
+        factory: Function that makes the optimizer from parameter groups.
         blocks: Parameter blocks ``[C, columns]``, by name.
         gradients: Gradient blocks of the same names and shapes.
-        overrides: For a block name the settings that differ from the optimizer's own.
+        overrides: Settings by block name that differ from the optimizer's defaults.
         lr_factor: Factor on every learning rate.
-        rows: The rows that this process steps; None for all.
+        rows: Rows that this process steps; None: all.
 
     Attributes:
         torch: The torch optimizer.
-        initial_steps: The step count that each row of a block starts from in this round, int64 ``[C]``; empty for zeros.
+        initial_steps: Initial step counts of this round by block, int64 ``[C]``; empty: zeros.
     """
 
     def __init__(
@@ -60,18 +59,18 @@ class ClientOptimizer:
         self.restart()
 
     def restart(self) -> None:
-        """Begin again as new: without state, with the settings that it was made with."""
+        """Reset the optimizer to its initial state and settings."""
         self._states: dict[str, dict[str, Tensor]] = {}
         self.initial_steps: dict[str, Tensor] = {}
         self.torch: Optimizer = self._make(self._blocks)
         for group in self.torch.param_groups:
-            group["lr"] = group["lr"] * self._lr_factor  # not in place: a tensor would be everybody's
+            group["lr"] = group["lr"] * self._lr_factor  # not in place: groups may share a tensor
         for name, block in self._blocks.items():
             block.grad = self._gradients[name]
 
     @cached_property
     def _keys(self) -> dict[str, list[str]]:
-        """Names of what the optimizer remembers of each block, such as ``["momentum_buffer"]``; found by a trial step."""
+        """State names of each block, such as ``["momentum_buffer"]``, from a trial step."""
         leaves = {name: torch.zeros(1) for name in self._blocks}
         for leaf in leaves.values():
             leaf.grad = torch.ones(1)
@@ -87,15 +86,14 @@ class ClientOptimizer:
         self.torch.step()
 
     def states(self) -> dict[str, dict[str, Tensor]]:
-        """What the optimizer remembers: for each of its names blocks ``[C, columns]`` that can be read and written.
+        """Return the state by name and block, as tensors ``[C, columns]`` that can be read and written.
 
-        Of rows that other processes step they hold what was written to them.
-
-        Before the first local step of a round all starts from zeros, as it would after a reset. Left out is what all rows
-        share: step counts, and NAdam's ``mu_product``.
+        Before the first local step of a round the state is zero. Rows that other processes step
+        hold the values last written to them. State that all rows share is left out: step counts,
+        and NAdam's ``mu_product``.
 
         Raises:
-            ConfigurationError: What it remembers starts from something else.
+            ConfigurationError: The state does not start from zeros.
         """
         if self._states:
             return self._states
@@ -117,17 +115,19 @@ class ClientOptimizer:
         return self._states
 
     def _of_all(self, state: dict[str, Tensor], key: str) -> Tensor:
-        """A state ``[C, columns]``, whose own rows are what the optimizer goes on with."""
-        own = state[key]
-        if len(own) == self._clients:
-            return own
-        everyones = own.new_zeros(self._clients, *own.shape[1:])
-        everyones[self._rows] = own
+        """Return a state ``[C, columns]`` of which the optimizer's state becomes a view of this process's rows."""
+        rows = state[key]
+        if len(rows) == self._clients:
+            return rows
+        everyones = rows.new_zeros(self._clients, *rows.shape[1:])
+        everyones[self._rows] = rows
         state[key] = everyones[self._rows]
         return everyones
 
     def refuse_other_counts(self, name: str) -> None:
-        """Refuse to step a parameter that a row has left out before: one count of steps is shared by all rows and tensors of a block.
+        """Raise an error if the optimizer counts steps, for a parameter that had no gradient in an earlier step.
+
+        All rows and tensors of a block share one step count, which would be wrong for this parameter.
 
         Raises:
             ConfigurationError: The optimizer counts steps.
@@ -139,9 +139,9 @@ class ClientOptimizer:
             )
 
     def restore_steps(self, steps: Mapping[str, Tensor]) -> None:
-        """Start each row of each block from its own step count ``[C]``; only optimizers that count steps (Adam) take notice.
+        """Set the step counts ``[C]`` of each block's rows, for optimizers that count steps (Adam).
 
-        Adam shares one count per parameter, so rows become parameters of their own: the same arithmetic.
+        Adam has one count per parameter, so each row becomes a parameter, with the same arithmetic.
         """
         self.initial_steps = dict(steps)
         states = self.states()
@@ -153,10 +153,10 @@ class ClientOptimizer:
         ]
         self.torch = self._factory(groups)
         for name, group in zip(self._blocks, groups, strict=True):
-            own = {key: blocks[name][self._rows] for key, blocks in states.items()}
+            local = {key: blocks[name][self._rows] for key, blocks in states.items()}
             for row, (leaf, taken) in enumerate(zip(group["params"], steps[name][self._rows], strict=True)):
                 leaf.grad = self._gradients[name][row]
-                self.torch.state[leaf] = {key: block[row] for key, block in own.items()}
+                self.torch.state[leaf] = {key: block[row] for key, block in local.items()}
                 self.torch.state[leaf]["step"] = torch.tensor(float(taken))
 
     def _make(self, leaves: Mapping[str, Tensor]) -> Optimizer:

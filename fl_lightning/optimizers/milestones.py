@@ -1,21 +1,21 @@
-"""A round of a run, given as its number or as a fraction of the run."""
+"""Milestones: rounds given by number or as a fraction of the run."""
 
 from fl_lightning.errors import ConfigurationError
 
 
 def round_at(milestone: int | float, total_rounds: int) -> int:
-    """The last round before a milestone of a run.
+    """Return the last round before a milestone.
 
     Args:
-        milestone: That round itself (int), or a fraction of all rounds (float): ``floor(milestone * total_rounds)``, safe
-            against rounding.
+        milestone: This round (int), or a fraction of all rounds (float):
+            ``floor(milestone * total_rounds)``, with a tolerance for rounding.
         total_rounds: Number of planned rounds.
     """
     return milestone if isinstance(milestone, int) else int(milestone * total_rounds + 1e-9)
 
 
 def in_run(milestone: int | float, *, ends: bool = False) -> bool:
-    """Whether a milestone (see :func:`round_at`) lies within a run.
+    """Return whether a milestone (see :func:`round_at`) lies within a run.
 
     Args:
         milestone: A round (int) or a fraction of all rounds (float).
@@ -29,23 +29,22 @@ def in_run(milestone: int | float, *, ends: bool = False) -> bool:
 def one_milestone(
     owner: str, name: str, round_number: int | None, fraction: float | None, default: float
 ) -> int | float:
-    """The milestone that a pair of settings ``<name>_round`` and ``<name>_fraction`` gives together.
+    """Return the milestone of a pair of settings ``<name>_round`` and ``<name>_fraction``.
 
     Args:
         owner: Name of the class, for messages.
-        name: What happens then, such as ``"freeze"``.
+        name: Prefix of both settings, such as ``"freeze"``.
         round_number: A round >= 0, or None.
         fraction: A fraction of all rounds in [0, 1], or None.
-        default: The fraction where neither is given.
+        default: The fraction if both are None.
 
     Raises:
-        ConfigurationError: Both are given, or one is out of range.
+        ConfigurationError: Both are given, or a value is out of range.
     """
     setting = f"{owner}.{name}"
     if round_number is not None and fraction is not None:
         raise ConfigurationError(
-            f"{setting}_round: {round_number} and {setting}_fraction: {fraction} both say when; give one of them (null for "
-            "the other)"
+            f"{setting}_round: {round_number} and {setting}_fraction: {fraction} are both set; set one of them to null"
         )
     if fraction is None:
         name, moment = "round", default if round_number is None else round_number

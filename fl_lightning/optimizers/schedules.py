@@ -14,7 +14,7 @@ class LRSchedule(Recorded, ABC):
 
     @abstractmethod
     def __call__(self, round_number: int, total_rounds: int) -> float:
-        """The factor in a round.
+        """Return the factor of a round.
 
         Args:
             round_number: The communication round, from 1.
@@ -23,10 +23,10 @@ class LRSchedule(Recorded, ABC):
 
 
 def lr_factor(schedule: Callable[[int, int], float] | None, round_number: int, total_rounds: int) -> float:
-    """The factor that a schedule gives for a round; 1 without a schedule.
+    """Return a schedule's factor for a round, 1 without a schedule.
 
     Raises:
-        ConfigurationError: It is no finite number >= 0.
+        ConfigurationError: The factor is not a finite number >= 0.
     """
     if schedule is None:
         return 1.0
@@ -40,15 +40,16 @@ def lr_factor(schedule: Callable[[int, int], float] | None, round_number: int, t
 
 
 class MultiStep(LRSchedule):
-    """Multiply the learning rate by ``gamma`` after each milestone.
+    """Multiplication of the learning rate by ``gamma`` after each milestone.
 
     Args:
-        milestones: Rounds (int) or fractions of all rounds in (0, 1) (float). Round m itself still has the old rate,
-            round m + 1 the new one, so that ``0.5`` decays where ``FixBN(freeze_fraction=0.5)`` freezes.
-        gamma: The factor at each milestone.
+        milestones: Rounds (int) or fractions of all rounds in (0, 1) (float). Round m still has the
+            old rate, round m + 1 the new rate: ``0.5`` decays when ``FixBN(freeze_fraction=0.5)``
+            freezes.
+        gamma: Factor at each milestone, positive and finite.
 
     Raises:
-        ConfigurationError: A milestone is neither a round >= 1 nor a fraction in (0, 1), or gamma is not above 0 and finite.
+        ConfigurationError: A milestone is neither a round >= 1 nor a fraction in (0, 1), or gamma is out of range.
     """
 
     def __init__(self, milestones: Sequence[int | float], gamma: float = 0.1) -> None:
@@ -63,18 +64,19 @@ class MultiStep(LRSchedule):
         self.gamma = gamma
 
     def __call__(self, round_number: int, total_rounds: int) -> float:
-        """``gamma`` to the power of the number of milestones already finished."""
+        """Return ``gamma`` to the power of the number of past milestones."""
         return self.gamma ** sum(round_number > round_at(m, total_rounds) for m in self.milestones)
 
 
 class InverseSteps(LRSchedule):
-    """Divide the learning rate by 2, 3, ... after one, two, ... periods: ``1 / (1 + floor(t / period))`` with t = round - 1.
+    """Division of the learning rate by 2, 3, ... after one, two, ... periods.
 
-    The schedule of the FBN paper (Guerraoui et al., arXiv 2405.14670, Table 2): 0.1, 0.05 and 0.033 for 1,000 steps each.
+    The factor is ``1 / (1 + floor(t / period))`` with t = round - 1, as in the FBN paper (Guerraoui et al.,
+    arXiv 2405.14670, Table 2): 0.1, 0.05 and 0.033 for 1,000 steps each.
 
     Args:
-        period: Rounds (int), or a fraction of all rounds in (0, 1) (float). A period ends where a milestone of
-            :class:`MultiStep` would be: the last round of it still has the old rate.
+        period: Rounds (int), or a fraction of all rounds in (0, 1) (float). Its last round still has the old rate, as with a
+            milestone of :class:`MultiStep`.
 
     Raises:
         ConfigurationError: The period is neither a round number >= 1 nor a fraction in (0, 1).
@@ -88,6 +90,6 @@ class InverseSteps(LRSchedule):
         self.period = period
 
     def __call__(self, round_number: int, total_rounds: int) -> float:
-        """One over one more than the number of periods already finished."""
+        """Return 1 / (1 + number of past periods)."""
         length = self.period if isinstance(self.period, int) else self.period * total_rounds
         return 1 / math.ceil(round_number / length - 1e-9)

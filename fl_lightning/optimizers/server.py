@@ -14,16 +14,16 @@ from fl_lightning.recorded import Recorded
 
 
 class AdaptiveServer(Recorded, Optimizer, ABC):
-    """Algorithm 2 of the paper on the clients' mean change Delta, which is minus the pseudo-gradient.
+    """Algorithm 2 of the paper, with the clients' mean change Delta as minus the pseudo-gradient.
 
     ``m <- beta1 m + (1 - beta1) Delta``, then v from Delta^2, then ``theta <- theta + lr m / (sqrt(v) + tau)``. There is no
-    bias correction, and v starts from tau^2. Parameters without a gradient (frozen, or kept by clients) are passed over.
+    bias correction, and v starts from tau^2. Parameters without a gradient (frozen, or kept by clients) are skipped.
 
     Args:
-        params: The server's parameters, or groups of them.
+        params: The server's parameters or parameter groups.
         lr: The server's learning rate, at least 0.
         betas: beta1 and beta2, each in [0, 1).
-        tau: Degree of adaptivity, above 0: the smaller, the more.
+        tau: Degree of adaptivity, above 0; a smaller tau adapts more.
 
     Raises:
         ConfigurationError: A setting is out of range.
@@ -44,17 +44,17 @@ class AdaptiveServer(Recorded, Optimizer, ABC):
     @staticmethod
     @abstractmethod
     def second_moment(v: Tensor, square: Tensor, beta2: float) -> Tensor:
-        """The new v, from the present one and Delta^2."""
+        """Return the new v from the current v and Delta^2."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One server step.
+        """Take one server step.
 
         Args:
-            closure: Computes the loss again, for Lightning.
+            closure: Function that computes the loss, for Lightning.
 
         Returns:
-            What the closure returns.
+            The closure's result.
         """
         with torch.enable_grad():
             loss = closure() if closure is not None else None
@@ -76,7 +76,7 @@ class FedAdam(AdaptiveServer):
 
     @staticmethod
     def second_moment(v: Tensor, square: Tensor, beta2: float) -> Tensor:
-        """A moving average."""
+        """Return the moving average of Delta^2."""
         return beta2 * v + (1 - beta2) * square
 
 
@@ -85,5 +85,5 @@ class FedYogi(AdaptiveServer):
 
     @staticmethod
     def second_moment(v: Tensor, square: Tensor, beta2: float) -> Tensor:
-        """Moves towards Delta^2 by a share of Delta^2, whatever the distance."""
+        """Move v towards Delta^2 by a share of Delta^2, whatever the distance."""
         return v - (1 - beta2) * square * (v - square).sign()

@@ -1,4 +1,4 @@
-"""The forms of optimizers in settings: functions that make them, and settings by parameter group."""
+"""Types of optimizer settings."""
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 from torch.optim import Optimizer
 
 OptimizerCallable = Callable[[Iterable[Any]], Optimizer]
-"""Makes an optimizer from parameters or parameter groups: ``torch.optim.SGD`` with everything but ``params`` bound."""
+"""Function of parameters or groups, such as ``torch.optim.SGD`` with all arguments but ``params`` bound."""
 
 GroupSettings = Mapping[str, Mapping[str, float]]
-"""Settings of an optimizer that differ by parameter group (or block), by its name; ``lr_scale`` multiplies ``lr``."""
+"""Settings of an optimizer by the name of a parameter group (or block); ``lr_scale`` multiplies ``lr``."""

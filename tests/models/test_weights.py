@@ -104,7 +104,7 @@ def saved_as(change):
         (
             saved_as(lambda x: torch.quantize_per_tensor(x, 0.1, 0, torch.qint8)),
             LeNet(),
-            "has features.0.weight as a quantized tensor; give ordinary tensors, of the model before it was converted",
+            "has features.0.weight as a quantized tensor; give dense tensors, from before the model was converted",
         ),
         (
             torch.save,
