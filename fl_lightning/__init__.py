@@ -1,7 +1,8 @@
 """Batch Normalization in federated learning, on PyTorch Lightning.
 
-The public names are listed in ``__init__.pyi`` and imported on first use, so that ``import fl_lightning`` does not import
-torch. Configurations name a class directly below ``fl_lightning``, so that they survive moves within the package.
+The public names (``__init__.pyi``) are imported on first use: ``import fl_lightning`` does not
+import torch. Configurations name classes directly below ``fl_lightning``, whatever module defines
+them.
 """
 
 import lazy_loader

@@ -1,4 +1,4 @@
-"""Entry point of ``python -m fl_lightning``; ``--version`` and top-level ``--help`` do not import torch."""
+"""Entry point of ``python -m fl_lightning``; ``--version`` and ``--help`` do not import torch."""
 
 import io
 import signal

@@ -1,6 +1,6 @@
 """Aliases of packages that were once top-level: ``callbacks``, ``datamodules`` and ``configs``.
 
-The old name imports the same objects as ``fl_lightning.callbacks`` and so on, unless the user has a package of that name.
+An old name imports the same objects as the new name, unless the user has a package of that name.
 """
 
 import sys
@@ -38,12 +38,12 @@ class _Same(Loader):
 
 
 class _OldNames(MetaPathFinder):
-    """A finder of old names, first in line: a checkout's folders would otherwise be loaded a second time."""
+    """A finder of old names, before all other finders: they would load a checkout's folders twice."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return the specification of the user's module, else the shipped one; None for other names."""
+        """Return the user's module's specification, else the shipped one; None for other names."""
         if fullname.partition(".")[0] not in OLD_NAMES:
             return None
         finders = [finder for finder in sys.meta_path if finder is not self]
@@ -88,7 +88,7 @@ def current_name(path: str) -> str:
 
 
 def _named(path: str) -> object:
-    """Return the object at a dotted path, None if there is none, or the message if its import fails."""
+    """Return the object at a dotted path, None if absent, the message if its import fails."""
     from pydoc import ErrorDuringImport, locate  # imported late: it takes half of this package's import time
 
     try:

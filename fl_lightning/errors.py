@@ -8,8 +8,8 @@ from difflib import get_close_matches
 class ConfigurationError(ValueError):
     """An invalid setting, data set or checkpoint.
 
-    The message is one line with the setting, its value and a remedy. The command line prints it without a traceback and
-    exits with ``exit_status``.
+    The message is one line with the setting, its value and a remedy. The command line prints it
+    without a traceback and exits with ``exit_status``.
     """
 
     exit_status = 2
@@ -61,8 +61,8 @@ def doing(what: str | Callable[[], str]) -> Iterator[None]:
     """Add a note to an exception that leaves the block, which the command line prints with it.
 
     Args:
-        what: Activity of the block, such as ``"drawing the batch of client 3"``, or a function that returns it, if the text
-            is slow to make.
+        what: Activity of the block, such as ``"drawing the batch of client 3"``, or a function that
+            returns it, if the text is slow to make.
     """
     try:
         yield

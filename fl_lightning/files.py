@@ -14,10 +14,11 @@ from fl_lightning.errors import ConfigurationError
 
 @contextmanager
 def atomic_write(path: Path) -> Iterator[BinaryIO]:
-    """Write a file so that a reader, at any time and after any crash, finds the old or the new content.
+    """Write a file so that readers find the old or the new content at any time, even after a crash.
 
-    A temporary file beside the target, and so on the same file system, is written, synced and renamed; then the folder is
-    synced. The temporary name is fixed: the next write removes the file of a killed process, or a link.
+    A temporary file beside the target, and so on the same file system, is written, synced and
+    renamed; then the folder is synced. The temporary name is fixed: the next write removes a killed
+    process's file, or a link.
 
     Args:
         path: The target; missing folders are created.
@@ -54,11 +55,7 @@ def unwritable(path: Path, error: OSError) -> ConfigurationError:
 
 
 def no_link(path: str, flags: int) -> int:
-    """Open a file, as the ``opener`` of ``open``, unless it is a link: in a foreign folder it may lead to any file.
-
-    Raises:
-        ConfigurationError: The path is a link.
-    """
+    """Open a file (``opener`` of ``open``); refuse a link, which may lead out of the folder."""
     try:
         return os.open(path, flags | os.O_NOFOLLOW, 0o666)
     except OSError as error:
@@ -73,7 +70,7 @@ def user_path(setting: str, text: str | os.PathLike[str]) -> Path:
     """Return a user's path, with ``~`` expanded.
 
     Raises:
-        ConfigurationError: The path is empty, a URL or in an unknown user's home, or has a NUL character.
+        ConfigurationError: The path is empty, a URL, in an unknown user's home, or contains NUL.
     """
     path = os.path.expanduser(text)
     if not path or "\0" in path or "://" in path or path.startswith("~"):

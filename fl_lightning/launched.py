@@ -13,8 +13,8 @@ def under_torchrun() -> bool:
 def launched_rank() -> int:
     """Return this process's rank from ``torchrun``, Slurm or the user, 0 if it has none.
 
-    The user numbers nodes (``NODE_RANK``) and, if ranks are not forks, the ranks of a node (``LOCAL_RANK``); the result is
-    then 0 for the first rank only, not a unique rank.
+    The user numbers nodes (``NODE_RANK``) and, if ranks are not forks, the ranks of a node
+    (``LOCAL_RANK``); the result is then 0 for the first rank only, not a unique rank.
     """
     names = ("RANK",) if under_torchrun() else ("SLURM_PROCID", "NODE_RANK", "LOCAL_RANK")
     return max(int(os.environ.get(name, "0")) for name in names)

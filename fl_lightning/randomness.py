@@ -1,8 +1,8 @@
 """Randomness as a function of (seed, purpose, round, client, ...), never of call order.
 
-Every random draw of a federated run (participation, data order, augmentation, dropout, attacks) uses a generator made
-here. Results do not depend on the process, block or executor that computes a client, any round can be computed alone,
-and a resumed run needs no saved generator state.
+Every random draw of a federated run (participation, data order, augmentation, dropout, attacks)
+uses a generator made here. Results do not depend on the process, block or executor that computes a
+client, any round can be computed alone, and a resumed run needs no saved generator state.
 """
 
 import hashlib
@@ -23,7 +23,7 @@ def derive_seed(seed: int, purpose: str, *coordinates: int) -> int:
 
     Args:
         seed: The run's seed.
-        purpose: Use of the numbers, such as ``"participation"``; different purposes are independent.
+        purpose: Use of the numbers, such as ``"participation"``; two purposes are independent.
         coordinates: Round, client, step and so on, which the draw is a function of.
 
     Returns:
@@ -44,7 +44,7 @@ def permutation(n: int, seed: int, purpose: str, *coordinates: int) -> Tensor:
 
 
 def seed_global(seed: int, device: torch.device) -> None:
-    """Seed torch's global generators of the CPU and ``device``, faster than ``torch.manual_seed``."""
+    """Seed torch's generators of the CPU and ``device``, faster than ``torch.manual_seed``."""
     torch.default_generator.manual_seed(seed)
     if device.type == "cuda":
         torch.cuda.default_generators[device.index or 0].manual_seed(seed)

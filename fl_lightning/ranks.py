@@ -43,16 +43,16 @@ class Ranks:
         self._depth = 0  # depth of nested exchanges
 
     def share(self, count: int, rank: int | None = None) -> range:
-        """Return the contiguous share of ``count`` items of a rank (None: this one); sizes differ by 1 at most."""
+        """Return a rank's (None: this rank's) contiguous, nearly equal share of ``count`` items."""
         mine = np.array_split(np.arange(count), self.size)[self.rank if rank is None else rank]
         return range(int(mine[0]), int(mine[-1]) + 1) if len(mine) else range(0)
 
     def map(self, function: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
-        """Return ``[function(item) for item in items]`` on every rank, each item computed by one rank.
+        """Return ``[function(item) for item in items]`` on every rank; one rank computes an item.
 
         Args:
-            function: Function of an item, the same on every rank. Its results are pickled: move GPU
-                tensors to the CPU first.
+            function: Function of an item, the same on every rank. Its results, on the CPU, are
+                pickled.
             items: Items, the same on every rank.
         """
         items = list(items)
@@ -63,7 +63,8 @@ class Ranks:
         """Return the results of all ranks, by rank; an exception on one rank is raised on all.
 
         Args:
-            compute: Function that returns this rank's result, which is pickled. torch's global generators are restored.
+            compute: Function whose result is pickled; torch's global generators are restored after
+                it.
 
         Raises:
             ConfigurationError: A rank has raised a ``ConfigurationError``.
@@ -78,7 +79,7 @@ class Ranks:
 
         if self.size == 1:
             return [computed()]
-        raised: Exception | None = None
+        mine: Exception | None = None
         self._depth += 1
         try:
             message = pickle.dumps((computed(), None, self._depth))
@@ -87,16 +88,14 @@ class Ranks:
                 # all ranks know the error from a nested exchange; drop the notes on what this rank did
                 error.__notes__ = getattr(error, "shared_by_ranks", getattr(error, "__notes__", []))
                 raise
-            raised, message = error, pickle.dumps((None, described(error), 0))
+            mine, message = error, pickle.dumps((None, described(error), 0))
         finally:
             self._depth -= 1
         with self.meeting():
             everyone = [*map(pickle.loads, self._all_gather(message))]
         for rank, (_, failure, _) in enumerate(everyone):
             if failure is not None:
-                raise _shared(
-                    raised if rank == self.rank and raised is not None else failure_of(rank, *failure)
-                )
+                raise _shared(mine if rank == self.rank and mine is not None else failure_of(rank, *failure))
         if len({depth for *_, depth in everyone}) > 1:
             raise _shared(
                 ConfigurationError(
@@ -107,7 +106,7 @@ class Ranks:
         return [result for result, *_ in everyone]
 
     def _all_gather(self, message: bytes) -> list[bytes]:
-        """Return the messages of all ranks, by rank; a second all-gather sends what exceeds the first."""
+        """Return all ranks' messages; a second all-gather sends the rest of long messages."""
         heads = self._all_gather_sized(len(message).to_bytes(8) + message[:_SHORT], 8 + _SHORT)
         lengths = [int.from_bytes(head[:8]) for head in heads]
         longest = max(lengths) - _SHORT
@@ -154,7 +153,7 @@ class Ranks:
                     )
 
     def complete(self, blocks: Sequence[Tensor]) -> None:
-        """Fill in the rows of contiguous ``blocks [C, ...]`` that other ranks computed (:meth:`share`), in place."""
+        """Fill in, in place, other ranks' rows (:meth:`share`) of contiguous ``blocks [C, ...]``."""
         if self.size == 1:
             return
         # as bytes: not every backend sends every dtype
@@ -212,7 +211,7 @@ class Ranks:
             ) from error
 
     def _lost(self) -> list[int]:
-        """Return the ranks that do not report a lost rank; leaving the process group wakes those that wait."""
+        """Return the ranks that report no lost rank; leaving the group wakes waiting ranks."""
         try:
             store: Any = dist.distributed_c10d._get_default_store()
             store.set(f"here {self.rank}", "")
@@ -258,7 +257,7 @@ def _shared(error: Exception) -> Exception:
 
 
 def described(error: Exception) -> tuple[bool, str, list[str], str]:
-    """Describe an exception for another process: whether the user is to blame, message, notes, traceback."""
+    """Describe an exception to another process: (user's mistake?, message, notes, traceback)."""
     mistake = isinstance(error, ConfigurationError)
     message = str(error) if mistake else traceback.format_exception_only(error)[0].strip()
     notes = [str(note) for note in getattr(error, "__notes__", [])]

@@ -1,4 +1,4 @@
-"""Records of the arguments of constructors, from which a run's name, descriptions and provenance derive."""
+"""Records of constructors' arguments, the source of a run's name, descriptions and provenance."""
 
 import functools
 import inspect
@@ -123,8 +123,8 @@ def making(made: object) -> Making | None:
 def parameters(maker: Any) -> dict[str, inspect.Parameter]:
     """Return the parameters of a class or function by name, as in a configuration.
 
-    ``**kwargs`` are resolved to the parameters of the base class, except for parameters that the subclass sets itself. A
-    default that depends on other settings is left out.
+    ``**kwargs`` are resolved to the parameters of the base class, except for parameters that the
+    subclass sets itself. A default that depends on other settings is left out.
     """
     known = {}
     for parameter in get_signature_parameters(maker, logger=False):

@@ -1,8 +1,9 @@
-"""Coordinate-wise rules: median and trimmed mean (Yin et al. 2018, "Byzantine-Robust Distributed Learning", 1803.01498).
+"""Coordinate-wise rules: median and trimmed mean (Yin et al. 2018, arXiv 1803.01498) and others.
 
-Each column is sorted in full, by numpy on a CPU. At 100 rows, with AVX-512, numpy's sort is 14 times as fast as torch's. A
-partial selection (numpy's, torch's) or a sorting network over rows takes at least twice as long; only at 10 rows would
-the network be faster (half the time, 7 ms less for 270,000 columns). Columns are processed in chunks to bound memory.
+Each column is sorted in full, by numpy on a CPU. At 100 rows, with AVX-512, numpy's sort is 14
+times as fast as torch's. A partial selection (numpy's, torch's) or a sorting network over rows
+takes at least twice as long; only at 10 rows would the network be faster (half the time, 7 ms less
+for 270,000 columns). Columns are processed in chunks to bound memory.
 """
 
 from abc import abstractmethod
@@ -50,9 +51,10 @@ class CoordinateRule(RobustAggregator):
 class Median(CoordinateRule):
     """Coordinate-wise median; for an even number of clients the mean of the two middle values.
 
-    NaN counts as the largest value, so fewer than n/2 NaNs in a column leave its median within the other values. The
-    weighted median is the value at half of all weight, or the mean of two values if half lies between them. Only ``pre``
-    may need ``f``. See :class:`~fl_lightning.aggregation.robust.RobustAggregator` for the settings.
+    NaN counts as the largest value, so fewer than n/2 NaNs in a column leave its median within the
+    other values. The weighted median is the value at half of all weight, or the mean of two values
+    if half lies between them. Only ``pre`` may need ``f``. See
+    :class:`~fl_lightning.aggregation.robust.RobustAggregator` for the settings.
     """
 
     def aggregate(self, blocks: Sequence[Tensor], weights: Tensor | None = None) -> list[Tensor]:
@@ -65,11 +67,12 @@ class Median(CoordinateRule):
 
 
 class TrimmedMean(CoordinateRule):
-    """Coordinate-wise trimmed mean: the mean of the n - 2f values between the f smallest and the f largest.
+    """Coordinate-wise trimmed mean: the mean without the f smallest and the f largest values.
 
-    NaN counts as the largest value, so up to f NaNs in a column are dropped. With f = 0 the rule is the mean. If weighted,
-    the weight of the f heaviest clients is trimmed at either end, and the rows at the ends count in part. See
-    :class:`~fl_lightning.aggregation.robust.RobustAggregator` for the settings.
+    NaN counts as the largest value, so up to f NaNs in a column are dropped. With f = 0 the rule is
+    the mean. If weighted, the weight of the f heaviest clients is trimmed at either end, and the
+    rows at the ends count in part. Settings:
+    :class:`~fl_lightning.aggregation.robust.RobustAggregator`.
     """
 
     f: int
@@ -106,10 +109,11 @@ class TrimmedMean(CoordinateRule):
 
 
 class MeanAroundMedian(CoordinateRule):
-    """Mean around the median (MeaM): per coordinate the mean of the n - f values closest to the median.
+    """Mean around the median (MeaM): per coordinate, the mean of the n - f values closest to it.
 
-    Xie et al. 2018, "Generalized Byzantine-tolerant SGD", arXiv 1802.10116. Of two values equally far from the median the
-    lower one is taken. Non-finite values are the farthest. With f = 0 the rule is the mean. All clients count alike.
+    Xie et al. 2018, "Generalized Byzantine-tolerant SGD", arXiv 1802.10116. Of two values equally
+    far from the median the lower one is taken. Non-finite values are the farthest. With f = 0 the
+    rule is the mean. All clients count alike.
 
     Args:
         f: Byzantine clients to withstand in a round, at least 0 and less than half of the clients.
@@ -136,12 +140,13 @@ class MeanAroundMedian(CoordinateRule):
 def mix_by_position(
     rows: Tensor, weights: Tensor | None, positions: Callable[[Tensor, Tensor], Tensor]
 ) -> Tensor:
-    """Average each column's values with shares that depend on their order; a value of share 0 is ignored.
+    """Average each column's values with shares by their order; a value of share 0 is ignored.
 
     Args:
         rows: Shape ``[n, d]``.
         weights: The rows' weights ``[n]``; None: all alike.
-        positions: Function of sorted columns ``[c, n]`` (NaN last) and their weights that returns the shares ``[c, n]``.
+        positions: Function of sorted columns ``[c, n]``, NaN last, and weights to shares ``[c,
+            n]``.
 
     Returns:
         Shape ``[d]``.
@@ -163,7 +168,7 @@ def mix_by_position(
 
 @torch.no_grad()
 def median(rows: Tensor) -> Tensor:
-    """Return the coordinate-wise median of ``rows [n, d]``, shape ``[d]``; NaN counts as the largest."""
+    """Return the median per coordinate of ``rows [n, d]``, ``[d]``; NaN counts as the largest."""
     n = len(rows)
     result = rows.new_empty(rows.shape[1])
     for columns in chunks(rows):

@@ -24,12 +24,12 @@ _FEW = 16
 
 
 class NNM(PreAggregator):
-    """Nearest-neighbour mixing: every row becomes the mean of the n - f rows closest to it, including itself.
+    """Nearest-neighbour mixing: a row becomes the mean of its n - f closest rows, including itself.
 
-    Allouah et al. 2023, "Fixing by Mixing", arXiv 2302.01772. Ties go to the lower index. A row with a non-finite value is
-    the farthest from all rows and becomes NaN itself, so that the next rule drops it. With f = 0 every row becomes the
-    mean. If weighted, a row mixes its nearest rows until they hold all weight except that of the f heaviest clients; the
-    last row counts in part.
+    Allouah et al. 2023, "Fixing by Mixing", arXiv 2302.01772. Ties go to the lower index. A row
+    with a non-finite value is the farthest from all rows and becomes NaN itself, so that the next
+    rule drops it. With f = 0 every row becomes the mean. If weighted, a row mixes its nearest rows
+    until they hold all weight except that of the f heaviest clients; the last row counts in part.
     """
 
     def mix(self, blocks: Sequence[Tensor], f: int, weights: Tensor | None = None) -> Mixed:
@@ -45,10 +45,11 @@ class NNM(PreAggregator):
 
 
 class Krum(RobustAggregator):
-    """Krum: the client with the lowest score (Blanchard et al. 2017, "Machine Learning with Adversaries").
+    """Krum: the client with the lowest score.
 
-    A client's score is the mean of its squared distances to the closest other clients. Ties go to the lower index. A row
-    with a non-finite value has the highest score. All clients count alike.
+    Blanchard et al. 2017, "Machine Learning with Adversaries". A client's score is the mean of its
+    squared distances to the closest other clients. Ties go to the lower index. A row with a
+    non-finite value has the highest score. All clients count alike.
 
     Args:
         f: Byzantine clients to withstand in a round, at least 0 and less than half of the clients.
@@ -91,14 +92,14 @@ class Krum(RobustAggregator):
         return _equal_shares(self.ranking(squared_distances(blocks))[None, :1], len(blocks[0]))[0]
 
     def ranking(self, squared: Tensor) -> Tensor:
-        """Rank clients by ascending score, ties by index: squared distances ``[n, n]`` to int64 ``[n]``."""
+        """Rank clients by score, then index: squared distances ``[n, n]`` to int64 ``[n]``."""
         neighbours = len(squared) - self.f - (1 if self.score == "byzfl" else 2)
         others = squared.sort(dim=1).values[:, 1 : neighbours + 1]
         return others.sum(1).argsort(stable=True)
 
 
 class MultiKrum(Krum):
-    """Multi-Krum: the mean of the n - f clients with the lowest score of :class:`Krum`, which has the same settings."""
+    """Multi-Krum: the mean of the n - f clients with the lowest scores, see :class:`Krum`."""
 
     def aggregate(self, blocks: Sequence[Tensor], weights: Tensor | None = None) -> list[Tensor]:
         """Return the mean of the n - f clients with the lowest scores."""
@@ -120,7 +121,7 @@ class MixingRule(RobustAggregator):
 
     @abstractmethod
     def mixing(self, distances: "Distances", weights: Tensor | None) -> Tensor:
-        """Return the rows' shares ``[n]``, 0 for rejected rows; the rest up to 1 is the centres' share."""
+        """Return the rows' shares ``[n]``, 0 if rejected; the centres have the rest up to 1."""
 
     def aggregate(self, blocks: Sequence[Tensor], weights: Tensor | None = None) -> list[Tensor]:
         """Mix the rows with the shares of :meth:`mixing`."""
@@ -138,9 +139,9 @@ class Distances(NamedTuple):
 
     Attributes:
         gram: Inner products of the rows' deviations from the centres, float64 ``[n, n]``.
-        squared: Squared Euclidean distances, float64 ``[n, n]``: infinite for a rejected row, 0 on the diagonal.
+        squared: Squared distances, float64 ``[n, n]``: infinite for rejected rows, diagonal 0.
         rejected: Mask of the rows with a non-finite value, bool ``[n]``.
-        centres: Origin of the deviations in each block, ``[d_k]``; default: the coordinate-wise median.
+        centres: Origin of the deviations per block, ``[d_k]``; default: the median.
     """
 
     gram: Tensor
@@ -153,9 +154,9 @@ class Distances(NamedTuple):
 def measure(blocks: Sequence[Tensor], centres: list[Tensor] | None = None) -> Distances:
     """Measure the distances between the clients' vectors, which span all blocks.
 
-    The distances come from the Gram matrix of the deviations from the coordinate-wise median, in float64. A matrix product
-    is an order of magnitude faster than pairwise differences. Deviations from the median avoid cancellation between close
-    rows, however far a minority of outliers lies.
+    The distances come from the Gram matrix of the deviations from the coordinate-wise median, in
+    float64. A matrix product is an order of magnitude faster than pairwise differences. Deviations
+    from the median avoid cancellation between close rows, however far a minority of outliers lies.
 
     Args:
         blocks: Column blocks ``[n, d_k]`` of the clients' rows.
@@ -207,7 +208,7 @@ def mix(
 
     Args:
         blocks: Column blocks ``[n, d_k]`` of the clients' rows.
-        shares: Non-negative shares, float64 ``[m, n]``; the rest of a row up to 1 is the centre's share.
+        shares: Non-negative shares, float64 ``[m, n]``; the centre has the rest of a row up to 1.
         centres: A point of each block amid most rows, ``[d_k]``.
         rejected: Mask of the rows with a non-finite value, bool ``[n]``.
 

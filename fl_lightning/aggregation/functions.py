@@ -16,7 +16,7 @@ from fl_lightning.errors import ConfigurationError
 
 
 def trimmed_mean(rows: Tensor, f: int) -> Tensor:
-    """Return the :class:`~fl_lightning.aggregation.TrimmedMean` of ``rows [n, d]``, shape ``[d]``."""
+    """Return the :class:`~fl_lightning.aggregation.TrimmedMean` of ``rows [n, d]``, ``[d]``."""
     check_byzantine("trimmed_mean f", f, len(rows))
     return TrimmedMean(f)(rows)
 
@@ -40,21 +40,18 @@ def multi_krum(rows: Tensor, f: int, *, score: KrumScore = "byzfl") -> Tensor:
 
 
 def geometric_median(rows: Tensor) -> Tensor:
-    """Return the :class:`~fl_lightning.aggregation.GeometricMedian` of ``rows [n, d]``, shape ``[d]``."""
+    """Return the :class:`~fl_lightning.aggregation.GeometricMedian` of ``rows [n, d]``, ``[d]``."""
     return GeometricMedian()(rows)
 
 
 def mean_around_median(rows: Tensor, f: int) -> Tensor:
-    """Return the :class:`~fl_lightning.aggregation.MeanAroundMedian` of ``rows [n, d]``, shape ``[d]``."""
+    """Return :class:`~fl_lightning.aggregation.MeanAroundMedian` of ``rows [n, d]``, ``[d]``."""
     check_byzantine("mean_around_median f", f, len(rows))
     return MeanAroundMedian(f)(rows)
 
 
 def centered_clipping(rows: Tensor, tau: float, iterations: int = 1, start: Tensor | None = None) -> Tensor:
-    """Return :class:`~fl_lightning.aggregation.CenteredClipping` of ``rows [n, d]``, shape ``[d]``.
-
-    ``start [d]`` defaults to the coordinate-wise median.
-    """
+    """Return :class:`~fl_lightning.aggregation.CenteredClipping` from ``start`` (default: median)."""
     distances = measure([rows], None if start is None else [start])
     shares = CenteredClipping(tau, iterations).mixing(distances, None)[None]
     return mix([rows], shares, distances.centres, distances.rejected)[0][0]
@@ -66,17 +63,17 @@ def bucketing(rows: Tensor, size: int) -> Tensor:
 
 
 def weighted_median(rows: Tensor, weights: Tensor) -> Tensor:
-    """Return the weighted :class:`~fl_lightning.aggregation.Median` of ``rows [n, d]``, shape ``[d]``."""
+    """Return the weighted :class:`~fl_lightning.aggregation.Median` of ``rows [n, d]``, ``[d]``."""
     return Median(weighting="weighted", max_weight=torch.inf)(rows, weights)
 
 
 @torch.no_grad()
 def weighted_trimmed_mean(rows: Tensor, weights: Tensor, t: float) -> Tensor:
-    """Return the coordinate-wise mean after trimming a share ``t`` of all weight at either end, ``[d]``.
+    """Return the mean per coordinate, ``[d]``, without a share ``t`` of all weight at either end.
 
     Args:
         rows: Shape ``[n, d]``; NaN counts as the largest value.
-        weights: Non-negative weights ``[n]``. A row at the edge of the trimmed share counts in part.
+        weights: Non-negative weights ``[n]``. A row at an edge counts in part.
         t: Trimmed share at either end, in [0, 1/2).
 
     Raises:

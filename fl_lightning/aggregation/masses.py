@@ -6,20 +6,17 @@ from torch import Tensor
 from fl_lightning.errors import ConfigurationError
 
 TOLERANCE = 1e-12
-"""Cumulative weights this close (as a share of all) are equal: rounding of n_i / N must not break ties."""
+"""Cumulative weights this close, as shares of all, are equal: rounding must not break ties."""
 
 
 def check_byzantine(setting: str, f: int, num_clients: int | None = None, whom: str = "clients") -> None:
-    """Raise an error unless ``f`` is a whole number, at least 0 and less than half of the clients.
+    """Raise a ``ConfigurationError`` unless ``f`` is a whole number >= 0 below half of the clients.
 
     Args:
         setting: Name of the setting, such as ``"TrimmedMean.f"``.
         f: Byzantine clients to withstand.
         num_clients: Clients in a round; None if not known yet.
         whom: The noun that ``num_clients`` counts, for the message.
-
-    Raises:
-        ConfigurationError: f is invalid.
     """
     if isinstance(f, bool) or not isinstance(f, int) or f < 0:
         raise ConfigurationError(f"{setting}: {f!r} must be a whole number of at least 0")

@@ -30,7 +30,7 @@ class Aggregator(Recorded, ABC):
     """A rule by which the server combines the clients' rows into one.
 
     Attributes:
-        per: ``"layer"``: one vector per layer; ``"model"``: one vector for all layers; None: the rule's default.
+        per: Extent of a vector: ``"layer"`` or ``"model"``, all layers; None: the rule's default.
     """
 
     per: Per = None
@@ -40,7 +40,7 @@ class Aggregator(Recorded, ABC):
         """Aggregate ``rows [n, d]`` with ``weights [n]`` (sum 1) to ``[d]``."""
 
     def blocks(self, blocks: Sequence[Tensor], weights: Tensor) -> list[Tensor]:
-        """Aggregate several blocks ``[n, d_k]`` as one vector per client, as rules that measure distances need.
+        """Aggregate several blocks as one vector per client, for rules that measure distances.
 
         Args:
             blocks: Column blocks of the clients' rows, each ``[n, d_k]``.
@@ -56,21 +56,13 @@ class Aggregator(Recorded, ABC):
         )
 
     def shares(self, blocks: Sequence[Tensor], weights: Tensor | None = None) -> Tensor:
-        """Return each client's share in the aggregate, a mean over all coordinates: float64 ``[n]``.
-
-        Raises:
-            ConfigurationError: The rule does not implement it.
-        """
+        """Return each client's share in the aggregate, the mean over coordinates, float64 ``[n]``."""
         raise ConfigurationError(
             f"{type(self).__name__} does not implement shares(blocks, weights), each client's share in the result"
         )
 
     def check(self, num_clients: int) -> None:  # many rules take any number
-        """Raise a ``ConfigurationError`` before training if a round has too few clients for the rule.
-
-        Args:
-            num_clients: Clients in a round.
-        """
+        """Raise a ``ConfigurationError`` if ``num_clients`` in a round are too few for the rule."""
 
 
 class WeightedMean(Aggregator):

@@ -66,12 +66,13 @@ class PreAggregator(Recorded, ABC):
 
 
 class Bucketing(PreAggregator):
-    """Bucketing: clients are assigned at random to buckets of ``size``; the rule aggregates the buckets' means.
+    """Bucketing: the rule aggregates the means of random buckets of ``size`` clients.
 
-    Karimireddy et al. 2022, "Byzantine-Robust Learning on Heterogeneous Datasets via Bucketing", arXiv 2006.09365. There are
-    ceil(n / size) buckets, which must be more than 2f. The assignment is drawn from torch's global CPU generator. The mean
-    of a bucket with a non-finite value is non-finite, so that the next rule drops it. If weighted, a bucket's row is the
-    weighted mean of its clients, and its weight is their sum.
+    Karimireddy et al. 2022, "Byzantine-Robust Learning on Heterogeneous Datasets via Bucketing",
+    arXiv 2006.09365. There are ceil(n / size) buckets, which must be more than 2f. The assignment
+    is drawn from torch's global CPU generator. The mean of a bucket with a non-finite value is
+    non-finite, so that the next rule drops it. If weighted, a bucket's row is the weighted mean of
+    its clients, and its weight is their sum.
 
     Args:
         size: Clients in a bucket, 1 or more; the last bucket may have fewer.

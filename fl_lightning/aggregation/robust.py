@@ -25,8 +25,8 @@ class RobustAggregator(Aggregator):
     Args:
         f: Byzantine clients to withstand in a round, at least 0 and less than half of the clients.
         pre: Pre-aggregator of the rows, such as ``NNM``; its ``f`` defaults to this one.
-        per: ``"model"``: one vector per client; ``"layer"``: one per layer. Null: one for the
-            parameters, and for each layer one for its running means and one for its variances.
+        per: Extent of a vector: ``"model"``: all layers; ``"layer"``: one layer. Null: all layers
+            for parameters, one layer for running means and for running variances.
         weighting: ``"uniform"``, or ``"weighted"``: by aggregation weights, in ``pre`` as well.
         max_weight: Cap on a weight, in units of the clients' mean weight.
 
@@ -89,7 +89,7 @@ class RobustAggregator(Aggregator):
 
     @torch.no_grad()
     def shares(self, blocks: Sequence[Tensor], weights: Tensor | None = None) -> Tensor:
-        """Return each client's share in the aggregate, a mean over all coordinates: float64 ``[n]``.
+        """Return each client's share in the aggregate, averaged over coordinates: float64 ``[n]``.
 
         The shares sum to 1, or to less if the rule clips: the rest is the share of its start. A
         ``pre`` that draws at random draws again.
@@ -114,7 +114,7 @@ class RobustAggregator(Aggregator):
     def _prepare(
         self, blocks: Sequence[Tensor], weights: Tensor | None
     ) -> tuple[Sequence[Tensor], Tensor | None, Tensor | None]:
-        """Return the rows after ``pre``, the clients' shares in them (None: one each), the weights."""
+        """Return the rows after ``pre``, the clients' shares in them (None: one each), weights."""
         self.check(len(blocks[0]))
         counted, of_clients = None, None
         if self.weighting == "weighted" and weights is not None:

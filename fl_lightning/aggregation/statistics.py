@@ -20,9 +20,8 @@ class LayerStatistics(NamedTuple):
         means: Running means, shape ``[n, channels]``.
         variances: Running variances, shape ``[n, channels]``.
         weights: Aggregation weights, shape ``[n]``, sum 1.
-        between: Factor b on the variance between the clients, which is added to the variances: a
-            number or ``[channels]``. 0 for FedAvg, 1 for the law of total variance,
-            N / ((N - 1) beta) for FBN.
+        between: Factor b on the added variance between the clients, a number or ``[channels]``: 0
+            for FedAvg, 1 for the law of total variance, N / ((N - 1) beta) for FBN.
     """
 
     means: Tensor
@@ -52,13 +51,13 @@ def sent_statistics(
 
 
 class StatisticsAggregator:
-    """Aggregator of running statistics by a rule F: ``m = F(m_i)``, ``v = F(v_i) + b F((m_i - m)^2)``.
+    """Aggregator of statistics by a rule F: ``m = F(m_i)``, ``v = F(v_i) + b F((m_i - m)^2)``.
 
-    With the weighted mean, b = 0 gives FedAvg's statistics, b = 1 the law of total variance, and
-    b = N / ((N - 1) beta) lines 9 and 10 of FBN (Guerraoui et al., arXiv 2405.14670), whose robust
+    With the weighted mean, b = 0 gives FedAvg's statistics, b = 1 the law of total variance, and b
+    = N / ((N - 1) beta) lines 9 and 10 of FBN (Guerraoui et al., arXiv 2405.14670), whose robust
     form replaces all averages by F. A layer's means are one vector and its variances another,
-    unless the rule's ``per`` is ``"model"``. A robust F can give a negative variance, which is
-    clamped to 0 and counted.
+    unless the rule's ``per`` is ``"model"``. A negative variance of a robust F is clamped to 0 and
+    counted.
 
     Args:
         rule: The rule F.
@@ -94,10 +93,8 @@ class StatisticsAggregator:
         if self.rule.per != "model" or len(layers) < 2:
             return [self._aggregate(*layer) for layer in layers]
         widths = [layer.means.shape[1] for layer in layers]
-        means, variances = (
-            torch.cat([x.means for x in layers], 1),
-            torch.cat([x.variances for x in layers], 1),
-        )
+        means = torch.cat([x.means for x in layers], 1)
+        variances = torch.cat([x.variances for x in layers], 1)
         between = torch.cat(
             [torch.as_tensor(x.between).to(means).expand(w) for w, x in zip(widths, layers, strict=True)]
         )
@@ -116,12 +113,9 @@ class StatisticsAggregator:
         if self.domain is not None:
             invalid = ~(means.isfinite() & variances.isfinite() & (variances >= 0)).all(1, keepdim=True)
             self.invalid += int(invalid.sum())
-            means, variances = (
-                means.masked_fill(invalid, torch.nan),
-                variances.masked_fill(invalid, torch.nan),
-            )
-            if not self.is_robust:  # 0 instead of NaN, with weight 0: 0 * NaN would be NaN
-                means, variances = (rows.masked_fill(invalid, 0) for rows in (means, variances))
+            blank = torch.nan if self.is_robust else 0  # a mean needs 0: NaN times weight 0 is NaN
+            means, variances = means.masked_fill(invalid, blank), variances.masked_fill(invalid, blank)
+            if not self.is_robust:
                 weights = weights * ~invalid[:, 0]
                 weights = weights / weights.sum()
         added = isinstance(between, Tensor) or between != 0
@@ -162,16 +156,13 @@ def require_weighted_mean(
     doing: str,
     settings: Sequence[str] = ("aggregator", "statistics_aggregator"),
 ) -> None:
-    """Raise an error if a robust aggregator is configured that the method would bypass.
+    """Raise a ``ConfigurationError`` if the method would bypass a robust aggregator.
 
     Args:
         module: The federated module.
         method: The method, for the message.
         doing: What the method does with every client, for the message.
         settings: Which of ``aggregator`` and ``statistics_aggregator`` the method bypasses.
-
-    Raises:
-        ConfigurationError: One of these aggregators is not the weighted mean.
     """
     rules = {"aggregator": module.aggregator, "statistics_aggregator": module.statistics.rule}
     for setting in settings:

@@ -34,8 +34,8 @@ class Attack(Recorded):
     """The behaviour of Byzantine clients: by default that of honest ones.
 
     Attributes:
-        least_honest: Honest clients that :meth:`messages` needs. In a round with fewer, attackers
-            send what they have computed.
+        least_honest: Honest clients that :meth:`messages` needs; with fewer, attackers send their
+            ``own``.
     """
 
     least_honest: int = 0

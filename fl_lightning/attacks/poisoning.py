@@ -1,4 +1,4 @@
-"""Attacks that need no knowledge of other clients: labels, images, gradients and the scale of updates."""
+"""Attacks without knowledge of other clients: on labels, images, gradients and update scales."""
 
 import math
 from typing import Any
@@ -11,10 +11,10 @@ from fl_lightning.errors import ConfigurationError
 
 
 class LabelFlip(Attack):
-    """Training on labels ``num_classes - 1 - y`` (Tolpegin et al. 2020, arXiv 2007.08432; ByzFL, Blades)."""
+    """Labels ``num_classes - 1 - y`` (Tolpegin et al. 2020, arXiv 2007.08432; ByzFL, Blades)."""
 
     def batch(self, batch: Any, num_classes: int | None) -> Any:
-        """Return the batch with flipped labels; labels outside the classes, such as 255 or -100, stay."""
+        """Return the batch with flipped labels, except labels of no class such as 255 or -100."""
         if num_classes is None:
             raise ConfigurationError(
                 "LabelFlip: the data do not say how many classes they have (num_classes)"
@@ -26,7 +26,7 @@ class LabelFlip(Attack):
 
 
 class Backdoor(Attack):
-    """Backdoor: the model learns to classify every image with a trigger, a bright square, as ``target``.
+    """Backdoor: the model learns to classify images with a trigger, a bright square, as ``target``.
 
     The first images of each of the attackers' batches get the trigger in the lower right corner
     and the label ``target`` (Gu et al. 2017, "BadNets", arXiv 1708.06733). Evaluations log
@@ -78,7 +78,7 @@ class Backdoor(Attack):
 
 
 class GradientAscent(Attack):
-    """Local steps with ``-scale`` times the gradient, which increase the loss (sign flip of Blades).
+    """Local steps with ``-scale`` times the gradient, to increase the loss (sign flip of Blades).
 
     Args:
         scale: Factor on the negated gradient.
@@ -93,7 +93,7 @@ class GradientAscent(Attack):
 
 
 class ModelReplacement(Attack):
-    """Updates scaled up (Bagdasaryan et al. 2020, "How To Backdoor Federated Learning", arXiv 1807.00459).
+    """Updates scaled up (Bagdasaryan et al. 2020, arXiv 1807.00459).
 
     With the factor n / f the attackers' update replaces the mean over n clients, as far as the
     honest updates cancel. If the same clients have a ``Backdoor`` listed before this attack, the

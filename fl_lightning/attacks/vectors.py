@@ -1,8 +1,7 @@
 """Attacks on messages, by omniscient attackers: they know the messages of the honest clients.
 
-Each attack has a pure function, from the honest rows ``[h, d]`` to the vector ``[d]`` that all
-attackers send, and a class for configurations. Where papers and libraries differ, ``origin``
-selects the formula.
+Each attack has a function from the honest rows ``[h, d]`` to the vector ``[d]`` that all attackers
+send, and a class for configurations. ``origin`` selects the formula of a paper or library.
 """
 
 from abc import ABC, abstractmethod
@@ -24,12 +23,12 @@ _SEARCHES = ("fixed", "byzfl", "grid")
 
 
 def sign_flip(honest: Tensor) -> Tensor:
-    """Return the negated honest mean (Allen-Zhu et al. 2021, arXiv 2012.14368), ``[h, d] -> [d]``."""
+    """Return the negated mean (Allen-Zhu et al. 2021, arXiv 2012.14368), ``[h, d] -> [d]``."""
     return -honest.mean(0)
 
 
 def fall_of_empires(honest: Tensor, tau: float = 2.0) -> Tensor:
-    """Return ``-tau`` times the honest mean (Xie et al. 2020, arXiv 1903.03936), ``[h, d] -> [d]``."""
+    """Return ``-tau`` times the mean (Xie et al. 2020, arXiv 1903.03936), ``[h, d] -> [d]``."""
     return -tau * honest.mean(0)
 
 
@@ -82,7 +81,7 @@ def gaussian(
 
 
 def mimic(honest: Tensor, client: int = 0) -> Tensor:
-    """Return one honest client's vector, to over-represent it (Karimireddy et al. 2022, 2006.09365).
+    """Return one honest client's vector (Karimireddy et al. 2022, arXiv 2006.09365).
 
     Args:
         honest: Vectors of the honest clients, ``[h, d]``.
@@ -161,7 +160,8 @@ class Scaled(Attack, ABC):
 class FallOfEmpires(Scaled):
     """``-tau`` times the honest mean (Xie et al. 2020, "Fall of Empires", arXiv 1903.03936).
 
-    ``tau`` defaults to 2 for the ``origin`` ``"byzfl"``, 1 for ``"blades"`` and 0.1 for ``"paper"`` (its epsilon).
+    ``tau`` defaults to 2 for the origin ``"byzfl"``, 1 for ``"blades"``, 0.1 for ``"paper"``
+    (epsilon).
     """
 
     factors: ClassVar = {"byzfl": 2.0, "blades": 1.0, "paper": 0.1}
@@ -172,7 +172,7 @@ class FallOfEmpires(Scaled):
 
 
 class ALittleIsEnough(Scaled):
-    r"""The honest mean plus or minus ``tau`` standard deviations (Baruch et al. 2019, arXiv 1902.06156).
+    r"""The honest mean and ``tau`` standard deviations (Baruch et al. 2019, arXiv 1902.06156).
 
     ================  =======  =====================================  ============  ==========================================
     origin            sign     tau                                    divisor       mean and deviation of
@@ -222,7 +222,7 @@ class Gaussian(Attack):
 
 
 class Mimic(Attack):
-    """The vector of one honest client, to over-represent it (Karimireddy et al. 2022, arXiv 2006.09365).
+    """The vector of an honest client, sent again (Karimireddy et al. 2022, arXiv 2006.09365).
 
     Args:
         client: Index of the client among the round's honest clients, from 0.

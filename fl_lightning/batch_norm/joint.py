@@ -33,7 +33,7 @@ _mean: ContextVar[Callable[[Tensor, int], Tensor]] = ContextVar("_mean", default
 
 @torch.library.custom_op("fl_lightning::cohort_mean", mutates_args=())
 def cohort_mean(own: Tensor, clients: int) -> Tensor:
-    """Return the mean of a tensor over the cohort in a joint forward pass (``needs_joint_forward``).
+    """Return a tensor's mean over the cohort in a joint forward pass (``needs_joint_forward``).
 
     Its gradient is the mean of the clients' gradients, as if the server averaged them in the
     backward pass. All clients count alike: their batches have equal shapes.
@@ -61,7 +61,7 @@ def _(info: Any, in_dims: tuple[int, None], own: Tensor, clients: int) -> tuple[
 
 @contextmanager
 def averaging_by(mean: Callable[[Tensor, int], Tensor]) -> Iterator[None]:
-    """Compute the mean of joint forward passes by a function of the stacked rows and the cohort's size."""
+    """Compute joint forward passes' mean by a function of stacked rows and the cohort's size."""
     token = _mean.set(mean)
     try:
         yield

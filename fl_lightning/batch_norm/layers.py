@@ -16,7 +16,7 @@ ONE_VALUE = (
 
 
 def batch_norm_layers(model: nn.Module) -> dict[str, _BatchNorm]:
-    """Return a model's BN layers (``BatchNorm1d/2d/3d``, ``SyncBatchNorm``, subclasses) by qualified name."""
+    """Return a model's BN layers (``BatchNorm1d/2d/3d``, ``SyncBatchNorm``, subclasses) by name."""
     return {name: module for name, module in model.named_modules() if isinstance(module, _BatchNorm)}
 
 
@@ -52,7 +52,7 @@ def require_batch_norm(
 
 
 def set_momentum(model: nn.Module, momentum: float) -> None:
-    """Set the momentum of every BN layer: ``run <- (1 - momentum) run + momentum batch`` (PyTorch's convention).
+    """Set all BN layers' momentum: ``run <- (1 - momentum) run + momentum batch``, as in PyTorch.
 
     Raises:
         ConfigurationError: The momentum is outside (0, 1].

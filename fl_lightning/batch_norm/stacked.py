@@ -1,8 +1,8 @@
-"""A BN layer for all clients at once under ``torch.func.vmap``: one batch normalisation of clients x channels.
+"""BN of all clients at once under ``torch.func.vmap``, as one layer with clients x channels.
 
-By default ``vmap`` normalises first and applies scale and shift in further operations, which doubles the passes over the
-activations and the memory for the backward pass. Channels are independent, so ``C`` clients with ``F`` channels equal,
-up to rounding, one layer with ``C F`` channels.
+By default ``vmap`` normalises first and applies scale and shift in further operations, which
+doubles the passes over the activations and the memory for the backward pass. Channels are
+independent: up to rounding, ``C`` clients with ``F`` channels are one layer with ``C F``.
 """
 
 from collections.abc import Callable, Iterable
@@ -47,10 +47,8 @@ def _batch_norm(
     one_value = training and input.numel() == input.shape[1]  # torch raises the error
     if not inside or one_value or not all(map(is_batchedtensor, (input, *statistics))):
         return F.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
-    normalised: Tensor = _Stacked.apply(
-        input, running_mean, running_var, weight, bias, training, momentum, eps
-    )
-    return normalised
+    output: Tensor = _Stacked.apply(input, running_mean, running_var, weight, bias, training, momentum, eps)
+    return output
 
 
 class _Stacked(torch.autograd.Function):

@@ -1,4 +1,4 @@
-"""Replacement of the forward pass of BN layers by a method, and temporary changes of a model's modes."""
+"""Replacement of the forward pass of BN layers by a method, and temporary modes of a model."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -27,7 +27,7 @@ class SwappedBatchNorm(_BatchNorm):
     original: ClassVar[type[_BatchNorm]]
 
     def prepare(self) -> None:
-        """Add ``scratch`` as non-persistent buffers ``[channels]`` of zeros; a mixin may override it."""
+        """Add ``scratch`` as non-persistent buffers ``[channels]`` of zeros, unless overridden."""
         assert self.running_mean is not None
         for name in self.scratch:
             self.register_buffer(name, torch.zeros_like(self.running_mean), persistent=False)
@@ -80,7 +80,7 @@ def restore_batch_norm(model: nn.Module) -> None:
 
 @contextmanager
 def batch_statistics(layers: Sequence[_BatchNorm]) -> Iterator[None]:
-    """Let BN layers normalise with the statistics of their input, also if their forward pass is swapped."""
+    """Let BN layers normalise with the statistics of their input, even if they are swapped."""
     before = [(layer.__class__, layer.training, layer.track_running_stats) for layer in layers]
     try:
         for layer in layers:

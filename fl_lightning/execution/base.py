@@ -105,7 +105,7 @@ class Executor(Recorded, ABC):
 
 @contextmanager
 def computing(module: ClientTask, batch: Any) -> Iterator[None]:
-    """Note the model, loss and batch on an exception; explain inputs that do not fit the first layer."""
+    """Add the model, loss and batch to an exception; explain inputs that do not fit the model."""
     try:
         with doing(lambda: _computation(module, batch)):
             yield
@@ -138,14 +138,14 @@ def _computation(module: ClientTask, batch: Any) -> str:
     """Describe the model, the loss and the batch, and valid batches, for an error message."""
     model, loss = module.model, getattr(module.loss, "__qualname__", type(module.loss).__name__)
     numbers = str(next(model.parameters()).dtype).removeprefix("torch.")
-    wanted = (
+    return (
+        f"model {type(model).__name__} of {numbers}, loss {loss}, a batch of {describe_batch(batch)}; wanted: "
         "inputs of the model's type and, for cross-entropy, integer labels below the number of its outputs"
     )
-    return f"model {type(model).__name__} of {numbers}, loss {loss}, a batch of {describe_batch(batch)}; wanted: {wanted}"
 
 
 def client_loss(module: ClientTask, batch: Any) -> Tensor:
-    """Return ``module.client_loss(batch)`` and replace PyTorch's errors by errors that name a remedy."""
+    """Return ``module.client_loss(batch)``; PyTorch's errors become errors that name a remedy."""
     try:
         with (
             module.trainer.precision_plugin.forward_context(),

@@ -30,7 +30,7 @@ class Choice(NamedTuple):
 
 
 def choose_executor(module: ClientTask, num_clients: int) -> Choice:
-    """Choose the executor that is probably the fastest; the choice changes results by rounding alone.
+    """Choose the probably fastest executor; the choice changes results by rounding alone.
 
     On a GPU, clients run all at once if the model and its batches allow it. Otherwise, and on
     other devices, clients run one after the other.
@@ -86,7 +86,7 @@ def cores_of_a_run() -> int:
 
 
 def usable_cores() -> int:
-    """Return the number of cores in this process's affinity mask, at most its cgroup's CPU quota."""
+    """Return the number of cores in this process's affinity mask, at most its cgroup's quota."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     try:
         quota, period = _QUOTA.read_text().split()

@@ -1,4 +1,4 @@
-"""Decision whether the clients' passes are compiled with ``torch.compile``, and the compiled calls."""
+"""Decision whether clients' passes are compiled with ``torch.compile``, and compiled calls."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,7 +13,7 @@ from fl_lightning.errors import ConfigurationError
 from fl_lightning.execution.base import ClientTask, Compilation
 
 _WORTH_IT = 1.5e11
-"""Least values in BN layers in a run: compiling saves 3 ns each on one thread, ten times its 40 s in all."""
+"""Least values in a run's BN layers: compiling saves 3 ns each on one thread, but costs 40 s."""
 
 _FEWEST_STEPS = 1000
 """Least local steps in a run; with fewer, values are not counted."""
@@ -110,7 +110,7 @@ class _Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch gi
 
 
 def _count(module: ClientTask, batch: Any) -> _Values | None:
-    """Count values in a forward pass of fake tensors; return None if the model needs real values."""
+    """Count values in a forward pass of fake tensors; return None if the model needs real ones."""
     state = dict([*module.model.named_parameters(), *module.model.named_buffers()])
     with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad(), _Counting() as counting:
         fake = {name: mode.from_tensor(value) for name, value in state.items()}
@@ -145,11 +145,7 @@ def _try() -> None:
 
 @contextmanager
 def compiled_calls(model: torch.nn.Module, compiled: Callable[..., Any]) -> Iterator[None]:
-    """Run compiled code for calls of the model, one graph per shape, whatever shapes came before.
-
-    Raises:
-        ConfigurationError: The model changes in each step.
-    """
+    """Run compiled code for the model's calls, one graph per shape, whatever shapes came before."""
     # torch stops compiling beyond its default limit, which a resumed run would reach in another step
     settings = {
         "recompile_limit": _MOST_GRAPHS,

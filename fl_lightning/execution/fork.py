@@ -35,7 +35,7 @@ _PIPE_BYTES = 65536  # capacity of a pipe
 
 
 class OneMachine(LightningEnvironment):
-    """Environment of ranks that a run starts itself on this machine; it ignores a scheduler's ranks.
+    """Environment of ranks that a run starts itself on one machine; it ignores a scheduler's.
 
     Attributes:
         own_rank: Rank of this process.
@@ -120,7 +120,7 @@ class ForkLauncher(_Launcher):
         self._others = {}
 
     def _fork(self, rank: int, run: Callable[[], Any], trainer: L.Trainer | None) -> tuple[int, int]:
-        """Fork this process; return the fork's process id and the pipe on which it reports a failure."""
+        """Fork this process; return the fork's process id and the pipe for its failure report."""
         ours, theirs = os.pipe()
         # the fork blocks these signals for good: only rank 0 decides when a stopped run ends its round
         before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
@@ -152,12 +152,10 @@ class ForkLauncher(_Launcher):
                 continue
             if select.select([pipe], [], [], 0)[0] and (report := os.read(pipe, _PIPE_BYTES)):
                 return failure_of(rank, *pickle.loads(report))
-            memory = (
-                ": killed, perhaps for want of memory; use fewer trainer.devices"
-                if code == -signal.SIGKILL
-                else ""
-            )
-            return ConfigurationError(f"rank {rank} (process {pid}) has ended, exit code {code}{memory}")
+            message = f"rank {rank} (process {pid}) has ended, exit code {code}"
+            if code == -signal.SIGKILL:
+                message += ": killed, perhaps for want of memory; use fewer trainer.devices"
+            return ConfigurationError(message)
         return None
 
 

@@ -38,7 +38,7 @@ class _JointExecutor(VectorizedExecutor):
     def backward(
         self, module: ClientTask, cohort: RoundCohort, batch: BatchStack, rows: Sequence[int]
     ) -> Tensor:
-        """Fill ``cohort.grads`` and update ``cohort.buffers`` for ``rows``; see :meth:`~fl_lightning.execution.base.Executor.backward`."""
+        """Compute a step, see :meth:`~fl_lightning.execution.base.Executor.backward`."""
         if self._ranks.size == 1:
             return super().backward(module, cohort, batch, rows)
         with averaging_by(self._mean):
@@ -50,7 +50,7 @@ class _JointExecutor(VectorizedExecutor):
         return stack
 
     def _mean(self, own: Tensor, clients: int) -> Tensor:
-        """Return the mean over the clients of all ranks; its gradient is the mean of their gradients."""
+        """Return the mean over all ranks' clients; its gradient is the mean of their gradients."""
         mean = own.clone()
         with torch.no_grad():
             mean.copy_(self._mean_of_values(own, clients))

@@ -42,7 +42,7 @@ class SequentialExecutor(Executor):
     def decide_compilation(
         self, module: ClientTask, client_steps: int, batch: Callable[[], Any], before: bool | None
     ) -> Compilation:
-        """Decide by the setting ``compile``; see :meth:`~fl_lightning.execution.base.Executor.decide_compilation`."""
+        """Decide by ``compile``, see :func:`~fl_lightning.execution.compiling.decide`."""
         return decide(self.compile, module, client_steps, batch, before)
 
     def compiled_for(self, model: nn.Module) -> bool:
@@ -52,7 +52,7 @@ class SequentialExecutor(Executor):
     def backward(
         self, module: ClientTask, cohort: RoundCohort, batch: BatchStack, rows: Sequence[int]
     ) -> Tensor:
-        """Fill ``cohort.grads`` and update ``cohort.buffers`` for ``rows``; see :meth:`~fl_lightning.execution.base.Executor.backward`."""
+        """Compute a step, see :meth:`~fl_lightning.execution.base.Executor.backward`."""
         batches = zip(rows, batch.batches(), strict=True)
         with self._fast(module.model) if self.compilation.compiled else nullcontext():
             losses = []
@@ -69,7 +69,7 @@ class SequentialExecutor(Executor):
         return compiled_calls(*self._compiled)
 
     def _client(self, module: ClientTask, cohort: RoundCohort, row: int, batch: Any) -> Tensor:
-        """Compute one client's step and return its loss; its memory is freed here, against fragmentation."""
+        """Compute a client's step, return its loss and free its memory, against fragmentation."""
         state = cohort.row_state(row)
         # The model's own draws, such as stochastic depth, are a function of (seed, round, client, step).
         seed = derive_seed(module.seed, "model", cohort.round, cohort.client_ids[row], cohort.step)

@@ -1,4 +1,4 @@
-"""The strategy of a run on several devices or cores: ranks share the clients and replicate the server."""
+"""The strategy for several devices or cores: ranks share the clients and replicate the server."""
 
 import os
 from collections.abc import Callable
@@ -27,7 +27,7 @@ _POLL = 0.1  # seconds between checks whether a rank has ended
 
 
 class CohortStrategy(ParallelStrategy):
-    """Strategy in which ranks share the clients' local steps, and each computes the server's update.
+    """Strategy in which ranks share the clients' local steps; each computes the server's update.
 
     The module is not wrapped: gradients are not reduced, buffers not broadcast, samplers not
     replaced. With SequentialExecutor, equal threads per rank and equal CPU capability, results
@@ -192,7 +192,7 @@ class CohortStrategy(ParallelStrategy):
         self.model.to(self.root_device)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Load a checkpoint on the first rank, the only one that needs the file, and broadcast it."""
+        """Load a checkpoint on the first rank, which alone needs the file, and broadcast it."""
         loaded = super().load_checkpoint(checkpoint_path, weights_only) if self.is_global_zero else None
         checkpoint: dict[str, Any] = self.broadcast(loaded)
         return checkpoint

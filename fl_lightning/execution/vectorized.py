@@ -27,8 +27,8 @@ class VectorizedExecutor(Executor):
 
     Args:
         block_size: Clients in a block; None: the whole cohort. Smaller blocks need less memory.
-        where_possible: Whether clients are computed one after the other, instead of an error, if the
-            model or the shapes of the batches do not allow vectorization.
+        where_possible: Whether clients are computed one after the other, instead of an error, if
+            the model or the shapes of the batches do not allow vectorization.
 
     Raises:
         ConfigurationError: ``block_size`` is below 1.
@@ -50,7 +50,7 @@ class VectorizedExecutor(Executor):
     def backward(
         self, module: ClientTask, cohort: RoundCohort, batch: BatchStack, rows: Sequence[int]
     ) -> Tensor:
-        """Fill ``cohort.grads`` and update ``cohort.buffers`` for ``rows``; see :meth:`~fl_lightning.execution.base.Executor.backward`."""
+        """Compute a step, see :meth:`~fl_lightning.execution.base.Executor.backward`."""
         losses: list[Tensor] = []
         rows, done = list(rows), 0
         while done < len(rows):
@@ -139,7 +139,7 @@ class VectorizedExecutor(Executor):
 
 @contextmanager
 def _numeric_momentum(model: nn.Module, buffers: Mapping[str, Tensor]) -> Iterator[None]:
-    """Set ``momentum=None`` (cumulative average) of BN layers to 1/(k+1): vmap cannot read the counter k."""
+    """Set ``momentum=None`` (cumulative average) to 1/(k+1): vmap cannot read the counter k."""
     seen: dict[str, int] = {}
     cumulative = {name: layer for name, layer in batch_norm_layers(model).items() if layer.momentum is None}
     try:

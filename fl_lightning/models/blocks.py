@@ -1,4 +1,4 @@
-"""Residual blocks with the shortcuts of He et al., CVPR 2016: free of parameters (option A) or projections (option B)."""
+"""Residual blocks of He et al., CVPR 2016, with shortcuts A (zero channels) or B (projections)."""
 
 from collections.abc import Callable, Sequence
 
@@ -13,7 +13,8 @@ class ResidualBlock(nn.Module):
 
     Args:
         in_channels: Channels of the input.
-        out_channels: Channels of the output, at least ``in_channels``; the shortcut's further channels are zero.
+        out_channels: Channels of the output, at least ``in_channels``; the shortcut pads with
+            zeros.
         stride: Stride of the shortcut's subsampling.
 
     Attributes:
@@ -38,7 +39,8 @@ class BasicBlock(ResidualBlock):
 
     Args:
         in_channels: Channels of the input.
-        out_channels: Channels of the output, at least ``in_channels``; the shortcut's further channels are zero.
+        out_channels: Channels of the output, at least ``in_channels``; the shortcut pads with
+            zeros.
         stride: Stride of the first convolution and of the shortcut's subsampling.
         norm: Norm layer, see :func:`fl_lightning.models.norm.make_norm`.
         groups: Number of groups of a GN layer.
@@ -59,7 +61,7 @@ class BasicBlock(ResidualBlock):
 
 
 class ProjectionBlock(BasicBlock):
-    """A :class:`BasicBlock` whose shortcut is a 1x1 convolution and a norm layer if the shape changes."""
+    """A :class:`BasicBlock` whose shortcut is a 1x1 convolution and a norm if the shape changes."""
 
     def __init__(self, in_channels: int, out_channels: int, stride: int, norm: str, groups: int) -> None:
         super().__init__(in_channels, out_channels, stride, norm, groups)
@@ -77,7 +79,7 @@ class ProjectionBlock(BasicBlock):
 def make_stages(
     make_block: Callable[[int, int, int], ResidualBlock], width: int, counts: Sequence[int]
 ) -> nn.Sequential:
-    """Build stages of residual blocks; each stage doubles the channels and halves the height and width.
+    """Build stages of residual blocks; each stage doubles the channels and halves the size.
 
     Args:
         make_block: Function of (in_channels, out_channels, stride) that makes a block.

@@ -1,7 +1,7 @@
-"""Convolutions whose filters are a function of the trained tensor, in place of a norm layer or before one.
+"""Convolutions whose filters are a function of the trained tensor, with or without a norm layer.
 
-The trained tensor keeps the name ``weight`` and the shape of ``nn.Conv2d``. Each forward pass computes the filters, so
-that gradients flow through the formula and only trained tensors are aggregated.
+The trained tensor keeps the name ``weight`` and the shape of ``nn.Conv2d``. Each forward pass
+computes the filters: gradients flow through the formula, and only trained tensors are aggregated.
 """
 
 from typing import Any
@@ -14,7 +14,7 @@ class ComputedConv2d(nn.Conv2d):
     """A convolution with computed :meth:`filters`; its arguments are as in ``nn.Conv2d``."""
 
     def filters(self) -> Tensor:
-        """Compute the filters ``[out_channels, in_channels / groups, kh, kw]`` of a forward pass."""
+        """Compute the filters ``[out_channels, in_channels / groups, kh, kw]``."""
         return self.weight
 
     def forward(self, input: Tensor) -> Tensor:
@@ -26,9 +26,10 @@ class ComputedConv2d(nn.Conv2d):
 class StandardizedConv2d(ComputedConv2d):
     """Weight Standardization: every filter has mean 0 and standard deviation 1.
 
-    Qiao, Wang, Liu, Shen, Yuille, "Micro-Batch Training with Batch-Channel Normalization and Weight Standardization",
-    arXiv 1903.10520: ``(W - mean) / (std + eps)`` per output filter, with the standard deviation of the N values over
-    N - 1. A norm layer must follow, since the output has another scale than the input.
+    Qiao, Wang, Liu, Shen, Yuille, "Micro-Batch Training with Batch-Channel Normalization and Weight
+    Standardization", arXiv 1903.10520: ``(W - mean) / (std + eps)`` per output filter, with the
+    standard deviation of the N values over N - 1. A norm layer must follow, since the scale
+    changes.
 
     Attributes:
         eps: Added to the standard deviation; 1e-5 in the authors' code.
@@ -43,14 +44,15 @@ class StandardizedConv2d(ComputedConv2d):
 
 
 class ScaledStandardizedConv2d(ComputedConv2d):
-    """Scaled Weight Standardization: filters that preserve the signal's variance without norm layers.
+    """Scaled Weight Standardization: filters preserve the signal's variance without norm layers.
 
-    Brock, De, Smith, "Characterizing Signal Propagation to Close the Performance Gap in Unnormalized ResNets", ICLR
-    2021; in federated learning Zhuang, Lyu, "FedWon", ICLR 2024, which adds nothing else:
-    ``gain kappa (W - mean) / sqrt(N var + eps)`` per output filter of N values, with one trained gain per filter, from 1.
+    Brock, De, Smith, "Characterizing Signal Propagation to Close the Performance Gap in
+    Unnormalized ResNets", ICLR 2021; in federated learning Zhuang, Lyu, "FedWon", ICLR 2024, which
+    adds nothing else: ``gain kappa (W - mean) / sqrt(N var + eps)`` per output filter of N values,
+    with one trained gain per filter, from 1.
 
     Attributes:
-        kappa: ``sqrt(2 / (1 - 1/pi))``, about 1.713, the factor by which ReLU shrinks a standard normal input.
+        kappa: ``sqrt(2 / (1 - 1/pi))``, about 1.713: ReLU's shrinkage of a standard normal input.
         eps: Term that keeps the root above 0; 1e-4 in Brock et al.
     """
 
@@ -69,11 +71,12 @@ class ScaledStandardizedConv2d(ComputedConv2d):
 
 
 class WeightNormConv2d(ComputedConv2d):
-    """Weight normalization: every filter is a trained length (``gain``) times a trained direction (``weight``).
+    """Weight normalization: a filter is a trained length ``gain`` times a direction ``weight``.
 
-    Salimans, Kingma, "Weight Normalization", NeurIPS 2016, eq. 2: ``gain W / |W|`` with the Euclidean norm per output
-    filter, without their data-dependent initialization. Equal to ``torch.nn.utils.parametrizations.weight_norm``, for
-    which vmap has no batching rule. The initial filters are those of ``nn.Conv2d``.
+    Salimans, Kingma, "Weight Normalization", NeurIPS 2016, eq. 2: ``gain W / |W|`` with the
+    Euclidean norm per output filter, without their data-dependent initialization. Equal to
+    ``torch.nn.utils.parametrizations.weight_norm``, for which vmap has no batching rule. The
+    initial filters are those of ``nn.Conv2d``.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

@@ -1,4 +1,4 @@
-"""A small DeepLabv3+: Chen, Zhu, Papandreou, Schroff, Adam, "Encoder-Decoder with Atrous Separable Convolution", ECCV 2018."""
+"""A small DeepLabv3+ (Chen et al., "Encoder-Decoder with Atrous Convolution", ECCV 2018)."""
 
 import torch
 from torch import Tensor, nn
@@ -12,9 +12,9 @@ from fl_lightning.recorded import Recorded
 class SmallDeepLab(Recorded, nn.Module):
     """DeepLabv3+ for images of 100 to 200 pixels, on a backbone of seven convolutions.
 
-    The backbone has output stride 8, with dilation in its last two convolutions. Atrous spatial pyramid pooling has a 1x1
-    convolution, one 3x3 convolution per rate and the mean over the image. The decoder joins features of stride 4. The
-    defaults have 241,475 trainable floats and 14 norm layers.
+    The backbone has output stride 8, with dilation in its last two convolutions. Atrous spatial
+    pyramid pooling has a 1x1 convolution, one 3x3 convolution per rate and the mean over the image.
+    The decoder joins features of stride 4. Default: 241,475 trainable floats, 14 norms.
 
     Args:
         num_classes: Number of classes.

@@ -20,14 +20,15 @@ class ScalarBias(nn.Module):
 
 
 class FixupBlock(ResidualBlock):
-    """A basic block without norm layers: ``relu(x + scale conv2(relu(conv1(x + b1a) + b1b) + b2a) + b2b)``.
+    """A block without norms: ``relu(x + scale conv2(relu(conv1(x + b1a) + b1b) + b2a) + b2b)``.
 
-    The biases ``b..`` and the scale are scalars. If the shape changes, the shortcut also starts from ``x + b1a``, as in
-    the authors' code.
+    The biases ``b..`` and the scale are scalars. If the shape changes, the shortcut also starts
+    from ``x + b1a``, as in the authors' code.
 
     Args:
         in_channels: Channels of the input.
-        out_channels: Channels of the output, at least ``in_channels``; the shortcut's further channels are zero.
+        out_channels: Channels of the output, at least ``in_channels``; the shortcut pads with
+            zeros.
         stride: Stride of the first convolution and of the shortcut's subsampling.
     """
 
@@ -48,10 +49,10 @@ class FixupBlock(ResidualBlock):
 
 @torch.no_grad()
 def initialise_fixup(network: nn.Module, classifier: nn.Linear) -> None:
-    """Zero the classifier and the last convolution of each branch, and scale down the first with depth.
+    """Zero the classifier and each branch's last convolution, and scale down the first with depth.
 
-    He's initialisation (normal, variance 2 / fan-out) is multiplied by ``L^(-1 / (2m - 2))`` for L blocks with m
-    convolutions in a branch, here m = 2. All initial logits are 0.
+    He's initialisation (normal, variance 2 / fan-out) is multiplied by ``L^(-1 / (2m - 2))`` for L
+    blocks with m convolutions in a branch, here m = 2. All initial logits are 0.
     """
     blocks = [module for module in network.modules() if isinstance(module, FixupBlock)]
     shrink = len(blocks) ** -0.5

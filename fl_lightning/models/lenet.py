@@ -1,4 +1,4 @@
-"""The LeNet-like CNN of FixBN (Section 3.2) and of Hsieh et al., ICML 2020: Caffe's cifar10-quick with norm layers."""
+"""LeNet of FixBN (Section 3.2) and Hsieh et al., ICML 2020: Caffe's cifar10-quick and norms."""
 
 from torch import Tensor, nn
 
@@ -10,15 +10,16 @@ from fl_lightning.recorded import Recorded
 class LeNet(Recorded, nn.Module):
     """Three 5x5 convolutions, each halving the image by a 3x3 pooling, and one linear layer.
 
-    The first convolution is pooled (maximum) before its norm layer, the other two (average) after their ReLU.
-    12.30 million multiply-adds for a 32x32 image. All weights have torch's default initialisation.
+    The first convolution is pooled (maximum) before its norm layer, the other two (average) after
+    their ReLU. 12.30 million multiply-adds for a 32x32 image. Initial weights are torch's defaults.
 
     Args:
         num_classes: Number of classes.
         in_channels: Channels of the images.
         image_size: Height and width of the images in pixels, at least 8.
-        norm: ``"bn"``, ``"gn"``, ``"ln"``, ``"in"``, ``"gn_ws"``, ``"weight_norm"``, ``"scaled_ws"`` or ``"none"``, see
-            :func:`fl_lightning.models.norm.make_norm`; without a norm layer the convolutions have biases.
+        norm: ``"bn"``, ``"gn"``, ``"ln"``, ``"in"``, ``"gn_ws"``, ``"weight_norm"``,
+            ``"scaled_ws"`` or ``"none"``, see :func:`fl_lightning.models.norm.make_norm`; without a
+            norm layer the convolutions have biases.
         groups: Number of groups of every GN layer.
 
     Raises:

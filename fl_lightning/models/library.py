@@ -12,7 +12,7 @@ from fl_lightning.recorded import records
 
 
 class _Library(NamedTuple):
-    """A library's names for the numbers of classes and channels (None: always 3), and our defaults."""
+    """A library's names for the numbers of classes and channels (None: always 3), our defaults."""
 
     num_classes: str = "num_classes"
     in_channels: str | None = "in_channels"
@@ -36,23 +36,26 @@ def library_model(
     groups: int = 2,
     settings: dict[str, Any] | None = None,
 ) -> nn.Module:
-    """Make a model by a function of torchvision, timm, segmentation_models_pytorch or the user, with a norm layer of choice.
+    """Make a model of torchvision, timm, segmentation_models_pytorch or the user with a norm layer.
 
-    Weights are not downloaded unless ``settings`` ask for it; load a local file by ``initial_weights`` of
-    :class:`~fl_lightning.round.module.FederatedModule`.
+    Weights are not downloaded unless ``settings`` ask for it; load a local file by
+    ``initial_weights`` of :class:`~fl_lightning.round.module.FederatedModule`.
 
     Args:
-        function: Dotted path of the function or class that makes the model, such as ``"torchvision.models.resnet18"``,
-            ``"timm.create_model"`` or ``"segmentation_models_pytorch.Unet"``.
-        num_classes: Number of classes, passed under the library's name for it; None: the library's default.
-        in_channels: Channels of the images, passed in the same way. torchvision's models take 3.
-        norm: ``"bn"``, ``"gn"``, ``"ln"``, ``"in"`` or ``"none"``, see :func:`~fl_lightning.models.norm.convert_norm`.
+        function: Dotted path of the function or class that makes the model, such as
+            ``"torchvision.models.resnet18"``, ``"timm.create_model"`` or
+            ``"segmentation_models_pytorch.Unet"``.
+        num_classes: Number of classes, by the library's own argument; None: its default.
+        in_channels: Channels of the images, by the library's own argument. torchvision's models
+            take 3.
+        norm: ``"bn"``, ``"gn"``, ``"ln"``, ``"in"`` or ``"none"``, see
+            :func:`~fl_lightning.models.norm.convert_norm`.
         groups: Number of groups of every GN layer.
-        settings: Further arguments of the function, such as ``{"model_name": "resnet18"}`` for timm.
+        settings: Further arguments, such as ``{"model_name": "resnet18"}`` for timm.
 
     Raises:
-        ConfigurationError: The library is not installed, does not know the function or its settings, or a layer's channels
-            cannot be grouped.
+        ConfigurationError: The library is not installed, does not know the function or its
+            settings, or a layer's channels cannot be grouped.
     """
     package, (module, _, name) = function.partition(".")[0], function.rpartition(".")
     library = _LIBRARIES.get(package, _Library())
@@ -100,26 +103,28 @@ def deeplab_v3_plus(
     pooled_norm: str | None = None,
     encoder_weights: str | None = None,
 ) -> nn.Module:
-    """Make a DeepLabv3+ (Chen et al., ECCV 2018) of segmentation_models_pytorch (extra ``segmentation``).
+    """Make the DeepLabv3+ (Chen et al., ECCV 2018) of segmentation_models_pytorch.
 
-    Height and width of the images are multiples of ``output_stride``; outputs are logits ``[b, num_classes, height, width]``.
-    With 19 classes it has 4,383,139 trainable floats on MobileNet-v2 and 26,682,211 on ResNet-50.
+    Height and width of the images are multiples of ``output_stride``; outputs are logits ``[b,
+    num_classes, height, width]``. With 19 classes it has 4,383,139 trainable floats on MobileNet-v2
+    and 26,682,211 on ResNet-50.
 
     Args:
         num_classes: Number of classes.
         in_channels: Channels of the images.
         encoder: Name of the encoder, such as ``"mobilenet_v2"`` or ``"resnet50"``.
         output_stride: Ratio of the image's size to the size of the encoder's features.
-        norm: ``"bn"``, ``"gn"``, ``"ln"``, ``"in"`` or ``"none"``, see :func:`~fl_lightning.models.norm.convert_norm`.
+        norm: ``"bn"``, ``"gn"``, ``"ln"``, ``"in"`` or ``"none"``, see
+            :func:`~fl_lightning.models.norm.convert_norm`.
         groups: Number of groups of every GN layer.
         pooled_norm: Norm of the pyramid's mean over the image; None: ``norm``. BN needs two images
             per batch there; ``"none"`` or ``"gn"`` allow batches of one image.
         encoder_weights: File of the encoder's weights, such as torchvision's of ImageNet, see
-            :func:`~fl_lightning.models.weights.load_weights`; its classifier is ignored. None: random weights.
+            :func:`~fl_lightning.models.weights.load_weights`, without the classifier. None: random.
 
     Raises:
-        ConfigurationError: The library is not installed, does not know the encoder, the weights do not fit, or a layer's channels
-            cannot be grouped.
+        ConfigurationError: The library is not installed, does not know the encoder, the weights do
+            not fit, or a layer's channels cannot be grouped.
     """
     settings = {"encoder_name": encoder, "encoder_output_stride": output_stride}
     try:

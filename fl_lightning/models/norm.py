@@ -27,17 +27,17 @@ _CONVOLUTIONS: dict[str, type[nn.Conv2d]] = {
 def make_norm(norm: str, channels: int, groups: int = 2) -> nn.Module:
     """Make a norm layer for feature maps ``[b, channels, height, width]``.
 
-    All norms except ``"bn"`` treat images independently: with one local step per round, federated training then equals
-    training on the union of the clients' batches.
+    All norms except ``"bn"`` treat images independently: with one local step per round, federated
+    training then equals training on the union of the clients' batches.
 
     Args:
         norm: One of :data:`NORMS`; ``"in"`` needs maps of more than one pixel.
         channels: Number of channels.
-        groups: Number of groups (not of channels in a group) of a GN layer; 2 in Hsieh et al., "The Non-IID Data
-            Quagmire of Decentralized Machine Learning", ICML 2020, and in FixBN, App. B.4.
+        groups: Number of groups (not of channels in a group) of a GN layer; 2 in Hsieh et al., "The
+            Non-IID Data Quagmire", ICML 2020, and in FixBN, App. B.4.
 
     Raises:
-        ConfigurationError: ``norm`` is unknown, or the channels cannot be split into ``groups`` equal groups.
+        ConfigurationError: ``norm`` is unknown, or ``groups`` does not divide the channels.
     """
     if norm == "bn":
         return nn.BatchNorm2d(channels)
@@ -58,17 +58,17 @@ def make_norm(norm: str, channels: int, groups: int = 2) -> nn.Module:
 def convert_norm(model: nn.Module, norm: str, groups: int = 2) -> None:
     """Replace all BN layers of a model, found by type, by another kind of norm layer.
 
-    The new layers keep the affine parameters and ``eps``, and a layer at several places stays shared. Convolutions are
-    unchanged: with ``"none"``, a convolution without bias still has none. Further operations of a BN layer (drop and
-    activation of timm's ``BatchNormAct2d``) follow as separate modules.
+    The new layers keep the affine parameters and ``eps``, and a layer at several places stays
+    shared. Convolutions are unchanged: with ``"none"``, a convolution without bias still has none.
+    Further operations of a BN layer (timm's ``BatchNormAct2d``: drop, activation) become modules.
 
     Args:
         model: The model, changed in place.
-        norm: ``"gn"``, ``"ln"``, ``"in"``, ``"none"``, or ``"bn"``: no change; see :func:`make_norm`.
+        norm: ``"gn"``, ``"ln"``, ``"in"``, ``"none"`` (:func:`make_norm`), or ``"bn"``: no change.
         groups: Number of groups of every GN layer.
 
     Raises:
-        ConfigurationError: ``norm`` is unknown, or a layer's channels cannot be split into ``groups`` equal groups.
+        ConfigurationError: ``norm`` is unknown, or ``groups`` does not divide a layer's channels.
     """
     check_choice("norm", norm, ("bn", "gn", "ln", "in", "none"))
     replaced: dict[nn.Module, nn.Module] = {}

@@ -1,4 +1,4 @@
-"""ResNets for CIFAR: He, Zhang, Ren, Sun, "Deep Residual Learning for Image Recognition", CVPR 2016, Section 4.2."""
+"""ResNets for CIFAR (He et al., "Deep Residual Learning", CVPR 2016, Section 4.2)."""
 
 from collections.abc import Callable
 from functools import partial
@@ -17,23 +17,25 @@ from fl_lightning.recorded import Recorded
 
 
 class CIFARResNet(Recorded, nn.Module):
-    """A ResNet of depth 6n+2: a 3x3 convolution, three stages of n blocks, global average pooling, one linear layer.
+    """A ResNet of depth 6n+2: convolution, three stages of n blocks, global mean, linear layer.
 
-    Depth 20 at the defaults has 269,722 trainable floats, 19 BN layers with 688 channels and 40.55 million
-    multiply-adds for a 32x32 image. Convolutions start as in He et al., ICCV 2015, eq. 10 (normal, variance
-    2 / fan-in, zero bias); the linear layer keeps torch's default initialisation.
+    Depth 20 at the defaults has 269,722 trainable floats, 19 BN layers with 688 channels and 40.55
+    million multiply-adds for a 32x32 image. Convolutions start as in He et al., ICCV 2015, eq. 10
+    (normal, variance 2 / fan-in, zero bias); the linear layer keeps torch's default initialisation.
 
-    ``norm="fixup"`` gives the FixUp ResNet of Zhang, Dauphin, Ma, ICLR 2019, with 268,393 trainable floats at depth 20:
-    blocks without norm layers, scalar biases after the first convolution and before the linear layer, and FixUp's
-    initialisation (torch's for the first convolution). The authors train the scalars at a tenth of the learning rate:
-    ``parameter_groups: {scalars: {lr_scale: 0.1}}`` of :class:`~fl_lightning.round.module.FederatedModule`.
+    ``norm="fixup"`` gives the FixUp ResNet of Zhang, Dauphin, Ma, ICLR 2019, with 268,393 trainable
+    floats at depth 20: blocks without norm layers, scalar biases after the first convolution and
+    before the linear layer, and FixUp's initialisation (torch's for the first convolution). The
+    authors train the scalars at a tenth of the learning rate: ``parameter_groups: {scalars:
+    {lr_scale: 0.1}}`` of :class:`~fl_lightning.round.module.FederatedModule`.
 
     Args:
         depth: Number of weighted layers, 6n+2.
         num_classes: Number of classes.
         in_channels: Channels of the images; their size is free.
-        norm: ``"fixup"``, ``"bn"``, ``"gn"``, ``"ln"``, ``"in"``, ``"gn_ws"``, ``"weight_norm"``, ``"scaled_ws"`` or ``"none"``,
-            see :func:`fl_lightning.models.norm.make_norm`; without a norm layer the convolutions have biases.
+        norm: ``"fixup"``, ``"bn"``, ``"gn"``, ``"ln"``, ``"in"``, ``"gn_ws"``, ``"weight_norm"``,
+            ``"scaled_ws"`` or ``"none"``, see :func:`fl_lightning.models.norm.make_norm`; without a
+            norm layer the convolutions have biases.
         groups: Number of groups of every GN layer.
         width: Channels of the first stage; the others have two and four times as many.
 
@@ -78,7 +80,7 @@ class CIFARResNet(Recorded, nn.Module):
 
 
 def initialise_he(model: nn.Module) -> None:
-    """Initialise all convolutions as in He et al., ICCV 2015, eq. 10: normal, variance 2 / fan-in, bias 0."""
+    """Initialise convolutions by He et al., ICCV 2015, eq. 10: normal, variance 2 / fan-in, bias 0."""
     for module in model.modules():
         if isinstance(module, nn.Conv2d):
             nn.init.kaiming_normal_(module.weight, mode="fan_in", nonlinearity="relu")
@@ -89,21 +91,21 @@ def initialise_he(model: nn.Module) -> None:
 
 
 class ResNet8(CIFARResNet):
-    """:class:`CIFARResNet` of depth 8: one block per stage, 75,290 trainable floats at the defaults."""
+    """:class:`CIFARResNet` of depth 8: one block per stage, default 75,290 trainable floats."""
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(8, *args, **settings)
 
 
 class ResNet20(CIFARResNet):
-    """:class:`CIFARResNet` of depth 20: three blocks per stage, 269,722 trainable floats at the defaults."""
+    """:class:`CIFARResNet` of depth 20: three blocks per stage, default 269,722 trainable floats."""
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(20, *args, **settings)
 
 
 class ResNet32(CIFARResNet):
-    """:class:`CIFARResNet` of depth 32: five blocks per stage, 464,154 trainable floats at the defaults."""
+    """:class:`CIFARResNet` of depth 32: five blocks per stage, default 464,154 trainable floats."""
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(32, *args, **settings)

@@ -1,4 +1,4 @@
-"""ResNet-18: He, Zhang, Ren, Sun, "Deep Residual Learning for Image Recognition", CVPR 2016, Section 4.1 and Table 1."""
+"""ResNet-18 (He et al., "Deep Residual Learning", CVPR 2016, Section 4.1 and Table 1)."""
 
 from functools import partial
 
@@ -14,19 +14,20 @@ from fl_lightning.recorded import Recorded
 
 
 class ResNet18(Recorded, nn.Module):
-    """Four stages of two basic blocks with projections (option B), global average pooling, one linear layer.
+    """Four stages of two basic blocks with projections (option B), global mean, linear layer.
 
-    The defaults have 11,173,962 trainable floats, 20 BN layers with 4,800 channels and 555.42 million multiply-adds for a
-    32x32 image; ``stem="imagenet"`` with 1000 classes has 11,689,512 floats, as torchvision's ``resnet18``. Convolutions
-    are initialised as in He et al., ICCV 2015, eq. 10.
+    The defaults have 11,173,962 trainable floats, 20 BN layers with 4,800 channels and 555.42
+    million multiply-adds for a 32x32 image; ``stem="imagenet"`` with 1000 classes has 11,689,512
+    floats, as torchvision's ``resnet18``. Convolutions start as in He et al., ICCV 2015, eq. 10.
 
     Args:
         num_classes: Number of classes.
         in_channels: Channels of the images; their size is free.
-        norm: Norm layer, see :func:`fl_lightning.models.norm.make_norm`; without one the convolutions have biases.
+        norm: See :func:`fl_lightning.models.norm.make_norm`; without a norm, convolutions have
+            biases.
         groups: Number of groups of every GN layer.
-        stem: ``"cifar"``: a 3x3 convolution of stride 1; ``"imagenet"``: a 7x7 convolution and a 3x3 max pooling, both of
-            stride 2.
+        stem: ``"cifar"``: a 3x3 convolution of stride 1; ``"imagenet"``: a 7x7 convolution and a
+            3x3 max pooling, both of stride 2.
         width: Channels of the first stage; the others have two, four and eight times as many.
 
     Raises:

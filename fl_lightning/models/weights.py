@@ -22,10 +22,11 @@ def load_weights(
 
     Args:
         model: The model, changed in place.
-        path: A state dict (``torch.save`` or ``.safetensors``), or a run's checkpoint, which holds the server's model. Tensors
-            that differ from the model's only in the number of classes keep their initial values.
+        path: A state dict (``torch.save`` or ``.safetensors``), or a run's checkpoint, which holds
+            the server's model. Tensors that differ only in the number of classes keep their initial
+            values.
         setting: The setting that names the file, for messages.
-        without: Prefixes of names of tensors to ignore, such as ``("fc.",)`` for the head of a full network.
+        without: Prefixes of tensors to ignore, such as ``("fc.",)`` for the head of a network.
 
     Returns:
         A line about the file and the tensors that keep their initial values.
@@ -53,7 +54,7 @@ def load_weights(
 def _expect_numbers(
     place: str, weights: Mapping[str, Tensor], model: nn.Module, without: Container[str]
 ) -> None:
-    """Raise an error for the first tensor that has another kind of number or is not finite.
+    """Raise a ``ConfigurationError`` at the first tensor of another kind of number or not finite.
 
     torch would silently convert such a number. A buffer, such as a mask, may be infinite.
 
@@ -62,9 +63,6 @@ def _expect_numbers(
         weights: The weights by name.
         model: The model to load.
         without: Names of tensors that are not loaded.
-
-    Raises:
-        ConfigurationError: A tensor does not fit.
     """
     current, parameters = model.state_dict(), dict(model.named_parameters())
     for name, value in weights.items():
@@ -157,7 +155,7 @@ def load_whole(what: str, path: Path, map_location: Any = None, weights_only: bo
 
 
 def misfits(weights: Mapping[str, Any], model: nn.Module) -> _Shapes:
-    """Return (shape in the weights, shape in the model) of each tensor that differs; None: missing."""
+    """Return each differing tensor's shape in the weights and in the model; None: missing."""
     current = model.state_dict()
     shapes = [{name: list(value.shape) for name, value in state.items()} for state in (weights, current)]
     pairs = {name: (shapes[0].get(name), shapes[1].get(name)) for name in {**current, **weights}}
@@ -182,7 +180,7 @@ def misfit_error(place: str, noun: str, model: nn.Module, differing: _Shapes) ->
 
 
 def _are_heads(differing: _Shapes) -> bool:
-    """Return whether the tensors differ only in the first dimension, all in the same way, as heads do."""
+    """Return whether tensors differ only in the first dimension, in the same way, as heads do."""
     shapes = [(old, new) for old, new in differing.values() if old and new]
     alike = {(old[0], new[0]) for old, new in shapes}
     return (

@@ -19,7 +19,8 @@ def check_elementwise(factory: OptimizerCallable) -> None:
     Two steps on a block of two rows must equal, bit for bit, the same steps on each row alone.
 
     Raises:
-        ConfigurationError: The optimizer cannot be made, or is not elementwise (Adafactor, Muon, LBFGS, ...).
+        ConfigurationError: The optimizer cannot be made or is not elementwise (Adafactor, Muon,
+            ...).
     """
     start = torch.tensor([[0.5, -1.0, 2.0], [3.0, 0.25, -0.125]])
     gradients = [
@@ -46,11 +47,7 @@ def check_elementwise(factory: OptimizerCallable) -> None:
 
 
 def check_server_optimizer(factory: OptimizerCallable, parameters: Iterable[Tensor]) -> None:
-    """Raise an error if an optimizer cannot step on a pseudo-gradient, by a trial step.
-
-    Raises:
-        ConfigurationError: The optimizer cannot be made or cannot step.
-    """
+    """Try a step on a zero pseudo-gradient; raise a ``ConfigurationError`` if it fails."""
     # leaves of the model's shapes: a factory may sort parameters by shape
     leaves = [torch.zeros_like(parameter, requires_grad=True) for parameter in parameters]
     for leaf in leaves:
@@ -61,11 +58,7 @@ def check_server_optimizer(factory: OptimizerCallable, parameters: Iterable[Tens
 
 
 def check_overrides(factory: OptimizerCallable, overrides: GroupSettings) -> None:
-    """Raise an error if the optimizer does not accept a setting in ``parameter_groups``.
-
-    Raises:
-        ConfigurationError: A group or setting is unknown, or a value out of range.
-    """
+    """Raise a ``ConfigurationError`` if the optimizer refuses a setting in ``parameter_groups``."""
     optimizer = factory([torch.zeros(1)])
     accepted = inspect.signature(type(optimizer)).parameters
     for group, settings in overrides.items():

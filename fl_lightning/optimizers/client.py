@@ -1,7 +1,8 @@
 """One torch optimizer for the local steps of all clients of a cohort.
 
-Its parameters are blocks ``[C, columns]``. For elementwise optimizers (SGD in all its forms, Adam, AdamW, RMSprop, Adagrad,
-...) this is exactly one optimizer per client; ``fl_lightning.optimizers.checks`` refuses all others.
+Its parameters are blocks ``[C, columns]``. For elementwise optimizers (SGD in all its forms, Adam,
+AdamW, RMSprop, Adagrad, ...) this is exactly one optimizer per client;
+``fl_lightning.optimizers.checks`` refuses all others.
 """
 
 from collections.abc import Mapping
@@ -86,11 +87,11 @@ class ClientOptimizer:
         self.torch.step()
 
     def states(self) -> dict[str, dict[str, Tensor]]:
-        """Return the state by name and block, as tensors ``[C, columns]`` that can be read and written.
+        """Return the state by name and block, as tensors ``[C, columns]`` to read and write.
 
         Before the first local step of a round the state is zero. Rows that other processes step
-        hold the values last written to them. State that all rows share is left out: step counts,
-        and NAdam's ``mu_product``.
+        hold the values last written to them. State shared by all rows is left out: step counts,
+        NAdam's ``mu_product``.
 
         Raises:
             ConfigurationError: The state does not start from zeros.
@@ -115,7 +116,7 @@ class ClientOptimizer:
         return self._states
 
     def _of_all(self, state: dict[str, Tensor], key: str) -> Tensor:
-        """Return a state ``[C, columns]`` of which the optimizer's state becomes a view of this process's rows."""
+        """Return a state ``[C, columns]``; the optimizer's state becomes a view of its rows."""
         rows = state[key]
         if len(rows) == self._clients:
             return rows
@@ -125,12 +126,10 @@ class ClientOptimizer:
         return everyones
 
     def refuse_other_counts(self, name: str) -> None:
-        """Raise an error if the optimizer counts steps, for a parameter that had no gradient in an earlier step.
+        """Raise a ``ConfigurationError`` if the optimizer counts steps.
 
-        All rows and tensors of a block share one step count, which would be wrong for this parameter.
-
-        Raises:
-            ConfigurationError: The optimizer counts steps.
+        All rows and tensors of a block share one count, which is wrong for a parameter ``name``
+        that had no gradient in an earlier step of the round.
         """
         if any("step" in keys for keys in self._keys.values()):
             raise ConfigurationError(

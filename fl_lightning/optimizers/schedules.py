@@ -23,11 +23,7 @@ class LRSchedule(Recorded, ABC):
 
 
 def lr_factor(schedule: Callable[[int, int], float] | None, round_number: int, total_rounds: int) -> float:
-    """Return a schedule's factor for a round, 1 without a schedule.
-
-    Raises:
-        ConfigurationError: The factor is not a finite number >= 0.
-    """
+    """Return a schedule's factor for a round, 1 without a schedule; refuse infinite or negative."""
     if schedule is None:
         return 1.0
     with doing(f"calling model.client_lr_schedule with round {round_number} of {total_rounds}"):
@@ -44,12 +40,11 @@ class MultiStep(LRSchedule):
 
     Args:
         milestones: Rounds (int) or fractions of all rounds in (0, 1) (float). Round m still has the
-            old rate, round m + 1 the new rate: ``0.5`` decays when ``FixBN(freeze_fraction=0.5)``
-            freezes.
+            old rate, round m + 1 the new: ``0.5`` decays as ``FixBN(freeze_fraction=0.5)`` freezes.
         gamma: Factor at each milestone, positive and finite.
 
     Raises:
-        ConfigurationError: A milestone is neither a round >= 1 nor a fraction in (0, 1), or gamma is out of range.
+        ConfigurationError: A milestone is no round >= 1 or fraction in (0, 1), or gamma is invalid.
     """
 
     def __init__(self, milestones: Sequence[int | float], gamma: float = 0.1) -> None:
@@ -71,12 +66,12 @@ class MultiStep(LRSchedule):
 class InverseSteps(LRSchedule):
     """Division of the learning rate by 2, 3, ... after one, two, ... periods.
 
-    The factor is ``1 / (1 + floor(t / period))`` with t = round - 1, as in the FBN paper (Guerraoui et al.,
-    arXiv 2405.14670, Table 2): 0.1, 0.05 and 0.033 for 1,000 steps each.
+    The factor is ``1 / (1 + floor(t / period))`` with t = round - 1, as in the FBN paper (Guerraoui
+    et al., arXiv 2405.14670, Table 2): 0.1, 0.05 and 0.033 for 1,000 steps each.
 
     Args:
-        period: Rounds (int), or a fraction of all rounds in (0, 1) (float). Its last round still has the old rate, as with a
-            milestone of :class:`MultiStep`.
+        period: Rounds (int), or a fraction of all rounds in (0, 1) (float). Its last round still
+            has the old rate, as with a milestone of :class:`MultiStep`.
 
     Raises:
         ConfigurationError: The period is neither a round number >= 1 nor a fraction in (0, 1).

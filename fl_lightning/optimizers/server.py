@@ -1,4 +1,4 @@
-"""Adaptive server optimizers: Reddi et al., "Adaptive Federated Optimization", ICLR 2021, arXiv 2003.00295."""
+"""Adaptive server optimizers (Reddi et al., "Adaptive Federated Optimization", ICLR 2021)."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -16,8 +16,9 @@ from fl_lightning.recorded import Recorded
 class AdaptiveServer(Recorded, Optimizer, ABC):
     """Algorithm 2 of the paper, with the clients' mean change Delta as minus the pseudo-gradient.
 
-    ``m <- beta1 m + (1 - beta1) Delta``, then v from Delta^2, then ``theta <- theta + lr m / (sqrt(v) + tau)``. There is no
-    bias correction, and v starts from tau^2. Parameters without a gradient (frozen, or kept by clients) are skipped.
+    ``m <- beta1 m + (1 - beta1) Delta``, then v from Delta^2, then ``theta <- theta + lr m /
+    (sqrt(v) + tau)``. There is no bias correction, and v starts from tau^2. Parameters without a
+    gradient (frozen, or kept by clients) are skipped.
 
     Args:
         params: The server's parameters or parameter groups.
@@ -72,7 +73,7 @@ class AdaptiveServer(Recorded, Optimizer, ABC):
 
 
 class FedAdam(AdaptiveServer):
-    """FedAdam: ``v <- beta2 v + (1 - beta2) Delta^2``. See :class:`AdaptiveServer` for its settings."""
+    """FedAdam: ``v <- beta2 v + (1 - beta2) Delta^2``, see :class:`AdaptiveServer`."""
 
     @staticmethod
     def second_moment(v: Tensor, square: Tensor, beta2: float) -> Tensor:
@@ -81,7 +82,7 @@ class FedAdam(AdaptiveServer):
 
 
 class FedYogi(AdaptiveServer):
-    """FedYogi: ``v <- v - (1 - beta2) Delta^2 sign(v - Delta^2)``. See :class:`AdaptiveServer` for its settings."""
+    """FedYogi: ``v <- v - (1 - beta2) Delta^2 sign(v - Delta^2)``, see :class:`AdaptiveServer`."""
 
     @staticmethod
     def second_moment(v: Tensor, square: Tensor, beta2: float) -> Tensor:

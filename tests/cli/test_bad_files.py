@@ -69,7 +69,7 @@ def test_a_freeze_round_by_hand_replaces_the_fraction_of_the_yaml(capsys):
     assert (method.freeze_round, method.freeze_fraction) == (1, None)
     both = ("--trainer.callbacks.freeze_round=1", "--trainer.callbacks.freeze_fraction=0.5")
     assert message_of(capsys, lambda: run(*both)) == (
-        "error: FixBN.freeze_round: 1 and FixBN.freeze_fraction: 0.5 both say when; give one of them (null for the other)\n"
+        "error: FixBN.freeze_round: 1 and FixBN.freeze_fraction: 0.5 are both set; set one of them to null\n"
     )
 
 

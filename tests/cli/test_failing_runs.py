@@ -141,7 +141,7 @@ def test_run_that_diverges_in_the_middle_keeps_its_rows_and_has_no_result(capsys
 def test_name_that_leads_out_of_the_folder_of_runs_is_refused(name, capsys):
     write_config()
     message = message_of(capsys, lambda: run("--name", name))
-    assert message == f"error: name: {name!r} is no folder below run_root runs; use one such as mine\n"
+    assert message == f"error: name: {name!r} is no folder below run_root runs; use a name such as mine\n"
     assert [path.name for path in Path().iterdir()] == ["tiny.yaml"]
 
 

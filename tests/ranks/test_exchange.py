@@ -74,7 +74,9 @@ def test_exchanges_at_different_places_are_noticed(tmp_path):
         def compute():
             return ranks.exchange(lambda: 1) if ranks.rank == 1 else None
 
-        with pytest.raises(ConfigurationError, match="ranks are at different places: a layer, loss or hook"):
+        with pytest.raises(
+            ConfigurationError, match="ranks are at different places: a custom layer, loss or hook"
+        ):
             ranks.exchange(compute)
         return ranks.exchange(lambda: ranks.rank)
 
