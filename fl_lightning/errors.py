@@ -16,13 +16,13 @@ class ConfigurationError(ValueError):
 
 
 class Diverged(ConfigurationError):
-    """Training produced non-finite numbers from finite data."""
+    """Training that produced non-finite numbers from finite data."""
 
     exit_status = 3
 
 
 class OtherData(ConfigurationError):
-    """A checkpoint was trained on other data."""
+    """A checkpoint that was trained on other data."""
 
     exit_status = 4
 

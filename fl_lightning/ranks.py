@@ -25,7 +25,7 @@ Result = TypeVar("Result")
 
 
 class LostRank(ConfigurationError):
-    """Another rank has ended or does not answer."""
+    """The loss of another rank, which has ended or does not answer."""
 
 
 class Ranks:

@@ -1,4 +1,4 @@
-"""The aggregator, and the weighted mean of FedAvg."""
+"""Base class of aggregators, and the weighted mean of FedAvg."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ Per = Literal["model", "layer"] | None
 
 
 def weighted_mean(rows: Tensor, weights: Tensor) -> Tensor:
-    """Weighted mean of the clients' rows (FedAvg, McMahan et al. 2017, Algorithm 1).
+    """Return the weighted mean of the clients' rows (FedAvg, McMahan et al. 2017, Algorithm 1).
 
     Args:
         rows: One row per client, shape ``[n, d]``.

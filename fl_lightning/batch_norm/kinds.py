@@ -72,7 +72,7 @@ KIND_LABELS = {
 
 
 STATISTICS = ("mean", "var", "counter")
-"""The kinds of state that are a BN layer's running statistics."""
+"""The kinds of a BN layer's running statistics."""
 
 
 JOINT_LABELS = KIND_LABELS | dict.fromkeys(STATISTICS, "BN statistics")

@@ -69,7 +69,7 @@ class ForkLauncher(_Launcher):
 
     @property
     def is_interactive_compatible(self) -> bool:
-        """Whether notebooks can use the launcher: yes."""
+        """Return True: notebooks can use the launcher."""
         return True
 
     def launch(
@@ -102,7 +102,7 @@ class ForkLauncher(_Launcher):
                 return function(*args, **kwargs)
             except LostRank:
                 if ended := self.why_one_ended():
-                    raise ended  # noqa: B904  # keep the cause in the other rank
+                    raise ended  # noqa: B904  # its cause is the other rank's traceback
                 raise
             finally:
                 self.kill(signal.SIGKILL)
