@@ -51,8 +51,8 @@ class Ranks:
         """Return ``[function(item) for item in items]`` on every rank; one rank computes an item.
 
         Args:
-            function: Function of an item, the same on every rank. Its results, on the CPU, are
-                pickled.
+            function: Function of an item, the same on every rank, with results on the CPU, to
+                pickle.
             items: Items, the same on every rank.
         """
         items = list(items)
@@ -63,8 +63,7 @@ class Ranks:
         """Return the results of all ranks, by rank; an exception on one rank is raised on all.
 
         Args:
-            compute: Function whose result is pickled; torch's global generators are restored after
-                it.
+            compute: Function whose result is pickled; afterwards torch's generators are restored.
 
         Raises:
             ConfigurationError: A rank has raised a ``ConfigurationError``.

@@ -52,7 +52,7 @@ class ScaledStandardizedConv2d(ComputedConv2d):
     with one trained gain per filter, from 1.
 
     Attributes:
-        kappa: ``sqrt(2 / (1 - 1/pi))``, about 1.713: ReLU's shrinkage of a standard normal input.
+        kappa: ``sqrt(2 / (1 - 1/pi))``, about 1.713: undoes ReLU's shrinkage of normal inputs.
         eps: Term that keeps the root above 0; 1e-4 in Brock et al.
     """
 

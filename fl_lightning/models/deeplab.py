@@ -14,7 +14,7 @@ class SmallDeepLab(Recorded, nn.Module):
 
     The backbone has output stride 8, with dilation in its last two convolutions. Atrous spatial
     pyramid pooling has a 1x1 convolution, one 3x3 convolution per rate and the mean over the image.
-    The decoder joins features of stride 4. Default: 241,475 trainable floats, 14 norms.
+    The decoder joins features of stride 4. Default: 241,475 trainable floats, 14 norm layers.
 
     Args:
         num_classes: Number of classes.

@@ -46,16 +46,15 @@ def library_model(
             ``"torchvision.models.resnet18"``, ``"timm.create_model"`` or
             ``"segmentation_models_pytorch.Unet"``.
         num_classes: Number of classes, by the library's own argument; None: its default.
-        in_channels: Channels of the images, by the library's own argument. torchvision's models
-            take 3.
+        in_channels: Channels of the images, in the same way. torchvision's models take 3.
         norm: ``"bn"``, ``"gn"``, ``"ln"``, ``"in"`` or ``"none"``, see
             :func:`~fl_lightning.models.norm.convert_norm`.
         groups: Number of groups of every GN layer.
         settings: Further arguments, such as ``{"model_name": "resnet18"}`` for timm.
 
     Raises:
-        ConfigurationError: The library is not installed, does not know the function or its
-            settings, or a layer's channels cannot be grouped.
+        ConfigurationError: The library is missing or does not know the function or its settings, or
+            ``groups`` does not divide a layer's channels.
     """
     package, (module, _, name) = function.partition(".")[0], function.rpartition(".")
     library = _LIBRARIES.get(package, _Library())
@@ -105,9 +104,9 @@ def deeplab_v3_plus(
 ) -> nn.Module:
     """Make the DeepLabv3+ (Chen et al., ECCV 2018) of segmentation_models_pytorch.
 
-    Height and width of the images are multiples of ``output_stride``; outputs are logits ``[b,
-    num_classes, height, width]``. With 19 classes it has 4,383,139 trainable floats on MobileNet-v2
-    and 26,682,211 on ResNet-50.
+    Needs the extra ``segmentation``. Images have a height and width divisible by ``output_stride``;
+    outputs are logits of the images' size. With 19 classes it has 4,383,139 trainable floats on
+    MobileNet-v2 and 26,682,211 on ResNet-50.
 
     Args:
         num_classes: Number of classes.
@@ -123,8 +122,8 @@ def deeplab_v3_plus(
             :func:`~fl_lightning.models.weights.load_weights`, without the classifier. None: random.
 
     Raises:
-        ConfigurationError: The library is not installed, does not know the encoder, the weights do
-            not fit, or a layer's channels cannot be grouped.
+        ConfigurationError: The library is missing or does not know the encoder, the weights do not
+            fit, or ``groups`` does not divide a layer's channels.
     """
     settings = {"encoder_name": encoder, "encoder_output_stride": output_stride}
     try:

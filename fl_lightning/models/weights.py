@@ -54,9 +54,9 @@ def load_weights(
 def _expect_numbers(
     place: str, weights: Mapping[str, Tensor], model: nn.Module, without: Container[str]
 ) -> None:
-    """Raise a ``ConfigurationError`` at the first tensor of another kind of number or not finite.
+    """Raise a ``ConfigurationError`` if a tensor is not finite or has another kind of number.
 
-    torch would silently convert such a number. A buffer, such as a mask, may be infinite.
+    torch would convert the numbers silently. A buffer, such as a mask, may be infinite.
 
     Args:
         place: Location of the weights, for the message.
