@@ -109,7 +109,7 @@ def saved_as(change):
         (
             torch.save,
             LeNet(norm="gn"),
-            r"w.pth does not fit model.model LeNet: features.2.running_mean is \[32\] in the file and nothing in the model \(9 such",
+            r"w.pth does not fit model.model LeNet: features.2.running_mean is \[32\] in the file and nothing in the model \(9 tensors differ",
         ),
         (torch.save, ResNet8(), r"does not fit model.model ResNet8: conv.weight is nothing in the file"),
         (
