@@ -16,7 +16,7 @@ from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from fl_lightning.errors import ConfigurationError
 
-_LARGE = 200_000  # bytes above which a block has a message of its own
+_LARGE = 200_000  # bytes above which a block is sent separately
 _SHORT = 4096  # bytes in the first message of an exchange
 _GRACE = 10.0  # seconds in which all ranks must notice that a rank is lost
 

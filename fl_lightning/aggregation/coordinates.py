@@ -2,8 +2,8 @@
 
 Each column is sorted in full, by numpy on a CPU. At 100 rows, with AVX-512, numpy's sort is 14
 times as fast as torch's. A partial selection (numpy's, torch's) or a sorting network over rows
-takes at least twice as long; only at 10 rows would the network be faster (half the time, 7 ms less
-for 270,000 columns). Columns are processed in chunks to bound memory.
+takes at least twice as long. At 10 rows the network would take half the time, 7 ms less for 270,000
+columns. Columns are processed in chunks to bound memory.
 """
 
 from abc import abstractmethod

@@ -69,7 +69,7 @@ def check_overrides(factory: OptimizerCallable, overrides: GroupSettings) -> Non
             raise ConfigurationError(
                 f"parameter_groups.{group}.lr_scale: {settings['lr_scale']} must be finite and at least 0 (0 freezes the group)"
             )
-        # through the constructor: torch checks its values, but not those of parameter groups
+        # through the constructor, whose values torch checks, unlike values of parameter groups
         values = ", ".join(f"{key}: {value}" for key, value in settings.items())
         arguments = {
             key: value for key, value in {**optimizer.defaults, **settings}.items() if key in accepted
