@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import lightning as L
 import torch.nn.functional as F
@@ -34,6 +34,24 @@ class SharedBatchNorm(SwappedBatchNorm):
             merge_(count, mean, m2, *moments(inputs.transpose(0, 1).flatten(1).to(mean.dtype)))
             batches.add_(1)
         return F.batch_norm(inputs, self.running_mean, self.running_var, self.weight, self.bias, eps=self.eps)
+
+
+class PooledLayer(NamedTuple):
+    """One BN layer that saw values in this round.
+
+    Attributes:
+        server: The server's layer.
+        clients: The clients' buffers ``[C, channels]`` by name, and their ``shares`` ``[C]`` of the N values per channel.
+        unbias: N / (N - 1).
+        beta: Weight of this round in the server's moving average.
+        weight: Weight of this round in the statistics that clients send; the server adds them with ``beta / weight``.
+    """
+
+    server: Any
+    clients: SimpleNamespace
+    unbias: float
+    beta: float
+    weight: float
 
 
 class FBN(FederatedCallback):
@@ -82,32 +100,48 @@ class FBN(FederatedCallback):
 
     def on_before_aggregate(self, trainer: L.Trainer, pl_module: "FederatedModule", cohort: "Cohort") -> None:
         """Clients, lines 5 to 7: what they send takes the place of their running statistics."""
-        for _, clients, unbias, _, weight in self._layers(pl_module.model, cohort):
-            clients.running_mean.lerp_(clients.batch_mean, weight)
-            clients.running_var.lerp_(unbias * clients.batch_m2 / clients.count.clamp(min=1), weight)
+        for layer in self._layers(pl_module.model, cohort):
+            clients = layer.clients
+            clients.running_mean.lerp_(clients.batch_mean, layer.weight)
+            clients.running_var.lerp_(
+                layer.unbias * clients.batch_m2 / clients.count.clamp(min=1), layer.weight
+            )
 
     def on_round_end(self, trainer: L.Trainer, pl_module: "FederatedModule", cohort: "Cohort") -> None:
         """Server, lines 9 and 10."""
         layers = list(self._layers(pl_module.model, cohort))
-        sent = [LayerStatistics(c.running_mean, c.running_var, c.shares, u / w) for _, c, u, _, w in layers]
-        found = zip(layers, pl_module.statistics(sent), strict=True)
-        for (server, *_, beta, weight), (mean, variance) in found:
-            server.running_mean.lerp_(mean, beta / weight)
-            server.running_var.lerp_(variance, beta / weight)
+        sent = [
+            LayerStatistics(
+                layer.clients.running_mean,
+                layer.clients.running_var,
+                layer.clients.shares,
+                layer.unbias / layer.weight,
+            )
+            for layer in layers
+        ]
+        for layer, (mean, variance) in zip(layers, pl_module.statistics(sent), strict=True):
+            layer.server.running_mean.lerp_(mean, layer.beta / layer.weight)
+            layer.server.running_var.lerp_(variance, layer.beta / layer.weight)
 
-    def _layers(self, model: nn.Module, cohort: "Cohort") -> Iterator[tuple[Any, Any, float, float, float]]:
-        """For each BN layer that saw values: the server's, the clients' buffers, N / (N - 1), beta and the clients' weight.
+    def _layers(self, model: nn.Module, cohort: "Cohort") -> Iterator[PooledLayer]:
+        """Yield each BN layer that saw values in this round.
 
-        Clients send moving averages with that weight, and the server's has beta / weight: together beta.
+        Raises:
+            ConfigurationError: All batches together have one value per channel.
         """
         steps = max(cohort.local_steps) if self.ema == "per_step" else 1
         for name, layer in batch_norm_layers(model).items():
-            own = {key: cohort.buffers[f"{name}.{key}"] for key, _ in layer.named_buffers()}
-            total = int(own["count"][:, 0].sum())
+            buffers = {key: cohort.buffers[f"{name}.{key}"] for key, _ in layer.named_buffers()}
+            count = buffers["count"][:, 0]
+            total = int(count.sum())
             if total == 1:
                 raise ConfigurationError(f"FBN: BN layer {name!r} {ONE_VALUE}")
             if total:
                 beta = 1 - (1 - (layer.momentum or 0)) ** steps  # never None: see configure_batch_norm
-                weight = beta if self.wire == "run" else 1.0
-                own["shares"] = own["count"][:, 0] / total
-                yield layer, SimpleNamespace(**own), total / (total - 1), beta, weight
+                yield PooledLayer(
+                    server=layer,
+                    clients=SimpleNamespace(**buffers, shares=count / total),
+                    unbias=total / (total - 1),
+                    beta=beta,
+                    weight=beta if self.wire == "run" else 1.0,
+                )

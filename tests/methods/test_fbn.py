@@ -83,9 +83,9 @@ class OwnCount(FBN):
     """K/(K-1) where the paper has N/(N-1)."""
 
     def _layers(self, model, cohort):
-        for server, clients, _, beta, weight in super()._layers(model, cohort):
-            own = float(clients.count.mean())
-            yield server, clients, own / (own - 1), beta, weight
+        for layer in super()._layers(model, cohort):
+            own = float(layer.clients.count.mean())
+            yield layer._replace(unbias=own / (own - 1))
 
 
 class WithoutCorrection(FBN):
