@@ -1,4 +1,4 @@
-"""The methods: one file, one class, one paper each. They import ``fl_lightning``, never the reverse."""
+"""Methods, one file and one class per paper; the core of ``fl_lightning`` does not import them."""
 
 from fl_lightning.callbacks.byzantine import Byzantine
 from fl_lightning.callbacks.fbn import FBN

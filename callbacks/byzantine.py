@@ -1,4 +1,4 @@
-"""Byzantine clients: some clients send, train with, or train on something else than they should."""
+"""Byzantine clients: attackers that send other messages, or train on other data or gradients."""
 
 import math
 from collections.abc import Sequence
@@ -28,30 +28,30 @@ _TARGETS = {
 
 
 class Byzantine(FederatedCallback):
-    """Some of the clients are attackers, who know what the honest ones send.
+    """Byzantine clients: attackers that know what the honest clients of a round send.
 
-    Its hooks are called after those of all methods: what attackers send takes the place of what a method has made of their rows.
-    Statistics are rewritten as they are sent (FBN's in its wire form, moving averages otherwise), parameters as the difference from
-    the server's, which for E = 1 is the (damped) gradient. What a method sends beside these (momentum, control variates), and what
-    clients keep for themselves, stays what the attackers have computed.
+    Its hooks are called after those of all methods, so an attack replaces rows that methods have
+    already changed. Statistics are rewritten in the form in which they are sent (FBN's wire form,
+    otherwise moving averages), parameters as the difference from the server's, which for E = 1 is
+    the (damped) gradient. Everything else that a method sends (momentum, control variates), and
+    the state that clients keep, stays as the attackers computed it.
 
-    Attackers have data like everybody: with a partition over all clients. For data that only honest clients have, wrap the
-    partition in ``HonestOnly``.
-
+    The partition gives data to attackers too, unless it is wrapped in ``HonestOnly``.
     ``byzantine/clients`` is the number of attackers in the round's cohort.
 
     Args:
-        attack: What they do, see :mod:`fl_lightning.attacks`.
-        clients: Who: a number of clients or a fraction of them, the last by id; or their ids.
-        target: What an attack on messages rewrites: ``"means"``, ``"variances"``, ``"statistics"`` (both), ``"parameters"`` or
-            ``"everything"``.
-        start_round: The first round in which they do so.
-        per: Whether a searched factor is one for all that is rewritten (``"model"``) or one for each message (``"layer"``): the
-            parameters, and each layer's means and variances.
-        stay_valid: Whether attackers send no variance below 0, which a ``statistics_domain`` of the server would notice.
+        attack: The attack, see :mod:`fl_lightning.attacks`.
+        clients: The attackers: a number or a fraction of clients, the last by id; or their ids.
+        target: State that an attack on messages rewrites: ``"means"``, ``"variances"``,
+            ``"statistics"`` (both), ``"parameters"`` or ``"everything"``.
+        start_round: First round with attacks.
+        per: Scope of a searched factor: ``"model"``, one for all that is rewritten; ``"layer"``,
+            one for each message (the parameters, and each layer's means and variances).
+        stay_valid: Whether attackers keep the variances that they send above 0, so that a
+            ``statistics_domain`` of the server does not notice them.
 
     Raises:
-        ConfigurationError: A setting is out of range, or there are no such clients.
+        ConfigurationError: A setting is out of range, or an attacker's id does not exist.
     """
 
     paper = "Guerraoui et al., arXiv 2405.14670, Section 5 (attacks: see fl_lightning.attacks)"
@@ -77,11 +77,11 @@ class Byzantine(FederatedCallback):
         self.attackers: list[int] = []
 
     def configure_batch_norm(self, pl_module: "FederatedModule") -> None:
-        """Find out who the attackers are."""
+        """Select the attackers."""
         self.attackers = attackers(self.clients, pl_module.data.num_clients)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: "FederatedModule") -> None:  # type: ignore[override]  # rounds have one
-        """Refuse to rewrite what nobody sends."""
+        """Raise a ConfigurationError if the first attacked round does not send the target."""
         first, sent = max(1, self.start_round), ["nothing (the run is centralised)"]
         if not pl_module.centralised:
             policy = resolve_policy(pl_module.federated_callbacks, first, pl_module.planned_rounds)
@@ -96,35 +96,36 @@ class Byzantine(FederatedCallback):
         return type(self.attack).messages is not Attack.messages
 
     def rows(self, cohort: "Cohort") -> list[int]:
-        """The attackers' rows in a cohort, none before ``start_round``."""
+        """Return the attackers' rows in a cohort; empty before ``start_round``."""
         active = cohort.round >= self.start_round
         return [row for row, client in enumerate(cohort.client_ids) if active and client in self.attackers]
 
     def change_batches(
         self, pl_module: "FederatedModule", client_ids: Sequence[int], batches: "BatchStack"
     ) -> "BatchStack":
-        """Let attackers train on other batches."""
-        own = set(self.attackers) if pl_module.round >= self.start_round else set()
-        if type(self.attack).batch is Attack.batch or own.isdisjoint(client_ids):
+        """Replace the attackers' batches if the attack changes data."""
+        active = set(self.attackers) if pl_module.round >= self.start_round else set()
+        if type(self.attack).batch is Attack.batch or active.isdisjoint(client_ids):
             return batches
         classes = pl_module.data.num_classes
         pairs = zip(client_ids, batches.batches(), strict=True)
-        return type(batches)(batches=[self.attack.batch(b, classes) if i in own else b for i, b in pairs])
+        return type(batches)(batches=[self.attack.batch(b, classes) if i in active else b for i, b in pairs])
 
     def on_after_local_backward(
         self, trainer: L.Trainer, pl_module: "FederatedModule", cohort: "Cohort", step: int
     ) -> None:
-        """Let attackers train with other gradients."""
+        """Replace the attackers' gradients if the attack changes gradients."""
         for row in self.rows(cohort) if type(self.attack).gradient is not Attack.gradient else ():
             for block in cohort.grads.blocks.values():
                 block[row] = self.attack.gradient(block[row])
 
     def on_before_aggregate(self, trainer: L.Trainer, pl_module: "FederatedModule", cohort: "Cohort") -> None:
-        """Let attackers send other messages."""
+        """Replace the attackers' messages if the attack changes messages."""
         attacks = [callback for callback in pl_module.federated_callbacks if isinstance(callback, Byzantine)]
-        bad, everybody = self.rows(cohort), {row for attack in attacks for row in attack.rows(cohort)}
-        good = [row for row in range(len(cohort)) if row not in everybody]
-        pl_module.log_numbers({"byzantine/clients": len(everybody)})
+        bad = self.rows(cohort)
+        all_bad = {row for attack in attacks for row in attack.rows(cohort)}
+        good = [row for row in range(len(cohort)) if row not in all_bad]
+        pl_module.log_numbers({"byzantine/clients": len(all_bad)})
         if not bad or not self._rewrites or len(good) < self.attack.least_honest:
             return
         vectors = [sent for sent in sent_vectors(pl_module, cohort) if sent.what in _TARGETS[self.target]]
@@ -132,19 +133,16 @@ class Byzantine(FederatedCallback):
         for group in [vectors] if self.per == "model" else [[sent] for sent in vectors]:
             rows = [sent.rows() for sent in group]
             pairs = zip(group, rows, strict=True)
-            known = [Message(own[good], own[bad], weights, sent.rule) for sent, own in pairs]
-            for sent, vector in zip(group, self.attack.messages(known), strict=True):
-                floor = (
-                    torch.finfo(vector.dtype).tiny
-                    if self.stay_valid and sent.what == "variances"
-                    else -torch.inf
-                )
+            messages = [Message(row[good], row[bad], weights, sent.rule) for sent, row in pairs]
+            for sent, vector in zip(group, self.attack.messages(messages), strict=True):
+                positive = self.stay_valid and sent.what == "variances"
+                floor = torch.finfo(vector.dtype).tiny if positive else -torch.inf
                 sent.write(bad, vector.clamp(min=floor))
 
     def on_validation_batch_end(  # type: ignore[override]  # of (inputs, targets)
         self, trainer: L.Trainer, pl_module: "FederatedModule", outputs: Any, batch: Any, *_: Any
     ) -> None:
-        """See whether a backdoor is there."""
+        """Count triggered inputs of other classes that the model assigns to a backdoor's target."""
         if isinstance(self.attack, Backdoor):
             inputs, targets = batch
             others = targets != self.attack.target
@@ -155,13 +153,13 @@ class Byzantine(FederatedCallback):
     on_test_batch_end = on_validation_batch_end  # type: ignore[assignment]  # the same
 
     def on_validation_epoch_start(self, trainer: L.Trainer, pl_module: "FederatedModule") -> None:  # type: ignore[override]  # rounds have one
-        """Start to count."""
+        """Reset the counts."""
         self._success = torch.zeros(2)
 
     on_test_epoch_start = on_validation_epoch_start  # type: ignore[assignment]  # the same
 
     def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: "FederatedModule") -> None:  # type: ignore[override]  # rounds have one
-        """Log how often a backdoor works."""
+        """Log the success rate of a backdoor."""
         if isinstance(self.attack, Backdoor) and self._success[1] and not trainer.sanity_checking:
             split = "test" if trainer.testing else pl_module.data.fit_split
             pl_module.log(f"{split}/attack_success", float(self._success[0] / self._success[1]))
@@ -170,14 +168,14 @@ class Byzantine(FederatedCallback):
 
 
 def attackers(clients: int | float | Sequence[int], num_clients: int) -> list[int]:
-    """The ids of the attackers.
+    """Return the ids of the attackers.
 
     Args:
-        clients: Their number, their share of all, or their ids.
+        clients: Number, fraction or ids of the attackers.
         num_clients: Number of clients of the federation.
 
     Raises:
-        ConfigurationError: There are no such clients, or no honest ones.
+        ConfigurationError: An id does not exist, or all clients attack.
     """
     if isinstance(clients, float):
         if not 0 <= clients < 1:
@@ -189,12 +187,12 @@ def attackers(clients: int | float | Sequence[int], num_clients: int) -> list[in
             raise ConfigurationError(
                 f"Byzantine.clients: {share} of {num_clients} clients is less than one; use {1 / num_clients:.2g} or more, or 0"
             )
-    found = (
+    ids = (
         list(range(num_clients - clients, num_clients)) if isinstance(clients, int) else sorted(set(clients))
     )
     negative = isinstance(clients, int) and clients < 0
-    if negative or len(found) >= num_clients or any(not 0 <= client < num_clients for client in found):
+    if negative or len(ids) >= num_clients or any(not 0 <= client < num_clients for client in ids):
         raise ConfigurationError(
             f"Byzantine.clients: {clients} of {num_clients} clients: use ids from 0 to {num_clients - 1}, and leave one honest"
         )
-    return found
+    return ids

@@ -18,17 +18,17 @@ if TYPE_CHECKING:
 
 
 class SharedBatchNorm(SwappedBatchNorm):
-    """Normalises with the broadcast statistics, as constants, and pools those of the batches that it sees.
+    """BN layer that normalises with the server's statistics and pools the moments of its batches.
 
-    What it adds to the layer, each ``[channels]``: the number of a client's values in this round, their mean, and their
-    sum of squared deviations from it.
+    Scratch buffers, each ``[channels]``: the number of values that the client has seen in this
+    round, their mean, and their sum of squared deviations from it.
     """
 
     method = "FBN"
     scratch = ("count", "batch_mean", "batch_m2")
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Lines 3 and 4 of Algorithm 2: ``gamma (x - m) / sqrt(v + eps) + beta``, and the moments of x."""
+        """Return ``gamma (x - m) / sqrt(v + eps) + beta`` (Algorithm 2) and pool the moments of x."""
         if self.training:
             count, mean, m2, batches = map(self.get_buffer, (*self.scratch, "num_batches_tracked"))
             merge_(count, mean, m2, *moments(inputs.transpose(0, 1).flatten(1).to(mean.dtype)))
@@ -41,10 +41,10 @@ class PooledLayer(NamedTuple):
 
     Attributes:
         server: The server's layer.
-        clients: The clients' buffers ``[C, channels]`` by name, and their ``shares`` ``[C]`` of the N values per channel.
+        clients: The clients' buffers by name, and ``shares`` ``[C]`` of the N values per channel.
         unbias: N / (N - 1).
-        beta: Weight of this round in the server's moving average.
-        weight: Weight of this round in the statistics that clients send; the server adds them with ``beta / weight``.
+        beta: Weight of the round in the server's moving average.
+        weight: Weight of the round in what clients send; the server's own is ``beta / weight``.
     """
 
     server: Any
@@ -55,27 +55,31 @@ class PooledLayer(NamedTuple):
 
 
 class FBN(FederatedCallback):
-    """Federated BatchNorm: every client normalises with the same statistics, those of the union of all batches.
+    """Federated BatchNorm: all clients normalise with the moving average of the union batches' statistics.
 
-    The server's (m, v) of the last round normalise every local step of a round; no gradient flows through them. Clients
-    send what they measured, and the server adds the variance between the clients, so that (m, v) are what PyTorch's BN
-    would track on the union batch: unbiased, with N/(N-1) of all N values per channel. With E = 1 this is Algorithm 2 of
-    the paper. Several local steps are our extension (footnote 4 only hints at them): a client pools its E batches
-    exactly, and one moving average with 1 - (1 - beta)^E follows, where E is the largest number of local steps in the round:
-    a client with fewer steps forgets as much, having seen less. Unequal batches weigh by their number of values.
+    The server's (m, v) of the last round normalise every local step; no gradient flows through
+    them. Clients send their measured statistics, and the server adds the variance between the
+    clients. So (m, v) are what PyTorch's BN would track on the union batch: unbiased, with N/(N-1)
+    of all N values per channel. With E = 1 this is Algorithm 2 of the paper. Several local steps
+    are our extension (footnote 4 only hints at them): a client pools its E batches exactly, and one
+    moving average with 1 - (1 - beta)^E follows, where E is the largest number of local steps in
+    the round. A client with fewer steps forgets as much. Clients weigh by their number of values.
 
-    Training equals that of one client with the union batch, not that of ordinary BN, which normalises with the present
-    batch. That asks for gradients that weigh as the values do: equal clients, or ``weighting: samples`` where batches differ
-    (``uniform`` where only the clients' sizes do). beta is each BN layer's ``momentum`` (PyTorch's convention). The module's
-    ``statistics_aggregator`` takes the place of the server's means, in both lines.
+    Training equals that of one client with the union batch and the same callback, but not ordinary
+    BN, which normalises with the present batch. The equality needs gradients that weigh as the
+    values do: equal clients, ``weighting: samples`` if batches differ, or ``uniform`` if only the
+    clients' sizes do. beta is each BN layer's ``momentum`` (PyTorch's convention). The module's
+    ``statistics_aggregator`` replaces the server's means in both lines.
 
     Args:
-        wire: What is sent. ``"run"``: moving averages m_i, v_i (the paper); ``"batch"``: mean and variance of a client's
-            values, with the same N/(N-1). Equal up to rounding as long as clients are honest and the aggregator is a mean.
-        ema: ``"per_step"``: a round of E local steps forgets (1 - beta)^E of the past; ``"per_round"``: 1 - beta.
+        wire: Sent statistics. ``"run"``: moving averages m_i, v_i (the paper); ``"batch"``: mean
+            and variance of a client's values, with the same N/(N-1). Equal up to rounding if
+            clients are honest and the aggregator is a mean.
+        ema: ``"per_step"``: a round of E local steps forgets (1 - beta)^E of the past;
+            ``"per_round"``: 1 - beta.
 
     Raises:
-        ConfigurationError: Unknown setting, a model without BN, a BN layer without a momentum to average with, or one
+        ConfigurationError: Unknown setting, a model without BN, a BN layer without momentum, or one
             value per channel in all batches together.
     """
 
@@ -91,7 +95,7 @@ class FBN(FederatedCallback):
         self.wire, self.ema = wire, ema
 
     def policy(self, round_number: int, total_rounds: int) -> Mapping[str, str]:
-        """Statistics are pooled."""
+        """Return that statistics are pooled."""
         return {"mean": "pooled", "var": "pooled"}
 
     def configure_batch_norm(self, pl_module: "FederatedModule") -> None:
@@ -99,7 +103,7 @@ class FBN(FederatedCallback):
         swap_batch_norm(pl_module.model, SharedBatchNorm, momentum=True)
 
     def on_before_aggregate(self, trainer: L.Trainer, pl_module: "FederatedModule", cohort: "Cohort") -> None:
-        """Clients, lines 5 to 7: what they send takes the place of their running statistics."""
+        """Replace the clients' running statistics by what they send (Algorithm 2, lines 5 to 7)."""
         for layer in self._layers(pl_module.model, cohort):
             clients = layer.clients
             clients.running_mean.lerp_(clients.batch_mean, layer.weight)
@@ -108,7 +112,7 @@ class FBN(FederatedCallback):
             )
 
     def on_round_end(self, trainer: L.Trainer, pl_module: "FederatedModule", cohort: "Cohort") -> None:
-        """Server, lines 9 and 10."""
+        """Update the server's statistics (Algorithm 2, lines 9 and 10)."""
         layers = list(self._layers(pl_module.model, cohort))
         sent = [
             LayerStatistics(

@@ -4,14 +4,15 @@ from fl_lightning.methods import LocalState
 
 
 class FedBN(LocalState):
-    """Clients keep their whole Batch Normalization state: gamma, beta, statistics and counter; only the rest is averaged.
+    """FedBN: clients keep gamma, beta, statistics and counter of BN; the other parameters are averaged.
 
-    There is no global model: each client's is the averaged weights with its own BN state. BN layers are found by type, so
-    that ``downsample.1`` is one; the authors' code looks for "bn" in the name. Their code averages with 1/n for every
-    client, whatever its size: that is ``weighting: uniform`` of the federated module.
+    There is no global model: each client combines the averaged weights with its own BN state. BN
+    layers are found by type, which includes ``downsample.1``; the authors' code looks for "bn" in
+    the name. Its average weighs every client with 1/n, as ``weighting: uniform`` does.
 
-    A server's test set under label skew is not what the paper measures, and personal accuracy is low on it: a client's BN
-    state fits its own classes (see :class:`~fl_lightning.methods.local_state.LocalState` for the two accuracies).
+    The paper does not measure a server's test set under label skew. Personal accuracy is low there,
+    since a client's BN state fits its own classes (see
+    :class:`~fl_lightning.methods.local_state.LocalState` for the two accuracies).
     """
 
     paper = "Li et al., arXiv 2102.07623"

@@ -16,30 +16,33 @@ from fl_lightning.methods import client_statistics, set_server_statistics
 if TYPE_CHECKING:
     from fl_lightning import Cohort, FederatedModule
 
-_EPS = 1e-5  # what BN adds to a variance before it divides
+_EPS = 1e-5  # eps of BN
 _TOLERANCE = 1e-7
 _SMALLEST_STEP = 1e-12
 
 
 class FedDNA(FederatedCallback):
-    """FedDNA (lite): importance-weighted aggregation of BN statistics, by a stated divergence instead of the paper's VAE.
+    """FedDNA (lite): importance-weighted aggregation of BN statistics, without the paper's VAE.
 
-    Parameters are averaged as in FedAvg. Statistics are aggregated with importances q on the simplex, one number per
-    client: ``mu = sum q_i mu_i`` and ``sigma^2 = sum q_i (sigma_i^2 + mu_i^2) - mu^2``. The paper learns q with an
-    adversarial variational auto-encoder; no code of it was found, so here q minimises a divergence between the server's
-    Gaussian N(q) and the clients' N_i, summed over all channels. Its numbers are not to be expected from this version.
+    Parameters are averaged as in FedAvg. Statistics are aggregated with importances q on the
+    simplex, one number per client: ``mu = sum q_i mu_i`` and ``sigma^2 = sum q_i (sigma_i^2 +
+    mu_i^2) - mu^2``. The paper learns q with an adversarial variational auto-encoder, for which no
+    code was found. Here q minimises a stated divergence between the server's Gaussian N(q) and the
+    clients' N_i, summed over all channels, so the paper's numbers cannot be expected.
 
-    The clients' statistics are moving averages, with the consequence that :class:`~fl_lightning.callbacks.moment_matching.MomentMatching` describes.
+    The clients' statistics are moving averages, with the consequence that
+    :class:`~fl_lightning.callbacks.moment_matching.MomentMatching` describes.
 
     Args:
-        divergence: ``"kl"``: sum p_i KL(N_i || N), whose minimiser is q = p, the aggregation weights: moment matching.
-            ``"reverse_kl"``: sum p_i KL(N || N_i), which gives clients far from the others less: a convex problem,
-            solved by mirror descent.
-        between: Whether sigma^2 has its between-client part; without it sigma^2 is ``sum q_i sigma_i^2`` (and with
-            ``"kl"`` the method is FedAvg). The importances are those of N(q) in either case.
+        divergence: ``"kl"``: sum p_i KL(N_i || N), minimised by q = p, the aggregation weights
+            (moment matching). ``"reverse_kl"``: sum p_i KL(N || N_i), which gives outlying clients
+            less weight; a convex problem, solved by mirror descent.
+        between: Whether sigma^2 includes the variance between clients; without it sigma^2 is ``sum
+            q_i sigma_i^2`` (and ``"kl"`` is FedAvg). The importances are the same in either case.
 
     Raises:
-        ConfigurationError: Unknown divergence, a model without running statistics, or another aggregator than the weighted mean.
+        ConfigurationError: Unknown divergence, a model without running statistics, or an aggregator
+            of statistics other than the weighted mean.
     """
 
     paper = "Duan et al., FedDNA, ECML-PKDD 2021 (lite)"
@@ -56,24 +59,24 @@ class FedDNA(FederatedCallback):
             self.claims += ("moments_of_the_mixture",)
 
     def policy(self, round_number: int, total_rounds: int) -> Mapping[str, str]:
-        """Statistics are pooled."""
+        """Return that statistics are pooled."""
         return {"mean": "pooled", "var": "pooled"}
 
     def configure_batch_norm(self, pl_module: "FederatedModule") -> None:
-        """Check that there are statistics to aggregate, with weights."""
+        """Check that the model has running statistics and that their aggregator is a weighted mean."""
         require_batch_norm(pl_module.model, "FedDNA")
         require_weighted_mean(
             pl_module, "FedDNA", "sums statistics with importances", ["statistics_aggregator"]
         )
 
     def on_train_start(self, trainer: L.Trainer, pl_module: "FederatedModule") -> None:  # type: ignore[override]  # rounds have one
-        """Say what this version is."""
+        """Print how this version differs from the paper."""
         pl_module.print(
             f"FedDNA (lite): importances minimise {self.divergence}, in place of the paper's adversarial training."
         )
 
     def on_round_end(self, trainer: L.Trainer, pl_module: "FederatedModule", cohort: "Cohort") -> None:
-        """The server's statistics; logs how unequal the importances are."""
+        """Set the server's statistics; log the largest importance and the entropy of the importances."""
         means, variances = client_statistics(cohort)
         importances = self.importances(means, variances, cohort.weights)
         set_server_statistics(cohort, *self.combine(means, variances, importances))
@@ -81,46 +84,44 @@ class FedDNA(FederatedCallback):
         pl_module.log_numbers({"feddna/max_importance": importances.max().item(), "feddna/entropy": entropy})
 
     def importances(self, means: Tensor, variances: Tensor, weights: Tensor) -> Tensor:
-        """The importances q of the clients.
+        """Return the importances q of the clients, ``[C]``, with sum 1.
 
         Args:
             means: Running means of the clients, ``[C, channels]``.
-            variances: Their running variances, likewise.
+            variances: Running variances of the clients, ``[C, channels]``.
             weights: Aggregation weights p, ``[C]``.
-
-        Returns:
-            q, shape ``[C]``, sum 1.
         """
         return weights if self.divergence == "kl" else reverse_kl_importances(means, variances, weights)
 
     def combine(self, means: Tensor, variances: Tensor, importances: Tensor) -> tuple[Tensor, Tensor]:
-        """The server's mean and variance ``[channels]`` from those of the clients ``[C, channels]``."""
+        """Return the server's mean and variance ``[channels]``, from the clients' ``[C, channels]``."""
         if self.between:
             return total_variance(means, variances, importances)
         return weighted_mean(means, importances), weighted_mean(variances, importances)
 
     def aggregate(self, means: Tensor, variances: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-        """:meth:`combine` with the :meth:`importances` of the clients."""
+        """Return :meth:`combine` with the :meth:`importances` of the clients."""
         return self.combine(means, variances, self.importances(means, variances, weights))
 
 
 def reverse_kl_importances(
     means: Tensor, variances: Tensor, weights: Tensor, iterations: int = 500
 ) -> Tensor:
-    """Importances q that minimise sum p_i KL(N(q) || N_i), by mirror descent on the simplex from q = p.
+    """Return the q that minimise sum p_i KL(N(q) || N_i), by mirror descent on the simplex from q = p.
 
-    The objective is convex in q: ``sigma^2 + (mu - mu_i)^2`` is linear in it, and -log of the concave sigma^2 is convex. A
-    step is taken where the objective stays below its upper model, and so never rises; the next one tries twice its size.
-    The descent ends where the duality gap ``q @ g - min g``, which bounds what is left to gain, is below 1e-7 a channel.
+    The objective is convex in q: ``sigma^2 + (mu - mu_i)^2`` is linear in q, and -log of the
+    concave sigma^2 is convex. A step is accepted if the objective stays below its upper model, so
+    the objective never rises; the next step tries twice the size. The descent ends once the duality
+    gap ``q @ g - min g``, which bounds the remaining gain, is below 1e-7 a channel.
 
     Args:
         means: Means of the clients, ``[C, channels]``.
-        variances: Their variances, likewise; BN's eps of 1e-5 is added.
+        variances: Variances of the clients, ``[C, channels]``; BN's eps of 1e-5 is added.
         weights: Aggregation weights p, ``[C]``, all positive.
-        iterations: Most steps that are taken.
+        iterations: Maximum number of steps.
 
     Returns:
-        q, shape ``[C]``, dtype and device of ``weights``; p where a statistic is not finite.
+        q, shape ``[C]``, dtype and device of ``weights``; p if a statistic is not finite.
     """
     mu, var, p = means.double().cpu(), variances.double().cpu() + _EPS, weights.double().cpu()
     squares = var + mu**2

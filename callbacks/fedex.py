@@ -1,6 +1,6 @@
 """FedEx over "freeze now?": Khodak et al., "Federated Hyperparameter Tuning", NeurIPS 2021, arXiv 2106.04502.
 
-Appendix B.6 of the FixBN paper names it as a way to T*.
+Appendix B.6 of the FixBN paper names FedEx as a way to T*.
 """
 
 import math
@@ -26,7 +26,7 @@ _BATCH, _FREEZE = 0, 1
 
 
 class ChosenBatchNorm(SwappedBatchNorm):
-    """A BN layer that normalises with the batch or, for clients marked ``frozen``, with the server's statistics."""
+    """BN layer that normalises with the batch, or for ``frozen`` clients with the server's statistics."""
 
     method = "FedExFixBN"
     scratch = ("frozen",)
@@ -36,46 +36,51 @@ class ChosenBatchNorm(SwappedBatchNorm):
         self.register_buffer("frozen", torch.zeros_like(self.running_mean[0], dtype=torch.bool), False)  # type: ignore[index]  # swap_batch_norm has checked it
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Ordinary BN; for frozen clients BN in eval mode, with statistics that stay as they are."""
+        """Return BN of the inputs: in training mode, or in eval mode for frozen clients."""
         if not self.training:
             return super().forward(inputs)
         frozen, buffers = self.get_buffer("frozen"), dict(self.named_buffers(recurse=False))
         before = {name: buffers[name].clone() for name in buffers if name not in self.scratch}
         mean, variance = before["running_mean"], before["running_var"]
         shared = F.batch_norm(inputs, mean, variance, self.weight, self.bias, False, 0.0, self.eps)
-        # the backward pass needs these as they are: new tensors take their place, nothing is written over
+        # clone: the backward pass of ``shared`` needs the old buffers unchanged
         for name, old in before.items():
             setattr(self, name, old.clone())
-        own = super().forward(inputs)
+        by_batch = super().forward(inputs)
         for name, old in before.items():
             setattr(self, name, torch.where(frozen, old, self.get_buffer(name)))
-        return torch.where(frozen, shared, own)
+        return torch.where(frozen, shared, by_batch)
 
 
 class FedExFixBN(FoundFreezing):
-    """FixBN whose T* is found by FedEx over two configurations of a round; the "freeze now?" form is our adaptation.
+    """FixBN whose T* is found by FedEx over two configurations of a round (our adaptation).
 
-    FedEx tunes what may differ between the clients of a round, and T* is one number for a whole run. So here each client of
-    a round samples one of two configurations from a shared distribution theta: batch statistics, or the server's running
-    statistics, which it then leaves as they are. After its local steps it reports the loss of its own model on its next
-    batch, in eval mode with its own statistics (our stand-in for FedEx's validation data; in later epochs the batch has
-    been trained on before). The server takes an exponentiated gradient step on theta. Once the entropy of theta is below
-    ``cutoff`` its argmax is used for good: the server's statistics freeze for all from the next round (T* is found), or
-    all train with batch statistics to the end.
+    FedEx tunes settings that may differ between the clients of a round, whereas T* is one number
+    for a whole run. So each client of a round samples one of two configurations from a shared
+    distribution theta: batch statistics, or the server's running statistics, which this client does
+    not update. After its local steps the client reports the loss of its own model on its next
+    batch, in eval mode with its own statistics. This stands in for FedEx's validation data; in
+    later epochs that batch has been trained on before. The server takes an exponentiated gradient
+    step on theta. Once the entropy of theta is below ``cutoff``, its argmax decides: either the
+    server's statistics freeze for all clients from the next round (T* is found), or all clients
+    train with batch statistics to the end.
 
-    The choice is myopic: the loss after this round's local steps decides, not the accuracy at the end of the run. The first
-    round, which has no baseline yet, takes no step (ours; FedEx starts from a baseline of 0).
+    The choice is myopic: it is decided by the loss after this round's local steps, not by the
+    accuracy at the end of the run. The first round has no baseline yet and takes no step (FedEx
+    starts from a baseline of 0).
 
-    Logged until the end of the search: ``fedex/probability_freeze`` and ``fedex/entropy`` (nats) after each round; then
-    ``fixbn/freeze_round`` if freezing has won.
+    Logged until the end of the search: ``fedex/probability_freeze`` and ``fedex/entropy`` (nats)
+    after each round; then ``fixbn/freeze_round`` if freezing has won.
 
     Args:
         schedule: Step sizes (see :func:`step_size`).
-        discount: Weight of a past round's loss in the baseline, relative to the round after it, in [0, 1].
+        discount: Weight of a round's loss in the baseline, relative to the following round, in [0,
+            1].
         cutoff: Entropy in nats below which theta has decided, in [0, ln 2); 0 never decides.
 
     Raises:
-        ConfigurationError: A setting is out of range, or the model has no BN layer with running statistics.
+        ConfigurationError: A setting is out of range, or the model has no BN layer with running
+            statistics.
     """
 
     paper = "Khodak et al., arXiv 2106.04502 (adapted)"
@@ -92,7 +97,7 @@ class FedExFixBN(FoundFreezing):
             raise ConfigurationError(f"FedExFixBN.discount: {discount} must lie in [0, 1]")
         if not 0 <= cutoff < math.log(2):
             raise ConfigurationError(
-                f"FedExFixBN.cutoff: {cutoff} must lie in [0, 0.69): ln 2 is where it starts"
+                f"FedExFixBN.cutoff: {cutoff} must lie in [0, 0.69); the search starts at ln 2"
             )
         self.schedule, self.discount, self.cutoff = schedule, discount, cutoff
         self.log_theta = torch.full((2,), -math.log(2), dtype=torch.float64)
@@ -101,7 +106,7 @@ class FedExFixBN(FoundFreezing):
         self.batch_round: int | None = None
 
     def undecided(self) -> Mapping[str, str]:
-        """Statistics may freeze, as long as neither configuration has won."""
+        """Return that statistics may freeze, as long as neither configuration has won."""
         return super().undecided() if self.batch_round is None else {}
 
     def configure_batch_norm(self, pl_module: "FederatedModule") -> None:
@@ -109,7 +114,7 @@ class FedExFixBN(FoundFreezing):
         swap_batch_norm(pl_module.model, ChosenBatchNorm)
 
     def on_round_start(self, trainer: L.Trainer, pl_module: "FederatedModule", cohort: "Cohort") -> None:
-        """Every client samples its configuration."""
+        """Sample each client's configuration."""
         super().on_round_start(trainer, pl_module, cohort)
         if self._searches(cohort.round):
             frozen = self._choices(pl_module, cohort) == _FREEZE
@@ -117,7 +122,7 @@ class FedExFixBN(FoundFreezing):
                 cohort.buffers[f"{name}.frozen"].copy_(frozen)
 
     def on_before_aggregate(self, trainer: L.Trainer, pl_module: "FederatedModule", cohort: "Cohort") -> None:
-        """The clients report their losses, and the server steps theta."""
+        """Update theta from the losses that the clients report."""
         if not self._searches(cohort.round):
             return
         losses, weights = held_out_losses(pl_module, cohort), cohort.weights.double().cpu()
@@ -136,16 +141,16 @@ class FedExFixBN(FoundFreezing):
             self._decide(pl_module, cohort.round)
 
     def extra_payload(self, cohort: "Cohort") -> tuple[int, int]:
-        """A loss up and a choice down, as long as the search goes on."""
+        """Return one float up (the loss) and one down (the choice) until the search ends."""
         return (1, 1) if self._searches(cohort.round) else (0, 0)
 
     def state_dict(self) -> dict[str, Any]:
-        """T*, theta and what the next step depends on."""
+        """Return T*, theta and the state of the search."""
         names = ("log_theta", "past_losses", "past_steps", "batch_round")
         return super().state_dict() | {name: getattr(self, name) for name in names}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take up the search of a checkpoint."""
+        """Restore the search from a checkpoint."""
         for name, value in state_dict.items():
             setattr(self, name, value)
 
@@ -154,7 +159,7 @@ class FedExFixBN(FoundFreezing):
         return decided is None or round_number <= decided
 
     def _choices(self, pl_module: "FederatedModule", cohort: "Cohort") -> Tensor:
-        """The configuration of each client, int64 ``[C]``: a function of theta, seed, round and client."""
+        """Return each client's configuration, int64 ``[C]``: a function of theta, seed, round and client."""
         theta = self.log_theta.exp()
         draws = [
             torch.multinomial(theta, 1, generator=generator(pl_module.seed, "FedEx", cohort.round, client))
@@ -176,33 +181,35 @@ class FedExFixBN(FoundFreezing):
 def gradient_estimate(
     losses: Tensor, choices: Tensor, weights: Tensor, theta: Tensor, baseline: float
 ) -> Tensor:
-    """Importance-weighted estimate of the expected loss's gradient in theta, shape ``[k]``.
+    """Return the importance-weighted estimate of the expected loss's gradient in theta, ``[k]``.
 
     Args:
         losses: Loss of each client, ``[C]``.
-        choices: The configuration that it sampled, int64 ``[C]``.
+        choices: Configuration sampled by each client, int64 ``[C]``.
         weights: Aggregation weights ``[C]``, sum 1.
         theta: Probability of each configuration, ``[k]``.
-        baseline: What is subtracted from every loss; it changes the variance of the estimate only.
+        baseline: Number subtracted from every loss, which changes only the variance of the
+            estimate.
     """
     shares = weights * (losses - baseline) / theta[choices]
     return torch.zeros_like(theta).index_add(0, choices, shares)
 
 
 def discounted_mean(past: Sequence[float], discount: float) -> float:
-    """Mean of past values with weight 1 for the newest, ``discount`` for the one before, and so on."""
+    """Return the mean with weight 1 for the newest value, ``discount`` for the one before, and so on."""
     weights = torch.tensor(discount, dtype=torch.float64) ** torch.arange(len(past) - 1, -1, -1)
     return float(weights @ torch.tensor(past, dtype=torch.float64) / weights.sum())
 
 
 def step_size(gradient: Tensor, schedule: str, past: float) -> tuple[float, float]:
-    """Step size ``sqrt(2 ln k)`` over the schedule's scale, and the new ``past``.
+    """Return the step size, ``sqrt(2 ln k) / scale``, and the new ``past``.
 
     Args:
         gradient: The gradient estimate ``[k]``.
-        schedule: The scale: ``"constant"``: 1; ``"auto"``: the root of the number of steps; ``"adaptive"``: the root of the
-            sum of the squared largest entries of all gradients; ``"aggressive"``: the present gradient's largest entry.
-        past: What earlier steps have summed up, at first 0.
+        schedule: The scale. ``"constant"``: 1. ``"auto"``: root of the number of steps.
+            ``"adaptive"``: root of the sum over all gradients of the squared largest entry.
+            ``"aggressive"``: largest entry of the present gradient.
+        past: Sum over earlier steps, initially 0.
     """
     largest = float(gradient.abs().max())
     past += {"auto": 1.0, "adaptive": largest**2}.get(schedule, 0.0)
@@ -211,19 +218,22 @@ def step_size(gradient: Tensor, schedule: str, past: float) -> tuple[float, floa
 
 
 def exponentiated_step(log_theta: Tensor, gradient: Tensor, size: float) -> Tensor:
-    """One step of exponentiated gradient descent on the simplex, in logarithms, ``[k] -> [k]``."""
+    """Return log theta after one step of exponentiated gradient descent on the simplex, ``[k] -> [k]``."""
     moved = log_theta - size * gradient
     return moved - moved.logsumexp(0)
 
 
 def entropy(log_theta: Tensor) -> float:
-    """Entropy of a distribution in nats, from its logarithms ``[k]``."""
+    """Return the entropy of a distribution in nats, from its logarithms ``[k]``."""
     return float(-torch.special.xlogy(log_theta.exp(), log_theta.exp()).sum())
 
 
 @torch.no_grad()
 def held_out_losses(pl_module: "FederatedModule", cohort: "Cohort") -> Tensor:
-    """Loss of each client's model on its next batch, in eval mode with its own statistics, float64 ``[C]`` on the CPU."""
+    """Return the loss of each client's model on its next batch, float64 ``[C]`` on the CPU.
+
+    Models are in eval mode with their state statistics.
+    """
     plan, clients = pl_module.plan, cohort.client_ids
     positions = [
         plan.first_step(client, cohort.round) + steps
@@ -232,9 +242,9 @@ def held_out_losses(pl_module: "FederatedModule", cohort: "Cohort") -> Tensor:
 
     def loss(row: int) -> float:
         (batch,) = pl_module.data.cohort_batch([clients[row]], [positions[row]]).batches()
-        own = {**cohort.params.row(row), **cohort.buffers.row(row)}
+        state = {**cohort.params.row(row), **cohort.buffers.row(row)}
         seed = derive_seed(pl_module.seed, "FedEx loss", cohort.round, clients[row])
-        with seeded(seed), pl_module.slots.filled(own):
+        with seeded(seed), pl_module.slots.filled(state):
             return float(pl_module.client_loss(pl_module.on_device(batch)))
 
     with evaluating(pl_module.model):

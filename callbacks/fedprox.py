@@ -12,11 +12,11 @@ if TYPE_CHECKING:
 
 
 class FedProx(FederatedCallback):
-    """Pulls every client towards the server: each adds ``mu / 2 |theta_i - theta|^2`` to its loss.
+    """FedProx: each client adds the proximal term ``mu / 2 |theta_i - theta|^2`` to its loss.
 
-    Only the gradient of that term exists, ``mu (theta_i - theta)``; the logged loss is without it. It pulls what the server
-    averages and trains: neither statistics, nor what clients keep for themselves (FedBN). The first local step, which
-    starts at the server's parameters, is that of FedAvg.
+    Only the gradient ``mu (theta_i - theta)`` is computed; the logged loss excludes the term. The
+    term covers the parameters that the server averages: neither statistics nor local parameters
+    (FedBN). The first local step starts at the server's parameters and so equals FedAvg's.
 
     Args:
         mu: Weight of the proximal term, at least 0; 0 is FedAvg.

@@ -23,27 +23,32 @@ Correction = Literal["union", "official"]
 
 @dataclass(frozen=True)
 class JointStep:
-    """What a BN layer needs to know in the first local step of a round.
+    """Settings of a BN layer for the first local step of a round.
 
     Attributes:
         clients: Size of the cohort.
         backward: As in :class:`FedTAN`.
-        var_correction: Likewise.
+        var_correction: As in :class:`FedTAN`.
     """
 
     clients: int
     backward: Backward
     var_correction: Correction
 
-    def mean(self, own: Tensor) -> Tensor:
-        """An exchange: the mean of a client's statistic over the cohort, and in the backward pass of its gradient."""
-        mean: Tensor = cohort_mean(own, self.clients)
+    def mean(self, statistic: Tensor) -> Tensor:
+        """Exchange: return the cohort's mean of a client's statistic, whose gradient follows ``backward``."""
+        mean: Tensor = cohort_mean(statistic, self.clients)
         if self.backward == "aggregated":
             return mean
-        return mean.detach() if self.backward == "none" else own + (mean - own).detach()
+        return mean.detach() if self.backward == "none" else statistic + (mean - statistic).detach()
 
     def unbiased(self, variance: Tensor, inputs: Tensor) -> Tensor:
-        """What the running variance takes in of the biased variance of the union of inputs ``[b, channels, ...]``."""
+        """Return the unbiased form of the union's biased variance, for the running variance.
+
+        Args:
+            variance: Biased variance of the union, ``[channels]``.
+            inputs: The inputs of one client, ``[b, channels, ...]``.
+        """
         count = len(inputs)
         if self.var_correction == "union":
             count = self.clients * inputs[:, 0].numel()
@@ -53,10 +58,10 @@ class JointStep:
 
 
 class TANBatchNorm(SwappedBatchNorm):
-    """Normalises with the statistics of the union of all clients' batches while ``joint`` is set.
+    """BN layer that normalises with the union of all clients' batches while ``joint`` is set.
 
     Attributes:
-        joint: The present joint step; None for a local step, which is ordinary BN.
+        joint: The present joint step; None for ordinary BN.
     """
 
     method = "FedTAN"
@@ -68,7 +73,7 @@ class TANBatchNorm(SwappedBatchNorm):
         self.joint = None
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """In a joint step: the global mean, the variance around it, and ``gamma (x - mu) / sqrt(var + eps) + beta``."""
+        """Return BN of the inputs; in a joint step with the mean and variance of the union."""
         if self.joint is None or not self.training:
             output: Tensor = super().forward(inputs)
             return output
@@ -94,30 +99,36 @@ class TANBatchNorm(SwappedBatchNorm):
 
 
 class FedTAN(FederatedCallback):
-    """Clients exchange BN statistics and their gradients in the first local step; ``backward="own"`` is INFERRED.
+    """FedTAN: clients exchange BN statistics and their gradients in the first local step.
 
-    In that step every BN layer has the mean and the variance of the union of all clients' batches, and the gradients that
-    flow through them are averaged: three exchanges a layer, all clients in lockstep. With one local step (E = 1) the
-    round's mean gradient, and so the whole run, is that of centralised training with BN on the union batches, for any
-    model. Further local steps are ordinary: batch and running statistics of the client's own.
+    In that step every BN layer uses the mean and the variance of the union of all clients' batches,
+    and the gradients that flow through them are averaged: three exchanges a layer, with all clients
+    in lockstep. With one local step (E = 1) the round's mean gradient, and so the whole run, equals
+    centralised training with BN on the union batches, for any model. Further local steps are
+    ordinary: they use the batch and running statistics of the client.
 
-    The first step is one forward pass over all clients under any executor: it needs the memory of all their batches, and
-    batches of equal shape. Within it all clients count alike, so that the equality asks for aggregation weights that are
-    equal, too: clients of one size, or ``weighting: uniform``, which is the authors' 1/n.
+    Under any executor the first step is one forward pass over all clients. It needs memory for all
+    their batches, and batches of equal shape. All clients count alike in this step, so the equality
+    requires equal aggregation weights: clients of one size, or ``weighting: uniform``, the authors'
+    1/n.
 
     Args:
-        backward: ``"aggregated"``: the method. ``"own"``: only the forward pass exchanges, and a client's gradient flows
-            through its own part of the statistics: "FedAvg + Algorithm 2", the paper's baseline, whose text and code were
-            not available, so this is inferred. ``"none"``: the same with statistics as constants.
-        var_correction: What makes the running variance unbiased: ``"union"``, N/(N-1) with all N values per channel of the
-            union, as centralised BN does; ``"official"``, b/(b-1) with the b images of a client, as the authors' code.
-        affine_init: Initial gamma of BN: ``"ones"``, the model's own, or ``"uniform"`` in [0, 1), as the authors' code has
-            it: drawn from the module's seed at each start of training that does not go on from a checkpoint.
-        restart_momentum: Whether clients restart their optimizer after the first step, as the authors' code.
+        backward: ``"aggregated"``: the method. ``"own"``: only the forward pass exchanges, and a
+            client's gradient flows through its part of the statistics: the paper's baseline "FedAvg
+            + Algorithm 2", INFERRED because its text and code were not available. ``"none"``: like
+            ``"own"``, with statistics as constants.
+        var_correction: Factor that makes the running variance unbiased. ``"union"``: N/(N-1) with
+            all N values per channel of the union, as in centralised BN; ``"official"``: b/(b-1)
+            with the b images of a client, as in the authors' code.
+        affine_init: Initial gamma of BN. ``"ones"``: the model's; ``"uniform"``: in [0, 1), as in
+            the authors' code, drawn from the module's seed whenever training starts without a
+            checkpoint.
+        restart_momentum: Whether clients restart their optimizer after the first step, as in the
+            authors' code.
 
     Raises:
-        ConfigurationError: Unknown setting, a model without BN, a callback that keeps momentum which this one restarts, or
-            another aggregator than the weighted mean.
+        ConfigurationError: Unknown setting, a model without BN, another callback that keeps the
+            restarted momentum, or an aggregator other than the weighted mean.
     """
 
     paper = "Wang et al., arXiv 2301.02982"
@@ -145,11 +156,11 @@ class FedTAN(FederatedCallback):
             self.claims = ()
 
     def policy(self, round_number: int, total_rounds: int) -> Mapping[str, str]:
-        """Statistics are averaged, and no other method may treat them otherwise."""
+        """Return that statistics are averaged, which no other method may change."""
         return {"mean": "averaged", "var": "averaged"}
 
     def configure_batch_norm(self, pl_module: "FederatedModule") -> None:
-        """Let BN layers exchange in joint steps."""
+        """Swap BN layers for layers that exchange in joint steps, and draw their initial gamma."""
         require_weighted_mean(pl_module, "FedTAN", "takes means inside of a local step")
         self.layers: list[TANBatchNorm] = swap_batch_norm(pl_module.model, TANBatchNorm)
         for index, layer in enumerate(self.layers):
@@ -158,14 +169,14 @@ class FedTAN(FederatedCallback):
                 layer.weight.data.copy_(torch.rand(layer.weight.shape, generator=draw))
 
     def on_train_start(self, trainer: L.Trainer, pl_module: "FederatedModule") -> None:  # type: ignore[override]  # rounds have one
-        """Say so when this is not the method itself."""
+        """Print a note if the backward pass is not the method's."""
         if self.backward != "aggregated":
             pl_module.print(
-                f"FedTAN(backward={self.backward}): 'FedAvg + Algorithm 2', inferred without its text."
+                f"FedTAN(backward={self.backward}): 'FedAvg + Algorithm 2', inferred because its text was not available."
             )
 
     def on_round_start(self, trainer: L.Trainer, pl_module: "FederatedModule", cohort: "Cohort") -> None:
-        """The first local step is joint."""
+        """Make the first local step joint."""
         cohort.extra["calls"] = _calls(cohort)
         for layer in self.layers:
             layer.joint = JointStep(len(cohort), self.backward, self.var_correction)
@@ -173,7 +184,7 @@ class FedTAN(FederatedCallback):
     def on_local_step_end(
         self, trainer: L.Trainer, pl_module: "FederatedModule", cohort: "Cohort", step: int
     ) -> None:
-        """All further ones are ordinary, with a client optimizer of their own."""
+        """Make further steps ordinary after the first, and restart the client optimizers if set."""
         if step == 0:
             cohort.extra["calls"].neg_().add_(_calls(cohort))
             for layer in self.layers:
@@ -182,17 +193,17 @@ class FedTAN(FederatedCallback):
                 cohort.restart_optimizer()
 
     def extra_payload(self, cohort: "Cohort") -> tuple[int, int]:
-        """A mean and a variance of each channel at each call of a layer, and what is returned of their gradients."""
+        """Return the exchanged means and variances per channel and call of a layer, with their gradients."""
         channels = torch.tensor([layer.num_features for layer in self.layers])
         floats = int(cohort.extra["calls"][0].cpu() @ channels) * (4 if self.backward == "aggregated" else 2)
         return floats, floats
 
     def extra_exchanges(self, cohort: "Cohort") -> int:
-        """One of means and one of variances at each call of a layer, and with gradients one more."""
+        """Return the exchanges: mean and variance at each call of a layer, with gradients one more."""
         return int(cohort.extra["calls"][0].sum()) * (3 if self.backward == "aggregated" else 2)
 
 
 def _calls(cohort: "Cohort") -> Tensor:
-    """How often each client's BN layers have taken statistics in, ``[C, layers]``; in a joint step all clients' alike."""
+    """Return how often each client updated its running statistics, ``[C, layers]``."""
     kinds = cohort.buffer_kinds
     return torch.stack([cohort.buffers[name] for name in kinds if kinds[name] == "counter"], 1)

@@ -11,18 +11,21 @@ _KINDS = {"statistics": STATISTICS, "affine": ("affine",), "both": (*STATISTICS,
 
 
 class FixBN(Freezing):
-    """Freeze Batch Normalization after round T* (Algorithm 1).
+    """FixBN: Batch Normalization is frozen after round T* (Algorithm 1).
 
-    Rounds 1..T* are FedAvg with BN. From round T* + 1 on every client normalises with the server's running statistics
-    of round T*, which no longer change; gamma and beta go on learning unless they are frozen too (Table H).
+    Rounds 1..T* are FedAvg with BN. From round T* + 1 on every client normalises with the server's
+    running statistics of round T*, which stay constant. gamma and beta continue to train unless
+    they are frozen too (Table H).
 
     Args:
         freeze_round: T*, the last round with batch statistics; 0 freezes from the start.
-        freeze_fraction: T* as a fraction of the planned rounds, in [0, 1]. Default 0.5 when neither is given.
-        freeze: What is frozen: running ``"statistics"`` (the method), ``"affine"`` gamma and beta, or ``"both"``.
+        freeze_fraction: T* as a fraction of the planned rounds, in [0, 1]; 0.5 if neither is given.
+        freeze: Frozen state: running ``"statistics"`` (the method), ``"affine"`` gamma and beta, or
+            ``"both"``.
 
     Raises:
-        ConfigurationError: Both ways to give T* are used, one is out of range, or the model has no BN layer.
+        ConfigurationError: T* is given twice, a setting is out of range, or the model has no BN
+            layer.
     """
 
     paper = "Zhong et al., arXiv 2303.06530"
@@ -41,5 +44,5 @@ class FixBN(Freezing):
         self.kinds = _KINDS[freeze]
 
     def last_batch_round(self, total_rounds: int) -> int:
-        """T*: the last round that trains with batch statistics."""
+        """Return T*, the last round that trains with batch statistics."""
         return round_at(self.milestone, total_rounds)

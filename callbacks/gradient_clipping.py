@@ -13,14 +13,15 @@ if TYPE_CHECKING:
 
 
 class ClientGradientClipping(FederatedCallback):
-    """Scales each client's gradient of a local step down to a norm of at most ``max_norm``, over all its parameters.
+    """Clipping of each client's gradient to a norm of at most ``max_norm``, over all parameters.
 
-    It is ``torch.nn.utils.clip_grad_norm_`` on every client's own model. A gradient is what the callbacks before this one
-    in the list have made of it: after FedProx or SCAFFOLD it bounds the step itself, before them the client's own part.
+    It applies ``torch.nn.utils.clip_grad_norm_`` to every client's model, after the callbacks that
+    precede it in the list. Behind FedProx or SCAFFOLD it bounds the corrected gradient, before them
+    the client's gradient alone.
 
     Args:
-        max_norm: The largest norm, above 0; infinity changes nothing.
-        norm: Which p-norm, above 0; ``.inf`` is the largest absolute entry.
+        max_norm: Largest norm, above 0; infinity changes no gradient.
+        norm: Order p of the norm, above 0; ``.inf`` is the largest absolute entry.
 
     Raises:
         ConfigurationError: A setting is out of range.
@@ -46,7 +47,7 @@ class ClientGradientClipping(FederatedCallback):
         rows = cohort.index(cohort.active_rows())
         blocks = [block for name, block in cohort.grads.blocks.items() if cohort.is_trained(name)]
         norms = torch.stack([torch.linalg.vector_norm(block[rows], self.norm, dim=1) for block in blocks])
-        # the small term is PyTorch's
+        # 1e-6 as in clip_grad_norm_
         scales = self.max_norm / (torch.linalg.vector_norm(norms, self.norm, dim=0) + 1e-6)
         for block in blocks:
             block[rows] *= scales.clamp(max=1.0).to(block.dtype).unsqueeze(1)

@@ -15,24 +15,28 @@ if TYPE_CHECKING:
 
 
 class SCAFFOLD(FederatedCallback):
-    """Corrects client drift: clients step with ``g - c_i + c``, where c_i and c estimate their own and everyone's gradient.
+    """SCAFFOLD: clients correct their drift with control variates, ``g - c_i + c``.
 
-    Algorithm 1 with option II: after the round c_i is the mean of the gradients g that client i has computed in its E_i
-    local steps, and ``c += |S|/n mean(new c_i - old c_i)`` over the cohort S of the n clients. For SGD that mean is the
-    paper's ``c_i - c + (theta - theta_i) / (E_i eta)`` with the round's real learning rate eta; taken from the gradients it
-    has a meaning for every client optimizer (momentum, Adam: they step with the corrected gradient), and no rounding of
-    parameters in it. Weight decay is the optimizer's: it enters neither c_i nor c. All control variates start from 0, and
-    absent clients keep theirs. The server learning rate is that of the server optimizer.
+    c_i and c estimate the client's and the mean gradient (Algorithm 1, option II). After a round
+    c_i is the mean of the gradients g that client i computed in its E_i local steps, and ``c +=
+    |S|/n mean(new c_i - old c_i)`` over the cohort S of the n clients. For SGD that mean gradient
+    is the paper's ``c_i - c + (theta - theta_i) / (E_i eta)`` with the round's learning rate eta.
+    Computed from gradients it is defined for every client optimizer (momentum and Adam step with
+    the corrected gradient) and free of the rounding of parameters. Weight decay belongs to the
+    optimizer and enters neither c_i nor c. All control variates start from 0, and absent clients
+    keep theirs. The server learning rate is that of the server optimizer.
 
-    ``mean`` is the module's aggregator: with the default it has the aggregation weights. ``|S|/n`` is the cohort's share of
-    all clients' weight, so that c stays the weighted mean of all c_i; with ``weighting: uniform``, or clients of one size,
-    both are the paper's. With ``weighting: samples`` the weights of both are those of clients that take all of their steps:
-    those of a round with stragglers would be others, and c no mean of any. A robust aggregator keeps a Byzantine client's
-    c_i out of c as it keeps its update out, layer by layer where its ``per`` says so.
+    ``mean`` is the module's aggregator, by default the weighted mean. ``|S|/n`` is the cohort's
+    share of all clients' weight, so c stays the weighted mean of all c_i. With ``weighting:
+    uniform``, or clients of one size, both are the paper's. With ``weighting: samples`` both
+    weights assume that clients take all of their steps: with the weights of a round with stragglers
+    c would be no mean. A robust aggregator keeps a Byzantine client's c_i out of c, like its
+    update, layer by layer if its ``per`` is set so.
 
-    There are control variates for what the server averages and trains: not for statistics, nor for parameters that are
-    frozen or local (FedBN). They double what is sent of it, both ways. Callbacks before this one in the list have changed
-    the gradient g already (ClientGradientClipping), those after it change the corrected one.
+    Control variates cover what the server averages and trains: neither statistics nor frozen or
+    local parameters (FedBN). They double the traffic of these parameters both ways. Callbacks
+    before this one in the list change the gradient g (ClientGradientClipping), callbacks after it
+    the corrected gradient.
     """
 
     paper = "Karimireddy et al., arXiv 1910.06378"
@@ -46,13 +50,13 @@ class SCAFFOLD(FederatedCallback):
         self.memory = ClientMemory()
 
     def on_round_start(self, trainer: L.Trainer, pl_module: "FederatedModule", cohort: "Cohort") -> None:
-        """Clients receive c and take up their c_i."""
+        """Load c and the c_i of the clients."""
         self._own, self._correction = {}, {}
-        kept = [self.memory.get(owner, {}) for owner in (SERVER, *cohort.client_ids)]
+        memories = [self.memory.get(owner, {}) for owner in (SERVER, *cohort.client_ids)]
         for block in self._blocks(cohort):
             gradients = cohort.grads.blocks[block]
             variates = gradients.new_zeros(1 + len(cohort), gradients.shape[1])
-            for row, entry in zip(variates, kept, strict=True):
+            for row, entry in zip(variates, memories, strict=True):
                 if block in entry:
                     row.copy_(entry[block])
             self._own[block], self._correction[block] = variates[1:], variates[0] - variates[1:]
@@ -61,7 +65,7 @@ class SCAFFOLD(FederatedCallback):
     def on_after_local_backward(
         self, trainer: L.Trainer, pl_module: "FederatedModule", cohort: "Cohort", step: int
     ) -> None:
-        """``g <- g - c_i + c``."""
+        """Correct the gradients: ``g <- g - c_i + c``."""
         active = cohort.index(cohort.active_rows())
         for block, correction in self._correction.items():
             gradients = cohort.grads.blocks[block]
@@ -69,31 +73,31 @@ class SCAFFOLD(FederatedCallback):
             gradients += correction[cohort.rows]
 
     def on_before_aggregate(self, trainer: L.Trainer, pl_module: "FederatedModule", cohort: "Cohort") -> None:
-        """``c_i <- mean of g`` and ``c <- c + |S|/n mean(delta c_i)``."""
+        """Update the control variates: ``c_i <- mean of g`` and ``c <- c + |S|/n mean(delta c_i)``."""
         share = pl_module.weight_share(cohort)
         steps = torch.tensor(cohort.local_steps, device=pl_module.device).unsqueeze(1)
-        own = {block: cohort.extra[f"SCAFFOLD {block}"] / steps for block in self._own}
-        changes = {block: (block, rows - self._own[block][cohort.rows]) for block, rows in own.items()}
+        variates = {block: cohort.extra[f"SCAFFOLD {block}"] / steps for block in self._own}
+        changes = {block: (block, rows - self._own[block][cohort.rows]) for block, rows in variates.items()}
         means = aggregate(cohort, changes, pl_module.aggregator, pl_module.usual_weights(cohort))
         server = dict(self.memory.get(SERVER, {}))
         for block, mean in means.items():
             server[block] = server.get(block, torch.zeros_like(mean)).to(mean) + share * mean
         self.memory[SERVER] = server
         for index, client in enumerate(cohort.client_ids):
-            rows = {block: rows[index].clone() for block, rows in own.items()}
+            rows = {block: rows[index].clone() for block, rows in variates.items()}
             self.memory[client] = {**self.memory.get(client, {}), **rows}
 
     def extra_payload(self, cohort: "Cohort") -> tuple[int, int]:
-        """Clients send the change of c_i and receive c."""
+        """Return the floats of a control variate: clients send the change of c_i and receive c."""
         floats = sum(cohort.params.blocks[block].shape[1] for block in self._blocks(cohort))
         return floats, floats
 
     def state_dict(self) -> dict[str, Any]:
-        """The control variates by client id (``SERVER``: the server's c): a row ``[columns]`` for each block."""
+        """Return the control variates by client id (``SERVER``: c), a row ``[columns]`` for each block."""
         return {"memory": self.memory}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take up the control variates of a checkpoint."""
+        """Restore the control variates from a checkpoint."""
         self.memory = ClientMemory(state_dict["memory"])
 
     @staticmethod

@@ -4,11 +4,11 @@ from fl_lightning.methods import LocalState
 
 
 class SiloBN(LocalState):
-    """Clients keep their running statistics; weights, gamma and beta are averaged.
+    """SiloBN: clients keep their running statistics; weights, gamma and beta are averaged.
 
-    Statistics are not read in training, so all parameters are those of FedAvg with BN, bit for bit; what differs is the
-    model that each client ends with. The server's own copy of the statistics, the mean over the round's clients, stands in
-    for a client that it has never seen.
+    Training does not read running statistics, so all parameters equal those of FedAvg with BN bit
+    for bit; the clients' final models differ. A client that has not taken part yet is evaluated
+    with the server's copy of the statistics, the mean over the round's clients.
     """
 
     paper = "Andreux et al., arXiv 2008.07424"

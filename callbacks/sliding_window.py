@@ -16,25 +16,27 @@ if TYPE_CHECKING:
 
 
 class SlidingWindowFixBN(FoundFreezing):
-    """FixBN that finds T* by itself: the round in which the clients' BN statistics change at a steady pace.
+    """FixBN that finds T* in training, once the clients' BN statistics change at a steady pace.
 
-    In every round the change of a client is the L1 norm, over all its running means and variances, of the difference
-    between what it sends now and what it sent the last time it took part. Once the variance of the last ``window`` mean
-    changes (with 1/W, as in the paper) is below ``threshold``, statistics are frozen for all clients from the next round.
-    The paper leaves open which norm is meant and how clients agree; the L1 norm, the mean over the round's clients with
-    their aggregation weights, and one switch for all are our reading. A client that takes part for the first time has no
-    change yet, and a round without any change adds nothing to the window.
+    A client's change in a round is the L1 norm, over all its running means and variances, of the
+    difference between the statistics that it sends now and those that it sent last. Once the
+    variance of the last ``window`` mean changes (with 1/W, as in the paper) is below ``threshold``,
+    statistics are frozen for all clients from the next round. The paper leaves open which norm is
+    meant and how clients agree. Our reading: the L1 norm, the weighted mean over the round's
+    clients, and one T* for all. A client that takes part for the first time has no change, and a
+    round without any change adds no entry to the window.
 
-    Logged until T* is found: ``fixbn/statistics_change`` every round that has one, ``fixbn/window_variance`` from a full
-    window on; then ``fixbn/freeze_round``.
+    Logged until T* is found: ``fixbn/statistics_change`` in every round that has one and, once the
+    window is full, ``fixbn/window_variance``; then ``fixbn/freeze_round``.
 
     Args:
-        window: W, the number of rounds that are looked at, at least 2. The paper recommends a large one.
-        threshold: tau >= 0, in squared units of the summed statistics, so it grows with the square of the number of BN
-            channels; the paper recommends a small one. 0 never freezes.
+        window: W, the number of rounds in the window, at least 2; the paper recommends a large one.
+        threshold: tau >= 0, in squared units of the summed statistics, so it grows with the square
+            of the number of BN channels. The paper recommends a small one; 0 never freezes.
 
     Raises:
-        ConfigurationError: A setting is out of range, or the model has no BN layer with running statistics.
+        ConfigurationError: A setting is out of range, or the model has no BN layer with running
+            statistics.
     """
 
     paper = "Zhong et al., arXiv 2303.06530, appendix B.6"
@@ -53,15 +55,15 @@ class SlidingWindowFixBN(FoundFreezing):
         self.statistics = ClientMemory()
 
     def on_before_aggregate(self, trainer: L.Trainer, pl_module: "FederatedModule", cohort: "Cohort") -> None:
-        """Watch the statistics that the clients send."""
+        """Compare the sent statistics with those that the clients sent last, and freeze once they are steady."""
         if self.freeze_round is not None:
             return
         names = [name for name, kind in cohort.buffer_kinds.items() if kind in ("mean", "var")]
         sent = torch.cat([cohort.buffers[name].flatten(1) for name in names], 1)
         seen = [row for row, client in enumerate(cohort.client_ids) if client in self.statistics]
         if seen:
-            kept = [self.statistics[cohort.client_ids[row]]["statistics"] for row in seen]
-            before = torch.stack(kept).to(sent)
+            last = [self.statistics[cohort.client_ids[row]]["statistics"] for row in seen]
+            before = torch.stack(last).to(sent)
             change = mean_change(sent[seen], before, cohort.weights[seen])
             self.changes = [*self.changes, change][-self.window :]
             pl_module.log("fixbn/statistics_change", change)
@@ -75,27 +77,27 @@ class SlidingWindowFixBN(FoundFreezing):
                 self.statistics = ClientMemory()
 
     def state_dict(self) -> dict[str, Any]:
-        """T*, the window and, until T* is found, the statistics that each client sent last."""
+        """Return T*, the window and, until T* is found, the statistics that each client sent last."""
         return super().state_dict() | {"changes": self.changes, "statistics": self.statistics}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take up the search of a checkpoint."""
+        """Restore the search from a checkpoint."""
         super().load_state_dict(state_dict)
         self.changes, self.statistics = state_dict["changes"], ClientMemory(state_dict["statistics"])
 
 
 def mean_change(now: Tensor, before: Tensor, weights: Tensor) -> float:
-    """Weighted mean over the clients of the L1 norm of a change, in float64.
+    """Return the weighted mean over the clients of the L1 norm of a change, computed in float64.
 
     Args:
-        now: What each client has, shape ``[n, floats]``.
-        before: What it had, likewise.
-        weights: Positive weights ``[n]``; they need not sum to 1.
+        now: Each client's present statistics, ``[n, floats]``.
+        before: Each client's earlier statistics, ``[n, floats]``.
+        weights: Positive weights ``[n]``, not necessarily normalised.
     """
     changes = (now.double() - before.double()).abs().sum(1)
     return float(weights.double() @ changes / weights.double().sum())
 
 
 def window_variance(changes: Sequence[float]) -> float:
-    """Variance of the mean changes in the window, with 1/W as in appendix B.6."""
+    """Return the variance of the mean changes in the window, with 1/W as in appendix B.6."""
     return float(torch.tensor(changes, dtype=torch.float64).var(correction=0))

@@ -17,20 +17,23 @@ if TYPE_CHECKING:
 
 
 class StaticBN(FederatedCallback):
-    """Train with batch statistics only, and measure the server's statistics in a pass over the clients' data (sBN).
+    """Static BN (sBN): training with batch statistics only; statistics are measured in a pass over the data.
 
-    No running statistic is tracked or sent in training. After each round that will be evaluated, and after the last one (also
-    where that round is skipped, for the weights of an earlier one),
-    all clients pass over their training data once with the server's new weights, without gradients (see
-    :func:`~fl_lightning.methods.statistics_pass.collect`). In the rounds between, the server, and so a checkpoint, holds the
-    statistics of the last pass. Parameters train as in FedAvg: only evaluation sees the difference.
+    No running statistic is tracked or sent in training. After each round that is evaluated, and
+    after the last one, all clients pass over their training data once with the server's new
+    weights, without gradients (see :func:`~fl_lightning.methods.statistics_pass.collect`). A
+    skipped round has its pass too, unless an earlier pass already used the same weights. Between
+    two passes the server, and so a checkpoint, holds the statistics of the earlier pass. Parameters
+    train as in FedAvg; only evaluation differs.
 
     Args:
-        statistics_pass: ``"pooled"``: averages over batches of all clients' data together, as HeteroFL's code, which a
-            federation cannot do (batch k is the union of the clients' k-th batches; theirs are shuffled over all data);
-            ``"pooled_total_variance"``: the variance of all values in these batches; ``"per_client"``: averages over each
-            client's batches by itself, without the variance between the clients; ``"per_client_total_variance"``: the
-            variance of all values in those, from each client's count, mean and variance.
+        statistics_pass: ``"pooled"``: averages over batches of all clients' data together, as in
+            HeteroFL's code (batch k is the union of the clients' k-th batches; HeteroFL shuffles
+            over all data), which a real federation cannot compute. ``"pooled_total_variance"``: the
+            variance of all values in these batches. ``"per_client"``: averages over the batches of
+            each client, without the variance between clients. ``"per_client_total_variance"``: the
+            variance of all values in the clients' batches, from each client's count, mean and
+            variance.
 
     Raises:
         ConfigurationError: Unknown pass, or a model without running statistics.
@@ -49,33 +52,33 @@ class StaticBN(FederatedCallback):
         self._is_last = False
 
     def policy(self, round_number: int, total_rounds: int) -> Mapping[str, str]:
-        """What the layers track in training is thrown away."""
+        """Return that statistics tracked in training are discarded."""
         return dict.fromkeys(("mean", "var", "counter"), "reset")
 
     def configure_batch_norm(self, pl_module: "FederatedModule") -> None:
-        """Check that there is somewhere to put the statistics."""
+        """Check that the model has running statistics and that their aggregator is a weighted mean."""
         require_batch_norm(pl_module.model, "StaticBN")
         require_weighted_mean(
             pl_module,
             "StaticBN",
-            "pools the statistics of all clients in a pass of its own",
+            "pools the statistics of all clients in a separate pass",
             ("statistics_aggregator",),
         )
 
     def on_round_end(self, trainer: L.Trainer, pl_module: "FederatedModule", cohort: "Cohort") -> None:
-        """The pass, where the statistics are about to be used."""
+        """Measure statistics if they are about to be used."""
         self._trained_round = cohort.round
         self._measure_if_used(trainer, pl_module, cohort.round)
 
     def on_round_skipped(
         self, trainer: L.Trainer, pl_module: "FederatedModule"
     ) -> tuple[Mapping[int, tuple[int, int]], int]:
-        """The pass for the weights of an earlier round, where this one is evaluated and that one was not."""
+        """Measure statistics if this round is evaluated and its weights have not been measured."""
         self._measure_if_used(trainer, pl_module, pl_module.round)
         return self._pass, int(self._is_last and bool(self._pass))
 
     def _measure_if_used(self, trainer: L.Trainer, pl_module: "FederatedModule", round_number: int) -> None:
-        """Pass over the data if statistics of older weights are about to be used, and note what is sent."""
+        """Pass over the data if statistics of older weights are about to be used; record the traffic."""
         self._pass, self._is_last = {}, round_number == trainer.fit_loop.max_epochs
         used = self._is_last or _is_evaluated(trainer, round_number)
         if not used or self.measured_round == self._trained_round:
@@ -92,24 +95,24 @@ class StaticBN(FederatedCallback):
         self._pass = {client: (statistics, weights * (client not in following)) for client in clients}
 
     def on_train_end(self, trainer: L.Trainer, pl_module: "FederatedModule") -> None:  # type: ignore[override]  # rounds have one
-        """The pass, where training ended before its last round."""
+        """Measure statistics if training ended before its last round."""
         if self.measured_round < self._trained_round:
             self._measure(pl_module, self._trained_round)
 
     def on_test_start(self, trainer: L.Trainer, pl_module: "FederatedModule") -> None:  # type: ignore[override]  # rounds have one
-        """Say so when the checkpoint of a stopped run holds statistics of an earlier round."""
+        """Print a warning if statistics and weights of a checkpoint are of different rounds."""
         if self._trained_round != self.measured_round:
             pl_module.print(
-                f"StaticBN: the statistics are those of round {self.measured_round}, the weights of round {self._trained_round}: this run was "
-                "stopped between two passes; go on with fit --ckpt_path last for numbers that belong together"
+                f"StaticBN: statistics are of round {self.measured_round}, weights of round {self._trained_round}: the run stopped "
+                "between two passes. Resume it with fit --ckpt_path last to measure statistics of these weights"
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """The round of the last pass, and that of the weights."""
+        """Return the rounds of the last pass and of the weights."""
         return {"measured_round": self.measured_round, "trained_round": self._trained_round}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take up the round of the last pass, and that of the weights."""
+        """Restore the rounds of the last pass and of the weights."""
         self.measured_round = state_dict["measured_round"]
         self._trained_round = state_dict.get("trained_round", self.measured_round)
 
@@ -121,11 +124,11 @@ class StaticBN(FederatedCallback):
             buffers[f"{layer}.running_var"].copy_(variance)
 
     def extra_traffic(self, cohort: "Cohort") -> Mapping[int, tuple[int, int]]:
-        """All clients send statistics in a pass; those that the next round does not send the weights get them for it."""
+        """Return the traffic of a pass: all clients send statistics; those without the new weights get them."""
         return self._pass
 
     def extra_exchanges(self, cohort: "Cohort") -> int:
-        """The last pass waits for the server; before, its answer comes while the next round is under way."""
+        """Return 1 for the last pass, for which the server waits; earlier passes overlap with the next round."""
         return int(self._is_last)
 
 

@@ -236,7 +236,7 @@ def test_statistics_of_an_earlier_round_are_told(capsys):
     trainer = fit(module, blobs(), 2, [method])
     method.measured_round = 1
     trainer.test(module, datamodule=blobs(), verbose=False)
-    assert "those of round 1, the weights of round 2" in capsys.readouterr().out
+    assert "are of round 1, weights of round 2" in capsys.readouterr().out
 
 
 def with_a_layer_in_eval_mode():
