@@ -1,1 +1,1 @@
-"""Observers: methods that measure a run and change none of its numbers."""
+"""Observers: callbacks that measure a run and leave its training unchanged."""

@@ -1,4 +1,4 @@
-"""What the server's rules make of what clients send: how far from the honest mean, and whose part in it is how large."""
+"""Effect of attackers on the server's aggregates: distance to the honest mean, and share of each client."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -16,24 +16,26 @@ if TYPE_CHECKING:
 
 
 class AggregationDiagnostics(Report, FederatedCallback):
-    """Measure what the server's rules do with attackers (an observer: training is the same).
+    """Observer of the server's aggregation rules under attack; training is unchanged.
 
-    For the parameters (as updates), the means and the variances that are sent, in round 1 and every ``every_n_rounds``-th:
+    For the parameters (as updates), means and variances that are sent, in round 1 and every
+    ``every_n_rounds``-th:
 
-    - ``byzantine/distance_parameters`` (``_means``, ``_variances``): the L2 distance of the aggregate to the mean of the honest
-      clients, in units of their mean distance to it; both means are weighted where the rule is. 0 where nobody attacks and the rule
-      is the mean; a robust rule is biased. What ``statistics_domain``, and a method that adds the variance between clients, make of
-      variances after the rule does not count.
-    - ``byzantine/share_parameters`` and so on: the part that the attackers have in the aggregate. Under a mean it is f / n; 0 where
-      all of them are trimmed or filtered out.
+    - ``byzantine/distance_parameters`` (``_means``, ``_variances``): L2 distance of the aggregate
+      to the mean of the honest clients, in units of their mean distance to it; both means are
+      weighted if the rule is. The distance is 0 without attackers if the rule is the mean; a robust
+      rule is biased. ``statistics_domain`` and the variance between clients, which act after the
+      rule, are ignored.
+    - ``byzantine/share_parameters`` (``_means``, ``_variances``): share of the attackers in the
+      aggregate. Under a mean it is f / n, and 0 if all attackers are trimmed or filtered out.
 
-    At the end ``shares.csv`` has each client's mean part in the measured aggregates: who was trimmed or filtered.
+    ``shares.csv`` has each client's mean share in the measured aggregates.
 
-    Several vectors of one kind (each layer's means) count by their number of coordinates. Each measured round takes the time of a
-    second aggregation.
+    Several vectors of one kind (each layer's means) count by their number of coordinates. Each
+    measured round takes the time of a second aggregation.
 
     Args:
-        every_n_rounds: How often rounds are measured, at least 1.
+        every_n_rounds: Interval of the measured rounds, at least 1.
 
     Raises:
         ConfigurationError: ``every_n_rounds`` is below 1.
@@ -55,7 +57,7 @@ class AggregationDiagnostics(Report, FederatedCallback):
         self._attackers: set[int] = set()
 
     def on_before_aggregate(self, trainer: L.Trainer, pl_module: "FederatedModule", cohort: "Cohort") -> None:
-        """Aggregate what is sent, as the server will."""
+        """Measure distance and shares of what the server is about to aggregate."""
         if cohort.round != 1 and cohort.round % self.every_n_rounds:
             return
         attacks = [callback for callback in pl_module.federated_callbacks if isinstance(callback, Byzantine)]
@@ -72,8 +74,8 @@ class AggregationDiagnostics(Report, FederatedCallback):
             moved = (sent.rule(rows, cohort.weights) - mean).square().sum()
             spread = (weights @ (rows[good] - mean).norm(dim=1)).square()
             shares = sent.rule.shares([rows], cohort.weights) * columns
-            found = torch.cat([torch.stack([moved, spread, torch.full_like(moved, columns)]), shares]).cpu()
-            totals[sent.what] = totals.get(sent.what, 0) + found
+            sums = torch.cat([torch.stack([moved, spread, torch.full_like(moved, columns)]), shares]).cpu()
+            totals[sent.what] = totals.get(sent.what, 0) + sums
         for what, total in totals.items():
             moved_, spread_, columns_, *parts = total.tolist()
             self.newest[f"byzantine/distance_{what}"] = (moved_ / spread_) ** 0.5 if spread_ else 0.0
@@ -84,18 +86,18 @@ class AggregationDiagnostics(Report, FederatedCallback):
         pl_module.log_numbers(self.newest)
 
     def tables(self) -> Mapping[str, Table]:
-        """Each client's mean part in the aggregates that were measured."""
-        kinds = sorted({what for own in self.shares.values() for what in own})
+        """Return each client's mean share in the measured aggregates."""
+        kinds = sorted({what for shares in self.shares.values() for what in shares})
         rows: list[list[float | str]] = []
-        for client, own in sorted(self.shares.items()):
-            means = [own[what][1] / own[what][0] if what in own else "" for what in kinds]
+        for client, shares in sorted(self.shares.items()):
+            means = [shares[what][1] / shares[what][0] if what in shares else "" for what in kinds]
             rows.append([client, "yes" if client in self._attackers else "no", *means])
         return {"shares": Table(["client", "attacker", *kinds], rows)} if kinds else {}
 
     def state_dict(self) -> dict[str, Any]:
-        """The shares so far."""
+        """Return the shares so far."""
         return {"shares": self.shares, "attackers": sorted(self._attackers)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take up the shares of a checkpoint."""
+        """Restore the shares from a checkpoint."""
         self.shares, self._attackers = state_dict["shares"], set(state_dict["attackers"])

@@ -1,4 +1,4 @@
-"""What Batch Normalization does to a federated run, measured while it trains."""
+"""Effects of Batch Normalization on a federated run, measured during training."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -30,54 +30,61 @@ _MEASURES = ("statistics", "gradients", "gap", "bias")
 
 
 class BatchNormDiagnostics(BatchNormReport, VariantEvaluation):
-    """Measure what BN does in any run, with any method (an observer: training is the same).
+    """Observer of Batch Normalization in any run, with any method; training is unchanged.
 
-    It is the same bit for bit where models and data draw from the global generators of torch, numpy and Python, and keep no count
-    of their calls: a measured round runs the first step's batches and forward passes once more.
+    Training is the same bit for bit if models and data draw from the global generators of torch,
+    numpy and Python and do not count their calls: a measured round repeats the first step's batches
+    and forward passes.
 
-    In round 1 and in every ``every_n_rounds``-th one. p_m are the clients' aggregation weights, S the server's running
-    means and variances that the round starts from, S_m client m's own: mean and unbiased variance of what each BN layer
-    is given in the first local step, on the batch that the client draws and at the weights that it starts from. That
-    is what PyTorch's BN would add to its moving averages, also where the layer normalises with something else. The step
-    is computed beside the run, as the method's own (frozen statistics, FBN's, FedTAN's joint pass), without dropout.
-    A layer that the forward pass does not call counts as one that does not deviate.
+    Round 1 and every ``every_n_rounds``-th round are measured. p_m are the clients' aggregation
+    weights, S the server's running means and variances at the start of the round. S_m of client m
+    are the mean and unbiased variance of each BN layer's inputs in the first local step, on the
+    client's batch and starting weights. PyTorch's BN would add S_m to its moving averages; S_m is
+    measured even if the layer normalises with other statistics. The step is computed beside the run
+    as the method's own step (frozen statistics, FBN's, FedTAN's joint pass), without dropout. A
+    layer that the forward pass does not call has deviation 0.
 
-    - ``"statistics"``: ``bn/global_change``, the L1 norm of S' - S with S' after the round, and ``bn/local_deviation``,
-      ``sum_m p_m |S_m - S|_1`` (Figure 3a of the FixBN paper), both also ``_per_float``; ``bn/window_variance``, the
-      unbiased variance of S_m over the rounds that were measured of client m, mean over floats and clients (Figure 3b).
-    - ``"gradients"``: ``bn/gradient_deviation``, ``|sum_m w_m g_m - g| / |g|`` in L2 norms: the clients' first gradients,
-      weighed by the sizes of their batches, against that of the method's centralised twin, one client with the union of
-      the batches; of a model with gamma and beta also for these (``_affine``) and all others (``_weights``). They are
-      gradients of the loss: what FedProx, SCAFFOLD or clipping make of them does not enter. Zero up to rounding for GN,
-      FixBN once frozen, FBN and FedTAN. In mixed precision rounding is that of bfloat16. Parameters that a round
-      freezes or that clients keep are left out.
+    - ``"statistics"``: ``bn/global_change``, the L1 norm of S' - S with S' after the round;
+      ``bn/local_deviation``, ``sum_m p_m |S_m - S|_1`` (Figure 3a of the FixBN paper); both also
+      ``_per_float``. ``bn/window_variance``, the unbiased variance of S_m over the measured rounds
+      of client m, mean over floats and clients (Figure 3b).
+    - ``"gradients"``: ``bn/gradient_deviation``, ``|sum_m w_m g_m - g| / |g|`` in L2 norms. It
+      compares the clients' first gradients, weighted by batch size, with the gradient of the
+      method's centralised twin, one client with the union of the batches. A model with gamma and
+      beta also has it for these (``_affine``) and for the rest (``_weights``). FedProx, SCAFFOLD
+      and clipping are ignored, since these are gradients of the loss. Parameters that are frozen or
+      local are left out. Zero up to rounding for GN, FBN, FedTAN, and FixBN once frozen; in mixed
+      precision the rounding is bfloat16's.
 
-    In every evaluation inside ``fit``:
+    Every evaluation inside ``fit`` measures:
 
-    - ``"gap"``: ``bn/train_eval_gap``, the accuracy with the server's running statistics minus that with those of the
-      evaluation batch (``val/accuracy_batch_statistics``).
-    - ``"bias"``: ``bn/mean_bias`` and ``bn/var_bias``, the server's m and v against m* and v*, the moments (variances
-      biased) of a pooled pass at its weights: batch k is the union of all clients' k-th batches, it normalises with its own
-      statistics, and the values of all batches count alike. In the first BN layer these are the moments of all training
-      data. Means over the layers of ``|m - m*| / |sqrt(v*)|`` and ``|v - v*| / |v*|``; ``bn/recalibration_gap``, accuracy
-      with the server's minus that with m* and v* (``val/accuracy_recalibrated``).
+    - ``"gap"``: ``bn/train_eval_gap``, the accuracy with the server's running statistics minus that
+      with the evaluation batch's (``val/accuracy_batch_statistics``).
+    - ``"bias"``: ``bn/mean_bias`` and ``bn/var_bias``, means over the layers of ``|m - m*| /
+      |sqrt(v*)|`` and ``|v - v*| / |v*|`` for the server's m and v. m* and v* are the moments
+      (variances biased) of a pooled pass at its weights: batch k is the union of all clients' k-th
+      batches and normalises with its own statistics, and all values count alike. In the first BN
+      layer m* and v* are the moments of all training data. ``bn/recalibration_gap``, the accuracy
+      with the server's statistics minus that with m* and v* (``val/accuracy_recalibrated``).
 
-    ``bn_drift.png`` shows these over the rounds, ``bn_layers.png`` and ``bn_layers.csv`` those of each layer, of about
-    100 rounds; of a layer's weight and bias together, since gradients of biases before BN are nothing but rounding.
-    For a model without BN, or whose BN keeps no running statistics, only gradients are measured. ``result.json`` has the
-    newest numbers of each measure, and their round. An evaluation after the last round counts as that round's.
+    ``bn_drift.png`` shows these measures over the rounds; ``bn_layers.png`` and ``bn_layers.csv``
+    show about 100 rounds of each layer. A layer's weight and bias count together, since gradients
+    of biases before BN are only rounding. A model without running statistics has only gradients
+    measured. ``result.json`` has the newest numbers of each measure and their round; an evaluation
+    after the last round counts as that round's.
 
-    A measured round took 3.2 (LeNet) to 3.7 times (ResNet-8) as long as others on a CPU with E = 1, and 2.5 times with
-    ``"statistics"`` alone: with the default of every tenth round a run takes 1.2 to 1.3 times as long, and rounds in
-    between cost nothing. A measured round needs the memory of a second cohort and of the union batch, ``"bias"`` that of
-    a forward pass on a batch of all clients, in the cohort or not.
+    On a CPU with E = 1 a measured round took 3.2 (LeNet) to 3.7 times (ResNet-8) as long as others,
+    and 2.5 times with ``"statistics"`` alone. At the default interval a run takes 1.2 to 1.3 times
+    as long. A measured round needs the memory of a second cohort and of the union batch; ``"bias"``
+    needs that of a forward pass on a batch of all clients, even those outside the cohort.
 
     Args:
-        every_n_rounds: How often rounds are measured, at least 1.
+        every_n_rounds: Interval of the measured rounds, at least 1.
         window: Measured rounds of a client in the variance, at least 2.
-        window_clients: Clients in the variance, evenly spaced by id, at least 1. The window holds up to
-            ``window * window_clients`` times the floats of S, in checkpoints too.
-        measure: Which of ``statistics``, ``gradients``, ``gap`` and ``bias``; None for all but ``bias``, the dearest.
+        window_clients: Clients in the variance, evenly spaced by id, at least 1. The window holds
+            up to ``window * window_clients`` times the floats of S, also in checkpoints.
+        measure: List of ``statistics``, ``gradients``, ``gap`` and ``bias``; None for all but
+            ``bias``, the most expensive.
 
     Raises:
         ConfigurationError: A setting is out of range or unknown.
@@ -114,21 +121,21 @@ class BatchNormDiagnostics(BatchNormReport, VariantEvaluation):
         super().__init__()
 
     def start_anew(self) -> None:
-        """Forget what was measured: another run begins."""
+        """Reset all measurements for a new run."""
         super().start_anew()
         self.windows: dict[int, Tensor] = {}
         self._before: Tensor | None = None
         self._true: dict[str, Tensor] = {}
 
     def configure_batch_norm(self, pl_module: "FederatedModule") -> None:
-        """Look at the layers; a run that starts from round 1 knows nothing of one before."""
+        """Register the BN layers; reset all measurements if the run starts from round 1."""
         if not pl_module.trainer.current_epoch:
             self.start_anew()
         layers = batch_norm_layers(pl_module.model) if has_statistics(pl_module.model) else {}
         self.channels = {name: layer.num_features for name, layer in layers.items()}
 
     def on_round_start(self, trainer: L.Trainer, pl_module: "FederatedModule", cohort: "Cohort") -> None:
-        """Measure the first local step, where a round is measured: all methods are ready for it by now."""
+        """Measure the first local step of a measured round, once all methods have prepared it."""
         if self._is_measured(cohort):
             gradients = "gradients" in self._chosen
             first = first_step(pl_module, cohort, union=gradients)
@@ -145,7 +152,7 @@ class BatchNormDiagnostics(BatchNormReport, VariantEvaluation):
     def on_train_batch_end(  # type: ignore[override]  # rounds have one
         self, trainer: L.Trainer, pl_module: "FederatedModule", outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """How far the server's statistics have gone in the round, whichever callback has set them."""
+        """Log the change of the server's statistics in the round, after all callbacks have set them."""
         if self._before is not None:
             after = layer_statistics(dict(pl_module.model.named_buffers()), self.channels)
             self.log_floats(pl_module, "global_change", (after - self._before).abs().double())
@@ -159,68 +166,68 @@ class BatchNormDiagnostics(BatchNormReport, VariantEvaluation):
         watched = {index * number // count for index in range(count)}
         for row, client in enumerate(cohort.client_ids):
             if client in watched:
-                own = clients[:, row].flatten().cpu()[None]
-                seen = torch.cat([self.windows.get(client, own[:0]), own])
-                self.windows[client] = seen[-self.window :].clone()
+                newest = clients[:, row].flatten().cpu()[None]
+                window = torch.cat([self.windows.get(client, newest[:0]), newest])
+                self.windows[client] = window[-self.window :].clone()
         variance = mean_variance(self.windows.values())
         if variance is not None:
             self.log_measure(pl_module, "statistics", {"bn/window_variance": float(variance.mean())})
             self.keep_floats(pl_module, "window_variance", variance.view(2, -1))
 
     def _measure_gradients(self, pl_module: "FederatedModule", cohort: "Cohort", first: FirstStep) -> None:
-        found, wanted, kinds = first.mean_gradient, first.union_gradient, cohort.parameter_kinds
+        mean, union, kinds = first.mean_gradient, first.union_gradient, cohort.parameter_kinds
         parts = {
-            "": list(found),
-            "_affine": [name for name in found if kinds[name] == "affine"],
-            "_weights": [name for name in found if kinds[name] == "weight"],
+            "": list(mean),
+            "_affine": [name for name in mean if kinds[name] == "affine"],
+            "_weights": [name for name in mean if kinds[name] == "weight"],
         }
         if "affine" not in kinds.values():
-            parts = {"": list(found)}
-        smallest = rounding(wanted)
+            parts = {"": list(mean)}
+        smallest = rounding(union)
         self.log_measure(
             pl_module,
             "gradients",
             {
-                f"bn/gradient_deviation{part}": relative_deviation(found, wanted, names, smallest)
+                f"bn/gradient_deviation{part}": relative_deviation(mean, union, names, smallest)
                 for part, names in parts.items()
                 if names
             },
         )
         layers: dict[str, list[str]] = {}
-        for name in found:
+        for name in mean:
             layers.setdefault(name.rpartition(".")[0], []).append(name)
         self.keep(
             pl_module,
             "gradient_deviation",
-            {layer: relative_deviation(found, wanted, names, smallest) for layer, names in layers.items()},
+            {layer: relative_deviation(mean, union, names, smallest) for layer, names in layers.items()},
         )
 
     def variants(
         self, trainer: L.Trainer, pl_module: "FederatedModule"
     ) -> Mapping[str, Mapping[str, Tensor]]:
-        """The server's model with the statistics of the batch, and with those of a pooled pass over all training data."""
-        found: dict[str, Mapping[str, Tensor]] = {}
+        """Return the evaluation batch's statistics, and those of a pooled pass over all training data."""
+        variants: dict[str, Mapping[str, Tensor]] = {}
         self._true = {}
         if has_statistics(pl_module.model):
             if "gap" in self._chosen:
-                found["batch_statistics"] = BATCH_STATISTICS
+                variants["batch_statistics"] = BATCH_STATISTICS
             if "bias" in self._chosen and trainer.state.fn == TrainerFn.FITTING:
                 self._true = measured_statistics(trainer, pl_module, "pooled_total_variance")
-                found |= {"recalibrated": self._true} if self._true else {}
-        return found
+                variants |= {"recalibrated": self._true} if self._true else {}
+        return variants
 
     def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: "FederatedModule") -> None:  # type: ignore[override]  # rounds have one
-        """Log what evaluation has found."""
+        """Log the gaps and the bias of an evaluation."""
         variants = self._evaluations
         super().on_validation_epoch_end(trainer, pl_module)
-        own = pl_module.evaluation.finish().get(pl_module.task.quality)
+        quality = pl_module.evaluation.finish().get(pl_module.task.quality)
         metrics = {
             "batch_statistics": ("gap", "train_eval_gap"),
             "recalibrated": ("bias", "recalibration_gap"),
         }
         for name, (measure, metric) in metrics.items():
-            if name in variants and own is not None:
-                gap = own - variants[name].metrics[pl_module.task.quality]
+            if name in variants and quality is not None:
+                gap = quality - variants[name].metrics[pl_module.task.quality]
                 self.log_measure(pl_module, measure, {f"bn/{metric}": gap})
         if self._true:
             held = dict(pl_module.model.named_buffers())
@@ -232,10 +239,10 @@ class BatchNormDiagnostics(BatchNormReport, VariantEvaluation):
                 self.keep(pl_module, quantity, dict(zip(layers, values, strict=True)))
 
     def state_dict(self) -> dict[str, Any]:
-        """The window and what is reported."""
+        """Return the windows and the reported numbers."""
         return {"windows": self.windows, **super().state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take up what a checkpoint had measured."""
+        """Restore the measurements from a checkpoint."""
         self.windows = state_dict["windows"]
         super().load_state_dict(state_dict)

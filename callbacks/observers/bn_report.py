@@ -1,4 +1,4 @@
-"""What is reported of measurements of Batch Normalization: metrics, a table of all layers and figures."""
+"""Report of BN measurements: metrics, a table of all layers and figures."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -14,15 +14,15 @@ if TYPE_CHECKING:
 
 
 MAX_ROUNDS = 100
-"""At most so many rounds of a planned run are kept for each quantity, spread evenly over it."""
+"""Maximum number of rounds kept for each quantity, evenly spread over the planned run."""
 
 
 class BatchNormReport(Report):
-    """The bookkeeping of a callback that measures BN: it hands its numbers to :meth:`log_measure`, and the run shows them.
+    """Bookkeeping of a callback that measures BN and passes its numbers to :meth:`log_measure`.
 
     Attributes:
-        history: The numbers of each layer, ``history[quantity][round][layer]``.
-        newest: The newest metrics of each measure, and the round that all of them are of.
+        history: Numbers of each layer, ``history[quantity][round][layer]``.
+        newest: Newest metrics of each measure, and their round.
         channels: Channels of each BN layer with running statistics, first to last.
     """
 
@@ -31,38 +31,38 @@ class BatchNormReport(Report):
         self.start_anew()
 
     def start_anew(self) -> None:
-        """Forget what was measured: another run begins."""
+        """Reset all measurements for a new run."""
         self.history: dict[str, dict[int, dict[str, float]]] = {}
         self.newest: dict[str, tuple[int, dict[str, float]]] = {}
         self.channels: dict[str, int] = {}
 
     def log_floats(self, pl_module: "FederatedModule", name: str, values: Tensor) -> None:
-        """Report the L1 norm of ``[2, channels]`` in total and per float, and keep it for each layer."""
+        """Log the sum of ``values`` ``[2, channels]`` in total and per float, and keep it for each layer."""
         total = float(values.sum())
         metrics = {f"bn/{name}": total, f"bn/{name}_per_float": total / values.numel()}
         self.log_measure(pl_module, "statistics", metrics)
         self.keep_floats(pl_module, name, values)
 
     def keep_floats(self, pl_module: "FederatedModule", name: str, values: Tensor) -> None:
-        """Keep ``[2, channels]``, a number for each mean and variance, as ``<name>_mean`` and ``_var`` per float of a layer."""
+        """Keep each layer's mean of ``values`` ``[2, channels]``, as ``<name>_mean`` and ``<name>_var``."""
         for kind, row in zip(("mean", "var"), values, strict=True):
             pieces = row.split(list(self.channels.values()))
             means = {layer: float(piece.mean()) for layer, piece in zip(self.channels, pieces, strict=True)}
             self.keep(pl_module, f"{name}_{kind}", means)
 
     def keep(self, pl_module: "FederatedModule", quantity: str, values: Mapping[str, float]) -> None:
-        """Keep a number of each layer, unless those of a round near to it are kept already."""
+        """Keep a number of each layer, unless a nearby round is kept already."""
         by_round = self.history.setdefault(quantity, {})
         every = max(pl_module.planned_rounds, MAX_ROUNDS) / MAX_ROUNDS
         if not by_round or (max(by_round) - 1) // every < (pl_module.round - 1) // every:
             by_round[pl_module.round] = dict(values)
 
     def log_measure(self, pl_module: "FederatedModule", measure: str, metrics: Mapping[str, float]) -> None:
-        """Log numbers of the whole model; they take the place of those that the measure had in an earlier round."""
+        """Log numbers of the whole model, which replace the measure's numbers of an earlier round."""
         for name, value in metrics.items():
             pl_module.log(name, value)
         if metrics:
-            # the round under way, or outside of one the last that was finished, 0 before the first
+            # the present round; outside of training the last finished one, 0 before the first
             trainer, now = pl_module.trainer, int(pl_module.metrics.get("round", 0))
             if trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking:
                 now = pl_module.round
@@ -70,32 +70,32 @@ class BatchNormReport(Report):
             self.newest[measure] = now, {**(values if before == now else {}), **metrics}
 
     def figures(self, rows: Rows) -> Mapping[str, Drawing]:
-        """``bn_drift``, numbers of the whole model over the rounds, and ``bn_layers``, of each layer."""
-        found: dict[str, Drawing] = {}
+        """Return ``bn_drift`` (the whole model over the rounds) and ``bn_layers`` (each layer)."""
+        figures: dict[str, Drawing] = {}
         for number, metrics in self.newest.values():
-            # an evaluation after the last round came too late for its row
+            # an evaluation after the last round is missing in its row
             rows = [{**metrics, **row} if row["round"] == number else row for row in rows]
         if has_drift(rows):
-            found["bn_drift"] = lambda title: drift_figure(rows, title)
+            figures["bn_drift"] = lambda title: drift_figure(rows, title)
         if self.history.keys() & LAYERS.keys():
-            found["bn_layers"] = lambda title: layers_figure(self.history, title)
-        return found
+            figures["bn_layers"] = lambda title: layers_figure(self.history, title)
+        return figures
 
     def tables(self) -> Mapping[str, Table]:
-        """``bn_layers``: every number of every layer."""
+        """Return ``bn_layers``, every number of every layer."""
         rows = self._rows()
         return {"bn_layers": Table(("round", "layer", "quantity", "value"), rows)} if rows else {}
 
     def result(self) -> Mapping[str, float]:
-        """The newest numbers of each measure, and their round as ``bn_<measure>_round``."""
-        found: dict[str, float] = {}
+        """Return the newest numbers of each measure, and their round as ``bn_<measure>_round``."""
+        values: dict[str, float] = {}
         for measure, (round_number, metrics) in self.newest.items():
-            found |= {name.replace("/", "_"): value for name, value in metrics.items()}
-            found[f"bn_{measure}_round"] = round_number
-        return found
+            values |= {name.replace("/", "_"): value for name, value in metrics.items()}
+            values[f"bn_{measure}_round"] = round_number
+        return values
 
     def result_lines(self) -> Mapping[str, str]:
-        """The newest gradient deviation and gap."""
+        """Return the newest gradient deviation and gap."""
         return {
             label: f"{self.newest[measure][1][name]:.3g} in round {self.newest[measure][0]:,}"
             for label, measure, name in (
@@ -106,11 +106,11 @@ class BatchNormReport(Report):
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """The layers' numbers so far, and the newest of the whole."""
+        """Return the layers' numbers so far and the newest metrics."""
         return {"history": self._rows(), "newest": self.newest}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take up what a checkpoint had measured."""
+        """Restore the measurements from a checkpoint."""
         self.history = {}
         for round_number, layer, quantity, value in state_dict["history"]:
             self.history.setdefault(quantity, {}).setdefault(round_number, {})[layer] = value
