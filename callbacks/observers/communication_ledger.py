@@ -1,4 +1,4 @@
-"""What a run sends, by client and kind of state, and what it costs to wait for the server."""
+"""Communication of a run by client and kind of state, and the time spent waiting for the server."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -17,31 +17,34 @@ if TYPE_CHECKING:
 
 
 class CommunicationLedger(Report, FederatedCallback):
-    """Keep the books of a run's communication, with any method: it only looks, and training is the same bit for bit.
+    """Observer of a run's communication, with any method; training is the same bit for bit.
 
-    What counts is what the method sends under the policy of the round, and what it declares on top: momentum, control
-    variates, statistics inside a forward pass. How often clients wait for the server counts by itself, because bytes are not
-    what FedTAN's 3L + 1 exchanges a round cost, but time: a round takes as long as its slowest client, and a client as its
-    link says. Left out are diagnostics, the models that personal evaluation would need, the one time that every client gets
-    statistics which freeze, and what clients compute, unless the link knows the time of a local step. A centralised run sends
-    nothing.
+    It counts the state sent under the policy of the round, and what the method declares in
+    addition: momentum, control variates, statistics inside a forward pass. Exchanges with the
+    server are counted separately: the 3L + 1 exchanges of a FedTAN round cost time rather than
+    bytes. A round takes as long as its slowest client. Not counted are diagnostics, the models that
+    personal evaluation would need, the one transfer of frozen statistics to every client, and
+    computation unless the link states the time of a local step. A centralised run sends no bytes.
 
-    Each round logs ``comm/simulated_s`` and totals since the first round that was booked: ``comm/total_upload_bytes``, ``comm/total_download_bytes``,
-    ``comm/total_bytes_per_client`` (both ways, mean over all clients), ``comm/total_exchanges`` and
-    ``comm/total_simulated_s``. At the end there are ``communication.png`` (accuracy against bytes, exchanges and time),
-    ``communication.csv`` (by client; ``seconds`` is its own time, without waiting for others) and
+    Each round logs ``comm/simulated_s`` and totals since the first counted round:
+    ``comm/total_upload_bytes``, ``comm/total_download_bytes``, ``comm/total_bytes_per_client``
+    (both ways, mean over all clients), ``comm/total_exchanges`` and ``comm/total_simulated_s``. The
+    run ends with ``communication.png`` (accuracy against bytes, exchanges and time),
+    ``communication.csv`` (by client; ``seconds`` excludes waiting for other clients) and
     ``communication_by_kind.csv``.
 
     Args:
-        link: Bandwidth, latency and speed of a client, such as ``{upload_mbps: 100, download_mbps: 100, latency_ms: 20}``.
-            Default: a phone's, see :class:`~fl_lightning.callbacks.observers.network_link.NetworkLink`.
+        link: Bandwidth, latency and speed of a client, such as ``{upload_mbps: 100, download_mbps:
+            100, latency_ms: 20}``. Default: a phone's, see
+            :class:`~fl_lightning.callbacks.observers.network_link.NetworkLink`.
 
     Attributes:
-        clients: Rounds, bytes up, bytes down, exchanges and seconds of each client so far, by its id.
-        kinds: Bytes up and down of all clients together, by kind.
+        clients: Rounds, bytes up, bytes down, exchanges and seconds of each client so far, by
+            client id.
+        kinds: Bytes up and down of all clients together, by kind of state.
         exchanges: Exchanges of all rounds.
         seconds: Simulated time of all rounds.
-        links: From which round on which link was assumed: one, unless a run was resumed with another.
+        links: First round and description of each link; several if a run was resumed with another.
     """
 
     paper = "(an observer: measurement only)"
@@ -58,13 +61,13 @@ class CommunicationLedger(Report, FederatedCallback):
         self.links: list[tuple[int, str]]
         self._begin()
 
-    # not on_round_end: other methods' are not all over by then, and torch's generator stays as it was
+    # not on_round_end: hooks of other methods may follow it, and it would reseed torch's generator
     def on_train_batch_end(  # type: ignore[override]  # rounds have one
         self, trainer: L.Trainer, pl_module: "FederatedModule", outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Book the round."""
+        """Count the traffic of the round."""
         if pl_module.round == 1:
-            self._begin()  # also of a second fit
+            self._begin()  # a second fit starts at 0
         if not self.links or self.links[-1][1] != str(self._link):
             self.links.append((pl_module.round, str(self._link)))
         traffic = pl_module.communication
@@ -73,11 +76,11 @@ class CommunicationLedger(Report, FederatedCallback):
         for client, (up, down) in traffic.by_client().items():
             takes_part = client in steps
             exchanges = traffic.exchanges if takes_part else 1
-            own = self._link.seconds(up, down, exchanges, steps.get(client, 0))
+            seconds = self._link.seconds(up, down, exchanges, steps.get(client, 0))
             before = self.clients.get(client, (0, 0, 0, 0, 0.0))
-            now = (int(takes_part), up, down, exchanges, own)
+            now = (int(takes_part), up, down, exchanges, seconds)
             self.clients[client] = tuple(map(sum, zip(before, now, strict=True)))  # type: ignore[assignment]  # five
-            slowest = max(slowest, own)
+            slowest = max(slowest, seconds)
         for kind, pair in traffic.by_kind().items():
             add(self.kinds, kind, pair)
         self.exchanges += traffic.exchanges
@@ -95,13 +98,13 @@ class CommunicationLedger(Report, FederatedCallback):
         )
 
     def figures(self, rows: Rows) -> Mapping[str, Drawing]:
-        """``communication``: what accuracy costs."""
+        """Return ``communication``: accuracy against its cost."""
         if not has_communication(rows):
             return {}
         return {"communication": lambda title: communication_figure({"": rows}, self._in_words(), title)}
 
     def tables(self) -> Mapping[str, Table]:
-        """``communication`` by client and ``communication_by_kind``."""
+        """Return ``communication`` by client and ``communication_by_kind``."""
         clients: list[list[float | str]] = [
             [client, *numbers] for client, numbers in sorted(self.clients.items())
         ]
@@ -113,7 +116,7 @@ class CommunicationLedger(Report, FederatedCallback):
         }
 
     def result(self) -> Mapping[str, float]:
-        """Bytes of a client in a round it takes part in, exchanges, and simulated time."""
+        """Return the mean bytes of a client and round, all exchanges, and the simulated time."""
         up, down = self._per_round()
         return {
             "upload_bytes_per_client_round": up,
@@ -123,7 +126,7 @@ class CommunicationLedger(Report, FederatedCallback):
         }
 
     def result_lines(self) -> Mapping[str, str]:
-        """The same in words."""
+        """Return the numbers of :meth:`result` in words."""
         up, down = self._per_round()
         first = self.links[0][0] if self.links else 1
         since = f" (from round {first} on)" if first > 1 else ""
@@ -134,12 +137,12 @@ class CommunicationLedger(Report, FederatedCallback):
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """The books."""
+        """Return all counts."""
         names = ("clients", "kinds", "exchanges", "seconds", "links")
         return {name: getattr(self, name) for name in names}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take up the books of a checkpoint."""
+        """Restore the counts from a checkpoint."""
         for name, value in state_dict.items():
             setattr(self, name, value)
 
@@ -147,7 +150,7 @@ class CommunicationLedger(Report, FederatedCallback):
         self.clients, self.kinds, self.exchanges, self.seconds, self.links = {}, {}, 0, 0.0, []
 
     def _in_words(self) -> str:
-        """The link, with the rounds from which one was assumed where that is not the whole run."""
+        """Return the link in words, with its rounds if it was not assumed for the whole run."""
         if not self.links or (len(self.links) == 1 and self.links[0][0] == 1):
             return str(self._link)
         return "; ".join(f"from round {first} on {link}" for first, link in self.links)

@@ -1,4 +1,4 @@
-"""The first local step of a round, computed once more beside it: for the clients, and for the union of their batches."""
+"""A round's first local step, recomputed for the clients and for the union of their batches."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -21,15 +21,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class FirstStep:
-    """What a round's clients do first, before any method has touched their gradients.
+    """First local step of a round, before any method changes the gradients.
 
     Attributes:
-        mean_gradient: The clients' gradients, averaged by the sizes of their batches, ``[*shape]`` by the name of the
-            parameter; without those that the round freezes or leaves with the clients.
-        union_gradient: The gradient of the same method's centralised twin: one client with the union of the batches.
-        means: Mean of each client's inputs of the BN layers, in the order of the model, side by side, ``[C, channels]``; of a
-            layer that the forward pass has not called the running mean.
-        variances: Their variance, unbiased as PyTorch's running variances are, likewise.
+        mean_gradient: Mean of the clients' gradients, weighted by batch size, ``[*shape]`` by
+            parameter; without frozen and local parameters.
+        union_gradient: Gradient of the method's centralised twin: one client with the union batch.
+        means: Means of each client's BN inputs, ``[C, channels]``, layers in the model's order; the
+            running mean for a layer that was not called.
+        variances: Variances of these inputs, unbiased as PyTorch's running variances, ``[C,
+            channels]``.
     """
 
     mean_gradient: Mapping[str, Tensor]
@@ -39,21 +40,22 @@ class FirstStep:
 
 
 def first_step(pl_module: "FederatedModule", cohort: Cohort, *, union: bool = True) -> FirstStep:
-    """Compute a round's first local step again, forward and backward, without a trace in the run.
+    """Recompute a round's first local step, forward and backward, and leave the run unchanged.
 
-    It is the method's own, in the run's precision: BN layers normalise as the method lets them, in one joint forward
-    pass where it has one, on the batches that the clients have drawn, from the weights and buffers that their rows have
-    started from. Dropout is off, because client and union would draw different masks. The union is a cohort of one: it
-    starts from what a callback has given all clients alike in ``on_round_start``, and else from the server's state.
+    The step is the method's, in the run's precision: with its BN layers (in one joint forward pass
+    if the method has one), the clients' batches, and the weights and buffers that their rows start
+    from. Dropout is off, because client and union would draw different masks. The union is a cohort
+    of one: it starts from the state that callbacks gave to all clients alike in ``on_round_start``,
+    otherwise from the server's state.
 
     Args:
         pl_module: The federated module, inside a round.
-        cohort: The round's cohort before its first local step, when every method has had ``on_round_start``.
-        union: Whether the union is computed too; without it there is no ``union_gradient``.
+        cohort: The round's cohort after every ``on_round_start`` and before its first local step.
+        union: Whether to compute the union; if False, ``union_gradient`` is empty.
     """
     slots, ranks, everyone = pl_module.slots, pl_module.ranks, list(range(len(cohort)))
     joint = pl_module.joint_method is not None
-    own = everyone if joint else list(ranks.share(len(cohort)))
+    rows = everyone if joint else list(ranks.share(len(cohort)))
     with isolate_rng(), ExitStack() as without_dropout, _observed(pl_module.model) as layers:
         for layer in pl_module.model.modules():
             if isinstance(layer, Dropout):
@@ -66,10 +68,10 @@ def first_step(pl_module: "FederatedModule", cohort: Cohort, *, union: bool = Tr
 
             def compute() -> None:
                 part = batches
-                if own != everyone:
-                    part = BatchStack(batches=[batches.batches()[row] for row in own])
-                if own:
-                    _executor(pl_module).backward(pl_module, clients, part, own)
+                if rows != everyone:
+                    part = BatchStack(batches=[batches.batches()[row] for row in rows])
+                if rows:
+                    _executor(pl_module).backward(pl_module, clients, part, rows)
 
             ranks.exchange(compute)
             if not joint:
@@ -77,7 +79,7 @@ def first_step(pl_module: "FederatedModule", cohort: Cohort, *, union: bool = Tr
             twin = _beside(pl_module, cohort, cohort.client_ids[:1]) if union else None
             if twin is not None:
                 _copy_start(cohort, twin, common=True)
-                with averaging_by(lambda own, _: mean_of_all(own, 1)):
+                with averaging_by(lambda statistic, _: mean_of_all(statistic, 1)):
                     _executor(pl_module).backward(pl_module, twin, batches.union(), [0])
         finally:
             pl_module.slots = slots
@@ -93,12 +95,12 @@ def first_step(pl_module: "FederatedModule", cohort: Cohort, *, union: bool = Tr
     )
 
 
-def _copy_start(cohort: Cohort, own: Cohort, *, common: bool) -> None:
-    """What each client's row held before the first forward pass, whichever callback had put it there.
+def _copy_start(cohort: Cohort, copy: Cohort, *, common: bool) -> None:
+    """Copy the state that each client's row holds before the first forward pass.
 
-    With ``common`` for the union: what all clients started from alike; where each has its own, it keeps the server's.
+    With ``common``, for the union, only state that all clients share is copied.
     """
-    for rows, copies in ((cohort.params, own.params), (cohort.buffers, own.buffers)):
+    for rows, copies in ((cohort.params, copy.params), (cohort.buffers, copy.buffers)):
         for block in rows.layout:
             for name in rows.layout[block].shapes:
                 if not common:
@@ -108,9 +110,9 @@ def _copy_start(cohort: Cohort, own: Cohort, *, common: bool) -> None:
 
 
 def _beside(pl_module: "FederatedModule", cohort: Cohort, client_ids: Sequence[int]) -> RoundCohort:
-    """A cohort of copies of the server in the present round, whose state nobody will miss."""
-    own = RoundCohort(pl_module.model, len(client_ids), pl_module.parameter_groups)
-    own.broadcast(
+    """Return a separate cohort in the present round whose rows are copies of the server."""
+    copy = RoundCohort(pl_module.model, len(client_ids), pl_module.parameter_groups)
+    copy.broadcast(
         round_number=cohort.round,
         client_ids=client_ids,
         weights=torch.full((len(client_ids),), 1 / len(client_ids), dtype=torch.float64),
@@ -118,26 +120,26 @@ def _beside(pl_module: "FederatedModule", cohort: Cohort, client_ids: Sequence[i
         policy=cohort.policy,
         optimizer=pl_module.client_optimizer,
     )
-    return own
+    return copy
 
 
 def _executor(pl_module: "FederatedModule") -> Executor:
     joint = pl_module.joint_method
     if joint is not None:
         return joint_executor(joint)
-    # any other computes the same, maybe with models of its own elsewhere, that nobody observes
-    own = pl_module.executor
-    return own if isinstance(own, VectorizedExecutor) else SequentialExecutor()
+    # other executors compute the same, but maybe on copies of the model that lack the observing hooks
+    executor = pl_module.executor
+    return executor if isinstance(executor, VectorizedExecutor) else SequentialExecutor()
 
 
 def _join(cohort: Cohort, layers: Sequence[str], buffer: str) -> Tensor:
-    found = [cohort.buffers[f"{layer}.{buffer}"] for layer in layers]
-    return torch.cat(found, 1) if found else torch.empty(len(cohort), 0)
+    rows = [cohort.buffers[f"{layer}.{buffer}"] for layer in layers]
+    return torch.cat(rows, 1) if rows else torch.empty(len(cohort), 0)
 
 
 @contextmanager
 def _observed(model: nn.Module) -> Iterator[list[str]]:
-    """Let every BN layer put the moments of its inputs into buffers of its own, which any executor stacks by client."""
+    """Let every BN layer store the moments of its inputs in buffers, which executors stack by client."""
     layers = batch_norm_layers(model) if has_statistics(model) else {}
     handles = [layer.register_forward_hook(_observe) for layer in layers.values()]
     for layer in layers.values():
@@ -157,5 +159,5 @@ def _observe(layer: nn.Module, args: tuple[Any, ...], _outputs: Any) -> None:
     mean = layer.get_buffer("observed_mean")
     values = args[0].detach().transpose(0, 1).flatten(1).to(mean.dtype)
     mean.copy_(values.mean(1))
-    # a method that normalises with constants can have a single value, whose variance is 0
+    # with constant statistics a channel may have a single value, whose variance counts as 0
     layer.get_buffer("observed_var").copy_(values.var(1, correction=min(1, values.shape[1] - 1)))

@@ -1,4 +1,4 @@
-"""What Batch Normalization does to federated training, in numbers: pure functions on statistics and gradients."""
+"""Measures of Batch Normalization in federated training, as functions of statistics and gradients."""
 
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -9,7 +9,7 @@ _TINY = torch.finfo(torch.float64).tiny
 
 
 def layer_statistics(buffers: Mapping[str, Tensor], layers: Iterable[str]) -> Tensor:
-    """Running means and variances of some BN layers side by side, ``[2, channels]``.
+    """Return running means and variances of some BN layers side by side, ``[2, channels]``.
 
     Args:
         buffers: A model's buffers by name.
@@ -22,27 +22,26 @@ def layer_statistics(buffers: Mapping[str, Tensor], layers: Iterable[str]) -> Te
 
 
 def local_deviation(clients: Tensor, server: Tensor, weights: Tensor) -> Tensor:
-    """Weighted mean over the clients of ``|S_m - S|`` (Zhong et al., arXiv 2303.06530, Figure 3a), float by float.
+    """Return the weighted mean over the clients of ``|S_m - S|``, ``[2, channels]``.
+
+    Its sum is the L1 norm of Figure 3a (Zhong et al., arXiv 2303.06530).
 
     Args:
-        clients: Each client's statistics, shape ``[2, C, channels]``.
-        server: The server's, ``[2, channels]``.
+        clients: Each client's statistics, ``[2, C, channels]``.
+        server: The server's statistics, ``[2, channels]``.
         weights: Weights of the clients, ``[C]``, sum 1.
-
-    Returns:
-        Shape ``[2, channels]``; its sum is the figure's L1 norm.
     """
     return torch.einsum("c,kcn->kn", weights.double(), (clients - server.unsqueeze(1)).abs().double())
 
 
 def mean_variance(windows: Iterable[Tensor]) -> Tensor | None:
-    """Unbiased variance of each client's statistics over its window, averaged over the clients (Figure 3b).
+    """Return the variance of each float over the rounds, averaged over the clients (Figure 3b).
 
     Args:
-        windows: For each client its statistics of the rounds of the window, ``[rounds, floats]``.
+        windows: Statistics of each client in the rounds of its window, ``[rounds, floats]``.
 
     Returns:
-        A variance for each float; None as long as no client has two rounds.
+        Unbiased variances ``[floats]``; None while no client has two rounds.
     """
     variances = [window.double().var(0) for window in windows if len(window) > 1]
     return torch.stack(variances).mean(0) if variances else None
@@ -51,24 +50,24 @@ def mean_variance(windows: Iterable[Tensor]) -> Tensor | None:
 def relative_deviation(
     found: Mapping[str, Tensor], wanted: Mapping[str, Tensor], names: Iterable[str], smallest: float = 0.0
 ) -> float:
-    """``||found - wanted|| / ||wanted||`` over some tensors together, in L2 norms.
+    """Return ``||found - wanted|| / ||wanted||`` over some tensors together, in L2 norms.
 
     Args:
-        found: Tensors by name.
-        wanted: Those that they should be.
-        names: Which of them; 0 where they are none.
-        smallest: What the norm of ``wanted`` at least counts: below it there is only rounding.
+        found: Measured tensors by name.
+        wanted: Reference tensors by name.
+        names: Tensors that count; the deviation is 0 if there are none.
+        smallest: Lower bound for the norm of ``wanted``: smaller norms are only rounding.
     """
     pairs = [(found[name].double(), wanted[name].double()) for name in names]
     if not pairs:
         return 0.0
-    apart = torch.stack([(one - other).square().sum() for one, other in pairs]).sum().sqrt()
-    size = torch.stack([other.square().sum() for _, other in pairs]).sum().sqrt()
-    return float(apart / size.clamp(min=max(smallest, _TINY)))
+    error = torch.stack([(value - reference).square().sum() for value, reference in pairs]).sum().sqrt()
+    size = torch.stack([reference.square().sum() for _, reference in pairs]).sum().sqrt()
+    return float(error / size.clamp(min=max(smallest, _TINY)))
 
 
 def rounding(gradients: Mapping[str, Tensor]) -> float:
-    """The norm below which a part of some gradients is nothing but the rounding of the others."""
+    """Return the norm below which one of these gradients is only the rounding of the rest."""
     norms = [gradient.double().norm() for gradient in gradients.values()]
     precision = max((torch.finfo(gradient.dtype).eps for gradient in gradients.values()), default=0.0)
     return precision * float(torch.stack(norms).norm()) if norms else 0.0
@@ -77,16 +76,16 @@ def rounding(gradients: Mapping[str, Tensor]) -> float:
 def statistics_bias(
     held: Mapping[str, Tensor], true: Mapping[str, Tensor], layers: Sequence[str]
 ) -> tuple[list[float], list[float]]:
-    """How far running statistics are from the moments of the data, by layer.
+    """Return how far running statistics are from the moments of the data, by layer.
 
     Args:
         held: The server's buffers by name.
-        true: Means and variances of the layers' inputs, by the name of the buffer that should hold them.
+        true: Means and variances of the layers' inputs, by buffer name.
         layers: Names of the BN layers.
 
     Returns:
-        For each layer ``||m - m*|| / ||sqrt(v*)||``, errors of means in units of the standard deviation, since means may
-        well be zero; and ``||v - v*|| / ||v*||``.
+        ``||m - m*|| / ||sqrt(v*)||`` of each layer (in standard deviations, since means may be
+        zero), and ``||v - v*|| / ||v*||``.
     """
     means, variances = [], []
     for layer in layers:

@@ -1,4 +1,4 @@
-"""How long a round would take over a real network: a simple model of the clients' links."""
+"""Simple model of the clients' links: the duration of a round over a real network."""
 
 import math
 from dataclasses import dataclass, fields
@@ -9,16 +9,18 @@ from fl_lightning.recorded import Recorded
 
 @dataclass(frozen=True)
 class NetworkLink(Recorded):
-    """A client's link to the server, and its speed: ``exchanges x latency + bytes / bandwidth + steps x seconds``.
+    """Link and speed of a client: ``exchanges x latency + bytes / bandwidth + steps x seconds``.
 
-    The defaults are round numbers of a phone's order of magnitude on a mobile network, measured nowhere: 0.25 MB/s up, three
-    times that down, 50 ms for a round trip. Clinics or data centres have others: set them.
+    The defaults are round numbers of a phone's order of magnitude on a mobile network, not
+    measurements: 0.25 MB/s up, three times that down, 50 ms for a round trip. Set other values for
+    clinics or data centres.
 
     Args:
         upload_mbps: Upload bandwidth in Mbit/s, 10^6 bits per second.
-        download_mbps: Download bandwidth, likewise.
-        latency_ms: Round-trip time in milliseconds, as ``ping`` shows it: what an exchange of nothing takes.
-        seconds_per_local_step: Time of a local step; 0 leaves computing out.
+        download_mbps: Download bandwidth in Mbit/s.
+        latency_ms: Round-trip time in milliseconds, as ``ping`` shows it: the duration of an empty
+            exchange.
+        seconds_per_local_step: Time of a local step; 0 ignores computation.
 
     Raises:
         ConfigurationError: A number is out of range.
@@ -39,19 +41,19 @@ class NetworkLink(Recorded):
                 )
 
     def seconds(self, upload: int, download: int, exchanges: int, local_steps: int = 0) -> float:
-        """How long a client is busy.
+        """Return how long a client is busy.
 
         Args:
-            upload: Bytes that it sends.
-            download: Bytes that it receives.
-            exchanges: How often it waits for the server, one after the other.
-            local_steps: Its local steps.
+            upload: Sent bytes.
+            download: Received bytes.
+            exchanges: Number of consecutive exchanges with the server.
+            local_steps: Number of local steps.
         """
         transfer = 8e-6 * (upload / self.upload_mbps + download / self.download_mbps)
         return exchanges * self.latency_ms / 1000 + transfer + local_steps * self.seconds_per_local_step
 
     def __str__(self) -> str:
-        """The link in words, such as ``"2 Mbit/s up, 6 down, 50 ms round trip"``."""
+        """Return the link in words, such as ``"2 Mbit/s up, 6 down, 50 ms round trip"``."""
         words = [
             f"{self.upload_mbps:g} Mbit/s up",
             f"{self.download_mbps:g} down",

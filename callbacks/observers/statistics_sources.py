@@ -1,4 +1,4 @@
-"""One training run, evaluated under every source of BN statistics."""
+"""Evaluation of one training run under every source of BN statistics."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
@@ -44,40 +44,44 @@ _SOURCES = (*_AGGREGATED, *_MEASURED, "silobn", "batch")
 
 
 class StatisticsSources(VariantEvaluation):
-    """Evaluate FedAvg with BN under the statistics of every method that trains like it (an observer, not a method).
+    """Observer that evaluates FedAvg with BN under the statistics of methods that train like it.
 
-    BN in training mode never reads running statistics, so FedAvg, moment matching, FedDNA, sBN and SiloBN have the same
-    parameters in every round: they differ in the statistics that evaluation uses. One run gives the accuracy of all
-    of them as ``val/accuracy_<source>``; ``val/accuracy`` is FedAvg's own. Each equals, up to rounding, that of the method's
-    own run with the same seed.
+    BN in training mode never reads running statistics, so FedAvg, moment matching, FedDNA, sBN and
+    SiloBN have the same parameters in every round and differ only in evaluation. One run gives the
+    accuracy of all of them as ``val/accuracy_<source>``; ``val/accuracy`` is FedAvg's. Each
+    accuracy equals, up to rounding, that of the method's run with the same seed.
 
-    - ``moment_matching``, ``feddna_kl``, ``feddna_reverse_kl``: what the server would hold, had it aggregated so in every
-      round; the first by the module's ``statistics_aggregator``, the others with the weighted mean only. A client's running statistics are (1 - beta)^E times the server's that it started from, plus its own part,
-      which is the same whatever it started from.
-    - ``static_pooled``, ``static_per_client``, ``static_total_variance``: measured at each evaluation by a pass over the
-      clients' training data.
-    - ``silobn``: the mean accuracy over the clients' models, each with the running statistics that the client would keep.
-    - ``batch``: those of the evaluation batch.
-    - ``test_set``: measured at each evaluation by a pass over the evaluation data, without their labels (AdaBN: Li et al.,
-      arXiv 1603.04779).
+    - ``moment_matching``, ``feddna_kl``, ``feddna_reverse_kl``: the server's statistics if it had
+      aggregated so in every round; the first by the module's ``statistics_aggregator``, the FedDNA
+      sources only with the weighted mean. A client's running statistics are (1 - beta)^E times the
+      server's at the start, plus a part that does not depend on the start.
+    - ``static_pooled``, ``static_per_client``, ``static_total_variance``: measured at each
+      evaluation by a pass over the clients' training data.
+    - ``silobn``: the mean accuracy over the clients' models, with the statistics that each client
+      would keep.
+    - ``batch``: the statistics of the evaluation batch.
+    - ``test_set``: measured at each evaluation by a pass over the evaluation data, without labels
+      (AdaBN: Li et al., arXiv 1603.04779).
 
-    ``batch``, ``test_set`` and the static ones go with every method that has BN, the others with those that average statistics.
-
-    Attackers send what they do against FedAvg: what they would send against another source is not known.
-
-    Before the first round all sources but ``batch`` are the initial statistics.
+    ``batch``, ``test_set`` and the static sources work with every method that has BN, the rest with
+    methods that average statistics. Attackers attack FedAvg: their attack on another source is
+    unknown. Before the first round all sources but ``batch`` are the initial statistics.
 
     Args:
-        sources: Which sources; None for all.
-        evaluate_clients: How many clients' models ``silobn`` evaluates, evenly spaced by id; None for all.
+        sources: List of sources; None for all.
+        evaluate_clients: Number of client models that ``silobn`` evaluates, evenly spaced by id;
+            None for all.
 
     Raises:
-        ConfigurationError: An unknown source, a model without running statistics, a BN layer with ``momentum=None``, or a source of
-            FedDNA with another ``statistics_aggregator`` than the weighted mean.
+        ConfigurationError: An unknown source, a model without running statistics, a BN layer with
+            ``momentum=None``, or a FedDNA source with a ``statistics_aggregator`` other than the
+            weighted mean.
 
     Attributes:
-        server: What the server would hold, by source: means and variances of all BN layers, ``[2, channels]``.
-        clients: What each client would keep, by its id; likewise, as ``"statistics"``.
+        server: The server's hypothetical statistics by source: means and variances of all BN
+            layers, ``[2, channels]``.
+        clients: Each client's hypothetical statistics by client id, ``{"statistics": [2,
+            channels]}``.
     """
 
     paper = "(an observer: evaluation only)"
@@ -95,11 +99,11 @@ class StatisticsSources(VariantEvaluation):
         self.clients = ClientMemory()
 
     def policy(self, round_number: int, total_rounds: int) -> Mapping[str, str]:
-        """Sources that are not measured follow FedAvg's statistics, and no method that does something else with them."""
+        """Return that statistics are averaged, unless all sources are measured."""
         return {"mean": "averaged", "var": "averaged"} if self._followed else {}
 
     def configure_batch_norm(self, pl_module: "FederatedModule") -> None:
-        """Check that there are moving averages."""
+        """Check BN layers and aggregator."""
         for name, layer in require_batch_norm(pl_module.model, "StatisticsSources").items():
             if self._followed and layer.momentum is None:
                 raise ConfigurationError(
@@ -110,72 +114,71 @@ class StatisticsSources(VariantEvaluation):
             require_weighted_mean(pl_module, "StatisticsSources", does, ["statistics_aggregator"])
 
     def on_round_start(self, trainer: L.Trainer, pl_module: "FederatedModule", cohort: "Cohort") -> None:
-        """Keep the statistics that the server holds before this round."""
+        """Copy the server's statistics and counters at the start of the round."""
         self._start = server_statistics(cohort)
         counters = [name for name, kind in cohort.buffer_kinds.items() if kind == "counter"]
         self._counters = {name: cohort.server_buffers[name].clone() for name in counters}
 
     def on_round_end(self, trainer: L.Trainer, pl_module: "FederatedModule", cohort: "Cohort") -> None:
-        """Keep the statistics that the aggregated clients and the server would hold after this round."""
+        """Update the hypothetical statistics of the server and the aggregated clients."""
         if not self._followed:
             return
         start, end = self._start, client_statistics(cohort)
         layers = batch_norm_layers(pl_module.model)
-        kept = _kept(layers, cohort, self._counters).to(end)
+        share = _server_share(layers, cohort, self._counters).to(end)
         for source in (source for source in self._chosen if source in _AGGREGATED):
-            own = self.server.get(source, start).to(start)
-            means, variances = end + kept * (own - start).unsqueeze(1)
+            before = self.server.get(source, start).to(start)
+            means, variances = end + share * (before - start).unsqueeze(1)
             if source in _IMPORTANCES:
-                found = _IMPORTANCES[source](means, variances, cohort.weights)
+                after = _IMPORTANCES[source](means, variances, cohort.weights)
             else:
-                found = _matched(means, variances, cohort.weights, layers, pl_module.statistics)
-            self.server[source] = torch.stack(found)
+                after = _matched(means, variances, cohort.weights, layers, pl_module.statistics)
+            self.server[source] = torch.stack(after)
         if "silobn" in self._chosen:
             self.clients.setdefault(SERVER, {"statistics": start})
-            kept_by = [self._kept_by(client) for client in cohort.client_ids]
-            own = torch.stack([statistics.to(start) for statistics in kept_by], 1)
-            rows = end + kept * (own - start.unsqueeze(1))
+            local = [self._local_statistics(client).to(start) for client in cohort.client_ids]
+            rows = end + share * (torch.stack(local, 1) - start.unsqueeze(1))
             for index, client in enumerate(cohort.client_ids):
                 self.clients[client] = {"statistics": rows[:, index].clone()}
 
     def variants(
         self, trainer: L.Trainer, pl_module: "FederatedModule"
     ) -> Mapping[str, Mapping[str, Tensor]]:
-        """The statistics of each source; of ``silobn`` those of each client."""
-        found: dict[str, Mapping[str, Tensor]] = {}
+        """Return the statistics of each source; for ``silobn`` those of each client."""
+        variants: dict[str, Mapping[str, Tensor]] = {}
         for source in self._chosen:
             if source == "batch":
-                found[source] = BATCH_STATISTICS
+                variants[source] = BATCH_STATISTICS
             elif source in _MEASURED:
-                found[source] = measured_statistics(trainer, pl_module, _MEASURED[source])
+                variants[source] = measured_statistics(trainer, pl_module, _MEASURED[source])
             elif source == "silobn":
                 for client in self._silobn.evaluated_clients(pl_module):
-                    own = self._kept_by(client) if self.clients else None
-                    found[f"silobn {client}"] = _by_name(pl_module, own)
+                    local = self._local_statistics(client) if self.clients else None
+                    variants[f"silobn {client}"] = _by_name(pl_module, local)
             else:
-                found[source] = _by_name(pl_module, self.server.get(source))
-        return found
+                variants[source] = _by_name(pl_module, self.server.get(source))
+        return variants
 
     def variant_metrics(
         self, pl_module: "FederatedModule", split: str, evaluations: Mapping[str, ServerEvaluation]
     ) -> Mapping[str, float]:
-        """Loss and accuracy of each source; of ``silobn`` the mean over the clients."""
+        """Return loss and accuracy of each source; for ``silobn`` the mean over the clients."""
         values: dict[str, list[float]] = {}
         for name, evaluation in evaluations.items():
             for metric, value in evaluation.metrics.items():
                 values.setdefault(f"{metric}_{name.split()[0]}", []).append(value)
-        return {name: sum(found) / len(found) for name, found in values.items()}
+        return {name: sum(numbers) / len(numbers) for name, numbers in values.items()}
 
     def state_dict(self) -> dict[str, Any]:
-        """What server and clients would hold."""
+        """Return the hypothetical statistics of server and clients."""
         return {"server": self.server, "clients": self.clients}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take up what server and clients would hold in a checkpoint."""
+        """Restore the hypothetical statistics from a checkpoint."""
         self.server, self.clients = state_dict["server"], ClientMemory(state_dict["clients"])
 
-    def _kept_by(self, client: int) -> Tensor:
-        """What a client would keep; before its first round what was initial."""
+    def _local_statistics(self, client: int) -> Tensor:
+        """Return a client's hypothetical statistics; the initial ones before its first round."""
         return (self.clients.get(client) or self.clients[SERVER])["statistics"]
 
 
@@ -186,21 +189,23 @@ def _matched(
     layers: Mapping[str, _BatchNorm],
     statistics: StatisticsAggregator,
 ) -> tuple[Tensor, Tensor]:
-    """Aggregate the clients' means and variances ``[C, channels of all layers]`` by the run's rule, as MomentMatching does."""
+    """Aggregate the clients' means and variances ``[C, channels of all layers]``, as MomentMatching does."""
     widths = [layer.num_features for layer in layers.values()]
     pairs = zip(torch.split(means, widths, 1), torch.split(variances, widths, 1), strict=True)
-    rule = StatisticsAggregator(statistics.rule, statistics.domain)  # the run's own counts what it clamps
+    rule = StatisticsAggregator(
+        statistics.rule, statistics.domain
+    )  # a copy: the run's rule counts its clamps
     mean, variance = zip(*rule([LayerStatistics(*pair, weights, 1.0) for pair in pairs]), strict=True)
     return torch.cat(mean), torch.cat(variance)
 
 
-def _kept(layers: Mapping[str, _BatchNorm], cohort: "Cohort", before: Mapping[str, Tensor]) -> Tensor:
-    """(1 - beta)^steps: the share of the server's statistics in each client's, ``[C, channels of all layers]``.
+def _server_share(layers: Mapping[str, _BatchNorm], cohort: "Cohort", before: Mapping[str, Tensor]) -> Tensor:
+    """Return (1 - beta)^steps, the server's share in the clients' statistics, ``[C, all channels]``.
 
     Args:
         layers: The BN layers by name.
         cohort: The clients after their local steps.
-        before: The server's counters before them, by name.
+        before: The server's counters before these steps, by name.
     """
     shares = []
     for name, layer in layers.items():
@@ -211,7 +216,7 @@ def _kept(layers: Mapping[str, _BatchNorm], cohort: "Cohort", before: Mapping[st
 
 
 def _by_name(pl_module: "FederatedModule", statistics: Tensor | None) -> dict[str, Tensor]:
-    """Means and variances ``[2, channels]`` by the name of the buffer; None for those that the server holds."""
+    """Return means and variances ``[2, channels]`` by buffer name; empty for None."""
     if statistics is None:
         return {}
     model = pl_module.model

@@ -1,4 +1,4 @@
-"""What accuracy costs, as a figure: bytes, exchanges with the server, simulated time."""
+"""Figure of accuracy against its cost: bytes, exchanges with the server, simulated time."""
 
 from collections.abc import Mapping, Sequence
 from itertools import cycle
@@ -23,19 +23,19 @@ if TYPE_CHECKING:
 
 
 def has_communication(rows: Rows) -> bool:
-    """Whether rows have what :func:`communication_figure` draws."""
+    """Return whether rows have the metrics that :func:`communication_figure` draws."""
     return _quality(rows) is not None and any(name in row for row in rows for name in COSTS)
 
 
 @paper_style()
 def communication_figure(runs: Mapping[str, Rows], link: str, title: Sequence[str]) -> "Figure":
-    """Accuracy (or, where there is none, loss) against bytes, against exchanges and against simulated time.
+    """Draw accuracy, or loss if there is no accuracy, against bytes, exchanges and simulated time.
 
-    Of several runs the axes of the costs are logarithmic; the initial model, which has cost nothing, is then left out.
+    For several runs the cost axes are logarithmic and omit the initial model, whose cost is 0.
 
     Args:
-        runs: Rows of each run by its label; the label of a single run is not shown.
-        link: The link behind the simulated time, in words.
+        runs: Rows of each run by label; the label of a single run is not shown.
+        link: Description of the link behind the simulated time.
         title: Lines of the title.
     """
     several = len(runs) > 1
@@ -68,11 +68,11 @@ def _quality(rows: Rows) -> str | None:
 
 
 def _curve(rows: Rows, cost: str, quality: str, *, log: bool) -> tuple[Series, Series]:
-    """Costs and values of the evaluated rounds; the initial model, in row 0, has cost nothing, which no ``log`` axis can show."""
-    found = [
+    """Return costs and values of evaluated rounds; a ``log`` axis omits the initial model (cost 0)."""
+    pairs = [
         (float(row.get(cost, 0.0)), float(row[quality]))
         for row in rows
         if quality in row and (cost in row or row["round"] == 0)
     ]
-    costs, values = np.array([pair for pair in found if pair[0] > 0 or not log]).reshape(-1, 2).T
+    costs, values = np.array([pair for pair in pairs if pair[0] > 0 or not log]).reshape(-1, 2).T
     return costs, values

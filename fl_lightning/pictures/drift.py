@@ -1,4 +1,4 @@
-"""What Batch Normalization does to a run, as figures: statistics and gradients over the rounds, whole and by layer."""
+"""Figures of BN measurements: statistics and gradients over the rounds, of the model and by layer."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -35,19 +35,23 @@ ByLayer = Mapping[str, Mapping[int, Mapping[str, float]]]
 """``values[quantity][round][layer]``."""
 
 _LOOKS = ((BLUE, "-", "."), (VERMILLION, "--", "."), (BLACK, ":", "."))
-_REACH = {"bn/gradient_deviation": 1.0, "gradient_deviation": 1.0}  # so that rounding looks like rounding
+_REACH = {
+    "bn/gradient_deviation": 1.0,
+    "gradient_deviation": 1.0,
+}  # upper end of the scale, which keeps mere rounding at its foot
 
 
 def has_drift(rows: Rows) -> bool:
-    """Whether there is anything measured for :func:`drift_figure`."""
+    """Return whether rows have the metrics that :func:`drift_figure` draws."""
     return any(key.startswith("bn/") for row in rows for key in row)
 
 
 @paper_style()
 def drift_figure(rows: Rows, title: Sequence[str]) -> "Figure":
-    """Change of statistics, their variance, loss, gradient deviation, bias and gap, each over communication rounds.
+    """Draw change and variance of statistics, loss, gradient deviation, bias and gap over the rounds.
 
-    After Figure 3 of Zhong et al., arXiv 2303.06530. What was not measured has no panel.
+    After Figure 3 of Zhong et al., arXiv 2303.06530. Quantities that were not measured have no
+    panel.
 
     Args:
         rows: Rows of ``metrics.jsonl``; a line marks the first round with frozen BN.
@@ -78,10 +82,10 @@ def drift_figure(rows: Rows, title: Sequence[str]) -> "Figure":
 
 @paper_style()
 def layers_figure(values: ByLayer, title: Sequence[str]) -> "Figure":
-    """Heat maps of layer by round: where in the model statistics and gradients differ, and when.
+    """Draw heat maps, layer by round, of the deviation of statistics and gradients.
 
     Args:
-        values: What was measured, by quantity, round and layer.
+        values: Measurements by quantity, round and layer.
         title: Lines of the title.
     """
     maps = {quantity: _grid(values[quantity]) for quantity in LAYERS if values.get(quantity)}
@@ -102,7 +106,7 @@ def layers_figure(values: ByLayer, title: Sequence[str]) -> "Figure":
 
 
 def _grid(by_round: Mapping[int, Mapping[str, float]]) -> tuple[list[int], list[str], Series]:
-    """Rounds, the layers that were measured, and their values ``[layers, rounds]``."""
+    """Return rounds, measured layers and their values ``[layers, rounds]``."""
     rounds = sorted(by_round)
     names = list(dict.fromkeys(name for number in rounds for name in by_round[number]))
     cells = [[by_round[number].get(name, np.nan) for number in rounds] for name in names]
@@ -110,7 +114,7 @@ def _grid(by_round: Mapping[int, Mapping[str, float]]) -> tuple[list[int], list[
 
 
 def _draw_map(axes: "Axes", rounds: Sequence[int], cells: Series, reach: float) -> None:
-    """Colours on a logarithmic scale where they span decades, on which an exact 0 is white, as what is not finite."""
+    """Draw a heat map, on a logarithmic scale if the values span decades; 0 and gaps are then white."""
     from matplotlib.colors import LogNorm, Normalize
     from matplotlib.ticker import NullFormatter
 
@@ -125,4 +129,4 @@ def _draw_map(axes: "Axes", rounds: Sequence[int], cells: Series, reach: float) 
     image = axes.pcolormesh(edges, np.arange(len(cells) + 1) - 0.5, shown, norm=norm)
     label = "log scale" + (", white: 0 or none" if (shown == 0).any() else "") if log else ""
     bar = axes.figure.colorbar(image, ax=axes, pad=0.01, aspect=12, label=label)
-    bar.minorformatter = NullFormatter()  # its labels would overlap
+    bar.minorformatter = NullFormatter()  # minor labels would overlap

@@ -1,4 +1,4 @@
-"""The clients and the classes of a run as figures: who holds what, and what the server's model knows."""
+"""Figures of clients and classes: the partition, and the server model's accuracy by class."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -12,19 +12,19 @@ if TYPE_CHECKING:
 
     from fl_lightning.client_data.federated import PartitionRecord
 
-_MAX_NAMED = 25  # more clients or classes than this go by the numbers of an axis
-_MAX_ROWS = 250  # of more clients a row is the mean of several that are alike
-_MAX_BARS = 200  # of more classes the bars become thinner, and go by the numbers of an axis
+_MAX_NAMED = 25  # above this many clients or classes the axis shows numbers only
+_MAX_ROWS = 250  # above this many clients a row is the mean of several similar ones
+_MAX_BARS = 200  # above this many classes the bars are thinner and numbered by the axis
 
 
 def clients_figure(
     record: "PartitionRecord", class_names: Sequence[str] | None, title: Sequence[str]
 ) -> "Figure":
-    """What is known of the clients: samples by client and class, or sizes where there are no classes.
+    """Draw the partition: samples by client and class, or sizes if there are no classes.
 
     Args:
-        record: What ``partition.json`` holds.
-        class_names: Name of each class, None for their numbers.
+        record: Content of ``partition.json``.
+        class_names: Name of each class; None for numbers.
         title: Lines of the title.
     """
     if record.get("class_histogram"):
@@ -36,20 +36,21 @@ def clients_figure(
 def partition_figure(
     histogram: Sequence[Sequence[int]], class_names: Sequence[str] | None, title: Sequence[str]
 ) -> "Figure":
-    """Samples of each class at each client: one row per client, with the bar of its size at the right.
+    """Draw the samples of each class at each client: one row per client, its size as a bar at the right.
 
-    More than 250 clients are sorted by their most frequent class and its share, and a row is the mean of several.
+    More than 250 clients are sorted by their most frequent class and its share, and averaged into
+    250 rows.
 
     Args:
-        histogram: ``histogram[i][c]``, the samples of class c at client i, as in ``partition.json``.
-        class_names: Name of each class, None for their numbers.
+        histogram: ``histogram[i][c]``, samples of class c at client i, as in ``partition.json``.
+        class_names: Name of each class; None for numbers.
         title: Lines of the title.
     """
     from matplotlib.colors import PowerNorm
 
     counts = np.asarray(histogram)
     clients, classes = counts.shape
-    label, first = "client", np.arange(clients + 1)  # of each row
+    label, first = "client", np.arange(clients + 1)  # first client of each row
     if clients > _MAX_ROWS:
         order = np.lexsort((-counts.max(1) / np.maximum(counts.sum(1), 1), counts.argmax(1)))
         first = np.linspace(0, clients, _MAX_ROWS + 1).astype(int)
@@ -59,7 +60,7 @@ def partition_figure(
         )
     figure = new_figure(0.2 * min(clients, _MAX_NAMED) + 2.0, title)
     cells, sizes = figure.subplots(1, 2, sharey=True, width_ratios=(6, 1))
-    norm = PowerNorm(0.5, vmin=0, vmax=max(counts.max(), 1))  # so that few samples can be seen too
+    norm = PowerNorm(0.5, vmin=0, vmax=max(counts.max(), 1))  # square root: small counts stay visible
     edges = (-0.5, classes - 0.5, clients - 0.5, -0.5)
     image = cells.imshow(
         counts, cmap="Blues", norm=norm, aspect="auto", interpolation="nearest", extent=edges
@@ -67,7 +68,7 @@ def partition_figure(
     text = "samples of a class (colours: square root)"
     bar = figure.colorbar(image, ax=(cells, sizes), location="bottom", shrink=0.5, aspect=40, label=text)
     bar.ax.locator_params(nbins=4)
-    rows, gap = np.diff(first), 0.2 if clients <= 100 else 0.0  # of a few pixels it would be a moiré
+    rows, gap = np.diff(first), 0.2 if clients <= 100 else 0.0  # a gap of few pixels would be a moiré
     lower = first[:-1] - 0.5 + gap / 2 * rows
     sizes.barh(lower, counts.sum(1), (1 - gap) * rows, align="edge", color=GREY)
     cells.locator_params(integer=True, nbins=_MAX_NAMED, min_n_ticks=1)
@@ -82,7 +83,7 @@ def partition_figure(
 
 @paper_style()
 def client_sizes_figure(sizes: Sequence[int], title: Sequence[str]) -> "Figure":
-    """Number of training samples of each client, as in ``partition.json``, for data without classes."""
+    """Draw the number of training samples of each client, for data without classes."""
     figure = new_figure(2.4, title)
     axes = figure.subplots()
     axes.bar(range(len(sizes)), sizes, 0.8 if len(sizes) <= 100 else 1.0, color=GREY)
@@ -95,12 +96,13 @@ def client_sizes_figure(sizes: Sequence[int], title: Sequence[str]) -> "Figure":
 def class_quality_figure(
     quality: Sequence[float | None], class_names: Sequence[str] | None, what: str, title: Sequence[str]
 ) -> "Figure":
-    """Accuracy of the server's model by class (or what else is good), in the order of the labels, and the mean of the classes.
+    """Draw the server model's accuracy (or the task's quality) by class, and the mean over classes.
 
     Args:
-        quality: Of each class in [0, 1], None for a class without samples.
-        class_names: Name of each class, None for their numbers.
-        what: What it is, on which data, such as ``"test accuracy"``.
+        quality: Quality of each class in [0, 1], in the order of the labels; None for a class
+            without samples.
+        class_names: Name of each class; None for numbers.
+        what: Label of the x-axis, such as ``"test accuracy"``.
         title: Lines of the title.
     """
     values = np.array(quality, dtype=np.float64)  # None becomes NaN
@@ -123,7 +125,7 @@ def class_quality_figure(
 
 
 def class_labels(names: Sequence[str] | None, count: int) -> list[str]:
-    """What to write beside each class: the start of its name, or its number where it has none."""
+    """Return a label for each class: the start of its name, or its number if it has none."""
     if names is None or len(names) != count:
         return [str(number) for number in range(count)]
     return [literal(" ".join(name.split())[:18]) or str(number) for number, name in enumerate(names)]

@@ -1,4 +1,4 @@
-"""The learning curve of a run as a figure."""
+"""Figure of the learning curve of a run."""
 
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -21,24 +21,25 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Policy = Mapping[str, Sequence[Sequence[Any]]]
-"""Stages of each kind of state: the round from which on (or the method that finds it), and what happens."""
+"""Stages of each kind of state: first round (or the method that finds it) and treatment."""
 
 
 @paper_style()
 def learning_curve_figure(
     rows: Rows, policy: Policy, title: Sequence[str], quality: str = "", further: Sequence[str] = ()
 ) -> "Figure":
-    """Draw accuracy, mean IoU or the quality of the run's task, if the rows have it, and loss over communication rounds.
+    """Draw quality (accuracy, mean IoU or the task's metric), if the rows have it, and loss over rounds.
 
-    A vertical line marks each round in which the policy changes; the legend says how. Where a value is not finite (or above 1e30) the
-    line has a gap and a cross stands at the upper edge.
+    A vertical line marks each round in which the policy changes; the legend names the change. At a
+    value that is not finite (or above 1e30) the line has a gap and a cross stands at the upper
+    edge.
 
     Args:
         rows: Rows of ``metrics.jsonl``; row 0 is the initial model.
-        policy: What happens to each kind of state from which round on, as in ``policy.json``, such as
+        policy: Treatment of each kind of state by first round, as in ``policy.json``, such as
             ``{"mean": [[1, "averaged"], [201, "frozen"]]}``.
         title: Lines of the title.
-        quality: The quality of a task of the user's own, in [0, 1].
+        quality: Quality metric of a user's task, in [0, 1].
         further: Further metrics, which have a panel if the rows have them.
     """
     known = {name.partition("/")[2] for row in rows for name in row}
@@ -70,23 +71,22 @@ def learning_curve_figure(
 
 
 def policy_changes(policy: Policy, rows: Rows = ()) -> dict[int, str]:
-    """The rounds in which the policy changes, and what happens then in words.
+    """Return the rounds in which the policy changes, and each change in words.
 
     Args:
-        policy: What happens to each kind of state, as in ``policy.json``.
-        rows: Rows of ``metrics.jsonl``, with T* where training has found it, which the policy of the start could only
-            promise.
+        policy: Treatment of each kind of state, as in ``policy.json``.
+        rows: Rows of ``metrics.jsonl``, which hold T* if training has freeze_start it.
 
     >>> policy_changes({"mean": [[1, "averaged"], [3, "frozen"]], "var": [[1, "averaged"], [3, "frozen"]]})
     {3: 'BN statistics frozen from round 3'}
     >>> policy_changes({"mean": [[1, "averaged"], ["SlidingWindowFixBN", "frozen"]]}, [{"fixbn/freeze_round": 2.0}])
     {3: 'BN running mean frozen from round 3'}
     """
-    found = frozen_from(rows)
+    freeze_start = frozen_from(rows)
     changed: dict[tuple[int, str], list[str]] = {}
     for kind, stages in policy.items():
         for planned, treatment in stages[1:]:
-            start = found if isinstance(planned, str) else planned
+            start = freeze_start if isinstance(planned, str) else planned
             if start is not None:
                 changed.setdefault((start, treatment), []).append(kind)
     changes: dict[int, list[str]] = {}
@@ -98,16 +98,16 @@ def policy_changes(policy: Policy, rows: Rows = ()) -> dict[int, str]:
 
 
 def _draw_metric(axes: "Axes", rows: Rows, metric: str, is_quality: bool) -> list[Series]:
-    """Curves of a metric on all data that have it, with the last accuracy in words; returns what is drawn."""
+    """Draw the curves of a metric on every split that has it, and return the drawn values."""
     drawn = []
     for split, (name, look) in SPLITS.items():
-        # where clients keep state the models that count are theirs
+        # if clients keep state, their own models count
         kinds = {f"{kind}_{metric}": look for kind, look in PERSONAL.items() if is_quality}
         known = {kind: kinds[kind] for kind in kinds if any(f"{split}/{kind}" in row for row in rows)}
-        for kind, (words, own_look) in {**known, metric: ("the server's model" * bool(known), look)}.items():
+        for kind, (words, kind_look) in {**known, metric: ("the server's model" * bool(known), look)}.items():
             rounds, values = series(rows, f"{split}/{kind}")
             if len(rounds):
                 newest = f": {values[-1]:.4f} after round {rounds[-1]:.0f}" if is_quality else ""
                 label = ", ".join(filter(None, (name, words))) + newest
-                drawn.append(draw_curve(axes, rounds, values, own_look, label))
+                drawn.append(draw_curve(axes, rounds, values, kind_look, label))
     return drawn

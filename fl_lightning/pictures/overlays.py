@@ -1,4 +1,4 @@
-"""Segmented images beside the truth."""
+"""Figure of segmented images beside the ground truth."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -12,18 +12,18 @@ if TYPE_CHECKING:
 
 
 def colours(labels: Any, palette: Sequence[tuple[int, int, int]]) -> Any:
-    """Labels ``[H, W]`` in colours, uint8 ``[H, W, 3]``; what is none of the classes is black."""
+    """Return labels ``[H, W]`` as colours, uint8 ``[H, W, 3]``; labels outside the classes are black."""
     table = np.zeros((256, 3), dtype=np.uint8)
     table[: len(palette)] = palette
     return table[np.asarray(labels, dtype=np.uint8)]
 
 
 def default_palette(classes: int) -> list[tuple[int, int, int]]:
-    """Colours for classes that have none of their own."""
+    """Return colours for classes without a palette."""
     from matplotlib import colormaps
 
-    found = colormaps["tab20"](np.arange(classes) % 20)[:, :3]
-    return [(int(r * 255), int(g * 255), int(b * 255)) for r, g, b in found]
+    colors = colormaps["tab20"](np.arange(classes) % 20)[:, :3]
+    return [(int(r * 255), int(g * 255), int(b * 255)) for r, g, b in colors]
 
 
 @paper_style()
@@ -35,14 +35,14 @@ def overlay_figure(
     class_names: Sequence[str] | None,
     title: Sequence[str],
 ) -> "Figure":
-    """Images, their labels and a model's prediction, a row each; pixels that do not count are black in both.
+    """Draw images, labels and predictions, one row per image; ignored pixels are black in both.
 
     Args:
         images: uint8 ``[H, W, 3]``.
-        truths: Labels ``[H, W]``; above the classes where a pixel does not count.
-        guesses: Predicted labels, likewise.
-        palette: A colour for each class.
-        class_names: Their names, None for numbers.
+        truths: Labels ``[H, W]``; a label above the classes marks an ignored pixel.
+        guesses: Predicted labels ``[H, W]``.
+        palette: Colour of each class.
+        class_names: Name of each class; None for numbers.
         title: Lines of the title.
     """
     from matplotlib.patches import Patch

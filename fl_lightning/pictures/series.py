@@ -1,4 +1,4 @@
-"""Numbers of a run over its rounds as arrays, and as curves with honest gaps."""
+"""Metrics of a run over its rounds as arrays, and as curves with visible gaps."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -15,43 +15,42 @@ Rows = Sequence[Mapping[str, float]]
 Series = NDArray[np.float64]
 
 MAX_POINTS = 500
-"""Of more values than this a curve shows means of consecutive ones."""
+"""Maximum number of points of a curve; longer series are averaged in consecutive groups."""
 
-_LARGEST = 1e30  # what is larger has diverged, and no axis can show it
+_LARGEST = 1e30  # larger values have diverged and cannot be drawn
 
 
 def series(rows: Rows, name: str) -> tuple[Series, Series]:
-    """The rounds that have a metric, and its values."""
-    found = [(float(row["round"]), float(row[name])) for row in rows if name in row]
-    rounds, values = np.array(found, dtype=np.float64).reshape(-1, 2).T
+    """Return the rounds that have a metric, and its values."""
+    pairs = [(float(row["round"]), float(row[name])) for row in rows if name in row]
+    rounds, values = np.array(pairs, dtype=np.float64).reshape(-1, 2).T
     return rounds, values
 
 
 def frozen_from(rows: Rows) -> int | None:
-    """The first round with frozen BN, as the newest row knows it; None where no method has set or found one."""
-    found = [int(row["fixbn/freeze_round"]) + 1 for row in rows if "fixbn/freeze_round" in row]
-    return found[-1] if found else None
+    """Return the first round with frozen BN, from the newest row that has T*; None if there is none."""
+    starts = [int(row["fixbn/freeze_round"]) + 1 for row in rows if "fixbn/freeze_round" in row]
+    return starts[-1] if starts else None
 
 
 def with_gaps(values: Series) -> Series:
-    """The values, with NaN for all that no axis can show."""
+    """Return the values, with NaN for those that cannot be drawn."""
     return np.where(np.abs(values) <= _LARGEST, values, np.nan)
 
 
 def draw_curve(
     axes: "Axes", places: Series, values: Series, look: tuple[str, str, str], label: str
 ) -> Series:
-    """Draw a curve with gaps, and crosses at the upper edge, where values are not finite (or above 1e30).
+    """Draw a curve with gaps and return its values without the gaps.
+
+    A value that is not finite (or above 1e30) is a cross at the upper edge.
 
     Args:
-        axes: Where to draw.
-        places: Where the values stand on the x-axis.
-        values: The values.
+        axes: Axes to draw on.
+        places: Positions on the x-axis.
+        values: Values on the y-axis.
         look: Colour, line and marker.
-        label: What the legend says; a part behind a colon is left out beside the crosses.
-
-    Returns:
-        The values of the curve, without its gaps.
+        label: Text of the legend; for the crosses the part after a colon is omitted.
     """
     colour, line, marker = look
     values = with_gaps(values)
@@ -72,12 +71,14 @@ def draw_curve(
 
 
 def scale_values(axes: "Axes", drawn: Sequence[Series], reach: float = 0.0) -> None:
-    """A logarithmic y-axis where no value is negative and the others span decades; it ends in a 0 where there is one.
+    """Make the y-axis logarithmic if no value is negative and the positive values span decades.
+
+    If a value is 0, the logarithmic axis ends in a 0.
 
     Args:
-        axes: Whose scale it is.
-        drawn: The values of each curve.
-        reach: What the axis reaches to at least if it is logarithmic.
+        axes: Axes to scale.
+        drawn: Values of each curve.
+        reach: Lower bound for the upper end of a logarithmic axis.
     """
     values = np.concatenate([*drawn, []])
     positive = values[values > 0]

@@ -1,4 +1,4 @@
-"""The look of the figures: colours, words, legends, and how they become files; matplotlib is imported when the first is drawn."""
+"""Look of the figures: colours, words, legends and files. matplotlib is imported at the first figure."""
 
 import textwrap
 import warnings
@@ -23,7 +23,7 @@ DOTS_PER_INCH = 150
 BLACK, GREY, LIGHT_GREY = "#000000", "#555555", "#999999"
 BLUE, VERMILLION, SKY = "#0072B2", "#D55E00", "#56B4E9"
 GREEN, PURPLE, ORANGE = "#009E73", "#CC79A7", "#E69F00"
-"""Colours of Okabe and Ito, which the colour-blind can tell apart."""
+"""Okabe and Ito's palette, which is safe for colour-blind readers."""
 
 LOOKS = (
     (VERMILLION, "-", "o"),
@@ -35,19 +35,19 @@ LOOKS = (
     (SKY, "-.", "X"),
     (GREY, ":", "*"),
 )
-"""Colour, line and marker of the first, second, ... of several runs."""
+"""Colour, line and marker of each run, in order."""
 
 SPLITS = {
     "train": ("training: clients, before aggregation", (LIGHT_GREY, "-", ".")),
     "val": ("validation", (BLUE, "-", "o")),
     "test": ("test", (VERMILLION, "--", "s")),
 }
-"""What a figure calls the data that a metric is of, and how its curve looks."""
+"""Label and look of the curves of each split."""
 
 
 @cache
 def qualities() -> Mapping[str, str]:
-    """Return what figures call the quality of each shipped task, by the name of the metric."""
+    """Return the label of each shipped task's quality, by metric."""
     from fl_lightning.round.tasks import QUALITIES  # late: torchmetrics imports pyplot
 
     return QUALITIES
@@ -57,7 +57,7 @@ PERSONAL = {
     "own": ("clients' own models, data like their own", (GREEN, "-", "D")),
     "personal": ("clients' own models, the server's data", (PURPLE, "-.", "^")),
 }
-"""What a figure calls the accuracies of a method whose clients keep state, and how their curves look; before the server's."""
+"""Label and look of the accuracies of clients' own models; drawn before the server's."""
 
 COSTS: dict[str, tuple[str, Mapping[float, str]]] = {
     "comm/total_bytes_per_client": (
@@ -70,39 +70,39 @@ COSTS: dict[str, tuple[str, Mapping[float, str]]] = {
         {86400.0: "days", 3600.0: "h", 60.0: "min", 1.0: "s"},
     ),
 }
-"""What communication costs, by metric: the words beside its axis, and its units by size."""
+"""Communication costs by metric: the label of the axis, and the units by size."""
 
 DRIFT = {
     "BN statistics:\nL1 norm": {
-        "bn/local_deviation": "clients' first batches: distance to the server's",
-        "bn/global_change": "the server's running ones: change in a round",
+        "bn/local_deviation": "distance of clients' first batches to the server",
+        "bn/global_change": "change of the server's running statistics in a round",
     },
     "BN statistics:\nvariance": {
-        "bn/window_variance": "of a client's first batches over rounds, mean of clients",
+        "bn/window_variance": "of a client's first batches over rounds, mean over clients",
     },
-    "training loss": {"train/loss": "of the clients' own models before aggregation, mean"},
+    "training loss": {"train/loss": "mean of the clients' models before aggregation"},
     "gradient deviation,\nrelative": {
-        "bn/gradient_deviation": "all parameters, clients' mean against their union batch",
+        "bn/gradient_deviation": "all parameters, clients' mean against union batch",
         "bn/gradient_deviation_affine": "BN's gamma and beta",
-        "bn/gradient_deviation_weights": "all others",
+        "bn/gradient_deviation_weights": "other parameters",
     },
     "BN statistics:\nrelative bias": {
         "bn/mean_bias": "running means against a pooled pass over all training data",
-        "bn/var_bias": "running variances likewise",
+        "bn/var_bias": "running variances against the same pass",
     },
     "accuracy\ndifference": {
-        "bn/train_eval_gap": "running statistics minus those of the evaluation batch",
-        "bn/recalibration_gap": "running statistics minus those of the pooled pass",
+        "bn/train_eval_gap": "running statistics minus evaluation batch statistics",
+        "bn/recalibration_gap": "running statistics minus pooled pass",
     },
 }
-"""What BN does to a run: the words beside each axis, and those of its metrics."""
+"""BN measurements: the label of each axis, and of each of its metrics."""
 
 LAYERS = {
-    "local_deviation_mean": "clients' batch means: distance from the server's running ones, per channel",
-    "local_deviation_var": "clients' batch variances: distance from the server's running ones, per channel",
-    "gradient_deviation": "clients' mean gradient: distance from their union batch's, relative",
+    "local_deviation_mean": "distance of clients' batch means from the server's running means, per channel",
+    "local_deviation_var": "distance of clients' batch variances from the server's running variances, per channel",
+    "gradient_deviation": "relative distance of clients' mean gradient from the union batch's gradient",
 }
-"""The quantities that are shown layer by layer, and what is said of them."""
+"""Quantities shown layer by layer, and their titles."""
 
 _STYLE = {
     "agg.path.chunksize": 10_000,  # Agg refuses one path of many thousand points
@@ -112,9 +112,9 @@ _STYLE = {
     "font.size": 9,
     "legend.fontsize": 8,
     "lines.markersize": 4,
-    "pdf.fonttype": 42,  # text stays text
+    "pdf.fonttype": 42,  # TrueType: text stays selectable
     "svg.fonttype": "none",
-    "svg.hashsalt": "",  # the same figure gives the same names
+    "svg.hashsalt": "",  # reproducible element ids
     "xtick.labelsize": 8,
     "ytick.labelsize": 8,
 }
@@ -122,7 +122,7 @@ _STYLE = {
 
 @contextmanager
 def paper_style() -> Iterator[None]:
-    """Draw in this project's style: the user's own matplotlib settings do not count, and are as before afterwards."""
+    """Draw in this project's style, independent of the user's matplotlib settings."""
     from matplotlib import style
 
     with style.context(["default", _STYLE]):
@@ -130,11 +130,11 @@ def paper_style() -> Iterator[None]:
 
 
 def new_figure(height: float, title: Sequence[str]) -> "Figure":
-    """An empty figure under a title.
+    """Return an empty figure under a title.
 
     Args:
         height: Height below the title in inches.
-        title: Lines of the title; long ones are wrapped, and cut after three.
+        title: Lines of the title; long lines are wrapped and cut after three.
     """
     from matplotlib.figure import Figure
 
@@ -147,15 +147,15 @@ def new_figure(height: float, title: Sequence[str]) -> "Figure":
 
 
 def legend_above(axes: "Axes") -> None:
-    """A legend between the title and the data, which it cannot hide; none where nothing has a label."""
+    """Put a legend between title and data, which it cannot hide, if a curve has a label."""
     labels = axes.get_legend_handles_labels()[1]
     if labels:
-        columns = max(1, min(3, 105 // (max(map(len, labels)) + 8)))  # as many as are sure to fit
+        columns = max(1, min(3, 105 // (max(map(len, labels)) + 8)))  # as many as surely fit
         axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=columns, frameon=False, borderaxespad=0.2)
 
 
 def literal(text: str) -> str:
-    """A text of the user's that matplotlib draws as it is: no formulas, and nothing that is not Unicode."""
+    """Return a text that matplotlib draws literally: no formulas, only valid Unicode."""
     return text.encode(errors="replace").decode().replace("$", r"\$")
 
 
@@ -164,20 +164,20 @@ _METADATA = {
     "pdf": {"CreationDate": None, "Creator": None, "Producer": None},
     "svg": {"Date": None, "Creator": None, "Format": None, "Type": None},
 }
-"""What matplotlib would say of itself and of the time."""
+"""Removes matplotlib's name and the time from files."""
 
 
 def rendered(figure: "Figure", form: str) -> bytes:
-    """A figure as ``png``, ``pdf`` or ``svg``, whose text stays text; the same figure gives the same bytes."""
+    """Return a figure as reproducible bytes: ``png``, ``pdf`` or ``svg`` with selectable text."""
     content = BytesIO()
     with paper_style(), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Glyph .* missing from")  # the box in its place says so
+        warnings.filterwarnings("ignore", "Glyph .* missing from")  # the box in its place shows it
         figure.savefig(content, format=form, dpi=DOTS_PER_INCH, metadata=_METADATA[form])
     return content.getvalue()
 
 
 def write_figure(path: Path, figure: "Figure") -> None:
-    """Write a figure atomically, in the form that its name ends in: ``.png``, ``.pdf`` or ``.svg``.
+    """Write a figure atomically in the format of its suffix: ``.png``, ``.pdf`` or ``.svg``.
 
     Raises:
         ConfigurationError: The file cannot be written.

@@ -46,7 +46,7 @@ def test_zeros_stand_at_the_foot_of_a_logarithmic_axis(tmp_path):
     values = [1.0, 0.1, 2e-3, 0.0, 0.0]
     found = draw(drift_figure(rows(bn_global_change=values, fixbn_freeze_round=[3] * 5), ["x"]), tmp_path)
     drawn = lines(found)
-    assert drawn["the server's running ones: change in a round"].get_ydata().tolist() == values
+    assert drawn["change of the server's running statistics in a round"].get_ydata().tolist() == values
     axis = found.axes[0].yaxis
     places = axis.get_transform().transform([0.0, *[v for v in axis.get_majorticklocs() if v > 0], 1.0])
     assert (np.diff(places[:-1]) > 0.1 * places[-1]).all()
