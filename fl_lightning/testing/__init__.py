@@ -1,4 +1,4 @@
-"""Small federations, a small network and reference trainers: for the tests of this project, ``verify`` and tests of your own."""
+"""Small federations, a small network and reference trainers, for ``verify`` and for tests."""
 
 from fl_lightning.testing.clients import (
     ArrayClient,

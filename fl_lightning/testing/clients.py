@@ -1,4 +1,4 @@
-"""Federations of random images behind ordinary loaders, as a user's own clients have them."""
+"""Federations of random images behind ordinary data loaders."""
 
 from collections.abc import Sequence
 
@@ -14,7 +14,7 @@ Batch = tuple[Tensor, Tensor]
 
 
 class ArrayClient(L.LightningDataModule):
-    """A client with tensors behind a shuffling ``DataLoader``.
+    """Client with tensors behind a shuffling ``DataLoader``.
 
     Args:
         inputs: Inputs ``[n, ...]``.
@@ -28,7 +28,7 @@ class ArrayClient(L.LightningDataModule):
         self.batch_size = batch_size
 
     def train_dataloader(self) -> DataLoader[tuple[Tensor, ...]]:
-        """Return shuffled batches, without a last smaller one."""
+        """Return shuffled batches, without a smaller last one."""
         return DataLoader(self.dataset, self.batch_size, shuffle=True, drop_last=True)
 
     def val_dataloader(self) -> DataLoader[tuple[Tensor, ...]]:
@@ -48,7 +48,7 @@ def blobs(
     shape: Sequence[int] = (2, 6, 6),
     classes: int = 3,
 ) -> FederatedDataModule:
-    """Return label-skewed clients: client i has mostly the class i modulo ``classes``, at a scale of its own.
+    """Return label-skewed clients: client i has mostly class i modulo ``classes`` and scale 1 + i.
 
     Args:
         num_clients: Number of clients.
@@ -79,7 +79,7 @@ def uneven_clients(
     shape: Sequence[int] = (2, 6, 6),
     classes: int = 3,
 ) -> FederatedDataModule:
-    """Return clients of different means and variances, whose batches are not in proportion to their data.
+    """Return clients of different means and variances whose batch sizes are not proportional to their data.
 
     Args:
         batches: Samples in a batch of each client.

@@ -1,4 +1,4 @@
-"""A tiny federation of label-skewed clients, computed from formulas, on which any method runs in a fraction of a second."""
+"""A tiny federation of label-skewed clients, computed from formulas: a method runs in a fraction of a second."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -18,13 +18,13 @@ SIZES = (8, 16, 24, 8, 16)
 
 
 class Disturbance(NamedTuple):
-    """A change of one client's doings in one round, to see whom it reaches.
+    """Change of one client in one round, to see which clients it affects.
 
     Attributes:
         client: The client.
         round: The round.
-        what: ``"data"``: its inputs; otherwise what it holds after its local steps: the state that the policy gives one
-            of these treatments, and with ``"optimizer"`` the state of its optimizer.
+        what: ``("data",)`` to change its inputs; otherwise treatments of the policy whose state
+            changes after the local steps, and ``"optimizer"`` for the state of its optimizer.
     """
 
     client: int
@@ -33,10 +33,10 @@ class Disturbance(NamedTuple):
 
 
 class MaterialisedClient(ClientDataModule):
-    """A client whose batches are a function of its data and the step, without any seed.
+    """Client whose batches are a function of its data and the step, without a seed.
 
     Args:
-        identity: Which data it has: mean, scale and favourite class follow from it.
+        identity: Number that determines mean, scale and most frequent class of the data.
         size: Number of training examples.
         batch_size: Samples in a batch.
     """
@@ -48,19 +48,22 @@ class MaterialisedClient(ClientDataModule):
         self.disturbed_steps = range(0)
 
     def train_batch(self, step: int) -> tuple[Tensor, Tensor]:
-        """The batch of local step ``step``; each epoch starts three samples further on."""
+        """Return the batch of local step ``step``; each epoch is shifted by three samples."""
         epoch = step // self.steps_per_epoch
         rows = (torch.arange(self.batch_size) + step * self.batch_size + 3 * epoch) % self.num_examples
         inputs = self.inputs[rows]
         return inputs * 1.5 + 0.5 if step in self.disturbed_steps else inputs, self.targets[rows]
 
     def train_dataloader(self) -> DataLoader[tuple[Tensor, ...]]:
-        """The batches of the first epoch."""
+        """Return the batches of the first epoch."""
         return DataLoader(TensorDataset(self.inputs, self.targets), self.batch_size, drop_last=True)
 
 
 def skewed_images(identity: int, size: int) -> tuple[Tensor, Tensor]:
-    """Images ``[size, 2, 6, 6]`` in float64 and their classes: mostly one class, with a mean and scale of their own."""
+    """Return images ``[size, 2, 6, 6]`` in float64 and their classes.
+
+    ``identity`` determines the most frequent class, the mean and the scale.
+    """
     draw = generator(identity, "verification data")
     favourite = torch.tensor(identity % CLASSES)
     targets = torch.where(
@@ -75,9 +78,10 @@ def federation(
     batch_sizes: Sequence[int] | None = None,
     disturbance: Disturbance | None = None,
 ) -> FederatedDataModule:
-    """A federation whose client i has the data ``identities[i]``, and so the size and ``batch_sizes`` of that place."""
+    """Return a federation whose client i has the data, size and batch size of ``identities[i]``."""
     clients = [
-        MaterialisedClient(who, SIZES[who], batch_sizes[who] if batch_sizes else BATCH) for who in identities
+        MaterialisedClient(identity, SIZES[identity], batch_sizes[identity] if batch_sizes else BATCH)
+        for identity in identities
     ]
     if disturbance is not None and "data" in disturbance.what:
         steps = clients[disturbance.client].steps_per_epoch
@@ -93,7 +97,7 @@ def federation(
 def reference_model(norm: str = "bn") -> nn.Sequential:
     """Return :func:`~fl_lightning.testing.models.small_cnn` in float64, with the same weights at each call."""
     model = small_cnn(norm, classes=CLASSES, channels=CHANNELS).double()
-    model[6] = nn.Identity()  # a run would replace the dropout layer by this project's
+    model[6] = nn.Identity()  # a run replaces dropout layers
     draw = generator(0, "verification model")
     with torch.no_grad():
         for layer in (model[0], model[3], model[8]):

@@ -1,4 +1,4 @@
-"""A small network on which tests run in a fraction of a second."""
+"""Small network on which tests run in a fraction of a second."""
 
 from collections.abc import Callable
 from functools import partial
@@ -16,12 +16,12 @@ _NORMS: dict[str, Callable[[int], nn.Module]] = {
 def small_cnn(
     norm: str = "bn", dropout: float = 0.0, seed: int = 0, classes: int = 3, channels: int = 2
 ) -> nn.Sequential:
-    """Return two convolutions with a norm layer each, and a linear layer, for images of 6 x 6 pixels.
+    """Return two convolutions, each with a norm layer, and a linear layer, for images of 6 x 6 pixels.
 
     Args:
         norm: ``"bn"``, ``"gn"`` or ``"none"``.
         dropout: Probability of the dropout before the linear layer.
-        seed: Seed of the weights; torch's global generator is seeded with it.
+        seed: Seed of the weights; it seeds torch's global generator.
         classes: Number of outputs.
         channels: Channels of the images.
 

@@ -1,4 +1,4 @@
-"""Federated training in float64, and the same training written by hand in plain PyTorch."""
+"""Federated training in float64, and the same training in plain PyTorch."""
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -23,7 +23,7 @@ State = Mapping[str, Tensor]
 """Tensors by name, as a ``state_dict``."""
 
 SGD = partial(torch.optim.SGD, lr=0.1)
-"""The client optimizer of :func:`train` and of the references, if none is given."""
+"""Default client optimizer of :func:`train` and of the references."""
 
 
 def fit(
@@ -34,14 +34,14 @@ def fit(
     ckpt_path: Any = None,
     **trainer: Any,
 ) -> L.Trainer:
-    """Train on the CPU in float64, without files or evaluations.
+    """Train on the CPU in float64, without files or evaluations, and return the trainer.
 
     Args:
         module: The module.
-        data: Its data.
+        data: The federated data.
         rounds: Number of communication rounds.
         callbacks: Methods and other callbacks.
-        ckpt_path: A checkpoint to resume from.
+        ckpt_path: Checkpoint to resume from.
         trainer: Further arguments of the trainer.
     """
     callbacks = list(callbacks)
@@ -58,7 +58,7 @@ def fit(
     }
     runner = L.Trainer(max_epochs=rounds, callbacks=callbacks, **{**settings, **trainer})
     with warnings.catch_warnings():
-        # Lightning's own use of a class that torch 2.15 deprecates, and its advice on worker processes
+        # Lightning uses a class that torch 2.15 deprecates, and advises worker processes
         warnings.filterwarnings("ignore", ".*LeafSpec", FutureWarning)
         warnings.filterwarnings("ignore", ".*does not have many workers")
         runner.fit(module, datamodule=data, ckpt_path=ckpt_path)
@@ -73,7 +73,7 @@ def train(
     trainer: Mapping[str, Any] | None = None,
     **settings: Any,
 ) -> dict[str, Tensor]:
-    """Train a model, with one local step of SGD(lr=0.1) unless told otherwise.
+    """Train a model, by default with one local step of SGD(lr=0.1), and return the server's final state.
 
     Args:
         model: The server's model, which is changed.
@@ -82,9 +82,6 @@ def train(
         callbacks: Methods and other callbacks.
         trainer: Further arguments of the trainer.
         settings: Further arguments of :class:`~fl_lightning.round.module.FederatedModule`.
-
-    Returns:
-        The server's final state.
     """
     module = FederatedModule(model, **{"client_optimizer": SGD, "local_steps": 1, **settings})
     fit(module, data, rounds, callbacks, **(trainer or {}))
@@ -97,7 +94,7 @@ def distance(first: State, second: State) -> float:
 
 
 def plain_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch) -> None:
-    """Take one step of ordinary PyTorch."""
+    """Take one ordinary PyTorch step."""
     optimizer.zero_grad()
     cross_entropy(model(batch[0]), batch[1]).backward()  # type: ignore[no-untyped-call]  # torch gives it no types
     optimizer.step()
@@ -112,19 +109,18 @@ def centralised(
     first: int = 0,
     frozen_statistics: bool = False,
 ) -> dict[str, Tensor]:
-    """Train one model on the union of the clients' batches: FedAvg with E = 1 and equal weights must equal it.
+    """Return the state of one model trained on the union of the clients' batches.
+
+    FedAvg with E = 1 and equal weights must equal it.
 
     Args:
-        model: The model, which stays as it is.
+        model: The model, which is not changed.
         data: The federated data.
         steps: Number of steps.
         optimizer: Makes the optimizer.
-        rates: The learning rate of each step; empty for the optimizer's own.
-        first: The data's step from which training starts.
+        rates: Learning rate of each step; empty for the optimizer's.
+        first: Step of the data from which training starts.
         frozen_statistics: Whether BN layers use and keep their running statistics.
-
-    Returns:
-        The final state.
     """
     model = deepcopy(model).double().train()
     for layer in model.modules():
@@ -153,15 +149,15 @@ def by_hand(
     """Train with a model and an optimizer for each client, averaged in a loop.
 
     Args:
-        model: The model, which stays as it is.
+        model: The model, which is not changed.
         data: The federated data.
         rounds: Number of communication rounds.
         optimizer: Makes the client optimizer.
         steps: Local steps of a client. Default: 1.
-        cohort: The clients of a round. Default: all.
+        cohort: Clients of a round. Default: all.
         weights: Aggregation weight of a client, not normalised. Default: equal.
         keep: Whether clients keep their optimizer's state between rounds.
-        server: The server's new parameter, from (name, old, average). Default: the average.
+        server: New parameter of the server from (name, old, average). Default: the average.
 
     Returns:
         The server's state, and the state of each client's optimizer.
@@ -195,7 +191,7 @@ def by_hand(
 
 
 class States(Callback):
-    """Keeps a copy of the server's state after each round: ``states[r]`` after round r, ``states[0]`` the initial one."""
+    """Copies of the server's state: ``states[r]`` after round r, ``states[0]`` at the start."""
 
     def __init__(self) -> None:
         self.states: list[dict[str, Tensor]] = []
@@ -210,13 +206,13 @@ class States(Callback):
 
 
 class Rows(Callback):
-    """Keeps the row of metrics of each round: ``rows[r]``."""
+    """Rows of metrics: ``rows[r]`` of round r."""
 
     def __init__(self) -> None:
         self.rows: dict[int, dict[str, float]] = {}
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Keep the row of the round before."""
+        """Keep the row of the previous round."""
         assert isinstance(pl_module, FederatedModule)
         if pl_module.metrics.get("round", 0) == trainer.current_epoch > 0:
             self.rows[trainer.current_epoch] = dict(pl_module.metrics)
@@ -228,7 +224,7 @@ class Rows(Callback):
 
 
 class ClientStates(FederatedCallback):
-    """Keeps the states with which clients start and end their local steps: ``start[r][client][name]``, ``end[...]``."""
+    """Clients' states before and after their local steps: ``start[r][client][name]``, ``end[...]``."""
 
     def __init__(self) -> None:
         self.start: dict[int, dict[int, dict[str, Tensor]]] = {}

@@ -1,4 +1,4 @@
-"""What every method promises and what some claim, checked on a tiny federation in float64."""
+"""Rules for all methods and claims of some, checked on a tiny federation in float64."""
 
 from fl_lightning.verification.battery import certify
 from fl_lightning.verification.certificate import Certificate

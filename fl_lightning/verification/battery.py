@@ -1,4 +1,4 @@
-"""The battery: all properties and claims, and what they say about one method."""
+"""Battery of all rules and claims, and its verdict on one method."""
 
 import sys
 import tempfile
@@ -44,10 +44,10 @@ RULES: dict[str, Check] = {
         several_runs.client_numbers,
     )
 }
-"""What every method promises, by the name of its line."""
+"""Rules for all methods, by the name of their line."""
 
 NEEDED = ("trains", "runs repeat")
-"""The rules without which no other says anything."""
+"""Rules without which the others are meaningless."""
 
 
 def certify(
@@ -55,19 +55,16 @@ def certify(
     references: bool = True,
     settings: Mapping[str, Any] | None = None,
 ) -> Certificate:
-    """Run the battery.
+    """Run the battery and return its certificate.
 
     Args:
-        make: Makes the callback with its settings; called once for each run, so that no object is used twice.
-        references: Whether the equalities that it claims nothing about are measured, too.
-        settings: Settings of ``FederatedModule`` that replace those of the battery, such as another ``client_optimizer``.
-            Claims name set-ups of their own, which stay as they are.
-
-    Returns:
-        The certificate.
+        make: Makes the callback with its settings: a new object for each run.
+        references: Whether equalities that the method does not claim are measured too.
+        settings: Settings of ``FederatedModule`` that replace the battery's, such as another
+            ``client_optimizer``. Set-ups of claims stay unchanged.
 
     Raises:
-        ConfigurationError: The callback claims something unknown, or raises in an ordinary run.
+        ConfigurationError: The callback claims an unknown equality, or raises in an ordinary run.
     """
     started = time.perf_counter()
     method = make()
@@ -88,19 +85,19 @@ def certify(
             finding = _judge(line, check, trials, hindered)
             certificate.rules.append(finding)
             if line in NEEDED and finding.status == "FAILED":
-                hindered = f"the rule {line!r} is broken"
+                hindered = f"rule {line!r} failed"
             if first.error is not None and not hindered:
                 raise ConfigurationError(
                     f"{type(method).__name__} cannot be verified, an ordinary run raises "
                     f"{_in_words(first.error, type(method))}"
                 ) from first.error
-        found = {
+        findings = {
             name: _judge(name, partial(_equals, name), claimed, hindered)
             for name in CLAIMS
             if references or name in method.claims
         }
-        certificate.claims = [found.pop(name) for name in method.claims]
-        certificate.equals = {name: finding.detail for name, finding in found.items()}
+        certificate.claims = [findings.pop(name) for name in method.claims]
+        certificate.equals = {name: finding.detail for name, finding in findings.items()}
     certificate.seconds = time.perf_counter() - started
     return certificate
 
@@ -115,20 +112,23 @@ def _judge(line: str, check: Check, trials: Trials, hindered: str) -> Finding:
     except NotApplicable as reason:
         return Finding(line, "does not apply", str(reason))
     except ConfigurationError as error:
-        return Finding(line, "does not apply", f"it refuses the set-up: {' '.join(str(error).split())}")
+        return Finding(
+            line, "does not apply", f"the method rejects this set-up: {' '.join(str(error).split())}"
+        )
     except Exception as error:  # noqa: BLE001  # whatever a method raises is a finding
         return Finding(line, "FAILED", f"raises {_in_words(error, type(trials.make()))}")
 
 
 def _equals(name: str, trials: Trials) -> str:
     apart, place = CLAIMS[name](trials)
-    if not apart <= (0.0 if name in BITWISE else TOLERANCE):
-        raise Violated(f"differs by {apart:.2g} ({place})")
+    tolerance = 0.0 if name in BITWISE else TOLERANCE
+    if not apart <= tolerance:
+        raise Violated(f"differs by {apart:.2g} in {place} (tolerance {tolerance:g})")
     return "equal bit for bit" if apart == 0 else f"equal (distance {apart:.1g})"
 
 
 def _in_words(error: BaseException, method: type[FederatedCallback]) -> str:
-    """An exception in one line: its type, its place in the method's code, its message."""
+    """Return an exception in one line: its type, its place in the method's code, its message."""
     file = getattr(sys.modules.get(method.__module__), "__file__", None)
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
     place = (

@@ -1,4 +1,4 @@
-"""A certificate: what was found about a method, and how it is printed."""
+"""Certificate of one method, and its printed form."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -10,15 +10,15 @@ from fl_lightning.verification.comparison import Finding
 
 @dataclass
 class Certificate:
-    """What was found about a method.
+    """Findings about a method.
 
     Attributes:
-        method: The method, as it could be written.
-        paper: Where it comes from.
-        rules: The rules for all methods, line by line.
-        claims: What its class claims beyond them.
-        equals: How far it is from the equalities that it claims nothing about.
-        seconds: How long it took.
+        method: The method with its settings.
+        paper: The paper that describes it.
+        rules: Findings on the rules for all methods.
+        claims: Findings on the method's claims.
+        equals: Measured difference for each equality that the method does not claim.
+        seconds: Duration of the verification.
     """
 
     method: str
@@ -30,7 +30,7 @@ class Certificate:
 
     @property
     def failed(self) -> list[Finding]:
-        """The lines that failed."""
+        """Return the lines that failed."""
         return [finding for finding in (*self.rules, *self.claims) if finding.status == "FAILED"]
 
 
@@ -55,9 +55,8 @@ def print_summary(certificates: Sequence[Certificate]) -> None:
     print_table("Methods", {certificate.method: _verdict(certificate) for certificate in certificates})
     for certificate in certificates:
         if certificate.failed:
-            print_table(
-                f"\n{certificate.method}", {one.line: f"FAILED  {one.detail}" for one in certificate.failed}
-            )
+            lines = {finding.line: f"FAILED  {finding.detail}" for finding in certificate.failed}
+            print_table(f"\n{certificate.method}", lines)
 
 
 def _verdict(certificate: Certificate) -> str:

@@ -1,6 +1,7 @@
-"""What a method may claim beyond the rules for all: the vocabulary of ``FederatedCallback.claims``.
+"""Claims beyond the rules for all methods: the vocabulary of ``FederatedCallback.claims``.
 
-Every claim compares two ways to compute the same thing in float64; it holds up to 1e-10, those of ``BITWISE`` exactly.
+A claim compares two computations of the same numbers in float64, up to 1e-10; ``BITWISE`` claims
+exactly.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,16 +26,16 @@ from fl_lightning.verification.trials import (
 )
 
 Gap = tuple[float, str]
-"""How far two computations are apart: the largest distance of their floats, and the tensor that has it."""
+"""Largest difference between two computations, and the tensor that has it."""
 
 
 def own_twin(trials: Trials) -> Gap:
-    """Equals the same callback on the union: E = 1, equal batches, every round, ``theta_fed = theta_central``."""
+    """Compare with the same callback on the union batch, round by round: E = 1, equal batches."""
     return _rounds_apart(trials.run(ONE_STEP), trials.run(ONE_STEP, centralised=True))
 
 
 def own_twin_when_frozen(trials: Trials) -> Gap:
-    """The same from the first round with frozen statistics on, continued on the union from the federated state."""
+    """Compare like ``own_twin`` from the first frozen round on; the twin starts from the federated state."""
     federated = trials.run(ONE_STEP)
     frozen = [number for number, seen in enumerate(federated.rounds, 1) if seen.policy["mean"] == "frozen"]
     if not frozen:
@@ -44,23 +45,24 @@ def own_twin_when_frozen(trials: Trials) -> Gap:
 
 
 def own_twin_without_bn(trials: Trials) -> Gap:
-    """``own_twin`` on a model with Group Normalization: ``g(union) = mean g_i`` where no layer sees the batch."""
+    """Compare like ``own_twin`` with Group Normalization, where ``g(union) = mean g_i``."""
     return _rounds_apart(trials.run(ONE_STEP, norm="gn"), trials.run(ONE_STEP, norm="gn", centralised=True))
 
 
 def centralised_bn(trials: Trials) -> Gap:
-    """Equals ordinary BN on the union batch without the callback, weights and statistics: E = 1, equal batches."""
+    """Compare weights and statistics with ordinary BN on the union batch: E = 1, equal batches."""
     return _rounds_apart(trials.run(ONE_STEP), trials.run(ONE_STEP, bare=True, centralised=True))
 
 
 def union_statistics(trials: Trials) -> Gap:
-    """Server statistics are those that ``nn.BatchNorm2d`` tracks on the union of the batches, of equal and of unequal size.
+    """Compare server statistics with ``nn.BatchNorm2d``'s on the union of equal and of unequal batches.
 
-    ``v <- (1 - beta) v + beta N/(N-1) (mean s_i^2 + mean (u_i - u)^2)`` with ``N = sum K_i``; E = 1, weights that rest, and
-    the first layer, whose inputs are then the same however BN normalises.
+    They are ``v <- (1 - beta) v + beta N/(N-1) (mean s_i^2 + mean (u_i - u)^2)``, ``N = sum K_i``,
+    for one step. Weights are constant and only the first layer counts: its inputs do not depend on
+    how BN normalises.
     """
     if trials.make().needs_joint_forward:
-        raise NotApplicable("it asks for batches of equal size")
+        raise NotApplicable("the method requires batches of equal size")
     gaps = []
     for batch_sizes in (None, (4, 8, 20, 6, 16)):
         resting = ONE_STEP.but(client_lr_schedule=rests_from(1), batch_sizes=batch_sizes)
@@ -71,75 +73,75 @@ def union_statistics(trials: Trials) -> Gap:
 
 
 def weights_of_fedavg(trials: Trials) -> Gap:
-    """Weights, gamma and beta are bitwise those of FedAvg with BN, any E and participation; only statistics differ."""
+    """Compare weights, gamma and beta bit for bit with FedAvg with BN, for any E and participation."""
     run = trials.run()
     weights = [name for name, kind in run.kinds.items() if kind in ("weight", "affine")]
     return _rounds_apart(run, trials.run(bare=True), weights)
 
 
 def fedavg_on_identical_clients(trials: Trials) -> Gap:
-    """Equals FedAvg with BN where every client has the same data and takes part: ``theta_i = theta_j`` makes a mean idle."""
+    """Compare with FedAvg with BN where all clients take part with the same data: ``theta_i = theta_j``."""
     alike = USUAL.but(identities=(1,) * len(CLIENTS), script=EVERYONE)
     return _rounds_apart(trials.run(alike), trials.run(alike, bare=True))
 
 
 def one_client_is_plain_training(trials: Trials) -> Gap:
-    """With one client, any E and SGD without momentum it equals training without the callback."""
+    """Compare with training without the callback: one client, any E, SGD without momentum."""
     alone = USUAL.but(identities=(0,), script=((0,),) * len(EVERYONE), **WITHOUT_MOMENTUM)
     return _rounds_apart(trials.run(alone), trials.run(alone, bare=True))
 
 
 def one_client_is_two_of_half_its_weight(trials: Trials) -> Gap:
-    """A client of weight 2p equals two with the same data and weight p: all that the server combines weighs by ``n_i / n``."""
+    """Compare a client of weight 2p with two of weight p and the same data: every mean weighs by ``n_i / n``."""
     one, two = (0, 1), (0, 1, 1)  # identities: the second client has twice the data of the first
     alike = trials.run(identities=two, script=((0, 1, 2),) * 4, weighting="uniform")
     return _rounds_apart(trials.run(identities=one, script=(one,) * 4), alike)
 
 
 def moments_of_the_mixture(trials: Trials) -> Gap:
-    """Server statistics are ``mu = sum p_i mu_i`` and ``sum p_i (sigma_i^2 + mu_i^2) - mu^2`` of what the clients send."""
+    """Compare statistics with ``mu = sum p_i mu_i`` and ``sum p_i (sigma_i^2 + mu_i^2) - mu^2`` of sent ones."""
     gaps = []
     for seen in trials.run().rounds:
         for name in (name for name in seen.sent if name.endswith("running_mean")):
             variance = name.replace("running_mean", "running_var")
             mean = seen.shares @ seen.sent[name]
             squares = seen.shares @ (seen.sent[variance] + seen.sent[name] ** 2)
-            found = {name: mean, variance: squares - mean**2}
-            gaps.append(distance(found, seen.server, found))
+            expected = {name: mean, variance: squares - mean**2}
+            gaps.append(distance(expected, seen.server, expected))
     return max(gaps)
 
 
 def server_keeps_the_mean(trials: Trials) -> Gap:
-    """What it keeps of the server is the mean of what it keeps of all clients, absent ones too: ``c = sum n_i / n c_i``."""
+    """Compare the server's memory with the mean over all clients, absent ones too: ``c = sum n_i / n c_i``."""
     gaps = []
     for seen in trials.run().rounds:
         server, clients = entries(seen.memory)
-        kept = {place.replace(f"[{SERVER}]", ""): leaf for place, leaf in server.items()}
+        held = {place.replace(f"[{SERVER}]", ""): leaf for place, leaf in server.items()}
         mean: State = {}
-        for client, own in clients.items():
-            for place in (place for place in own if torch.is_tensor(kept.get(place))):
-                mean[place] = mean.get(place, 0) + own[place] * SIZES[client] / sum(SIZES)
+        for client, memory in clients.items():
+            for place in (place for place in memory if torch.is_tensor(held.get(place))):
+                mean[place] = mean.get(place, 0) + memory[place] * SIZES[client] / sum(SIZES)
         if not mean:
-            raise NotApplicable("it keeps nothing both of the server and of clients")
-        gaps.append(distance(kept, mean, mean))
+            raise NotApplicable("the method has no memory of both the server and clients")
+        gaps.append(distance(held, mean, mean))
     return max(gaps)
 
 
 def statistics_of_its_weights(trials: Trials) -> Gap:
-    """Evaluated statistics are those of the weights beside them: they rest where the weights rest, and move where those move."""
+    """Compare evaluated statistics of rounds with equal weights; they must change if the weights change."""
     second, last = (trials.run(client_lr_schedule=rests_from(3)).rounds[number].server for number in (1, 3))
     names = [name for name in last if "running" in name]
     moving = trials.run().rounds
     if difference(moving[1].server, moving[3].server, names) is None:
-        return inf, "statistics of round 2 and round 4, which are equal"
+        return inf, "the statistics of rounds 2 and 4, which are equal for different weights"
     return distance(second, last, names)
 
 
 def proximal_term(trials: Trials) -> Gap:
-    """The second local step adds ``mu (theta_i - theta)`` to the gradient, with the callback's ``mu``: SGD without momentum."""
+    """Compare with a gradient plus ``mu (theta_i - theta)`` in the second local step: SGD without momentum."""
     mu = getattr(trials.make(), "mu", None)
     if mu is None:
-        raise NotApplicable("it has no mu")
+        raise NotApplicable("the method has no mu")
     one = ONE_STEP.but(script=(CLIENTS,), **WITHOUT_MOMENTUM)
     two = one.but(local_steps=2)
     first = trials.run(one, bare=True).rounds[0]
@@ -168,11 +170,11 @@ CLAIMS: dict[str, Callable[[Trials], Gap]] = {
     )
 }
 BITWISE = ("weights_of_fedavg",)
-"""The claims that hold to the last bit."""
+"""Claims that hold bit for bit."""
 
 
 def _rounds_apart(first: Run, second: Run, names: Sequence[str] | None = None) -> Gap:
-    """The largest distance of the server's floats, or of some, over the rounds that both runs have, which end together."""
+    """Return the largest difference of the server's floats (or ``names``) over the last common rounds."""
     common = min(len(first.rounds), len(second.rounds))
     pairs = zip(first.rounds[-common:], second.rounds[-common:], strict=True)
     names = names or [name for name, kind in first.kinds.items() if kind != "counter"]

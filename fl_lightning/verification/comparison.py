@@ -1,4 +1,4 @@
-"""How far two states are apart, where, and what that says of a property."""
+"""Comparison of two states: the largest difference, its place, and the verdict."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -10,17 +10,17 @@ from torch import Tensor
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
 TOLERANCE = 1e-10
-"""Largest distance at which two float64 computations of one quantity count as equal."""
+"""Largest difference at which two float64 computations of one quantity count as equal."""
 
 Status = Literal["PASSED", "FAILED", "does not apply"]
 
 
 class Violated(Exception):
-    """A property does not hold; the message says by how much and where."""
+    """Violated rule or claim; the message states the demand, the measured difference and its place."""
 
 
 class NotApplicable(Exception):
-    """A property says nothing about this method; the message says why."""
+    """Rule or claim that does not apply to a method; the message states why."""
 
 
 @dataclass(frozen=True)
@@ -28,9 +28,9 @@ class Finding:
     """One line of a certificate.
 
     Attributes:
-        line: Name of the property or claim.
-        status: Whether it holds.
-        detail: What was measured, the place of the violation, or why it does not apply.
+        line: Name of the rule or claim.
+        status: Verdict.
+        detail: The measurement, the violation, or the reason why the line does not apply.
     """
 
     line: str
@@ -39,16 +39,16 @@ class Finding:
 
 
 Leaves = dict[str, Any]
-"""The leaves of a tree by place."""
+"""Leaves of a tree by place."""
 
 
 def leaves(tree: Any) -> Leaves:
-    """The leaves of nested dicts and lists by their place in it."""
+    """Return the leaves of nested dicts and lists by place."""
     return {keystr(place): leaf for place, leaf in tree_flatten_with_path(tree)[0]}
 
 
 def difference(first: Any, second: Any, names: Iterable[str] | None = None) -> str | None:
-    """A place where two trees (or their entries ``names``) are not equal bit for bit; None where there is none."""
+    """Return a place where two trees (or their entries ``names``) differ in any bit; None if they are equal."""
     if names is not None:
         first, second = ({name: state[name] for name in names} for state in (first, second))
     most, place = distance(leaves(first), leaves(second))
@@ -58,15 +58,19 @@ def difference(first: Any, second: Any, names: Iterable[str] | None = None) -> s
 def distance(
     first: Mapping[str, object], second: Mapping[str, object], names: Iterable[str] | None = None
 ) -> tuple[float, str]:
-    """The largest difference of two mappings in the entries ``names`` (all of them), and the entry that has it."""
+    """Return the largest difference of two mappings in the entries ``names`` (default: all), and its entry."""
     chosen = {**first, **second} if names is None else names
-    found = {name: apart(first.get(name), second.get(name)) for name in chosen}
-    name = max(found, key=found.__getitem__, default="")
-    return found.get(name, 0.0), name
+    differences = {name: apart(first.get(name), second.get(name)) for name in chosen}
+    name = max(differences, key=differences.__getitem__, default="")
+    return differences.get(name, 0.0), name
 
 
 def apart(one: Any, other: Any) -> float:
-    """The largest difference of two leaves: infinite for other types or shapes, other things than numbers, NaN beside a number."""
+    """Return the largest difference of two leaves.
+
+    It is infinite for different types or shapes, for unequal values that are not numbers, and for
+    NaN beside a number.
+    """
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         if one.shape != other.shape or one.dtype != other.dtype:
             return inf

@@ -1,4 +1,4 @@
-"""What of a method's ``state_dict`` belongs to which client, and what tells a client's number from any other."""
+"""Parts of a method's ``state_dict`` by client, and the detection of client numbers in it."""
 
 import re
 from collections.abc import Sequence
@@ -12,15 +12,15 @@ from fl_lightning.verification.observation import Round, Run
 from fl_lightning.verification.trials import CLIENTS, SCRIPT, Trials
 
 RELABELLED = (3, 2, 4, 0, 1)
-"""The new number of each client: with it no client of a cohort of ``SCRIPT`` stays in its row."""
+"""New number of each client, which moves every client of a cohort of ``SCRIPT`` to another row."""
 
 
 def entries(memory: Any) -> tuple[Leaves, dict[int, Leaves]]:
-    """Leaves of a memory by place: the server's, and those of each client without its number.
+    """Return the leaves of a memory by place: the server's, and each client's without its number.
 
-    A client owns what stands under its number in a dict, as int or text, and its row of a tensor with as many rows as
-    there are clients; where nobody owns anything so, what stands under a text with its number in it (``"client3"``).
-    Negative numbers are the server's.
+    A client owns the entries under its number in a dict (int or text), and its row of a tensor with
+    as many rows as there are clients. If no client owns anything this way, it owns the entries
+    under a text that contains its number (``"client3"``). Negative numbers belong to the server.
     """
     paths = tree_flatten_with_path(tree_map(_rows_by_client, memory))[0]
     server: Leaves = {}
@@ -42,34 +42,38 @@ def entries(memory: Any) -> tuple[Leaves, dict[int, Leaves]]:
 
 
 def relabelled(trials: Trials) -> Run:
-    """The usual run with every client's data under its new number."""
+    """Return the usual run with each client's data under a new number."""
     identities = tuple(RELABELLED.index(client) for client in CLIENTS)
     script = tuple(tuple(sorted(RELABELLED[client] for client in cohort)) for cohort in SCRIPT)
     return trials.run(identities=identities, script=script)
 
 
 def knows_no_client(trials: Trials) -> bool:
-    """Whether what the method keeps is the same however clients are numbered: then its numbers are layers or rounds, say."""
+    """Return whether the memory ignores client numbers, so that numbers in it are layers or rounds, say."""
     pairs = zip(trials.run().rounds, relabelled(trials).rounds, strict=True)
-    return all(memory_apart(one, two)[0] <= TOLERANCE for one, two in pairs)
+    return all(memory_apart(*rounds)[0] <= TOLERANCE for rounds in pairs)
 
 
-def memory_apart(one: Round, two: Round) -> tuple[float, str]:
-    """The largest difference of what the method keeps after two rounds, and its place."""
-    return distance(leaves(one.memory), leaves(two.memory))
+def memory_apart(first: Round, second: Round) -> tuple[float, str]:
+    """Return the largest difference of the method's memory after second rounds, and its place."""
+    return distance(leaves(first.memory), leaves(second.memory))
 
 
-def renamed_memory_apart(one: Round, two: Round) -> tuple[float, str]:
-    """The same where the clients of the second have their new numbers: client by client, unless the numbers are no clients'."""
-    alike = memory_apart(one, two)
-    return alike if alike[0] <= TOLERANCE else distance(_named(one, RELABELLED), _named(two, CLIENTS))
+def renamed_memory_apart(first: Round, second: Round) -> tuple[float, str]:
+    """Return the difference of :func:`memory_apart` if the second round's clients are renumbered.
+
+    Memories are compared client by client, unless they already agree because their numbers are not
+    clients.
+    """
+    alike = memory_apart(first, second)
+    return alike if alike[0] <= TOLERANCE else distance(_named(first, RELABELLED), _named(second, CLIENTS))
 
 
 def _named(seen: Round, numbers: Sequence[int]) -> Leaves:
     return {
         f"{place} of client {numbers[client]}": leaf
-        for client, kept in entries(seen.memory)[1].items()
-        for place, leaf in kept.items()
+        for client, memory in entries(seen.memory)[1].items()
+        for place, leaf in memory.items()
     }
 
 

@@ -1,4 +1,4 @@
-"""What a round does, written down from outside: the method under test cannot tell that it is watched."""
+"""Record of each round, taken from outside: the method under test cannot detect it."""
 
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -19,22 +19,23 @@ State = dict[str, Tensor]
 
 @dataclass
 class Round:
-    """One communication round as it was seen.
+    """Record of one communication round.
 
     Attributes:
-        clients: The cohort's client ids.
-        shares: Aggregation weights n_i / n that the clients' sizes ask for, ``[C]``.
+        clients: Client ids of the cohort.
+        shares: Expected aggregation weights n_i / n, ``[C]``.
         policy: Treatment of each kind of state.
-        undecided: Treatments by kind that begin in a round which the method has not found yet.
+        undecided: Treatments by kind that begin in a round not yet found.
         broadcast: The server's state at the start.
-        start: The clients' rows at their first local step, ``[C, *shape]``.
-        sent: The clients' rows as they are aggregated, likewise.
+        start: The clients' rows before their first local step, ``[C, *shape]``.
+        sent: The clients' rows before aggregation, ``[C, *shape]``.
         server: The server's state at the end.
         memory: The method's ``state_dict`` after the round.
-        payload: What ``extra_payload`` returned.
-        exchanges: What ``extra_exchanges`` returned.
+        payload: Result of ``extra_payload``.
+        exchanges: Result of ``extra_exchanges``.
         loss: Mean training loss.
-        told: Floats of optimizer state that all clients start with alike, as only the server can have told them.
+        told: Floats of optimizer state that are equal for all clients at the start, so that the
+            server must have sent them.
     """
 
     clients: list[int]
@@ -52,14 +53,14 @@ class Round:
     told: int = 0
 
     def row(self, rows: State, client: int) -> State:
-        """One client's row of ``start`` or ``sent``."""
+        """Return one client's row of ``start`` or ``sent``."""
         index = self.clients.index(client)
         return {name: value[index] for name, value in rows.items()}
 
 
 @dataclass
 class ScriptedPlan(RoundPlan):
-    """Local work whose cohorts are written down.
+    """Plan with given cohorts.
 
     Args:
         script: The cohort of each round.
@@ -68,18 +69,18 @@ class ScriptedPlan(RoundPlan):
     script: tuple[tuple[int, ...], ...] = ()
 
     def cohort(self, round_number: int) -> list[int]:
-        """The clients of a round."""
+        """Return the clients of a round."""
         return list(self.script[round_number - 1])
 
 
 class Run(FederatedModule):
-    """A run that writes down its rounds.
+    """Run that records its rounds.
 
     Attributes:
         script: The cohort of each round.
-        method: The callback that takes part, if any.
-        error: What stopped it, if anything.
-        rounds: What was seen.
+        method: The callback under test, if any.
+        error: Exception that stopped the run, if any.
+        rounds: Records of the rounds.
         kinds: Kind of each persistent tensor of the model.
     """
 
@@ -96,7 +97,7 @@ class Run(FederatedModule):
         )
 
     def start_round(self) -> RoundCohort:
-        """Start a round and write down what the server holds."""
+        """Start a round and record the server's state."""
         before = self._server_state()
         cohort = super().start_round()
         kinds = {**cohort.parameter_kinds, **cohort.buffer_kinds}
@@ -109,7 +110,7 @@ class Run(FederatedModule):
         return cohort
 
     def call_hook(self, hook: str, cohort: RoundCohort, *args: int) -> None:
-        """A hook of all callbacks, and what they leave: a callback that computes batches of its own comes by no second time."""
+        """Call a hook of all callbacks and record the state after it."""
         super().call_hook(hook, cohort, *args)
         seen = self.rounds[-1]
         if hook == "on_round_start":
@@ -126,7 +127,7 @@ class Run(FederatedModule):
             seen.server = self._server_state()
 
     def on_train_epoch_end(self) -> None:
-        """What the method remembers, after its own hook of this name."""
+        """Record loss and memory, after the method's own hook."""
         super().on_train_epoch_end()
         seen = self.rounds[-1]
         seen.loss = float(self.trainer.callback_metrics["train/loss"])
@@ -134,7 +135,7 @@ class Run(FederatedModule):
             seen.memory = deepcopy(contents(self.method.state_dict()))
 
     def print(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing: the certificate is what is printed."""
+        """Discard output: only the certificate is printed."""
 
     def _server_state(self) -> State:
         return {name: value.detach().clone() for name, value in self.model.state_dict().items()}

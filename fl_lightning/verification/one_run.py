@@ -1,4 +1,4 @@
-"""Rules of single runs: state is treated as the policy says, what is kept of clients is theirs, the model comes back."""
+"""Rules of single runs: treatment of state, memory of clients, restoration of the model."""
 
 from itertools import pairwise
 
@@ -24,45 +24,49 @@ from fl_lightning.verification.trials import WITH_SERVER_MOMENTUM, Trials
 
 
 def trains(trials: Trials) -> str:
-    """Losses and state stay finite, running variances of the server and of all clients not negative; the weights change.
+    """Check that losses and state stay finite and running variances >= 0, and that the weights change.
 
-    What attackers send may be anything: they are tried with the median as aggregator.
+    Messages of attackers may hold any values; attacks are tried with the median as aggregator.
     """
     run, attacks = trials.attempt(), trials.make().role == "attack"
     for number, seen in enumerate(run.rounds, 1):
         for who, state in (
-            ("a client that starts", seen.start),
-            ("a client that sends", {} if attacks else seen.sent),
+            ("a client before its local steps", seen.start),
+            ("a client after its local steps", {} if attacks else seen.sent),
             ("the server", seen.server),
         ):
             for name, value in state.items():
-                smallest = float(value.min())
-                if not bool(value.isfinite().all()) or (run.kinds[name] == "var" and smallest < 0):
-                    raise Violated(f"{name} of {who} reaches {smallest:.3g} in round {number}")
+                place = f"{name} of {who} in round {number}"
+                if not bool(value.isfinite().all()):
+                    raise Violated(f"state must stay finite: {place} is not")
+                if run.kinds[name] == "var" and value.min() < 0:
+                    raise Violated(f"running variances must stay >= 0: {place} is {value.min():.3g}")
         if seen.loss != seen.loss:
-            raise Violated(f"the loss is not a number in round {number}")
+            raise Violated(f"the training loss must be a number: it is NaN in round {number}")
     if run.error is None:
         weights = [name for name, kind in run.kinds.items() if kind == "weight"]
         moved, _ = distance(seen.server, run.rounds[0].broadcast, weights)
         if moved <= TOLERANCE:
-            raise Violated("no weight of the server changes in any round")
+            raise Violated("training must change the weights: no weight of the server changed")
     return f"losses {', '.join(f'{seen.loss:.3g}' for seen in run.rounds)}"
 
 
 def between_rounds(trials: Trials) -> str:
-    """A round broadcasts, bit for bit, what the last one ended with: no hook changes the server in between."""
+    """Check that each round starts, bit for bit, from the server state with which the last one ended."""
     for number, (last, seen) in enumerate(pairwise(trials.run().rounds), 2):
         wrong = difference(last.server, seen.broadcast)
         if wrong:
-            raise Violated(f"round {number} does not broadcast what round {number - 1} ended with: {wrong}")
-    return "each round broadcasts what the last one ended with"
+            raise Violated(
+                f"the server must not change between rounds: {wrong} changed before round {number}"
+            )
+    return "each round starts where the last one ended"
 
 
 def server_state(trials: Trials) -> str:
-    """The server's averaged state, and its copy of local state, is sum p_i x_i of the rows that clients send, p_i = n_i / n.
+    """Check that the server's averaged state, and its copy of local state, is sum p_i x_i with p_i = n_i / n.
 
-    With ``SGD(lr=1)``. Counters are the largest of the clients' and stay int64; state that the method pools itself moves
-    in every round.
+    The server optimizer is ``SGD(lr=1)``. Counters must be the clients' largest and stay int64;
+    pooled state must change in every round.
     """
     if trials.make().role == "attack":
         raise NotApplicable("attacks are tried with the median as aggregator")
@@ -71,56 +75,63 @@ def server_state(trials: Trials) -> str:
         for name, kind in run.kinds.items():
             held, sent, treatment = seen.server[name], seen.sent[name], seen.policy[kind]
             if treatment == "pooled" and not apart(seen.broadcast[name], held):
-                raise Violated(f"{name} is pooled, and stays as it was in round {number}")
+                raise Violated(f"pooled state must change in every round: {name} did not in round {number}")
             if treatment not in ("averaged", "local", "max"):
                 continue
             if kind == "counter" and apart(held, sent.amax(0)):
                 raise Violated(
-                    f"{name} is {held:g} ({held.dtype}) after round {number}, not {sent.amax(0)!r}"
+                    f"a counter must be the clients' largest: {name} is {held:g} ({held.dtype}) after round "
+                    f"{number}, not {sent.amax(0)!r}"
                 )
             if kind != "counter":
                 mean = torch.tensordot(seen.shares, sent, 1)
                 worst = max(worst, apart(mean, held))
                 if not worst <= TOLERANCE:
                     raise Violated(
-                        f"{name} is {worst:.2g} from the weighted mean of the clients' in round {number}"
+                        f"state must be the clients' weighted mean: {name} differs by {worst:.2g} in round {number}"
                     )
-    return f"as the policy says (distance of means {worst:.1g})"
+    return f"matches the policy (distance of means {worst:.1g})"
 
 
 def frozen_state(trials: Trials) -> str:
-    """Frozen state changes neither at the server nor in the clients' rows, bit for bit; statistics move where nobody froze them.
+    """Check that frozen state is constant bit for bit, and that other statistics change in every round.
 
-    Under any server optimizer. A :class:`~fl_lightning.methods.freezing.Freezing` freezes after the T* that it was given or found.
+    This holds for any server optimizer. A :class:`~fl_lightning.methods.freezing.Freezing` must
+    freeze after its given or found T*.
     """
     frozen = set()
     for run in (trials.run(), trials.run(WITH_SERVER_MOMENTUM)):
         freezes, last = _announced(run)
         for number, seen in enumerate(run.rounds, 1):
             for name, kind in run.kinds.items():
-                says, before, sent = seen.policy[kind], seen.broadcast[name], seen.sent[name]
-                if last is not None and kind in freezes and (says == "frozen") != (number > last):
-                    raise Violated(f"{name} is {says} in round {number}, and T* is {last}")
-                if says == "frozen":
+                treatment, before, sent = seen.policy[kind], seen.broadcast[name], seen.sent[name]
+                if last is not None and kind in freezes and (treatment == "frozen") != (number > last):
+                    raise Violated(
+                        f"state must freeze right after T* = {last}: {name} is {treatment} in round {number}"
+                    )
+                if treatment == "frozen":
                     frozen.add(number)
-                    if apart(before, seen.server[name]):
-                        raise Violated(f"the server's {name} changes in round {number}")
-                    if apart(before.expand_as(sent), sent):
-                        raise Violated(f"the clients' {name} changes in round {number}")
-                if kind in ("mean", "var") and says in ("averaged", "local") and kind not in seen.undecided:
+                    at_server = apart(before, seen.server[name])
+                    if at_server or apart(before.expand_as(sent), sent):
+                        whose = "the server" if at_server else "a client"
+                        raise Violated(
+                            f"frozen state must not change: {name} of {whose} did in round {number}"
+                        )
+                moves = treatment in ("averaged", "local") and kind not in seen.undecided
+                if kind in ("mean", "var") and moves:
                     still = (seen.start[name] == sent).all(1)
                     if still.any():
                         client = seen.clients[still.tolist().index(True)]
                         raise Violated(
-                            f"{name} of client {client} stands still in round {number}, where the policy says {says}"
+                            f"{treatment} statistics must change: {name} of client {client} did not in round {number}"
                         )
     if not frozen:
-        raise NotApplicable("nothing is frozen")
-    return f"bitwise constant in {len(frozen)} rounds"
+        raise NotApplicable("no state is frozen")
+    return f"constant bit for bit in {len(frozen)} rounds"
 
 
 def _announced(run: Run) -> tuple[tuple[str, ...], int | None]:
-    """The kinds of state that a freezing method freezes, and the T* that its setting or its search gives."""
+    """Return the kinds of state that a freezing method freezes, and its given or found T*."""
     if not isinstance(run.method, Freezing):
         return (), None
     milestone = getattr(run.method, "milestone", getattr(run.method, "freeze_round", None))
@@ -128,7 +139,7 @@ def _announced(run: Run) -> tuple[tuple[str, ...], int | None]:
 
 
 def local_state(trials: Trials) -> str:
-    """A client starts from the local state that it ended with, a newcomer from the server's initial."""
+    """Check that a client starts from its last local state, a new client from the server's initial state."""
     run = trials.run()
     initial: State = {}
     last: dict[int, State] = {}
@@ -141,61 +152,64 @@ def local_state(trials: Trials) -> str:
             held = initial | last.get(client, {})
             wrong = difference(held, seen.row(seen.start, client), names)
             if wrong:
-                whose = "what it ended its last round with" if client in last else "the initial state"
-                raise Violated(f"client {client} does not start round {number} from {whose}: {wrong}")
+                whose = "its last" if client in last else "the server's initial"
+                raise Violated(
+                    f"a client must start from {whose} local state: {wrong} of client {client} differs in round {number}"
+                )
             sent = seen.row(seen.sent, client)
             last[client] = last.get(client, {}) | {name: sent[name] for name in names}
     if not last:
-        raise NotApplicable("nothing is local")
-    return "each client keeps its own, bit for bit"
+        raise NotApplicable("no state is local")
+    return "each client keeps its local state bit for bit"
 
 
 def payload(trials: Trials) -> str:
-    """``extra_payload`` gives two whole numbers, ``extra_exchanges`` one, none negative; optimizer state is received as declared."""
+    """Check that ``extra_payload`` and ``extra_exchanges`` return counts >= 0 and declare optimizer state."""
     for number, seen in enumerate(trials.run().rounds, 1):
         up, down = seen.payload
         for count in (up, down, seen.exchanges):
             if type(count) is not int or count < 0:
                 raise Violated(
-                    f"extra_payload gives {seen.payload} and extra_exchanges {seen.exchanges!r} in round {number}: {count!r} "
-                    "is not a whole number >= 0"
+                    f"payload and exchanges must be whole numbers >= 0: extra_payload returns {seen.payload}, extra_exchanges "
+                    f"{seen.exchanges!r} in round {number}"
                 )
         if seen.told > down:
             raise Violated(
-                f"all clients start round {number} with the same {seen.told} floats of optimizer state, and extra_payload "
-                f"says that they receive {down}"
+                f"extra_payload must count received optimizer state: all clients start round {number} with the same "
+                f"{seen.told} floats of it, and {down} are declared"
             )
-    return f"{up} floats up and {down} down on top of the averaged state"
+    return f"{up} floats up and {down} down beside the averaged state"
 
 
 def absent_clients(trials: Trials) -> str:
-    """What the method keeps of a client does not change in a round without it, unless it forgets all clients at once."""
+    """Check that an absent client's memory does not change, unless the method forgets all clients at once."""
     rounds = trials.run().rounds
-    kept = [entries(seen.memory)[1] for seen in rounds]
-    if not any(kept) or knows_no_client(trials):
-        raise NotApplicable("it keeps nothing by client")
-    for number, (before, after) in enumerate(pairwise(kept), 2):
+    memories = [entries(seen.memory)[1] for seen in rounds]
+    if not any(memories) or knows_no_client(trials):
+        raise NotApplicable("the method has no memory by client")
+    for number, (before, after) in enumerate(pairwise(memories), 2):
         absent = (before.keys() | after.keys()) - set(rounds[number - 1].clients)
         for client in absent if before and after else ():
             place = difference(before.get(client, {}), after.get(client, {}))
             if place is not None:
                 raise Violated(
-                    f"what is kept of client {client} changes in round {number}, without it: {place}"
+                    f"an absent client's memory must not change: {place} of client {client} did in round {number}"
                 )
-    return "what is kept of them stays bit for bit"
+    return "their memory is constant bit for bit"
 
 
 def model_comes_back(trials: Trials) -> str:
-    """After a run the model has the modules, shapes, types, flags and hooks that it came with."""
-    kept, came = _form(trials.run().model), _form(reference_model())
-    for place in {**came, **kept}:
-        if kept.get(place) != came.get(place):
-            raise Violated(f"{place}: {kept.get(place, 'gone')}, not {came.get(place, 'there')}")
-    return "same keys, shapes, types, modules"
+    """Check that a run restores the model's modules, shapes, types, flags and hooks."""
+    after, before = _form(trials.run().model), _form(reference_model())
+    for place in {**before, **after}:
+        if after.get(place) != before.get(place):
+            change = f"{place} is {after.get(place, 'missing')}, was {before.get(place, 'missing')}"
+            raise Violated(f"a run must restore the model: {change}")
+    return "keys, shapes, types and modules are restored"
 
 
 def _form(model: nn.Module) -> Leaves:
-    """What a model is like apart from the numbers in it, by place."""
+    """Return the form of a model (all but its numbers) by place."""
     form: Leaves = {f"{name} in state_dict": "yes" for name in model.state_dict()}
     for name, module in model.named_modules():
         hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks)

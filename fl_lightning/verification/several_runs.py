@@ -1,4 +1,4 @@
-"""Rules that compare runs: what changes nothing, and who is reached by what is changed at one client or at the server."""
+"""Rules that compare runs: changes without effect, and the reach of a change at a client or the server."""
 
 import pickle
 from typing import Any
@@ -22,39 +22,45 @@ from fl_lightning.verification.observation import Run
 from fl_lightning.verification.trials import SCRIPT, WITH_SERVER_MOMENTUM, Trials
 
 _ON_RANKS = (
-    "local steps change only the rows of their rank and keep what they need in cohort.extra, all other hooks do the "
-    "same on every rank"
+    "local steps may change only rows of their rank and keep data in cohort.extra, other hooks must do the same on "
+    "every rank"
 )
 
 
 def runs_repeat(trials: Trials) -> str:
-    """Two runs in one process are equal bit for bit: nothing is left behind in classes or modules."""
-    _equal(trials.run(), trials.run(repetition=1), "a second run")
+    """Check that two runs in one process are equal bit for bit: no state is left in classes or modules."""
+    _equal(trials.run(), trials.run(repetition=1), "a second run in this process must equal the first")
     return "a second run in this process is equal bit for bit"
 
 
 def resume(trials: Trials) -> str:
-    """A run resumed from any round's checkpoint ends, bit for bit, in the same model, optimizer, memory and metrics.
+    """Check that a run resumed from any round ends in the same model, optimizer, memory and metrics.
 
-    With a server optimizer that has momentum.
+    The comparison is bit for bit, with a server optimizer that has momentum.
     """
-    whole = trials.run(WITH_SERVER_MOMENTUM)
+    uninterrupted = trials.run(WITH_SERVER_MOMENTUM)
     for number in range(1, len(SCRIPT)):
         try:
             torch.load(trials.checkpoint(WITH_SERVER_MOMENTUM, number), weights_only=True)
         except pickle.UnpicklingError as error:
-            raise Violated("state_dict holds more than tensors and plain numbers") from error
-        _equal(whole, trials.run(WITH_SERVER_MOMENTUM, resume=number), f"resumed after round {number}: it")
-    return f"bit-exact from each of {len(SCRIPT) - 1} rounds"
+            raise Violated(
+                "state_dict must hold only tensors and plain numbers: it does not load with weights_only=True"
+            ) from error
+        _equal(
+            uninterrupted,
+            trials.run(WITH_SERVER_MOMENTUM, resume=number),
+            f"a run resumed after round {number} must equal the uninterrupted one",
+        )
+    return f"equal bit for bit from each of {len(SCRIPT) - 1} rounds"
 
 
 def executors(trials: Trials) -> str:
-    """Clients one after the other and in vectorised blocks of two give the same rounds."""
-    return _close(trials.run(), trials.run(executor=VectorizedExecutor(2)))
+    """Check that sequential and vectorised execution (in blocks of two clients) give the same rounds."""
+    return _close(trials.run(), trials.run(executor=VectorizedExecutor(2)), "executors must agree")
 
 
 def ranks(trials: Trials) -> str:
-    """Two processes that share the clients end every round, bit for bit, as one does: server, memory, losses, metrics."""
+    """Check that two processes give, bit for bit, the server state, memory, losses and metrics of one."""
     if reason := cannot_fork():
         raise NotApplicable(reason)
     usual, shared = trials.run(), trials.attempt(ranks=2)
@@ -62,66 +68,74 @@ def ranks(trials: Trials) -> str:
     for number, (one, two) in enumerate(zip(usual.rounds, finished, strict=False), 1):
         place = difference(*({"server": x.server, "memory": x.memory, "loss": x.loss} for x in (one, two)))
         if place is not None:
-            raise Violated(f"{place} is another one after round {number} on two ranks; {_ON_RANKS}")
+            raise Violated(f"two ranks must equal one: {place} differs after round {number}; {_ON_RANKS}")
     if shared.error is not None:
-        said = " ".join(f"{shared.error}, {', '.join(getattr(shared.error, '__notes__', []))}".split())
+        reason = " ".join(f"{shared.error}, {', '.join(getattr(shared.error, '__notes__', []))}".split())
         known = isinstance(shared.error, ConfigurationError)
-        raise Violated(f"stops on two ranks: {said}" + ("" if known else f"; {_ON_RANKS}"))
-    _equal(usual, shared, "on two ranks it")
-    return "bit-exact on two ranks"
+        raise Violated(f"a run must not stop on two ranks: {reason}" + ("" if known else f"; {_ON_RANKS}"))
+    _equal(usual, shared, "two ranks must equal one")
+    return "equal bit for bit on two ranks"
 
 
 def observers(trials: Trials) -> str:
-    """Callbacks before and after the method that watch, and draw from any random generator in reach, change nothing."""
-    _equal(trials.run(), trials.run(observed=True), "with callbacks around it that watch and draw numbers it")
-    return "callbacks that watch and draw random numbers change nothing"
+    """Check that callbacks which watch, and draw from every reachable random generator, change no result."""
+    _equal(
+        trials.run(),
+        trials.run(observed=True),
+        "callbacks that watch and draw random numbers must not change the run",
+    )
+    return "callbacks that watch and draw random numbers do not change the run"
 
 
 def client_numbers(trials: Trials) -> str:
-    """With the clients numbered differently, and the same data each, the server's rounds and each client's memory are equal.
+    """Check that renumbering the clients changes neither the server's rounds nor each client's memory.
 
-    Attacks are left out: who attacks goes by number.
+    Attacks are skipped, since attackers are chosen by number.
     """
     if trials.make().role == "attack":
-        raise NotApplicable("who attacks goes by number")
+        raise NotApplicable("attackers are chosen by client number")
     usual = trials.run()
     if difference(_outcome(usual), _outcome(trials.run(seed=1))) is not None:
-        raise NotApplicable("what it does depends on the seed, so its draws may depend on client numbers")
-    return f"permutes nothing but numbers ({_close(usual, relabelled(trials), renamed_memory_apart)})"
+        raise NotApplicable("the method depends on the seed, so its draws may depend on client numbers")
+    demand = "renumbered clients must give the same run"
+    return f"renumbering changes only numbers ({_close(usual, relabelled(trials), demand, renamed_memory_apart)})"
 
 
 def server_optimizer(trials: Trials) -> str:
-    """Learning rate, momentum and decay of the server optimizer do not reach statistics.
+    """Check that learning rate, momentum and decay of the server optimizer do not affect statistics.
 
-    Clients do the same in round 1 under any server optimizer, so statistics after it are equal bit for bit.
+    Clients do the same in round 1 under any server optimizer, so statistics after it must be equal
+    bit for bit.
     """
     run = trials.run()
     one, two = run.rounds[0], trials.run(WITH_SERVER_MOMENTUM).rounds[0]
     kinds = [kind for kind in STATISTICS if one.policy[kind] != "reset"]
     apart, name = distance(one.server, two.server, [n for n, kind in run.kinds.items() if kind in kinds])
     if apart:
-        raise Violated(f"{name} depends on the server optimizer, by {apart:.2g} in round 1")
-    return "statistics do not depend on it"
+        raise Violated(
+            f"statistics must not depend on the server optimizer: {name} differs by {apart:.2g} in round 1"
+        )
+    return "statistics do not depend on the server optimizer"
 
 
 def exchange_in_a_round(trials: Trials) -> str:
-    """Within a round, what a client sends does not depend on another client's data, unless exchanges are declared.
+    """Check that a client's message depends on no other client's data of the round, unless declared.
 
-    Attacks are left out: attackers know what the honest clients send.
+    Attacks are skipped, since attackers know the honest clients' messages.
     """
     if trials.make().role == "attack":
-        raise NotApplicable("attackers know what the honest clients send")
+        raise NotApplicable("attackers know the honest clients' messages")
     usual = trials.run()
     apart = [number for number, seen in enumerate(usual.rounds, 1) if number > 1 and not seen.exchanges]
     if not apart or trials.make().needs_joint_forward:
-        raise NotApplicable(f"it declares exchanges inside a round: {usual.rounds[1].exchanges}")
+        raise NotApplicable(f"the method declares exchanges inside a round: {usual.rounds[1].exchanges}")
     for number in (apart[0], apart[-1]):
-        _reaches_nobody(trials, Disturbance(usual.rounds[number - 1].clients[1], number, ("data",)), number)
-    return "what a client sends depends on the broadcast, its own data and memory"
+        _reaches_no_other(trials, Disturbance(usual.rounds[number - 1].clients[1], number, ("data",)), number)
+    return "a client's message depends on the broadcast, its data and its memory"
 
 
 def clients_own_state(trials: Trials) -> str:
-    """What clients keep (local, frozen, reset state, optimizer state that is not sent) reaches nobody else."""
+    """Check that local, frozen, reset and unsent optimizer state of a client affects no other client."""
     usual, number = trials.run(), 3
     seen = usual.rounds[number - 1]
     sends_optimizer = seen.payload[0] >= max(seen.told, 1)
@@ -132,15 +146,17 @@ def clients_own_state(trials: Trials) -> str:
     wrong = difference(seen.server, other.rounds[number - 1].server, names)
     if wrong:
         raise Violated(
-            f"state that client {disturbance.client} keeps for itself in round {number} reaches the server: {wrong}"
+            f"state that a client keeps must not reach the server: that of client {disturbance.client} in round {number} "
+            f"changes {wrong}"
         )
-    _reaches_nobody(trials, disturbance, number + 1)
-    return "a client's own state reaches nobody else"
+    _reaches_no_other(trials, disturbance, number + 1)
+    return "state that a client keeps affects no other client"
 
 
-def _reaches_nobody(trials: Trials, disturbance: Disturbance, number: int) -> None:
-    """Demand that the other clients of a round start from and send the same, bit for bit, whatever one is disturbed in."""
+def _reaches_no_other(trials: Trials, disturbance: Disturbance, number: int) -> None:
+    """Raise Violated if a disturbance changes what another client starts from or sends in a round."""
     one, two = (run.rounds[number - 1] for run in (trials.run(), trials.run(disturbance=disturbance)))
+    kind = " or ".join(disturbance.what) + (" state" if disturbance.what != ("data",) else "")
     for client in (client for client in one.clients if client != disturbance.client):
         for verb, rows, others in (
             ("starts from", one.start, two.start),
@@ -149,26 +165,26 @@ def _reaches_nobody(trials: Trials, disturbance: Disturbance, number: int) -> No
             wrong = difference(one.row(rows, client), two.row(others, client))
             if wrong:
                 raise Violated(
-                    f"other {' or '.join(disturbance.what)} state of client {disturbance.client} in round {disturbance.round} "
-                    f"changes what client {client} {verb} in round {number}: {wrong}"
+                    f"a client's {kind} must not affect other clients: that of client {disturbance.client} in round "
+                    f"{disturbance.round} changes {wrong}, which client {client} {verb} in round {number}"
                 )
 
 
-def _close(first: Run, second: Run, compare_memory: Any = memory_apart) -> str:
+def _close(first: Run, second: Run, demand: str, compare_memory: Any = memory_apart) -> str:
     worst = 0.0
     for number, (one, two) in enumerate(zip(first.rounds, second.rounds, strict=True), 1):
         for whose, (apart, place) in (
-            ("the server's", distance(one.server, two.server)),
-            ("the method's", compare_memory(one, two)),
+            ("the server", distance(one.server, two.server)),
+            ("the method's memory", compare_memory(one, two)),
         ):
             if not apart <= TOLERANCE:
-                raise Violated(f"{whose} {place} is {apart:.2g} apart after round {number}")
+                raise Violated(f"{demand}: {place} of {whose} differs by {apart:.2g} after round {number}")
             worst = max(worst, apart)
     return f"distance {worst:.1g}"
 
 
 def _outcome(run: Run) -> dict[str, object]:
-    """What must be equal bit for bit: the server after the last round, its optimizer, what the method keeps, all metrics."""
+    """Return the outcome of a run: final model, server optimizer, memory and all metrics."""
     last = run.rounds[-1]
     return {
         "model": last.server,
@@ -178,9 +194,9 @@ def _outcome(run: Run) -> dict[str, object]:
     }
 
 
-def _equal(first: Run, second: Run, what: str) -> None:
+def _equal(first: Run, second: Run, demand: str) -> None:
     place = difference(_outcome(first), _outcome(second))
     if place is not None:
         apart, name = distance(first.rounds[-1].server, second.rounds[-1].server)
-        model = f"model {name} by {apart:.2g}" if apart else place
-        raise Violated(f"{what} ends differently: {model}")
+        size = f"model {name} differs by {apart:.2g}" if apart else f"{place} differs"
+        raise Violated(f"{demand}: {size}")

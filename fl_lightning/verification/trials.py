@@ -1,4 +1,4 @@
-"""Runs of one method in many set-ups, each computed once, with callbacks beside it that watch or disturb."""
+"""Runs of one method in many set-ups, each computed once, with callbacks that watch or disturb it."""
 
 import random
 import warnings
@@ -40,25 +40,25 @@ CLIENTS = tuple(range(len(SIZES)))
 EVERYONE = (CLIENTS,) * 4
 CLIENT_LR = 0.05
 SCRIPT = ((0, 2, 3), (1, 3, 4), (0, 2, 4), (1, 2, 3))
-"""Cohorts of the rounds: clients come back after an absence, some in another row; client r is absent in round r."""
+"""Cohorts of the rounds: clients return after an absence, some in another row; client r is absent in round r."""
 
 
 class Observer(FederatedCallback):
-    """Looks at everything in every hook, and draws from every random number generator in reach.
+    """Callback that reads all state in every hook and draws from every reachable random generator.
 
     Args:
-        method: Whose generators it draws from, beside the global ones.
+        method: Method whose generators it draws from, beside the global ones.
     """
 
     def __init__(self, method: FederatedCallback | None) -> None:
         self.method = method
 
     def look(self, trainer: L.Trainer, pl_module: FederatedModule, cohort: Cohort, step: int = 0) -> None:
-        """The hook of each moment of a round."""
+        """Read the state and draw."""
         for rows in (*cohort.params.values(), *cohort.buffers.values()):
             rows.double().sum()
         torch.rand(3)
-        np.random.rand(3)  # the global generator is meant
+        np.random.rand(3)  # deliberately the global generator
         random.random()
         for value in vars(self.method).values():
             if isinstance(value, torch.Generator):
@@ -70,13 +70,13 @@ class Observer(FederatedCallback):
 
 
 class Disturb(FederatedCallback):
-    """Changes what one client holds after its local steps, before the method sees it."""
+    """Callback that changes one client's state after its local steps, before the method sees it."""
 
     def __init__(self, disturbance: Disturbance) -> None:
         self.disturbance = disturbance
 
     def on_before_aggregate(self, trainer: L.Trainer, pl_module: FederatedModule, cohort: Cohort) -> None:
-        """Add to the client's rows."""
+        """Add a constant to the client's rows."""
         client, round_number, what = self.disturbance
         if cohort.round != round_number or client not in cohort.client_ids:
             return
@@ -95,24 +95,28 @@ class Disturb(FederatedCallback):
 
 _SGD = partial(torch.optim.SGD, lr=CLIENT_LR, weight_decay=0.01)
 WITHOUT_MOMENTUM = {"client_optimizer": _SGD}
-"""Changes of a :class:`Setup` to clients without momentum."""
+"""Changes of a :class:`Setup` that remove the clients' momentum."""
 
 
 @dataclass(frozen=True)
 class Setup:
-    """A run: unless changed, four rounds of one local epoch with three of five clients of unequal size, SGD with momentum.
+    """Set-up of a run.
+
+    Default: four rounds of one local epoch with three of five clients of unequal size, SGD with
+    momentum.
 
     Attributes:
-        bare: Leave the method out: FedAvg.
+        bare: Run FedAvg without the method.
         script: The cohort of each round.
-        identities: Which data client i has.
+        identities: Data of each client.
         batch_sizes: Batch size of each client; None for equal ones.
         norm: The model's norm layers.
-        observed: Have an :class:`Observer` on both sides of the method.
-        disturbance: What is changed about a client.
+        observed: Put an :class:`Observer` before and after the method.
+        disturbance: Change at a client.
         ranks: Processes that share the clients.
-        resume: Continue from the checkpoint that the federated run of this set-up, one of :data:`SAVED`, wrote after this round.
-        repetition: Tells equal runs apart.
+        resume: Round after which to resume, from a checkpoint of the federated run of this set-up
+            (one of :data:`SAVED`); 0 for none.
+        repetition: Number that distinguishes equal runs.
         module: Settings of ``FederatedModule`` by name.
     """
 
@@ -136,9 +140,9 @@ class Setup:
     )
 
     def but(self, **changes: Any) -> "Setup":
-        """The set-up with changes: to attributes, or to settings of ``FederatedModule``."""
-        own = {name: changes.pop(name) for name in vars(self) if name in changes}
-        return replace(self, **own, module=frozenset({**dict(self.module), **changes}.items()))
+        """Return the set-up with changed attributes or settings of ``FederatedModule``."""
+        attributes = {name: changes.pop(name) for name in vars(self) if name in changes}
+        return replace(self, **attributes, module=frozenset({**dict(self.module), **changes}.items()))
 
 
 USUAL = Setup()
@@ -146,27 +150,27 @@ WITH_SERVER_MOMENTUM = USUAL.but(
     server_optimizer=partial(torch.optim.SGD, lr=0.5, momentum=0.9, weight_decay=0.02)
 )
 ONE_STEP = USUAL.but(script=EVERYONE, local_epochs=None, local_steps=1, weighting="samples")
-"""Every client takes one local step a round: where federated and centralised training may be equal."""
+"""One local step of every client a round: federated and centralised training may be equal."""
 
 SAVED = (WITH_SERVER_MOMENTUM, ONE_STEP)
-"""The runs that write a checkpoint after each round."""
+"""Set-ups whose runs write a checkpoint after each round."""
 
 _WITHOUT_METHOD: dict[Setup, Run] = {}
-"""Runs of FedAvg, with which every method is compared."""
+"""Runs of FedAvg, shared by all methods."""
 
 
 @cache
 def rests_from(first_round: int) -> Callable[[int, int], float]:
-    """A schedule of the clients' learning rate that is 0 from a round on."""
+    """Return a schedule of the client learning rate that is 0 from a round on."""
     return lambda number, _: float(number < first_round)
 
 
 class Trials:
-    """Runs a method in the set-ups that its properties ask for.
+    """Runs of a method in the set-ups that its rules and claims need.
 
     Args:
         make: Makes the callback: a new object for each run.
-        folder: A folder for checkpoints, made where it is needed.
+        folder: Folder for checkpoints, created on demand.
         settings: Settings of ``FederatedModule`` that replace those of the set-ups.
     """
 
@@ -177,7 +181,7 @@ class Trials:
         self._runs: dict[Setup, Run] = {}
 
     def attempt(self, setup: Setup = USUAL, **changes: Any) -> Run:
-        """The run of a set-up with changes, whether or not it came to its end."""
+        """Return the run of a changed set-up, even if an exception stopped it."""
         setup = setup.but(**changes)
         known = _WITHOUT_METHOD if setup.bare and not self.settings else self._runs
         if setup not in known:
@@ -185,21 +189,21 @@ class Trials:
         return known[setup]
 
     def run(self, setup: Setup = USUAL, **changes: Any) -> Run:
-        """The run of a set-up with changes.
+        """Return the finished run of a changed set-up.
 
         Raises:
-            Exception: What stopped the run.
-            Violated: That was no refusal of the set-up: a round had ended.
+            Violated: The run rejected its configuration after a round had ended.
+            Exception: Another exception stopped the run.
         """
         run = self.attempt(setup, **changes)
         if isinstance(run.error, ConfigurationError) and len(run.rounds) > 1:
-            raise Violated(f"the run stops: {run.error}")
+            raise Violated(f"a run must not stop after round 1: {run.error}")
         if run.error is not None:
             raise run.error
         return run
 
     def checkpoint(self, setup: Setup, round_number: int) -> Path:
-        """What a run of :data:`SAVED` has written after a round."""
+        """Return the checkpoint that a run of :data:`SAVED` has written after a round."""
         self.run(setup)
         return self.folder / str(SAVED.index(setup)) / f"epoch={round_number - 1}.ckpt"
 
@@ -221,11 +225,11 @@ class Trials:
             folder = self.folder / str(SAVED.index(setup))
             callbacks.append(ModelCheckpoint(folder, "{epoch}", save_top_k=-1, save_on_train_epoch_end=True))
         processes: dict[str, Any] = {}
-        if setup.ranks > 1:  # ranks that wait for each other longer than this wait for ever
+        if setup.ranks > 1:  # a longer wait is a deadlock
             processes = {"devices": setup.ranks, "strategy": CohortStrategy(timedelta(minutes=1))}
         data = federation(setup.identities, batch_sizes=setup.batch_sizes, disturbance=setup.disturbance)
         with seeded(0), warnings.catch_warnings():
-            # Lightning's advice on the tiny data, none of the method's business
+            # Lightning's advice on tiny data does not concern the method
             warnings.simplefilter("ignore")
             try:
                 trainer = L.Trainer(

@@ -64,10 +64,10 @@ def test_what_forgets_other_ranks_passes_in_its_right_form(right):
 @pytest.mark.parametrize(
     ("broken", "told"),
     [
-        (ranks.CountsItsRows, r"\['server'\]\['0\.weight'\] .* after round 1 on two ranks; local steps change only "),
-        (ranks.SumOnSelf, r"stops on two ranks: round 1: rank 1 has another SumOnSelf\.mean than rank 0; .* in local steps they may change rows only"),
-        (ranks.NamesTheProcess, r"stops on two ranks: round 1: rank 1 has another NamesTheProcess\.process than rank 0; .*no process"),
-        (ranks.RowsOfTheWholeCohort, r"stops on two ranks: The size .* RowsOfTheWholeCohort\.on_after_local_backward, round 1.*; local"),
+        (ranks.CountsItsRows, r"two ranks must equal one: \['server'\]\['0\.weight'\] differs after round 1; local steps may change only "),
+        (ranks.SumOnSelf, r"a run must not stop on two ranks: round 1: rank 1 has another SumOnSelf\.mean than rank 0; .* in local steps they may change rows only"),
+        (ranks.NamesTheProcess, r"a run must not stop on two ranks: round 1: rank 1 has another NamesTheProcess\.process than rank 0; .*no process"),
+        (ranks.RowsOfTheWholeCohort, r"a run must not stop on two ranks: The size .* RowsOfTheWholeCohort\.on_after_local_backward, round 1.*; local"),
     ],
 )  # fmt: skip
 def test_what_forgets_other_ranks_is_told_the_place_the_round_and_the_rule(broken, told, tmp_path):
@@ -109,8 +109,8 @@ def test_properties_that_say_nothing_about_a_method_are_listed_as_such():
     rules = {finding.line: finding for finding in certify(callbacks.FixBN, references=False).rules}
     assert rules["frozen state"].status == "PASSED"
     for line, reason in {
-        "local state": "nothing is local",
-        "absent clients": "it keeps nothing by client",
+        "local state": "no state is local",
+        "absent clients": "the method has no memory by client",
     }.items():
         assert (rules[line].status, rules[line].detail) == ("does not apply", reason)
 
@@ -150,7 +150,7 @@ def test_a_failure_is_printed_with_its_place_and_makes_the_status_1(own_code, ca
     failing = [line for line in capsys.readouterr().out.splitlines() if "FAILED" in line]
     assert len(failing) == 1
     assert failing[0].startswith("resume ")
-    assert "resumed after round 1: it ends differently: model" in failing[0]
+    assert "a run resumed after round 1 must equal the uninterrupted one: model" in failing[0]
 
 
 @pytest.mark.parametrize(
