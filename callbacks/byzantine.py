@@ -168,11 +168,7 @@ class Byzantine(FederatedCallback):
 
 
 def attackers(clients: int | float | Sequence[int], num_clients: int) -> list[int]:
-    """Return the ids of the attackers.
-
-    Args:
-        clients: Number, fraction or ids of the attackers.
-        num_clients: Number of clients of the federation.
+    """Return the ids of the attackers, given by number, fraction or ids.
 
     Raises:
         ConfigurationError: An id does not exist, or all clients attack.

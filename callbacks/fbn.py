@@ -58,18 +58,18 @@ class FBN(FederatedCallback):
     """Federated BatchNorm: all clients normalise with the moving average of the union batches' statistics.
 
     The server's (m, v) of the last round normalise every local step; no gradient flows through
-    them. Clients send their measured statistics, and the server adds the variance between the
-    clients. So (m, v) are what PyTorch's BN would track on the union batch: unbiased, with N/(N-1)
-    of all N values per channel. With E = 1 this is Algorithm 2 of the paper. Several local steps
-    are our extension (footnote 4 only hints at them): a client pools its E batches exactly, and one
-    moving average with 1 - (1 - beta)^E follows, where E is the largest number of local steps in
-    the round. A client with fewer steps forgets as much. Clients weigh by their number of values.
+    them. Clients send measured statistics, and the server adds the variance between clients. So (m,
+    v) are what PyTorch's BN would track on the union batch: unbiased, with N/(N-1) of all N values
+    per channel. With E = 1 this is Algorithm 2 of the paper. Several local steps are our extension
+    (footnote 4 hints at them): a client pools its E batches exactly, and one moving average with 1
+    - (1 - beta)^E follows. E is the largest number of local steps in the round; a client with fewer
+    steps forgets as much. Batches weigh by their number of values.
 
-    Training equals that of one client with the union batch and the same callback, but not ordinary
-    BN, which normalises with the present batch. The equality needs gradients that weigh as the
-    values do: equal clients, ``weighting: samples`` if batches differ, or ``uniform`` if only the
-    clients' sizes do. beta is each BN layer's ``momentum`` (PyTorch's convention). The module's
-    ``statistics_aggregator`` replaces the server's means in both lines.
+    Training equals that of one client with the union batch and this callback, not ordinary BN,
+    which normalises with the present batch. Gradients must weigh as the values do: equal clients,
+    ``weighting: samples`` if batches differ, or ``uniform`` if only the clients' sizes do. beta is
+    each BN layer's ``momentum`` (PyTorch's convention). The module's ``statistics_aggregator``
+    replaces the server's means in both lines.
 
     Args:
         wire: Sent statistics. ``"run"``: moving averages m_i, v_i (the paper); ``"batch"``: mean
@@ -79,8 +79,8 @@ class FBN(FederatedCallback):
             ``"per_round"``: 1 - beta.
 
     Raises:
-        ConfigurationError: Unknown setting, a model without BN, a BN layer without momentum, or one
-            value per channel in all batches together.
+        ConfigurationError: Unknown setting, no BN, BN without momentum, or one value per channel in
+            all batches together.
     """
 
     paper = "Guerraoui et al., arXiv 2405.14670 (FBN)"
@@ -114,25 +114,14 @@ class FBN(FederatedCallback):
     def on_round_end(self, trainer: L.Trainer, pl_module: "FederatedModule", cohort: "Cohort") -> None:
         """Update the server's statistics (Algorithm 2, lines 9 and 10)."""
         layers = list(self._layers(pl_module.model, cohort))
-        sent = [
-            LayerStatistics(
-                layer.clients.running_mean,
-                layer.clients.running_var,
-                layer.clients.shares,
-                layer.unbias / layer.weight,
-            )
-            for layer in layers
-        ]
+        pairs = [(layer.clients, layer.unbias / layer.weight) for layer in layers]
+        sent = [LayerStatistics(c.running_mean, c.running_var, c.shares, between) for c, between in pairs]
         for layer, (mean, variance) in zip(layers, pl_module.statistics(sent), strict=True):
             layer.server.running_mean.lerp_(mean, layer.beta / layer.weight)
             layer.server.running_var.lerp_(variance, layer.beta / layer.weight)
 
     def _layers(self, model: nn.Module, cohort: "Cohort") -> Iterator[PooledLayer]:
-        """Yield each BN layer that saw values in this round.
-
-        Raises:
-            ConfigurationError: All batches together have one value per channel.
-        """
+        """Yield each BN layer that saw values; raise a ConfigurationError if it saw only one per channel."""
         steps = max(cohort.local_steps) if self.ema == "per_step" else 1
         for name, layer in batch_norm_layers(model).items():
             buffers = {key: cohort.buffers[f"{name}.{key}"] for key, _ in layer.named_buffers()}
@@ -142,10 +131,6 @@ class FBN(FederatedCallback):
                 raise ConfigurationError(f"FBN: BN layer {name!r} {ONE_VALUE}")
             if total:
                 beta = 1 - (1 - (layer.momentum or 0)) ** steps  # never None: see configure_batch_norm
-                yield PooledLayer(
-                    server=layer,
-                    clients=SimpleNamespace(**buffers, shares=count / total),
-                    unbias=total / (total - 1),
-                    beta=beta,
-                    weight=beta if self.wire == "run" else 1.0,
-                )
+                weight = beta if self.wire == "run" else 1.0
+                clients = SimpleNamespace(**buffers, shares=count / total)
+                yield PooledLayer(layer, clients, total / (total - 1), beta, weight)

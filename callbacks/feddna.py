@@ -84,13 +84,7 @@ class FedDNA(FederatedCallback):
         pl_module.log_numbers({"feddna/max_importance": importances.max().item(), "feddna/entropy": entropy})
 
     def importances(self, means: Tensor, variances: Tensor, weights: Tensor) -> Tensor:
-        """Return the importances q of the clients, ``[C]``, with sum 1.
-
-        Args:
-            means: Running means of the clients, ``[C, channels]``.
-            variances: Running variances of the clients, ``[C, channels]``.
-            weights: Aggregation weights p, ``[C]``.
-        """
+        """Return the importances q ``[C]`` (sum 1), from statistics ``[C, channels]`` and weights p ``[C]``."""
         return weights if self.divergence == "kl" else reverse_kl_importances(means, variances, weights)
 
     def combine(self, means: Tensor, variances: Tensor, importances: Tensor) -> tuple[Tensor, Tensor]:

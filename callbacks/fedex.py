@@ -56,18 +56,17 @@ class FedExFixBN(FoundFreezing):
     """FixBN whose T* is found by FedEx over two configurations of a round (our adaptation).
 
     FedEx tunes settings that may differ between the clients of a round, whereas T* is one number
-    for a whole run. So each client of a round samples one of two configurations from a shared
+    for a run. So each client of a round samples one of two configurations from a shared
     distribution theta: batch statistics, or the server's running statistics, which this client does
-    not update. After its local steps the client reports the loss of its own model on its next
-    batch, in eval mode with its own statistics. This stands in for FedEx's validation data; in
-    later epochs that batch has been trained on before. The server takes an exponentiated gradient
-    step on theta. Once the entropy of theta is below ``cutoff``, its argmax decides: either the
-    server's statistics freeze for all clients from the next round (T* is found), or all clients
-    train with batch statistics to the end.
+    not update. After its local steps the client reports its model's loss on its next batch, in eval
+    mode with its own statistics. This stands in for FedEx's validation data; in later epochs that
+    batch is not new. The server takes an exponentiated gradient step on theta. Once the entropy of
+    theta is below ``cutoff``, its argmax decides: either the server's statistics freeze for all
+    clients from the next round (T* is found), or all clients train with batch statistics to the
+    end.
 
-    The choice is myopic: it is decided by the loss after this round's local steps, not by the
-    accuracy at the end of the run. The first round has no baseline yet and takes no step (FedEx
-    starts from a baseline of 0).
+    The choice is myopic: the loss after this round's local steps decides, not the final accuracy.
+    The first round has no baseline and takes no step (FedEx starts from a baseline of 0).
 
     Logged until the end of the search: ``fedex/probability_freeze`` and ``fedex/entropy`` (nats)
     after each round; then ``fixbn/freeze_round`` if freezing has won.
@@ -188,8 +187,7 @@ def gradient_estimate(
         choices: Configuration sampled by each client, int64 ``[C]``.
         weights: Aggregation weights ``[C]``, sum 1.
         theta: Probability of each configuration, ``[k]``.
-        baseline: Number subtracted from every loss, which changes only the variance of the
-            estimate.
+        baseline: Number subtracted from every loss; it changes only the variance of the estimate.
     """
     shares = weights * (losses - baseline) / theta[choices]
     return torch.zeros_like(theta).index_add(0, choices, shares)
@@ -207,8 +205,8 @@ def step_size(gradient: Tensor, schedule: str, past: float) -> tuple[float, floa
     Args:
         gradient: The gradient estimate ``[k]``.
         schedule: The scale. ``"constant"``: 1. ``"auto"``: root of the number of steps.
-            ``"adaptive"``: root of the sum over all gradients of the squared largest entry.
-            ``"aggressive"``: largest entry of the present gradient.
+            ``"adaptive"``: root of the summed squares of each gradient's largest entry.
+            ``"aggressive"``: that entry now.
         past: Sum over earlier steps, initially 0.
     """
     largest = float(gradient.abs().max())
@@ -230,10 +228,7 @@ def entropy(log_theta: Tensor) -> float:
 
 @torch.no_grad()
 def held_out_losses(pl_module: "FederatedModule", cohort: "Cohort") -> Tensor:
-    """Return the loss of each client's model on its next batch, float64 ``[C]`` on the CPU.
-
-    Models are in eval mode with their state statistics.
-    """
+    """Return each client's loss on its next batch, in eval mode with its statistics, float64 ``[C]``."""
     plan, clients = pl_module.plan, cohort.client_ids
     positions = [
         plan.first_step(client, cohort.round) + steps

@@ -23,13 +23,7 @@ Correction = Literal["union", "official"]
 
 @dataclass(frozen=True)
 class JointStep:
-    """Settings of a BN layer for the first local step of a round.
-
-    Attributes:
-        clients: Size of the cohort.
-        backward: As in :class:`FedTAN`.
-        var_correction: As in :class:`FedTAN`.
-    """
+    """Joint step of ``clients`` clients; ``backward`` and ``var_correction`` are those of :class:`FedTAN`."""
 
     clients: int
     backward: Backward
@@ -43,12 +37,7 @@ class JointStep:
         return mean.detach() if self.backward == "none" else statistic + (mean - statistic).detach()
 
     def unbiased(self, variance: Tensor, inputs: Tensor) -> Tensor:
-        """Return the unbiased form of the union's biased variance, for the running variance.
-
-        Args:
-            variance: Biased variance of the union, ``[channels]``.
-            inputs: The inputs of one client, ``[b, channels, ...]``.
-        """
+        """Return the unbiased variance of the union, given one client's inputs ``[b, channels, ...]``."""
         count = len(inputs)
         if self.var_correction == "union":
             count = self.clients * inputs[:, 0].numel()
@@ -58,7 +47,7 @@ class JointStep:
 
 
 class TANBatchNorm(SwappedBatchNorm):
-    """BN layer that normalises with the union of all clients' batches while ``joint`` is set.
+    """BN layer that normalises with the union of all clients' batches in a joint step.
 
     Attributes:
         joint: The present joint step; None for ordinary BN.
@@ -101,34 +90,32 @@ class TANBatchNorm(SwappedBatchNorm):
 class FedTAN(FederatedCallback):
     """FedTAN: clients exchange BN statistics and their gradients in the first local step.
 
-    In that step every BN layer uses the mean and the variance of the union of all clients' batches,
-    and the gradients that flow through them are averaged: three exchanges a layer, with all clients
-    in lockstep. With one local step (E = 1) the round's mean gradient, and so the whole run, equals
+    In that step every BN layer uses the mean and variance of the union of all clients' batches, and
+    the gradients that flow through them are averaged: three exchanges a layer, with all clients in
+    lockstep. With one local step (E = 1) the round's mean gradient, and so the whole run, equals
     centralised training with BN on the union batches, for any model. Further local steps are
-    ordinary: they use the batch and running statistics of the client.
+    ordinary and use the client's batch and running statistics.
 
     Under any executor the first step is one forward pass over all clients. It needs memory for all
-    their batches, and batches of equal shape. All clients count alike in this step, so the equality
-    requires equal aggregation weights: clients of one size, or ``weighting: uniform``, the authors'
-    1/n.
+    their batches, and batches of equal shape. All clients count alike in it, so the equality
+    requires equal weights: clients of one size, or ``weighting: uniform``, the authors' 1/n.
 
     Args:
         backward: ``"aggregated"``: the method. ``"own"``: only the forward pass exchanges, and a
             client's gradient flows through its part of the statistics: the paper's baseline "FedAvg
-            + Algorithm 2", INFERRED because its text and code were not available. ``"none"``: like
-            ``"own"``, with statistics as constants.
+            + Algorithm 2", INFERRED since its text and code were not available. ``"none"``: the
+            same with statistics as constants.
         var_correction: Factor that makes the running variance unbiased. ``"union"``: N/(N-1) with
-            all N values per channel of the union, as in centralised BN; ``"official"``: b/(b-1)
-            with the b images of a client, as in the authors' code.
+            all N values per channel, as in centralised BN; ``"official"``: b/(b-1) with the b
+            images of a client, as in the authors' code.
         affine_init: Initial gamma of BN. ``"ones"``: the model's; ``"uniform"``: in [0, 1), as in
-            the authors' code, drawn from the module's seed whenever training starts without a
-            checkpoint.
+            the authors' code, drawn from the module's seed if training starts without a checkpoint.
         restart_momentum: Whether clients restart their optimizer after the first step, as in the
             authors' code.
 
     Raises:
-        ConfigurationError: Unknown setting, a model without BN, another callback that keeps the
-            restarted momentum, or an aggregator other than the weighted mean.
+        ConfigurationError: Unknown setting, no BN, a callback that keeps the restarted momentum, or
+            an aggregator other than the weighted mean.
     """
 
     paper = "Wang et al., arXiv 2301.02982"

@@ -14,13 +14,12 @@ class FixBN(Freezing):
     """FixBN: Batch Normalization is frozen after round T* (Algorithm 1).
 
     Rounds 1..T* are FedAvg with BN. From round T* + 1 on every client normalises with the server's
-    running statistics of round T*, which stay constant. gamma and beta continue to train unless
-    they are frozen too (Table H).
+    running statistics of round T*. gamma and beta continue to train unless frozen too (Table H).
 
     Args:
         freeze_round: T*, the last round with batch statistics; 0 freezes from the start.
         freeze_fraction: T* as a fraction of the planned rounds, in [0, 1]; 0.5 if neither is given.
-        freeze: Frozen state: running ``"statistics"`` (the method), ``"affine"`` gamma and beta, or
+        freeze: Frozen state: ``"statistics"`` (the method), ``"affine"`` (gamma, beta) or
             ``"both"``.
 
     Raises:

@@ -22,21 +22,21 @@ class SCAFFOLD(FederatedCallback):
     |S|/n mean(new c_i - old c_i)`` over the cohort S of the n clients. For SGD that mean gradient
     is the paper's ``c_i - c + (theta - theta_i) / (E_i eta)`` with the round's learning rate eta.
     Computed from gradients it is defined for every client optimizer (momentum and Adam step with
-    the corrected gradient) and free of the rounding of parameters. Weight decay belongs to the
-    optimizer and enters neither c_i nor c. All control variates start from 0, and absent clients
-    keep theirs. The server learning rate is that of the server optimizer.
+    the corrected gradient) and free of the rounding of parameters. Weight decay enters neither c_i
+    nor c. All control variates start from 0, and absent clients keep theirs. The server learning
+    rate is the server optimizer's.
 
     ``mean`` is the module's aggregator, by default the weighted mean. ``|S|/n`` is the cohort's
     share of all clients' weight, so c stays the weighted mean of all c_i. With ``weighting:
     uniform``, or clients of one size, both are the paper's. With ``weighting: samples`` both
-    weights assume that clients take all of their steps: with the weights of a round with stragglers
-    c would be no mean. A robust aggregator keeps a Byzantine client's c_i out of c, like its
-    update, layer by layer if its ``per`` is set so.
+    weights assume that clients take all their steps: stragglers' weights would make c no mean. A
+    robust aggregator keeps a Byzantine client's c_i out of c like its update, layer by layer if its
+    ``per`` is set so.
 
     Control variates cover what the server averages and trains: neither statistics nor frozen or
     local parameters (FedBN). They double the traffic of these parameters both ways. Callbacks
-    before this one in the list change the gradient g (ClientGradientClipping), callbacks after it
-    the corrected gradient.
+    before this one in the list change the gradient g (ClientGradientClipping), later ones the
+    corrected gradient.
     """
 
     paper = "Karimireddy et al., arXiv 1910.06378"

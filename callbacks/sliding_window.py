@@ -87,12 +87,9 @@ class SlidingWindowFixBN(FoundFreezing):
 
 
 def mean_change(now: Tensor, before: Tensor, weights: Tensor) -> float:
-    """Return the weighted mean over the clients of the L1 norm of a change, computed in float64.
+    """Return the weighted mean over n clients of the L1 change of their floats ``[n, floats]``, in float64.
 
-    Args:
-        now: Each client's present statistics, ``[n, floats]``.
-        before: Each client's earlier statistics, ``[n, floats]``.
-        weights: Positive weights ``[n]``, not necessarily normalised.
+    The weights ``[n]`` are positive and need not be normalised.
     """
     changes = (now.double() - before.double()).abs().sum(1)
     return float(weights.double() @ changes / weights.double().sum())

@@ -22,16 +22,16 @@ class StaticBN(FederatedCallback):
     No running statistic is tracked or sent in training. After each round that is evaluated, and
     after the last one, all clients pass over their training data once with the server's new
     weights, without gradients (see :func:`~fl_lightning.methods.statistics_pass.collect`). A
-    skipped round has its pass too, unless an earlier pass already used the same weights. Between
-    two passes the server, and so a checkpoint, holds the statistics of the earlier pass. Parameters
-    train as in FedAvg; only evaluation differs.
+    skipped round has its pass too, unless its weights were measured before. Between two passes the
+    server, and so a checkpoint, holds the statistics of the earlier pass. Parameters train as in
+    FedAvg; only evaluation differs.
 
     Args:
         statistics_pass: ``"pooled"``: averages over batches of all clients' data together, as in
-            HeteroFL's code (batch k is the union of the clients' k-th batches; HeteroFL shuffles
-            over all data), which a real federation cannot compute. ``"pooled_total_variance"``: the
-            variance of all values in these batches. ``"per_client"``: averages over the batches of
-            each client, without the variance between clients. ``"per_client_total_variance"``: the
+            HeteroFL's code, which a real federation cannot do (batch k is the union of the clients'
+            k-th batches; HeteroFL shuffles over all data). ``"pooled_total_variance"``: the
+            variance of all values in these batches. ``"per_client"``: averages over each client's
+            batches, without the variance between clients. ``"per_client_total_variance"``: the
             variance of all values in the clients' batches, from each client's count, mean and
             variance.
 

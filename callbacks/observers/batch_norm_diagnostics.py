@@ -33,28 +33,27 @@ class BatchNormDiagnostics(BatchNormReport, VariantEvaluation):
     """Observer of Batch Normalization in any run, with any method; training is unchanged.
 
     Training is the same bit for bit if models and data draw from the global generators of torch,
-    numpy and Python and do not count their calls: a measured round repeats the first step's batches
-    and forward passes.
+    numpy and Python and do not count their calls, since a measured round repeats the first step.
 
     Round 1 and every ``every_n_rounds``-th round are measured. p_m are the clients' aggregation
     weights, S the server's running means and variances at the start of the round. S_m of client m
     are the mean and unbiased variance of each BN layer's inputs in the first local step, on the
     client's batch and starting weights. PyTorch's BN would add S_m to its moving averages; S_m is
     measured even if the layer normalises with other statistics. The step is computed beside the run
-    as the method's own step (frozen statistics, FBN's, FedTAN's joint pass), without dropout. A
-    layer that the forward pass does not call has deviation 0.
+    as the method's own (frozen statistics, FBN's, FedTAN's joint pass), without dropout. A layer
+    that is not called has deviation 0.
 
-    - ``"statistics"``: ``bn/global_change``, the L1 norm of S' - S with S' after the round;
-      ``bn/local_deviation``, ``sum_m p_m |S_m - S|_1`` (Figure 3a of the FixBN paper); both also
+    - ``"statistics"``: ``bn/global_change``, the L1 norm of S' - S with S' after the round.
+      ``bn/local_deviation``, ``sum_m p_m |S_m - S|_1`` (Figure 3a of the FixBN paper). Both also
       ``_per_float``. ``bn/window_variance``, the unbiased variance of S_m over the measured rounds
       of client m, mean over floats and clients (Figure 3b).
-    - ``"gradients"``: ``bn/gradient_deviation``, ``|sum_m w_m g_m - g| / |g|`` in L2 norms. It
-      compares the clients' first gradients, weighted by batch size, with the gradient of the
-      method's centralised twin, one client with the union of the batches. A model with gamma and
-      beta also has it for these (``_affine``) and for the rest (``_weights``). FedProx, SCAFFOLD
-      and clipping are ignored, since these are gradients of the loss. Parameters that are frozen or
-      local are left out. Zero up to rounding for GN, FBN, FedTAN, and FixBN once frozen; in mixed
-      precision the rounding is bfloat16's.
+    - ``"gradients"``: ``bn/gradient_deviation``, ``|sum_m w_m g_m - g| / |g|`` in L2 norms: the
+      clients' first gradients, weighted by batch size, against the gradient of the method's
+      centralised twin, one client with the union of the batches. A model with gamma and beta has it
+      also for these (``_affine``) and the rest (``_weights``). These are gradients of the loss,
+      without FedProx, SCAFFOLD or clipping, and without frozen or local parameters. Zero up to
+      rounding for GN, FBN, FedTAN, and FixBN once frozen; in mixed precision the rounding is
+      bfloat16's.
 
     Every evaluation inside ``fit`` measures:
 
@@ -63,9 +62,9 @@ class BatchNormDiagnostics(BatchNormReport, VariantEvaluation):
     - ``"bias"``: ``bn/mean_bias`` and ``bn/var_bias``, means over the layers of ``|m - m*| /
       |sqrt(v*)|`` and ``|v - v*| / |v*|`` for the server's m and v. m* and v* are the moments
       (variances biased) of a pooled pass at its weights: batch k is the union of all clients' k-th
-      batches and normalises with its own statistics, and all values count alike. In the first BN
-      layer m* and v* are the moments of all training data. ``bn/recalibration_gap``, the accuracy
-      with the server's statistics minus that with m* and v* (``val/accuracy_recalibrated``).
+      batches and normalises with its own statistics; all values count alike. In the first BN layer
+      they are the moments of all training data. ``bn/recalibration_gap``, the accuracy with the
+      server's statistics minus that with m* and v* (``val/accuracy_recalibrated``).
 
     ``bn_drift.png`` shows these measures over the rounds; ``bn_layers.png`` and ``bn_layers.csv``
     show about 100 rounds of each layer. A layer's weight and bias count together, since gradients
@@ -75,16 +74,16 @@ class BatchNormDiagnostics(BatchNormReport, VariantEvaluation):
 
     On a CPU with E = 1 a measured round took 3.2 (LeNet) to 3.7 times (ResNet-8) as long as others,
     and 2.5 times with ``"statistics"`` alone. At the default interval a run takes 1.2 to 1.3 times
-    as long. A measured round needs the memory of a second cohort and of the union batch; ``"bias"``
-    needs that of a forward pass on a batch of all clients, even those outside the cohort.
+    as long. A measured round needs memory for a second cohort and the union batch, ``"bias"`` for a
+    forward pass on a batch of all clients.
 
     Args:
         every_n_rounds: Interval of the measured rounds, at least 1.
         window: Measured rounds of a client in the variance, at least 2.
         window_clients: Clients in the variance, evenly spaced by id, at least 1. The window holds
             up to ``window * window_clients`` times the floats of S, also in checkpoints.
-        measure: List of ``statistics``, ``gradients``, ``gap`` and ``bias``; None for all but
-            ``bias``, the most expensive.
+        measure: List of ``statistics``, ``gradients``, ``gap``, ``bias``; None for all but the
+            costly ``bias``.
 
     Raises:
         ConfigurationError: A setting is out of range or unknown.

@@ -29,18 +29,16 @@ class CommunicationLedger(Report, FederatedCallback):
     Each round logs ``comm/simulated_s`` and totals since the first counted round:
     ``comm/total_upload_bytes``, ``comm/total_download_bytes``, ``comm/total_bytes_per_client``
     (both ways, mean over all clients), ``comm/total_exchanges`` and ``comm/total_simulated_s``. The
-    run ends with ``communication.png`` (accuracy against bytes, exchanges and time),
-    ``communication.csv`` (by client; ``seconds`` excludes waiting for other clients) and
-    ``communication_by_kind.csv``.
+    run ends with ``communication.png`` (accuracy against cost), ``communication.csv`` (by client;
+    ``seconds`` excludes waiting for others) and ``communication_by_kind.csv``.
 
     Args:
         link: Bandwidth, latency and speed of a client, such as ``{upload_mbps: 100, download_mbps:
-            100, latency_ms: 20}``. Default: a phone's, see
-            :class:`~fl_lightning.callbacks.observers.network_link.NetworkLink`.
+            100}``; default: :class:`~fl_lightning.callbacks.observers.network_link.NetworkLink`, a
+            phone's.
 
     Attributes:
-        clients: Rounds, bytes up, bytes down, exchanges and seconds of each client so far, by
-            client id.
+        clients: Rounds, bytes up, bytes down, exchanges and seconds of each client, by client id.
         kinds: Bytes up and down of all clients together, by kind of state.
         exchanges: Exchanges of all rounds.
         seconds: Simulated time of all rounds.

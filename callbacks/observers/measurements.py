@@ -9,12 +9,7 @@ _TINY = torch.finfo(torch.float64).tiny
 
 
 def layer_statistics(buffers: Mapping[str, Tensor], layers: Iterable[str]) -> Tensor:
-    """Return running means and variances of some BN layers side by side, ``[2, channels]``.
-
-    Args:
-        buffers: A model's buffers by name.
-        layers: Names of the layers.
-    """
+    """Return running means and variances of some BN layers side by side, ``[2, channels]``."""
     names = list(layers)
     return torch.stack(
         [torch.cat([buffers[f"{layer}.running_{kind}"] for layer in names]) for kind in ("mean", "var")]
@@ -27,21 +22,18 @@ def local_deviation(clients: Tensor, server: Tensor, weights: Tensor) -> Tensor:
     Its sum is the L1 norm of Figure 3a (Zhong et al., arXiv 2303.06530).
 
     Args:
-        clients: Each client's statistics, ``[2, C, channels]``.
-        server: The server's statistics, ``[2, channels]``.
+        clients: Statistics S_m of each client, ``[2, C, channels]``.
+        server: Statistics S of the server, ``[2, channels]``.
         weights: Weights of the clients, ``[C]``, sum 1.
     """
     return torch.einsum("c,kcn->kn", weights.double(), (clients - server.unsqueeze(1)).abs().double())
 
 
 def mean_variance(windows: Iterable[Tensor]) -> Tensor | None:
-    """Return the variance of each float over the rounds, averaged over the clients (Figure 3b).
+    """Return the clients' mean of the unbiased variance over the rounds of a window (Figure 3b).
 
-    Args:
-        windows: Statistics of each client in the rounds of its window, ``[rounds, floats]``.
-
-    Returns:
-        Unbiased variances ``[floats]``; None while no client has two rounds.
+    The windows are ``[rounds, floats]``; the result ``[floats]`` is None while no client has two
+    rounds.
     """
     variances = [window.double().var(0) for window in windows if len(window) > 1]
     return torch.stack(variances).mean(0) if variances else None

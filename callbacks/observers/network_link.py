@@ -41,14 +41,7 @@ class NetworkLink(Recorded):
                 )
 
     def seconds(self, upload: int, download: int, exchanges: int, local_steps: int = 0) -> float:
-        """Return how long a client is busy.
-
-        Args:
-            upload: Sent bytes.
-            download: Received bytes.
-            exchanges: Number of consecutive exchanges with the server.
-            local_steps: Number of local steps.
-        """
+        """Return how long a client is busy with bytes both ways, consecutive exchanges and local steps."""
         transfer = 8e-6 * (upload / self.upload_mbps + download / self.download_mbps)
         return exchanges * self.latency_ms / 1000 + transfer + local_steps * self.seconds_per_local_step
 

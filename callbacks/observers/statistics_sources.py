@@ -202,10 +202,7 @@ def _matched(
 def _server_share(layers: Mapping[str, _BatchNorm], cohort: "Cohort", before: Mapping[str, Tensor]) -> Tensor:
     """Return (1 - beta)^steps, the server's share in the clients' statistics, ``[C, all channels]``.
 
-    Args:
-        layers: The BN layers by name.
-        cohort: The clients after their local steps.
-        before: The server's counters before these steps, by name.
+    ``before`` holds the server's counters before the local steps, by name.
     """
     shares = []
     for name, layer in layers.items():

@@ -50,12 +50,8 @@ def has_drift(rows: Rows) -> bool:
 def drift_figure(rows: Rows, title: Sequence[str]) -> "Figure":
     """Draw change and variance of statistics, loss, gradient deviation, bias and gap over the rounds.
 
-    After Figure 3 of Zhong et al., arXiv 2303.06530. Quantities that were not measured have no
-    panel.
-
-    Args:
-        rows: Rows of ``metrics.jsonl``; a line marks the first round with frozen BN.
-        title: Lines of the title.
+    After Figure 3 of Zhong et al., arXiv 2303.06530. A quantity without measurements has no panel.
+    A line marks the first round with frozen BN.
     """
     measured = {name for row in rows for name in row}
     panels = {name: curves for name, curves in DRIFT.items() if measured & curves.keys()}
@@ -82,12 +78,7 @@ def drift_figure(rows: Rows, title: Sequence[str]) -> "Figure":
 
 @paper_style()
 def layers_figure(values: ByLayer, title: Sequence[str]) -> "Figure":
-    """Draw heat maps, layer by round, of the deviation of statistics and gradients.
-
-    Args:
-        values: Measurements by quantity, round and layer.
-        title: Lines of the title.
-    """
+    """Draw heat maps, layer by round, of the deviation of statistics and gradients."""
     maps = {quantity: _grid(values[quantity]) for quantity in LAYERS if values.get(quantity)}
     heights = [0.55 + 0.17 * max(len(names), 3) for _, names, _ in maps.values()]
     figure = new_figure(sum(heights) + 0.3, title)

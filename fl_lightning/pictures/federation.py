@@ -20,13 +20,7 @@ _MAX_BARS = 200  # above this many classes the bars are thinner and numbered by 
 def clients_figure(
     record: "PartitionRecord", class_names: Sequence[str] | None, title: Sequence[str]
 ) -> "Figure":
-    """Draw the partition: samples by client and class, or sizes if there are no classes.
-
-    Args:
-        record: Content of ``partition.json``.
-        class_names: Name of each class; None for numbers.
-        title: Lines of the title.
-    """
+    """Draw the partition: samples by client and class, or client sizes if there are no classes."""
     if record.get("class_histogram"):
         return partition_figure(record["class_histogram"], class_names, title)
     return client_sizes_figure(record["sizes"], title)

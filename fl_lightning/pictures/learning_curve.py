@@ -73,9 +73,8 @@ def learning_curve_figure(
 def policy_changes(policy: Policy, rows: Rows = ()) -> dict[int, str]:
     """Return the rounds in which the policy changes, and each change in words.
 
-    Args:
-        policy: Treatment of each kind of state, as in ``policy.json``.
-        rows: Rows of ``metrics.jsonl``, which hold T* if training has freeze_start it.
+    ``policy`` is as in ``policy.json``; ``rows`` of ``metrics.jsonl`` hold T* if training has found
+    it.
 
     >>> policy_changes({"mean": [[1, "averaged"], [3, "frozen"]], "var": [[1, "averaged"], [3, "frozen"]]})
     {3: 'BN statistics frozen from round 3'}

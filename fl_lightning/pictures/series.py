@@ -43,14 +43,8 @@ def draw_curve(
 ) -> Series:
     """Draw a curve with gaps and return its values without the gaps.
 
-    A value that is not finite (or above 1e30) is a cross at the upper edge.
-
-    Args:
-        axes: Axes to draw on.
-        places: Positions on the x-axis.
-        values: Values on the y-axis.
-        look: Colour, line and marker.
-        label: Text of the legend; for the crosses the part after a colon is omitted.
+    A value that is not finite (or above 1e30) is a cross at the upper edge, whose label omits the
+    part of ``label`` after a colon. ``look`` is colour, line and marker.
     """
     colour, line, marker = look
     values = with_gaps(values)
@@ -73,12 +67,7 @@ def draw_curve(
 def scale_values(axes: "Axes", drawn: Sequence[Series], reach: float = 0.0) -> None:
     """Make the y-axis logarithmic if no value is negative and the positive values span decades.
 
-    If a value is 0, the logarithmic axis ends in a 0.
-
-    Args:
-        axes: Axes to scale.
-        drawn: Values of each curve.
-        reach: Lower bound for the upper end of a logarithmic axis.
+    A logarithmic axis reaches up to at least ``reach``, and down to a 0 if a value is 0.
     """
     values = np.concatenate([*drawn, []])
     positive = values[values > 0]

@@ -130,12 +130,7 @@ def paper_style() -> Iterator[None]:
 
 
 def new_figure(height: float, title: Sequence[str]) -> "Figure":
-    """Return an empty figure under a title.
-
-    Args:
-        height: Height below the title in inches.
-        title: Lines of the title; long lines are wrapped and cut after three.
-    """
+    """Return a figure, ``height`` inches below its title, whose long lines are wrapped and cut after three."""
     from matplotlib.figure import Figure
 
     lines = [

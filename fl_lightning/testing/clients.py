@@ -14,13 +14,7 @@ Batch = tuple[Tensor, Tensor]
 
 
 class ArrayClient(L.LightningDataModule):
-    """Client with tensors behind a shuffling ``DataLoader``.
-
-    Args:
-        inputs: Inputs ``[n, ...]``.
-        targets: Labels ``[n]``.
-        batch_size: Samples in a batch.
-    """
+    """Client with inputs ``[n, ...]`` and labels ``[n]`` behind a shuffling ``DataLoader``."""
 
     def __init__(self, inputs: Tensor, targets: Tensor, batch_size: int) -> None:
         super().__init__()

@@ -33,13 +33,7 @@ class Disturbance(NamedTuple):
 
 
 class MaterialisedClient(ClientDataModule):
-    """Client whose batches are a function of its data and the step, without a seed.
-
-    Args:
-        identity: Number that determines mean, scale and most frequent class of the data.
-        size: Number of training examples.
-        batch_size: Samples in a batch.
-    """
+    """Client whose batches depend on the step and on ``identity``, which sets mean, scale and main class."""
 
     def __init__(self, identity: int, size: int, batch_size: int) -> None:
         super().__init__()
@@ -60,10 +54,7 @@ class MaterialisedClient(ClientDataModule):
 
 
 def skewed_images(identity: int, size: int) -> tuple[Tensor, Tensor]:
-    """Return images ``[size, 2, 6, 6]`` in float64 and their classes.
-
-    ``identity`` determines the most frequent class, the mean and the scale.
-    """
+    """Return images ``[size, 2, 6, 6]`` in float64, mostly of one class, and their classes."""
     draw = generator(identity, "verification data")
     favourite = torch.tensor(identity % CLASSES)
     targets = torch.where(

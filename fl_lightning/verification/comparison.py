@@ -66,11 +66,7 @@ def distance(
 
 
 def apart(one: Any, other: Any) -> float:
-    """Return the largest difference of two leaves.
-
-    It is infinite for different types or shapes, for unequal values that are not numbers, and for
-    NaN beside a number.
-    """
+    """Return the largest difference of two leaves; infinite if type or shape differ, or NaN meets a number."""
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         if one.shape != other.shape or one.dtype != other.dtype:
             return inf

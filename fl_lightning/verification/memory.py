@@ -60,11 +60,7 @@ def memory_apart(first: Round, second: Round) -> tuple[float, str]:
 
 
 def renamed_memory_apart(first: Round, second: Round) -> tuple[float, str]:
-    """Return the difference of :func:`memory_apart` if the second round's clients are renumbered.
-
-    Memories are compared client by client, unless they already agree because their numbers are not
-    clients.
-    """
+    """Return :func:`memory_apart`, or after renumbering of the clients the difference client by client."""
     alike = memory_apart(first, second)
     return alike if alike[0] <= TOLERANCE else distance(_named(first, RELABELLED), _named(second, CLIENTS))
 

@@ -60,11 +60,7 @@ class Round:
 
 @dataclass
 class ScriptedPlan(RoundPlan):
-    """Plan with given cohorts.
-
-    Args:
-        script: The cohort of each round.
-    """
+    """Plan whose cohorts are given round by round by ``script``."""
 
     script: tuple[tuple[int, ...], ...] = ()
 

@@ -56,9 +56,7 @@ def between_rounds(trials: Trials) -> str:
     for number, (last, seen) in enumerate(pairwise(trials.run().rounds), 2):
         wrong = difference(last.server, seen.broadcast)
         if wrong:
-            raise Violated(
-                f"the server must not change between rounds: {wrong} changed before round {number}"
-            )
+            raise Violated(f"the server must not change between rounds: {wrong} did before round {number}")
     return "each round starts where the last one ended"
 
 

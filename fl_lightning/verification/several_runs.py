@@ -10,13 +10,7 @@ from fl_lightning.errors import ConfigurationError
 from fl_lightning.execution.fork import cannot_fork
 from fl_lightning.execution.vectorized import VectorizedExecutor
 from fl_lightning.testing.federation import Disturbance
-from fl_lightning.verification.comparison import (
-    TOLERANCE,
-    NotApplicable,
-    Violated,
-    difference,
-    distance,
-)
+from fl_lightning.verification.comparison import TOLERANCE, NotApplicable, Violated, difference, distance
 from fl_lightning.verification.memory import memory_apart, relabelled, renamed_memory_apart
 from fl_lightning.verification.observation import Run
 from fl_lightning.verification.trials import SCRIPT, WITH_SERVER_MOMENTUM, Trials
@@ -43,14 +37,9 @@ def resume(trials: Trials) -> str:
         try:
             torch.load(trials.checkpoint(WITH_SERVER_MOMENTUM, number), weights_only=True)
         except pickle.UnpicklingError as error:
-            raise Violated(
-                "state_dict must hold only tensors and plain numbers: it does not load with weights_only=True"
-            ) from error
-        _equal(
-            uninterrupted,
-            trials.run(WITH_SERVER_MOMENTUM, resume=number),
-            f"a run resumed after round {number} must equal the uninterrupted one",
-        )
+            raise Violated("state_dict must hold tensors and plain numbers only, no other objects") from error
+        resumed = trials.run(WITH_SERVER_MOMENTUM, resume=number)
+        _equal(uninterrupted, resumed, f"a run resumed after round {number} must equal the uninterrupted one")
     return f"equal bit for bit from each of {len(SCRIPT) - 1} rounds"
 
 
@@ -79,11 +68,7 @@ def ranks(trials: Trials) -> str:
 
 def observers(trials: Trials) -> str:
     """Check that callbacks which watch, and draw from every reachable random generator, change no result."""
-    _equal(
-        trials.run(),
-        trials.run(observed=True),
-        "callbacks that watch and draw random numbers must not change the run",
-    )
+    _equal(trials.run(), trials.run(observed=True), "callbacks that watch and draw must not change the run")
     return "callbacks that watch and draw random numbers do not change the run"
 
 
@@ -104,17 +89,15 @@ def client_numbers(trials: Trials) -> str:
 def server_optimizer(trials: Trials) -> str:
     """Check that learning rate, momentum and decay of the server optimizer do not affect statistics.
 
-    Clients do the same in round 1 under any server optimizer, so statistics after it must be equal
-    bit for bit.
+    Clients do the same in round 1 under any server optimizer, so its statistics must be equal.
     """
     run = trials.run()
     one, two = run.rounds[0], trials.run(WITH_SERVER_MOMENTUM).rounds[0]
     kinds = [kind for kind in STATISTICS if one.policy[kind] != "reset"]
     apart, name = distance(one.server, two.server, [n for n, kind in run.kinds.items() if kind in kinds])
     if apart:
-        raise Violated(
-            f"statistics must not depend on the server optimizer: {name} differs by {apart:.2g} in round 1"
-        )
+        demand = "statistics must not depend on the server optimizer"
+        raise Violated(f"{demand}: {name} differs by {apart:.2g} in round 1")
     return "statistics do not depend on the server optimizer"
 
 
@@ -158,10 +141,7 @@ def _reaches_no_other(trials: Trials, disturbance: Disturbance, number: int) -> 
     one, two = (run.rounds[number - 1] for run in (trials.run(), trials.run(disturbance=disturbance)))
     kind = " or ".join(disturbance.what) + (" state" if disturbance.what != ("data",) else "")
     for client in (client for client in one.clients if client != disturbance.client):
-        for verb, rows, others in (
-            ("starts from", one.start, two.start),
-            ("sends", one.sent, two.sent),
-        ):
+        for verb, rows, others in (("starts from", one.start, two.start), ("sends", one.sent, two.sent)):
             wrong = difference(one.row(rows, client), two.row(others, client))
             if wrong:
                 raise Violated(

@@ -44,11 +44,7 @@ SCRIPT = ((0, 2, 3), (1, 3, 4), (0, 2, 4), (1, 2, 3))
 
 
 class Observer(FederatedCallback):
-    """Callback that reads all state in every hook and draws from every reachable random generator.
-
-    Args:
-        method: Method whose generators it draws from, beside the global ones.
-    """
+    """Callback that reads all state in every hook and draws from every global and ``method`` generator."""
 
     def __init__(self, method: FederatedCallback | None) -> None:
         self.method = method
