@@ -30,7 +30,7 @@ class JointStep:
     var_correction: Correction
 
     def mean(self, statistic: Tensor) -> Tensor:
-        """Exchange: return the cohort's mean of a client's statistic, whose gradient follows ``backward``."""
+        """Return the cohort's mean of a client's statistic; ``backward`` decides its gradient."""
         mean: Tensor = cohort_mean(statistic, self.clients)
         if self.backward == "aggregated":
             return mean
@@ -58,7 +58,7 @@ class TANBatchNorm(SwappedBatchNorm):
     joint: JointStep | None
 
     def prepare(self) -> None:
-        """Begin as ordinary BN."""
+        """Start with ordinary BN."""
         self.joint = None
 
     def forward(self, inputs: Tensor) -> Tensor:

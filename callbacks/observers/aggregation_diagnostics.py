@@ -57,7 +57,7 @@ class AggregationDiagnostics(Report, FederatedCallback):
         self._attackers: set[int] = set()
 
     def on_before_aggregate(self, trainer: L.Trainer, pl_module: "FederatedModule", cohort: "Cohort") -> None:
-        """Measure distance and shares of what the server is about to aggregate."""
+        """Measure the distance and shares of this round's aggregates."""
         if cohort.round != 1 and cohort.round % self.every_n_rounds:
             return
         attacks = [callback for callback in pl_module.federated_callbacks if isinstance(callback, Byzantine)]

@@ -73,7 +73,7 @@ class BatchNormReport(Report):
         """Return ``bn_drift`` (the whole model over the rounds) and ``bn_layers`` (each layer)."""
         figures: dict[str, Drawing] = {}
         for number, metrics in self.newest.values():
-            # an evaluation after the last round is missing in its row
+            # the row of the last round lacks evaluations that follow it
             rows = [{**metrics, **row} if row["round"] == number else row for row in rows]
         if has_drift(rows):
             figures["bn_drift"] = lambda title: drift_figure(rows, title)

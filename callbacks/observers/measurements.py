@@ -47,7 +47,7 @@ def relative_deviation(
     Args:
         found: Measured tensors by name.
         wanted: Reference tensors by name.
-        names: Tensors that count; the deviation is 0 if there are none.
+        names: Tensors to compare; an empty list gives 0.
         smallest: Lower bound for the norm of ``wanted``: smaller norms are only rounding.
     """
     pairs = [(found[name].double(), wanted[name].double()) for name in names]

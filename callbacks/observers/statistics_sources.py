@@ -144,7 +144,7 @@ class StatisticsSources(VariantEvaluation):
     def variants(
         self, trainer: L.Trainer, pl_module: "FederatedModule"
     ) -> Mapping[str, Mapping[str, Tensor]]:
-        """Return the statistics of each source; for ``silobn`` those of each client."""
+        """Return the statistics of each source, for ``silobn`` of each client."""
         variants: dict[str, Mapping[str, Tensor]] = {}
         for source in self._chosen:
             if source == "batch":

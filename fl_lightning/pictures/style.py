@@ -142,7 +142,7 @@ def new_figure(height: float, title: Sequence[str]) -> "Figure":
 
 
 def legend_above(axes: "Axes") -> None:
-    """Put a legend between title and data, which it cannot hide, if a curve has a label."""
+    """Put a legend above the data if a curve has a label."""
     labels = axes.get_legend_handles_labels()[1]
     if labels:
         columns = max(1, min(3, 105 // (max(map(len, labels)) + 8)))  # as many as surely fit
@@ -166,7 +166,7 @@ def rendered(figure: "Figure", form: str) -> bytes:
     """Return a figure as reproducible bytes: ``png``, ``pdf`` or ``svg`` with selectable text."""
     content = BytesIO()
     with paper_style(), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Glyph .* missing from")  # the box in its place shows it
+        warnings.filterwarnings("ignore", "Glyph .* missing from")  # the figure shows a box instead
         figure.savefig(content, format=form, dpi=DOTS_PER_INCH, metadata=_METADATA[form])
     return content.getvalue()
 

@@ -34,7 +34,7 @@ class Round:
         payload: Result of ``extra_payload``.
         exchanges: Result of ``extra_exchanges``.
         loss: Mean training loss.
-        told: Floats of optimizer state that are equal for all clients at the start, so that the
+        received: Floats of optimizer state that are equal for all clients at the start, so that the
             server must have sent them.
     """
 
@@ -50,7 +50,7 @@ class Round:
     payload: Any = (0, 0)
     exchanges: Any = 0
     loss: float = 0.0
-    told: int = 0
+    received: int = 0
 
     def row(self, rows: State, client: int) -> State:
         """Return one client's row of ``start`` or ``sent``."""
@@ -113,7 +113,7 @@ class Run(FederatedModule):
             seen.start = self._rows(cohort)
             keys = cohort.optimizer_state_keys
             states = [block for key in keys for block in cohort.optimizer_state(key).blocks.values()]
-            seen.told = sum(int(((block == block[0]) & (block != 0)).all(0).sum()) for block in states)
+            seen.received = sum(int(((block == block[0]) & (block != 0)).all(0).sum()) for block in states)
         elif hook == "on_before_aggregate":
             seen.sent = self._rows(cohort)
             if self.method is not None:

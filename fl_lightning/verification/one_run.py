@@ -171,10 +171,10 @@ def payload(trials: Trials) -> str:
                     f"payload and exchanges must be whole numbers >= 0: extra_payload returns {seen.payload}, extra_exchanges "
                     f"{seen.exchanges!r} in round {number}"
                 )
-        if seen.told > down:
+        if seen.received > down:
             raise Violated(
                 f"extra_payload must count received optimizer state: all clients start round {number} with the same "
-                f"{seen.told} floats of it, and {down} are declared"
+                f"{seen.received} floats of it, and {down} are declared"
             )
     return f"{up} floats up and {down} down beside the averaged state"
 

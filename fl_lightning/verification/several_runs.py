@@ -37,7 +37,7 @@ def resume(trials: Trials) -> str:
         try:
             torch.load(trials.checkpoint(WITH_SERVER_MOMENTUM, number), weights_only=True)
         except pickle.UnpicklingError as error:
-            raise Violated("state_dict must hold tensors and plain numbers only, no other objects") from error
+            raise Violated("state_dict must hold only tensors and numbers: it holds other objects") from error
         resumed = trials.run(WITH_SERVER_MOMENTUM, resume=number)
         _equal(uninterrupted, resumed, f"a run resumed after round {number} must equal the uninterrupted one")
     return f"equal bit for bit from each of {len(SCRIPT) - 1} rounds"
@@ -89,12 +89,12 @@ def client_numbers(trials: Trials) -> str:
 def server_optimizer(trials: Trials) -> str:
     """Check that learning rate, momentum and decay of the server optimizer do not affect statistics.
 
-    Clients do the same in round 1 under any server optimizer, so its statistics must be equal.
+    Clients do the same in round 1 under any server optimizer, so they end it with equal statistics.
     """
     run = trials.run()
-    one, two = run.rounds[0], trials.run(WITH_SERVER_MOMENTUM).rounds[0]
-    kinds = [kind for kind in STATISTICS if one.policy[kind] != "reset"]
-    apart, name = distance(one.server, two.server, [n for n, kind in run.kinds.items() if kind in kinds])
+    first, second = run.rounds[0], trials.run(WITH_SERVER_MOMENTUM).rounds[0]
+    kinds = [kind for kind in STATISTICS if first.policy[kind] != "reset"]
+    apart, name = distance(first.server, second.server, [n for n, kind in run.kinds.items() if kind in kinds])
     if apart:
         demand = "statistics must not depend on the server optimizer"
         raise Violated(f"{demand}: {name} differs by {apart:.2g} in round 1")
@@ -121,7 +121,7 @@ def clients_own_state(trials: Trials) -> str:
     """Check that local, frozen, reset and unsent optimizer state of a client affects no other client."""
     usual, number = trials.run(), 3
     seen = usual.rounds[number - 1]
-    sends_optimizer = seen.payload[0] >= max(seen.told, 1)
+    sends_optimizer = seen.payload[0] >= max(seen.received, 1)
     what = ("local", "frozen", "reset", *([] if sends_optimizer else ["optimizer"]))
     disturbance = Disturbance(seen.clients[-1], number, what)
     other = trials.run(disturbance=disturbance)
@@ -138,11 +138,14 @@ def clients_own_state(trials: Trials) -> str:
 
 def _reaches_no_other(trials: Trials, disturbance: Disturbance, number: int) -> None:
     """Raise Violated if a disturbance changes what another client starts from or sends in a round."""
-    one, two = (run.rounds[number - 1] for run in (trials.run(), trials.run(disturbance=disturbance)))
+    first, second = (run.rounds[number - 1] for run in (trials.run(), trials.run(disturbance=disturbance)))
     kind = " or ".join(disturbance.what) + (" state" if disturbance.what != ("data",) else "")
-    for client in (client for client in one.clients if client != disturbance.client):
-        for verb, rows, others in (("starts from", one.start, two.start), ("sends", one.sent, two.sent)):
-            wrong = difference(one.row(rows, client), two.row(others, client))
+    for client in (client for client in first.clients if client != disturbance.client):
+        for verb, rows, others in (
+            ("starts from", first.start, second.start),
+            ("sends", first.sent, second.sent),
+        ):
+            wrong = difference(first.row(rows, client), second.row(others, client))
             if wrong:
                 raise Violated(
                     f"a client's {kind} must not affect other clients: that of client {disturbance.client} in round "
