@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal
 
 import lightning as L
 import torch.nn.functional as F
@@ -34,24 +34,6 @@ class SharedBatchNorm(SwappedBatchNorm):
             merge_(count, mean, m2, *moments(inputs.transpose(0, 1).flatten(1).to(mean.dtype)))
             batches.add_(1)
         return F.batch_norm(inputs, self.running_mean, self.running_var, self.weight, self.bias, eps=self.eps)
-
-
-class PooledLayer(NamedTuple):
-    """One BN layer that saw values in this round.
-
-    Attributes:
-        server: The server's layer.
-        clients: The clients' buffers by name, and ``shares`` ``[C]`` of the N values per channel.
-        unbias: N / (N - 1).
-        beta: Weight of the round in the server's moving average.
-        weight: Weight of the round in what clients send; the server's own is ``beta / weight``.
-    """
-
-    server: Any
-    clients: SimpleNamespace
-    unbias: float
-    beta: float
-    weight: float
 
 
 class FBN(FederatedCallback):
@@ -105,11 +87,9 @@ class FBN(FederatedCallback):
     def on_before_aggregate(self, trainer: L.Trainer, pl_module: "FederatedModule", cohort: "Cohort") -> None:
         """Replace the clients' running statistics by what they send (Algorithm 2, lines 5 to 7)."""
         for layer in self._layers(pl_module.model, cohort):
-            clients = layer.clients
-            clients.running_mean.lerp_(clients.batch_mean, layer.weight)
-            clients.running_var.lerp_(
-                layer.unbias * clients.batch_m2 / clients.count.clamp(min=1), layer.weight
-            )
+            clients, weight = layer.clients, layer.weight
+            clients.running_mean.lerp_(clients.batch_mean, weight)
+            clients.running_var.lerp_(layer.unbias * clients.batch_m2 / clients.count.clamp(min=1), weight)
 
     def on_round_end(self, trainer: L.Trainer, pl_module: "FederatedModule", cohort: "Cohort") -> None:
         """Update the server's statistics (Algorithm 2, lines 9 and 10)."""
@@ -120,17 +100,21 @@ class FBN(FederatedCallback):
             layer.server.running_mean.lerp_(mean, layer.beta / layer.weight)
             layer.server.running_var.lerp_(variance, layer.beta / layer.weight)
 
-    def _layers(self, model: nn.Module, cohort: "Cohort") -> Iterator[PooledLayer]:
-        """Yield each BN layer that saw values; raise a ConfigurationError if it saw only one per channel."""
+    def _layers(self, model: nn.Module, cohort: "Cohort") -> Iterator[SimpleNamespace]:
+        """Yield each BN layer that saw values.
+
+        ``server`` is the server's layer, ``clients`` holds the clients' buffers and their ``shares``
+        ``[C]`` of the N values per channel, ``unbias`` is N / (N - 1). ``weight`` is the round's weight
+        in what clients send, ``beta / weight`` the server's.
+        """
         steps = max(cohort.local_steps) if self.ema == "per_step" else 1
-        for name, layer in batch_norm_layers(model).items():
-            buffers = {key: cohort.buffers[f"{name}.{key}"] for key, _ in layer.named_buffers()}
-            count = buffers["count"][:, 0]
-            total = int(count.sum())
+        for name, server in batch_norm_layers(model).items():
+            buffers = {key: cohort.buffers[f"{name}.{key}"] for key, _ in server.named_buffers()}
+            total = int(buffers["count"][:, 0].sum())
             if total == 1:
                 raise ConfigurationError(f"FBN: BN layer {name!r} {ONE_VALUE}")
             if total:
-                beta = 1 - (1 - (layer.momentum or 0)) ** steps  # never None: see configure_batch_norm
-                weight = beta if self.wire == "run" else 1.0
-                clients = SimpleNamespace(**buffers, shares=count / total)
-                yield PooledLayer(layer, clients, total / (total - 1), beta, weight)
+                clients = SimpleNamespace(**buffers, shares=buffers["count"][:, 0] / total)
+                beta = 1 - (1 - (server.momentum or 0)) ** steps  # never None: see configure_batch_norm
+                weight, unbias = beta if self.wire == "run" else 1.0, total / (total - 1)
+                yield SimpleNamespace(server=server, clients=clients, unbias=unbias, beta=beta, weight=weight)

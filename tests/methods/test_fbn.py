@@ -85,14 +85,16 @@ class OwnCount(FBN):
     def _layers(self, model, cohort):
         for layer in super()._layers(model, cohort):
             own = float(layer.clients.count.mean())
-            yield layer._replace(unbias=own / (own - 1))
+            layer.unbias = own / (own - 1)
+            yield layer
 
 
 class WithoutCorrection(FBN):
     """Line 10 without its second term."""
 
     def on_round_end(self, trainer, pl_module, cohort):
-        for server, clients, *_ in self._layers(pl_module.model, cohort):
+        for layer in self._layers(pl_module.model, cohort):
+            server, clients = layer.server, layer.clients
             shares = clients.count[:, 0] / clients.count[:, 0].sum()
             server.running_mean.copy_(shares @ clients.running_mean)
             server.running_var.copy_(shares @ clients.running_var)
