@@ -1,4 +1,4 @@
-"""Who the clients are: data sets, and how their training data are spread over the clients."""
+"""Data sets, and partitions that spread their training samples over the clients."""
 
 from fl_lightning.datamodules.cityscapes import Cityscapes
 from fl_lightning.datamodules.digits import Digits

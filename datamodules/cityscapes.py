@@ -1,4 +1,4 @@
-"""Cityscapes, and whatever lies in its layout: street scenes with a label for each pixel, by city."""
+"""Street scenes with a label per pixel, in the layout of Cityscapes."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -47,45 +47,46 @@ _CLASSES = {
     32: ("motorcycle", (0, 0, 230)),
     33: ("bicycle", (119, 11, 32)),
 }
-"""The 19 classes that are trained: their label ids, names and colours."""
+"""The 19 evaluated classes: name and colour by label id."""
 
 
 def _labels() -> Tensor:
-    """Return the class of each label id; the other ids up to 33, and 255 (-1 in 8 bits), do not count."""
-    found = torch.full((256,), UNKNOWN, dtype=torch.uint8)
-    found[:34] = found[255] = IGNORED
-    found[list(_CLASSES)] = torch.arange(len(_CLASSES), dtype=torch.uint8)
-    return found
+    """Return the class of each label id; other ids up to 33, and 255 (-1 as a byte), are ignored."""
+    labels = torch.full((256,), UNKNOWN, dtype=torch.uint8)
+    labels[:34] = labels[255] = IGNORED
+    labels[list(_CLASSES)] = torch.arange(len(_CLASSES), dtype=torch.uint8)
+    return labels
 
 
 class Cityscapes(FederatedDataModule):
-    """Street scenes with 19 classes (Cordts et al. 2016): one city, or one user of a split file, is one client.
+    """Street scenes in 19 classes (Cordts et al. 2016); a client is a city or a user of a split file.
 
-    Files are read when a batch needs them. Nothing is downloaded: Cityscapes asks its users to register at its site
-    (leftImg8bit_trainvaltest.zip and gtFine_trainvaltest.zip, unpacked into ``data_dir``). The labels of its test
-    images are not public, so the evaluation data are ``val``, or the ``evaluation_cities``.
+    Files are read from disk per batch. Download leftImg8bit_trainvaltest.zip and
+    gtFine_trainvaltest.zip from Cityscapes' site, which asks for a registration, and unpack both
+    into ``data_dir``. The evaluation data are ``val``, because the labels of ``test`` are not
+    public, or the ``evaluation_cities``.
 
     Args:
         data_dir: The folder that holds ``leftImg8bit`` and ``gtFine``.
-        split_file: A JSON file of the clients in FedDrive's layout (``{"users": [...], "user_data": {user: {"x":
-            [...], "y": [...]}}}``, paths below ``leftImg8bit`` and ``gtFine``), or a folder of such files; None
-            makes each city of ``train`` a client.
-        evaluation_cities: Cities of ``train`` that are the evaluation data in place of ``val``, and no clients.
+        split_file: The clients in FedDrive's layout, as a JSON file ``{"users": [...], "user_data":
+            {user: {"x": [...], "y": [...]}}}`` or a folder of such files; ``x`` are paths below
+            ``leftImg8bit``, ``y`` below ``gtFine``. None makes each city of ``train`` a client.
+        evaluation_cities: Cities of ``train`` that replace ``val`` and are not clients.
         batch_size: Images in a client's batch, 8 in the FixBN paper.
-        image_size: Height and width to which images and masks are resized first; None leaves them.
-        crop_size: Height and width of random crops of training images; 768, 768 in the FixBN paper. None for none.
+        image_size: Height and width to which images and masks are resized first; None for no resizing.
+        crop_size: Height and width of random crops, (768, 768) in the FixBN paper; None for no crops.
         scale: Smallest and largest random factor on the size of training images, before the crop.
         horizontal_flip: Whether each training image is mirrored with probability 1/2.
-        color_jitter: Jitter of brightness, contrast and saturation of training images, 0 for none; 0.4 in FedDrive.
+        color_jitter: Jitter of brightness, contrast and saturation, 0.4 in FedDrive; 0 for none.
         eval_batch_size: Images in a batch of the evaluation.
-        threads: Threads that read the images of a batch; the numbers do not depend on them.
+        threads: Number of threads that read the images of a batch; results do not depend on it.
         mean: Mean of each channel, in [0, 1].
         std: Standard deviation of each channel.
         seed: Seed of the data order and the augmentation.
 
     Raises:
-        ConfigurationError: The folder is missing or laid out otherwise, a file is missing or cannot be read, or a
-            setting is out of its range.
+        ConfigurationError: The folder or a file is missing, a file cannot be read, or a setting is
+            out of its range.
     """
 
     num_classes = len(_CLASSES)
@@ -119,9 +120,9 @@ class Cityscapes(FederatedDataModule):
             raise ConfigurationError(f"scale must be two factors such as [0.5, 1.5], found {list(scale)}")
         self.data_dir = Path(data_dir).expanduser()
         if not (self.data_dir / "leftImg8bit" / "train").is_dir():
-            found = "holds no leftImg8bit/train/" if self.data_dir.is_dir() else "does not exist"
+            state = "holds no leftImg8bit/train/" if self.data_dir.is_dir() else "does not exist"
             raise ConfigurationError(
-                f"data_dir={self.data_dir} {found}; expected the layout {LAYOUT}: unpack the data set there, or set data_dir to where "
+                f"data_dir={self.data_dir} {state}; expected the layout {LAYOUT}: unpack the data set there, or set data_dir to where "
                 "it lies"
             )
         self.split_file, self.batch_size, self.eval_batch_size = split_file, batch_size, eval_batch_size
@@ -134,31 +135,31 @@ class Cityscapes(FederatedDataModule):
         self.names: list[str] = []
 
     def setup(self, stage: str) -> None:
-        """Find the files, once, and check that each image has its mask and each client a batch."""
+        """List the files, once; check that each image has a mask and each client fills a batch."""
         if self.names:
             return
         cities = self._cities("train")
         if unknown := sorted(set(self.evaluation_cities) - set(cities)):
             raise ConfigurationError(
-                f"evaluation_cities: {unknown[0]!r} is none of the cities of train: {', '.join(cities)}"
+                f"evaluation_cities: {unknown[0]!r} is not a city of train; use {', '.join(cities)}"
             )
-        own = {city: pairs for city, pairs in cities.items() if city not in self.evaluation_cities}
+        clients = {city: pairs for city, pairs in cities.items() if city not in self.evaluation_cities}
         if self.split_file is not None:
-            own = self._users(Path(self.split_file).expanduser())
+            clients = self._users(Path(self.split_file).expanduser())
         held_out = [cities[city] for city in self.evaluation_cities] or self._cities("val").values()
         evaluated = [pair for pairs in held_out for pair in pairs]
-        for name, pairs in own.items():
+        for name, pairs in clients.items():
             if len(pairs) < self.batch_size:
                 raise ConfigurationError(
                     f"batch_size={self.batch_size} is more than the {len(pairs)} images of client {name}; use a smaller one"
                 )
-        size = self._image_size or self._size_of(next(iter(own.values()))[0])
+        size = self._image_size or self._size_of(next(iter(clients.values()))[0])
         augment = augmentation(*self._augmentation, size)
-        shares = [self._images(pairs, augment) for pairs in own.values()]
+        shares = [self._images(pairs, augment) for pairs in clients.values()]
         self._clients = [StreamedClient(share, self.batch_size) for share in shares]
         self.evaluation_images = self._images(evaluated, None)
-        self.names = list(own)
-        files = sorted({path for pair in sum(own.values(), evaluated) for path in pair})
+        self.names = list(clients)
+        files = sorted({path for pair in sum(clients.values(), evaluated) for path in pair})
         self.loaded = files_digest(files, self.data_dir)
 
     def val_dataloader(self) -> DataLoader[Batch]:
@@ -170,12 +171,12 @@ class Cityscapes(FederatedDataModule):
         return self.val_dataloader()
 
     def describe_partition(self) -> str:
-        """Return who the clients are."""
+        """Return number and kind of the clients, such as ``"18 cities, one client each"``."""
         kind = "cities" if self.split_file is None else f"users of {Path(self.split_file).name}"
         return f"{self.num_clients} {kind}, one client each"
 
     def partition_record(self) -> PartitionRecord:
-        """Return sizes and names of the clients."""
+        """Return the clients' sizes and names."""
         return {**super().partition_record(), "clients": self.names}
 
     def picture(self, inputs: Tensor) -> Tensor:
@@ -188,15 +189,15 @@ class Cityscapes(FederatedDataModule):
     def _cities(self, split: str) -> dict[str, list[Pair]]:
         images = self.data_dir / "leftImg8bit" / split
         folders = sorted(path for path in images.iterdir() if path.is_dir()) if images.is_dir() else []
-        found = {
+        cities = {
             folder.name: [self._pair(path) for path in sorted(folder.glob("*_leftImg8bit.png"))]
             for folder in folders
         }
-        if not any(found.values()):
+        if not any(cities.values()):
             raise ConfigurationError(
                 f"data_dir={self.data_dir} has no image in leftImg8bit/{split}/; expected {LAYOUT}"
             )
-        return {city: pairs for city, pairs in found.items() if pairs}
+        return {city: pairs for city, pairs in cities.items() if pairs}
 
     def _pair(self, image: Path, mask: Path | None = None) -> Pair:
         if mask is None:
@@ -212,7 +213,7 @@ class Cityscapes(FederatedDataModule):
         try:
             for part in sorted(path.glob("*.json")) if path.is_dir() else [path]:
                 data: Mapping[str, Any] = json.loads(part.read_text())["user_data"]
-                files |= {user: list(zip(own["x"], own["y"], strict=True)) for user, own in data.items()}
+                files |= {user: list(zip(xy["x"], xy["y"], strict=True)) for user, xy in data.items()}
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise ConfigurationError(
                 f"split_file: {part} cannot be read ({type(error).__name__}: {error}); expected FedDrive's layout, "
@@ -221,7 +222,7 @@ class Cityscapes(FederatedDataModule):
         if not files:
             raise ConfigurationError(f"split_file: {path} names no user; expected FedDrive's all_data_*.json")
         images, masks = self.data_dir / "leftImg8bit", self.data_dir / "gtFine"
-        return {user: [self._pair(images / x, masks / y) for x, y in own] for user, own in files.items()}
+        return {user: [self._pair(images / x, masks / y) for x, y in pairs] for user, pairs in files.items()}
 
     def _size_of(self, pair: Pair) -> tuple[int, int]:
         with Image.open(pair[0]) as image:

@@ -1,4 +1,4 @@
-"""scikit-learn's handwritten digits: real images that are installed with the package."""
+"""scikit-learn's handwritten digits: real images without a download."""
 
 import torch
 
@@ -8,12 +8,10 @@ from fl_lightning.randomness import generator
 
 
 class Digits(InMemoryDataModule):
-    """1,797 greyscale images of 8x8 pixels (values 0 to 16) in 10 classes, without any download.
+    """1,797 greyscale images of 8x8 pixels (values 0 to 16) in 10 classes; no download.
 
-    A fifth of them, every class in proportion and the same for every seed, is the test set: 1,438 training
-    and 359 test images.
-
-    The settings are those of :class:`~fl_lightning.datamodules.in_memory.InMemoryDataModule`.
+    There are 1,438 training and 359 test images. The split is stratified and the same for every
+    seed. For the settings, see :class:`~fl_lightning.datamodules.in_memory.InMemoryDataModule`.
     """
 
     num_classes = 10

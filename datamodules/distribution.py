@@ -1,4 +1,4 @@
-"""The distribution of labelled samples over clients and server, and data modules that are distributed so."""
+"""The distribution of labelled samples over clients and server, and data modules that have one."""
 
 import hashlib
 from collections.abc import Sequence
@@ -18,16 +18,17 @@ from fl_lightning.randomness import generator
 
 @dataclass(frozen=True)
 class Distribution:
-    """Samples by their numbers, int64, ascending: training samples are 0 to N - 1, test samples follow.
+    """Sample indices, int64, ascending: training samples are 0 to N - 1, test samples follow.
 
     Attributes:
         labels: Class of each sample, shape ``[N + M]``.
-        num_train: N.
+        num_train: Number N of training samples.
         clients: Training samples of each client.
-        val: The server's validation data.
-        test: The server's test data.
-        own: The clients' own evaluation data by split, ``"val"`` or ``"test"``; no entry if no client has any.
-        groups: The group of each client, if each client is one.
+        val: The server's validation samples.
+        test: The server's test samples.
+        own: Own evaluation samples of each client, by split (``"val"``, ``"test"``); no key for a
+            split without such samples.
+        groups: Group of each client with ``Natural``, else empty.
     """
 
     labels: Tensor
@@ -39,11 +40,11 @@ class Distribution:
     groups: list[int]
 
     def as_file(self, dataset: str, origin: dict[str, object]) -> dict[str, object]:
-        """Return the clients as :class:`~fl_lightning.datamodules.partitions.FromFile` reads them.
+        """Return the content of a file for :class:`~fl_lightning.datamodules.partitions.FromFile`.
 
         Args:
             dataset: Name of the data set.
-            origin: Where the partition comes from.
+            origin: Description of how the partition was made.
         """
         everything = torch.cat([*self.clients, *(part for own in self.own.values() for part in own)])
         space = "train" if bool((everything < self.num_train).all()) else "train+test"
@@ -66,12 +67,15 @@ class Distribution:
 
 
 def images_at(data: ImageData, samples: Tensor) -> Tensor:
-    """Return the images of samples numbered as in :class:`Distribution`, ascending; a whole part is not copied."""
+    """Return the images of ascending sample indices as in :class:`Distribution`.
+
+    All training images, or all test images, are returned without a copy.
+    """
     num_train = len(data.train_labels)
     inner = int((samples < num_train).sum())
     parts = (data.train_images, samples[:inner]), (data.test_images, samples[inner:] - num_train)
-    found = [part if len(index) == len(part) else part[index] for part, index in parts if len(index)]
-    return torch.cat(found) if len(found) > 1 else (found or [data.train_images[:0].clone()])[0]
+    images = [part if len(index) == len(part) else part[index] for part, index in parts if len(index)]
+    return torch.cat(images) if len(images) > 1 else (images or [data.train_images[:0].clone()])[0]
 
 
 def _without(samples: Tensor, others: Tensor) -> Tensor:
@@ -79,32 +83,30 @@ def _without(samples: Tensor, others: Tensor) -> Tensor:
 
 
 def _check_used(partition: FromFile, held: Tensor, used: Tensor, num_train: int) -> None:
-    left_out = _without(held[held < num_train], used)
-    if len(left_out):
+    if len(dropped := _without(held[held < num_train], used)):
         raise ConfigurationError(
-            f"max_examples={len(used)} leaves out the sample {int(left_out[0])} of {partition}, which decides who has which "
-            "samples; leave max_examples out"
+            f"max_examples={len(used)} leaves out the sample {int(dropped[0])} of {partition}; leave max_examples out"
         )
 
 
 class PartitionedDataModule(FederatedDataModule):
-    """The base of data sets whose training samples are spread over the clients by their labels.
+    """Base class of data sets whose training samples a partition assigns to the clients.
 
     Args:
-        num_clients: Number of clients; ignored with ``Natural`` (the number of groups) and ``FromFile`` (of the file).
-        batch_size: Samples in a client's batch, 20 in the FixBN paper. Every batch is complete: the rest of an
-            epoch is dropped.
-        partition: How the training data are spread over the clients; None is ``default_partition()``.
-        val_fraction: Share of the training data, in [0, 1), that becomes the server's validation set before the
-            clients receive theirs; drawn by the seed, every class in proportion. With 0 the evaluation inside
-            ``fit`` uses the test data and is labelled so.
+        num_clients: Number of clients; ignored with ``Natural`` and ``FromFile``.
+        batch_size: Samples in a client's batch, 20 in the FixBN paper. Every batch is complete; the
+            rest of an epoch is dropped.
+        partition: Partition of the training data over the clients; None is ``default_partition()``.
+        val_fraction: Share of the training data, in [0, 1), that becomes the server's validation
+            set, a stratified draw by the seed. With 0 the evaluation inside ``fit`` uses the test
+            data, and its metrics are called ``test/...``.
         eval_batch_size: Samples in a batch of the server's evaluation.
-        seed: Seed of the subset, the validation set, the partition, the data order and the augmentation.
-        max_examples: Number of training samples used, every class in proportion, for reduced runs; None for all.
+        seed: Seed of the subset, validation set, partition, data order and augmentation.
+        max_examples: Size of a stratified subset of the training data, for reduced runs; None for all.
 
     Attributes:
-        distribution: Who has which samples; known after ``setup``.
-        default_partition: ``IID``, or ``Natural`` for data that come in groups.
+        distribution: The samples of clients and server; known after ``setup``.
+        default_partition: Class of the default partition; ``Natural`` for data in groups.
 
     Raises:
         ConfigurationError: A setting is out of its range.
@@ -142,23 +144,23 @@ class PartitionedDataModule(FederatedDataModule):
 
     @property
     def num_clients(self) -> int:
-        """Number of clients of the federation; with ``Natural`` it is known after ``setup``."""
+        """Return the number of clients; with ``Natural`` it is known after ``setup``."""
         return len(self.clients) or self._num_clients
 
     def samples_per_step(self, client_id: int) -> float:
-        """Training samples in a client's batch: every batch is complete."""
+        """Return the number of training samples in a client's batch."""
         return self.batch_size
 
     def describe_partition(self) -> str:
-        """Return partition and number of clients, such as ``"Shards(class_fraction=0.2), 5 clients"``."""
+        """Return partition and number of clients: ``"Shards(class_fraction=0.2), 5 clients"``."""
         return f"{self.partition}, {self.num_clients} clients"
 
     def partition_record(self) -> PartitionRecord:
-        """Return sizes, seed, class histogram and digests of the partition, and the clients' names if known.
+        """Return sizes, seed, class histogram and digests of the partition, and known client names.
 
-        ``class_histogram[i][c]`` counts the samples of class c at client i. ``sha256["clients"][i]`` is the
-        digest of client i's indices into the whole training set (ascending, int64, little-endian),
-        ``sha256["total"]`` the digest of all clients' joined hexadecimal digests.
+        ``class_histogram[i][c]`` counts the samples of class c at client i. ``sha256["clients"][i]``
+        is the digest of client i's sample indices (ascending, int64, little-endian),
+        ``sha256["total"]`` that of the joined hexadecimal digests.
         """
         total = hashlib.sha256("".join(self._index_digests).encode()).hexdigest()
         record = super().partition_record()
@@ -170,7 +172,7 @@ class PartitionedDataModule(FederatedDataModule):
         return record
 
     def class_histograms(self) -> list[list[int]]:
-        """Return ``[i][c]``: client i's training examples of class c."""
+        """Return ``[i][c]``, the number of training samples of class c at client i."""
         return self._class_histograms
 
     def distribute(
@@ -181,27 +183,31 @@ class PartitionedDataModule(FederatedDataModule):
         test_groups: Tensor | None = None,
         group_names: Sequence[str] = (),
     ) -> Distribution:
-        """Take the subset and the server's validation data, and spread the rest over the clients.
+        """Draw the subset and the server's validation data, and assign the rest to the clients.
 
-        ``train_labels [N]`` and ``test_labels [M]`` hold the class of each sample, ``train_groups [N]`` and
-        ``test_groups [M]`` the group, for data that come in groups; all are int64. Group g has the name
-        ``group_names[g]``.
+        Args:
+            train_labels: Class of each training sample, int64, shape ``[N]``.
+            test_labels: Class of each test sample, int64, shape ``[M]``.
+            train_groups: Group of each training sample, int64, shape ``[N]``; None without groups.
+            test_groups: Group of each test sample, int64, shape ``[M]``; None if the groups share them.
+            group_names: Names of the groups 0, 1, ...
 
         Raises:
-            ConfigurationError: The partition is impossible, the validation data would be empty, or a label is no
-                class.
+            ConfigurationError: The partition is impossible, the validation data would be empty, or a
+                label is not a class.
         """
         self._check_labels("train_labels", train_labels)
         self._check_labels("test_labels", test_labels)
-        found = self.distribution = self._dealt(train_labels, test_labels, train_groups, test_groups)
-        if len(found.test) != len(test_labels) or bool((found.test < len(train_labels)).any()):
-            self.drawn_splits = ("val", "test")  # by a file that spreads test samples over the clients, too
-        self._val_size = len(found.val)
-        labels, classes = found.labels, self.num_classes or int(found.labels.max()) + 1
-        self._class_histograms = [labels[x].bincount(minlength=classes).tolist() for x in found.clients]
-        self._index_digests = [hashlib.sha256(part.numpy().tobytes()).hexdigest() for part in found.clients]
-        self._client_names = [group_names[group] for group in found.groups] if group_names else []
-        return found
+        dealt = self.distribution = self._dealt(train_labels, test_labels, train_groups, test_groups)
+        if len(dealt.test) != len(test_labels) or bool((dealt.test < len(train_labels)).any()):
+            self.drawn_splits = ("val", "test")  # a file assigns test samples to clients, too
+        self._val_size = len(dealt.val)
+        labels = dealt.labels
+        classes = self.num_classes or int(labels.max()) + 1
+        self._class_histograms = [labels[x].bincount(minlength=classes).tolist() for x in dealt.clients]
+        self._index_digests = [hashlib.sha256(part.numpy().tobytes()).hexdigest() for part in dealt.clients]
+        self._client_names = [group_names[group] for group in dealt.groups] if group_names else []
+        return dealt
 
     def _dealt(
         self,
@@ -231,14 +237,14 @@ class PartitionedDataModule(FederatedDataModule):
             free = _without(_without(used, trained), tested)
             if num_val > len(free):
                 raise ConfigurationError(
-                    f"val_fraction={self.val_fraction} takes {num_val} training samples, but {self.partition} leaves {len(free)} that no client "
-                    f"has; use at most {len(free) / len(used):.4g}"
+                    f"val_fraction={self.val_fraction} takes {num_val} training samples, but {self.partition} leaves {len(free)} that belong "
+                    f"to no client; use at most {len(free) / len(used):.4g}"
                 )
             if given.space == "train+test":
                 test = _without(torch.unique(torch.cat([test, tested])), trained)
                 if not len(test):
                     raise ConfigurationError(
-                        f"{self.partition} gives all test samples to training; leave some for the server or as a client's test"
+                        f"{self.partition} gives all test samples to training; leave some to the server or as a client's test data"
                     )
             clients = given.train
             own = {split: part for split in ("val", "test") if any(map(len, part := getattr(given, split)))}

@@ -1,4 +1,4 @@
-"""Images in class folders, one data set or one folder for each client."""
+"""Images in class folders: of one data set, or of one domain per client."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,14 +21,14 @@ class ClassFolders:
 
     Args:
         data_dir: The folder that holds ``train`` and ``test``, or the class folders themselves.
-        test_fraction: Share of the images of each class, in (0, 1), that becomes the test set if ``data_dir`` holds
-            the class folders; None if it holds ``train`` and ``test``.
+        test_fraction: Share of the images of each class, in (0, 1), that becomes the test set if
+            ``data_dir`` holds the class folders; None if it holds ``train`` and ``test``.
 
     Attributes:
-        classes: The folders of ``train`` (or of ``data_dir``) in alphabetical order: class c is the c-th.
+        classes: Names of the class folders in alphabetical order, which is the order of the labels.
 
     Raises:
-        ConfigurationError: The folder is missing or laid out otherwise.
+        ConfigurationError: The folder is missing or has another layout.
     """
 
     def __init__(self, data_dir: Path, test_fraction: float | None = None) -> None:
@@ -43,19 +43,19 @@ class ClassFolders:
         self.test_folder = self._test_folder() if test_fraction is None else data_dir
 
     def samples(self, classes: Sequence[str], split: torch.Generator) -> tuple[list[Sample], list[Sample]]:
-        """Return the training and the test images, each with its label.
+        """Return the training images and the test images, with their labels.
 
         Args:
-            classes: All classes in the order of their labels, this folder's among them.
-            split: Source of the choice of test images if ``test_fraction`` is set.
+            classes: All classes in the order of the labels, :attr:`classes` among them.
+            split: Random number generator of the test split; used if ``test_fraction`` is set.
 
         Raises:
             ConfigurationError: A class has no training image, or there is no test image.
         """
         train = self._images(self.train_folder, classes)
-        found = {label for _, label in train}
+        present = {label for _, label in train}
         for name in self.classes:
-            if classes.index(name) not in found:
+            if classes.index(name) not in present:
                 place = (self.train_folder / name).relative_to(self.data_dir)
                 raise ConfigurationError(
                     f"data_dir={self.data_dir} has no image in {place}; expected {self.layout}"
@@ -74,9 +74,9 @@ class ClassFolders:
         return train, test
 
     def _images(self, folder: Path, classes: Sequence[str]) -> list[Sample]:
-        known = set(self.classes)
-        own = [(label, name) for label, name in enumerate(classes) if name in known]
-        return [(path, label) for label, name in own for path in list_images(folder / name)]
+        present = set(self.classes)
+        numbered = [(label, name) for label, name in enumerate(classes) if name in present]
+        return [(path, label) for label, name in numbered for path in list_images(folder / name)]
 
     def _class_names(self) -> list[str]:
         names, train = subfolders(self.train_folder), self.train_folder
@@ -101,7 +101,7 @@ class ClassFolders:
             raise ConfigurationError(
                 f"data_dir={self.data_dir} holds neither test/ nor val/; expected the layout {LAYOUT}"
             )
-        # ImageNet has images without labels in test/
+        # ImageNet's test/ holds images without labels, hence no class folder
         folder = next((folder for folder in folders if subfolders(folder)), folders[0])
         unknown = sorted(set(subfolders(folder)) - set(self.classes))
         if unknown:
@@ -113,21 +113,20 @@ class ClassFolders:
 
 
 class ImageFolder(ImageFiles):
-    """Images in class folders: ``train/<class>/*.jpg`` and ``test/<class>/*.jpg``, or ``<class>/*.jpg``.
+    """Images in class folders: ``train/<class>/*.jpg`` and ``test/``, or ``<class>/*.jpg``.
 
-    Without ``test/``, ``val/`` is the test set. The classes are the folders of ``train`` in alphabetical order.
-    Images are read and cached as :class:`~fl_lightning.datamodules.image_files.ImageFiles` does.
+    Without ``test/``, ``val/`` is the test set. The order of the classes is alphabetical.
 
     Args:
         data_dir: The folder that holds ``train`` and ``test``, or the class folders themselves.
         image_size: Height and width of the images in pixels.
-        test_fraction: Share of the images of each class, in (0, 1), that becomes the test set, drawn by the seed, if
-            ``data_dir`` holds the class folders; None if it holds ``train`` and ``test``.
-        **settings: Those of :class:`~fl_lightning.datamodules.image_files.ImageFiles`.
+        test_fraction: Share of the images of each class, in (0, 1), that becomes the test set, drawn
+            by the seed, if ``data_dir`` holds the class folders; None if it holds ``train`` and ``test``.
+        **settings: Settings of :class:`~fl_lightning.datamodules.image_files.ImageFiles`.
 
     Raises:
-        ConfigurationError: The folder is missing or laid out otherwise, a setting is out of its range, or (in
-            ``setup``) an image cannot be read.
+        ConfigurationError: The folder is missing or has another layout, a setting is out of its
+            range, or (in ``setup``) an image cannot be read.
     """
 
     num_classes: int
@@ -143,31 +142,33 @@ class ImageFolder(ImageFiles):
         self.num_classes = len(self.class_names)
 
     def load(self) -> ImageData:
-        """Read the images, from the cache if it is up to date.
+        """Return the images, from the cache if it is valid.
 
         Raises:
-            ConfigurationError: An image cannot be read, a class has no training image, or no test image exists.
+            ConfigurationError: An image cannot be read, a class has no training image, or there is
+                no test image.
         """
         return self.read(*self.folders.samples(self.folders.classes, generator(self.seed, "test split")))
 
 
 class ImageDomains(ImageFiles):
-    """A client for each domain: ``<domain>/train/<class>/*.jpg`` and ``test``, or ``<domain>/<class>/*.jpg``.
+    """One client per domain: ``<domain>/train/<class>/*.jpg`` and ``test/``, or ``<domain>/<class>/``.
 
-    As in FedBN (Li et al. 2021, https://arxiv.org/abs/2102.07623), clients share the classes and differ in how their
-    images look. Each domain's test images are the client's own evaluation data as well as a part of the server's.
-    The classes are all domains' in alphabetical order; client i is the i-th domain.
+    As in FedBN (Li et al. 2021, https://arxiv.org/abs/2102.07623), clients share the classes and
+    their images differ in style. A domain's test images are the client's own evaluation data, and
+    part of the server's. The order of domains (clients) and of classes is alphabetical.
 
     Args:
         data_dir: The folder that holds the domains.
         image_size: Height and width of the images in pixels.
-        test_fraction: Share of the images of each class of a domain, in (0, 1), that becomes its test set, drawn by the
-            seed, where a domain holds the class folders; None where it holds ``train`` and ``test``.
-        **settings: The others of :class:`~fl_lightning.datamodules.image_files.ImageFiles`.
+        test_fraction: Share of the images of each class and domain, in (0, 1), that becomes the test
+            set, drawn by the seed, if the domains hold class folders; None if they hold ``train``
+            and ``test``.
+        **settings: Settings of :class:`~fl_lightning.datamodules.image_files.ImageFiles`.
 
     Raises:
-        ConfigurationError: The folder is missing or laid out otherwise, a setting is out of its range, or (in
-            ``setup``) an image cannot be read.
+        ConfigurationError: The folder is missing or has another layout, a setting is out of its
+            range, or (in ``setup``) an image cannot be read.
     """
 
     num_classes: int
@@ -191,17 +192,17 @@ class ImageDomains(ImageFiles):
         self.class_names, self.num_classes = self._classes, len(self._classes)
 
     def load(self) -> ImageData:
-        """Read the images, from the cache if it is up to date.
+        """Return the images, from the cache if it is valid.
 
         Raises:
-            ConfigurationError: An image cannot be read, or a domain lacks training images of a class or test images.
+            ConfigurationError: An image cannot be read, a domain's class has no training image, or
+                a domain has no test image.
         """
         parts = [
             folders.samples(self._classes, generator(self.seed, "test split", domain))
             for domain, folders in enumerate(self.domains.values())
         ]
-        train, test = ([sample for own in split for sample in own] for split in zip(*parts, strict=True))
-        groups, test_groups = (
-            [g for g, own in enumerate(split) for _ in own] for split in zip(*parts, strict=True)
-        )
-        return self.read(train, test, groups, test_groups, list(self.domains))
+        splits = list(zip(*parts, strict=True))
+        train, test = ([sample for samples in split for sample in samples] for split in splits)
+        groups, of_test = ([g for g, samples in enumerate(split) for _ in samples] for split in splits)
+        return self.read(train, test, groups, of_test, list(self.domains))

@@ -1,4 +1,4 @@
-"""The Gaussian toy of the FBN paper: points in the plane, of which only their normalisation is of interest."""
+"""Points in the plane from a mixture of Gaussians, the toy data of the FBN paper."""
 
 from math import inf, pi
 
@@ -15,20 +15,21 @@ from fl_lightning.randomness import generator
 
 
 class Gaussians(FederatedDataModule):
-    """Ten clients, each with its own Gaussian in the plane, on a circle: Guerraoui et al., arXiv 2405.14670, Sections 3 and 4.
+    """Clients with one Gaussian each, on a circle in the plane (FBN paper, sections 3 and 4).
 
-    Component i = 1, ..., n has its centre at the angle (2 pi i - 1)/n and belongs to client i - 1. A label is the
-    component that a point was drawn from. Every local step draws new points, a function of (seed, client, step), so an
-    epoch is one batch. The variance of the mixture is ``std**2 + radius**2 / 2`` along each axis: 51 by default.
+    The paper is Guerraoui et al., arXiv 2405.14670. Component i = 1, ..., n has its centre at the
+    angle (2 pi i - 1)/n and belongs to client i - 1. The label of a point is its component. Every
+    local step draws new points, a function of (seed, client, step), so an epoch is one batch. The
+    variance of the mixture is ``std**2 + radius**2 / 2`` along each axis, 51 by default.
 
     Args:
-        num_clients: Number n of clients, of components and of classes; at least 2.
+        num_clients: Number n of clients, components and classes; at least 2.
         radius: Distance of the centres from the origin.
         std: Standard deviation of each component along each axis.
         samples_per_client: Points in a client's batch.
-        gamma: Similarity of the clients: the share of each batch, rounded to whole points, that is drawn from the mixture
-            of all components. In [0, 1]: 0 gives each client one class, 1 makes the clients IID.
-        eval_samples_per_class: Points of each class in the server's validation data, and in its test data.
+        gamma: Share of each batch, rounded to whole points, that is drawn from the mixture of all
+            components, in [0, 1]: 0 gives each client one class, 1 makes the clients IID.
+        eval_samples_per_class: Points of each class in the server's validation and test data.
         seed: Seed of all points.
 
     Attributes:
@@ -62,7 +63,7 @@ class Gaussians(FederatedDataModule):
         how = self.centres, std, samples_per_client, mixed, seed
         super().__init__([GaussianClient(i, *how) for i in range(num_clients)], seed=seed)
         self.num_classes = num_clients
-        self.loaded = "drawn by the seed"  # all points are: no file could change
+        self.loaded = "drawn by the seed"  # no digest: there is no file that could change
         self.std = std
         self.batch_size = samples_per_client
         self.gamma = gamma
@@ -73,7 +74,7 @@ class Gaussians(FederatedDataModule):
         return self._evaluation_loader("gaussian validation")
 
     def test_dataloader(self) -> DataLoader[Batch]:
-        """Return the server's test data: other points of the same kind."""
+        """Return the server's test data: new points of the same distribution."""
         return self._evaluation_loader("gaussian test")
 
     def describe_partition(self) -> str:
@@ -89,7 +90,7 @@ class Gaussians(FederatedDataModule):
         }
 
     def class_histograms(self) -> list[list[int]]:
-        """Return ``[i][c]``: client i's points of class c in its first batch; later batches are drawn anew."""
+        """Return ``[i][c]``, the number of points of class c in client i's first batch."""
         labels = [client.train_batch(0)[1] for client in self._clients if isinstance(client, GaussianClient)]
         return [own.bincount(minlength=len(self.centres)).tolist() for own in labels]
 
@@ -103,11 +104,11 @@ class GaussianClient(ClientDataModule):
     """A client that draws a new batch at every local step.
 
     Args:
-        client_id: Position of the client in the federation, and its own component.
+        client_id: Position of the client in the federation, and of its component.
         centres: Centre of each component, shape ``[n, 2]``.
         std: Standard deviation of each component along each axis.
         num_examples: Points in a batch.
-        num_mixed: Number of points, the first in a batch, that are drawn from the mixture of all components.
+        num_mixed: Number of first points in a batch that come from the mixture of all components.
         seed: The run's seed.
     """
 
@@ -132,13 +133,13 @@ class GaussianClient(ClientDataModule):
         return sample_points(labels, self.centres, self.std, draws)
 
     def train_dataloader(self) -> DataLoader[Batch]:
-        """Return the batch of epoch 0, or of the epoch that ``loader.sampler.set_epoch(epoch)`` chooses."""
+        """Return the batch of an epoch, 0 unless ``loader.sampler.set_epoch`` sets another."""
         sampler = EpochSampler(lambda epoch: [epoch], self.steps_per_epoch)
         return DataLoader(ClientBatches(self), sampler=sampler, batch_size=None)
 
 
 class ClientBatches(Dataset[Batch]):
-    """A client's batches by local step; its length is the number of points in a batch."""
+    """A client's batches by local step; the length is the number of points in a batch."""
 
     def __init__(self, client: GaussianClient) -> None:
         self.client = client
@@ -151,5 +152,5 @@ class ClientBatches(Dataset[Batch]):
 
 
 def sample_points(labels: Tensor, centres: Tensor, std: float, draws: torch.Generator) -> Batch:
-    """Draw a point of each label's component, ``labels [b]``; return the points ``[b, 2]`` and the labels."""
+    """Draw a point per label; return the points ``[b, 2]`` and the labels ``[b]``."""
     return centres[labels] + std * torch.randn(len(labels), 2, generator=draws), labels

@@ -1,4 +1,4 @@
-"""Image classification data sets of Hugging Face's ``datasets`` that lie on the disk."""
+"""Image classification data sets of Hugging Face's ``datasets``, read from disk."""
 
 import itertools
 from collections.abc import Hashable
@@ -20,25 +20,26 @@ LAYOUT = "what DatasetDict.save_to_disk writes, or the parquet files of a data s
 
 
 class HuggingFaceImages(ImageFiles):
-    """Any labelled images that ``datasets`` has on the disk: a ``save_to_disk`` folder or parquet files; needs ``fl_lightning[hf]``.
+    """Labelled images of Hugging Face's ``datasets``: a ``save_to_disk`` folder or parquet files.
 
-    Nothing is fetched: ``datasets.load_dataset("user/name").save_to_disk(data_dir)`` does that once. A
-    ``group_column`` (writer, hospital, device) makes a client of each of its values, with the partition ``Natural``.
+    Needs ``fl_lightning[hf]``. To download a data set, once, call
+    ``datasets.load_dataset("user/name").save_to_disk(data_dir)``. With the partition ``Natural``,
+    each value of ``group_column`` (a writer, a hospital) is a client.
 
     Args:
         data_dir: The folder of the data set.
         image_size: Height and width of the images in pixels.
         image_column: The column of images; None is the only column of the feature ``Image``.
-        label_column: The column of labels; None is the only column of the feature ``ClassLabel``. The classes of a
-            column of another feature are its values, in order.
+        label_column: The column of labels; None is the only column of the feature ``ClassLabel``.
+            In a column of another feature the classes are the sorted values.
         group_column: The column of each sample's group; None for data without groups.
-        train_split: Name of the training part.
-        test_split: Name of the test part.
-        **settings: Those of :class:`~fl_lightning.datamodules.image_files.ImageFiles`.
+        train_split: Name of the training split.
+        test_split: Name of the test split.
+        **settings: Settings of :class:`~fl_lightning.datamodules.image_files.ImageFiles`.
 
     Raises:
-        ConfigurationError: ``datasets`` is not installed, the folder is missing or laid out otherwise, a column is
-            missing, or (in ``setup``) an image cannot be read.
+        ConfigurationError: ``datasets`` is not installed, the folder is missing or has another
+            layout, a column is missing, or (in ``setup``) an image cannot be read.
     """
 
     num_classes: int
@@ -80,35 +81,35 @@ class HuggingFaceImages(ImageFiles):
         self.num_classes = len(self.class_names)
 
     def load(self) -> ImageData:
-        """Read the images, from the cache if it is up to date.
+        """Return the images, from the cache if it is valid.
 
         Raises:
             ConfigurationError: An image cannot be read.
         """
         files = [file for split in self._splits.values() for file in self._files(split)]
         kind = "-".join((*self._splits.values(), self._image, f"{self.image_size}px"))
-        found = cached_tensors(files, self.data_dir, self.cache_file(kind), self._read)
+        images = cached_tensors(files, self.data_dir, self.cache_file(kind), self._read)
         labels, test_labels = self._labels
-        data = ImageData(found["train"], labels, found["test"], test_labels)
+        data = ImageData(images["train"], labels, images["test"], test_labels)
         if self._group is None:
             return data
         names, (groups, test_groups) = self._numbered(self._group)
         return replace(data, train_groups=groups, test_groups=test_groups, group_names=names)
 
     def _files(self, split: str) -> list[Path]:
-        """Return the files of a part."""
+        """Return the files of a split."""
         patterns = "{}/*.arrow", "{}.parquet", "{}-*.parquet", "{}/*.parquet", "data/{}-*.parquet"
         listed = (sorted(self.data_dir.glob(pattern.format(split))) for pattern in patterns)
-        found = next(filter(None, listed), [])
-        if not found:
-            what = f"holds no {split}" if self.data_dir.is_dir() else "does not exist"
+        files = next(filter(None, listed), [])
+        if not files:
+            state = f"holds no {split}" if self.data_dir.is_dir() else "does not exist"
             raise ConfigurationError(
-                f"data_dir={self.data_dir} {what}; expected {LAYOUT}: set data_dir, train_split and test_split"
+                f"data_dir={self.data_dir} {state}; expected {LAYOUT}: set data_dir, train_split and test_split"
             )
-        return found
+        return files
 
     def _open(self, split: str, columns: list[str] | None = None) -> Any:
-        """Open a part with ``datasets``; of parquet files only the given columns are read, by default none."""
+        """Open a split with ``datasets``; read only ``columns`` of parquet files, by default none."""
         import datasets
         from pyarrow import parquet
 
@@ -131,22 +132,22 @@ class HuggingFaceImages(ImageFiles):
             fitting = [name for name in fitting if isinstance(columns[name], feature)]
         if len(fitting) != 1:
             raise ConfigurationError(
-                f"{setting}: {given!r} is no column, or not the only one that fits; set one of {', '.join(columns)}"
+                f"{setting}: {given!r} is no column, or several columns fit; set one of {', '.join(columns)}"
             )
         return fitting[0]
 
     def _values(self, column: str) -> list[list[Any]]:
-        """Return the values of a column in the training and the test samples."""
+        """Return the values of a column, for the training samples and for the test samples."""
         return [list(self._open(split, [column])[column]) for split in self._splits.values()]
 
     def _numbered(self, column: str) -> tuple[list[str], list[Tensor]]:
-        """Return the values of a column in order, and the number of the value of each training and test sample."""
+        """Return the sorted values of a column, and each sample's value number, by split."""
         parts = self._values(column)
         for value in (value for part in parts for value in part):
             missing = value is None or (isinstance(value, float) and isnan(value))
             if missing or not isinstance(value, Hashable):
                 raise ConfigurationError(
-                    f"data: the column {column!r} of {self.data_dir} has the value {str(value)[:40]}, which names nothing; choose another "
+                    f"data: the column {column!r} of {self.data_dir} has the value {str(value)[:40]}, which is no valid value; choose another "
                     "column, or leave these samples out"
                 )
         values = sorted({value for part in parts for value in part}, key=lambda x: (type(x).__name__, x))
@@ -164,13 +165,14 @@ class HuggingFaceImages(ImageFiles):
             files = part.cast_column(self._image, Image(decode=False))
         except (TypeError, ValueError, NotImplementedError) as error:
             raise ConfigurationError(
-                f"image_column: {self._image!r} holds no images; set the column that does"
+                f"image_column: {self._image!r} holds no images; set the column of images"
             ) from error
 
         def image(index: int, row: Any) -> PIL.Image.Image:
-            own = row[self._image] or {"bytes": b"", "path": None}
-            file = Path(own["path"]) if own["bytes"] is None else BytesIO(own["bytes"])
-            found = read_image(file, name=f"image {index} of {split} in {self.data_dir}")
-            return square(found, self.image_size)
+            encoded = row[self._image] or {"bytes": b"", "path": None}
+            file = Path(encoded["path"]) if encoded["bytes"] is None else BytesIO(encoded["bytes"])
+            return square(
+                read_image(file, name=f"image {index} of {split} in {self.data_dir}"), self.image_size
+            )
 
         return stacked(itertools.starmap(image, enumerate(files)), len(part), 3, self.image_size)

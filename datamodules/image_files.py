@@ -1,4 +1,4 @@
-"""Data sets of image files: decoded once, and cached as tensors on the disk."""
+"""Data sets of image files, decoded once and cached as tensors on disk."""
 
 import fcntl
 import hashlib
@@ -26,38 +26,38 @@ SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".t
 
 
 def is_image(name: str) -> bool:
-    """Return whether a file is an image by its name; hidden files are not."""
+    """Return whether a file name has an image suffix and is not hidden."""
     return name.lower().endswith(SUFFIXES) and not name.startswith(".")
 
 
 def image_names(folder: Path) -> Iterator[str]:
-    """Yield all image files below a folder, as paths relative to it; hidden files are not images, links are followed.
+    """Yield the relative paths of all images below a folder; links are followed.
 
     Raises:
-        ConfigurationError: A link leads back to a folder that it lies in.
+        ConfigurationError: A link leads to a folder that contains the link.
     """
     for parent, _, names in os.walk(folder, followlinks=True):
         if os.path.islink(parent) and (here := Path(parent)).parent.resolve().is_relative_to(here.resolve()):
             raise ConfigurationError(
-                f"data_dir holds {here}, a link to the folder {here.resolve()} that it lies in; remove it"
+                f"data_dir holds {here}, a link to the folder {here.resolve()} that contains it; remove the link"
             )
         place = "" if parent == str(folder) else os.path.relpath(parent, folder)
         yield from (os.path.join(place, name) for name in names if is_image(name))
 
 
 def list_images(folder: Path) -> list[Path]:
-    """Return the paths of :func:`image_names`, in alphabetical order."""
+    """Return the paths of all images below a folder, in alphabetical order."""
     return [folder / name for name in sorted(image_names(folder), key=lambda name: name.split(os.sep))]
 
 
 def subfolders(folder: Path) -> list[str]:
-    """Return the names of the folders in a folder, in alphabetical order, without hidden folders; [] if it is missing."""
+    """Return the sorted names of the visible folders in a folder; [] if the folder is missing."""
     entries = folder.iterdir() if folder.is_dir() else ()
     return sorted(entry.name for entry in entries if entry.is_dir() and not entry.name.startswith("."))
 
 
 def converted(image: Image.Image, mode: str = "RGB") -> Image.Image:
-    """Return an image in 8 bits, ``"RGB"`` or ``"L"``: of 16 bits 65535 becomes 255, transparency is left out."""
+    """Return an 8-bit image, ``"RGB"`` or ``"L"``; 16 bits are scaled, transparency is dropped."""
     if image.mode.startswith("I"):
         values = np.asarray(image).clip(0, 65535) / 257
         image = Image.fromarray(np.rint(values).astype(np.uint8))
@@ -67,21 +67,21 @@ def converted(image: Image.Image, mode: str = "RGB") -> Image.Image:
 
 
 def read_image(file: Path | BinaryIO, mode: str | None = "RGB", name: str | None = None) -> Image.Image:
-    """Read an image as :func:`converted`, or unchanged if ``mode`` is None.
+    """Read an image in 8 bits.
 
     Args:
-        file: Path of the image, or the open file.
-        mode: ``"RGB"``, ``"L"`` or None.
+        file: Path of the image, or an open file.
+        mode: ``"RGB"`` or ``"L"``; None leaves the image unchanged.
         name: Name of an open file in messages.
 
     Raises:
-        ConfigurationError: The file is no image or a damaged one, or its pixels are floating-point numbers.
+        ConfigurationError: The file is not an image, is damaged or has floating-point pixels.
     """
     try:
         with Image.open(file) as image:
             if image.mode == "F":
                 raise ConfigurationError(
-                    f"data: {name or file} has floating-point pixels, of which nobody knows what is white; save it with 8 or 16 bits"
+                    f"data: {name or file} has floating-point pixels of unknown range; save it with 8 or 16 bits"
                 )
             return image.copy() if mode is None else converted(image, mode)
     except ConfigurationError:
@@ -93,32 +93,32 @@ def read_image(file: Path | BinaryIO, mode: str | None = "RGB", name: str | None
 
 
 def decode(path: Path, size: int) -> Image.Image:
-    """Read an image as RGB, and make it :func:`square`."""
+    """Read an image as RGB and resize it with :func:`square`."""
     return square(read_image(path), size)
 
 
 def square(image: Image.Image, size: int) -> Image.Image:
-    """Resize the shorter side of an image to ``size`` pixels and keep the central square."""
+    """Resize the shorter side of an image to ``size`` pixels and crop the central square."""
     if image.size == (size, size):
         return image
     return ImageOps.fit(image, (size, size), Image.Resampling.BILINEAR)
 
 
 def stacked(images: Iterable[Image.Image], count: int, channels: int, size: int) -> Tensor:
-    """Return ``count`` images of ``size`` x ``size`` pixels as uint8 ``[count, channels, size, size]``."""
-    found = torch.empty(count, channels, size, size, dtype=torch.uint8)
-    pixels = found.numpy()
+    """Return square images as uint8 ``[count, channels, size, size]``."""
+    stack = torch.empty(count, channels, size, size, dtype=torch.uint8)
+    pixels = stack.numpy()
     for index, image in enumerate(images):
         pixels[index] = np.asarray(image).reshape(size, size, channels).transpose(2, 0, 1)
-    return found
+    return stack
 
 
 DECODER = 3
-"""Version of the code that read a cache's pixels: 1 cut 16 bits off at 255; 2 named each file instead of a digest."""
+"""Version of the cache: 1 clipped 16-bit pixels at 255, 2 listed file names, 3 has a digest."""
 
 
 def cached_images(paths: Sequence[Path], root: Path, size: int, cache: Path) -> Tensor:
-    """Decode images as :func:`cached_tensors` of ``size`` pixels: uint8 ``[N, 3, size, size]``, in the order of ``paths``."""
+    """Return images as uint8 ``[N, 3, size, size]``, cached by :func:`cached_tensors`."""
 
     def decoded() -> dict[str, Tensor]:
         return {"images": stacked((decode(path, size) for path in paths), len(paths), 3, size)}
@@ -129,20 +129,17 @@ def cached_images(paths: Sequence[Path], root: Path, size: int, cache: Path) -> 
 def cached_tensors(
     paths: Sequence[Path], root: Path, cache: Path, read: Callable[[], dict[str, Tensor]]
 ) -> dict[str, Tensor]:
-    """Read what files hold, or take it from the cache if the cache belongs to these files and is intact.
+    """Return the tensors that ``read`` makes of files, from the cache if it is valid.
 
-    A cache belongs to files if their paths below ``root``, sizes and modification times are the same; a cache is
-    intact if its tensors have the CRC-32 that was written with them. Any other cache is built anew. Processes that
-    start together wait for the first to build the cache.
+    A cache is valid if the paths below ``root``, sizes and modification times of the files are
+    unchanged and its tensors have the stored CRC-32. One process rebuilds an invalid cache;
+    processes that need the cache at the same time wait.
 
     Args:
         paths: The files, all below ``root``.
         root: The folder of the data set.
         cache: The cache file; it is mapped into memory.
-        read: Reads the files.
-
-    Returns:
-        Tensors by name.
+        read: Function that reads the files and returns tensors by name.
 
     Raises:
         ConfigurationError: A file cannot be read or the cache cannot be written.
@@ -152,7 +149,7 @@ def cached_tensors(
     if tensors is not None:
         return tensors
     with building(cache):
-        tensors = _read(cache, files)  # of a process that was first
+        tensors = _read(cache, files)  # another process may have built it
         if tensors is None:
             rank_zero_info(f"Decoding {len(paths)} files of {root} into {cache}")
             tensors = read()
@@ -164,17 +161,18 @@ def cached_tensors(
 
 def _digest(paths: Sequence[Path], root: Path) -> str:
     """Return the digest of the files' paths below the root, sizes and modification times."""
-    found, start = sha256(), len(os.fspath(root)) + 1
+    digest = sha256()
+    start = len(os.fspath(root)) + 1
     for path in map(os.fspath, paths):
         with suppress(OSError):
             status = os.stat(path)
             if S_ISREG(status.st_mode):
-                found.update(os.fsencode(f"{path[start:]}\0{status.st_size}\0{status.st_mtime_ns}\0"))
+                digest.update(os.fsencode(f"{path[start:]}\0{status.st_size}\0{status.st_mtime_ns}\0"))
                 continue
         raise ConfigurationError(
-            f"data_dir holds {path}, which is no file that can be read (a link to nothing, a pipe); remove it"
+            f"data_dir holds {path}, which is no readable file (a broken link, a pipe); remove it"
         )
-    return found.hexdigest()
+    return digest.hexdigest()
 
 
 def _read(cache: Path, files: str) -> dict[str, Tensor] | None:
@@ -183,21 +181,21 @@ def _read(cache: Path, files: str) -> dict[str, Tensor] | None:
         tensors: dict[str, Tensor] = content["tensors"]
         current = (content["decoder"], content["files"]) == (DECODER, files)
         current = current and content["crc32"] == _checksum(tensors)
-    except Exception:  # noqa: BLE001  # missing, damaged anywhere, no cache at all: torch.load has no list of what it raises
+    except Exception:  # noqa: BLE001  # torch.load does not document what a damaged file raises
         return None
     return tensors if current else None
 
 
 def _checksum(tensors: Mapping[str, Tensor]) -> int:
-    found = 0
+    checksum = 0
     for name, tensor in tensors.items():
-        found = crc32(tensor.numpy().data, crc32(name.encode(), found))
-    return found
+        checksum = crc32(tensor.numpy().data, crc32(name.encode(), checksum))
+    return checksum
 
 
 @contextmanager
 def building(target: Path) -> Iterator[None]:
-    """Let one process at a time build a file, by a lock on its folder; a new folder is removed if the building fails.
+    """Lock the folder of a file while a process builds the file; remove a new folder on failure.
 
     Raises:
         ConfigurationError: The folder cannot be made.
@@ -220,21 +218,22 @@ def building(target: Path) -> Iterator[None]:
 
 
 Samples = Sequence[tuple[Path, int]]
-"""Image files and the class of each."""
+"""Image files with their classes."""
 
 
 class ImageFiles(InMemoryDataModule):
-    """The base of data sets of image files: a subclass sets ``num_classes`` and calls :meth:`read` in ``load()``.
+    """Base class of data sets of image files.
 
-    Images become RGB; an image of another size has its shorter side resized to ``image_size`` and is cropped to the
-    centre. Images are decoded once, into a cache that is checked against the files and its own checksum at every
-    start. The normalisation has the training images' mean and standard deviation.
+    A subclass sets ``num_classes`` and calls :meth:`read` in ``load()``. Images become RGB; their
+    shorter side is resized to ``image_size`` and the centre is cropped. The decoded images are
+    cached; every start checks the cache against the files. Images are normalised by the mean and
+    standard deviation of the training images.
 
     Args:
         data_dir: The folder of the files.
         image_size: Height and width of the images in pixels.
-        cache_dir: Folder of the decoded images; None is ``data/cache`` below the working directory.
-        **settings: Those of :class:`~fl_lightning.datamodules.in_memory.InMemoryDataModule`.
+        cache_dir: Folder of the decoded images; None is ``data/cache``.
+        **settings: Settings of :class:`~fl_lightning.datamodules.in_memory.InMemoryDataModule`.
 
     Raises:
         ConfigurationError: A setting is out of its range, or (in ``setup``) an image cannot be read.
@@ -253,12 +252,12 @@ class ImageFiles(InMemoryDataModule):
         self.cache_dir = Path("data/cache" if cache_dir is None else cache_dir).expanduser()
 
     def prepare_data(self) -> None:
-        """Build the cache if it is missing or out of date, unless the data are in memory."""
+        """Build the cache if it is invalid, unless the data are in memory."""
         if not self.clients:
             self.load()
 
     def cache_file(self, kind: str) -> Path:
-        """Return where the decoded images lie; ``kind`` is what decides about them beside the files."""
+        """Return the path of the cache; ``kind`` names the settings that decide its content."""
         place = hashlib.sha256(str(self.data_dir.resolve()).encode()).hexdigest()[:8]
         return self.cache_dir / f"{self.data_dir.resolve().name}-{kind}-{place}.pt"
 
@@ -270,14 +269,14 @@ class ImageFiles(InMemoryDataModule):
         test_groups: Sequence[int] | None = None,
         group_names: Sequence[str] = (),
     ) -> ImageData:
-        """Read images, from the cache if it is up to date.
+        """Read images, from the cache if it is valid.
 
         Args:
             train: The training images, files below ``data_dir``.
-            test: The test images.
-            train_groups: For data that come in groups, the group of each training image.
-            test_groups: The group of each test image.
-            group_names: Name of group g.
+            test: The test images, files below ``data_dir``.
+            train_groups: Group of each training image; None without groups.
+            test_groups: Group of each test image; None if the groups share the test images.
+            group_names: Names of the groups 0, 1, ...
 
         Raises:
             ConfigurationError: An image cannot be read.
@@ -286,8 +285,6 @@ class ImageFiles(InMemoryDataModule):
         cache = self.cache_file(f"{self.image_size}px")
         images = cached_images([path for path, _ in samples], self.data_dir, self.image_size, cache)
         labels = torch.tensor([label for _, label in samples])
-        groups, own_groups = (
-            None if given is None else torch.tensor(given) for given in (train_groups, test_groups)
-        )
+        groups, of_test = (None if g is None else torch.tensor(g) for g in (train_groups, test_groups))
         parts = images[:count], labels[:count], images[count:], labels[count:]
-        return ImageData(*parts, groups, own_groups, group_names)
+        return ImageData(*parts, groups, of_test, group_names)

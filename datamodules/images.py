@@ -1,4 +1,4 @@
-"""Images held in memory as uint8: augmentation and normalisation of whole batches.
+"""Images in memory as uint8, augmented and normalised in whole batches.
 
 Normalised images are ``x = (pixel / scale - mean) / std`` in float32, per channel.
 """
@@ -18,16 +18,16 @@ Batch = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class ImageData:
-    """An image classification data set as it is loaded.
+    """An image classification data set with its own test set.
 
     Attributes:
         train_images: uint8, shape ``[N, C, H, W]``.
         train_labels: int64, shape ``[N]``.
         test_images: uint8, shape ``[M, C, H, W]``.
         test_labels: int64, shape ``[M]``.
-        train_groups: For data that come in groups, the group of each training image, int64, shape ``[N]``.
-        test_groups: The group of each test image, int64, shape ``[M]``, if the groups have own test images.
-        group_names: Name of group g.
+        train_groups: Group of each training image, int64, shape ``[N]``; None without groups.
+        test_groups: Group of each test image, int64, shape ``[M]``; None if the groups share them.
+        group_names: Names of the groups 0, 1, ...
 
     Raises:
         ConfigurationError: Images or labels have another type or shape, or their numbers differ.
@@ -77,18 +77,18 @@ class Normalization:
         self.scale = scale
 
     def to(self, device: torch.device) -> "Normalization":
-        """Return the same for pixels in the memory of a device."""
+        """Return a copy for pixels in the memory of a device."""
         moved = copy.copy(self)
         moved.mean, moved.std = self.mean.to(device), self.std.to(device)
         return moved
 
     def __call__(self, pixels: Tensor) -> Tensor:
-        """Normalise pixels, uint8 ``[..., H, W, C]``; images ``[..., C, H, W]``, in channels_last memory format with colours.
+        """Return pixels, uint8 ``[..., H, W, C]``, as normalised images ``[..., C, H, W]``.
 
-        Convolutions on a CPU are faster in that format, whatever the format of their weights.
+        Colour images are in channels_last memory format, which makes convolutions on a CPU faster.
         """
         *lead, height, width, channels = pixels.shape
-        # whole lines of pixels: a loop over the three channels of one would be slow
+        # whole rows of pixels: an inner loop over three channels would be slow
         mean, std = self.mean.flatten().repeat(width), self.std.flatten().repeat(width)
         lines = pixels.reshape(*lead, height, width * channels).to(torch.float32)
         lines.div_(self.scale).sub_(mean).div_(std)
@@ -98,15 +98,15 @@ class Normalization:
 
 
 class Images(Dataset[Batch]):
-    """Images held as bytes and normalised when they are read; indexed by a sample or by a slice of samples.
+    """Images held as bytes and normalised on access, by a sample or a slice of samples.
 
     Args:
         images: uint8, shape ``[N, C, H, W]``; copied.
         labels: int64, shape ``[N]``.
-        normalize: Applied to the pixels.
+        normalize: Normalisation of the pixels.
 
     Attributes:
-        pixels: uint8, shape ``[N, H, W, C]``: the channels of a pixel lie side by side.
+        pixels: The images, uint8, shape ``[N, H, W, C]``.
     """
 
     def __init__(self, images: Tensor, labels: Tensor, normalize: Normalization) -> None:
@@ -115,7 +115,7 @@ class Images(Dataset[Batch]):
         self.normalize = normalize
 
     def to(self, device: torch.device) -> None:
-        """Keep the images in the memory of a device."""
+        """Move the images to the memory of a device."""
         self.pixels, self.labels = self.pixels.to(device), self.labels.to(device)
         self.normalize = self.normalize.to(device)
 
@@ -127,15 +127,15 @@ class Images(Dataset[Batch]):
 
 
 class TrainImages(Images):
-    """The training images of all clients, with batched random crops and flips at random access.
+    """The training images of all clients, cropped and flipped at random in whole batches.
 
-    A random crop shifts the image by up to ``padding`` pixels in each direction. The border is black, as in the
-    usual CIFAR recipe (``RandomCrop`` on the image): pixels of value 0, before normalisation.
+    A random crop shifts the image by up to ``padding`` pixels in each direction. The border is
+    black (0 before normalisation), as in the usual CIFAR recipe.
 
     Args:
         images: uint8, shape ``[N, C, H, W]``; copied.
         labels: int64, shape ``[N]``.
-        normalize: Applied to the augmented pixels.
+        normalize: Normalisation of the augmented pixels.
         padding: Width of the black border in pixels, 0 for none.
     """
 
@@ -144,14 +144,11 @@ class TrainImages(Images):
         self.padding = padding
 
     def batch(self, draws: Tensor) -> Batch:
-        """Return the samples that are drawn, augmented and normalised.
+        """Return augmented, normalised images, float32 ``[..., C, H, W]``, and labels ``[...]``.
 
         Args:
-            draws: int64, shape ``[..., 4]``: sample, vertical and horizontal offset of the crop within the
-                padded image (``padding`` is the middle), and 1 for a horizontal flip.
-
-        Returns:
-            Images, float32, ``[..., C, H, W]``, and labels, int64, ``[...]``.
+            draws: int64, shape ``[..., 4]``: sample, vertical and horizontal offset of the crop in
+                the padded image (``padding`` is the middle), and 1 for a horizontal flip.
         """
         if self.labels.is_cuda:
             draws = draws.pin_memory().to(self.labels.device, non_blocking=True)
@@ -164,21 +161,22 @@ class TrainImages(Images):
         """Crop and flip images ``[n, H, W, C]``."""
         count, height, width, channels = images.shape
         border = self.padding
-        # both images that a draw may choose from, with their borders: the image and its mirror image
+        # each image and its mirror image, with their borders
         padded = images.new_zeros(2, count, height + 2 * border, width + 2 * border, channels)
         inner = padded[:, :, border : border + height, border : border + width]
         inner[0] = images
         inner[1] = images.flip(2)
-        # a view of every crop of each, [2, n, 2 * border + 1, 2 * border + 1, H, W, C]
+        # a view of all their crops, [2, n, 2 * border + 1, 2 * border + 1, H, W, C]
         crops = padded.unfold(2, height, 1).unfold(3, width, 1).movedim(4, -1)
         left = torch.where(flip == 1, 2 * border - left, left)
         return crops[flip, torch.arange(count, device=images.device), top, left]
 
 
 def channel_statistics(images: Tensor, scale: float) -> tuple[list[float], list[float]]:
-    """Return mean and standard deviation of each channel of ``images / scale``, for uint8 ``[N, C, H, W]``.
+    """Return mean and standard deviation of each channel of ``images / scale``.
 
-    Both come from the histogram of the pixel values, hence exact up to the last rounding.
+    Both come from the histogram of the pixel values (uint8 ``[N, C, H, W]``), so they are exact up
+    to the last rounding.
     """
     histogram = torch.stack(
         [channel.flatten().bincount(minlength=256) for channel in images.unbind(1)]
@@ -191,15 +189,15 @@ def channel_statistics(images: Tensor, scale: float) -> tuple[list[float], list[
 
 
 def balanced_subset(labels: Tensor, count: int, generator: torch.Generator) -> Tensor:
-    """Draw a subset in which every class has the same share as in the whole, up to one sample.
+    """Draw a subset with the class proportions of all samples, up to one sample per class.
 
     Args:
         labels: Class of each sample, shape ``[N]``.
         count: Size of the subset, in [0, N].
-        generator: Source of the choice.
+        generator: Random number generator of the draw.
 
     Returns:
-        The chosen indices, ascending, int64, shape ``[count]``.
+        The drawn indices, ascending, int64, shape ``[count]``.
     """
     order = torch.randperm(len(labels), generator=generator)
     order = order[labels[order].argsort(stable=True)]

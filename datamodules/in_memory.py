@@ -1,4 +1,4 @@
-"""Data sets in memory, and their clients."""
+"""Image classification data sets in memory, and their clients."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -26,14 +26,14 @@ from fl_lightning.randomness import generator, permutation
 class InMemoryClient(ClientDataModule):
     """A client's share of the training images.
 
-    Epoch e walks over the permutation of the client's samples that belongs to (seed, client, e), in batches
-    of exactly ``batch_size``; an incomplete last batch is dropped. Local step s is batch ``s %
-    steps_per_epoch`` of epoch ``s // steps_per_epoch``.
+    The order of the samples in epoch e is a permutation drawn from (seed, client, e). An incomplete
+    last batch is dropped. Local step s is batch ``s % steps_per_epoch`` of epoch
+    ``s // steps_per_epoch``.
 
     Args:
         client_id: Position of the client in the federation.
         images: The training images of all clients.
-        indices: The client's samples among them, int64, shape ``[n]``.
+        indices: The client's samples in ``images``, int64, shape ``[n]``.
         batch_size: Samples in a batch.
         horizontal_flip: Whether each sample is flipped with probability 1/2.
         seed: The run's seed.
@@ -61,10 +61,11 @@ class InMemoryClient(ClientDataModule):
         self._draws = torch.empty(0)
 
     def epoch_draws(self, epoch: int) -> Tensor:
-        """Return all random choices of one epoch, int64, shape ``[steps_per_epoch, batch_size, 4]``.
+        """Return the draws of an epoch, int64, shape ``[steps_per_epoch, batch_size, 4]``.
 
-        The last axis is the ``draws`` of :meth:`~fl_lightning.datamodules.images.TrainImages.batch`. The data
-        order does not depend on the augmentation.
+        The last axis is that of ``draws`` in
+        :meth:`~fl_lightning.datamodules.images.TrainImages.batch`. The data order does not depend
+        on the augmentation.
         """
         if epoch != self._epoch:
             order = permutation(self.num_examples, self.seed, "data order", self.client_id, epoch)
@@ -80,26 +81,26 @@ class InMemoryClient(ClientDataModule):
         return self._draws
 
     def step_draws(self, step: int) -> Tensor:
-        """Return the random choices of local step ``step``, int64, shape ``[batch_size, 4]``."""
+        """Return the draws of local step ``step``, int64, shape ``[batch_size, 4]``."""
         epoch, index = divmod(step, self.steps_per_epoch)
         return self.epoch_draws(epoch)[index]
 
     def train_batch(self, step: int) -> Batch:
-        """Return the batch of local step ``step`` (from 0, counted over the whole training)."""
+        """Return the batch of local step ``step``, counted from 0 over the whole training."""
         return self.images.batch(self.step_draws(step))
 
     def train_dataloader(self) -> DataLoader[Batch]:
-        """Return the batches of one epoch: epoch 0, or the epoch that ``loader.sampler.set_epoch(epoch)`` chooses."""
+        """Return the batches of an epoch, 0 unless ``loader.sampler.set_epoch`` sets another."""
         return DataLoader(
             ClientImages(self), sampler=EpochSampler(self.epoch_draws, self.steps_per_epoch), batch_size=None
         )
 
 
 class EpochSampler:
-    """A sampler of whole batches: yields what a data set takes as the index of each batch of an epoch.
+    """A sampler that yields one index of the data set per batch.
 
     Args:
-        batches: Gives these indices for an epoch.
+        batches: Function from an epoch to the indices of its batches.
         steps_per_epoch: Number of batches in an epoch.
     """
 
@@ -108,7 +109,7 @@ class EpochSampler:
         self.epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch, from 0; Lightning calls this where it drives the loader itself."""
+        """Set the epoch, from 0; Lightning calls this method if it drives the loader itself."""
         self.epoch = epoch
 
     def __len__(self) -> int:
@@ -119,7 +120,7 @@ class EpochSampler:
 
 
 class ClientImages(Dataset[Batch]):
-    """A client's samples; indexed by a position for the plain sample, by the sampler's choices for a batch."""
+    """A client's samples: one by its position, not augmented, or a batch by the sampler's draws."""
 
     def __init__(self, client: InMemoryClient) -> None:
         self.client = client
@@ -137,19 +138,21 @@ class ClientImages(Dataset[Batch]):
 
 
 class InMemoryDataModule(PartitionedDataModule):
-    """The base of the shipped image classification data sets: a subclass defines :meth:`load`.
+    """Base class of image classification data sets in memory; a subclass defines :meth:`load`.
 
     Args:
         num_clients: Number of clients; ignored if the partition decides it.
         batch_size: Samples in a client's batch, 20 in the FixBN paper; every batch is complete.
-        crop_padding: Black border in pixels for random crops, 0 for no crops. FixBN pads by 2, FedTAN by 4.
+        crop_padding: Black border in pixels for random crops, 0 for no crops. FixBN pads by 2,
+            FedTAN by 4.
         horizontal_flip: Whether training images are flipped with probability 1/2.
-        **settings: The others of :class:`~fl_lightning.datamodules.distribution.PartitionedDataModule`.
+        **settings: Settings of
+            :class:`~fl_lightning.datamodules.distribution.PartitionedDataModule`.
 
     Attributes:
         scale: The pixel value that stands for 1.
-        mean: Mean of each channel after division by ``scale``; None computes it from all training images.
-        std: Standard deviation of each channel after division by ``scale``; None computes it from all training images.
+        mean: Mean of each channel after division by ``scale``, by default of all training images.
+        std: Standard deviation of each channel, with the same scale and default.
 
     Raises:
         ConfigurationError: A setting is out of its range.
@@ -183,19 +186,19 @@ class InMemoryDataModule(PartitionedDataModule):
 
     @property
     def clients(self) -> Sequence[InMemoryClient]:
-        """One data module per client, by id; empty before ``setup``."""
+        """Return one data module per client, by id; empty before ``setup``."""
         return self._shares
 
     def load(self) -> ImageData:
-        """Load the data set; called once."""
+        """Return the data set; called once."""
         raise NotImplementedError(f"{type(self).__name__} must define load() -> ImageData")
 
     def setup(self, stage: str) -> None:
-        """Load and partition the data, once; ``"fit"`` checks that every client can fill a batch.
+        """Load and partition the data, once; for ``"fit"`` check that every client fills a batch.
 
         Raises:
-            ConfigurationError: The partition is impossible, the validation set would be empty, or a client
-                has fewer samples than a batch.
+            ConfigurationError: The partition is impossible, the validation set would be empty, or a
+                client has fewer samples than a batch.
         """
         if not self._shares:
             self._distribute(self.load())
@@ -203,18 +206,18 @@ class InMemoryDataModule(PartitionedDataModule):
             self._check_client_sizes()
 
     def cohort_batch(self, client_ids: Sequence[int], steps: Sequence[int]) -> BatchStack:
-        """Return the batches of one local step, stacked: ``x [C, b, channels, H, W]`` and ``y [C, b]``.
+        """Return a batch per client, stacked: ``x [C, b, channels, H, W]`` and ``y [C, b]``.
 
         Args:
             client_ids: The active clients of the cohort.
-            steps: For each of them its local step, from 0, counted over the whole training.
+            steps: Local step of each of these clients, counted from 0 over the whole training.
         """
         pairs = zip(client_ids, steps, strict=True)
         draws = [self._shares[client_id].step_draws(step) for client_id, step in pairs]
         return BatchStack(stack=self.train_images.batch(torch.stack(draws)))
 
     def keep_on(self, device: torch.device) -> None:
-        """Hold all images in the memory of a GPU, as bytes, if they take less than half of what is free there."""
+        """Move all images, as bytes, to a GPU if they fill less than half of its free memory."""
         own = (images for images, _ in self._own.values())
         parts: set[Images] = {self.train_images, self.val_images, self.test_images, *own}
         if device.type == "cuda":
@@ -233,7 +236,7 @@ class InMemoryDataModule(PartitionedDataModule):
         return self._evaluation_loader(self.test_images)
 
     def own_dataloader(self, client_id: int, split: str) -> DataLoader[Batch] | None:
-        """Return the evaluation data that a client's group, or the partition's file, has; else None."""
+        """Return a client's own evaluation data; None without such data in its group or file."""
         if split not in self._own or not len(self._own[split][1][client_id]):
             return None
         images, own = self._own[split]
@@ -245,7 +248,7 @@ class InMemoryDataModule(PartitionedDataModule):
         return [digest([(part.pixels, part.labels) for part in (self.val_images, self.test_images)])]
 
     def fingerprint(self) -> dict[str, str]:
-        """Return the digests of all images and labels, and of who has which."""
+        """Return digests of the training data, the evaluation data and the partition."""
         return {
             "training": digest(self.train_images.pixels, self.train_images.labels),
             "evaluation": self.evaluation_digests()[0],

@@ -1,4 +1,4 @@
-"""FEMNIST in the layout of LEAF (Caldas et al., arXiv 1812.01097): handwriting, one writer = one client."""
+"""FEMNIST in the layout of LEAF (Caldas et al., arXiv 1812.01097): one writer = one client."""
 
 import json
 from collections.abc import Iterator
@@ -18,20 +18,21 @@ LAYOUT = 'train/*.json and test/*.json, each {"users": [...], "user_data": {user
 
 
 class FEMNIST(ImageFiles):
-    """Greyscale images of 28x28 pixels in 62 classes (digits, upper and lower case) by about 3,500 writers; each is a client.
+    """Handwritten digits and letters, greyscale 28x28, in 62 classes; each writer is a client.
 
-    The files are the output of LEAF's ``./preprocess.sh -s niid --sf 1.0 -k 0 -t sample`` (nothing is downloaded),
-    read once into a cache of bytes. LEAF enters the first image of most writers twice: exact duplicates within a
-    writer's part are dropped. In LEAF's pixels white is 1. The test images of a writer are the client's own
-    evaluation data as well as a part of the server's.
+    The files are the output of LEAF's ``./preprocess.sh -s niid --sf 1.0 -k 0 -t sample``, with
+    about 3,500 writers; no download. LEAF enters the first image of most writers twice, so exact
+    duplicates within a writer's training or test images are dropped. A white pixel is 1 in LEAF.
+    The test images of a writer are the client's own evaluation data, and part of the server's.
 
     Args:
         data_dir: The folder that holds ``train`` and ``test``.
-        min_examples: Writers with fewer training images are left out.
-        **settings: The others of :class:`~fl_lightning.datamodules.image_files.ImageFiles`.
+        min_examples: Fewest training images of a writer; other writers are dropped.
+        **settings: Settings of :class:`~fl_lightning.datamodules.image_files.ImageFiles`.
 
     Raises:
-        ConfigurationError: The folder is missing or laid out otherwise, or (in ``setup``) a file cannot be read.
+        ConfigurationError: The folder is missing or has another layout, or (in ``setup``) a file
+            cannot be read.
     """
 
     num_classes = 62
@@ -46,29 +47,29 @@ class FEMNIST(ImageFiles):
         self.files = {split: sorted((self.data_dir / split).glob("*.json")) for split in ("train", "test")}
         for split, files in self.files.items():
             if not files:
-                found = f"holds no {split}/*.json" if self.data_dir.is_dir() else "does not exist"
+                state = f"holds no {split}/*.json" if self.data_dir.is_dir() else "does not exist"
                 raise ConfigurationError(
-                    f"data_dir={self.data_dir} {found}; expected LEAF's layout, {LAYOUT}"
+                    f"data_dir={self.data_dir} {state}; expected LEAF's layout, {LAYOUT}"
                 )
 
     def load(self) -> ImageData:
-        """Read the images, from the cache if it is up to date.
+        """Return the images, from the cache if it is valid.
 
         Raises:
-            ConfigurationError: A file cannot be read or has other contents.
+            ConfigurationError: A file cannot be read or has another content, or no writer is left.
         """
         paths = [path for files in self.files.values() for path in files]
-        found = cached_tensors(paths, self.data_dir, self.cache_file("leaf"), self._read)
+        tensors = cached_tensors(paths, self.data_dir, self.cache_file("leaf"), self._read)
         names = "images", "labels", "writers"
-        parts = [[found[f"{split} {name}"] for name in names] for split in ("train", "test")]
+        parts = [[tensors[f"{split} {name}"] for name in names] for split in ("train", "test")]
         sizes = parts[0][2].bincount(minlength=int(max(writers.max() for *_, writers in parts)) + 1)
-        kept = sizes >= max(self.min_examples, 1)
-        if not bool(kept.any()):
+        large = sizes >= max(self.min_examples, 1)
+        if not bool(large.any()):
             raise ConfigurationError(
-                f"min_examples={self.min_examples} leaves no writer; the largest has {int(sizes.max())} images"
+                f"min_examples={self.min_examples} leaves no writer; use at most {int(sizes.max())}, the most images of a writer"
             )
-        if not bool(kept.all()):
-            parts = [[tensor[kept[part[2]]] for tensor in part] for part in parts]
+        if not bool(large.all()):
+            parts = [[tensor[large[part[2]]] for tensor in part] for part in parts]
         (images, labels, writers), (test_images, test_labels, test_writers) = parts
         return ImageData(images, labels, test_images, test_labels, writers, test_writers)
 
@@ -79,28 +80,28 @@ class FEMNIST(ImageFiles):
         }
         everyone = sorted({name for part in parts.values() for *_, name in part})
         number = {name: index for index, name in enumerate(everyone)}
-        found: dict[str, Tensor] = {}
+        tensors: dict[str, Tensor] = {}
         for split, writers in parts.items():
             images, labels, names = zip(*sorted(writers, key=lambda writer: writer[2]), strict=True)
-            found[f"{split} images"] = torch.from_numpy(np.concatenate(images)).view(-1, 1, 28, 28)
-            found[f"{split} labels"] = torch.from_numpy(np.concatenate(labels))
-            sizes = torch.tensor([len(own) for own in labels])
-            found[f"{split} writers"] = torch.tensor([number[x] for x in names]).repeat_interleave(sizes)
-        return found
+            tensors[f"{split} images"] = torch.from_numpy(np.concatenate(images)).view(-1, 1, 28, 28)
+            tensors[f"{split} labels"] = torch.from_numpy(np.concatenate(labels))
+            sizes = torch.tensor([len(x) for x in labels])
+            tensors[f"{split} writers"] = torch.tensor([number[x] for x in names]).repeat_interleave(sizes)
+        return tensors
 
 
 def _writers(path: Path) -> Iterator[tuple[Any, Any, str]]:
-    """Yield images ``[n, 784]`` as bytes, labels ``[n]`` and name of each writer of a file, without duplicates."""
+    """Yield images ``[n, 784]``, uint8, labels ``[n]`` and name per writer, without duplicates."""
     try:
         data = json.loads(path.read_text())["user_data"]
-        for name, own in data.items():
-            x, y = np.asarray(own["x"], dtype=np.float64), np.asarray(own["y"], dtype=np.float64)
+        for name, samples in data.items():
+            x, y = (np.asarray(samples[key], dtype=np.float64) for key in ("x", "y"))
             if x.shape != (len(y), 784) or not len(y) or x.min() < 0 or x.max() > 1:
                 raise ValueError(
-                    f"user {name} has x of shape {x.shape} for {len(y)} labels, wanted 784 values in [0, 1] each"
+                    f"user {name} has x of shape {x.shape} for {len(y)} labels, expected 784 values in [0, 1] each"
                 )
             if (y != y.astype(np.int64)).any() or y.min() < 0 or y.max() > 61:
-                raise ValueError(f"user {name} has labels from {y.min():g} to {y.max():g}, wanted 0 to 61")
+                raise ValueError(f"user {name} has labels from {y.min():g} to {y.max():g}, expected 0 to 61")
             pixels, labels = (x * 255).round().astype(np.uint8), y.astype(np.int64)
             _, first = np.unique(np.column_stack([pixels, labels]), axis=0, return_index=True)
             first.sort()

@@ -1,14 +1,13 @@
-"""Partitions as pure functions: from labels and a seed to one index tensor per client.
+"""Partitions as pure functions from labels and a random number generator to indices per client.
 
-Each function gives every sample to exactly one client. Indices are int64 and ascending within a client; every
-client has a sample. The arguments that all have in common:
+Each function assigns every sample to exactly one client, and every client gets a sample. Indices
+are int64 and ascending within a client. A ConfigurationError is raised if an argument is out of its
+range. Arguments of several functions, with n clients, C classes and N samples:
 
 - ``labels``: class of each sample, shape ``[N]``;
 - ``num_clients``: number of clients, in [1, N];
-- ``generator``: source of all random choices.
-
-An argument out of its range raises a ConfigurationError. Shapes: n clients, C classes, N samples. ``available
-[C]`` holds the sizes of the classes in ascending order of label.
+- ``generator``: random number generator of all draws;
+- ``available``: sizes of the classes in ascending order of label, shape ``[C]``.
 """
 
 import math
@@ -29,12 +28,12 @@ Balance = Literal["client", "class"]
 
 
 def class_sizes(labels: Tensor) -> Counts:
-    """Return the number of samples of each class that occurs, in ascending order of label, ``[C]``."""
+    """Return the sizes of the classes that occur, in ascending order of label, ``[C]``."""
     return np.unique(labels.numpy(), return_counts=True)[1]
 
 
 def equal_sizes(total: int, num_clients: int) -> Counts:
-    """Split ``total`` into ``num_clients`` sizes that differ by at most one, the larger first, ``[n]``."""
+    """Split ``total`` into sizes that differ by at most one, the larger sizes first, ``[n]``."""
     return total // num_clients + (np.arange(num_clients) < total % num_clients).astype(np.int64)
 
 
@@ -45,7 +44,7 @@ def index_lists(owner: Tensor, num_clients: int) -> list[Tensor]:
 
 
 def deal(labels: Tensor, counts: Counts, generator: Generator) -> list[Tensor]:
-    """Give client i ``counts[i, c]`` random samples of class c; column c of ``counts`` sums to the class's size."""
+    """Assign ``counts[i, c]`` random samples of class c to client i; the counts sum to the sizes."""
     num_clients, num_classes = counts.shape
     order = torch.randperm(len(labels), generator=generator)
     order = order[labels[order].argsort(stable=True)]
@@ -57,10 +56,10 @@ def deal(labels: Tensor, counts: Counts, generator: Generator) -> list[Tensor]:
 
 
 def counts_per_client(available: Counts, num_clients: int, alpha: float, rng: np.random.Generator) -> Counts:
-    """Return class counts ``[n, C]`` of clients of equal size that each draw from a ``q ~ Dir(alpha * prior)``.
+    """Return class counts ``[n, C]`` of equally large clients with ``q ~ Dir(alpha * prior)`` each.
 
-    To draw from the renormalised ``q`` once a class is exhausted is to draw from ``q`` and reject that class.
-    So a client draws all its classes at once, keeps what is in stock and draws the rest again.
+    Drawing from the renormalised ``q`` without an exhausted class equals drawing from ``q`` and
+    rejecting that class. So a client draws all its classes at once and redraws rejected samples.
     """
     prior = available / available.sum()
     stock = available.copy()
@@ -78,7 +77,7 @@ def counts_per_client(available: Counts, num_clients: int, alpha: float, rng: np
 
 
 def counts_per_class(available: Counts, num_clients: int, alpha: float, rng: np.random.Generator) -> Counts:
-    """Return class counts ``[n, C]`` if each class is cut in proportions drawn from ``Dir(alpha, ..., alpha)``."""
+    """Return class counts ``[n, C]``, each class cut in proportions from ``Dir(alpha, ...)``."""
     proportions = _softmax(_log_dirichlet(np.full((len(available), num_clients), alpha), rng))
     cuts = np.rint(proportions.cumsum(1) * available[:, None]).astype(np.int64)
     cuts[:, -1] = available
@@ -86,26 +85,27 @@ def counts_per_class(available: Counts, num_clients: int, alpha: float, rng: np.
 
 
 def assign_classes(num_clients: int, num_classes: int, held: int, generator: Generator) -> Incidence:
-    """Give every client ``held`` classes, every class equally many holders (+-1); return who holds what, ``[n, C]``.
+    """Return ``[n, C]``: ``held`` classes per client, the same number of holders (+-1) per class.
 
-    The clients take their classes in turn from one random permutation of the classes after the other. If a
-    permutation ends within a client, the classes that the client already holds go to the end of the next.
+    The clients take classes in turn from a sequence of random permutations of the classes. If a
+    permutation ends within a client, the client's classes move to the end of the next permutation.
     """
     slots: list[int] = []
     while len(slots) < num_clients * held:
-        own = set(slots[len(slots) // held * held :])
+        taken = set(slots[len(slots) // held * held :])
         order: list[int] = torch.randperm(num_classes, generator=generator).tolist()
-        slots += sorted(order, key=own.__contains__)
+        slots += sorted(order, key=taken.__contains__)
     holds = np.zeros((num_clients, num_classes), dtype=np.bool_)
     holds[np.arange(num_clients).repeat(held), slots[: num_clients * held]] = True
     return holds
 
 
 def split_among_holders(available: Counts, holds: Incidence) -> Counts:
-    """Return class counts ``[n, C]`` if each class is split equally among its holders.
+    """Return class counts ``[n, C]``, each class split equally among its holders.
 
-    The remainder of a class goes, one sample each, to its holders with the fewest samples. A client then passes
-    such a sample on, if need be over others, while a client that can be reached has two fewer.
+    The remainder of a class goes, one sample each, to its holders with the fewest samples. Then
+    these samples are passed along paths of clients from a larger to a smaller client, until no
+    sizes of a reachable pair differ by two.
     """
     counts = np.where(holds, available // holds.sum(0), 0)
     extra = np.zeros_like(holds)
@@ -121,7 +121,7 @@ def split_among_holders(available: Counts, holds: Incidence) -> Counts:
 
 
 def _path_to_smaller(sizes: Counts, extra: Incidence, lacks: Incidence) -> list[int]:
-    # Breadth-first from the largest client down: who is of no use to a larger one is of none to a smaller.
+    # Breadth-first from the largest client: a client that cannot help a larger one cannot help a smaller one
     parent: dict[int, int] = {}
     for source in np.argsort(-sizes, kind="stable").tolist():
         queue = [] if source in parent else [source]
@@ -142,7 +142,7 @@ def _path_to_smaller(sizes: Counts, extra: Incidence, lacks: Incidence) -> list[
 def _log_dirichlet(
     concentration: npt.NDArray[np.float64], rng: np.random.Generator
 ) -> npt.NDArray[np.float64]:
-    # Gamma(a) = Gamma(a + 1) * U**(1/a): in logarithms no concentration is too small for a draw.
+    # Gamma(a) = Gamma(a + 1) * U**(1/a), in logarithms: a small concentration does not underflow
     gamma = np.log(rng.standard_gamma(concentration + 1))
     result: npt.NDArray[np.float64] = gamma - rng.standard_exponential(concentration.shape) / concentration
     return result
@@ -165,20 +165,20 @@ def iid(labels: Tensor, num_clients: int, generator: Generator) -> list[Tensor]:
 def dirichlet(
     labels: Tensor, num_clients: int, alpha: float, generator: Generator, balance: Balance = "client"
 ) -> list[Tensor]:
-    """Draw class proportions from a Dirichlet distribution of concentration ``alpha``, above 0.
+    """Draw class proportions from a Dirichlet distribution with concentration ``alpha > 0``.
 
-    ``balance="client"`` is Hsu et al. 2019, "Measuring the Effects of Non-Identical Data Distribution for
-    Federated Visual Classification", section 3: client m draws ``q_m ~ Dir(alpha * prior)``, where the prior
-    holds the class frequencies, and then its samples one by one without replacement with classes from
-    ``q_m``; an exhausted class is dropped and ``q_m`` renormalised. Every client draws ``N // num_clients``
-    samples, the first ``N % num_clients`` clients one more.
+    ``balance="client"`` is Hsu et al. 2019, "Measuring the Effects of Non-Identical Data
+    Distribution for Federated Visual Classification", section 3. Client m draws
+    ``q_m ~ Dir(alpha * prior)`` with the class frequencies as ``prior``, then samples without
+    replacement with classes from ``q_m``. An exhausted class is dropped and ``q_m`` renormalised.
+    Client sizes differ by at most one, the larger first.
 
-    ``balance="class"`` cuts every class among the clients in proportions drawn from ``Dir(alpha, ...,
-    alpha)``, as the FBN paper's experiments (appendix C.2); the sizes of the clients are then unequal.
+    ``balance="class"`` cuts each class among the clients in proportions from ``Dir(alpha, ...,
+    alpha)``, as the FBN paper's experiments (appendix C.2). Client sizes are unequal.
 
-    With C equal classes, client m's concentration is ``alpha / C`` a class in the first and ``alpha`` a client in
-    the second. As ``alpha`` grows, the proportions approach the prior (``"class"``: equal shares); as ``alpha``
-    vanishes, each client has one class (``"class"``: each class one client).
+    With C equal classes the concentration of ``"client"`` is ``alpha / C`` per class, that of
+    ``"class"`` ``alpha`` per client. A large ``alpha`` makes the clients IID (``"class"``: in equal
+    shares). A small ``alpha`` gives each client one class (``"class"``: each class to one client).
 
     Raises:
         ConfigurationError: ``balance="class"`` leaves a client without a sample.
@@ -202,11 +202,11 @@ def dirichlet(
 
 
 def shards(labels: Tensor, num_clients: int, class_fraction: float, generator: Generator) -> list[Tensor]:
-    """Give every client ``ceil(class_fraction * C)`` of the C classes (FixBN, section 4; Hsieh et al. 2020).
+    """Assign ``ceil(class_fraction * C)`` classes per client (FixBN, section 4; Hsieh et al. 2020).
 
-    Every class is held by the same number of clients, as evenly as possible (numbers differ by at most one),
-    and its samples are split equally among its holders. With five clients and a ``class_fraction`` of 0.2, in
-    (0, 1], each client holds a fifth of the classes exclusively.
+    The numbers of holders of two classes differ by at most one. The samples of a class are split
+    equally among its holders. With five clients and ``class_fraction=0.2``, in (0, 1], each client
+    alone holds a fifth of the classes.
 
     Raises:
         ConfigurationError: The clients cannot hold every class, or a class has fewer samples than holders.
@@ -215,7 +215,7 @@ def shards(labels: Tensor, num_clients: int, class_fraction: float, generator: G
     _check_num_clients(num_clients, len(labels))
     available = class_sizes(labels)
     num_classes = len(available)
-    # The margin keeps 0.07 * 100 = 7.000000000000001 at 7 classes.
+    # margin for rounding: 0.07 * 100 = 7.000000000000001 must give 7 classes
     held = max(1, math.ceil(class_fraction * num_classes - 1e-9))
     if num_clients * held < num_classes:
         enough = math.ceil(num_classes / num_clients) / num_classes
@@ -239,10 +239,9 @@ def shards(labels: Tensor, num_clients: int, class_fraction: float, generator: G
 def gamma_similarity(labels: Tensor, num_clients: int, gamma: float, generator: Generator) -> list[Tensor]:
     """Deal a random share ``gamma`` of the samples equally, and the rest in chunks sorted by class.
 
-    The split of the FBN paper (section 5; the "s % similarity" of SCAFFOLD): ``gamma * N`` random samples are
-    dealt to the clients, the others are sorted by label and cut into ``num_clients`` consecutive chunks, and
-    client i receives its share of both. Sizes differ by at most one. ``gamma`` is in [0, 1]: 1 is IID, 0 sorts
-    everything by class.
+    FBN paper, section 5; the "s % similarity" of SCAFFOLD. ``gamma * N`` random samples are dealt
+    to the clients. The rest is sorted by label and cut into one chunk per client. Client sizes
+    differ by at most one. ``gamma`` is in [0, 1]: 1 is IID, 0 sorts all samples by class.
     """
     check_gamma(gamma)
     total = len(labels)
@@ -260,9 +259,9 @@ def gamma_similarity(labels: Tensor, num_clients: int, gamma: float, generator: 
 
 
 def natural(groups: Tensor | Sequence[str] | Sequence[int]) -> list[Tensor]:
-    """Make every group (a city, a writer, a hospital) one client, in sorted order.
+    """Make each group (a city, a writer, a hospital) a client, in sorted order.
 
-    ``groups`` holds the group of each sample, shape ``[N]``: integers or names, at least one.
+    ``groups`` are the integer or name of each sample's group, shape ``[N]``, at least one.
     """
     if len(groups) == 0:
         raise ConfigurationError("partition Natural() found 0 samples; it needs one group per sample")

@@ -1,4 +1,4 @@
-"""Partitions: how the training data are spread over the clients, also as a file says."""
+"""Partitions of the training data: by rules, or from a file."""
 
 import hashlib
 import json
@@ -22,7 +22,7 @@ Groups = Tensor | Sequence[str] | Sequence[int] | None
 
 
 class Partition(Recorded):
-    """How the training data are spread over the clients.
+    """A rule that assigns the training samples to the clients.
 
     The subclasses wrap the functions of ``~fl_lightning.datamodules.partition``.
     """
@@ -35,11 +35,11 @@ class Partition(Recorded):
         Args:
             labels: Class of each sample, shape ``[N]``.
             num_clients: Number of clients.
-            generator: The source of all random choices.
-            groups: Group of each sample, shape ``[N]``, for data that come in groups.
+            generator: Random number generator of all draws.
+            groups: Group of each sample, shape ``[N]``; None without groups.
 
         Returns:
-            For each client the indices of its samples, int64, ascending.
+            Indices of each client's samples, int64, ascending.
         """
         raise NotImplementedError(
             f"{type(self).__name__} must define __call__(labels, num_clients, generator, groups)"
@@ -61,12 +61,11 @@ class IID(Partition):
 
 
 class Dirichlet(Partition):
-    """Class proportions from a Dirichlet distribution (:func:`~fl_lightning.datamodules.partition.dirichlet`).
+    """Dirichlet class proportions (:func:`~fl_lightning.datamodules.partition.dirichlet`).
 
     Args:
-        alpha: Concentration, above 0; small values give skewed clients.
-        balance: ``"client"`` (Hsu et al. 2019, clients of equal size) or ``"class"`` (each class split,
-            unequal sizes).
+        alpha: Concentration, above 0; the smaller, the more the clients differ.
+        balance: ``"client"`` (Hsu et al. 2019, equal sizes) or ``"class"`` (unequal sizes).
     """
 
     def __init__(self, alpha: float, balance: Balance = "client") -> None:
@@ -82,7 +81,7 @@ class Dirichlet(Partition):
 
 
 class Shards(Partition):
-    """The same share of the classes at every client (:func:`~fl_lightning.datamodules.partition.shards`).
+    """Equally many classes per client (:func:`~fl_lightning.datamodules.partition.shards`).
 
     Args:
         class_fraction: Share of the classes that a client holds, in (0, 1]; 0.2 in the FixBN paper.
@@ -100,10 +99,10 @@ class Shards(Partition):
 
 
 class GammaSimilarity(Partition):
-    """A share of homogeneous data, the rest sorted by class (:func:`~fl_lightning.datamodules.partition.gamma_similarity`).
+    """IID data and sorted data (:func:`~fl_lightning.datamodules.partition.gamma_similarity`).
 
     Args:
-        gamma: Share of homogeneous data, in [0, 1].
+        gamma: Share of IID data, in [0, 1].
     """
 
     def __init__(self, gamma: float) -> None:
@@ -126,19 +125,19 @@ class Natural(Partition):
         """See :meth:`Partition.__call__`; raises a ConfigurationError if the data set has no groups."""
         if groups is None:
             raise ConfigurationError(
-                "partition Natural() needs data that come in groups, and this data set has none; "
-                "use IID, Dirichlet, Shards or GammaSimilarity"
+                "partition Natural() needs groups, but this data set has none; use IID, Dirichlet, Shards or GammaSimilarity"
             )
         return partition.natural(groups)
 
 
 class HonestOnly(Partition):
-    """All data at the honest clients, as in the ByzFL library; attackers, the last clients, get copies.
+    """All data at the honest clients, as in the ByzFL library; the last clients are attackers.
 
-    The copies matter only to attacks that use them. ``Byzantine(clients=attackers)`` names the same clients.
+    Attackers get copies of honest clients' data, for attacks that use data.
+    ``Byzantine(clients=attackers)`` names the same clients.
 
     Args:
-        partition: How the data are spread over the honest clients.
+        partition: Partition of the data over the honest clients.
         attackers: Number of attackers, at least 0.
     """
 
@@ -166,14 +165,14 @@ SPLITS = ("train", "val", "test")
 
 @dataclass(frozen=True)
 class Assignment:
-    """The samples of each client, int64, ascending; test samples count on from the last training sample.
+    """The samples of each client, int64, ascending; test samples follow the training samples.
 
     Attributes:
         ids: Names of the clients in the file.
         train: Training samples of each client, at least one.
         val: Own validation samples of each client.
         test: Own test samples of each client.
-        space: ``"train"``, or ``"train+test"`` if the clients also share the data set's test samples.
+        space: ``"train"``, or ``"train+test"`` if the data set's test samples are assigned, too.
     """
 
     ids: list[str]
@@ -184,7 +183,7 @@ class Assignment:
 
 
 class FromFile(Partition):
-    """The clients of a JSON file that ``partition --save``, or a few lines in another program, write.
+    """The clients of a JSON file, which ``partition --save`` or another program writes.
 
     ::
 
@@ -192,13 +191,12 @@ class FromFile(Partition):
          "labels_sha256": "...", "clients": [{"id": "0", "train": [3, 17], "val": [], "test": [9]}]}
 
     - ``val`` and ``test`` are a client's own evaluation data.
-    - In the space ``train+test`` the numbers of the test samples follow the training samples' numbers; the server's
+    - In the space ``train+test`` the data set's test samples follow its training samples. The server's
       test data are then the clients' test samples and the test samples without a client.
     - ``labels_sha256`` is the digest of the labels in this order (int64, little-endian).
-    - A client has no sample twice. Two clients may share a sample if the file has ``"overlap": true``, but no
-      client evaluates on a sample that a client trains on.
-    - The number of clients is the file's; server validation data (``val_fraction``) are drawn from the training
-      samples without a client.
+    - A client has no sample twice. Two clients share samples only if the file has ``"overlap": true``.
+      No client evaluates on a sample that any client trains on.
+    - ``num_clients`` is ignored. ``val_fraction`` draws from the training samples without a client.
 
     Args:
         path: The file.
@@ -213,8 +211,8 @@ class FromFile(Partition):
         file = user_path("partition.path", path)
         if file.suffix in (".pkl", ".pickle"):
             raise ConfigurationError(
-                f"partition.path: {path} is a pickle, which could run anything and is not read; convert it to JSON in the "
-                "program that wrote it, as docs/data.md shows"
+                f"partition.path: {path} is a pickle, which could run any code; convert it to JSON in the program that wrote "
+                "it, as docs/data.md shows"
             )
         if not file.is_file():
             raise ConfigurationError(
@@ -225,18 +223,18 @@ class FromFile(Partition):
     def __call__(
         self, labels: Tensor, num_clients: int, generator: Generator, groups: Groups = None
     ) -> list[Tensor]:
-        """See :meth:`Partition.__call__`; ``labels`` of all training samples, without own evaluation data."""
+        """See :meth:`Partition.__call__`; a file with the space ``train`` only."""
         return self.assignment(labels, labels[:0]).train
 
     def assignment(self, train_labels: Tensor, test_labels: Tensor) -> Assignment:
-        """Read the file for a data set.
+        """Return the clients of the file.
 
         Args:
             train_labels: Class of each training sample, int64, shape ``[N]``.
             test_labels: Class of each test sample, int64, shape ``[M]``.
 
         Raises:
-            ConfigurationError: The file is of another format or of other data, or its clients are impossible.
+            ConfigurationError: The file has another format, belongs to other data or has invalid clients.
         """
         content = _read(user_path("partition.path", self.path))
         space = str(content.get("space"))

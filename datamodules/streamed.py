@@ -1,4 +1,4 @@
-"""Samples that are read when a batch needs them, with labels or label images."""
+"""Images that are read from disk per batch, with labels or masks."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -21,12 +21,12 @@ from fl_lightning.errors import ConfigurationError
 
 
 class StreamedSamples(Dataset[Batch], ABC):
-    """Samples that a subclass can :meth:`read` and :meth:`finish`; normalised as ``(pixel / 255 - mean) / std``.
+    """Samples read from disk on access; a subclass defines :meth:`read` and :meth:`finish`.
 
     Args:
         mean: Mean of each channel, in [0, 1].
         std: Standard deviation of each channel.
-        threads: Threads that read the samples of a batch.
+        threads: Number of threads that read the samples of a batch.
     """
 
     def __init__(self, mean: Sequence[float], std: Sequence[float], threads: int = 1) -> None:
@@ -35,11 +35,11 @@ class StreamedSamples(Dataset[Batch], ABC):
 
     @abstractmethod
     def read(self, index: int) -> Any:
-        """Read a sample, in any thread: without random numbers."""
+        """Read a sample; called in threads, so it must not draw random numbers."""
 
     @abstractmethod
-    def finish(self, found: Any) -> Batch:
-        """Augment what was read, with torch's global generator, one sample after the other; return image and label."""
+    def finish(self, sample: Any) -> Batch:
+        """Augment a sample, with draws of torch's global generator; return image and label."""
 
     def __getitem__(self, index: int) -> Batch:
         return self.finish(self.read(index))
@@ -49,7 +49,7 @@ class StreamedSamples(Dataset[Batch], ABC):
         if self.threads == 1:
             return [self[index] for index in indices]
         with ThreadPoolExecutor(self.threads) as pool:
-            return [self.finish(found) for found in pool.map(self.read, indices)]
+            return [self.finish(sample) for sample in pool.map(self.read, indices)]
 
     def normalised(self, pixels: Tensor) -> Tensor:
         """Return ``(pixel / 255 - mean) / std``."""
@@ -62,7 +62,7 @@ class StreamedSamples(Dataset[Batch], ABC):
 
 
 class StreamedClient(L.LightningDataModule):
-    """A client whose samples are read when a batch needs them.
+    """A client whose samples are read from disk per batch.
 
     Args:
         samples: The client's samples.
@@ -79,21 +79,21 @@ class StreamedClient(L.LightningDataModule):
 
 
 IGNORED = 255
-"""The label of pixels that do not count."""
+"""Label of the pixels that loss and metrics ignore."""
 
 UNKNOWN = 254
 Pair = tuple[Path, Path]
 
 
 class LabelledImages(StreamedSamples):
-    """Pairs of an image and its mask; an item is a normalised image, float32 ``[3, H, W]``, and labels, uint8 ``[H, W]``.
+    """Normalised images, float32 ``[3, H, W]``, with label images, uint8 ``[H, W]``.
 
     Args:
         samples: Files of the images and of their masks.
-        labels: The label of each value of a mask, uint8 ``[256]``; 254 for a value that a mask may not have.
-        size: Height and width to which both are resized (the mask to the nearest pixel), None to leave them.
-        augment: Applied to an image and its mask together; draws from torch's global generator.
-        **settings: The arguments of :class:`StreamedSamples`.
+        labels: Label of each value of a mask, uint8 ``[256]``; 254 for invalid values.
+        size: Height and width to which image and mask are resized; None for no resizing.
+        augment: Augmentation of an image and its mask; draws from torch's global generator.
+        **settings: Arguments of :class:`StreamedSamples`.
     """
 
     def __init__(
@@ -111,51 +111,51 @@ class LabelledImages(StreamedSamples):
         return len(self.samples)
 
     def read(self, index: int) -> tuple[tv_tensors.Image, tv_tensors.Mask]:
-        """Return an image and its mask of labels."""
+        """Return an image and its label image."""
         path, mask_path = self.samples[index]
         image = tv_tensors.Image(torch.from_numpy(_read(path, "RGB", self.size)).permute(2, 0, 1))
         ids = torch.from_numpy(_read(mask_path, "L", self.size))
         if image.shape[1:] != ids.shape:
             raise ConfigurationError(
-                f"data: {mask_path} is {list(ids.shape)} pixels and its image {list(image.shape[1:])}; they must be equal"
+                f"data: {mask_path} has {list(ids.shape)} pixels, its image {list(image.shape[1:])}; the sizes must be equal"
             )
         labels = self.labels[ids.long()]
         if bool((labels == UNKNOWN).any()):
-            wrong = int(ids[labels == UNKNOWN][0])
+            unknown = int(ids[labels == UNKNOWN][0])
             raise ConfigurationError(
-                f"data: {mask_path} has the label id {wrong}, which is none of the data set's"
+                f"data: {mask_path} has the label id {unknown}, which the data set does not define"
             )
         return image, tv_tensors.Mask(labels)
 
-    def finish(self, found: tuple[tv_tensors.Image, tv_tensors.Mask]) -> Batch:
+    def finish(self, sample: tuple[tv_tensors.Image, tv_tensors.Mask]) -> Batch:
         """Augment image and mask together."""
-        image, mask = found if self.augment is None else self.augment(*found)
+        image, mask = sample if self.augment is None else self.augment(*sample)
         return self.normalised(image.as_subclass(Tensor)), mask.as_subclass(Tensor)
 
 
 def _read(path: Path, mode: str, size: tuple[int, int] | None) -> "np.ndarray[Any, Any]":
-    """Read an image file as uint8 ``[H, W, 3]`` (``"RGB"``) or as the numbers of its pixels, ``[H, W]`` (``"L"``)."""
-    found = read_image(path, "RGB" if mode == "RGB" else None)
-    if mode == "L" and found.mode not in ("L", "P"):
+    """Read an image as uint8 ``[H, W, 3]`` (``"RGB"``), or a mask as uint8 ``[H, W]`` (``"L"``)."""
+    image = read_image(path, "RGB" if mode == "RGB" else None)
+    if mode == "L" and image.mode not in ("L", "P"):
         raise ConfigurationError(
-            f"data: {path} is an image of mode {found.mode}, but a mask has one number of 8 bits for each pixel"
+            f"data: {path} is an image of mode {image.mode}, but a mask has one 8-bit number per pixel"
         )
-    if size is not None and found.size != size[::-1]:
+    if size is not None and image.size != size[::-1]:
         how = Image.Resampling.BILINEAR if mode == "RGB" else Image.Resampling.NEAREST
-        found = found.resize(size[::-1], how)
-    return np.array(found)
+        image = image.resize(size[::-1], how)
+    return np.array(image)
 
 
 def augmentation(
     crop: tuple[int, int] | None, scale: tuple[float, float], flip: bool, jitter: float, size: tuple[int, int]
 ) -> Callable[[Any, Any], Any] | None:
-    """Return random scale, crop and horizontal flip of image and mask together, and colour jitter of the image.
+    """Return an augmentation of image and mask: random scale, crop, flip and colour jitter.
 
     Args:
-        crop: Height and width, None for no crop; missing pixels of a scaled image are black and do not count.
+        crop: Height and width, None for no crop; padding is black and labelled 255.
         scale: Smallest and largest factor on the size.
         flip: Whether each pair is mirrored with probability 1/2.
-        jitter: Jitter of brightness, contrast and saturation, as in torchvision's ``ColorJitter``; 0 for none.
+        jitter: Jitter of brightness, contrast and saturation (torchvision's ``ColorJitter``).
         size: Height and width of the images before augmentation.
     """
     steps: list[Any] = []

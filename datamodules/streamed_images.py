@@ -1,4 +1,4 @@
-"""Image classification data sets that do not fit into memory, such as ImageNet."""
+"""Image classification data sets larger than memory, such as ImageNet."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -25,77 +25,78 @@ Transform = Callable[[Image.Image], Tensor]
 
 
 class ImageStream(StreamedSamples):
-    """The images of class folders; an item is a normalised image, float32 ``[3, H, W]``, and its label.
+    """The normalised images of class folders, float32 ``[3, H, W]``, with their labels.
 
     Args:
         folder: The folder that holds the class folders.
-        classes: Their names in the order of the labels; one that is not there has no image.
-        transform: Makes uint8 ``[3, H, W]`` of an image; draws from torch's global generator.
-        **settings: Those of :class:`~fl_lightning.datamodules.streamed.StreamedSamples`.
+        classes: Names of the class folders in the order of the labels; a folder may be missing.
+        transform: Function from an image to uint8 ``[3, H, W]``; draws from torch's global generator.
+        **settings: Arguments of :class:`~fl_lightning.datamodules.streamed.StreamedSamples`.
 
     Attributes:
-        names: The files of all classes, one class after the other, as bytes: 1.28 million names are 35 MB.
-        labels: The class of each, int64, shape ``[N]``.
+        names: Names of all files, sorted by class, as bytes (1.28 million names are 35 MB).
+        labels: Class of each file, int64, shape ``[N]``.
     """
 
     def __init__(self, folder: Path, classes: Sequence[str], transform: Transform, **settings: Any) -> None:
         super().__init__(**settings)
         self.folder, self.classes, self.transform = folder, classes, transform
-        own = [_image_names(folder / name) for name in classes]
-        self.names = np.concatenate(own)
-        self.labels = torch.arange(len(own)).repeat_interleave(torch.tensor([len(names) for names in own]))
+        names = [_image_names(folder / name) for name in classes]
+        self.names = np.concatenate(names)
+        self.labels = torch.arange(len(names)).repeat_interleave(torch.tensor([len(x) for x in names]))
 
     def __len__(self) -> int:
         return len(self.names)
 
     def path(self, index: int) -> Path:
-        """The file of a sample."""
+        """Return the file of a sample."""
         return self.folder / self.classes[int(self.labels[index])] / os.fsdecode(self.names[int(index)])
 
     def read(self, index: int) -> tuple[Image.Image, Tensor]:
-        """The whole image, as RGB, and its label."""
+        """Return the image as RGB, and its label."""
         return read_image(self.path(index)), self.labels[index]
 
-    def finish(self, found: tuple[Image.Image, Tensor]) -> Batch:
-        """The part that the transform takes, normalised."""
-        image, label = found
+    def finish(self, sample: tuple[Image.Image, Tensor]) -> Batch:
+        """Return the transformed, normalised image and its label."""
+        image, label = sample
         return self.normalised(self.transform(image)), label
 
     def seen_by(self, transform: Transform) -> "ImageStream":
-        """Return the same images with another transform."""
+        """Return a view of the images with another transform."""
         images = copy(self)
         images.transform = transform
         return images
 
     def contents(self) -> str:
-        """Return the digest of names, labels and contents of the files."""
+        """Return a digest of the files' names, labels and contents."""
         files = [self.path(index) for index in range(len(self))]
         return digest(self.names, self.labels, files_digest(files, self.folder))
 
 
 class StreamedImages(PartitionedDataModule):
-    """Images in class folders, ``train/<class>/*.jpg`` and ``test/<class>/*.jpg``, each read when a batch needs it.
+    """Images in ``train/<class>/*.jpg`` and ``test/<class>/*.jpg``, read from disk per batch.
 
-    For data that do not fit into memory (else :class:`~fl_lightning.datamodules.folders.ImageFolder` is faster).
-    Threads decode a batch, and only a batch is held. Training images are a random part (``RandomResizedCrop``),
-    mirrored at random: a function of seed, client and step. For the evaluation the shorter side is resized to 8/7
-    of ``image_size`` and the centre taken: 256 and 224 pixels. Without class folders in ``test/``, ``val/`` is the
-    test set.
+    For data larger than memory; for smaller data
+    :class:`~fl_lightning.datamodules.folders.ImageFolder` is faster. Training images are
+    ``RandomResizedCrop`` and a random flip, functions of (seed, client, step). For evaluation the
+    shorter side is resized to ``image_size * 8 / 7`` (256 for 224) and the centre is cropped.
+    Without class folders in ``test/``, ``val/`` is the test set.
 
     Args:
         data_dir: The folder that holds ``train`` and ``test``.
-        image_size: Height and width of what a model sees, in pixels.
-        crop_scale: Smallest and largest share of an image's area that a training image shows.
+        image_size: Height and width of the model's input in pixels.
+        crop_scale: Smallest and largest share of an image's area in a random crop.
         horizontal_flip: Whether each training image is mirrored with probability 1/2.
-        threads: Threads that decode images.
+        threads: Number of threads that decode images.
         eval_batch_size: Images in a batch of the server's evaluation.
-        mean: Mean of each channel, in [0, 1]; by default ImageNet's.
-        std: Standard deviation of each channel.
-        **settings: The others of :class:`~fl_lightning.datamodules.distribution.PartitionedDataModule`.
+        mean: Mean of each channel, in [0, 1]; default ImageNet's.
+        std: Standard deviation of each channel; default ImageNet's.
+        **settings: Settings of
+            :class:`~fl_lightning.datamodules.distribution.PartitionedDataModule`.
 
     Raises:
-        ConfigurationError: The folder is missing or laid out otherwise, a setting is out of its range, or (when a
-            batch needs it) an image cannot be read.
+        ConfigurationError: The folder is missing or has another layout, a setting is out of its
+            range, or (while training) an image cannot be read.
     """
 
     in_channels = 3
@@ -133,10 +134,11 @@ class StreamedImages(PartitionedDataModule):
         )
 
     def setup(self, stage: str) -> None:
-        """List the files and partition them, once; ``"fit"`` checks that every client can fill a batch.
+        """List and partition the files, once; for ``"fit"`` check that every client fills a batch.
 
         Raises:
-            ConfigurationError: A class has no training image, there is no test image, or the partition is impossible.
+            ConfigurationError: A class has no training image, there is no test image, or the
+                partition is impossible.
         """
         if not self._clients:
             self.train_images = self._images(self.folders.train_folder, self._augment)
@@ -146,7 +148,7 @@ class StreamedImages(PartitionedDataModule):
             found = self.distribute(self.train_images.labels, self.test_images.labels)
             if any(map(len, found.own.values())) or len(found.test) < len(self.test_images):
                 raise ConfigurationError(
-                    f"{self.partition} gives clients evaluation data of their own, which {type(self).__name__} has not; leave "
+                    f"{self.partition} gives clients their own evaluation data, which {type(self).__name__} cannot use; leave "
                     "val and test of the file empty"
                 )
             self.val_images = _part(self.train_images.seen_by(self._plain), found.val)
@@ -167,11 +169,11 @@ class StreamedImages(PartitionedDataModule):
         return DataLoader(self.test_images, self.eval_batch_size)
 
     def evaluation_digests(self) -> list[str]:
-        """The digest of the test images, and of which others are validation images."""
+        """Return the digest of the test images and of the indices of the validation images."""
         return [digest(self.test_images.contents(), self.val_images.indices)]
 
     def fingerprint(self) -> dict[str, str]:
-        """Return the digests of the files, of labels, and of who has which."""
+        """Return digests of the training data, the evaluation data and the partition."""
         return {
             "training": self.train_images.contents(),
             "evaluation": self.evaluation_digests()[0],
@@ -192,14 +194,14 @@ class StreamedImages(PartitionedDataModule):
 
 
 class ImageNet(StreamedImages):
-    """ImageNet-1K (Russakovsky et al. 2015): 1.28 million images in 1,000 classes, 50,000 for testing; also a part of its classes.
+    """ImageNet-1K (Russakovsky et al. 2015), or a subset of its classes; no download.
 
-    The files are ``train/<wnid>/*.JPEG`` and ``val/<wnid>/*.JPEG``, torchvision's layout: the images of ``val`` are
-    sorted into folders, too. Nothing is downloaded.
+    It has 1.28 million training and 50,000 test images in 1,000 classes. The files are
+    ``train/<wnid>/*.JPEG`` and ``val/<wnid>/*.JPEG``, as for torchvision.
 
     Args:
         data_dir: The folder that holds ``train`` and ``val``.
-        **settings: Those of :class:`~fl_lightning.datamodules.streamed_images.StreamedImages`.
+        **settings: Settings of :class:`~fl_lightning.datamodules.streamed_images.StreamedImages`.
     """
 
     def __init__(self, data_dir: str = "data/imagenet", **settings: Any) -> None:
@@ -207,9 +209,9 @@ class ImageNet(StreamedImages):
 
 
 def _image_names(folder: Path) -> "np.ndarray[Any, Any]":
-    """The image files below a folder in alphabetical order, as bytes; none where it is not there."""
+    """Return the sorted relative paths of all images below a folder, as bytes."""
     return np.array(sorted(map(os.fsencode, image_names(folder))), dtype="S")
 
 
 def _part(images: ImageStream, indices: Tensor) -> Subset[Batch]:
-    return Subset(images, indices)  # type: ignore[arg-type]  # a tensor does as a sequence of integers, in an eighth of the memory
+    return Subset(images, indices)  # type: ignore[arg-type]  # a tensor needs an eighth of a list's memory

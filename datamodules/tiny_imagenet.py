@@ -14,17 +14,17 @@ from fl_lightning.errors import ConfigurationError
 
 
 def fetch_archive(url: str, md5: str, target: Path) -> None:
-    """Download an archive, with its progress on the terminal, check it, and unpack its only folder as ``target``.
+    """Download an archive with one top-level folder, check its MD5 and unpack it as ``target``.
 
-    The folder gets its name once it is complete: an interrupted download leaves nothing.
+    The target appears once it is complete; an interrupted download leaves no files.
 
     Args:
-        url: The archive's address.
-        md5: The MD5 of the archive.
-        target: The folder that the archive becomes; its parent exists.
+        url: Address of the archive.
+        md5: MD5 of the archive.
+        target: Path of the unpacked folder; its parent exists.
 
     Raises:
-        ConfigurationError: The archive cannot be fetched, is another one or cannot be unpacked there.
+        ConfigurationError: The archive cannot be downloaded, has another MD5 or cannot be unpacked.
     """
     from torchvision.datasets.utils import check_md5, extract_archive  # takes seconds to import
 
@@ -48,25 +48,25 @@ LAYOUT = "train/<wnid>/images/*.JPEG, val/images/*.JPEG and val/val_annotations.
 
 
 class TinyImageNet(ImageFiles):
-    """Colour images of 64x64 pixels in 200 classes of ImageNet (Le, Yang 2015): 100,000 for training, 10,000 for testing.
+    """100,000 training and 10,000 test images, RGB 64x64, 200 classes of ImageNet (Le, Yang 2015).
 
-    The layout is ``tiny-imagenet-200.zip``'s, which is fetched if ``download`` is set. The archive's ``val`` is the
-    test set, with the labels of ``val_annotations.txt``; the labels of its ``test`` are not public. The classes are
-    the folders of ``train`` in alphabetical order, named by the first words of ``words.txt`` if it exists.
+    The layout is that of ``tiny-imagenet-200.zip``. Its ``val`` is the test set, because the labels
+    of ``test`` are not public. The classes are the folders of ``train`` in alphabetical order. Their
+    names are the first words in ``words.txt`` if the file exists.
 
     Args:
         data_dir: The folder ``tiny-imagenet-200``.
-        image_size: Height and width in pixels to which the images are resized, for reduced runs; 64 leaves them.
-        download: Fetch the data set (248 MB) into ``data_dir`` where it is not there.
-        **settings: Those of :class:`~fl_lightning.datamodules.image_files.ImageFiles`.
+        image_size: Height and width of the images in pixels; smaller for reduced runs.
+        download: Whether missing files (248 MB) are downloaded into ``data_dir``.
+        **settings: Settings of :class:`~fl_lightning.datamodules.image_files.ImageFiles`.
 
     Attributes:
-        url: The address of the archive.
-        md5: The MD5 of the archive.
+        url: Address of the archive.
+        md5: MD5 of the archive.
 
     Raises:
-        ConfigurationError: The folder is missing or laid out otherwise, a setting is out of its range, or (in
-            ``setup``) an image cannot be read.
+        ConfigurationError: The folder is missing or has another layout, a setting is out of its
+            range, or (in ``setup``) an image cannot be read.
     """
 
     num_classes: int
@@ -91,15 +91,15 @@ class TinyImageNet(ImageFiles):
         return self.data_dir / "val" / "val_annotations.txt"
 
     def prepare_data(self) -> None:
-        """Download the data set if asked and needed; build the cache of decoded images."""
+        """Download missing files if ``download`` is set, and build the cache of decoded images."""
         if self.download and not self._annotations.is_file():
-            with building(self.data_dir):  # of two runs that start together one downloads
+            with building(self.data_dir):  # only one of two concurrent runs downloads
                 if not self._annotations.is_file():
                     fetch_archive(self.url, self.md5, self.data_dir)
         super().prepare_data()
 
     def load(self) -> ImageData:
-        """Read the images, from the cache where it is up to date.
+        """Return the images, from the cache if it is valid.
 
         Raises:
             ConfigurationError: An image is missing or cannot be read, or a class is unknown.
@@ -112,9 +112,9 @@ class TinyImageNet(ImageFiles):
         self._wnids = subfolders(self.data_dir / "train")
         if not self._wnids or not self._annotations.is_file():
             missing = "val/val_annotations.txt" if self._wnids else "train/<wnid>/"
-            found = f"holds no {missing}" if self.data_dir.is_dir() else "does not exist"
+            state = f"holds no {missing}" if self.data_dir.is_dir() else "does not exist"
             raise ConfigurationError(
-                f"data_dir={self.data_dir} {found}; expected the layout {LAYOUT}: unpack {self.url} and set data_dir to its folder, "
+                f"data_dir={self.data_dir} {state}; expected the layout {LAYOUT}: unpack {self.url} and set data_dir to its folder, "
                 "or set download: true"
             )
         self.num_classes = len(self._wnids)
@@ -129,20 +129,22 @@ class TinyImageNet(ImageFiles):
         return files
 
     def _test_images(self) -> list[tuple[Path, int]]:
-        labels, found = {wnid: label for label, wnid in enumerate(self._wnids)}, []
+        labels = {wnid: label for label, wnid in enumerate(self._wnids)}
+        samples = []
         for number, line in enumerate(self._annotations.read_text().splitlines(), 1):
             name, _, rest = line.partition("\t")
             wnid, path = rest.partition("\t")[0], self.data_dir / "val" / "images" / name
             if wnid not in labels or not path.is_file():
-                wrong = f"{name}, which val/images/ has not"
-                wrong = f"the class {wnid!r}, which train/ has not" if path.is_file() else wrong
-                raise ConfigurationError(
-                    f"data: line {number} of {self._annotations} has {wrong}; expected {LAYOUT}"
+                missing = (
+                    f"the class {wnid!r}, which train/" if path.is_file() else f"{name}, which val/images/"
                 )
-            found.append((path, labels[wnid]))
-        if not found:
+                raise ConfigurationError(
+                    f"data: line {number} of {self._annotations} has {missing} has not; expected {LAYOUT}"
+                )
+            samples.append((path, labels[wnid]))
+        if not samples:
             raise ConfigurationError(f"data: {self._annotations} names no image; expected {LAYOUT}")
-        return found
+        return samples
 
     def _names(self) -> list[str]:
         words = self.data_dir / "words.txt"

@@ -1,4 +1,4 @@
-"""Image classification data sets that torchvision reads and downloads, and CIFAR-10 also from class folders."""
+"""Image classification data sets of torchvision; CIFAR-10 also from class folders."""
 
 from contextlib import nullcontext
 from importlib import import_module
@@ -21,22 +21,23 @@ from fl_lightning.randomness import generator
 
 
 class TorchvisionImages(InMemoryDataModule):
-    """Any labelled data set of ``torchvision.datasets`` with a training and a test part, such as SVHN or STL10.
+    """A labelled data set of ``torchvision.datasets`` with training and test part, such as SVHN.
 
-    Nothing is downloaded unless ``download`` is set; the files lie where torchvision puts them. Images become
-    greyscale or RGB, of one size. The normalisation has the training images' mean and standard deviation.
+    The shorter side of an image is resized to ``image_size`` and the centre is cropped. Images are
+    normalised by the mean and standard deviation of the training images.
 
     Args:
         dataset: Name of the class, such as ``"SVHN"``; its constructor takes ``train`` or ``split``.
         num_classes: Number of classes.
         data_dir: The folder that torchvision calls ``root``.
-        download: Fetch the data set into ``data_dir`` where it is not there.
-        image_size: Height and width in pixels to which the shorter side is resized, and which the centre is cropped to.
-        in_channels: 3 for colours, 1 for greyscale.
-        **settings: Those of :class:`~fl_lightning.datamodules.in_memory.InMemoryDataModule`.
+        download: Whether missing files are downloaded into ``data_dir``.
+        image_size: Height and width of the images in pixels.
+        in_channels: 3 for RGB, 1 for greyscale.
+        **settings: Settings of :class:`~fl_lightning.datamodules.in_memory.InMemoryDataModule`.
 
     Raises:
-        ConfigurationError: There is no such data set, its files are missing or damaged, or a setting is out of its range.
+        ConfigurationError: There is no such data set, its files are missing or damaged, or a
+            setting is out of its range.
     """
 
     num_classes: int
@@ -63,21 +64,20 @@ class TorchvisionImages(InMemoryDataModule):
         self.in_channels = in_channels
         self._parts: list[dict[str, Any]] = []
         if not download:
-            self._files(0)  # say at once what is missing
+            self._files(0)  # report missing files at once, before setup
 
     def prepare_data(self) -> None:
-        """Download the data set where that is asked for and needed."""
+        """Download missing files if ``download`` is set."""
         if self.download and not self.clients:
-            with building(self.data_dir / self.dataset):  # of two runs that start together one downloads
+            with building(self.data_dir / self.dataset):  # only one of two concurrent runs downloads
                 self._files(0, download=True), self._files(1, download=True)
 
     def load(self) -> ImageData:
-        """Read the images."""
-        (images, labels), (test_images, test_labels) = (self._tensors(self._files(part)) for part in (0, 1))
-        return ImageData(images, labels, test_images, test_labels)
+        """Return the images."""
+        return ImageData(*self._tensors(self._files(0)), *self._tensors(self._files(1)))
 
     def _files(self, part: int, download: bool = False) -> Any:
-        """The training (0) or test (1) part of torchvision's data set."""
+        """Return the training (0) or test (1) part of torchvision's data set."""
         kind: Any = getattr(import_module("torchvision.datasets"), self.dataset, None)
         names = signature(kind).parameters if callable(kind) else {}
         if not {"train", "split"} & set(names):
@@ -103,25 +103,25 @@ class TorchvisionImages(InMemoryDataModule):
         labels = torch.empty(len(files), dtype=torch.int64)
 
         def image(index: int) -> Image.Image:
-            found, labels[index] = files[index]
-            if not isinstance(found, Image.Image):
+            sample, labels[index] = files[index]
+            if not isinstance(sample, Image.Image):
                 raise ConfigurationError(
-                    f"dataset: {self.dataset} has {type(found).__name__} where images are wanted"
+                    f"dataset: the samples of {self.dataset} are {type(sample).__name__}, not images; use another data set"
                 )
-            return square(converted(found, mode), self.image_size)
+            return square(converted(sample, mode), self.image_size)
 
         images = map(image, range(len(files)))
         return stacked(images, len(files), self.in_channels, self.image_size), labels
 
 
 class CIFAR100(TorchvisionImages):
-    """60,000 colour images of 32x32 pixels in 100 classes (Krizhevsky 2009): 50,000 for training, 10,000 for testing.
+    """50,000 training and 10,000 test images, RGB 32x32, in 100 classes (Krizhevsky 2009).
 
     Args:
         data_dir: The folder that holds ``cifar-100-python``.
-        download: Fetch the data set (169 MB) into ``data_dir`` where it is not there.
-        image_size: Height and width in pixels to which the images are resized, for reduced runs; 32 leaves them.
-        **settings: Those of :class:`~fl_lightning.datamodules.in_memory.InMemoryDataModule`.
+        download: Whether missing files (169 MB) are downloaded into ``data_dir``.
+        image_size: Height and width of the images in pixels; smaller for reduced runs.
+        **settings: Settings of :class:`~fl_lightning.datamodules.in_memory.InMemoryDataModule`.
     """
 
     def __init__(
@@ -131,13 +131,13 @@ class CIFAR100(TorchvisionImages):
 
 
 class FashionMNIST(TorchvisionImages):
-    """70,000 greyscale images of 28x28 pixels in 10 kinds of clothes (Xiao et al. 2017): 60,000 for training, 10,000 for testing.
+    """60,000 training and 10,000 test images of clothes, greyscale 28x28 (Xiao et al. 2017).
 
     Args:
         data_dir: The folder that holds ``FashionMNIST/raw`` with the four IDX files, unpacked.
-        download: Fetch the data set (31 MB) into ``data_dir`` where it is not there.
-        image_size: Height and width in pixels to which the images are resized; 28 leaves them.
-        **settings: Those of :class:`~fl_lightning.datamodules.in_memory.InMemoryDataModule`.
+        download: Whether missing files (31 MB) are downloaded into ``data_dir``.
+        image_size: Height and width of the images in pixels.
+        **settings: Settings of :class:`~fl_lightning.datamodules.in_memory.InMemoryDataModule`.
     """
 
     class_names = (
@@ -155,22 +155,21 @@ class FashionMNIST(TorchvisionImages):
 
 
 class CIFAR10(ImageFiles):
-    """60,000 colour images of 32x32 pixels in 10 classes (Krizhevsky 2009): 50,000 for training, 10,000 for testing.
-
-    They are read from ``data_dir/cifar-10-batches-py``, torchvision's place, or from class folders
-    ``data_dir/train/<class>/*`` and ``data_dir/test/<class>/*``. Nothing is downloaded unless ``download`` is set.
+    """50,000 training and 10,000 test images, RGB 32x32, in 10 classes (Krizhevsky 2009).
 
     Args:
-        data_dir: The folder that holds ``cifar-10-batches-py`` or the class folders.
-        download: Fetch the data set with torchvision (170 MB) into ``data_dir`` if it holds neither.
-        image_size: Height and width in pixels to which the images are resized, for reduced runs; 32 leaves them.
+        data_dir: The folder that holds ``cifar-10-batches-py`` (torchvision's layout), or
+            ``train/<class>/*`` and ``test/<class>/*``.
+        download: Whether missing files (170 MB) are downloaded into ``data_dir``.
+        image_size: Height and width of the images in pixels; smaller for reduced runs.
         num_clients: Number of clients, 5 in the FixBN paper.
-        crop_padding: Black border in pixels for random crops, 0 for no crops; FixBN pads by 2, FedTAN by 4.
+        crop_padding: Black border in pixels for random crops, 0 for no crops; FixBN pads by 2,
+            FedTAN by 4.
         horizontal_flip: Whether training images are flipped with probability 1/2.
-        **settings: The others of :class:`~fl_lightning.datamodules.image_files.ImageFiles`.
+        **settings: Settings of :class:`~fl_lightning.datamodules.image_files.ImageFiles`.
 
     Raises:
-        ConfigurationError: The data are not there or damaged, or a setting is out of its range.
+        ConfigurationError: The data are missing or damaged, or a setting is out of its range.
     """
 
     num_classes = 10
@@ -201,7 +200,7 @@ class CIFAR10(ImageFiles):
             )
 
     def prepare_data(self) -> None:
-        """Download the data set if asked and needed; build the cache of decoded images, unless they are in memory."""
+        """Download missing files if ``download`` is set, or cache the class folders' images."""
         if self.clients:
             return
         if self.folders is not None:
@@ -210,10 +209,10 @@ class CIFAR10(ImageFiles):
             self._torchvision_files(download=True)
 
     def load(self) -> ImageData:
-        """Read the images.
+        """Return the images.
 
         Raises:
-            ConfigurationError: A file cannot be read or is damaged.
+            ConfigurationError: A file is damaged or cannot be read.
         """
         if self.folders is not None:
             return self.read(*self.folders.samples(self.class_names, generator(self.seed, "test split")))
@@ -243,7 +242,7 @@ class CIFAR10(ImageFiles):
         from torchvision.datasets import CIFAR10 as Files  # takes seconds to import
 
         try:
-            # of two runs that start together one downloads
+            # only one of two concurrent runs downloads
             with building(self._pickles) if download else nullcontext():
                 train = Files(str(self.data_dir), train=True, download=download)
             return train, Files(str(self.data_dir), train=False)

@@ -152,7 +152,7 @@ def test_wrong_settings_and_layouts_are_one_line(root, tmp_path):
     with pytest.raises(ConfigurationError, match=r"holds no leftImg8bit/train/"):
         Cityscapes(str(tmp_path))
     with pytest.raises(
-        ConfigurationError, match=r"evaluation_cities: 'bern' is none of the cities of train: aachen"
+        ConfigurationError, match=r"evaluation_cities: 'bern' is not a city of train; use aachen"
     ):
         made(root, evaluation_cities=["bern"])
     with pytest.raises(ConfigurationError, match=r"batch_size=5 is more than the 4 images of client bochum"):

@@ -127,9 +127,12 @@ def test_a_label_of_another_kind_is_numbered_in_its_order(library, tmp_path):
             r"image_column: 'image' is no column, .* set one of img, label, who, word, gap, hole, pair",
         ),
         ({"group_column": "writer"}, r"group_column: 'writer' is no column"),
-        ({"label_column": "gap"}, r"the column 'gap' of .*set has the value nan, which names nothing"),
-        ({"label_column": "hole"}, r"the column 'hole' of .*set has the value None, which names nothing"),
-        ({"group_column": "pair"}, r"the column 'pair' of .*set has the value \[0\], which names nothing"),
+        ({"label_column": "gap"}, r"the column 'gap' of .*set has the value nan, which is no valid value"),
+        ({"label_column": "hole"}, r"the column 'hole' of .*set has the value None, which is no valid value"),
+        (
+            {"group_column": "pair"},
+            r"the column 'pair' of .*set has the value \[0\], which is no valid value",
+        ),
         (
             {"image_column": "word"},
             r"image 0 of train in .* cannot be read|image_column: 'word' holds no images",

@@ -85,10 +85,10 @@ def _remove(folder):
 @pytest.mark.parametrize(
     ("spoil", "place", "what"),
     [
-        (lambda path: path.symlink_to("gone.png"), "train/ant/odd.png", "which is no file that can be read"),
-        (os.mkfifo, "train/ant/odd.png", "which is no file that can be read"),
-        (lambda path: path.symlink_to(".."), "train/ant/back", "a link to the folder .* that it lies in"),
-        (lambda path: path.symlink_to("."), "train/ant/back", "a link to the folder .* that it lies in"),
+        (lambda path: path.symlink_to("gone.png"), "train/ant/odd.png", "which is no readable file"),
+        (os.mkfifo, "train/ant/odd.png", "which is no readable file"),
+        (lambda path: path.symlink_to(".."), "train/ant/back", "a link to the folder .* that contains it"),
+        (lambda path: path.symlink_to("."), "train/ant/back", "a link to the folder .* that contains it"),
     ],
 )
 def test_what_is_no_image_is_named(tree, spoil, place, what):

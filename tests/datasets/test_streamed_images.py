@@ -182,7 +182,7 @@ def test_what_holds_no_image_is_named(root, split, message):
 
 def test_a_link_that_leads_back_is_named_and_not_followed_for_ever(root):
     (root / "train" / "n02" / "back").symlink_to(root / "train" / "n02")
-    with pytest.raises(ConfigurationError, match=r"a link to the folder .*n02 that it lies in"):
+    with pytest.raises(ConfigurationError, match=r"a link to the folder .*n02 that contains it"):
         made(root)
 
 
