@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 
 from fl_lightning.client_data.federated import FederatedDataModule, PartitionRecord
 from fl_lightning.client_data.fingerprint import files_digest
+from fl_lightning.datamodules.image_files import wrong_layout
 from fl_lightning.datamodules.images import Batch
 from fl_lightning.datamodules.streamed import (
     IGNORED,
@@ -120,11 +121,8 @@ class Cityscapes(FederatedDataModule):
             raise ConfigurationError(f"scale must be two factors such as [0.5, 1.5], found {list(scale)}")
         self.data_dir = Path(data_dir).expanduser()
         if not (self.data_dir / "leftImg8bit" / "train").is_dir():
-            state = "holds no leftImg8bit/train/" if self.data_dir.is_dir() else "does not exist"
-            raise ConfigurationError(
-                f"data_dir={self.data_dir} {state}; expected the layout {LAYOUT}: unpack the data set there, or set data_dir to where "
-                "it lies"
-            )
+            expected = f"the layout {LAYOUT}: unpack the data set there, or set data_dir to where it lies"
+            raise wrong_layout(self.data_dir, "leftImg8bit/train/", expected)
         self.split_file, self.batch_size, self.eval_batch_size = split_file, batch_size, eval_batch_size
         if evaluation_cities:
             self.drawn_splits = ("val", "test")
@@ -194,9 +192,7 @@ class Cityscapes(FederatedDataModule):
             for folder in folders
         }
         if not any(cities.values()):
-            raise ConfigurationError(
-                f"data_dir={self.data_dir} has no image in leftImg8bit/{split}/; expected {LAYOUT}"
-            )
+            raise wrong_layout(self.data_dir, f"image in leftImg8bit/{split}/", LAYOUT)
         return {city: pairs for city, pairs in cities.items() if pairs}
 
     def _pair(self, image: Path, mask: Path | None = None) -> Pair:

@@ -3,13 +3,14 @@
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from fl_lightning.client_data.federated import FederatedDataModule, PartitionRecord
-from fl_lightning.datamodules.images import ImageData, balanced_subset
+from fl_lightning.datamodules.images import Batch, ImageData, balanced_subset
 from fl_lightning.datamodules.partition import natural
 from fl_lightning.datamodules.partitions import FORMAT, IID, FromFile, Natural, Partition, labels_sha256
 from fl_lightning.errors import ConfigurationError, check_at_least
@@ -114,6 +115,8 @@ class PartitionedDataModule(FederatedDataModule):
 
     distribution: Distribution
     default_partition: type[Partition] = IID
+    val_images: Any
+    test_images: Any
 
     def __init__(
         self,
@@ -150,6 +153,32 @@ class PartitionedDataModule(FederatedDataModule):
     def samples_per_step(self, client_id: int) -> float:
         """Return the number of training samples in a client's batch."""
         return self.batch_size
+
+    def setup(self, stage: str) -> None:
+        """Load and partition the data, once; for ``"fit"`` check that every client fills a batch.
+
+        Raises:
+            ConfigurationError: The data are incomplete, the partition is impossible, the validation
+                set would be empty, or a client has fewer samples than a batch.
+        """
+        if not self.clients:
+            self._make_clients()
+        if stage == "fit":
+            self._check_client_sizes()
+
+    def val_dataloader(self) -> DataLoader[Batch]:
+        """Return the server's validation data, or its test data if ``fit_split`` is ``"test"``."""
+        return self._evaluation_loader(self.val_images if self.val_fraction > 0 else self.test_images)
+
+    def test_dataloader(self) -> DataLoader[Batch]:
+        """Return the server's test data."""
+        return self._evaluation_loader(self.test_images)
+
+    def _make_clients(self) -> None:
+        raise NotImplementedError(f"{type(self).__name__} must define setup(stage)")
+
+    def _evaluation_loader(self, images: Any) -> DataLoader[Batch]:
+        return DataLoader(images, self.eval_batch_size)
 
     def describe_partition(self) -> str:
         """Return partition and number of clients: ``"Shards(class_fraction=0.2), 5 clients"``."""

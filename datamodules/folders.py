@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from fl_lightning.datamodules.image_files import ImageFiles, list_images, subfolders
+from fl_lightning.datamodules.image_files import ImageFiles, list_images, subfolders, wrong_layout
 from fl_lightning.datamodules.images import ImageData, balanced_subset
 from fl_lightning.datamodules.partitions import Natural
 from fl_lightning.errors import ConfigurationError
@@ -57,9 +57,7 @@ class ClassFolders:
         for name in self.classes:
             if classes.index(name) not in present:
                 place = (self.train_folder / name).relative_to(self.data_dir)
-                raise ConfigurationError(
-                    f"data_dir={self.data_dir} has no image in {place}; expected {self.layout}"
-                )
+                raise wrong_layout(self.data_dir, f"image in {place}", self.layout)
         if self.test_fraction is None:
             test = self._images(self.test_folder, classes)
         else:
@@ -68,9 +66,9 @@ class ClassFolders:
             test = [sample for index, sample in enumerate(train) if index in chosen]
             train = [sample for index, sample in enumerate(train) if index not in chosen]
         if not test or not train:
-            what = f"left for both parts with test_fraction={self.test_fraction}"
-            what = f"in {self.test_folder.name}/" if self.test_fraction is None else what
-            raise ConfigurationError(f"data_dir={self.data_dir} has no image {what}; expected {self.layout}")
+            both = f"for both training and test with test_fraction={self.test_fraction}"
+            where = f"in {self.test_folder.name}/" if self.test_fraction is None else both
+            raise wrong_layout(self.data_dir, f"image {where}", self.layout)
         return train, test
 
     def _images(self, folder: Path, classes: Sequence[str]) -> list[Sample]:
@@ -87,12 +85,9 @@ class ClassFolders:
             )
         if not names:
             place = "" if train == self.data_dir else " in train/"
-            found = "holds no train/" if self.data_dir.is_dir() else "does not exist"
-            found = f"holds no class folder{place}" if train.is_dir() else found
-            raise ConfigurationError(
-                f"data_dir={self.data_dir} {found}; expected the layout {self.layout}: unpack the data set there, "
-                "one folder per class, or set data_dir to where it lies"
-            )
+            missing = f"class folder{place}" if train.is_dir() else "train/"
+            remedy = "unpack the data set there, one folder per class, or set data_dir to where it lies"
+            raise wrong_layout(self.data_dir, missing, f"the layout {self.layout}: {remedy}")
         return names
 
     def _test_folder(self) -> Path:
@@ -126,7 +121,7 @@ class ImageFolder(ImageFiles):
 
     Raises:
         ConfigurationError: The folder is missing or has another layout, a setting is out of its
-            range, or (in ``setup``) an image cannot be read.
+            range, or (in ``setup``) an image cannot be read or a class has no training image.
     """
 
     num_classes: int
@@ -142,12 +137,7 @@ class ImageFolder(ImageFiles):
         self.num_classes = len(self.class_names)
 
     def load(self) -> ImageData:
-        """Return the images, from the cache if it is valid.
-
-        Raises:
-            ConfigurationError: An image cannot be read, a class has no training image, or there is
-                no test image.
-        """
+        """Return the images, from the cache if it is valid."""
         return self.read(*self.folders.samples(self.folders.classes, generator(self.seed, "test split")))
 
 
@@ -168,7 +158,8 @@ class ImageDomains(ImageFiles):
 
     Raises:
         ConfigurationError: The folder is missing or has another layout, a setting is out of its
-            range, or (in ``setup``) an image cannot be read.
+            range, or (in ``setup``) an image cannot be read, a domain's class has no training image
+            or a domain has no test image.
     """
 
     num_classes: int
@@ -180,11 +171,8 @@ class ImageDomains(ImageFiles):
         super().__init__(data_dir, image_size, **settings)
         domains = subfolders(self.data_dir)
         if not domains:
-            found = "holds no folder" if self.data_dir.is_dir() else "does not exist"
-            raise ConfigurationError(
-                f"data_dir={self.data_dir} {found}; expected a folder for each domain, each with {LAYOUT}, or with "
-                "<class>/*.jpg and test_fraction set"
-            )
+            layouts = f"{LAYOUT}, or with <class>/*.jpg and test_fraction set"
+            raise wrong_layout(self.data_dir, "folder", f"a folder for each domain, each with {layouts}")
         self.domains = {name: ClassFolders(self.data_dir / name, test_fraction) for name in domains}
         if test_fraction is not None:
             self.drawn_splits = ("val", "test")
@@ -192,12 +180,7 @@ class ImageDomains(ImageFiles):
         self.class_names, self.num_classes = self._classes, len(self._classes)
 
     def load(self) -> ImageData:
-        """Return the images, from the cache if it is valid.
-
-        Raises:
-            ConfigurationError: An image cannot be read, a domain's class has no training image, or
-                a domain has no test image.
-        """
+        """Return the images, from the cache if it is valid."""
         parts = [
             folders.samples(self._classes, generator(self.seed, "test split", domain))
             for domain, folders in enumerate(self.domains.values())

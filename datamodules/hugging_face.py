@@ -12,7 +12,7 @@ import PIL.Image
 import torch
 from torch import Tensor
 
-from fl_lightning.datamodules.image_files import ImageFiles, cached_tensors, read_image, square, stacked
+from fl_lightning.datamodules.image_files import ImageFiles, cached_tensors, decode, stacked, wrong_layout
 from fl_lightning.datamodules.images import ImageData
 from fl_lightning.errors import ConfigurationError
 
@@ -81,11 +81,7 @@ class HuggingFaceImages(ImageFiles):
         self.num_classes = len(self.class_names)
 
     def load(self) -> ImageData:
-        """Return the images, from the cache if it is valid.
-
-        Raises:
-            ConfigurationError: An image cannot be read.
-        """
+        """Return the images, from the cache if it is valid."""
         files = [file for split in self._splits.values() for file in self._files(split)]
         kind = "-".join((*self._splits.values(), self._image, f"{self.image_size}px"))
         images = cached_tensors(files, self.data_dir, self.cache_file(kind), self._read)
@@ -102,10 +98,8 @@ class HuggingFaceImages(ImageFiles):
         listed = (sorted(self.data_dir.glob(pattern.format(split))) for pattern in patterns)
         files = next(filter(None, listed), [])
         if not files:
-            state = f"holds no {split}" if self.data_dir.is_dir() else "does not exist"
-            raise ConfigurationError(
-                f"data_dir={self.data_dir} {state}; expected {LAYOUT}: set data_dir, train_split and test_split"
-            )
+            expected = f"{LAYOUT}: set data_dir, train_split and test_split"
+            raise wrong_layout(self.data_dir, split, expected)
         return files
 
     def _open(self, split: str, columns: list[str] | None = None) -> Any:
@@ -171,8 +165,6 @@ class HuggingFaceImages(ImageFiles):
         def image(index: int, row: Any) -> PIL.Image.Image:
             encoded = row[self._image] or {"bytes": b"", "path": None}
             file = Path(encoded["path"]) if encoded["bytes"] is None else BytesIO(encoded["bytes"])
-            return square(
-                read_image(file, name=f"image {index} of {split} in {self.data_dir}"), self.image_size
-            )
+            return decode(file, self.image_size, f"image {index} of {split} in {self.data_dir}")
 
         return stacked(itertools.starmap(image, enumerate(files)), len(part), 3, self.image_size)

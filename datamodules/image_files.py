@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fl_lightning.datamodules.images import ImageData
 from fl_lightning.datamodules.in_memory import InMemoryDataModule
-from fl_lightning.errors import ConfigurationError
+from fl_lightning.errors import ConfigurationError, check_at_least
 from fl_lightning.files import atomic_write, missing_folders, remove_empty, unwritable
 
 SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
@@ -54,6 +54,12 @@ def subfolders(folder: Path) -> list[str]:
     """Return the sorted names of the visible folders in a folder; [] if the folder is missing."""
     entries = folder.iterdir() if folder.is_dir() else ()
     return sorted(entry.name for entry in entries if entry.is_dir() and not entry.name.startswith("."))
+
+
+def wrong_layout(data_dir: Path, missing: str, expected: str) -> ConfigurationError:
+    """Return the error of a data set's folder that does not exist or lacks ``missing``."""
+    state = f"holds no {missing}" if data_dir.is_dir() else "does not exist"
+    return ConfigurationError(f"data_dir={data_dir} {state}; expected {expected}")
 
 
 def converted(image: Image.Image, mode: str = "RGB") -> Image.Image:
@@ -92,9 +98,9 @@ def read_image(file: Path | BinaryIO, mode: str | None = "RGB", name: str | None
         ) from error
 
 
-def decode(path: Path, size: int) -> Image.Image:
-    """Read an image as RGB and resize it with :func:`square`."""
-    return square(read_image(path), size)
+def decode(file: Path | BinaryIO, size: int, name: str | None = None) -> Image.Image:
+    """Read an image with :func:`read_image` as RGB and resize it with :func:`square`."""
+    return square(read_image(file, name=name), size)
 
 
 def square(image: Image.Image, size: int) -> Image.Image:
@@ -115,15 +121,6 @@ def stacked(images: Iterable[Image.Image], count: int, channels: int, size: int)
 
 DECODER = 3
 """Version of the cache: 1 clipped 16-bit pixels at 255, 2 listed file names, 3 has a digest."""
-
-
-def cached_images(paths: Sequence[Path], root: Path, size: int, cache: Path) -> Tensor:
-    """Return images as uint8 ``[N, 3, size, size]``, cached by :func:`cached_tensors`."""
-
-    def decoded() -> dict[str, Tensor]:
-        return {"images": stacked((decode(path, size) for path in paths), len(paths), 3, size)}
-
-    return cached_tensors(paths, root, cache, decoded)["images"]
 
 
 def cached_tensors(
@@ -246,8 +243,7 @@ class ImageFiles(InMemoryDataModule):
         self, data_dir: str, image_size: int, *, cache_dir: str | None = None, **settings: Any
     ) -> None:
         super().__init__(**settings)
-        if image_size < 1:
-            raise ConfigurationError(f"image_size must be at least 1 pixel, found {image_size}")
+        check_at_least(1, image_size=image_size)
         self.data_dir, self.image_size = Path(data_dir).expanduser(), image_size
         self.cache_dir = Path("data/cache" if cache_dir is None else cache_dir).expanduser()
 
@@ -281,10 +277,14 @@ class ImageFiles(InMemoryDataModule):
         Raises:
             ConfigurationError: An image cannot be read.
         """
-        samples, count = [*train, *test], len(train)
-        cache = self.cache_file(f"{self.image_size}px")
-        images = cached_images([path for path, _ in samples], self.data_dir, self.image_size, cache)
-        labels = torch.tensor([label for _, label in samples])
+        size, count = self.image_size, len(train)
+        paths = [path for path, _ in (*train, *test)]
+
+        def decoded() -> dict[str, Tensor]:
+            return {"images": stacked((decode(path, size) for path in paths), len(paths), 3, size)}
+
+        images = cached_tensors(paths, self.data_dir, self.cache_file(f"{size}px"), decoded)["images"]
+        labels = torch.tensor([label for _, label in (*train, *test)])
         groups, of_test = (None if g is None else torch.tensor(g) for g in (train_groups, test_groups))
         parts = images[:count], labels[:count], images[count:], labels[count:]
         return ImageData(*parts, groups, of_test, group_names)

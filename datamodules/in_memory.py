@@ -193,18 +193,6 @@ class InMemoryDataModule(PartitionedDataModule):
         """Return the data set; called once."""
         raise NotImplementedError(f"{type(self).__name__} must define load() -> ImageData")
 
-    def setup(self, stage: str) -> None:
-        """Load and partition the data, once; for ``"fit"`` check that every client fills a batch.
-
-        Raises:
-            ConfigurationError: The partition is impossible, the validation set would be empty, or a
-                client has fewer samples than a batch.
-        """
-        if not self._shares:
-            self._distribute(self.load())
-        if stage == "fit":
-            self._check_client_sizes()
-
     def cohort_batch(self, client_ids: Sequence[int], steps: Sequence[int]) -> BatchStack:
         """Return a batch per client, stacked: ``x [C, b, channels, H, W]`` and ``y [C, b]``.
 
@@ -227,20 +215,12 @@ class InMemoryDataModule(PartitionedDataModule):
         for part in parts:
             part.to(device)
 
-    def val_dataloader(self) -> DataLoader[Batch]:
-        """Return the server's validation data, or its test data if ``fit_split`` is ``"test"``."""
-        return self._evaluation_loader(self.val_images if self.val_fraction > 0 else self.test_images)
-
-    def test_dataloader(self) -> DataLoader[Batch]:
-        """Return the server's test data."""
-        return self._evaluation_loader(self.test_images)
-
     def own_dataloader(self, client_id: int, split: str) -> DataLoader[Batch] | None:
         """Return a client's own evaluation data; None without such data in its group or file."""
         if split not in self._own or not len(self._own[split][1][client_id]):
             return None
-        images, own = self._own[split]
-        batches = torch.split(own[client_id], self.eval_batch_size)
+        images, samples = self._own[split]
+        batches = torch.split(samples[client_id], self.eval_batch_size)
         return DataLoader(images, sampler=batches, batch_size=None)
 
     def evaluation_digests(self) -> list[str]:
@@ -255,29 +235,30 @@ class InMemoryDataModule(PartitionedDataModule):
             "partition": digest(self._index_digests),
         }
 
-    def _distribute(self, data: ImageData) -> None:
+    def _make_clients(self) -> None:
+        data = self.load()
         self.loaded = digest(data.train_images, data.train_labels, data.test_images, data.test_labels)
         groups = data.train_groups, data.test_groups, data.group_names
-        found = self.distribute(data.train_labels, data.test_labels, *groups)
+        dealt = self.distribute(data.train_labels, data.test_labels, *groups)
         normalize = self._normalization(data.train_images)
-        train = torch.unique(torch.cat(found.clients))
+        train = torch.unique(torch.cat(dealt.clients))
         images = images_at(data, train)
-        self.train_images = TrainImages(images, found.labels[train], normalize, self.crop_padding)
+        self.train_images = TrainImages(images, dealt.labels[train], normalize, self.crop_padding)
 
         def evaluated(samples: Tensor) -> Images:
-            return Images(images_at(data, samples), found.labels[samples], normalize)
+            return Images(images_at(data, samples), dealt.labels[samples], normalize)
 
-        self.val_images, self.test_images = evaluated(found.val), evaluated(found.test)
-        for split, parts in found.own.items():
-            samples, own_images = found.test, self.test_images
+        self.val_images, self.test_images = evaluated(dealt.val), evaluated(dealt.test)
+        for split, parts in dealt.own.items():
+            samples, images_of_split = dealt.test, self.test_images
+            # clients may evaluate on samples that are not the server's
             if not bool(torch.isin(everyone := torch.unique(torch.cat(parts)), samples).all()):
-                samples, own_images = everyone, evaluated(everyone)
-            self._own[split] = own_images, [torch.searchsorted(samples, part) for part in parts]
-        own_samples = [torch.searchsorted(train, part) for part in found.clients]
-        how = self.batch_size, self.horizontal_flip, self.seed
+                samples, images_of_split = everyone, evaluated(everyone)
+            self._own[split] = images_of_split, [torch.searchsorted(samples, part) for part in parts]
+        settings = self.batch_size, self.horizontal_flip, self.seed
         self._shares = [
-            InMemoryClient(client_id, self.train_images, part, *how)
-            for client_id, part in enumerate(own_samples)
+            InMemoryClient(client_id, self.train_images, torch.searchsorted(train, part), *settings)
+            for client_id, part in enumerate(dealt.clients)
         ]
 
     def _normalization(self, train_images: Tensor) -> Normalization:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fl_lightning.datamodules.image_files import ImageFiles, cached_tensors
+from fl_lightning.datamodules.image_files import ImageFiles, cached_tensors, wrong_layout
 from fl_lightning.datamodules.images import ImageData
 from fl_lightning.datamodules.partitions import Natural
 from fl_lightning.errors import ConfigurationError
@@ -32,7 +32,7 @@ class FEMNIST(ImageFiles):
 
     Raises:
         ConfigurationError: The folder is missing or has another layout, or (in ``setup``) a file
-            cannot be read.
+            cannot be read or has another content, or no writer is left.
     """
 
     num_classes = 62
@@ -47,17 +47,10 @@ class FEMNIST(ImageFiles):
         self.files = {split: sorted((self.data_dir / split).glob("*.json")) for split in ("train", "test")}
         for split, files in self.files.items():
             if not files:
-                state = f"holds no {split}/*.json" if self.data_dir.is_dir() else "does not exist"
-                raise ConfigurationError(
-                    f"data_dir={self.data_dir} {state}; expected LEAF's layout, {LAYOUT}"
-                )
+                raise wrong_layout(self.data_dir, f"{split}/*.json", f"LEAF's layout, {LAYOUT}")
 
     def load(self) -> ImageData:
-        """Return the images, from the cache if it is valid.
-
-        Raises:
-            ConfigurationError: A file cannot be read or has another content, or no writer is left.
-        """
+        """Return the images, from the cache if it is valid."""
         paths = [path for files in self.files.values() for path in files]
         tensors = cached_tensors(paths, self.data_dir, self.cache_file("leaf"), self._read)
         names = "images", "labels", "writers"

@@ -240,27 +240,21 @@ class FromFile(Partition):
         space = str(content.get("space"))
         check_choice(f"partition.path: {self.path}: space", space, SPACES)
         labels = torch.cat([train_labels, test_labels]) if space == "train+test" else train_labels
-        for name, found in (("examples", len(labels)), ("labels_sha256", labels_sha256(labels))):
-            if content.get(name) != found:
-                raise ConfigurationError(
-                    f"partition.path: {self.path} is of other data ({content.get('dataset')}): its {name} is {content.get(name)}, "
-                    f"here it is {found}; use the data set, and the order of samples, that the file was made of"
+        for name, value in (("examples", len(labels)), ("labels_sha256", labels_sha256(labels))):
+            if content.get(name) != value:
+                raise self._wrong(
+                    f"{name} is {content.get(name)} (data set {content.get('dataset')}), but here it is {value}; use the data set "
+                    "and the order of samples that the file was made with"
                 )
         clients = content.get("clients")
-        if not isinstance(clients, list) or not clients or not all(isinstance(one, dict) for one in clients):
-            raise ConfigurationError(
-                f'partition.path: {self.path} has no clients, or a client that is none; it takes "clients": [{{"id": "0", "train": [3, 17]}}, ...]'
-            )
+        if not isinstance(clients, list) or not clients or not all(isinstance(x, dict) for x in clients):
+            raise self._wrong('clients must be a list such as [{"id": "0", "train": [3, 17]}, ...]')
         ids = [str(client.get("id", number)) for number, client in enumerate(clients)]
-        unknown = sorted({key for client in clients for key in client} - {"id", *SPLITS})
-        twice = [name for name, count in Counter(ids).items() if count > 1]
-        if unknown or twice:
-            wrong = (
-                f"a client has the key {unknown[0]!r}" if unknown else f"two clients are called {twice[0]!r}"
-            )
-            raise ConfigurationError(
-                f"partition.path: {self.path}: {wrong}; a client takes an id of its own, {', '.join(SPLITS)}"
-            )
+        if unknown := {key for client in clients for key in client} - {"id", *SPLITS}:
+            raise self._wrong(f"a client has the key {min(unknown)!r}; use id, {', '.join(SPLITS)}")
+        for name, count in Counter(ids).items():
+            if count > 1:
+                raise self._wrong(f"{count} clients have the id {name!r}; give each client its own")
         parts = {
             split: [
                 self._samples(client.get(split, []), f"client {name}, {split}", len(labels))
@@ -270,44 +264,44 @@ class FromFile(Partition):
         }
         for name, train in zip(ids, parts["train"], strict=True):
             if not len(train):
-                raise ConfigurationError(
-                    f"partition.path: {self.path}: client {name} has no training sample; leave it out"
-                )
+                raise self._wrong(f"client {name} has no training sample; leave the client out")
         self._check_disjoint(ids, parts, content.get("overlap") is True)
         trained = torch.cat(parts["train"])
         for split in ("val", "test"):
-            for name, own in zip(ids, parts[split], strict=True):
-                if len(seen := own[torch.isin(own, trained)]):
-                    raise ConfigurationError(
-                        f"partition.path: {self.path}: client {name}, {split} has the sample {int(seen[0])}, which a client trains on; "
-                        "clients may share training samples alone"
+            for name, samples in zip(ids, parts[split], strict=True):
+                if len(seen := samples[torch.isin(samples, trained)]):
+                    raise self._wrong(
+                        f"client {name}, {split} has the sample {int(seen[0])}, which a client trains on; only training samples "
+                        "may be shared"
                     )
         return Assignment(ids, **parts, space=space)
 
+    def _wrong(self, problem: str) -> ConfigurationError:
+        return ConfigurationError(f"partition.path: {self.path}: {problem}")
+
     def _samples(self, given: Any, whose: str, total: int) -> Tensor:
-        flat = isinstance(given, list) and not any(isinstance(one, list) for one in given)
+        flat = isinstance(given, list) and not any(isinstance(item, list) for item in given)
         array = np.asarray(given) if flat else np.zeros(1)
         if array.size and (array.ndim != 1 or array.dtype.kind not in "iu"):
-            raise ConfigurationError(f"partition.path: {self.path}: {whose} is no list of whole numbers")
+            raise self._wrong(f"{whose} is no list of whole numbers")
         outside = array[(array < 0) | (array >= total)] if array.size else array
         if outside.size:
-            raise ConfigurationError(
-                f"partition.path: {self.path}: {whose} has the sample {outside[0]}; samples are 0 to {total - 1}"
-            )
+            raise self._wrong(f"{whose} has the sample {outside[0]}; samples are 0 to {total - 1}")
         return torch.from_numpy(np.sort(array).astype(np.int64))
 
     def _check_disjoint(self, ids: list[str], parts: dict[str, list[Tensor]], overlap: bool) -> None:
-        samples = [torch.cat(own) for own in zip(*parts.values(), strict=True)]
-        owner = torch.arange(len(ids)).repeat_interleave(torch.tensor([len(own) for own in samples]))
+        samples = [torch.cat(splits) for splits in zip(*parts.values(), strict=True)]
+        owner = torch.arange(len(ids)).repeat_interleave(torch.tensor([len(x) for x in samples]))
         sample = torch.cat(samples)
         key = sample * len(ids) + owner if overlap else sample
         order = key.argsort(stable=True)
         for again in (key[order].diff() == 0).nonzero().flatten().tolist():
             first, second = (ids[owner[order[again + i]]] for i in range(2))
-            who = f"client {first} has" if first == second else f"clients {first} and {second} both have"
-            remedy = "give it once" if first == second else 'give it to one, or say "overlap": true'
-            raise ConfigurationError(
-                f"partition.path: {self.path}: {who} the sample {sample[order[again]]}{' twice' * (first == second)}; {remedy}"
+            number = sample[order[again]]
+            if first == second:
+                raise self._wrong(f"client {first} has the sample {number} twice; list it once")
+            raise self._wrong(
+                f'clients {first} and {second} both have the sample {number}; list it at one client, or set "overlap": true'
             )
 
 
@@ -323,9 +317,9 @@ def _read(path: Path) -> dict[str, Any]:
         raise ConfigurationError(
             f"partition.path: {path} cannot be read as JSON ({type(error).__name__}: {error}); write it anew"
         ) from error
-    found = content.get("format") if isinstance(content, dict) else None
-    if found != FORMAT:
+    kind = content.get("format") if isinstance(content, dict) else None
+    if kind != FORMAT:
         raise ConfigurationError(
-            f"partition.path: {path} has the format {found!r}; it takes {FORMAT!r}, which docs/data.md describes"
+            f"partition.path: {path} has the format {kind!r}; it must be {FORMAT!r}, see docs/data.md"
         )
     return dict(content)

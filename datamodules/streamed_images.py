@@ -10,13 +10,13 @@ import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
-from torch.utils.data import DataLoader, Subset
+from torch.utils.data import Subset
 from torchvision.transforms import v2
 
 from fl_lightning.client_data.fingerprint import digest, files_digest
 from fl_lightning.datamodules.distribution import PartitionedDataModule
 from fl_lightning.datamodules.folders import LAYOUT, ClassFolders
-from fl_lightning.datamodules.image_files import image_names, read_image
+from fl_lightning.datamodules.image_files import image_names, read_image, wrong_layout
 from fl_lightning.datamodules.images import Batch
 from fl_lightning.datamodules.streamed import StreamedClient, StreamedSamples
 from fl_lightning.errors import ConfigurationError, check_at_least
@@ -102,6 +102,8 @@ class StreamedImages(PartitionedDataModule):
     in_channels = 3
     image_size: int
     num_classes: int
+    val_images: Subset[Batch]
+    test_images: ImageStream
 
     def __init__(
         self,
@@ -133,41 +135,6 @@ class StreamedImages(PartitionedDataModule):
             [v2.Resize(round(image_size * 8 / 7)), v2.CenterCrop(image_size), v2.PILToTensor()]
         )
 
-    def setup(self, stage: str) -> None:
-        """List and partition the files, once; for ``"fit"`` check that every client fills a batch.
-
-        Raises:
-            ConfigurationError: A class has no training image, there is no test image, or the
-                partition is impossible.
-        """
-        if not self._clients:
-            self.train_images = self._images(self.folders.train_folder, self._augment)
-            self.test_images = self._images(self.folders.test_folder, self._plain)
-            self._check_files()
-            self.loaded = digest(self.train_images.contents(), self.test_images.contents())
-            found = self.distribute(self.train_images.labels, self.test_images.labels)
-            if any(map(len, found.own.values())) or len(found.test) < len(self.test_images):
-                raise ConfigurationError(
-                    f"{self.partition} gives clients their own evaluation data, which {type(self).__name__} cannot use; leave "
-                    "val and test of the file empty"
-                )
-            self.val_images = _part(self.train_images.seen_by(self._plain), found.val)
-            self._clients = [
-                StreamedClient(_part(self.train_images, own), self.batch_size) for own in found.clients
-            ]
-        if stage == "fit":
-            self._check_client_sizes()
-
-    def val_dataloader(self) -> DataLoader[Batch]:
-        """Return the server's validation data, or its test data if ``fit_split`` is ``"test"``."""
-        return DataLoader(
-            self.val_images if self.val_fraction > 0 else self.test_images, self.eval_batch_size
-        )
-
-    def test_dataloader(self) -> DataLoader[Batch]:
-        """Return the server's test data."""
-        return DataLoader(self.test_images, self.eval_batch_size)
-
     def evaluation_digests(self) -> list[str]:
         """Return the digest of the test images and of the indices of the validation images."""
         return [digest(self.test_images.contents(), self.val_images.indices)]
@@ -180,6 +147,21 @@ class StreamedImages(PartitionedDataModule):
             "partition": digest(self._index_digests),
         }
 
+    def _make_clients(self) -> None:
+        self.train_images = self._images(self.folders.train_folder, self._augment)
+        self.test_images = self._images(self.folders.test_folder, self._plain)
+        self._check_files()
+        self.loaded = digest(self.train_images.contents(), self.test_images.contents())
+        dealt = self.distribute(self.train_images.labels, self.test_images.labels)
+        if any(map(len, dealt.own.values())) or len(dealt.test) < len(self.test_images):
+            raise ConfigurationError(
+                f"{self.partition} gives clients their own evaluation data, which {type(self).__name__} cannot use; leave "
+                "val and test of the file empty"
+            )
+        self.val_images = _part(self.train_images.seen_by(self._plain), dealt.val)
+        shares = [_part(self.train_images, samples) for samples in dealt.clients]
+        self._clients = [StreamedClient(share, self.batch_size) for share in shares]
+
     def _images(self, folder: Path, transform: Transform) -> ImageStream:
         return ImageStream(folder, self.folders.classes, transform, **self._stream)
 
@@ -188,9 +170,7 @@ class StreamedImages(PartitionedDataModule):
         empty = [name for name, count in zip(self.folders.classes, counts, strict=True) if not count]
         place = f"train/{empty[0]}" if empty else f"{self.folders.test_folder.name}/<class>/"
         if empty or not len(self.test_images):
-            raise ConfigurationError(
-                f"data_dir={self.folders.data_dir} has no image in {place}; expected {LAYOUT}"
-            )
+            raise wrong_layout(self.folders.data_dir, f"image in {place}", LAYOUT)
 
 
 class ImageNet(StreamedImages):

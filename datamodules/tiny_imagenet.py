@@ -8,7 +8,7 @@ from urllib.error import URLError
 
 from torch.hub import download_url_to_file
 
-from fl_lightning.datamodules.image_files import ImageFiles, building, list_images, subfolders
+from fl_lightning.datamodules.image_files import ImageFiles, building, list_images, subfolders, wrong_layout
 from fl_lightning.datamodules.images import ImageData
 from fl_lightning.errors import ConfigurationError
 
@@ -16,15 +16,8 @@ from fl_lightning.errors import ConfigurationError
 def fetch_archive(url: str, md5: str, target: Path) -> None:
     """Download an archive with one top-level folder, check its MD5 and unpack it as ``target``.
 
-    The target appears once it is complete; an interrupted download leaves no files.
-
-    Args:
-        url: Address of the archive.
-        md5: MD5 of the archive.
-        target: Path of the unpacked folder; its parent exists.
-
-    Raises:
-        ConfigurationError: The archive cannot be downloaded, has another MD5 or cannot be unpacked.
+    The target, whose parent exists, appears once it is complete. An interrupted download leaves no
+    files. A failure raises a ConfigurationError.
     """
     from torchvision.datasets.utils import check_md5, extract_archive  # takes seconds to import
 
@@ -66,7 +59,7 @@ class TinyImageNet(ImageFiles):
 
     Raises:
         ConfigurationError: The folder is missing or has another layout, a setting is out of its
-            range, or (in ``setup``) an image cannot be read.
+            range, or (in ``setup``) an image cannot be read or is of an unknown class.
     """
 
     num_classes: int
@@ -82,13 +75,10 @@ class TinyImageNet(ImageFiles):
     ) -> None:
         super().__init__(data_dir, image_size, **settings)
         self.download, self.num_classes = download, 200
+        self._annotations = self.data_dir / "val" / "val_annotations.txt"
         self._wnids: list[str] = []
         if not download or self._annotations.is_file():
             self._find_classes()
-
-    @property
-    def _annotations(self) -> Path:
-        return self.data_dir / "val" / "val_annotations.txt"
 
     def prepare_data(self) -> None:
         """Download missing files if ``download`` is set, and build the cache of decoded images."""
@@ -99,11 +89,7 @@ class TinyImageNet(ImageFiles):
         super().prepare_data()
 
     def load(self) -> ImageData:
-        """Return the images, from the cache if it is valid.
-
-        Raises:
-            ConfigurationError: An image is missing or cannot be read, or a class is unknown.
-        """
+        """Return the images, from the cache if it is valid."""
         self._find_classes()
         train = [(path, label) for label, wnid in enumerate(self._wnids) for path in self._train_images(wnid)]
         return self.read(train, self._test_images())
@@ -112,20 +98,15 @@ class TinyImageNet(ImageFiles):
         self._wnids = subfolders(self.data_dir / "train")
         if not self._wnids or not self._annotations.is_file():
             missing = "val/val_annotations.txt" if self._wnids else "train/<wnid>/"
-            state = f"holds no {missing}" if self.data_dir.is_dir() else "does not exist"
-            raise ConfigurationError(
-                f"data_dir={self.data_dir} {state}; expected the layout {LAYOUT}: unpack {self.url} and set data_dir to its folder, "
-                "or set download: true"
-            )
+            remedy = f"unpack {self.url} and set data_dir to its folder, or set download: true"
+            raise wrong_layout(self.data_dir, missing, f"the layout {LAYOUT}: {remedy}")
         self.num_classes = len(self._wnids)
         self.class_names = self._names()
 
     def _train_images(self, wnid: str) -> list[Path]:
         files = list_images(self.data_dir / "train" / wnid)
         if not files:
-            raise ConfigurationError(
-                f"data_dir={self.data_dir} has no image in train/{wnid}; expected {LAYOUT}"
-            )
+            raise wrong_layout(self.data_dir, f"image in train/{wnid}", LAYOUT)
         return files
 
     def _test_images(self) -> list[tuple[Path, int]]:

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 from urllib.error import URLError
 
-import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
@@ -16,7 +15,7 @@ from fl_lightning.datamodules.folders import ClassFolders
 from fl_lightning.datamodules.image_files import ImageFiles, building, converted, square, stacked
 from fl_lightning.datamodules.images import ImageData
 from fl_lightning.datamodules.in_memory import InMemoryDataModule
-from fl_lightning.errors import ConfigurationError
+from fl_lightning.errors import ConfigurationError, check_at_least
 from fl_lightning.randomness import generator
 
 
@@ -55,10 +54,9 @@ class TorchvisionImages(InMemoryDataModule):
         **settings: Any,
     ) -> None:
         super().__init__(**settings)
-        if image_size < 1 or in_channels not in (1, 3):
-            raise ConfigurationError(
-                f"image_size must be at least 1 pixel and in_channels 1 or 3, found {image_size} and {in_channels}"
-            )
+        check_at_least(1, image_size=image_size)
+        if in_channels not in (1, 3):
+            raise ConfigurationError(f"in_channels must be 1 or 3, found {in_channels}")
         self.dataset, self.num_classes, self.download = dataset, num_classes, download
         self.data_dir, self.image_size = Path(data_dir).expanduser(), image_size
         self.in_channels = in_channels
@@ -191,6 +189,7 @@ class CIFAR10(ImageFiles):
         settings |= {"crop_padding": crop_padding, "horizontal_flip": horizontal_flip}
         super().__init__(data_dir, image_size, num_clients=num_clients, **settings)
         self.download = download
+        self._pickles, self._train = self.data_dir / "cifar-10-batches-py", self.data_dir / "train"
         self.folders = self._class_folders()
         if self.folders is None and not download and not self._pickles.is_dir():
             raise ConfigurationError(
@@ -209,23 +208,11 @@ class CIFAR10(ImageFiles):
             self._torchvision_files(download=True)
 
     def load(self) -> ImageData:
-        """Return the images.
-
-        Raises:
-            ConfigurationError: A file is damaged or cannot be read.
-        """
+        """Return the images."""
         if self.folders is not None:
             return self.read(*self.folders.samples(self.class_names, generator(self.seed, "test split")))
         train, test = self._torchvision_files(download=False)
         return ImageData(*self._tensors(train), *self._tensors(test))
-
-    @property
-    def _pickles(self) -> Path:
-        return self.data_dir / "cifar-10-batches-py"
-
-    @property
-    def _train(self) -> Path:
-        return self.data_dir / "train"
 
     def _class_folders(self) -> ClassFolders | None:
         if self._pickles.is_dir() or not self._train.is_dir():
@@ -259,8 +246,8 @@ class CIFAR10(ImageFiles):
             ) from error
 
     def _tensors(self, files: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        pixels = files.data  # [N, 32, 32, 3]
-        if self.image_size != pixels.shape[1]:
-            resized = (square(Image.fromarray(image), self.image_size) for image in pixels)
-            pixels = np.stack([np.asarray(image) for image in resized])
-        return torch.from_numpy(pixels).permute(0, 3, 1, 2).contiguous(), torch.tensor(files.targets)
+        images = torch.from_numpy(files.data).permute(0, 3, 1, 2).contiguous()  # [N, 3, 32, 32]
+        if self.image_size != images.shape[-1]:
+            resized = (square(Image.fromarray(image), self.image_size) for image in files.data)
+            images = stacked(resized, len(images), 3, self.image_size)
+        return images, torch.tensor(files.targets)

@@ -135,7 +135,7 @@ TABLE = [
     ("--data CIFAR10", "data_dir=data/cifar10 holds neither cifar-10-batches-py/ nor train/; set download: true to fetch CIFAR-10 (170 MB), or data_dir to where it lies as torchvision's files or as train/<class>/*.jpg and test/<class>/*.jpg"),
     ("--data CIFAR10 --data.data_dir tiny.yaml", "data_dir=tiny.yaml holds neither cifar-10-batches-py/ nor train/; set download: true to fetch CIFAR-10 (170 MB), or data_dir to where it lies as torchvision's files or as train/<class>/*.jpg and test/<class>/*.jpg"),
     ("--data ImageFolder", "ImageFolder: the following arguments are required: data_dir, image_size"),
-    ("--data ImageFolder --data.data_dir . --data.image_size 0", "image_size must be at least 1 pixel, found 0"),
+    ("--data ImageFolder --data.data_dir . --data.image_size 0", "image_size must be at least 1, found 0"),
     ("--trainer.callbacks 3", "trainer.callbacks: there is no class '3'; give one that this setting takes, or the dotted path of your own"),
     ("--trainer.callbacks FixBN,FedProx", "trainer.callbacks: there is no class 'FixBN,FedProx'; give one class, or for a list [FixBN,FedProx]"),
     ("--trainer.callbacks Dirichlet", "trainer.callbacks: the class 'Dirichlet' is of another kind; give one that this setting takes, or the dotted path of your own"),

@@ -179,7 +179,7 @@ def test_wrong_settings_and_layouts_are_one_line(root, tmp_path):
         ),
         (
             lambda image, mask: Image.new("L", (8, 8)).save(mask),
-            r"labelIds.png is \[8, 8\] pixels and its image \[16, 24\]",
+            r"labelIds.png has \[8, 8\] pixels, its image \[16, 24\]",
         ),
         (lambda image, mask: Image.new("L", (24, 16), 77).save(mask), r"labelIds.png has the label id 77"),
     ],

@@ -86,7 +86,7 @@ def test_every_reader_makes_8_bit_rgb_of_every_mode(mode, reader, tmp_path):
 
 def test_floating_point_pixels_are_refused(tmp_path):
     Image.fromarray(GREY.astype(np.float32) / 255).save(tmp_path / "0.tiff")
-    with pytest.raises(ConfigurationError, match=r"0\.tiff has floating-point pixels, .* 8 or 16 bits"):
+    with pytest.raises(ConfigurationError, match=r"0\.tiff has floating-point pixels .* 8 or 16 bits"):
         read_image(tmp_path / "0.tiff")
 
 

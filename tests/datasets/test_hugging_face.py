@@ -106,7 +106,7 @@ def test_later_runs_read_the_cache(library, tmp_path, monkeypatch):
     root = write(library, tmp_path / "set")
     first = HuggingFaceImages(root, 8).load()
     monkeypatch.setattr(
-        "fl_lightning.datamodules.hugging_face.read_image", lambda *a, **k: pytest.fail("read again")
+        "fl_lightning.datamodules.hugging_face.decode", lambda *a, **k: pytest.fail("read again")
     )
     assert torch.equal(HuggingFaceImages(root, 8).load().train_images, first.train_images)
 

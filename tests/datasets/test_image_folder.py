@@ -93,7 +93,7 @@ def _remove(folder):
 )
 def test_what_is_no_image_is_named(tree, spoil, place, what):
     spoil(tree / place)
-    with pytest.raises(ConfigurationError, match=f"data_dir holds .*{place}, {what}.*; remove it"):
+    with pytest.raises(ConfigurationError, match=f"data_dir holds .*{place}, {what}.*; remove "):
         load(tree)
 
 
@@ -128,7 +128,7 @@ def test_another_layout_is_refused_with_the_one_expected(tree, spoil, message):
 
 
 def test_an_impossible_size_is_refused(tree):
-    with pytest.raises(ConfigurationError, match="image_size must be at least 1 pixel, found 0"):
+    with pytest.raises(ConfigurationError, match="image_size must be at least 1, found 0"):
         ImageFolder(str(tree), 0)
 
 
@@ -173,6 +173,7 @@ def test_class_folders_without_a_test_part_are_split_by_the_seed(tree):
     with pytest.raises(ConfigurationError, match=r"holds train/; leave test_fraction out"):
         load(tree, test_fraction=0.5)
     with pytest.raises(
-        ConfigurationError, match=r"no image left for both parts with test_fraction=0.01; expected <class>"
+        ConfigurationError,
+        match=r"no image for both training and test with test_fraction=0.01; expected <class>",
     ):
         load(root, test_fraction=0.01)

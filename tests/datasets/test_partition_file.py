@@ -169,7 +169,7 @@ def test_clients_share_samples_only_where_the_file_says_so():
     with pytest.raises(ConfigurationError, match=r"clients 0 and b both have the sample 3; .*overlap"):
         made(from_file(clients))
     assert made(from_file(clients, overlap=True)).num_clients == 2
-    with pytest.raises(ConfigurationError, match="client b has the sample 4 twice; give it once"):
+    with pytest.raises(ConfigurationError, match="client b has the sample 4 twice; list it once"):
         made(from_file([clients[0], {"id": "b", "train": [3, 4], "test": [4]}], overlap=True))
 
 
@@ -226,19 +226,19 @@ ONE = [{"train": [0, 1]}]
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (content(ONE, format="other/1"), "has the format 'other/1'; it takes 'fl_lightning.partition/1'"),
+        (content(ONE, format="other/1"), "has the format 'other/1'; it must be 'fl_lightning.partition/1'"),
         ([1], "has the format None"),
         ("[" * 100_000, r"cannot be read as JSON \(RecursionError"),
         ("{", r"cannot be read as JSON \(JSONDecodeError"),
         (content(ONE, space="test"), "space: 'test' must be one of train, train[+]test"),
         (
             content(ONE, examples=50_000),
-            r"is of other data \(numbered\): its examples is 50000, here it is 60",
+            r"examples is 50000 \(data set numbered\), but here it is 60",
         ),
-        (content(ONE, labels_sha256="0a"), "its labels_sha256 is 0a, here it is [0-9a-f]{64}; use"),
-        (content([]), "has no clients"),
-        (content({"0": [1]}), "has no clients"),
-        (content([*ONE, [1, 2]]), "a client that is none"),
+        (content(ONE, labels_sha256="0a"), r"labels_sha256 is 0a \(.*\), but here it is [0-9a-f]{64}; use"),
+        (content([]), "clients must be a list"),
+        (content({"0": [1]}), "clients must be a list"),
+        (content([*ONE, [1, 2]]), "clients must be a list"),
         (content([*ONE, {"id": "x", "train": []}]), "client x has no training sample"),
         (content([{"train": [0, 60]}]), "client 0, train has the sample 60; samples are 0 to 59"),
         (content([{"train": [0], "val": [-1]}]), "client 0, val has the sample -1"),
@@ -247,8 +247,8 @@ ONE = [{"train": [0, 1]}]
         (content([{"train": [[1, 2], [3]]}]), "client 0, train is no list"),
         (content([{"train": [10**30]}]), "client 0, train is no list"),
         (content([{"train": 5}]), "client 0, train is no list"),
-        (content([{"train": [0], "validation": [1]}]), "a client has the key 'validation'; a client takes"),
-        (content([{"train": [0], "id": "1"}, {"train": [1]}]), "two clients are called '1'"),
+        (content([{"train": [0], "validation": [1]}]), "a client has the key 'validation'; use id"),
+        (content([{"train": [0], "id": "1"}, {"train": [1]}]), "2 clients have the id '1'"),
         (
             content([{"train": [0, 1]}, {"train": [0], "test": [1]}], overlap=True),
             "client 1, test has the sample 1, which a client trains on",

@@ -176,7 +176,7 @@ def test_wrong_settings_are_one_line(root, settings, message):
 def test_what_holds_no_image_is_named(root, split, message):
     for path in (root / split).rglob("n01*.JPEG" if split == "train" else "*.JPEG"):
         path.unlink()
-    with pytest.raises(ConfigurationError, match=rf"has no image in {message}; expected train/<class>"):
+    with pytest.raises(ConfigurationError, match=rf"holds no image in {message}; expected train/<class>"):
         made(root)
 
 

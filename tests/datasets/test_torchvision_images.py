@@ -56,7 +56,7 @@ def test_missing_files_say_what_to_do(fashion, tmp_path):
         TorchvisionImages("Nothing", 10, str(tmp_path))
     with pytest.raises(ConfigurationError, match=r"has no 'VisionDataset' with a training and a test part"):
         TorchvisionImages("VisionDataset", 10, str(tmp_path))
-    with pytest.raises(ConfigurationError, match=r"in_channels 1 or 3, found 28 and 2"):
+    with pytest.raises(ConfigurationError, match=r"in_channels must be 1 or 3, found 2"):
         TorchvisionImages("FashionMNIST", 10, str(fashion), image_size=28, in_channels=2)
 
 
