@@ -144,8 +144,8 @@ class ImageFolder(ImageFiles):
 class ImageDomains(ImageFiles):
     """One client per domain: ``<domain>/train/<class>/*.jpg`` and ``test/``, or ``<domain>/<class>/``.
 
-    As in FedBN (Li et al. 2021, https://arxiv.org/abs/2102.07623), clients share the classes and
-    their images differ in style. A domain's test images are the client's own evaluation data, and
+    As in FedBN (Li et al. 2021, https://arxiv.org/abs/2102.07623), the domains share the classes
+    and differ in style. A domain's test images are the client's own evaluation data, and
     part of the server's. The order of domains (clients) and of classes is alphabetical.
 
     Args:

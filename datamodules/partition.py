@@ -2,12 +2,12 @@
 
 Each function assigns every sample to exactly one client, and every client gets a sample. Indices
 are int64 and ascending within a client. A ConfigurationError is raised if an argument is out of its
-range. Arguments of several functions, with n clients, C classes and N samples:
+range. Common arguments, with n clients, C classes and N samples:
 
-- ``labels``: class of each sample, shape ``[N]``;
-- ``num_clients``: number of clients, in [1, N];
-- ``generator``: random number generator of all draws;
-- ``available``: sizes of the classes in ascending order of label, shape ``[C]``.
+- ``labels``: Class of each sample, shape ``[N]``.
+- ``num_clients``: Number of clients, in [1, N].
+- ``generator``: Random number generator of all draws.
+- ``available``: Sizes of the classes in ascending order of label, shape ``[C]``.
 """
 
 import math
