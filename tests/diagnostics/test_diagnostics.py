@@ -1,21 +1,16 @@
 """BatchNormDiagnostics: it changes nothing, and its numbers are what can be computed by hand."""
 
 from copy import deepcopy
+from functools import partial
 from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import SGD, Rows, SaveRounds, States, blobs, client_batch, fit, small_cnn, uneven_clients
+from helpers import SaveRounds, blobs, client_batch, federated_run, small_cnn, uneven_clients
 from torch import nn
 
-from fl_lightning import (
-    ConfigurationError,
-    FederatedCallback,
-    FederatedModule,
-    SequentialExecutor,
-    VectorizedExecutor,
-)
+from fl_lightning import ConfigurationError, FederatedCallback, SequentialExecutor, VectorizedExecutor
 from fl_lightning.callbacks import FBN, BatchNormDiagnostics, FedTAN, FixBN, StaticBN
 from fl_lightning.callbacks.observers.bn_report import MAX_ROUNDS, BatchNormReport
 from fl_lightning.callbacks.observers.measurements import mean_variance, statistics_bias
@@ -27,12 +22,7 @@ EVALUATED = {"limit_val_batches": 1.0, "check_val_every_n_epoch": 2}
 BN = (1, 4)
 
 
-def run(*callbacks, rounds=4, model=None, trainer=None, ckpt_path=None, data=None, **settings):
-    """The module, the metrics of each round, and the server's states."""
-    settings = {"client_optimizer": SGD, "local_steps": 1, **settings}
-    module, rows, states = FederatedModule(model or small_cnn(), **settings), Rows(), States()
-    fit(module, data or uneven_clients(), rounds, [*callbacks, rows, states], ckpt_path, **(trainer or {}))
-    return module, rows.rows, states.states
+run = partial(federated_run, data=uneven_clients, rounds=4, local_steps=1)
 
 
 def diagnostics(**settings):
@@ -88,7 +78,7 @@ def test_training_is_the_same_bit_for_bit_whatever_draws_random_numbers(local_st
         if executor is SequentialExecutor:
             model.insert(7, Noise())
         settings = {"executor": executor(), "local_steps": local_steps, "participation": 2, "data": blobs()}
-        module, _, states = run(*watched, draws, model=model, trainer=EVALUATED, **settings)
+        module, _, states, *_ = run(*watched, draws, model=model, trainer=EVALUATED, **settings)
         found.append((states, draws.last, module.metrics["val/loss"]))
     (without, drawn, loss), (watched, drawn_too, loss_too) = found
     assert all(
@@ -126,10 +116,10 @@ def test_the_model_and_the_cohort_are_left_as_they_were(method):
 def test_every_row_of_a_resumed_run_is_equal_bit_for_bit(executor, tmp_path):
     settings = {"participation": 2, "executor": executor(), "rounds": 7}
     settings["trainer"] = {**EVALUATED, "check_val_every_n_epoch": 3}
-    _, whole, _ = run(diagnostics(every_n_rounds=2, window=2), SaveRounds(tmp_path), **settings)
+    whole = run(diagnostics(every_n_rounds=2, window=2), SaveRounds(tmp_path), **settings).rows
     for start in (1, 2, 5):
         watched = diagnostics(every_n_rounds=2, window=2)
-        _, resumed, _ = run(watched, ckpt_path=tmp_path / f"{start}.ckpt", **settings)
+        resumed = run(watched, ckpt_path=tmp_path / f"{start}.ckpt", **settings).rows
         assert set(resumed) >= set(range(start + 1, 8))
         for number, row in resumed.items():
             assert without_times(row) == without_times(whole[number])
@@ -139,7 +129,7 @@ def test_every_row_of_a_resumed_run_is_equal_bit_for_bit(executor, tmp_path):
 @EXECUTORS
 def test_change_and_deviation_of_statistics_are_those_of_plain_pytorch(executor):
     data = uneven_clients()
-    _, rows, states = run(diagnostics(), executor=executor(), data=data)
+    _, rows, states, *_ = run(diagnostics(), executor=executor(), data=data)
     weights = torch.tensor([24, 60, 40]).double() / 124
     for number, row in rows.items():
         start, end = statistics(states[number - 1]), statistics(states[number])
@@ -155,7 +145,7 @@ def test_change_and_deviation_of_statistics_are_those_of_plain_pytorch(executor)
 @EXECUTORS
 def test_under_frozen_statistics_the_clients_own_are_measured_all_the_same(executor):
     data = uneven_clients()
-    _, rows, states = run(diagnostics(), FixBN(freeze_round=2), executor=executor(), data=data)
+    _, rows, states, *_ = run(diagnostics(), FixBN(freeze_round=2), executor=executor(), data=data)
     weights = torch.tensor([24, 60, 40]).double() / 124
     for number in (3, 4):
         start = statistics(states[number - 1])
@@ -170,7 +160,7 @@ def test_under_frozen_statistics_the_clients_own_are_measured_all_the_same(execu
 @pytest.mark.parametrize("method", [FBN, lambda: StaticBN("pooled")])
 def test_the_change_is_seen_whichever_callback_sets_the_statistics(method):
     for callbacks in ([diagnostics(), method()], [method(), diagnostics()]):
-        _, rows, states = run(*callbacks, trainer=EVALUATED)
+        _, rows, states, *_ = run(*callbacks, trainer=EVALUATED)
         for number, row in rows.items():
             change = float((statistics(states[number]) - statistics(states[number - 1])).abs().sum())
             assert row["bn/global_change"] == pytest.approx(change, rel=1e-10)
@@ -179,7 +169,7 @@ def test_the_change_is_seen_whichever_callback_sets_the_statistics(method):
 @EXECUTORS
 def test_the_window_holds_each_clients_last_statistics_and_no_more(executor):
     data, watched = uneven_clients(), diagnostics(window=3)
-    _, rows, states = run(watched, rounds=5, executor=executor(), data=data)
+    _, rows, states, *_ = run(watched, rounds=5, executor=executor(), data=data)
     variances = []
     for client in range(3):
         own = [batch_statistics(states[r], client_batch(data, client, r)).flatten() for r in (2, 3, 4)]
@@ -200,7 +190,7 @@ def test_a_client_seen_once_has_no_variance():
 
 def test_statistics_of_the_pooled_pass_have_no_bias_and_no_recalibration_gap():
     for callbacks in ([diagnostics()], [diagnostics(), StaticBN("pooled_total_variance")]):
-        _, rows, _ = run(*callbacks, trainer=EVALUATED)
+        rows = run(*callbacks, trainer=EVALUATED).rows
         found = [rows[4][f"bn/{name}"] for name in ("mean_bias", "var_bias", "recalibration_gap")]
         if len(callbacks) == 2:
             assert found == [0, 0, 0]
@@ -224,7 +214,7 @@ def pooled_moments(model, data):
 
 def test_the_pooled_pass_has_the_moments_of_all_values_of_the_union_batches_in_deep_layers_too():
     data, watched = uneven_clients(), diagnostics()
-    module, rows, _ = run(watched, data=data, trainer=EVALUATED)
+    module, rows, *_ = run(watched, data=data, trainer=EVALUATED)
     by_hand = pooled_moments(module.model, data)
     pooled, own = (collect(module, f"{mode}_total_variance") for mode in ("pooled", "per_client"))
     apart = []
@@ -253,7 +243,7 @@ def test_bias_is_relative_to_the_true_statistics():
 
 def test_the_gap_is_running_minus_batch_statistics():
     data = uneven_clients()
-    _, rows, states = run(diagnostics(), trainer=EVALUATED, data=data)
+    _, rows, states, *_ = run(diagnostics(), trainer=EVALUATED, data=data)
     right = {True: 0, False: 0}
     model = small_cnn().double()
     for inputs, targets in data.val_dataloader():
@@ -274,7 +264,7 @@ def test_only_what_is_chosen_is_measured():
         "bias": ("bn/mean_bias", "bn/var_bias", "bn/recalibration_gap"),
     }
     for chosen, names in prefixes.items():
-        _, rows, _ = run(diagnostics(measure=[chosen]), rounds=2, trainer=EVALUATED)
+        rows = run(diagnostics(measure=[chosen]), rounds=2, trainer=EVALUATED).rows
         found = {name for name in rows[2] if name.startswith("bn/")}
         assert all(any(name.startswith(prefix) for name in found) for prefix in names)
         assert all(name.startswith(names) for name in found)
@@ -295,8 +285,8 @@ class WithSpare(nn.Module):
 def test_a_layer_that_is_not_called_does_not_deviate(executor):
     settings = {"executor": executor(), "trainer": EVALUATED}
     watched = diagnostics()
-    _, rows, _ = run(watched, model=WithSpare(small_cnn()), **settings)
-    _, wanted, _ = run(diagnostics(), **settings)
+    rows = run(watched, model=WithSpare(small_cnn()), **settings).rows
+    wanted = run(diagnostics(), **settings).rows
     for number, row in rows.items():
         for name in ("local_deviation", "global_change", "gradient_deviation", "mean_bias", "train_eval_gap"):
             if f"bn/{name}" in row:
@@ -308,7 +298,7 @@ def test_a_layer_that_is_not_called_does_not_deviate(executor):
 def test_a_second_fit_starts_anew_and_one_that_goes_on_does_not():
     watched = diagnostics()
     run(watched, rounds=6, trainer={"limit_val_batches": 1.0})
-    module, _, _ = run(watched, model=small_cnn(seed=1))
+    module = run(watched, model=small_cnn(seed=1)).module
     alone = diagnostics()
     run(alone, model=small_cnn(seed=1))
     assert sorted(watched.history["gradient_deviation"]) == [1, 2, 3, 4]
@@ -338,7 +328,7 @@ def test_a_result_has_numbers_of_one_round_for_each_measure():
 
 def test_an_evaluation_after_the_last_round_counts_as_that_rounds():
     watched, data = diagnostics(measure=["gap"]), uneven_clients()
-    module, rows, _ = run(watched, rounds=3, trainer=EVALUATED, data=data)
+    module, rows, *_ = run(watched, rounds=3, trainer=EVALUATED, data=data)
     module.trainer.validate(module, datamodule=data, verbose=False)
     number, metrics = watched.newest["gap"]
     assert metrics["bn/train_eval_gap"] == rows[3]["bn/train_eval_gap"]
@@ -359,7 +349,7 @@ def test_rounds_between_are_not_measured():
     "model", [small_cnn("gn"), nn.Sequential(nn.BatchNorm2d(2, track_running_stats=False), small_cnn("none"))]
 )
 def test_without_running_statistics_only_gradients_are_measured(model):
-    _, rows, _ = run(diagnostics(), rounds=2, model=model, trainer=EVALUATED)
+    rows = run(diagnostics(), rounds=2, model=model, trainer=EVALUATED).rows
     assert {name.removesuffix("_affine").removesuffix("_weights") for name in rows[2] if "bn/" in name} == {
         "bn/gradient_deviation"
     }

@@ -1,12 +1,13 @@
 """Variants of the server's model are evaluated like the server's own and leave no trace in the training."""
 
 from copy import deepcopy
+from functools import partial
 
 import lightning as L
 import pytest
 import torch
 from contract import contents
-from helpers import SGD, ArrayClient, SaveRounds, States, blobs, distance, fit, small_cnn
+from helpers import SGD, ArrayClient, SaveRounds, States, blobs, distance, federated_run, fit
 from torch.nn.functional import cross_entropy
 
 from fl_lightning import ConfigurationError, FederatedDataModule, FederatedModule
@@ -50,10 +51,7 @@ def doubled(module):
     return {name: 4 * state[name] for name in ("1.running_var", "1.weight")}
 
 
-def run(*callbacks, data=None, rounds=3, ckpt_path=None, **settings):
-    module = FederatedModule(small_cnn(), SGD, local_steps=2)
-    trainer = fit(module, data or blobs(), rounds, callbacks, ckpt_path, **{**EVALUATED, **settings})
-    return module, trainer
+run = partial(federated_run, trainer=EVALUATED)
 
 
 def by_hand(model, loader):
@@ -80,7 +78,7 @@ def test_the_server_as_a_variant_has_the_servers_metrics_in_every_stage(precisio
             client.dataset.tensors = tuple(
                 t.float() if t.is_floating_point() else t for t in client.dataset.tensors
             )
-    module, _ = run(plain, data=data, precision=precision)
+    module = run(plain, data=data, trainer={**EVALUATED, "precision": precision}).module
     assert equals_the_server(module.metrics, "val")
     for stage, split in (("validate", "val"), ("test", "test")):
         trainer = L.Trainer(callbacks=[Plain()], **{**QUIET, "precision": precision})
@@ -91,7 +89,7 @@ def test_the_server_as_a_variant_has_the_servers_metrics_in_every_stage(precisio
 
 def test_a_row_has_the_variants_where_it_has_the_server_and_row_0_is_one_of_them(tmp_path):
     log = JSONLinesLogger(tmp_path)
-    run(Plain(), check_val_every_n_epoch=2, logger=log)
+    run(Plain(), trainer={**EVALUATED, "check_val_every_n_epoch": 2, "logger": log})
     rows = read_metrics(log.path)
     assert [row["round"] for row in rows] == [0, 1, 2, 3]
     assert all(equals_the_server(rows[number], "val") for number in (0, 2, 3))  # 3 is the last
@@ -100,7 +98,8 @@ def test_a_row_has_the_variants_where_it_has_the_server_and_row_0_is_one_of_them
 
 def test_a_check_of_a_few_batches_before_training_leaves_nothing_in_the_first_row(tmp_path):
     log = JSONLinesLogger(tmp_path)
-    run(Plain(), check_val_every_n_epoch=2, num_sanity_val_steps=1, logger=log)
+    settings = {"check_val_every_n_epoch": 2, "num_sanity_val_steps": 1, "logger": log}
+    run(Plain(), trainer={**EVALUATED, **settings})
     (first, second, _) = read_metrics(log.path)
     assert first["round"] == 1
     assert ["val/loss_same" in row for row in (first, second)] == [False, True]
@@ -117,7 +116,7 @@ def test_evaluation_on_test_data_inside_fit_is_called_so():
 def test_replaced_state_is_what_is_evaluated():
     changed = Variants(lambda module: {"doubled": doubled(module)})
     data = blobs()
-    module, _ = run(changed, data=data)
+    module = run(changed, data=data).module
     other = deepcopy(module.model).eval()
     other.load_state_dict({**other.state_dict(), **doubled(module)})
     accuracy, loss = by_hand(other, data.val_dataloader())
@@ -130,7 +129,7 @@ def test_replaced_state_takes_the_precision_of_the_model():
     def singles(module):
         return {"same": {name: value.float() for name, value in module.model.state_dict().items()}}
 
-    module, _ = run(Variants(singles))
+    module = run(Variants(singles)).module
     assert module.metrics["val/loss_same"] == pytest.approx(module.metrics["val/loss"], rel=1e-5)
 
 
@@ -138,7 +137,7 @@ def test_replaced_state_takes_the_precision_of_the_model():
 @pytest.mark.parametrize("method", [[], [FixBN(freeze_round=1)], [FBN()]], ids=["BN", "FixBN", "FBN"])
 def test_batch_statistics_are_those_of_the_evaluation_batch_whatever_the_method(method):
     data = blobs()
-    module, _ = run(*method, Variants(lambda module: {"batch": BATCH_STATISTICS}), data=data)
+    module = run(*method, Variants(lambda module: {"batch": BATCH_STATISTICS}), data=data).module
     model = deepcopy(module.model).eval()
     for layer in (model[1], model[4]):
         layer.train()
@@ -163,7 +162,7 @@ def test_outputs_that_are_not_finite_count_as_wrong_and_flag_the_run():
         state = module.model.state_dict()
         return {"broken": {"8.bias": torch.full_like(state["8.bias"], torch.nan)}}
 
-    module, _ = run(Variants(broken))
+    module = run(Variants(broken)).module
     assert module.metrics["val/accuracy_broken"] == 0.0
     assert module.metrics["val/accuracy"] > 0
     assert module.record.diverged
@@ -179,7 +178,7 @@ def test_variants_leave_no_trace_in_the_training(method, tmp_path):
     histories, saved = [], []
     for name, extra in (("without", []), ("with", [Variants(several)])):
         history, folder = States(), tmp_path / name
-        module, _ = run(method(**settings), *extra, history, SaveRounds(folder), rounds=4)
+        module = run(method(**settings), *extra, history, SaveRounds(folder), rounds=4).module
         modes = [layer.training for layer in module.model.modules()]
         histories.append((history.states, modes, [type(layer) for layer in module.model]))
         saved.append([contents(folder / f"{round_number}.ckpt") for round_number in (1, 2, 3, 4)])
@@ -201,7 +200,4 @@ def test_a_variant_that_disturbed_the_statistics_would_be_seen():
             super().on_validation_epoch_end(trainer, pl_module)
             pl_module.model[1].running_var.mul_(1.01)
 
-    states = States(), States()
-    run(Plain(), states[0])
-    run(Disturbing(), states[1])
-    assert distance(states[0].states[-1], states[1].states[-1]) > 1e-3
+    assert distance(run(Plain()).states[-1], run(Disturbing()).states[-1]) > 1e-3

@@ -12,13 +12,11 @@ from command_line import write_config
 from helpers import (
     SGD,
     ArrayClient,
-    ClientStates,
     SaveRounds,
-    States,
     blobs,
     client_batch,
     distance,
-    fit,
+    federated_run,
     plain_step,
     small_cnn,
     train,
@@ -26,13 +24,7 @@ from helpers import (
 from readme_code import methods
 from torch import nn
 
-from fl_lightning import (
-    ConfigurationError,
-    FederatedDataModule,
-    FederatedModule,
-    SequentialExecutor,
-    VectorizedExecutor,
-)
+from fl_lightning import ConfigurationError, FederatedDataModule, SequentialExecutor, VectorizedExecutor
 from fl_lightning.callbacks import FedBN, FixBN
 from fl_lightning.datamodules import Digits
 from fl_lightning.datamodules.partitions import Shards
@@ -48,12 +40,7 @@ EXECUTORS = pytest.mark.parametrize("executor", [SequentialExecutor, VectorizedE
 EVALUATED = {"limit_val_batches": None}
 
 
-def run(*callbacks, data=None, rounds=3, model=None, trainer=None, **settings):
-    """A module after training, what its clients held and its server's states."""
-    clients, states = ClientStates(), States()
-    module = FederatedModule(model or small_cnn(), **{"client_optimizer": SGD, "local_steps": 2, **settings})
-    fit(module, data or blobs(4), rounds, [*callbacks, clients, states], **(trainer or {}))
-    return module, clients, states.states
+run = partial(federated_run, data=partial(blobs, 4))
 
 
 def fedbn_by_hand(model, data, rounds, steps, bn_state=BN_STATE):
@@ -89,7 +76,7 @@ def accuracy(model, loader):
 @EXECUTORS
 def test_fedbn_equals_separate_models_whose_weights_are_averaged(executor):
     callback, data = FedBN(), blobs(3)
-    module, _, _ = run(callback, data=data, executor=executor())
+    module = run(callback, data=data, executor=executor()).module
     for client, model in enumerate(fedbn_by_hand(small_cnn(), blobs(3), 3, 2)):
         personal = {**module.state_dict(), **kept(callback, module, client)}
         assert distance(personal, model.state_dict()) < 1e-10
@@ -125,7 +112,7 @@ class Forgetful(FedBN):
 
 def test_averaged_gamma_and_beta_would_be_seen():
     callback, data = AffineAveraged(), blobs(3)
-    module, _, _ = run(callback, data=data)
+    module = run(callback, data=data).module
     clients = fedbn_by_hand(small_cnn(), blobs(3), 3, 2)
     personal = {**module.state_dict(), **kept(callback, module, 0)}
     assert distance(personal, clients[0].state_dict()) > 1e-3
@@ -134,17 +121,17 @@ def test_averaged_gamma_and_beta_would_be_seen():
 @pytest.mark.parametrize("settings", [{}, {"participation": 2, "local_steps": 1}, {"weighting": "uniform"}])
 def test_the_shipped_fedbn_trains_as_the_one_in_the_readme_bit_for_bit(settings):
     data = partial(blobs, 4, (24, 40, 32))
-    _, clients, states = run(FedBN(), data=data(), rounds=5, trainer=EVALUATED, **settings)
-    _, others, reference = run(methods().FedBN(), data=data(), rounds=5, **settings)
-    assert [distance(own, other) for own, other in zip(states, reference, strict=True)] == [0.0] * 6
-    for round_number, ended in clients.end.items():
+    shipped = run(FedBN(), data=data, rounds=5, trainer=EVALUATED, **settings)
+    readme = run(methods().FedBN(), data=data, rounds=5, **settings)
+    assert [distance(*pair) for pair in zip(shipped.states, readme.states, strict=True)] == [0.0] * 6
+    for round_number, ended in shipped.clients.end.items():
         for client, state in ended.items():
-            assert distance(state, others.end[round_number][client]) == 0
+            assert distance(state, readme.clients.end[round_number][client]) == 0
 
 
 @EXECUTORS
 def test_one_client_is_centralised_training(executor):
-    module, _, _ = run(FedBN(), data=blobs(1), executor=executor())
+    module = run(FedBN(), data=blobs(1), executor=executor()).module
     (alone,) = fedbn_by_hand(small_cnn(), blobs(1), 3, 2)
     assert distance(module.state_dict(), alone.state_dict()) < 1e-10
 
@@ -158,13 +145,13 @@ def test_clients_with_the_same_data_are_fedavg_with_bn(executor):
         # batches of the whole data set: the order within a batch, which differs, does not matter
         return FederatedDataModule([ArrayClient(inputs, targets, len(targets)) for _ in range(3)], one)
 
-    module, _, _ = run(FedBN(), data=twins(), executor=executor())
+    module = run(FedBN(), data=twins(), executor=executor()).module
     fedavg = train(small_cnn(), twins(), 3, local_steps=2, executor=executor())
     assert distance(module.state_dict(), fedavg) < 1e-10
 
 
 def test_clients_share_weights_after_a_round_while_their_bn_state_differs():
-    _, clients, _ = run(FedBN())
+    clients = run(FedBN()).clients
     first, *others = clients.start[3].values()
     for other in others:
         for name, value in first.items():
@@ -185,18 +172,18 @@ def waits(clients, initial):
 
 def test_a_client_that_is_absent_keeps_its_bn_state_bit_for_bit():
     initial = small_cnn().double().state_dict()
-    _, clients, _ = run(FedBN(), rounds=10, participation=2)
+    clients = run(FedBN(), rounds=10, participation=2).clients
     found = waits(clients, initial)
     assert max(absent for absent, _ in found) >= 2
     assert all(gap == 0 for _, gap in found)
-    _, clients, _ = run(ByRow(), rounds=10, participation=2)
+    clients = run(ByRow(), rounds=10, participation=2).clients
     assert max(gap for _, gap in waits(clients, initial)) > 1e-3
 
 
 def test_memory_that_is_not_saved_would_be_seen_after_a_resume(tmp_path):
     for method, same in ((FedBN, True), (Forgetful, False)):
-        whole, _, _ = run(method(), SaveRounds(tmp_path), rounds=4, participation=2)
-        resumed, _, _ = run(method(), rounds=4, participation=2, trainer={"ckpt_path": tmp_path / "2.ckpt"})
+        whole = run(method(), SaveRounds(tmp_path), rounds=4, participation=2).module
+        resumed = run(method(), rounds=4, participation=2, ckpt_path=tmp_path / "2.ckpt").module
         assert (distance(whole.state_dict(), resumed.state_dict()) == 0) is same
 
 
@@ -216,9 +203,9 @@ class Misnamed(nn.Module):
 
 def test_bn_layers_are_found_by_type_and_not_by_name():
     callback = FedBN()
-    module, clients, _ = run(callback, model=Misnamed())
-    assert {name.rpartition(".")[0] for name in kept(callback, module, 0)} == {"downsample.1"}
-    first, second = clients.start[3][0], clients.start[3][1]
+    result = run(callback, model=Misnamed())
+    assert {name.rpartition(".")[0] for name in kept(callback, result.module, 0)} == {"downsample.1"}
+    first, second = result.clients.start[3][0], result.clients.start[3][1]
     assert torch.equal(first["bn.weight"], second["bn.weight"])
     assert not torch.equal(first["downsample.1.weight"], second["downsample.1.weight"])
 
@@ -252,11 +239,11 @@ def test_groups_of_parameters_with_settings_of_their_own_are_kept_as_well(kinds)
 
     Keeping.kinds = kinds
     callback, groups = Keeping(), {"batch_norm": {"lr": 0.02}, "bias": {"lr": 0.3}}
-    module, clients, _ = run(callback, parameter_groups=groups)
+    result = run(callback, parameter_groups=groups)
     for client in range(4):
-        state = kept(callback, module, client)
+        state = kept(callback, result.module, client)
         assert ("8.bias" in state) is (kinds == ("weight",))
-        assert distance(state, clients.end[3][client]) == 0
+        assert distance(state, result.clients.end[3][client]) == 0
 
 
 def personal_models(callback, module):
@@ -270,7 +257,7 @@ def personal_models(callback, module):
 @pytest.mark.parametrize("participation", [1.0, 2])
 def test_personal_accuracy_is_the_mean_of_every_clients_model_on_the_servers_data(participation):
     callback, data = FedBN(), blobs(4)
-    module, _, _ = run(callback, data=data, rounds=1, trainer=EVALUATED, participation=participation)
+    module = run(callback, data=data, rounds=1, trainer=EVALUATED, participation=participation).module
     own = [accuracy(model, data.val_dataloader()) for model in personal_models(callback, module)]
     assert len(set(own)) > 1
     assert module.metrics["val/personal_accuracy"] == pytest.approx(sum(own) / 4, abs=1e-6)
@@ -281,7 +268,7 @@ def test_personal_accuracy_is_the_mean_of_every_clients_model_on_the_servers_dat
 
 def test_own_accuracy_is_that_on_the_clients_own_loaders_where_they_have_some():
     callback, data = FedBN(), blobs(4)
-    module, _, _ = run(callback, data=data, trainer=EVALUATED)
+    module = run(callback, data=data, trainer=EVALUATED).module
     loaders = [client.val_dataloader() for client in data.clients]
     own = [
         accuracy(model, loader)
@@ -297,7 +284,7 @@ def digits(**settings):
 def test_own_accuracy_weighs_classes_as_the_client_has_them_where_there_are_no_loaders():
     callback, data = FedBN(), digits(val_fraction=0.2)
     model = LeNet(in_channels=1, image_size=8)
-    module, _, _ = run(callback, data=data, model=model, trainer={**EVALUATED, "precision": "32-true"})
+    module = run(callback, data=data, model=model, trainer={**EVALUATED, "precision": "32-true"}).module
     expected = []
     for client, personal in enumerate(personal_models(callback, module)):
         labels = data.train_images.labels[data.clients[client].indices]
@@ -323,7 +310,7 @@ def test_own_accuracy_is_left_out_where_nothing_is_known_of_the_clients():
 
     whole = blobs(3)
     data = FederatedDataModule([TrainingOnly(client) for client in whole.clients], whole.server)
-    module, _, _ = run(FedBN(), data=data, trainer=EVALUATED)
+    module = run(FedBN(), data=data, trainer=EVALUATED).module
     assert "val/personal_accuracy" in module.metrics
     assert "val/own_accuracy" not in module.metrics
 
@@ -351,14 +338,14 @@ def test_as_many_clients_are_evaluated_as_asked_evenly_spaced():
 
 
 def test_a_centralised_run_has_no_clients_to_evaluate():
-    module, _, _ = run(FedBN(), trainer=EVALUATED, centralised=True)
+    module = run(FedBN(), trainer=EVALUATED, centralised=True).module
     assert "val/accuracy" in module.metrics
     assert {name for name in module.metrics if name.startswith("val/")} == {"val/accuracy", "val/loss"}
 
 
 def test_personalised_evaluation_leaves_no_trace_in_the_training():
-    _, _, without = run(FedBN(), rounds=4)
-    _, _, states = run(FedBN(), rounds=4, trainer={**EVALUATED, "num_sanity_val_steps": -1})
+    without = run(FedBN(), rounds=4).states
+    states = run(FedBN(), rounds=4, trainer={**EVALUATED, "num_sanity_val_steps": -1}).states
     assert [distance(own, other) for own, other in zip(states, without, strict=True)] == [0.0] * 5
 
 
@@ -384,7 +371,7 @@ def test_the_clients_own_test_data_are_set_up_when_only_testing(tmp_path):
 
     whole = blobs(3)
     data = FederatedDataModule([Careful(*c.dataset.tensors, 8) for c in whole.clients], whole.server)
-    module, _, _ = run(FedBN(), SaveRounds(tmp_path), data=whole)
+    module = run(FedBN(), SaveRounds(tmp_path), data=whole).module
     trainer = L.Trainer(
         callbacks=[FedBN()], accelerator="cpu", precision="64-true", logger=False,
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,

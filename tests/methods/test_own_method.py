@@ -4,21 +4,18 @@ from functools import partial
 
 import pytest
 import torch
-from helpers import SGD, ArrayClient, ClientStates, States, blobs, distance, fit, small_cnn, train
+from helpers import ArrayClient, blobs, distance, federated_run, small_cnn, train
 from readme_code import METHOD_BLOCKS, methods
 
-from fl_lightning import FederatedCallback, FederatedDataModule, FederatedModule
+from fl_lightning import FederatedCallback, FederatedDataModule
 
 STATISTICS = ("1.running_mean", "1.running_var", "4.running_mean", "4.running_var")
 AFFINE = ("1.weight", "1.bias", "4.weight", "4.bias")
 
 
-def run(data=None, rounds=3, model=None, **settings):
-    """A module after training with the README's FedBN, and the clients' states."""
-    rows = ClientStates()
-    module = FederatedModule(model or small_cnn(), **{"client_optimizer": SGD, "local_steps": 2, **settings})
-    fit(module, data or blobs(4), rounds, [methods().FedBN(), rows])
-    return module, rows
+def run(data=None, **settings):
+    """A run with the README's FedBN."""
+    return federated_run(methods().FedBN(), data=data or blobs(4), **settings)
 
 
 @pytest.mark.parametrize("name", ["FedProx", "FedBN"])
@@ -63,7 +60,7 @@ def test_fedprox_with_one_local_step_or_without_mu_is_fedavg():
 
 
 def test_fedbn_clients_share_weights_and_keep_their_bn_state():
-    _, rows = run()
+    rows = run().clients
     for round_number in (2, 3):
         clients = rows.start[round_number]
         for client, state in clients.items():
@@ -75,7 +72,7 @@ def test_fedbn_clients_share_weights_and_keep_their_bn_state():
 
 
 def test_fedbn_clients_that_are_absent_keep_theirs_untouched_and_new_ones_start_from_the_initial_state():
-    _, rows = run(rounds=8, participation=2)
+    rows = run(rounds=8, participation=2).clients
     initial = small_cnn().double().state_dict()
     last, waited = {}, 0
     for round_number in range(1, 9):
@@ -89,7 +86,7 @@ def test_fedbn_clients_that_are_absent_keep_theirs_untouched_and_new_ones_start_
 
 
 def test_fedbn_with_one_client_is_that_client_alone():
-    federated, _ = run(blobs(1))
+    federated = run(blobs(1)).module
     alone = train(small_cnn(), blobs(1), 3, local_steps=2)
     assert distance(federated.state_dict(), alone) < 1e-10
 
@@ -103,26 +100,23 @@ def test_fedbn_with_equal_clients_is_fedavg():
         clients = [ArrayClient(inputs, targets, len(targets)) for _ in range(3)]
         return FederatedDataModule(clients, data)
 
-    federated, _ = run(twins())
+    federated = run(twins()).module
     assert distance(federated.state_dict(), train(small_cnn(), twins(), 3, local_steps=2)) < 1e-10
 
 
 @pytest.mark.parametrize("server_optimizer", [None, partial(torch.optim.Adam, lr=0.01)])
 def test_fedbn_server_evaluates_the_mean_of_the_clients_bn_state(server_optimizer):
-    module, rows = run(server_optimizer=server_optimizer)
+    result = run(server_optimizer=server_optimizer)
     for name in (*STATISTICS, *AFFINE):
-        mean = torch.stack([state[name] for state in rows.end[3].values()]).mean(0)
-        assert torch.allclose(module.model.state_dict()[name], mean, rtol=1e-12, atol=1e-12)
+        mean = torch.stack([state[name] for state in result.clients.end[3].values()]).mean(0)
+        assert torch.allclose(result.module.model.state_dict()[name], mean, rtol=1e-12, atol=1e-12)
 
 
 def test_fedbn_sends_no_bn_state():
-    module, _ = run()
+    module = run().module
     floats = sum(p.numel() for name, p in module.model.named_parameters() if name not in AFFINE)
     assert module.metrics["comm/upload_bytes"] == module.metrics["comm/download_bytes"] == 4 * 8 * floats
 
 
 def test_fedbn_is_not_fedavg():
-    states = States()
-    fit(FederatedModule(small_cnn(), SGD, local_steps=2), blobs(4), 3, [states])
-    module, _ = run()
-    assert distance(module.state_dict(), states.states[-1]) > 1e-3
+    assert distance(run().states[-1], federated_run(data=blobs(4)).states[-1]) > 1e-3

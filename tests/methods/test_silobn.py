@@ -1,23 +1,13 @@
 """SiloBN: clients keep their running statistics; everything that is trained is FedAvg's, bit for bit."""
 
 from copy import deepcopy
+from functools import partial
 
 import pytest
 import torch
-from helpers import (
-    SGD,
-    ClientStates,
-    SaveRounds,
-    States,
-    blobs,
-    client_batch,
-    distance,
-    fit,
-    plain_step,
-    small_cnn,
-)
+from helpers import SGD, SaveRounds, blobs, client_batch, distance, federated_run, plain_step, small_cnn
 
-from fl_lightning import FederatedModule, SequentialExecutor, VectorizedExecutor
+from fl_lightning import SequentialExecutor, VectorizedExecutor
 from fl_lightning.callbacks import FedBN, SiloBN
 
 STATISTICS = [
@@ -27,12 +17,7 @@ EXECUTORS = pytest.mark.parametrize("executor", [SequentialExecutor, VectorizedE
 ROUNDS = 4
 
 
-def run(*callbacks, data=None, trainer=None, rounds=ROUNDS, **settings):
-    """A module after training, what its clients held and its server's states."""
-    clients, states = ClientStates(), States()
-    module = FederatedModule(small_cnn(), **{"client_optimizer": SGD, "local_steps": 2, **settings})
-    fit(module, data or blobs(4, (24, 40, 32)), rounds, [*callbacks, clients, states], **(trainer or {}))
-    return module, clients, states.states
+run = partial(federated_run, data=partial(blobs, 4, (24, 40, 32)), rounds=ROUNDS)
 
 
 def statistics_by_hand(data, steps, participants):
@@ -61,12 +46,12 @@ def statistics_by_hand(data, steps, participants):
 @pytest.mark.parametrize("participation", [1.0, 2])
 def test_everything_trained_is_that_of_fedavg_bit_for_bit(executor, steps, participation):
     settings = {"local_steps": steps, "executor": executor(), "participation": participation}
-    _, _, states = run(SiloBN(), **settings)
-    _, _, fedavg = run(**settings)
+    states = run(SiloBN(), **settings).states
+    fedavg = run(**settings).states
     for own, other in zip(states, fedavg, strict=True):
         trained = {name: value for name, value in own.items() if name not in STATISTICS}
         assert distance(trained, other) == 0
-    _, _, fedbn = run(FedBN(), **settings)
+    fedbn = run(FedBN(), **settings).states
     assert distance({n: v for n, v in states[-1].items() if n not in STATISTICS}, fedbn[-1]) > 1e-3
 
 
@@ -74,11 +59,11 @@ def test_everything_trained_is_that_of_fedavg_bit_for_bit(executor, steps, parti
 @pytest.mark.parametrize("participation", [1.0, 2])
 def test_every_clients_statistics_are_those_of_its_own_batches(executor, participation):
     callback, data = SiloBN(), blobs(4, (24, 40, 32))
-    module, clients, _ = run(callback, data=data, executor=executor(), participation=participation)
-    participants = [list(clients.start[round_number]) for round_number in range(1, ROUNDS + 1)]
+    result = run(callback, data=data, executor=executor(), participation=participation)
+    participants = [list(result.clients.start[round_number]) for round_number in range(1, ROUNDS + 1)]
     kept = statistics_by_hand(data, 2, participants)
     for client, expected in enumerate(kept):
-        state = callback.variants(None, module)[str(client)]
+        state = callback.variants(None, result.module)[str(client)]
         assert state.keys() == expected.keys()
         assert distance(expected, state) < 1e-10
     assert distance(kept[0], kept[1]) > 0.1
@@ -108,11 +93,11 @@ class ByRow(SiloBN):
 @pytest.mark.parametrize("mutation", [Averaged, ByRow])
 def test_statistics_of_others_would_be_seen(mutation):
     callback, data = mutation(), blobs(4, (24, 40, 32))
-    module, clients, _ = run(callback, data=data, participation=2)
-    participants = [list(clients.start[round_number]) for round_number in range(1, ROUNDS + 1)]
+    result = run(callback, data=data, participation=2)
+    participants = [list(result.clients.start[round_number]) for round_number in range(1, ROUNDS + 1)]
     kept = statistics_by_hand(data, 2, participants)
     seen = {client for members in participants for client in members}
-    gaps = [distance(kept[client], callback.variants(None, module)[str(client)]) for client in seen]
+    gaps = [distance(kept[client], callback.variants(None, result.module)[str(client)]) for client in seen]
     assert max(gaps) > 1e-2
 
 
@@ -122,23 +107,22 @@ def test_memory_that_is_not_saved_would_be_seen_after_a_resume(tmp_path):
             return {}
 
     for method, same in ((SiloBN, True), (Forgetful, False)):
-        whole, _, _ = run(method(), SaveRounds(tmp_path), participation=2)
-        trainer = {"ckpt_path": tmp_path / "2.ckpt"}
-        resumed, _, _ = run(method(), participation=2, trainer=trainer)
+        whole = run(method(), SaveRounds(tmp_path), participation=2).module
+        resumed = run(method(), participation=2, ckpt_path=tmp_path / "2.ckpt").module
         assert (distance(whole.state_dict(), resumed.state_dict()) == 0) is same
 
 
 def test_the_servers_statistics_are_the_mean_over_the_rounds_clients():
-    module, clients, _ = run(SiloBN(), participation=2, weighting="uniform")
-    ended = clients.end[ROUNDS].values()
+    result = run(SiloBN(), participation=2, weighting="uniform")
+    ended = result.clients.end[ROUNDS].values()
     for name in (name for name in STATISTICS if "running" in name):
         mean = torch.stack([state[name] for state in ended]).mean(0)
-        assert torch.allclose(module.state_dict()[name], mean, rtol=1e-12, atol=1e-12)
+        assert torch.allclose(result.module.state_dict()[name], mean, rtol=1e-12, atol=1e-12)
 
 
 def test_personal_accuracy_comes_from_the_statistics_alone():
     callback, data = SiloBN(), blobs(3)
-    module, _, _ = run(callback, data=data, trainer={"limit_val_batches": None})
+    module = run(callback, data=data, trainer={"limit_val_batches": None}).module
     personal = []
     for client in range(3):
         model = deepcopy(module.model).eval()

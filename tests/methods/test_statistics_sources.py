@@ -1,11 +1,11 @@
 """The evaluation-only family: equal parameters, and one run that shows the accuracy under every source of statistics."""
 
+from functools import partial
 from itertools import pairwise
 
 import pytest
 import torch
-from helpers import SGD, ArrayClient, SaveRounds, blobs, distance, fit, small_cnn, train
-from lightning.pytorch.callbacks import Callback
+from helpers import SGD, ArrayClient, SaveRounds, blobs, distance, federated_run, fit, small_cnn, train
 from torch.utils.data import DataLoader
 
 from fl_lightning import (
@@ -46,22 +46,7 @@ def federation():
     return blobs(4, (24, 40, 32))
 
 
-class History(Callback):
-    """The metrics of each round."""
-
-    def __init__(self):
-        self.rows = {}
-
-    def on_train_epoch_end(self, trainer, pl_module):
-        self.rows[pl_module.round] = {name: float(value) for name, value in trainer.callback_metrics.items()}
-
-
-def run(*callbacks, rounds=4, ckpt_path=None, trainer=EVALUATED, **settings):
-    """The module and the metrics of each round."""
-    settings = {"client_optimizer": SGD, "local_steps": 2, **settings}
-    module, history = FederatedModule(small_cnn(), **settings), History()
-    fit(module, federation(), rounds, [*callbacks, history], ckpt_path, **trainer)
-    return module, history.rows
+run = partial(federated_run, data=federation, rounds=4, trainer=EVALUATED)
 
 
 def joined(state):
@@ -93,10 +78,10 @@ def test_methods_outside_the_family_train_differently(outside):
 @pytest.mark.parametrize("momentum", [0.1, 1.0])
 def test_each_source_is_the_methods_own_run(settings, momentum):
     settings = {**settings, "bn_momentum": momentum}
-    _, sources = run(StatisticsSources(), **settings)
+    sources = run(StatisticsSources(), **settings).rows
     found = {}
     for name, method in FAMILY.items():
-        _, own = run(method(), **settings)
+        own = run(method(), **settings).rows
         for r in (2, 4):
             if name == "silobn":
                 assert abs(sources[r]["val/accuracy_silobn"] - own[r]["val/personal_accuracy"]) < 1e-6
@@ -104,7 +89,7 @@ def test_each_source_is_the_methods_own_run(settings, momentum):
                 assert sources[r][f"val/accuracy_{name}"] == own[r]["val/accuracy"]
                 assert abs(sources[r][f"val/loss_{name}"] - own[r]["val/loss"]) < 1e-6 * own[r]["val/loss"]
         found[name] = sources[4][f"val/loss_{name}"]
-    _, fedavg = run(**settings)
+    fedavg = run(**settings).rows
     assert all(sources[r]["val/loss"] == fedavg[r]["val/loss"] for r in (2, 4))
     found |= {"averaged": fedavg[4]["val/loss"], "batch": sources[4]["val/loss_batch"]}
     found["test_set"] = sources[4]["val/loss_test_set"]
@@ -119,7 +104,7 @@ def test_each_source_is_the_methods_own_run(settings, momentum):
 def test_what_the_server_would_hold_is_what_it_holds_in_the_methods_own_run(method, executor):
     observer = StatisticsSources()
     run(observer, **UNEVEN)
-    own, _ = run(FAMILY[method](), **UNEVEN)
+    own = run(FAMILY[method](), **UNEVEN).module
     assert abs(observer.server[method] - joined(own.state_dict())).max() < 1e-10
     assert abs(observer.server["moment_matching"] - observer.server["feddna_reverse_kl"]).max() > 1e-3
 
@@ -130,7 +115,7 @@ def test_what_the_server_would_hold_is_what_it_holds_in_the_methods_own_run(meth
 def test_matched_moments_under_a_robust_rule_are_those_of_the_methods_own_run(rule):
     observer, settings = StatisticsSources(["moment_matching"]), {"statistics_aggregator": rule}
     run(observer, **settings)
-    own, _ = run(MomentMatching(), **settings)
+    own = run(MomentMatching(), **settings).module
     assert abs(observer.server["moment_matching"] - joined(own.state_dict())).max() < 1e-10
     with pytest.raises(
         ConfigurationError,
@@ -154,9 +139,9 @@ class NotFinite(FederatedCallback):
 @pytest.mark.parametrize("method", ["moment_matching", "feddna_reverse_kl"])
 def test_a_client_that_is_left_out_of_a_round_is_left_out_of_every_source(method):
     observer = StatisticsSources()
-    _, rows = run(observer, NotFinite(), on_divergence="drop")
+    rows = run(observer, NotFinite(), on_divergence="drop").rows
     assert rows[2]["clients/dropped"] == 1
-    own, _ = run(FAMILY[method](), NotFinite(), on_divergence="drop")
+    own = run(FAMILY[method](), NotFinite(), on_divergence="drop").module
     assert abs(observer.server[method] - joined(own.state_dict())).max() < 1e-10
     assert all(kept["statistics"].isfinite().all() for kept in observer.clients.values())
 
@@ -179,7 +164,7 @@ def test_a_server_that_forgot_what_it_would_hold_is_not_the_methods_own_run():
 
     observer = Forgetful(["moment_matching"])
     run(observer)
-    own, _ = run(MomentMatching())
+    own = run(MomentMatching()).module
     assert abs(observer.server["moment_matching"] - joined(own.state_dict())).max() > 1e-3
 
 
@@ -199,9 +184,8 @@ def evaluated(batch_size, permuted=False):
     data = federation()
     inputs, targets = data.server.dataset.tensors
     data.server = Server(inputs, targets.flip(0) if permuted else targets, batch_size)
-    module, history = FederatedModule(small_cnn(), client_optimizer=SGD, local_steps=2), History()
-    fit(module, data, 2, [Kept(["batch", "test_set"]), history], **EVALUATED)
-    return module, inputs, kept[-1]["test_set"], history.rows[2]
+    module, rows, *_ = run(Kept(["batch", "test_set"]), data=data, rounds=2)
+    return module, inputs, kept[-1]["test_set"], rows[2]
 
 
 def test_statistics_of_the_test_set_are_those_of_all_its_values_and_know_no_labels():
@@ -221,8 +205,8 @@ def test_statistics_of_the_test_set_are_those_of_all_its_values_and_know_no_labe
 
 @pytest.mark.parametrize("method", [lambda: FixBN(freeze_round=2), FBN, FedBN])
 def test_measured_statistics_go_with_every_method(method):
-    alone, _ = run(method())
-    observed, rows = run(method(), StatisticsSources(["batch", "test_set", "static_pooled"]))
+    alone = run(method()).module
+    observed, rows, *_ = run(method(), StatisticsSources(["batch", "test_set", "static_pooled"]))
     assert distance(alone.state_dict(), observed.state_dict()) == 0
     found = {rows[4][f"val/loss{source}"] for source in ("", "_batch", "_test_set", "_static_pooled")}
     assert len(found) == 4
@@ -231,8 +215,8 @@ def test_measured_statistics_go_with_every_method(method):
 @EXECUTORS
 def test_it_does_not_change_training_or_what_is_sent(executor):
     settings = {**UNEVEN, "local_steps": 2, "local_epochs": None, "executor": executor()}
-    plain, rows = run(**settings)
-    observed, seen = run(StatisticsSources(), **settings)
+    plain, rows, *_ = run(**settings)
+    observed, seen, *_ = run(StatisticsSources(), **settings)
     assert distance(plain.state_dict(), observed.state_dict()) == 0
     for r, row in rows.items():
         assert {k: v for k, v in row.items() if "time" not in k} == {
@@ -241,15 +225,15 @@ def test_it_does_not_change_training_or_what_is_sent(executor):
 
 
 def test_a_resumed_run_goes_on_bit_for_bit(tmp_path):
-    _, whole = run(StatisticsSources(), SaveRounds(tmp_path), **UNEVEN)
+    whole = run(StatisticsSources(), SaveRounds(tmp_path), **UNEVEN).rows
     for start in (1, 3):
-        _, resumed = run(StatisticsSources(), ckpt_path=tmp_path / f"{start}.ckpt", **UNEVEN)
+        resumed = run(StatisticsSources(), ckpt_path=tmp_path / f"{start}.ckpt", **UNEVEN).rows
         last, again = ({k: v for k, v in rows[4].items() if "time" not in k} for rows in (whole, resumed))
         assert last == again
 
 
 def test_a_checkpoint_is_evaluated_under_every_source_without_a_fit(tmp_path):
-    module, rows = run(StatisticsSources(), SaveRounds(tmp_path))
+    module, rows, *_ = run(StatisticsSources(), SaveRounds(tmp_path))
     fresh = FederatedModule(small_cnn(), client_optimizer=SGD, local_steps=2)
     trainer = module.trainer.__class__(
         callbacks=[StatisticsSources()], accelerator="cpu", precision="64-true", logger=False,
@@ -262,13 +246,13 @@ def test_a_checkpoint_is_evaluated_under_every_source_without_a_fit(tmp_path):
 
 
 def test_only_the_chosen_sources_are_evaluated_and_of_silobn_as_many_clients_as_asked():
-    _, rows = run(StatisticsSources(["batch", "silobn"], evaluate_clients=1))
+    rows = run(StatisticsSources(["batch", "silobn"], evaluate_clients=1)).rows
     assert {n for n in rows[4] if "accuracy" in n} == {
         "val/accuracy",
         "val/accuracy_batch",
         "val/accuracy_silobn",
     }
-    _, own = run(SiloBN(evaluate_clients=1))
+    own = run(SiloBN(evaluate_clients=1)).rows
     assert abs(rows[4]["val/accuracy_silobn"] - own[4]["val/personal_accuracy"]) < 1e-6
 
 

@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from helpers import SGD, Rows, SaveRounds, States, blobs, by_hand, distance, fit, small_cnn
+from helpers import SGD, SaveRounds, States, blobs, by_hand, distance, federated_run, fit, small_cnn
 from outcomes import assert_same, states
 
 from fl_lightning import (
@@ -44,12 +44,7 @@ def plan(failures, clients=10, seed=0, **settings):
     return RoundPlan(blobs(clients), 20, None, clients, seed, failures=failures, **settings)
 
 
-def run(rounds, callbacks=(), clients=3, **settings):
-    """A module after training, with its rows of metrics."""
-    rows, settings = Rows(), {"local_steps": 2, "client_optimizer": SGD, **settings}
-    module = FederatedModule(small_cnn(), **settings)
-    fit(module, blobs(clients, SIZES), rounds, [*callbacks, rows])
-    return module, rows.rows
+run = partial(federated_run, data=partial(blobs, 3, SIZES))
 
 
 def test_failures_are_a_function_of_seed_round_and_client():
@@ -80,7 +75,7 @@ def test_probabilities_hold_in_the_long_run_and_stragglers_take_any_number_of_st
 @EXECUTORS
 def test_absences_by_schedule_equal_averaging_those_who_report_by_hand(executor):
     seen = Cohorts()
-    module, rows = run(4, [seen], failures=AWAY, executor=executor())
+    module, rows, *_ = run(seen, rounds=4, failures=AWAY, executor=executor())
     cohorts = {1: [0, 1, 2], 2: [0, 2], 3: [0], 4: [0, 1, 2]}
     assert seen.start == cohorts
     assert [rows[r]["clients/reported"] for r in cohorts] == [3, 2, 1, 3]
@@ -97,15 +92,15 @@ def test_a_client_that_never_reports_is_one_that_never_takes_part():
     always = ClientFailures(
         dropout={client: 1.0 for client in range(4) if client not in sample_cohort(4, 2, 0, 1)}
     )
-    absent, _ = run(1, clients=4, failures=always)
-    sampled, _ = run(1, clients=4, participation=2)
+    absent = run(rounds=1, data=blobs(4, SIZES), failures=always).module
+    sampled = run(rounds=1, data=blobs(4, SIZES), participation=2).module
     assert distance(absent.state_dict(), sampled.state_dict()) == 0
 
 
 @EXECUTORS
 def test_stragglers_equal_separate_runs_of_as_many_steps(executor):
     failures, seen = ClientFailures(stragglers={0: 1.0, 2: 1.0}), Cohorts()
-    module, _ = run(1, [seen], failures=failures, local_steps=9, executor=executor())
+    module = run(seen, rounds=1, failures=failures, local_steps=9, executor=executor()).module
     (steps,) = seen.steps.values()
     assert steps[1] == 9 > max(steps[0], steps[2])
     reference, _ = by_hand(small_cnn(), blobs(sizes=SIZES), 1, steps=steps, weights=SIZES)
@@ -114,8 +109,8 @@ def test_stragglers_equal_separate_runs_of_as_many_steps(executor):
 
 def test_the_twin_trains_on_the_batches_of_those_who_report():
     settings = {"failures": OFTEN, "local_steps": 1, "weighting": "samples"}
-    federated, _ = run(4, [FBN()], **settings)
-    twin, rows = run(4, [FBN()], centralised=True, **settings)
+    federated = run(FBN(), rounds=4, **settings).module
+    twin, rows, *_ = run(FBN(), rounds=4, centralised=True, **settings)
     assert distance(federated.state_dict(), twin.state_dict()) < 1e-10
     assert twin.record.samples == federated.record.samples < 4 * 3 * 8
     assert min(row["clients/reported"] for row in rows.values()) < 3
@@ -198,7 +193,7 @@ class ServerOptimizer(FederatedCallback):
 def test_a_round_with_too_few_reports_counts_and_leaves_the_server_as_it_is(server, capsys):
     calls, server_states, optimizers = Skips(), States(), ServerOptimizer()
     methods = [FixBN(3), calls, server_states, optimizers]
-    module, rows = run(4, methods, failures=AWAY, min_clients=2, server_optimizer=server)
+    module, rows, *_ = run(*methods, rounds=4, failures=AWAY, min_clients=2, server_optimizer=server)
     assert (
         "round 3: 1 of 3 clients can be aggregated, and model.min_clients is 2: the server keeps its state"
         in capsys.readouterr().out
@@ -222,14 +217,14 @@ def test_a_round_with_too_few_reports_counts_and_leaves_the_server_as_it_is(serv
 def test_a_run_whose_first_round_is_skipped_trains_in_the_next():
     for settings in ({}, {"centralised": True}):
         skipping = ClientFailures(schedule={client: [[1, 1]] for client in range(3)})
-        module, rows = run(2, failures=skipping, **settings)
+        module, rows, *_ = run(rounds=2, failures=skipping, **settings)
         assert [rows[r]["clients/reported"] for r in (1, 2)] == [0, 3]
         assert module.record.samples == 3 * 2 * 8
 
 
 def test_a_round_that_is_too_small_for_the_aggregator_is_skipped(capsys):
     failures = ClientFailures(schedule={0: [[2, 2]], 1: [[2, 3]], 2: [[2, 2]]})
-    _, rows = run(3, clients=5, failures=failures, aggregator=TrimmedMean(1))
+    rows = run(rounds=3, data=blobs(5, SIZES), failures=failures, aggregator=TrimmedMean(1)).rows
     assert [rows[r]["clients/skipped"] for r in (1, 2, 3)] == [0, 1, 0]
     assert "round 2: 2 of 5 clients can be aggregated, and TrimmedMean needs 3" in capsys.readouterr().out
 
@@ -256,19 +251,14 @@ def test_a_round_that_is_too_small_for_the_aggregator_is_skipped(capsys):
     ],
 )  # fmt: skip
 def test_impossible_settings_are_one_line(settings, message):
+    given = settings.get("failures")
     with pytest.raises(ConfigurationError) as refused:
-        run(
-            1,
-            **{
-                **settings,
-                **({"failures": ClientFailures(**settings["failures"])} if "failures" in settings else {}),
-            },
-        )
+        run(rounds=1, **{**settings, "failures": given and ClientFailures(**given)})
     assert str(refused.value).startswith(message)
 
 
 def test_metrics_of_runs_without_failures_have_no_columns_of_them():
-    assert not [name for name in run(1)[1][1] if name.startswith("clients/")]
+    assert not [name for name in run(rounds=1).rows[1] if name.startswith("clients/")]
 
 
 def test_clients_are_numbers_also_where_a_file_writes_texts():

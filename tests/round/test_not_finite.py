@@ -1,11 +1,12 @@
 """Updates that are not finite: the client that is left out, the rule that withstands it, the run that ends or goes on."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
 from command_line import run as run_command
-from helpers import SGD, Rows, SaveRounds, States, blobs, distance, fit, small_cnn
+from helpers import SGD, SaveRounds, States, blobs, distance, federated_run, fit, small_cnn
 from outcomes import MOMENTUM, assert_same, states
 from torch.utils._pytree import tree_leaves
 
@@ -48,18 +49,15 @@ class Sends(Diverges):
         Diverges.on_local_step_end(self, trainer, pl_module, cohort, 1)
 
 
-def run(callbacks=(), rounds=4, clients=4, executor=SequentialExecutor, **settings):
-    """A module after training, with its states and rows of metrics after each round."""
-    rows, seen = Rows(), States()
-    settings = {"local_steps": 2, "client_optimizer": MOMENTUM, "on_divergence": "drop", **settings}
-    module = FederatedModule(small_cnn(), executor=executor(), **settings)
-    fit(module, blobs(clients, SIZES), rounds, [*callbacks, rows, seen])
-    return module, rows.rows, seen.states
+run = partial(
+    federated_run, data=partial(blobs, 4, SIZES), rounds=4, client_optimizer=MOMENTUM, on_divergence="drop",
+    executor=SequentialExecutor(),
+)  # fmt: skip
 
 
-def absent(callbacks=(), **settings):
+def absent(*callbacks, **settings):
     """The run in which client 1 is absent in round 2."""
-    return run(callbacks, failures=ClientFailures(schedule={1: [[2, 2]]}), **settings)
+    return run(*callbacks, failures=ClientFailures(schedule={1: [[2, 2]]}), **settings)
 
 
 def remembered(callback):
@@ -83,10 +81,10 @@ METHODS = {
 @pytest.mark.parametrize("methods", METHODS.values(), ids=METHODS)
 @pytest.mark.parametrize("executor", [SequentialExecutor, VectorizedExecutor])
 def test_a_client_that_diverges_counts_as_absent(methods, executor, weighting):
-    settings = {"executor": executor, "weighting": weighting, "local_steps": None, "local_epochs": 1}
+    settings = {"executor": executor(), "weighting": weighting, "local_steps": None, "local_epochs": 1}
     first, second = methods(), methods()
-    module, rows, found = run([Diverges(), *first], **settings)
-    other, wanted_rows, wanted = absent(second, **settings)
+    module, rows, found, *_ = run(Diverges(), *first, **settings)
+    other, wanted_rows, wanted, *_ = absent(*second, **settings)
     kept = [leaf for callback in first for leaf in remembered(callback)]
     wanted_kept = [leaf for callback in second for leaf in remembered(callback)]
     if executor is SequentialExecutor:
@@ -114,14 +112,14 @@ def test_a_client_that_diverges_counts_as_absent(methods, executor, weighting):
 
 @pytest.mark.parametrize("name", ["0.bias", "4.running_var"])
 def test_what_an_attack_writes_into_the_rows_is_left_out_too(name):
-    _, _, found = run([Sends(name)])
-    assert_same(found, absent()[2])
+    found = run(Sends(name)).states
+    assert_same(found, absent().states)
 
 
 def test_a_client_that_sends_what_is_not_finite_is_told_from_one_that_diverges():
     """Methods have its state by then; what they sum up after it does without."""
     method = SCAFFOLD()
-    _, rows, found = run([Sends(), Diverges(clients=[3]), method, FBN()])
+    _, rows, found, *_ = run(Sends(), Diverges(clients=[3]), method, FBN())
     assert rows[2]["clients/dropped"] == 2
     assert rows[2]["clients/reported"] == 2
     assert all(bool(value.isfinite().all()) for value in found[-1].values())
@@ -129,7 +127,7 @@ def test_a_client_that_sends_what_is_not_finite_is_told_from_one_that_diverges()
 
 def test_each_client_is_named_once_and_counted_each_time(capsys, tmp_path):
     diverges = Diverges(rounds=(1, 2, 3), clients=(0, 2))
-    module, _, found = run([diverges, SaveRounds(tmp_path)])
+    module, _, found, *_ = run(diverges, SaveRounds(tmp_path))
     line = "round 1: the update of client {} is not finite, first in layer '3'; it is left out of this round and of others like it "
     out = capsys.readouterr().out
     assert [out.count(line.format(client)) for client in range(4)] == [1, 0, 1, 0]
@@ -166,7 +164,7 @@ def test_ranks_leave_out_the_same_clients(method):
 )
 def test_a_round_that_too_few_are_left_of_is_skipped(settings, capsys):
     clients = [0] if "centralised" in settings else [1, 3]
-    module, rows, found = run([Diverges(clients=clients)], **settings)
+    module, rows, found, *_ = run(Diverges(clients=clients), **settings)
     assert distance(found[1], found[2]) == 0 < distance(found[2], found[3])
     assert [rows[r]["clients/skipped"] for r in rows] == [0, 1, 0, 0]
     assert [rows[r]["clients/dropped"] for r in rows] == [0, len(clients), 0, 0]
@@ -177,7 +175,7 @@ def test_a_round_that_too_few_are_left_of_is_skipped(settings, capsys):
 @pytest.mark.parametrize("on_divergence", ["error", "drop"])
 @pytest.mark.parametrize("aggregator", [Median(), TrimmedMean(1), GeometricMedian()])
 def test_a_robust_rule_goes_on_with_what_it_withstands(aggregator, on_divergence, capsys):
-    module, rows, found = run([Sends()], aggregator=aggregator, on_divergence=on_divergence)
+    module, rows, found, *_ = run(Sends(), aggregator=aggregator, on_divergence=on_divergence)
     assert "clients/not_finite" not in rows[1]
     assert rows[2]["clients/not_finite"] == 1
     assert module.record.not_finite == {1: 1}
@@ -196,19 +194,19 @@ def test_an_aggregate_that_is_not_finite_is_the_error_of_a_robust_rule():
         "raise TrimmedMean's f"
     )
     with pytest.raises(ConfigurationError) as refused:
-        run([Sends(clients=[1, 2])], aggregator=TrimmedMean(1), on_divergence="error")
+        run(Sends(clients=[1, 2]), aggregator=TrimmedMean(1), on_divergence="error")
     assert str(refused.value).startswith(line)
     with pytest.raises(
         ConfigurationError, match=r"first in layer '4' \(clients whose update is not finite: 1, 2\)"
     ):
-        run([Sends("4.running_mean", clients=[1, 2])], aggregator=TrimmedMean(1), on_divergence="error")
-    module, _, _ = run([Sends(clients=[1, 2])], aggregator=TrimmedMean(1), on_divergence="record")
+        run(Sends("4.running_mean", clients=[1, 2]), aggregator=TrimmedMean(1), on_divergence="error")
+    module = run(Sends(clients=[1, 2]), aggregator=TrimmedMean(1), on_divergence="record").module
     assert (module.record.diverged, module.record.diverged_round) == (True, 2)
 
 
 def test_a_weighted_mean_names_round_client_layer_and_the_ways_out():
     with pytest.raises(ConfigurationError) as refused:
-        run([Diverges()], on_divergence="error")
+        run(Diverges(), on_divergence="error")
     assert str(refused.value) == (
         "round 2: the update of client 1 is not finite, first in layer '3'; lower client_optimizer lr (now 0.05), or set "
         "model.on_divergence: drop to go on without such updates, or record to go on with them"

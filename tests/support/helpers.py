@@ -1,13 +1,40 @@
 """The federations of ``fl_lightning.testing``, and what only this project's tests need beside them."""
 
 from pathlib import Path
+from typing import Any, NamedTuple
 
+import lightning as L
 import torch
 from lightning.pytorch.callbacks import Checkpoint
 from PIL import Image
 
+from fl_lightning import FederatedDataModule, FederatedModule
 from fl_lightning.datamodules import CIFAR10
 from fl_lightning.testing import *
+
+
+class Run(NamedTuple):
+    """A module after training, the observations of :class:`Rows`, :class:`States` and :class:`ClientStates`, and the trainer."""
+
+    module: FederatedModule
+    rows: dict[int, dict[str, float]]
+    states: list[dict[str, Any]]
+    clients: ClientStates
+    trainer: L.Trainer
+
+
+def federated_run(
+    *callbacks, data=blobs, rounds=3, model=small_cnn, ckpt_path=None, trainer=None, **settings
+):
+    """Train a model on a federation, both objects or functions that make them, with two local steps of SGD by default."""
+    steps = {} if "local_epochs" in settings else {"local_steps": 2}
+    model = model if isinstance(model, torch.nn.Module) else model()
+    module = FederatedModule(model, **{"client_optimizer": SGD, **steps, **settings})
+    data = data if isinstance(data, FederatedDataModule) else data()
+    rows, states, clients = Rows(), States(), ClientStates()
+    observed = [*callbacks, rows, states, clients]
+    runner = fit(module, data, rounds, observed, ckpt_path, **(trainer or {}))
+    return Run(module, rows.rows, states.states, clients, runner)
 
 
 class SaveRounds(Checkpoint):
