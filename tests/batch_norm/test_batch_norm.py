@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from helpers import SGD, blobs, fit, small_cnn, train, union_batch
+from helpers import SGD, blobs, federated_run, fit, small_cnn, train, union_batch
 from torch import nn
 from torchvision.models import resnet18
 
@@ -249,8 +249,7 @@ def test_recorded_divergence_goes_on_and_flags_the_run():
     fit(module, blobs(), 3, [Overwrites(2, 2, "0.weight", math.nan)])
     assert module.trainer.current_epoch == 3
     assert module.record.diverged
-    sound = FederatedModule(small_cnn(), SGD, local_steps=1, on_divergence="record")
-    fit(sound, blobs(), 3)
+    sound = federated_run(local_steps=1, on_divergence="record").module
     assert not sound.record.diverged
 
 

@@ -10,7 +10,7 @@ import lightning as L
 import pytest
 import torch
 from command_line import attempts, message_of, run
-from helpers import SGD, ArrayClient, SaveRounds, blobs, fit, small_cnn
+from helpers import SGD, ArrayClient, SaveRounds, blobs, federated_run, fit, small_cnn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 
 from fl_lightning import ConfigurationError, FederatedDataModule, FederatedModule
@@ -267,11 +267,9 @@ def test_streams_are_known_by_their_first_batch():
 
 
 def test_training_is_that_of_a_run_whose_data_nobody_looked_at(monkeypatch):
-    looked = FederatedModule(small_cnn(), SGD, local_steps=2)
-    fit(looked, blobs(), 2)
+    looked = federated_run(rounds=2).module
     monkeypatch.setattr(FederatedDataModule, "fingerprint", lambda self: {"training": "0"})
-    plain = FederatedModule(small_cnn(), SGD, local_steps=2)
-    fit(plain, blobs(), 2)
+    plain = federated_run(rounds=2).module
     assert all(torch.equal(value, plain.state_dict()[name]) for name, value in looked.state_dict().items())
 
 

@@ -5,18 +5,16 @@ import csv
 import pytest
 import torch
 from command_line import run, write_config
-from helpers import SGD, ArrayClient, blobs, fit, small_cnn
+from helpers import ArrayClient, blobs, federated_run
 from lightning.pytorch import LightningDataModule
 from torch.nn.functional import cross_entropy
 
-from fl_lightning import FederatedDataModule, FederatedModule
+from fl_lightning import FederatedDataModule
 from fl_lightning.callbacks import ClientEvaluation
 
 
 def trained(data, callback):
-    module = FederatedModule(small_cnn(), SGD, local_steps=2)
-    fit(module, data, 2, [callback], limit_val_batches=1.0)
-    return module
+    return federated_run(callback, data=data, rounds=2, trainer={"limit_val_batches": 1.0}).module
 
 
 def test_mean_worst_tenth_and_variance_are_those_of_the_clients_own_data():

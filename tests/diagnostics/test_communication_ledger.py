@@ -8,7 +8,7 @@ import pytest
 import torch
 from command_line import run as command
 from command_line import write_config
-from helpers import SGD, SaveRounds, States, blobs, distance, fit, small_cnn
+from helpers import SGD, SaveRounds, States, blobs, distance, federated_run, fit, small_cnn
 from lightning.pytorch.callbacks import Callback
 from PIL import Image
 from torch import nn
@@ -49,13 +49,11 @@ class Rows(Callback):
             self.rows = [old for old in self.rows if old["round"] != row["round"]] + [row]
 
 
-def run(methods=(), link=LINK, rounds=3, data=None, extra=(), ckpt_path=None, trainer=None, **settings):
+def run(methods=(), link=LINK, data=None, extra=(), **settings):
     """The ledger after a run, the rows and the module; the ledger stands first."""
     ledger, seen = CommunicationLedger(link), Rows()
-    module = FederatedModule(small_cnn(), **{"client_optimizer": SGD, "local_steps": 1, **settings})
-    data = data or blobs(4, (24, 40, 32))
-    fit(module, data, rounds, [ledger, *methods, seen, *extra], ckpt_path, **(trainer or {}))
-    return ledger, seen.rows, module
+    settings = {"local_steps": 1, "data": data or blobs(4, (24, 40, 32)), **settings}
+    return ledger, seen.rows, federated_run(ledger, *methods, seen, *extra, **settings).module
 
 
 def test_a_round_takes_what_its_bytes_and_its_exchange_take():
@@ -251,8 +249,7 @@ def test_a_link_that_cannot_be_is_one_line(in_folder, capsys, link, words):
 
 
 def test_a_ledger_that_joins_later_says_from_when_on_it_has_booked(tmp_path):
-    module = FederatedModule(small_cnn(), SGD, local_steps=1)
-    fit(module, blobs(), 2, [SaveRounds(tmp_path)])
+    federated_run(SaveRounds(tmp_path), rounds=2, local_steps=1)
     ledger, _rows, _ = run(rounds=4, data=blobs(), ckpt_path=tmp_path / "2.ckpt")
     assert ledger.exchanges == 2
     assert ledger.result_lines()["exchanges"].endswith("(from round 3 on)")

@@ -5,14 +5,13 @@ from functools import partial
 
 import pytest
 import torch
-from helpers import SGD, ArrayClient, Rows, blobs, client_batch, fit, small_cnn, uneven_clients, union_batch
+from helpers import ArrayClient, blobs, client_batch, federated_run, small_cnn, uneven_clients, union_batch
 from torch.nn.functional import cross_entropy
 
 from fl_lightning import (
     ConfigurationError,
     FederatedCallback,
     FederatedDataModule,
-    FederatedModule,
     SequentialExecutor,
     VectorizedExecutor,
 )
@@ -39,14 +38,12 @@ TWINS = {
 METRIC = "bn/gradient_deviation"
 
 
-def run(callbacks=(), norm="bn", data=None, rounds=3, first=True, dropout=0.0, trainer=None, **settings):
+def run(callbacks=(), norm="bn", data=None, first=True, dropout=0.0, **settings):
     """The metrics of each round; the diagnostics stand first or last among the callbacks."""
-    settings = {"client_optimizer": SGD, "local_steps": 1, **settings}
-    module, rows = FederatedModule(small_cnn(norm, dropout), **settings), Rows()
-    watched = [BatchNormDiagnostics(every_n_rounds=1, measure=["gradients"])]
-    callbacks = [*watched, *callbacks, rows] if first else [*callbacks, *watched, rows]
-    fit(module, data or uneven_clients(), rounds, callbacks, **(trainer or {}))
-    return rows.rows
+    watched = BatchNormDiagnostics(every_n_rounds=1, measure=["gradients"])
+    callbacks = [watched, *callbacks] if first else [*callbacks, watched]
+    settings = {"model": small_cnn(norm, dropout), "local_steps": 1, **settings}
+    return federated_run(*callbacks, data=data or uneven_clients(), **settings).rows
 
 
 def gradients(model, batch):
@@ -188,13 +185,13 @@ def test_the_first_step_starts_from_what_the_clients_hold_whichever_callback_has
     position, apart, executor
 ):
     watched = Kept(every_n_rounds=1, measure=["gradients"])
-    callbacks, rows = [FixBN(freeze_round=0), Shift(apart)], Rows()
+    callbacks = [FixBN(freeze_round=0), Shift(apart)]
     callbacks.insert(position, watched)
-    module = FederatedModule(small_cnn(), client_optimizer=SGD, local_steps=1, executor=executor())
-    fit(module, uneven_clients(), 2, [*callbacks, rows])
+    settings = {"data": uneven_clients, "rounds": 2, "local_steps": 1, "executor": executor()}
+    rows = federated_run(*callbacks, **settings).rows
     assert max(float((watched.first[name] - watched.own[name]).abs().max()) for name in watched.own) < 1e-10
     # one model with the union of the batches has what all clients have alike
-    assert (rows.rows[2][METRIC] < 1e-10) == (not apart)
+    assert (rows[2][METRIC] < 1e-10) == (not apart)
 
 
 def test_the_centralised_twin_itself_has_no_deviation():

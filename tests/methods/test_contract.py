@@ -4,9 +4,9 @@ from functools import cache, partial
 
 import torch
 from contract import ADAM, EVERY_ROW, method_of, run
-from helpers import SGD, States, blobs, distance, fit, small_cnn
+from helpers import States, blobs, distance, federated_run
 
-from fl_lightning import FederatedCallback, FederatedModule
+from fl_lightning import FederatedCallback
 from fl_lightning.verification import certify
 
 ROUNDS = 8
@@ -22,10 +22,7 @@ def test_a_method_keeps_what_every_method_promises_and_what_it_claims(row):
 @cache
 def without_a_method(**settings):
     """The server's states in a run without a callback."""
-    states = States()
-    module = FederatedModule(small_cnn(), **{"client_optimizer": SGD, "local_steps": 2, **settings})
-    fit(module, blobs(4, (24, 40, 32)), ROUNDS, [states])
-    return states.states
+    return federated_run(data=blobs(4, (24, 40, 32)), rounds=ROUNDS, **settings).states
 
 
 @EVERY_ROW

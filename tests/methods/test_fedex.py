@@ -6,16 +6,10 @@ from itertools import product
 
 import pytest
 import torch
-from helpers import SGD, SaveRounds, States, blobs, client_batch, distance, fit, small_cnn, train
+from helpers import SaveRounds, blobs, client_batch, distance, federated_run, small_cnn, train
 from torch.nn.functional import cross_entropy
 
-from fl_lightning import (
-    ConfigurationError,
-    FederatedCallback,
-    FederatedModule,
-    SequentialExecutor,
-    VectorizedExecutor,
-)
+from fl_lightning import ConfigurationError, FederatedCallback, SequentialExecutor, VectorizedExecutor
 from fl_lightning.callbacks import FedExFixBN, FixBN
 from fl_lightning.callbacks.fedex import (
     discounted_mean,
@@ -42,10 +36,9 @@ def theta_at(freeze):
 
 
 def search(rounds, method=None, extra=(), ckpt_path=None, **settings):
-    method, states = method or FedExFixBN(), States()
-    module = FederatedModule(small_cnn(), SGD, **{"local_steps": 2, **settings})
-    fit(module, blobs(4, (24, 40, 32)), rounds, [method, states, *extra], ckpt_path)
-    return method, states.states
+    method, data = method or FedExFixBN(), blobs(4, (24, 40, 32))
+    states = federated_run(method, *extra, data=data, rounds=rounds, ckpt_path=ckpt_path, **settings).states
+    return method, states
 
 
 # The distribution

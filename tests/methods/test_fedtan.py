@@ -16,6 +16,7 @@ from helpers import (
     centralised,
     client_batch,
     distance,
+    federated_run,
     fit,
     plain_step,
     small_cnn,
@@ -383,8 +384,7 @@ def test_books_count_the_calls_of_a_layer_that_exchanges(backward, messages, obs
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(callbacks.fedtan, "JointStep", Counted)
-        module = FederatedModule(TwiceAndNever(), SGD, local_steps=3)
-        fit(module, blobs(), 1, [FedTAN(backward)])
+        module = federated_run(FedTAN(backward), model=TwiceAndNever(), rounds=1, local_steps=3).module
     assert len(made) == 4  # mean and variance of two calls
     module = FederatedModule(TwiceAndNever(), SGD, local_steps=3)
     fit(module, blobs(), 1, [*observers, FedTAN(backward)])
@@ -402,8 +402,7 @@ def test_gamma_drawn_at_the_start_is_a_function_of_the_seed_and_a_resumed_run_ke
     assert ((start >= 0) & (start < 1)).all()
     assert len(start.unique()) == 10
     assert seen.states[0]["1.bias"].eq(0).all()
-    module = FederatedModule(small_cnn(), SGD, **settings)
-    fit(module, blobs(), 4, [method()], tmp_path / "2.ckpt")
+    module = federated_run(method(), rounds=4, ckpt_path=tmp_path / "2.ckpt", **settings).module
     assert all(torch.equal(value, whole[name]) for name, value in module.state_dict().items())
     other = States()
     train(small_cnn(), blobs(), 1, [method(), other], seed=6)
@@ -493,6 +492,5 @@ def test_a_union_of_one_value_per_channel_is_refused():
 
 
 def test_samples_of_the_joint_step_are_counted():
-    module = FederatedModule(small_cnn(), client_optimizer=SGD, local_steps=3)
-    fit(module, blobs(num_clients=2, batch_size=8), 2, [FedTAN()])
+    module = federated_run(FedTAN(), data=blobs(num_clients=2, batch_size=8), rounds=2, local_steps=3).module
     assert module.record.samples == 2 * 2 * 3 * 8

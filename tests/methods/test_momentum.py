@@ -5,16 +5,10 @@ from itertools import pairwise
 
 import pytest
 import torch
-from helpers import blobs, by_hand, centralised, distance, fit, small_cnn
+from helpers import blobs, by_hand, centralised, distance, federated_run, small_cnn, train
 from torch import nn
 
-from fl_lightning import (
-    ConfigurationError,
-    FederatedCallback,
-    FederatedModule,
-    SequentialExecutor,
-    VectorizedExecutor,
-)
+from fl_lightning import ConfigurationError, FederatedCallback, SequentialExecutor, VectorizedExecutor
 from fl_lightning.callbacks import FedBN, FixBN, MaintainedMomentum
 from fl_lightning.cohort.rows import parameter_groups
 from fl_lightning.optimizers.schedules import MultiStep
@@ -30,10 +24,7 @@ SCOPES = pytest.mark.parametrize("scope", ["local", "global"])
 
 def run(model, data, rounds, *callbacks, **settings):
     """The server's final state after training with momentum."""
-    settings = {"client_optimizer": MOMENTUM, "local_steps": 1, **settings}
-    module = FederatedModule(model, **settings)
-    fit(module, data, rounds, callbacks)
-    return module.state_dict()
+    return train(model, data, rounds, callbacks, **{"client_optimizer": MOMENTUM, **settings})
 
 
 def model_with_statistics():
@@ -216,8 +207,7 @@ def test_an_unknown_scope_is_named():
 def test_global_momentum_of_parameters_that_clients_keep_stays_with_them():
     """Nothing of FedBN's gamma and beta reaches another client, and nothing of their momentum is sent."""
     method = MaintainedMomentum("global")
-    module = FederatedModule(small_cnn(), MOMENTUM, local_steps=1)
-    fit(module, blobs(), 3, [FedBN(), method])
+    module = federated_run(FedBN(), method, client_optimizer=MOMENTUM, local_steps=1).module
     weights = sum(p.numel() for p in module.parameters()) - 2 * (4 + 6)
     assert module.metrics["comm/upload_bytes"] == 3 * 8 * 2 * weights
     assert [key for key in method.memory[-1] if "batch_norm" in key] == []

@@ -1,11 +1,12 @@
 """Which methods may be combined: allowed pairs keep the contract, all others are refused with a reason before they train."""
 
+from functools import partial
 from itertools import combinations
 
 import pytest
 import torch
 from contract import MOMENTUM, SHIPPED, contents
-from helpers import SGD, SaveRounds, States, blobs, distance, fit, small_cnn
+from helpers import SGD, SaveRounds, blobs, distance, federated_run, fit, small_cnn
 
 from fl_lightning import (
     ConfigurationError,
@@ -46,12 +47,7 @@ def methods(pair):
     return [getattr(callbacks, name)(**SETTINGS[name]) for name in sorted(pair)]
 
 
-def run(pair, rounds=3, extra=(), ckpt_path=None, **settings):
-    """A module after training with both methods."""
-    settings = {"client_optimizer": MOMENTUM, "local_steps": 2, "participation": 2, **settings}
-    module = FederatedModule(small_cnn(), **settings)
-    fit(module, blobs(3, (24, 40, 32)), rounds, [*methods(pair), *extra], ckpt_path)
-    return module
+run = partial(federated_run, data=partial(blobs, 3, (24, 40, 32)), client_optimizer=MOMENTUM, participation=2)
 
 
 @pytest.mark.slow
@@ -59,17 +55,16 @@ def run(pair, rounds=3, extra=(), ckpt_path=None, **settings):
 def test_an_allowed_pair_trains_resumes_exactly_and_runs_alike_under_both_executors(pair, tmp_path):
     states = {}
     for executor in (SequentialExecutor, VectorizedExecutor):
-        states[executor] = States()
-        run(pair, extra=[states[executor], SaveRounds(tmp_path)], executor=executor())
+        states[executor] = run(*methods(pair), SaveRounds(tmp_path), executor=executor()).states
         whole = contents(tmp_path / "3.ckpt")
-        run(pair, extra=[SaveRounds(tmp_path)], ckpt_path=tmp_path / "2.ckpt", executor=executor())
+        run(*methods(pair), SaveRounds(tmp_path), ckpt_path=tmp_path / "2.ckpt", executor=executor())
         resumed = contents(tmp_path / "3.ckpt")
         assert whole.keys() == resumed.keys()
         assert all(
             torch.equal(leaf, resumed[place]) if torch.is_tensor(leaf) else leaf == resumed[place]
             for place, leaf in whole.items()
         )
-    for first, second in zip(*(seen.states for seen in states.values()), strict=True):
+    for first, second in zip(*states.values(), strict=True):
         assert distance(first, second) < 1e-10
 
 

@@ -5,10 +5,10 @@ from functools import cache
 import pytest
 import torch
 from contract import MOMENTUM, TABLE, method_of
-from helpers import SGD, States, distance, fit
+from helpers import SGD, distance, federated_run
 from street_scenes import write_scenes
 
-from fl_lightning import FederatedModule, Segmentation, SequentialExecutor, VectorizedExecutor
+from fl_lightning import Segmentation, SequentialExecutor, VectorizedExecutor
 from fl_lightning.datamodules import Cityscapes
 from fl_lightning.models import SmallDeepLab
 
@@ -21,14 +21,15 @@ def scenes(tmp_path_factory):
 @cache
 def trained(root, executor, method=None, rounds=2, crop=(12, 16), width=4, **settings):
     """The server's states and last metrics with a method on the scenes; ``method`` is the place of a row in the table."""
-    row, states = None if method is None else TABLE[method], States()
-    settings = {"client_optimizer": SGD, "local_steps": 2, **(row.module if row else {}), **settings}
+    row = None if method is None else TABLE[method]
+    settings = {**(row.module if row else {}), **settings}
     data = Cityscapes(str(root), batch_size=2, crop_size=crop, horizontal_flip=True)
     torch.manual_seed(0)
     model = SmallDeepLab(19, width=width)
-    module = FederatedModule(model, executor=executor(), task=Segmentation(), **settings)
-    fit(module, data, rounds, [*([method_of(row)] if row else []), states], limit_val_batches=1.0)
-    return states.states, dict(module.metrics)
+    callbacks = [method_of(row)] if row else []
+    settings |= {"trainer": {"limit_val_batches": 1.0}, "task": Segmentation(), "executor": executor()}
+    module, _, states, *_ = federated_run(*callbacks, model=model, data=data, rounds=rounds, **settings)
+    return states, dict(module.metrics)
 
 
 def rows():

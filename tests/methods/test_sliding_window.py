@@ -5,10 +5,10 @@ from functools import partial
 import pytest
 import torch
 from command_line import rows, run
-from helpers import SaveRounds, States, blobs, fit, small_cnn, train
+from helpers import SaveRounds, States, blobs, federated_run, small_cnn, train
 from torch import nn
 
-from fl_lightning import ConfigurationError, FederatedCallback, FederatedModule
+from fl_lightning import ConfigurationError, FederatedCallback
 from fl_lightning.callbacks import FBN, FixBN, SlidingWindowFixBN, sliding_window
 from fl_lightning.pictures.learning_curve import learning_curve_figure
 from fl_lightning.round.policy import policy_table, stages_in_words
@@ -42,11 +42,9 @@ class Sent(FederatedCallback):
 
 def search(threshold, rounds=ROUNDS, window=WINDOW, extra=(), ckpt_path=None, **settings):
     """A run that looks for T*: the method, what was sent, and the server's states."""
-    method, sent, states = SlidingWindowFixBN(window, threshold), Sent(), States()
-    settings = {"client_optimizer": DECAYING, "local_steps": 2, **settings}
-    module = FederatedModule(small_cnn(), **settings)
-    fit(module, blobs(4, SIZES), rounds, [method, sent, states, *extra], ckpt_path)
-    return method, sent, states.states
+    method, sent = SlidingWindowFixBN(window, threshold), Sent()
+    settings |= {"data": blobs(4, SIZES), "client_optimizer": DECAYING, "ckpt_path": ckpt_path}
+    return method, sent, federated_run(method, sent, *extra, rounds=rounds, **settings).states
 
 
 def by_hand(sent, norm=1, weighted=True, correction=0, window=WINDOW):

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from helpers import SGD, ArrayClient, blobs, fit, small_cnn
+from helpers import ArrayClient, blobs, federated_run
 from lightning.pytorch.callbacks import Callback
 
-from fl_lightning import FederatedDataModule, FederatedModule
+from fl_lightning import FederatedDataModule
 from fl_lightning.callbacks import CommunicationLedger, StaticBN
 from fl_lightning.callbacks.observers.network_link import NetworkLink
 
@@ -25,6 +25,9 @@ class Statistics(Callback):
         self.communication[pl_module.round] = pl_module.communication
 
 
+EVALUATED = {"limit_val_batches": 1, "check_val_every_n_epoch": 2}
+
+
 def static_bn(changed=None, rounds=4, participation=1):
     """What StaticBN does with evaluations after rounds 2 and 4; one client's data may be other than usual."""
     data = blobs()
@@ -34,9 +37,8 @@ def static_bn(changed=None, rounds=4, participation=1):
         clients[changed] = ArrayClient(2 * inputs, targets, 8)
         data = FederatedDataModule(clients, data.server, seed=0)
     seen = Statistics()
-    module = FederatedModule(small_cnn(), SGD, local_steps=1, participation=participation)
-    fit(module, data, rounds, [StaticBN(), seen], limit_val_batches=1, check_val_every_n_epoch=2)
-    return module, seen
+    settings = {"local_steps": 1, "participation": participation, "trainer": EVALUATED}
+    return federated_run(StaticBN(), seen, data=data, rounds=rounds, **settings).module, seen
 
 
 def test_in_a_pass_every_client_in_the_cohort_or_not_sends_its_statistics():
@@ -71,9 +73,7 @@ def test_with_all_clients_in_every_round_a_pass_sends_nothing_down_before_the_la
 
 def test_an_absent_client_waits_once_for_a_pass_and_the_ledger_books_it():
     ledger = CommunicationLedger(NetworkLink(upload_mbps=1, download_mbps=4, latency_ms=100))
-    module = FederatedModule(small_cnn(), SGD, local_steps=1, participation=1)
-    methods = [ledger, StaticBN()]
-    fit(module, blobs(), 3, methods, limit_val_batches=1, check_val_every_n_epoch=2)
+    module = federated_run(ledger, StaticBN(), local_steps=1, participation=1, trainer=EVALUATED).module
     weights = sum(parameter.numel() for parameter in module.model.parameters())
     cohorts = [module.plan.cohort(number) for number in (1, 2, 3)]
     for client in range(3):

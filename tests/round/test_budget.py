@@ -3,9 +3,9 @@
 import random
 
 import pytest
-from helpers import SGD, SaveRounds, blobs, distance, fit, small_cnn
+from helpers import SaveRounds, distance, federated_run
 
-from fl_lightning import ConfigurationError, FederatedDataModule, FederatedModule
+from fl_lightning import ConfigurationError, FederatedDataModule
 from fl_lightning.round.plan import RoundPlan
 
 
@@ -32,10 +32,8 @@ class Sizes(FederatedDataModule):
 
 def budget_run(budget, max_epochs=-1, ckpt_path=None, callbacks=(), **settings):
     """A module after training on three clients of 40 examples in batches of 8."""
-    settings = {"local_steps": 2, **settings}
-    module = FederatedModule(small_cnn(), SGD, budget_epochs=budget, **settings)
-    fit(module, blobs(), max_epochs, callbacks, ckpt_path)
-    return module
+    settings |= {"budget_epochs": budget, "ckpt_path": ckpt_path}
+    return federated_run(*callbacks, rounds=max_epochs, **settings).module
 
 
 @pytest.mark.parametrize(

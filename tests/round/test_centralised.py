@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 import torch
-from helpers import SGD, ArrayClient, States, blobs, centralised, distance, fit, small_cnn, train
+from helpers import ArrayClient, States, blobs, centralised, distance, federated_run, fit, small_cnn, train
 from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader
 
@@ -125,8 +125,7 @@ def test_a_union_does_not_depend_on_how_the_batches_are_held():
 
 
 def test_a_centralised_run_says_so():
-    module = FederatedModule(small_cnn(), SGD, local_steps=1, centralised=True)
-    fit(module, blobs(), 1)
+    module = federated_run(rounds=1, local_steps=1, centralised=True).module
     assert method_name(module, [FBN()]) == "centralised twin of FedAvg + FBN()"
 
 

@@ -117,8 +117,7 @@ def test_the_twin_trains_on_the_batches_of_those_who_report():
 
 
 def test_a_budget_is_spent_on_what_clients_really_do():
-    module = FederatedModule(small_cnn(), SGD, local_steps=2, budget_epochs=2, failures=OFTEN)
-    fit(module, blobs(), -1)
+    module = federated_run(rounds=-1, budget_epochs=2, failures=OFTEN).module
     assert module.planned_rounds > 5
     assert 240 - 3 * 8 < module.record.samples <= 240
     away = ClientFailures(schedule={0: [[1, 10**9]]})

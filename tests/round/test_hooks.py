@@ -4,7 +4,7 @@ import re
 
 import pytest
 import torch
-from helpers import SGD, blobs, fit, small_cnn
+from helpers import SGD, blobs, federated_run, fit, small_cnn
 from lightning.pytorch.callbacks import EarlyStopping
 from lightning.pytorch.loggers.logger import DummyLogger
 
@@ -63,9 +63,7 @@ class Rows(DummyLogger):
 
 
 def fitted(rounds, callbacks=(), local_steps=2, **trainer):
-    module = FederatedModule(small_cnn(), SGD, local_steps=local_steps)
-    fit(module, blobs(), rounds, callbacks, **trainer)
-    return module
+    return federated_run(*callbacks, rounds=rounds, trainer=trainer, local_steps=local_steps).module
 
 
 def loss(model, inputs, targets):

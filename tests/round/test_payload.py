@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 import torch
-from helpers import SGD, SaveRounds, blobs, fit, small_cnn
+from helpers import SaveRounds, blobs, federated_run, fit, small_cnn
 from lightning.pytorch.callbacks import Callback
 
 from fl_lightning import FederatedModule
@@ -159,8 +159,7 @@ def test_kinds_of_state_are_told_apart():
 
 
 def test_the_logged_payload_is_that_of_all_participants():
-    module = FederatedModule(small_cnn(), SGD, local_steps=1, participation=2)
-    fit(module, blobs(), 3)
+    module = federated_run(local_steps=1, participation=2).module
     bytes_per_client = 8 * (sum(p.numel() for p in module.model.parameters()) + 20)
     assert (
         module.metrics["comm/upload_bytes"] == module.metrics["comm/download_bytes"] == 2 * bytes_per_client
@@ -172,8 +171,7 @@ def test_the_logged_payload_is_that_of_all_participants():
 def test_what_the_server_remembers_is_not_sent(optimizer):
     rows = []
     for server in (None, optimizer):
-        module = FederatedModule(small_cnn(), SGD, server, local_steps=1)
-        fit(module, blobs(), 2)
+        module = federated_run(rounds=2, server_optimizer=server, local_steps=1).module
         rows.append({name: value for name, value in module.metrics.items() if name.startswith("comm/")})
     assert rows[0] == rows[1]
 

@@ -5,16 +5,10 @@ from functools import partial
 
 import pytest
 import torch
-from helpers import SGD, States, blobs, by_hand, client_batch, distance, fit, small_cnn, train
+from helpers import SGD, States, blobs, by_hand, client_batch, distance, federated_run, small_cnn, train
 from torch.nn.functional import cross_entropy
 
-from fl_lightning import (
-    ConfigurationError,
-    FederatedCallback,
-    FederatedModule,
-    SequentialExecutor,
-    VectorizedExecutor,
-)
+from fl_lightning import ConfigurationError, FederatedCallback, SequentialExecutor, VectorizedExecutor
 from fl_lightning.round.plan import cohort_size, sample_cohort
 
 SIZES = (16, 40, 64)
@@ -183,8 +177,7 @@ def test_uneven_local_epochs_equal_separate_runs_of_the_clients(executor, optimi
 
 
 def test_the_training_loss_is_the_weighted_mean_of_the_clients_mean_losses():
-    module = FederatedModule(small_cnn("gn"), SGD, local_epochs=1)
-    fit(module, blobs(sizes=SIZES), 1)
+    module = federated_run(model=small_cnn("gn"), data=blobs(sizes=SIZES), rounds=1, local_epochs=1).module
     total = 0.0
     for client, size in enumerate(SIZES):
         model = deepcopy(small_cnn("gn")).double()

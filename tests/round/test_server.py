@@ -3,7 +3,7 @@
 import lightning as L
 import pytest
 import torch
-from helpers import SGD, blobs, distance, fit, small_cnn, train
+from helpers import SGD, blobs, distance, federated_run, fit, small_cnn, train
 from torch import nn
 
 from fl_lightning import ConfigurationError, FederatedModule
@@ -33,8 +33,7 @@ def test_validate_fit_validate_work_one_after_the_other():
 def test_a_bn_layer_that_the_user_put_in_eval_mode_stays_there():
     model = small_cnn()
     model[1].eval()
-    module = FederatedModule(model, SGD, local_steps=2)
-    fit(module, blobs(), 3, [FixBN(freeze_round=2)])
+    module = federated_run(FixBN(freeze_round=2), model=model).module
     state = module.state_dict()
     assert torch.equal(state["1.running_mean"], torch.zeros(4, dtype=torch.float64))
     assert not torch.equal(state["4.running_mean"], torch.zeros(6, dtype=torch.float64))
@@ -79,8 +78,7 @@ def test_predictions_of_a_regression_are_refused(tmp_path):
 
 
 def test_a_second_fit_without_a_checkpoint_is_a_run_of_its_own():
-    module = FederatedModule(small_cnn(), SGD, local_steps=2)
-    fit(module, blobs(), 2, [FixBN()])
+    module = federated_run(FixBN(), rounds=2).module
     samples = module.record.samples
     fit(module, blobs(), 6, [FixBN()])
     assert module.planned_rounds == 6

@@ -5,10 +5,10 @@ from functools import partial
 
 import pytest
 import torch
-from helpers import SGD, blobs, fit, small_cnn
+from helpers import SGD, federated_run
 
 import callbacks.fedtan
-from fl_lightning import FederatedCallback, FederatedModule
+from fl_lightning import FederatedCallback
 from fl_lightning.batch_norm.joint import cohort_mean
 from fl_lightning.batch_norm.layers import batch_norm_layers
 from fl_lightning.callbacks import (
@@ -84,8 +84,7 @@ def run(make, optimizer=MOMENTUM, other=False):
     """A witness of three rounds of a method."""
     method = make()
     witness = Witness(method)
-    module = FederatedModule(small_cnn(), optimizer, local_steps=2)
-    fit(module, blobs(), 3, [Noise(other), method, witness])
+    federated_run(Noise(other), method, witness, client_optimizer=optimizer)
     return witness
 
 
@@ -201,8 +200,7 @@ def count_exchanges(monkeypatch, **settings):
         return Counted.apply(cohort_mean(own, clients))
 
     monkeypatch.setattr(callbacks.fedtan, "cohort_mean", counted_mean)
-    module = FederatedModule(small_cnn(), SGD, local_steps=2)
-    fit(module, blobs(), 1, [FedTAN(**settings)])
+    module = federated_run(FedTAN(**settings), rounds=1).module
     layers = len(batch_norm_layers(module.model))
     return (len(forward), sum(forward)), (len(backward), sum(backward)), layers, module.communication
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from command_line import message_of, rows, run
-from helpers import SGD, Rows, blobs, fit, small_cnn
+from helpers import SGD, Rows, blobs, federated_run, fit, small_cnn
 
 from fl_lightning import Classification, ConfigurationError, FederatedModule
 from fl_lightning.experiments.run_directory.checkpoints import RoundCheckpoint
@@ -60,8 +60,7 @@ def test_the_quality_of_a_task_of_ones_own_is_known():
             return {"recall": super().metrics(counts)["accuracy"]}
 
     keeper, seen = RoundCheckpoint(monitor="val/recall"), Rows()
-    module = FederatedModule(small_cnn(), SGD, local_steps=1, task=Retrieval())
-    fit(module, blobs(), 3, [keeper, seen], limit_val_batches=1.0)
+    federated_run(keeper, seen, trainer={"limit_val_batches": 1.0}, local_steps=1, task=Retrieval())
     assert keeper.best_score == pytest.approx(max(row["val/recall"] for row in seen.rows.values()))
 
 

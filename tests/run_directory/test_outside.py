@@ -4,6 +4,8 @@
 batches do not depend on ``threads`` of a data module is tested with the data modules that have them.
 """
 
+from functools import cache
+
 import pytest
 import torch
 from command_line import rows, run
@@ -59,10 +61,19 @@ def federation(*settings):
     return run("--trainer.max_epochs", ROUNDS, *keep, *settings)
 
 
-def assert_same(one, other):
-    for (name, tensor), copy in zip(weights(one).items(), weights(other).values(), strict=True):
+@cache
+def usual():
+    """Name, weights and numbers of the run that no setting has changed."""
+    cli = federation()
+    return cli.attempt.path.name.partition(".")[0], weights(cli), numbers(cli)
+
+
+def assert_usual(other):
+    stem, wanted, found = usual()
+    assert other.attempt.path.name.partition(".")[0] == stem
+    for (name, tensor), copy in zip(wanted.items(), weights(other).values(), strict=True):
         assert torch.equal(tensor, copy), name
-    found, again = numbers(one), numbers(other)
+    again = numbers(other)
     assert found.keys() == again.keys() == {0, *range(1, ROUNDS + 1)} & found.keys()
     for number in found:
         for name in found[number].keys() & again[number].keys():
@@ -79,12 +90,8 @@ def test_every_setting_outside_is_varied():
     "setting", [pytest.param(x, marks=pytest.mark.slow) if x in SLOW else x for x in WAYS]
 )
 def test_a_setting_outside_changes_no_number(setting):
-    usual = federation()
     for way in WAYS[setting]:
-        other = federation(*way)
-        stem = usual.attempt.path.name
-        assert other.attempt.path.name.partition(".")[0] == stem
-        assert_same(usual, other)
+        assert_usual(federation(*way))
 
 
 METHODS = {row.callback: row for row in TABLE if row.callback in SHIPPED}

@@ -2,10 +2,9 @@
 
 import pytest
 from command_line import rows, run
-from helpers import SGD, blobs, fit, small_cnn
+from helpers import federated_run
 from lightning.fabric.utilities.rank_zero import _get_rank, rank_zero_only
 
-from fl_lightning import FederatedModule
 from fl_lightning.experiments.run_directory.metrics_log import JSONLinesLogger, read_metrics
 
 NAMES = ("RANK", "LOCAL_RANK", "SLURM_PROCID", "JSM_NAMESPACE_RANK")
@@ -35,6 +34,5 @@ def test_a_numbered_run_starts_ranks_of_its_own(numbered, monkeypatch):
 
 
 def test_trainer_in_a_script_writes_its_rows_under_any_rank(numbered, tmp_path):
-    module = FederatedModule(small_cnn(), client_optimizer=SGD, local_steps=1)
-    fit(module, blobs(), 2, logger=JSONLinesLogger(tmp_path))
+    federated_run(rounds=2, trainer={"logger": JSONLinesLogger(tmp_path)}, local_steps=1)
     assert [row["round"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2]

@@ -276,7 +276,7 @@ def test_objects_that_are_met_again_or_decide_later_name_a_run(what):
 
 
 def test_a_compiled_model_is_trained_and_told_by_its_class():
-    run = python_run(rounds=1, model=torch.compile(lenet()), callbacks=[])
+    run = python_run(rounds=1, model=torch.compile(lenet(), backend="aot_eager"), callbacks=[])
     run.fit()
     assert json.loads((run.path / "result.json").read_text())["model"] == "LeNet"
     assert run_title(run.module)[1].startswith("LeNet (")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import yaml
 from command_line import run
-from study_in_process import found, study, write
+from study_in_process import finished_study, found, study, write
 from written_runs import write_run
 
 from fl_lightning.cli.study import StudyCells
@@ -39,7 +39,7 @@ def origins(folder):
 
 def test_an_attempt_that_went_on_from_another_learning_rate_is_not_the_cell(ran, capsys):
     write(**RATES)
-    study("--checkpoint.keep_rounds=[3]")
+    finished_study("--checkpoint.keep_rounds=[3]")
     one, other = folders()
     foreign = go_on(other / "checkpoints/round_3.ckpt", one)
     assert foreign.path.name == f"{one.name}.2"
@@ -58,7 +58,7 @@ def test_an_attempt_that_went_on_from_another_learning_rate_is_not_the_cell(ran,
 
 def test_a_study_does_not_go_on_with_what_another_run_began(ran):
     write(**RATES)
-    study("--checkpoint.keep_rounds=[3]")
+    finished_study("--checkpoint.keep_rounds=[3]")
     one, other = folders()
     foreign = go_on(other / "checkpoints/round_3.ckpt", one)
     foreign.result.unlink()
@@ -70,7 +70,7 @@ def test_a_study_does_not_go_on_with_what_another_run_began(ran):
 
 
 def test_a_shared_first_stage_is_the_cells_own_in_every_study(ran, capsys):
-    study("--checkpoint.keep_rounds=[4]")
+    finished_study("--checkpoint.keep_rounds=[4]")
     early, _, late = folders()
     assert [entry["round"] for entry in origins(early)] == [2]
     write(

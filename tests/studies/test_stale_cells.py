@@ -7,11 +7,11 @@ import time
 from pathlib import Path
 
 import pytest
-from study_in_process import found, study, write
+from study_in_process import finished_study, found, study, write
 
 
 def test_results_of_another_source_are_named_and_run_again_or_accepted(ran, capsys):
-    study()
+    finished_study()
     folder = Path(found()["groups"][0]["runs"][0]["directory"])
     result = json.loads((folder / "result.json").read_text())
     now = result["provenance"][0]["source"]
@@ -44,7 +44,7 @@ def trained_on_others(one, written):
 
 
 def test_a_cell_on_other_data_than_newer_ones_is_run_again(ran, capsys):
-    study()
+    finished_study()
     old = found()["groups"][0]["runs"][0]
     trained_on_others(old, 1)
     capsys.readouterr()
@@ -63,7 +63,7 @@ def test_a_cell_on_other_data_than_newer_ones_is_run_again(ran, capsys):
 
 def test_the_data_of_now_count_where_a_newer_cell_had_others(ran):
     """One that was trained while ``data_dir`` held something else costs no valid cell but the one that shows it."""
-    study()
+    finished_study()
     newest = found()["groups"][1]["runs"][0]
     trained_on_others(newest, time.time())
     trained_on_others(found()["groups"][1]["runs"][1], time.time())
@@ -78,7 +78,7 @@ def test_the_data_of_now_count_where_a_newer_cell_had_others(ran):
 
 @pytest.mark.parametrize("left", ["checkpoints", "error.txt"])
 def test_a_cell_that_was_stopped_when_it_ran_again_goes_on(ran, left):
-    study()
+    finished_study()
     old = found()["groups"][0]["runs"][0]
     trained_on_others(old, 1)
     again = Path(f"{old['directory']}.2")
@@ -93,7 +93,7 @@ def test_a_cell_that_was_stopped_when_it_ran_again_goes_on(ran, left):
 
 
 def test_who_goes_on_from_a_cell_on_other_data_waits_for_it(ran):
-    study()
+    finished_study()
     child, parent = (found()["groups"][index]["runs"][0] for index in (0, 2))
     trained_on_others(child, 1)
     trained_on_others(parent, 1)

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from command_line import message_of, run
-from study_in_process import STUDY, found, study, write
+from study_in_process import STUDY, finished_study, found, study, write
 
 import fl_lightning.cli.study
 from fl_lightning.__main__ import main
@@ -77,7 +77,7 @@ def test_one_first_stage_is_trained_once_and_each_freeze_round_is_as_if_alone(ra
 
 
 def test_a_damaged_first_stage_is_named_and_trained_anew(ran, capsys):
-    study()
+    finished_study()
     child, _, parent = (Path(group["runs"][0]["directory"]) for group in found()["groups"])
     before = [own(json.loads(x)) for x in (child / "metrics.jsonl").read_text().splitlines()]
     shutil.rmtree(child)
@@ -131,12 +131,12 @@ def test_settings_that_do_not_work_are_all_named_before_the_first_cell(ran, caps
 
 
 def test_rounds_that_are_to_be_kept_are_kept_beside_those_of_first_stages(ran):
-    study("--checkpoint.keep_rounds=[3]")
+    finished_study("--checkpoint.keep_rounds=[4]")
     kept = [
         {path.name for path in Path(group["runs"][0]["directory"], "checkpoints").glob("round_?.ckpt")}
         for group in found()["groups"]
     ]
-    assert kept == [{"round_3.ckpt"}, {"round_3.ckpt"}, {"round_2.ckpt", "round_3.ckpt"}]
+    assert kept == [{"round_4.ckpt"}, {"round_4.ckpt"}, {"round_2.ckpt", "round_4.ckpt"}]
 
 
 def test_a_dry_run_names_the_cells_and_trains_none(ran, capsys):
@@ -146,7 +146,7 @@ def test_a_dry_run_names_the_cells_and_trains_none(ran, capsys):
     assert out[-1] == "0 of 6 cells are done; no cell has been timed yet"
     assert ran == []
     assert not Path("runs").exists()
-    study()
+    finished_study()
     capsys.readouterr()
     study("--dry-run")
     out = capsys.readouterr().out.splitlines()

@@ -5,11 +5,11 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from helpers import SGD, blobs, fit, small_cnn
+from helpers import blobs, federated_run
 from readme_code import methods
 from torch.utils._pytree import tree_flatten_with_path
 
-from fl_lightning import FederatedCallback, FederatedModule, callbacks
+from fl_lightning import FederatedCallback, callbacks
 from fl_lightning.recorded import in_words
 
 MOMENTUM = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
@@ -70,12 +70,10 @@ def method_of(row):
     return getattr(home, name)(**row.settings)
 
 
-def run(row, rounds=4, extra=(), ckpt_path=None, trainer=None, **settings):
+def run(row, rounds=4, extra=(), **settings):
     """A module after training with the method of a row."""
-    settings = {"client_optimizer": SGD, "local_steps": 2, **row.module, **settings}
-    module = FederatedModule(small_cnn(), **settings)
-    fit(module, blobs(4, (24, 40, 32)), rounds, [method_of(row), *extra], ckpt_path, **(trainer or {}))
-    return module
+    settings = {"data": blobs(4, (24, 40, 32)), **row.module, **settings}
+    return federated_run(method_of(row), *extra, rounds=rounds, **settings).module
 
 
 def contents(path):

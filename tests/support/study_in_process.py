@@ -1,8 +1,10 @@
 """A study of tiny runs in the working directory, each cell computed in this process."""
 
 import json
+import shutil
 from contextlib import redirect_stderr
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import yaml
 
@@ -69,6 +71,21 @@ def write(**changes):
 
 def study(*options):
     main(["study", "s.yaml", *options])
+
+
+_FINISHED = {}
+
+
+def finished_study(*options):
+    """Run the study of the working directory; the second time that it is asked for, copy what the first has left."""
+    key = (Path("s.yaml").read_text(), options)
+    if key not in _FINISHED:
+        study(*options)
+        _FINISHED[key] = TemporaryDirectory(), [*InThisProcess.ran]
+        shutil.copytree("runs", f"{_FINISHED[key][0].name}/runs")
+    else:
+        folder, InThisProcess.ran[:] = _FINISHED[key]
+        shutil.copytree(f"{folder.name}/runs", "runs")
 
 
 def found():
