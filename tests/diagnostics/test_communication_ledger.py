@@ -53,7 +53,8 @@ def run(methods=(), link=LINK, data=None, extra=(), **settings):
     """The ledger after a run, the rows and the module; the ledger stands first."""
     ledger, seen = CommunicationLedger(link), Rows()
     settings = {"local_steps": 1, "data": data or blobs(4, (24, 40, 32)), **settings}
-    return ledger, seen.rows, federated_run(ledger, *methods, seen, *extra, **settings).module
+    module = federated_run(ledger, *methods, seen, *extra, **settings).module
+    return ledger, seen.rows, module
 
 
 def test_a_round_takes_what_its_bytes_and_its_exchange_take():

@@ -49,7 +49,9 @@ def test_every_file_of_this_project_that_a_page_names_exists():
     assert sorted(path for path in named if not (ROOT / path).is_file() and path != "configs/mine.yaml") == []
 
 
-@pytest.mark.parametrize("name", generated.GENERATED)
+@pytest.mark.parametrize(
+    "name", [pytest.param(x, marks=pytest.mark.slow) if x == "methods" else x for x in generated.GENERATED]
+)
 def test_what_a_page_has_from_the_code_is_the_codes(name):
     file, make = generated.GENERATED[name]
     assert generated.between(name, PAGES[f"docs/{file}"].read_text()) == make()
