@@ -30,11 +30,10 @@ def no_waiting_for_the_disk(monkeypatch):
 
 @pytest.fixture(autouse=True)
 def pictures_are_drawn_where_they_are_looked_at(request, monkeypatch):
-    """Rendering those of a run takes as long as training it: without the mark ``pictures`` their files are left out."""
+    """Rendering takes as long as training: without the mark ``pictures`` runs and studies leave out these files."""
     if request.node.get_closest_marker("pictures") is None:
-        monkeypatch.setattr(
-            "fl_lightning.experiments.run_directory.drawings.write_figure", lambda path, figure: None
-        )
+        for name in ("run_directory.drawings.write_figure", "studies.figures.write"):
+            monkeypatch.setattr(f"fl_lightning.experiments.{name}", lambda path, figure: None)
 
 
 @pytest.fixture(autouse=True)

@@ -170,6 +170,7 @@ def test_the_same_files_give_the_same_page(tmp_path):
     assert page_of(tmp_path, study).source == page_of(tmp_path, study).source
 
 
+@pytest.mark.pictures
 def test_a_figure_that_fails_harms_nothing_else(tmp_path, monkeypatch, capsys):
     def fail(*args, **options):
         raise ValueError("no ink")
