@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from helpers import SGD, ArrayClient, distance, fit
+from helpers import SGD, ArrayClient, distance, fit, train
 from street_scenes import write_scenes
 from torch import nn
 
@@ -40,16 +40,20 @@ def images(clients=2, classes=3):
     return FederatedDataModule(parts, parts[0])
 
 
-@pytest.mark.parametrize("norm", ["bn", "gn"])
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize(
+    ("name", "norm"),
+    [
+        *(("mobilenet_v2", "bn"), ("mobilenet_v2", "gn"), ("resnet18", "bn")),
+        pytest.param("resnet18", "gn", marks=pytest.mark.slow),
+    ],
+)
 def test_a_round_of_a_model_of_torchvision_is_the_same_from_every_executor(name, norm):
     states = []
     for executor in (SequentialExecutor(compile=False), VectorizedExecutor()):
         torch.manual_seed(0)
         model = library_model(f"torchvision.models.{name}", 3, norm=norm, settings=SMALL[name])
-        module = FederatedModule(model, partial(SGD, lr=0.01), local_steps=1, executor=executor)
-        fit(module, images(), 1)
-        states.append(module.state_dict())
+        settings = {"client_optimizer": partial(SGD, lr=0.01), "local_steps": 1, "executor": executor}
+        states.append(train(model, images(), 1, **settings))
     assert norm_names(model) == [norm.upper()]
     assert distance(*states) < 1e-8
 
