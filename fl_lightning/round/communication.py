@@ -1,4 +1,4 @@
-"""What goes over the network in a round: bytes of each kind of state, and how often clients wait for the server."""
+"""The network traffic of a round: bytes of each kind of state, and synchronous exchanges."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,15 +12,15 @@ UpDown = tuple[int, int]
 
 @dataclass(frozen=True)
 class Communication:
-    """What the clients of one round send and receive.
+    """The bytes that the clients of one round send and receive.
 
     Attributes:
         clients: The round's cohort.
-        local_steps: Local steps of each of its clients.
-        each: Bytes of every client of the cohort, by kind: of state, or the method that sends them on top.
-        beside: Bytes that single clients, in the cohort or not, send or receive beside the round, by method (or kind of
-            frozen state) and client.
-        exchanges: How often the round waits for an answer of the server: 1 for the averaged state, and what methods add.
+        local_steps: Local steps of each client of the cohort.
+        each: Bytes per client of the cohort, by kind of state or by the method that adds them.
+        beside: Bytes of single clients, in the cohort or not, by method (or kind of frozen state) and
+            client.
+        exchanges: Synchronous exchanges with the server: 1 for the averaged state plus the methods'.
     """
 
     clients: Sequence[int] = ()
@@ -30,17 +30,17 @@ class Communication:
     exchanges: int = 0
 
     def by_kind(self) -> dict[str, UpDown]:
-        """Bytes of all clients together, by kind."""
-        found: dict[str, UpDown] = {}
+        """Return the total bytes of all clients, by kind."""
+        totals: dict[str, UpDown] = {}
         for kind, (up, down) in self.each.items():
-            add(found, kind, (up * len(self.clients), down * len(self.clients)))
+            add(totals, kind, (up * len(self.clients), down * len(self.clients)))
         for kind, clients in self.beside.items():
             for pair in clients.values():
-                add(found, kind, pair)
-        return found
+                add(totals, kind, pair)
+        return totals
 
     def metrics(self) -> dict[str, float]:
-        """Bytes of all clients together and exchanges, by the name of their metric."""
+        """Return the total bytes of all clients, and the exchanges, by metric."""
         upload, download = total(self.by_kind().values())
         return {
             "comm/upload_bytes": float(upload),
@@ -49,13 +49,12 @@ class Communication:
         }
 
     def by_client(self) -> dict[int, UpDown]:
-        """Bytes of each client, the cohort's first."""
-        own = total(self.each.values())
-        found = dict.fromkeys(self.clients, own)
+        """Return the bytes of each client, the cohort's clients first."""
+        totals = dict.fromkeys(self.clients, total(self.each.values()))
         for clients in self.beside.values():
             for client, pair in clients.items():
-                add(found, client, pair)
-        return found
+                add(totals, client, pair)
+        return totals
 
 
 def add(totals: dict[Key, UpDown], key: Key, pair: UpDown) -> None:
@@ -65,6 +64,6 @@ def add(totals: dict[Key, UpDown], key: Key, pair: UpDown) -> None:
 
 
 def total(pairs: Iterable[UpDown]) -> UpDown:
-    """The sum of uploads and that of downloads."""
-    found = list(pairs)
-    return sum(up for up, _ in found), sum(down for _, down in found)
+    """Return the sums of uploads and of downloads."""
+    listed = list(pairs)
+    return sum(up for up, _ in listed), sum(down for _, down in listed)

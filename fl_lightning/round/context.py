@@ -1,4 +1,4 @@
-"""The view of a run that the parts of a round, executors, evaluations and methods have."""
+"""The interface of a run for the parts of a round, executors, evaluations and methods."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Protocol
@@ -20,23 +20,23 @@ from fl_lightning.round.tasks import Task
 
 
 class RunContext(ClientTask, Protocol):
-    """A run as its parts see it: :class:`~fl_lightning.round.module.FederatedModule` is one.
+    """The interface that :class:`~fl_lightning.round.module.FederatedModule` implements.
 
     Attributes:
-        executor: Computes the clients' gradients.
-        aggregator: Combines the clients' parameters.
-        statistics: Combines the clients' running statistics.
-        weighting: What aggregation weights are in proportion to.
-        on_divergence: What happens when a client's update is not finite.
+        executor: Executor of the clients' passes.
+        aggregator: Rule that combines the clients' parameters.
+        statistics: Rule that combines the clients' running statistics.
+        weighting: Quantity that aggregation weights are proportional to.
+        on_divergence: Reaction to a client's non-finite update.
         min_clients: The fewest clients that the user wants in a round.
         centralised: Whether one client trains on the union of the cohort's batches.
         tf32: Whether a GPU may compute in TF32.
-        task: What is learnt.
+        task: Task with its loss and metrics.
         total_rounds: Number of rounds planned at round 1, None before.
-        plan: Who takes part in which round.
-        record: What the run has logged and counted.
-        clock: Where the time of the round goes.
-        communication: What the clients of the newest round have sent and received.
+        plan: Participation and local steps of every round.
+        record: Metrics and totals of the run.
+        clock: Time of each part of a round.
+        communication: Bytes and exchanges of the newest round.
         tracking_layers: The BN layers that track statistics in training.
     """
 
@@ -70,15 +70,15 @@ class RunContext(ClientTask, Protocol):
 
     @property
     def planned_rounds(self) -> int:
-        """Number of rounds that was planned at round 1."""
+        """Number of rounds planned at round 1."""
 
     @property
     def federated_callbacks(self) -> list[Any]:
-        """The methods of the run, in the order in which their hooks are called."""
+        """The methods of the run in the order of their hook calls."""
 
     @property
     def joint_method(self) -> str | None:
-        """The method that needs one forward pass over all clients in the first local step; None without one."""
+        """The method that needs a forward pass over all clients in the first local step, or None."""
 
     def start_round(self) -> RoundCohort:
         """Sample the cohort of this round and broadcast the server's state to it."""

@@ -1,4 +1,4 @@
-"""Which values of a metric are best."""
+"""The direction of a metric: maximum or minimum."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -10,20 +10,21 @@ _SHOWN = tuple(name for task in SHIPPED for name in task.shown)
 
 
 def best_is(metric: str, known: Mapping[str, str] = MappingProxyType({})) -> Literal["max", "min"] | None:
-    """Say whether the largest or the smallest value of a metric is best.
+    """Return whether the largest or the smallest value of a metric is best.
 
     Args:
-        metric: The metric's name, such as ``"val/accuracy"``, or ``"test/loss_silobn"`` of a variant of the server.
+        metric: The metric's name, such as ``"val/accuracy"``, or ``"test/loss_silobn"`` of a variant.
         known: ``"max"`` or ``"min"`` of the metrics of the run's task by name.
 
     Returns:
-        ``"min"`` for a loss, ``"max"`` for a quality, None for a metric that is neither.
+        ``"min"`` for a loss, ``"max"`` for a quality, None for other metrics.
     """
     name = metric.rpartition("/")[2]
 
-    def is_one(known: str) -> bool:
-        return bool(known) and (name == known or name.startswith(f"{known}_"))
+    def is_one(of: str) -> bool:
+        return name == of or name.startswith(f"{of}_")
 
-    if name.endswith("loss") or is_one("loss") or any(map(is_one, (x for x in known if known[x] == "min"))):
+    smallest = ("loss", *(metric for metric, best in known.items() if best == "min"))
+    if name.endswith("loss") or any(map(is_one, smallest)):
         return "min"
     return "max" if any(map(is_one, (*_SHOWN, *known))) else None

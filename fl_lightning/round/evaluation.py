@@ -15,20 +15,20 @@ from fl_lightning.round.context import RunContext
 from fl_lightning.round.metrics import State, append, compute, measure, on_cpu
 from fl_lightning.round.tasks import Classification, Task
 
-_Sum = tuple[dict[str, Tensor], Tensor, dict[str, list[tuple[int, State]]]]
+_Totals = tuple[dict[str, Tensor], Tensor, dict[str, list[tuple[int, State]]]]
 
 
 class ServerEvaluation:
-    """Loss and what the task counts over an evaluation set, in total and by class.
+    """Loss and metrics of a task over an evaluation set, in total and by class.
 
-    The metrics are the same for any number of ranks, whoever has computed a batch.
+    The metrics are equal for any number of ranks.
 
     Attributes:
-        metrics: ``loss`` of the last evaluation and what the task adds, such as ``accuracy``, as :meth:`finish` returned them.
+        metrics: ``loss`` and the task's metrics, such as ``accuracy``, of the last evaluation.
         arrays: Metrics of the last evaluation that are no numbers, such as a confusion matrix, as lists.
-        diverged: Whether any outputs of the last evaluation were not finite.
-        class_samples: Number of samples of each class in the last evaluation; empty without class labels.
-        class_quality: How good each class is, None for one that does not occur; empty without class labels.
+        diverged: Whether any output of the last evaluation was not finite.
+        class_samples: Samples of each class in the last evaluation; empty without class labels.
+        class_quality: Quality by class, None for an absent class; empty without class labels.
     """
 
     def __init__(self) -> None:
@@ -41,10 +41,10 @@ class ServerEvaluation:
         self.start()
 
     def start(self) -> None:
-        """Forget everything; called at the start of an evaluation."""
-        self._common, self._own = _Sums(), _Sums()
+        """Reset all sums; called at the start of an evaluation."""
+        self._common, self._of_rank = _Sums(), _Sums()
         self._into = self._common
-        self._told: list[_Sum] = []
+        self._of_all_ranks: list[_Totals] = []
         self._batch = 0
         self._failure: Exception | None = None
         self._ranks: Ranks | None = None
@@ -57,15 +57,15 @@ class ServerEvaluation:
         evaluate: Callable[[Any, "ServerEvaluation"], None],
         turn: int = 0,
     ) -> None:
-        """Let one of the ranks evaluate a batch; the others learn in :meth:`finish` what it has found, or its error.
+        """Evaluate a batch on one rank; :meth:`finish` shares the results, or the error, with all ranks.
 
         Args:
             run: The run whose model is evaluated.
             batch: The batch.
-            batch_idx: Its number, from 0.
-            evaluate: Adds a batch to an evaluation. What it draws is a function of seed, round and batch; the caller isolates
-                the global generators, once for all evaluations of the batch.
-            turn: Added to ``batch_idx``, it says whose turn it is: that of the rank which is the sum modulo their number.
+            batch_idx: The batch's number, from 0.
+            evaluate: Function that adds a batch to an evaluation. It runs under a seed from (seed, round,
+                batch); the caller isolates the global generators.
+            turn: Offset of the rank: rank ``(batch_idx + turn) % ranks`` evaluates the batch.
         """
 
         def place() -> str:
@@ -76,7 +76,7 @@ class ServerEvaluation:
         if (batch_idx + turn) % ranks.size != ranks.rank or self._failure is not None:
             return
         seed = derive_seed(run.seed, "evaluation", run.trainer.global_step, batch_idx)
-        self._into, self._batch = self._own, batch_idx
+        self._into, self._batch = self._of_rank, batch_idx
         try:
             seed_everything(seed)
             with doing(place), computing(run, batch):
@@ -84,7 +84,7 @@ class ServerEvaluation:
         except Exception as error:
             if ranks.size == 1:
                 raise
-            self._failure = error  # the others wait in finish
+            self._failure = error  # raised in finish, where the other ranks wait
         finally:
             self._into = self._common
 
@@ -96,16 +96,14 @@ class ServerEvaluation:
         task: Task | None = None,
         weights: Tensor | None = None,
     ) -> None:
-        """Add a batch. Nothing waits for the device; numbers are read when the evaluation is finished.
-
-        Outside of :meth:`divide` every rank adds every batch.
+        """Add a batch without a wait for the device; outside of :meth:`divide` every rank adds every batch.
 
         Args:
-            outputs: The model's, such as class scores ``[b, classes, ...]``.
-            targets: Such as class labels ``[b, ...]`` (integers).
+            outputs: The model's outputs, such as class scores ``[b, classes, ...]``.
+            targets: The batch's targets, such as class labels ``[b, ...]`` (integers).
             loss: Mean loss of the batch.
-            task: What of them is counted. Default: classification.
-            weights: What each target weighs in the mean loss, ``[b, ...]``. Default: those that count weigh 1.
+            task: Task that counts outputs. Default: the task of the last batch, at first classification.
+            weights: Weight of each target in the mean loss, ``[b, ...]``. Default: 1 if the target counts.
         """
         self._task = task = task or self._task
         scores = task.scores(outputs)
@@ -116,29 +114,27 @@ class ServerEvaluation:
                 if len(counts) > 1
                 else torch.ones_like(targets, dtype=torch.bool)
             )
-        # of the loss's own precision, but not of that of half floats
+        # accumulate in the loss's dtype, at least float32
         samples = weights.reshape(len(weights), -1).to(torch.promote_types(loss.dtype, torch.float32)).mean(1)
-        # a batch without a target that counts has no mean loss
-        whole = (loss.where(samples > 0, 0) * samples).sum()
-        states = measure(task.measured, *task.measurable(scores, targets)) if task.measured else {}
-        self._into.add(counts, torch.stack([whole, samples.sum()]).detach()[None])
-        alone = self._into is self._common or self._ranks is None or self._ranks.size == 1
-        append(self._into.states, task.measured, self._batch, states, alone)
+        # the mean loss of a batch without a target that counts is NaN
+        loss_sum = (loss.where(samples > 0, 0) * samples).sum()
+        self._into.add(counts, torch.stack([loss_sum, samples.sum()]).detach()[None])
+        if task.measured:
+            states = measure(task.measured, *task.measurable(scores, targets))
+            alone = self._into is self._common or self._ranks is None or self._ranks.size == 1
+            append(self._into.states, task.measured, self._batch, states, merge=alone)
 
     def finish(self) -> dict[str, float]:
-        """The metrics of everything since :meth:`start`, by name, such as ``loss`` and ``accuracy``.
-
-        All ranks call it together; again, it costs nothing.
-        """
+        """Return the metrics since :meth:`start` by name; all ranks call it together, repeated calls are free."""
         finish_together([self])
         return self.metrics
 
     def _conclude(self) -> None:
         total = _Sums()
-        for part in (self._common.on_cpu(), *self._told):
+        for part in (self._common.on_cpu(), *self._of_all_ranks):
             total.add(*part)
         counts, losses, states = total.on_cpu()
-        # the sum of sorted numbers does not depend on who has computed which batch
+        # sorted: the sum must not depend on which rank computed which batch
         loss, samples = losses.double().sort(0).values.sum(0)
         self.diverged = bool(counts.pop("not finite", False))
         self.metrics = {"loss": (loss / samples).to(losses.dtype).item()} if samples > 0 else {}
@@ -152,10 +148,10 @@ class ServerEvaluation:
                     self.arrays[key] = value
         self.class_samples, self.class_quality = self._task.classes(counts)
 
-    def _tell(self) -> _Sum:
+    def _share(self) -> _Totals:
         if self._failure is not None:
             raise self._failure
-        return self._own.on_cpu()
+        return self._of_rank.on_cpu()
 
 
 def finish_together(evaluations: Collection[ServerEvaluation]) -> None:
@@ -163,16 +159,16 @@ def finish_together(evaluations: Collection[ServerEvaluation]) -> None:
     divided = [evaluation for evaluation in evaluations if evaluation._ranks is not None]
     if divided:
         assert divided[0]._ranks is not None
-        parts = divided[0]._ranks.exchange(lambda: [evaluation._tell() for evaluation in divided])
-        for evaluation, told in zip(divided, zip(*parts, strict=True), strict=True):
-            evaluation._told += told
-            evaluation._own, evaluation._ranks = _Sums(), None
+        parts = divided[0]._ranks.exchange(lambda: [evaluation._share() for evaluation in divided])
+        for evaluation, totals in zip(divided, zip(*parts, strict=True), strict=True):
+            evaluation._of_all_ranks += totals
+            evaluation._of_rank, evaluation._ranks = _Sums(), None
     for evaluation in evaluations:
         evaluation._conclude()
 
 
 class _Sums:
-    """Whole numbers, added up; loss and number of samples of each batch, ``[batches, 2]``; the states of metrics."""
+    """Sums of a task's counts, the loss and weight of each batch ``[batches, 2]``, and states of metrics."""
 
     def __init__(self) -> None:
         self.counts: dict[str, Tensor] = {}
@@ -192,7 +188,7 @@ class _Sums:
         for name, entries in states.items():
             self.states.setdefault(name, []).extend(entries)
 
-    def on_cpu(self) -> _Sum:
+    def on_cpu(self) -> _Totals:
         losses = torch.cat(self.losses) if self.losses else torch.zeros(0, 2)
         states = {
             name: [(batch, on_cpu(state)) for batch, state in entries]

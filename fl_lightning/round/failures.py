@@ -1,4 +1,4 @@
-"""Clients that fail without malice: they drop out of a round, or take fewer local steps in it."""
+"""Non-malicious client failures: dropouts and stragglers."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -9,25 +9,28 @@ from fl_lightning.recorded import Recorded
 
 
 class ClientFailures(Recorded):
-    """Which clients fail in which round; a function of (seed, round, client), whoever else takes part.
+    """The failures of clients by round; a function of (seed, round, client) only.
 
-    A client that drops out is drawn into the cohort, but does not report: it takes no step, sends and receives nothing, and the
-    aggregation weights are those of the clients that report. What methods keep of it stays.
+    A client that drops out is drawn into the cohort, but does not report: it takes no step, and sends and
+    receives no data. The aggregation weights are normalised over the clients that report. Methods keep
+    the client's state.
 
     Args:
-        dropout: Probability in [0, 1] that a client of a round's cohort does not report: one for all, or by client id (others
-            always report).
-        schedule: Absences by client id: ``[first round, last round]``, both included, rounds counted from 1.
-        stragglers: Probability in [0, 1], likewise, that a client takes fewer local steps in a round: a number that is drawn
-            uniformly from 1 to all of its steps (Li et al. 2020, "Federated Optimization in Heterogeneous Networks", 5.2).
+        dropout: Probability in [0, 1] that a client of the cohort does not report: a number for all
+            clients, or probabilities by client id (0 for absent ids).
+        schedule: Absences by client id: ``[first round, last round]``, both included, counted from 1.
+        stragglers: Probability in [0, 1], a number or by client id, that a client takes fewer local steps
+            in a round, drawn uniformly from 1 to its full number (Li et al. 2020, "Federated Optimization
+            in Heterogeneous Networks", 5.2).
 
     Raises:
-        ConfigurationError: A probability is out of range, an absence is no pair of rounds, or a client no number.
+        ConfigurationError: A probability is out of range, an absence is not a pair of rounds, or a client
+            id is not a number.
     """
 
     def __init__(
         self,
-        # not dict[int, ...], of whose keys jsonargparse would make 1 of 1.5
+        # dict[Any, ...]: with int keys jsonargparse would convert 1.5 to 1
         dropout: float | dict[Any, float] = 0.0,
         schedule: dict[Any, list[list[int]]] | None = None,
         stragglers: float | dict[Any, float] = 0.0,
@@ -72,21 +75,21 @@ class ClientFailures(Recorded):
                     )
 
     def reports(self, client_id: int, seed: int, round_number: int) -> bool:
-        """Whether a client of a round's cohort reports."""
+        """Return whether a client of a round's cohort reports."""
         absences = (self.schedule or {}).get(client_id, [])
         if any(first <= round_number <= last for first, last in absences):
             return False
         return not _happens(self.dropout, client_id, seed, "dropped out", round_number)
 
     def steps(self, full: int, client_id: int, seed: int, round_number: int) -> int:
-        """How many of its ``full`` local steps a client takes in a round."""
+        """Return how many of its ``full`` local steps a client takes in a round."""
         if not _happens(self.stragglers, client_id, seed, "straggler", round_number):
             return full
         return 1 + derive_seed(seed, "steps of a straggler", round_number, client_id) % full
 
 
 def _by_client(setting: str, given: Any) -> Any:
-    """Return a mapping with clients as whole numbers, which files may write as texts; return another value unchanged."""
+    """Return a mapping with client ids as int, as files may hold strings; return other values unchanged."""
     if not isinstance(given, Mapping):
         return given
     for client in given:
@@ -98,12 +101,12 @@ def _by_client(setting: str, given: Any) -> Any:
 
 
 def fewest_reports(check: Callable[[int], None], min_clients: int, cohort_size: int) -> int:
-    """The fewest clients with which a round is aggregated.
+    """Return the fewest clients with which a round is aggregated.
 
     Args:
-        check: Refuses a number of clients, as an aggregator does.
-        min_clients: The fewest that the user wants.
-        cohort_size: Clients in a round without failures, which ``check`` accepts.
+        check: Function that raises if a number of clients is unsuitable, as an aggregator's ``check``.
+        min_clients: The fewest clients that the user wants.
+        cohort_size: Number of clients in a round without failures, which ``check`` accepts.
 
     Raises:
         ConfigurationError: ``min_clients`` is out of range.
@@ -124,5 +127,5 @@ def fewest_reports(check: Callable[[int], None], min_clients: int, cohort_size: 
 def _happens(
     probability: float | Mapping[int, float], client_id: int, seed: int, what: str, round_number: int
 ) -> bool:
-    own = probability.get(client_id, 0.0) if isinstance(probability, Mapping) else probability
-    return derive_seed(seed, what, round_number, client_id) < own * 2**63
+    share = probability.get(client_id, 0.0) if isinstance(probability, Mapping) else probability
+    return derive_seed(seed, what, round_number, client_id) < share * 2**63

@@ -16,24 +16,25 @@ def final_metrics(module: FederatedModule) -> dict[str, float]:
     metrics = {name: value for name, value in module.metrics.items() if name.startswith("val/")}
     evaluations = []
     if not metrics and data.fit_split == "val" and data.val_dataloader():
-        # limit_val_batches 0 or limit_test_batches 0: no batch, and so no metrics
+        # with limit_val_batches or limit_test_batches 0 an evaluation returns no metrics
         evaluations += trainer.validate(module, datamodule=data, verbose=False)
     if data.test_dataloader():
         evaluations += trainer.test(module, datamodule=data, verbose=False)
-    for found in evaluations:
-        metrics |= found
+    for evaluation in evaluations:
+        metrics |= evaluation
     return metrics
 
 
 def final_classes(module: FederatedModule, metrics: Mapping[str, float]) -> dict[str, Any] | None:
-    """Return the quality of the final server model by class, on test data or else on validation data.
+    """Return the final server model's quality by class, on test data or else on validation data.
 
     Args:
         module: The trained module.
-        metrics: Its metrics, as :func:`final_metrics` returns them.
+        metrics: The module's metrics from :func:`final_metrics`.
 
     Returns:
-        The ``split``, the names of the ``classes``, their quality and their ``samples``; None if no evaluation has the quality.
+        The ``split``, the names of the ``classes``, their quality and their ``samples``; None if no
+        evaluation has the quality.
     """
     task = module.task
     split = next((split for split in ("test", "val") if f"{split}/{task.quality}" in metrics), None)

@@ -1,4 +1,4 @@
-"""The check of a run's first steps: its executor computes what plain PyTorch computes."""
+"""The check of a run's first steps against plain PyTorch."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,25 +20,25 @@ from fl_lightning.randomness import derive_seed, seed_global
 from fl_lightning.round.context import RunContext
 from fl_lightning.round.policy import resolve_policy
 
-_MOVE = 0.1  # of the length of all parameters, by the first step: the second one starts somewhere else
-_TOLERANCE = 0.01  # of a tensor's change
-_NOISE = 20  # times what rounding changed
+_MOVE = 0.1  # length of the first step over the parameters': the second step must start elsewhere
+_TOLERANCE = 0.01  # allowed difference over a tensor's change
+_NOISE = 20  # allowed difference over the measured effect of rounding
 
 
 def check_first_steps(run: RunContext) -> None:
     """Compare two local steps of the run's first two clients with plain PyTorch, and restore the model.
 
-    The executor takes them on a cohort of two clients. PyTorch takes them for each client by itself, on the model. Both have the
-    same batches, seeds, precision and BN layers, the methods' own layers included; hooks of methods are not called. Both take SGD with
-    momentum and weight decay, at a rate at which the first step moves the parameters by a tenth of their length. How much rounding can change is measured: PyTorch
-    takes the steps once more from parameters that differ by rounding.
+    The executor steps a cohort of two clients; PyTorch steps the model for one client at a time. Batches,
+    seeds, precision and BN layers (methods' layers included) are equal; methods' hooks are not called.
+    The optimizer is SGD with momentum and weight decay, at a rate whose first step is a tenth as long as
+    the parameters. Repeated PyTorch steps from parameters with rounding noise give the tolerance.
 
     Args:
-        run: The run, when training starts.
+        run: The run at the start of training.
 
     Raises:
-        ConfigurationError: A parameter or buffer is another one than PyTorch's by more than rounding, or the executor has
-            changed one of the server's. The line names it.
+        ConfigurationError: A parameter or buffer differs from PyTorch's by more than rounding, or the
+            executor has changed the server's. The message names the tensor.
     """
     plan = run.plan.usual()
     clients, steps = plan.trained(run.round)
@@ -47,7 +47,7 @@ def check_first_steps(run: RunContext) -> None:
         return
     _refuse_hooks(run.model)
     assert isinstance(run, nn.Module)
-    with isolate_rng(), _kept(run):
+    with isolate_rng(), _restored(run):
         freeze_statistics(run.tracking_layers, policy["mean"] == "frozen")
         before = _tensors(run.model)
         clients, last = clients[:2], min(steps[:2]) - 1
@@ -64,14 +64,14 @@ def check_first_steps(run: RunContext) -> None:
         if not cohort.trained_names:
             return
         batches = [run.planned_batches(plan, clients, min(step, last)) for step in range(2)]
-        with _kept(run):
+        with _restored(run):
             rate = _by_executor(run, cohort, batches)
             _refuse_changed(run.model, before)
         for row in range(len(clients)):
-            with _kept(run):
+            with _restored(run):
                 _by_torch(run, cohort, row, batches, rate)
                 torchs = _tensors(run.model)
-            with _kept(run):
+            with _restored(run):
                 _change_by_rounding(run)
                 _by_torch(run, cohort, row, batches, rate)
                 rounded = _tensors(run.model)
@@ -84,7 +84,7 @@ def _optimizer(parameters: Any, lr: float = 1.0) -> torch.optim.Optimizer:
 
 
 def _by_executor(run: RunContext, cohort: RoundCohort, batches: Sequence[BatchStack]) -> float:
-    """Take the steps as a round does; returns the rate."""
+    """Take the steps as in a round, and return the learning rate."""
     part, rate = cohort.part(), 0.0
     for step, batch in enumerate(batches):
         joint = run.joint_method if step == 0 else None
@@ -100,7 +100,7 @@ def _by_executor(run: RunContext, cohort: RoundCohort, batches: Sequence[BatchSt
 
 
 def _rate(cohort: RoundCohort) -> float:
-    """Return the rate of a step that moves all parameters by a tenth of their length, which counts as 1 at least."""
+    """Return the learning rate whose step is a tenth as long as all parameters (at least 1)."""
     blocks = [
         (cohort.params.blocks[n].double(), cohort.grads.blocks[n].double()) for n in cohort.trained_blocks
     ]
@@ -115,7 +115,7 @@ def _rate(cohort: RoundCohort) -> float:
 def _by_torch(
     run: RunContext, cohort: RoundCohort, row: int, batches: Sequence[BatchStack], rate: float
 ) -> None:
-    """Take the steps of the client of a row on the model itself."""
+    """Take the steps of one client on the model itself."""
     model, client = run.model, cohort.client_ids[row]
     optimizer = _optimizer([model.get_parameter(name) for name in cohort.trained_names], rate)
     model.zero_grad()
@@ -132,8 +132,8 @@ def _by_torch(
 
 
 @contextmanager
-def _kept(module: nn.Module) -> Iterator[None]:
-    """Give a module back as it came: the values and memory of its tensors, and the attributes of its layers."""
+def _restored(module: nn.Module) -> Iterator[None]:
+    """Restore a module after the block: values and memory of its tensors, attributes of its layers."""
     parts = list(module.modules())
     tensors = [*module.parameters(), *module.buffers()]
     values = [(x, x.data, x.detach().clone(), x.grad) for x in tensors if not is_lazy(x)]
@@ -160,23 +160,23 @@ def _refuse_hooks(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
             raise ConfigurationError(
-                f"model: {name!r} has a hook on its gradient, which clients do not call: their parameters are tensors of their own; "
-                "change gradients in a method's on_after_local_backward"
+                f"model: {name!r} has a gradient hook, which clients' copies of the parameter do not call; change gradients in a "
+                "method's on_after_local_backward"
             )
 
 
 def _refuse_changed(model: nn.Module, before: Mapping[str, Tensor]) -> None:
-    """Refuse a model in which a client's forward pass changes what is the server's."""
+    """Refuse a model in which a client's forward pass changes the server's tensors."""
     for name, now in _tensors(model).items():
         if now.shape != before[name].shape or _distance(now, before[name]):
             raise ConfigurationError(
-                f"model: a client's forward pass changes {name!r} of the server's model, since it requires no gradient; make it a "
-                "buffer (register_buffer), of which each client has its own"
+                f"model: a client's forward pass changes {name!r} of the server's model, as a parameter without gradient is shared; "
+                "make it a buffer (register_buffer), which every client has a copy of"
             )
 
 
 def _change_by_rounding(run: RunContext) -> None:
-    """Change every parameter by about as much as one operation rounds."""
+    """Change every parameter by about the rounding error of one operation."""
     seed_global(derive_seed(run.seed, "rounding"), run.device)
     with torch.no_grad():
         for parameter in run.model.parameters():
@@ -188,31 +188,32 @@ def _compare(
     run: RunContext,
     before: Mapping[str, Tensor],
     torchs: Mapping[str, Tensor],
-    own: Mapping[str, Tensor],
+    executors: Mapping[str, Tensor],
     noise: Mapping[str, float],
 ) -> None:
-    """Refuse an executor whose tensors differ from PyTorch's, and name the worst."""
+    """Refuse an executor whose tensors differ from PyTorch's, and name the worst tensor."""
     rounding = _rounding(run)
-    # a buffer may be replaced by one number for all its elements
+    # a forward pass may replace a buffer by one number
     torchs = {
-        name: x.expand_as(own[name]) if x.numel() == 1 and name in own else x for name, x in torchs.items()
+        name: x.expand_as(executors[name]) if x.numel() == 1 and name in executors else x
+        for name, x in torchs.items()
     }
     moved = {
         name: _distance(torchs[name], before[name])
-        for name in own
+        for name in executors
         if torchs[name].shape == before[name].shape
     }
     parameters = {name for name, _ in run.model.named_parameters()}
     most = dict.fromkeys((True, False), 0.0)
     for name, length in moved.items():
-        if own[name].is_floating_point() and length < float("inf"):
+        if executors[name].is_floating_point() and length < float("inf"):
             most[name in parameters] = max(most[name in parameters], length)
     off = {}
-    for name, value in own.items():
+    for name, value in executors.items():
         if torchs[name].shape != value.shape:
             off[name] = float("inf")
             continue
-        # the gradient of a bias before BN is 0, and so is a mean of centred inputs: both hold the rounding errors of others
+        # floor: a tensor whose true change is 0 (a bias before BN, a mean of centred inputs) is all rounding
         floor = max(1e-4 if name in parameters else 1e-5, 10 * rounding) * most[name in parameters]
         size = float(value.double().nan_to_num(posinf=0.0, neginf=0.0).norm())
         far = _distance(torchs[name], value)
@@ -220,7 +221,7 @@ def _compare(
         if far > least + _NOISE * noise.get(name, 0.0):
             off[name] = far / moved[name] if moved[name] else float("inf")
     if off:
-        name, executor = max(off, key=lambda one: off[one]), type(run.executor).__name__
+        name, executor = max(off, key=lambda tensor: off[tensor]), type(run.executor).__name__
         share = f" by {off[name]:.0%} of its change" if off[name] < float("inf") else ""
         remedy = (
             "keep what a forward pass changes in buffers, and change them in place"
@@ -229,7 +230,7 @@ def _compare(
         )
         raise ConfigurationError(
             f"model: after two local steps {name!r} differs from plain PyTorch{share} under {executor}, as the forward pass of "
-            f"{type(run.model).__name__} does more than compute: {remedy} (model.check_first_steps: false trains without this check)"
+            f"{type(run.model).__name__} has side effects: {remedy} (model.check_first_steps: false trains without this check)"
         )
 
 
@@ -243,8 +244,8 @@ def _rounding(run: RunContext) -> float:
     return float(torch.finfo(next(run.model.parameters()).dtype).eps)
 
 
-def _distance(one: Tensor, other: Tensor) -> float:
-    """Return the length of the difference of two tensors; infinite where one is not a number, or infinite, and the other is not."""
-    one, other = one.double(), other.double()
-    same = (one == other) | (one.isnan() & other.isnan())
-    return float(torch.where(same, 0.0, one - other).norm().nan_to_num(nan=float("inf")))
+def _distance(first: Tensor, second: Tensor) -> float:
+    """Return the norm of a difference; equal infinities and pairs of NaN count 0, other NaN is infinite."""
+    first, second = first.double(), second.double()
+    same = (first == second) | (first.isnan() & second.isnan())
+    return float(torch.where(same, 0.0, first - second).norm().nan_to_num(nan=float("inf")))

@@ -1,4 +1,4 @@
-"""The methods of a run: the order of their hooks, the calls, and what the methods keep of clients."""
+"""The hooks of a run's methods, their order, and the methods' client memories."""
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -15,7 +15,7 @@ from fl_lightning.round.declarations import ROLES, Declarations
 
 def in_order(callbacks: Iterable[Any]) -> list[Any]:
     """Return the methods among a trainer's callbacks: by role, then as in the list."""
-    methods = [one for one in callbacks if isinstance(one, Declarations)]
+    methods = [callback for callback in callbacks if isinstance(callback, Declarations)]
     return sorted(methods, key=lambda method: ROLES.index(method.role))
 
 
@@ -29,7 +29,7 @@ def call(run: RunContext, hook: str, cohort: RoundCohort, *step: int) -> None:
 
 
 def call_skipped(run: RunContext) -> dict[str, tuple[Any, int]]:
-    """Call ``on_round_skipped`` of every method, and return by method what clients send nonetheless."""
+    """Call ``on_round_skipped`` of every method; return each method's traffic and exchanges."""
     sent = {}
     for method in run.federated_callbacks:
         name = f"{type(method).__name__}.on_round_skipped"
@@ -39,7 +39,7 @@ def call_skipped(run: RunContext) -> dict[str, tuple[Any, int]]:
 
 
 def attacked(run: RunContext, clients: Sequence[int], batches: BatchStack) -> BatchStack:
-    """Return the batches of some clients, with the batches that attackers among them train on instead."""
+    """Return the clients' batches after the run's attacks have changed them."""
     for method in run.federated_callbacks:
         if method.role == "attack":
             batches = method.change_batches(run, clients, batches)
@@ -47,20 +47,20 @@ def attacked(run: RunContext, clients: Sequence[int], batches: BatchStack) -> Ba
 
 
 def open_memories(run: RunContext) -> None:
-    """Tell methods where to write what they keep of clients."""
+    """Set the folders of the methods' client memories."""
     for name, memory in memories(run.federated_callbacks).items():
         memory.open(Path(run.trainer.default_root_dir) / "memory" / name, run.ranks)
 
 
 def end_round(run: RunContext) -> None:
-    """Write what methods keep of the round's clients, and check that all ranks have the same state."""
+    """Write the methods' client memories, and check that all ranks have the same state."""
     for memory in memories(run.federated_callbacks).values():
         memory.flush()
     run.ranks.agree(lambda: _shared_state(run), f"round {run.round}")
 
 
 def _shared_state(run: RunContext) -> dict[str, Any]:
-    """Return by name what all ranks must have alike after a round."""
+    """Return the state that must be equal on all ranks after a round, by name."""
     shared = {
         "server model": run.state_dict(),
         "server optimizer": run.trainer.optimizers[0].state_dict(),

@@ -1,4 +1,4 @@
-"""The weights of labels in the mean that a loss takes: with them the means of batches give the mean of all data."""
+"""The label weights of a mean loss, which combine the means of batches into the mean of all data."""
 
 from collections.abc import Callable
 from contextlib import suppress
@@ -15,7 +15,7 @@ _Loss = Callable[[Tensor, Tensor], Tensor]
 
 
 def ignored_label(loss: Any) -> int | None:
-    """The label that a loss says it ignores: its ``ignore_index``, that of a partial function, or of a module in it; None for none."""
+    """Return the ``ignore_index`` of a loss, of its partial function or of a module in it; None if unset."""
     if isinstance(loss, partial):
         given: int | None = loss.keywords.get("ignore_index")
         return ignored_label(loss.func) if given is None else given
@@ -24,35 +24,35 @@ def ignored_label(loss: Any) -> int | None:
 
 
 class LabelWeights:
-    """The weights of labels in a loss of the user's own, such as ``CrossEntropyLoss(weight=...)``.
+    """The label weights of a user's loss, such as ``CrossEntropyLoss(weight=...)``.
 
-    The loss itself tells them, whatever it is made of: of a mean over samples of weights w, the gradient by the outputs of sample i
-    is w_i / sum(w) times that of sample i alone.
+    They are measured, so any loss is supported: if the loss is a mean over samples with weights w, its
+    gradient by the outputs of sample i is w_i / sum(w) times the gradient of sample i's own loss.
 
     Args:
-        loss: The loss; None for that of a task, which weighs all labels alike.
+        loss: The user's loss; None for a task's loss, which weighs all labels alike.
     """
 
     def __init__(self, loss: _Loss | None) -> None:
         self._loss = loss
         self._hides_ignored = ignored_label(loss) is None
-        self._found: dict[int, Tensor | None] = {}
+        self._shares: dict[int, Tensor | None] = {}
 
     def forget(self) -> None:
-        """Ask the loss again: its weights may have changed since the last evaluation."""
-        self._found = {}
+        """Forget the measured weights, which may change between evaluations."""
+        self._shares = {}
 
     def of(self, outputs: Any, targets: Any, ignored: int) -> tuple[Any, Tensor | None]:
         """Weigh the targets of a batch.
 
         Args:
-            outputs: The model's, such as class scores ``[b, classes, ...]``.
-            targets: Such as labels ``[b, ...]``.
+            outputs: The model's outputs, such as class scores ``[b, classes, ...]``.
+            targets: The batch's targets, such as labels ``[b, ...]``.
             ignored: The label that does not count.
 
         Returns:
-            The targets, with those as ``ignored`` that the loss ignores without an ``ignore_index``; and the weight of each of them,
-            None where all that count weigh alike, or where the loss is no mean that has weights of labels.
+            The targets, where labels of weight 0 become ``ignored`` if the loss has no ``ignore_index``, and
+            the weight of each target. The weights are None if they are equal, or the loss is no such mean.
         """
         if self._loss is None or not isinstance(outputs, Tensor) or not isinstance(targets, Tensor):
             return targets, None
@@ -60,9 +60,9 @@ class LabelWeights:
         if not integers or outputs.dim() < 2 or targets.shape != outputs.shape[:1] + outputs.shape[2:]:
             return targets, None
         classes = outputs.shape[1]
-        if classes not in self._found:
-            self._found[classes] = _shares(self._loss, outputs, targets)
-        shares = self._found[classes]
+        if classes not in self._shares:
+            self._shares[classes] = _measure_shares(self._loss, outputs, targets)
+        shares = self._shares[classes]
         if shares is None:
             return targets, None
         labels = targets.long()
@@ -76,27 +76,27 @@ class LabelWeights:
 
 @torch.inference_mode(mode=False)
 @torch.enable_grad()
-def _shares(loss: _Loss, outputs: Tensor, targets: Tensor) -> Tensor | None:
-    """The weight of each label in a mean over one sample of each, sum 1; None where the loss is no such mean."""
+def _measure_shares(loss: _Loss, outputs: Tensor, targets: Tensor) -> Tensor | None:
+    """Return each label's share, sum 1, of the loss of one sample per label; None for other losses."""
     classes, places = outputs.shape[1], [1] * (outputs.dim() - 2)
     if classes < 2 or classes > torch.iinfo(targets.dtype).max:
         return None
     dtype = torch.promote_types(outputs.dtype, torch.float32)
     labels = torch.arange(classes, device=targets.device).to(targets.dtype).reshape(classes, *places)
-    found = []
-    with suppress(Exception):  # of a loss that takes other batches only
-        loss = deepcopy(loss)  # it may count its calls
-        for draw in range(2):  # a loss that chooses among its samples chooses others
+    draws = []
+    with suppress(Exception):  # the loss may not accept these batches
+        loss = deepcopy(loss)  # the loss may count its calls
+        for draw in range(2):  # two draws expose a loss that selects among its samples
             noise = torch.rand(classes, classes, *places, generator=generator(0, "label weights", draw))
             scores = ((0.5 + noise) / classes).to(outputs.device, dtype).requires_grad_()
-            (whole,) = torch.autograd.grad(loss(scores, labels), scores)
+            (joint,) = torch.autograd.grad(loss(scores, labels), scores)
             rows = zip(torch.split(scores, 1), torch.split(labels, 1), strict=True)
-            alone = torch.cat([torch.autograd.grad(loss(one, label), one)[0] for one, label in rows])
-            whole, alone = whole.flatten(1), alone.flatten(1)
-            ignored = (whole == 0).all(1)
-            found.append(((whole * alone).sum(1) / alone.square().sum(1)).masked_fill(ignored, 0))
-        first, second = found
-        is_mean = all(abs(float(shares.sum()) - 1) < _tolerance(shares) for shares in found)
+            alone = torch.cat([torch.autograd.grad(loss(row, label), row)[0] for row, label in rows])
+            joint, alone = joint.flatten(1), alone.flatten(1)
+            ignored = (joint == 0).all(1)
+            draws.append(((joint * alone).sum(1) / alone.square().sum(1)).masked_fill(ignored, 0))
+        first, second = draws
+        is_mean = all(abs(float(shares.sum()) - 1) < _tolerance(shares) for shares in draws)
         if is_mean and bool((first - second).abs().max() < _tolerance(first) / classes):
             return first * classes
     return None

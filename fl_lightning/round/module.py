@@ -56,58 +56,64 @@ from fl_lightning.round.trainer import check_trainer
 
 
 class FederatedModule(Recorded, L.LightningModule):
-    """Federated learning as a LightningModule: one epoch, one batch, one ``training_step`` is one communication round.
+    """A LightningModule for federated learning: an epoch of one ``training_step`` is one communication round.
 
-    The round is Algorithm 1 of FedAvg (McMahan et al. 2017) with a server optimizer on the pseudo-gradient (FedOpt,
-    Reddi et al. 2021): ``SGD(lr=1)`` is FedAvg, ``SGD(lr=1, momentum=0.9)`` FedAvgM; ``FedAdam`` and ``FedYogi`` are theirs,
-    without the bias correction of torch's ``Adam``. Rounds count from 1; ``max_epochs`` is the number of rounds.
-    ``state_dict()`` is exactly the server model's. Methods are callbacks (see
-    :class:`~fl_lightning.methods.callback.FederatedCallback`).
+    The round is FedAvg (McMahan et al. 2017, Algorithm 1) with a server optimizer on the pseudo-gradient
+    (FedOpt, Reddi et al. 2021): ``SGD(lr=1)`` is FedAvg, ``SGD(lr=1, momentum=0.9)`` is FedAvgM. Unlike
+    torch's ``Adam``, ``FedAdam`` and ``FedYogi`` have no bias correction. Rounds count from 1;
+    ``max_epochs`` is the number of rounds. ``state_dict()`` is exactly the server model's. Methods are
+    callbacks, see :class:`~fl_lightning.methods.callback.FederatedCallback`.
 
     Args:
         model: The server's model; every client trains a copy.
-        client_optimizer: Makes the client optimizer from parameters. Its state is reset each round.
-        server_optimizer: Makes the server optimizer from parameters. Default: ``SGD(lr=1)``, which is FedAvg.
-        local_steps: Local steps E of each client in a round. Give this or ``local_epochs``.
+        client_optimizer: Function that makes the client optimizer from parameters, anew each round.
+        server_optimizer: Function that makes the server optimizer. Default: ``SGD(lr=1)``.
+        local_steps: Local steps E of each client in a round; an alternative to ``local_epochs``.
         local_epochs: Passes over a client's own data in a round.
         participation: Clients in a round: a fraction in (0, 1] (float) or a number (int).
-        executor: Who computes the clients' gradients. None chooses when training starts, see
-            :func:`~fl_lightning.execution.choice.choose_executor`.
-        aggregator: How the server combines the clients. Default: :class:`~fl_lightning.aggregation.mean.WeightedMean`.
-        statistics_aggregator: How it combines their running statistics. Default: ``aggregator``.
-        statistics_domain: In which coordinates, see :class:`~fl_lightning.aggregation.statistics.StatisticsAggregator`.
-        weighting: Aggregation weights: ``"examples"`` (p_i = n_i / sum of n_j over the cohort), ``"uniform"``, or ``"samples"`` (in
-            proportion to the samples that a client processes in the round: with one local step its batch size, so that the mean
-            gradient is that of the union batch; before the local steps they are those to be expected).
-        task: What is learnt, with its loss and metrics. Default: :class:`~fl_lightning.round.tasks.Classification`.
-        metrics: Further metrics by name: classes of torchmetrics, or metrics. ``num_classes`` comes from the data unless it is given.
-        loss: Loss of (outputs, targets), averaged over the batch, in place of the task's.
+        executor: Executor of the clients' passes. Default: the choice of
+            :func:`~fl_lightning.execution.choice.choose_executor` when training starts.
+        aggregator: Rule that combines the clients. Default: ``WeightedMean``.
+        statistics_aggregator: Rule that combines running statistics. Default: ``aggregator``.
+        statistics_domain: Coordinates in which running statistics are combined, see
+            :class:`~fl_lightning.aggregation.statistics.StatisticsAggregator`.
+        weighting: Aggregation weights: ``"examples"`` (p_i = n_i / sum of n_j over the cohort),
+            ``"uniform"``, or ``"samples"`` (proportional to the samples processed in the round, estimated
+            before the local steps; one local step then gives the gradient of the union batch).
+        task: Task with its loss and metrics. Default: :class:`~fl_lightning.round.tasks.Classification`.
+        metrics: Further metrics by name: classes of torchmetrics, functions that make a metric, or metrics.
+            ``num_classes`` comes from the data unless it is given.
+        loss: Loss of (outputs, targets), averaged over the batch. Default: the task's.
         client_lr_schedule: Factor on the client learning rate, a function of (round, planned rounds).
-        parameter_groups: Client optimizer settings by group (``batch_norm``, ``scalars``, ``bias``); ``lr_scale`` multiplies the rate.
-        bn_momentum: ``momentum`` of every BN layer, in (0, 1], the weight of a new batch. None keeps the model's own (torch: 0.1).
-        initial_weights: File whose weights the server's model starts from, see :func:`~fl_lightning.models.weights.load_weights`:
-            a state dict, or the checkpoint of another run. A run that goes on from a checkpoint of its own has those.
-        budget_epochs: Sets the number of rounds so that all together see this many times the training data; the last may be shorter.
-        on_divergence: What happens when a client's update is not finite: ``"error"`` stops and names it, or under a robust rule when
-            the aggregate is not; ``"record"`` goes on and flags the run as diverged; ``"drop"`` leaves the client out of the round.
-        failures: Clients that drop out of rounds or take fewer local steps. None: all report, with all steps.
-        min_clients: The fewest clients with which a round is aggregated; with fewer the server keeps its state.
-        centralised: Train one model on the union of the batches that the round's clients would have drawn; nothing is sent.
-        tf32: Whether a GPU may compute float32 convolutions and matrix products in TF32: faster, with about three digits.
-        check_first_steps: Whether a run compares two local steps with plain PyTorch before it trains, see
+        parameter_groups: Client optimizer settings by group (``batch_norm``, ``scalars``, ``bias``);
+            ``lr_scale`` multiplies the rate.
+        bn_momentum: ``momentum`` of every BN layer in (0, 1], the weight of a new batch. None keeps the
+            model's own (torch: 0.1).
+        initial_weights: File with the initial weights, a state dict or the checkpoint of another run (see
+            :func:`~fl_lightning.models.weights.load_weights`). A resumed run ignores the file.
+        budget_epochs: Passes over all training data that the rounds together make; sets the number of
+            rounds. The last round may be shorter.
+        on_divergence: Reaction to a client's non-finite update: ``"error"`` stops and names the client,
+            ``"record"`` continues and flags the run as diverged, ``"drop"`` leaves the client out of the
+            round. Under a robust rule the first two react to a non-finite aggregate instead.
+        failures: Clients that drop out of rounds or take fewer local steps. Default: no failures.
+        min_clients: Fewest clients with which a round is aggregated; below, the server keeps its state.
+        centralised: Whether one model trains on the union of the clients' batches; no client sends data.
+        tf32: Whether a GPU may use TF32 for float32 convolutions and matrix products (about 3 digits).
+        check_first_steps: Whether two local steps are compared with plain PyTorch before training, see
             :func:`~fl_lightning.round.first_steps.check_first_steps`.
         seed: Seed of participation and dropout.
 
     Attributes:
         total_rounds: Number of rounds planned at round 1, None before.
-        record: What the run has logged and counted.
-        clock: Where the time of the round goes.
-        accept_data: Whether a run may be resumed, or evaluated, with other data than those of its checkpoint, False by default.
-        plan: Who takes part in which round, with how many local steps; known from ``setup("fit")`` on.
-        slots: Where a client's state hangs in the model; known from the start of training on.
-        executor_choice: The executor that was chosen for this run and why; None where one was given.
-        communication: What the clients of the newest round have sent and received.
-        tracking_layers: The BN layers that track statistics in training: all but those that the user has put in eval mode.
+        record: Metrics and totals of the run.
+        clock: Time of each part of a round.
+        accept_data: Whether a run may resume or evaluate with data that differ from its checkpoint's.
+        plan: Participation and local steps of every round; known from ``setup("fit")`` on.
+        slots: Places of a client's state in the model; known from the start of training on.
+        executor_choice: The chosen executor and the reason; None if an executor was given.
+        communication: Bytes and exchanges of the newest round.
+        tracking_layers: BN layers that track statistics in training: all that the user left in train mode.
 
     Raises:
         ConfigurationError: A setting is out of range or contradicts another one, the model is scripted or has no trainable
@@ -222,7 +228,7 @@ class FederatedModule(Recorded, L.LightningModule):
 
     @property
     def ranks(self) -> Ranks:
-        """The processes of the run; one where the trainer has another strategy than this project's."""
+        """The processes of the run; a single process if the strategy is not this project's."""
         return getattr(self.trainer.strategy, "ranks", Ranks())
 
     @property
@@ -237,26 +243,26 @@ class FederatedModule(Recorded, L.LightningModule):
 
     @property
     def planned_rounds(self) -> int:
-        """Number of rounds that was planned at round 1: what fractions of a run refer to."""
+        """Number of rounds planned at round 1; fractions of a run refer to it."""
         assert self.total_rounds is not None
         return self.total_rounds
 
     def call_hook(self, hook: str, cohort: RoundCohort, *step: int) -> None:
-        """Call a hook of every method: what it draws depends on neither the executor nor on earlier draws."""
+        """Call a hook of every method; its random numbers depend on neither executor nor earlier draws."""
         hooks.call(self, hook, cohort, *step)
 
     @property
     def federated_callbacks(self) -> list[Any]:
-        """The methods that are active in this run, in the order in which their hooks are called: by role, then as in the list."""
-        return hooks.in_order(self.trainer.callbacks)  # type: ignore[attr-defined]  # set in a helper of the trainer
+        """The methods of this run in the order of their hook calls: by role, then as in the list."""
+        return hooks.in_order(self.trainer.callbacks)  # type: ignore[attr-defined]  # set in a trainer's helper
 
     @property
     def joint_method(self) -> str | None:
-        """The method for whose sake the first local step is one forward pass over all clients; None without."""
+        """The method that needs a forward pass over all clients in the first local step, or None."""
         return next((type(cb).__name__ for cb in self.federated_callbacks if cb.needs_joint_forward), None)
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
-        """Run one communication round in the precision of the weights: only clients' losses are computed in mixed precision."""
+        """Run a communication round in the precision of the weights; only clients' passes use autocast."""
         try:
             with torch.autocast(self.device.type, enabled=False):
                 communication_round(self)
@@ -292,26 +298,26 @@ class FederatedModule(Recorded, L.LightningModule):
         return self._cohort
 
     def client_batches(self, cohort: Cohort, indices: Sequence[int], step: int) -> BatchStack:
-        """The batches of some rows at local step ``step`` of the round, on this module's device and in its precision."""
+        """Return the batches of some rows at a local step, on the run's device and in its precision."""
         return self.planned_batches(self.plan, [cohort.client_ids[row] for row in indices], step)
 
     def planned_batches(self, plan: RoundPlan, clients: Sequence[int], step: int) -> BatchStack:
-        """The batches of some clients at local step ``step`` of the round, by a plan: the run's own, or one without failures."""
+        """Return the batches of some clients at a local step under a plan, such as one without failures."""
         sources = plan.sources(clients, self.round, step)
         batches = hooks.attacked(self, sources[0], self.data.cohort_batch(*sources))
         return (batches.union() if self.centralised else batches).map(self.on_device)
 
     def client_loss(self, batch: Any) -> Tensor:
-        """A client's loss on its batch, a scalar: override it where a batch is not ``(inputs, targets)``."""
+        """Return a client's scalar loss on its batch; override it for batches beyond (inputs, targets)."""
         inputs, targets = batch
         return self.loss(self.model(inputs), targets)
 
     def weight_share(self, cohort: Cohort) -> float:
-        """The cohort's part of all clients' aggregation weight: ``|S| / n`` where all weigh alike. Stragglers count with all of their steps."""
+        """Return the cohort's share of all clients' weight (uniform: |S| / n); stragglers count fully."""
         return self.plan.usual().weight_share(cohort.client_ids, self.round)
 
     def usual_weights(self, cohort: Cohort) -> Tensor:
-        """The cohort's aggregation weights ``[C]`` where all clients take all of their steps: for means over several rounds."""
+        """Return the cohort's weights ``[C]`` if all clients take all their steps, for means over rounds."""
         return self.plan.usual().weights(cohort.client_ids, self.round).to(self.device)
 
     def server_step(self) -> None:
@@ -321,20 +327,20 @@ class FederatedModule(Recorded, L.LightningModule):
         optimizer.step()
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """The server optimizer; it sees trainable parameters only, never statistics."""
+        """Return the server optimizer of the trainable parameters."""
         return self.server_optimizer([p for p in self.model.parameters() if p.requires_grad])
 
     def setup(self, stage: str) -> None:
         """Convert the weights to the run's precision, plan the local work, and let methods change the BN layers."""
-        # Lightning believes the environment, where a scheduler numbers runs that know nothing of each other
+        # Lightning takes the rank from a scheduler's variables, even if its processes are separate runs
         rank_zero_only.rank = self.trainer.global_rank  # type: ignore[attr-defined]  # an attribute of the function
-        # Lightning converts after it has loaded a checkpoint: a float64 checkpoint would pass through float32.
+        # Lightning converts after it loads a checkpoint: float64 weights would pass through float32
         self.trainer.precision_plugin.convert_module(self)
         if self.ranks.size > 1:
             for metric in (child for child in self.modules() if isinstance(child, Metric)):
                 metric.sync_on_compute = metric._to_sync = False  # every rank updates it with every batch
         torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = self.tf32
-        for layer, training in self._modes.items():  # of a fit that an exception ended, in an evaluation say
+        for layer, training in self._modes.items():  # an exception in an evaluation left eval mode on
             layer.training = training
         layers = batch_norm_layers(self.model).values()
         self.tracking_layers = [layer for layer in layers if layer.training] or list(layers)
@@ -354,7 +360,7 @@ class FederatedModule(Recorded, L.LightningModule):
             failures=self.failures,
             min_clients=self.min_clients,
         )
-        restore_batch_norm(self.model)  # a fit that failed may have left them
+        restore_batch_norm(self.model)  # a failed fit may have left swapped layers
         check_together(self.federated_callbacks)
         for method in self.federated_callbacks:
             method.configure_batch_norm(self)
@@ -379,7 +385,7 @@ class FederatedModule(Recorded, L.LightningModule):
         usual = self.plan.usual()
         clients, steps = usual.trained(1)
         if self.chooses_executor:
-            self.executor.close()  # of a fit that an error ended
+            self.executor.close()  # an error may have ended the previous fit
             self.executor_choice = choose_executor(self, len(clients))
             self.executor = self.executor_choice.executor
         self.record.compiled = decide_compilation(
@@ -395,14 +401,14 @@ class FederatedModule(Recorded, L.LightningModule):
         self._cohort = None
 
     def on_train_start(self) -> None:
-        """Keep what the data of the run are, for its checkpoints; check the model's outputs, then the first steps."""
+        """Check the model's outputs, record the data's digests for checkpoints, and check the first steps."""
         self.output_check.before_training(self)
         self.record.data = self.record.data or self.data.fingerprint()
         if self.check_first_steps:
             self.ranks.exchange(lambda: check_first_steps(self))
 
     def on_train_epoch_start(self) -> None:
-        """Let the last round be evaluated, however rarely others are: the result is the last point of the curve."""
+        """Evaluate after the last round, regardless of ``check_val_every_n_epoch``, for the result."""
         if self.round == self.trainer.max_epochs and self.trainer.check_val_every_n_epoch:
             self._evaluate_every = self.trainer.check_val_every_n_epoch
             self.trainer.check_val_every_n_epoch = 1
@@ -412,7 +418,7 @@ class FederatedModule(Recorded, L.LightningModule):
         self.record.write(self.record.finish_line(self.round), self.trainer.loggers)
 
     def on_fit_end(self) -> None:
-        """Give the BN layers back as they came: in training mode, with their own forward pass."""
+        """Restore the BN layers: train mode and their original forward pass."""
         for layer in self.tracking_layers:
             layer.train()
         self._modes = {}
@@ -420,21 +426,18 @@ class FederatedModule(Recorded, L.LightningModule):
         self.executor.close()
 
     def teardown(self, stage: str) -> None:
-        """Give back how often the trainer evaluates."""
+        """Restore the trainer's ``check_val_every_n_epoch``."""
         if self._evaluate_every is not None:
             self.trainer.check_val_every_n_epoch, self._evaluate_every = self._evaluate_every, None
 
     def _fix_rounds(self) -> int:
-        """Fix the number of rounds when training starts; a resumed run keeps what was planned at round 1.
-
-        Returns:
-            The planned number of rounds.
+        """Fix and return the planned number of rounds; a resumed run keeps the plan of round 1.
 
         Raises:
-            ConfigurationError: Neither the trainer nor the budget says how many.
+            ConfigurationError: Neither the trainer nor the budget sets the number of rounds.
         """
         trainer = self.trainer
-        if not self._resumed and not trainer.current_epoch:  # an earlier fit planned and counted its own run
+        if not self._resumed and not trainer.current_epoch:  # discard the plan and totals of an earlier fit
             self.total_rounds, self.record = None, RunRecord()
         self._resumed = False
         limit = None if trainer.max_epochs in (None, -1) else trainer.max_epochs
@@ -447,21 +450,21 @@ class FederatedModule(Recorded, L.LightningModule):
             trainer.fit_loop.max_epochs = budget
         elif limit is not None and limit > planned:
             self.print(
-                f"Training goes on to round {limit}. The run was planned for {planned} rounds: freeze rounds and "
+                f"Training continues to round {limit}. The run was planned for {planned} rounds: freeze rounds and "
                 "learning-rate milestones stay as planned."
             )
         return planned
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Keep what the run has planned and counted, and what methods keep of clients."""
+        """Save the planned rounds, the run's record and the methods' client memories."""
         checkpoint["callbacks"] = saved(checkpoint.get("callbacks", {}), self.trainer.global_step)
         checkpoint["fl_lightning"] = {"total_rounds": self.total_rounds, "record": self.record.state_dict()}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Take up what the run had planned and counted.
+        """Load the planned rounds and the run's record.
 
         Raises:
-            ConfigurationError: The data are not those of the checkpoint, or a module of another kind wrote the checkpoint.
+            ConfigurationError: The data differ from the checkpoint's, or another kind of module wrote it.
         """
         state = checkpoint.get("fl_lightning")
         if state is None:
@@ -475,15 +478,16 @@ class FederatedModule(Recorded, L.LightningModule):
             self._check_data(checkpoint["global_step"])
 
     def _check_data(self, round_number: int) -> None:
-        """Check that the data of the run are those of the checkpoint that its trainer has loaded.
+        """Check that the run's data equal the data of the loaded checkpoint.
 
-        Training needs the same data. An evaluation needs the same evaluation data if they are drawn from the clients' samples.
+        Training requires equal data. An evaluation requires equal evaluation data if they are drawn from
+        the clients' samples.
         """
         trainer, known = self.trainer, True
         path, command = str(trainer.ckpt_path), trainer.state.fn
         if command == TrainerFn.FITTING:
-            found = self.data.fingerprint()
-            known = self.record.go_on_with(found, path, round_number, accept=self.accept_data)
+            digests = self.data.fingerprint()
+            known = self.record.go_on_with(digests, path, round_number, accept=self.accept_data)
         elif isinstance(data := trainer.datamodule, FederatedDataModule):  # type: ignore[attr-defined]  # set by the trainer
             split = data.fit_split if command == TrainerFn.VALIDATING else "test"
             if split in data.drawn_splits:
@@ -492,7 +496,7 @@ class FederatedModule(Recorded, L.LightningModule):
             self.print(f"checkpoint {path} does not say what data it was trained on; these may be others")
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]  # passed on
-        """Exactly the server model's state."""
+        """Return exactly the server model's state."""
         return self.model.state_dict(*args, **kwargs)
 
     def load_state_dict(
@@ -502,25 +506,27 @@ class FederatedModule(Recorded, L.LightningModule):
         return self.model.load_state_dict(state_dict, strict=strict, assign=assign)
 
     def log(self, name: str, value: Any, **kwargs: Any) -> None:  # type: ignore[override]  # keywords only
-        """Log a metric of this round: its line in the metrics holds the last value of each name.
+        """Log a metric of this round; the round's line holds the last value of each name.
 
         Args:
             name: Metric name, such as ``"bn/drift"``.
             value: A number, a one-element tensor or a torchmetrics metric.
-            kwargs: As for ``LightningModule.log``; in ``fit`` the loggers get the line, so ``logger`` is False there.
+            kwargs: Arguments of ``LightningModule.log``. In ``fit`` the default of ``logger`` is False,
+                as the loggers get the finished line.
         """
         logger = False if self.trainer.state.fn == TrainerFn.FITTING else None
         self.record.add(name, value)
-        given = {key: setting for key, setting in kwargs.items() if setting is not None}  # log_dict gives all
+        # log_dict passes None for defaults
+        given = {key: setting for key, setting in kwargs.items() if setting is not None}
         defaults = {"on_step": False, "on_epoch": True, "batch_size": 1, "logger": logger}
-        super().log(name, value, **{**defaults, **given, "sync_dist": True})  # or Lightning warns
+        super().log(name, value, **{**defaults, **given, "sync_dist": True})  # sync_dist: avoids a warning
 
     def log_numbers(self, metrics: Mapping[str, float], prog_bar: bool = False) -> None:
-        """Log numbers of this round without the bookkeeping of :meth:`log` over steps and devices, which takes longer.
+        """Log numbers of this round without the costly bookkeeping of :meth:`log`.
 
         Args:
             metrics: Numbers by metric name, for the round's metrics and ``trainer.callback_metrics``.
-            prog_bar: Whether progress bars show them.
+            prog_bar: Whether progress bars show the numbers.
         """
         for name, value in metrics.items():
             self.record.add(name, value)
@@ -531,18 +537,19 @@ class FederatedModule(Recorded, L.LightningModule):
             self.trainer.progress_bar_metrics.update(metrics)
 
     def on_device(self, batch: Any) -> Any:
-        """A batch on this module's device and in the run's precision."""
+        """Return a batch on this module's device and in the run's precision."""
         return self.trainer.precision_plugin.convert_input(move_data_to_device(batch, self.device))
 
     def forward(self, inputs: Any) -> Any:
-        """The server model's outputs."""
+        """Return the server model's outputs."""
         return self.model(inputs)
 
     def evaluate_batch(self, batch: Any, evaluation: ServerEvaluation) -> None:
-        """Add the model's outputs on a batch to an evaluation: override it where a batch is not ``(inputs, targets)``.
+        """Add the model's outputs on a batch to an evaluation.
 
-        One rank calls it with a batch, and nothing but the evaluation tells the others; metrics of your own belong into
-        ``validation_step``, which sees all batches.
+        Override it if batches are not ``(inputs, targets)``. Each batch is evaluated on one rank, and only
+        ``evaluation`` reaches the other ranks. Update metrics of your own in ``validation_step``, which
+        every rank calls with every batch.
         """
         inputs, targets = batch
         self.output_check.check(self, outputs := self.model(inputs), targets)
@@ -560,7 +567,7 @@ class FederatedModule(Recorded, L.LightningModule):
         self.validation_step(batch, batch_idx)
 
     def predict_step(self, batch: Any, batch_idx: int) -> Any:
-        """The server model's outputs on a batch."""
+        """Return the server model's outputs on a batch."""
         return self.model(batch[0] if isinstance(batch, list | tuple) else batch)
 
     def on_validation_epoch_start(self) -> None:
@@ -572,7 +579,7 @@ class FederatedModule(Recorded, L.LightningModule):
     on_test_epoch_start = on_validation_epoch_start
 
     def on_validation_epoch_end(self) -> None:
-        """Log the evaluation; before training, as row 0."""
+        """Log the evaluation; an evaluation before training is row 0."""
         metrics = self._evaluated(self.data.fit_split)
         if self.trainer.sanity_checking:
             line = {**self.record.finish_line(0), **metrics}

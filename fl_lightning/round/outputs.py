@@ -1,4 +1,4 @@
-"""Whether a model has an output for each class of the data, which a loss of too many outputs never tells."""
+"""A check that a model has one output per class; with too many outputs a loss raises no error."""
 
 from contextlib import suppress
 from dataclasses import replace
@@ -19,28 +19,27 @@ _SAMPLES = 2
 
 
 class OutputCheck:
-    """A check of the outputs that are first evaluated, or of those for two training samples where nothing is evaluated before round 1.
+    """A check of the outputs of the first evaluation, or of two training samples before round 1.
 
     Args:
-        applies: Whether outputs are class scores: not where a module defines ``client_loss`` or ``evaluate_batch`` itself.
+        applies: Whether outputs are class scores; False if a module overrides ``client_loss`` or
+            ``evaluate_batch``.
     """
 
     def __init__(self, applies: bool) -> None:
         self.applies = applies
-        self._passed: int | None = None  # with so many classes
+        self._passed: int | None = None  # the number of classes of the last passed check
 
     def check(self, run: RunContext, outputs: Any, targets: Any) -> None:
-        """Check outputs of a model for labelled samples.
-
-        A task of the user's own is never refused, nor are data whose number of classes is not known.
+        """Check the number of a model's outputs; a user's own task and an unknown number of classes pass.
 
         Args:
             run: The run.
-            outputs: The model's, such as class scores ``[b, classes, ...]``.
-            targets: Such as labels ``[b, ...]``.
+            outputs: The model's outputs, such as class scores ``[b, classes, ...]``.
+            targets: The batch's targets, such as labels ``[b, ...]``.
 
         Raises:
-            ConfigurationError: The task is one of classes, and the model has more or fewer outputs than the data have classes.
+            ConfigurationError: The number of outputs differs from the number of classes of the data.
         """
         if (classes := self._classes(run)) is None:
             return
@@ -57,19 +56,20 @@ class OutputCheck:
         self._passed = classes
 
     def before_training(self, run: RunContext) -> None:
-        """Check the outputs for training samples in eval mode, and that metrics can be computed from them.
+        """Check the outputs of training samples in eval mode, and compute ``model.metrics`` from them.
 
-        The model and the generators stay as they are. An evaluation before round 1 has checked the number of outputs.
+        The model and the random generators are unchanged. Outputs that an evaluation has checked are not
+        checked again.
 
         Raises:
-            ConfigurationError: As for :meth:`check`, or a metric of ``model.metrics`` cannot be computed.
+            ConfigurationError: See :meth:`check`; or a metric cannot be computed.
         """
         measured = run.task.measured if self.applies else {}
         if self._classes(run) in (None, self._passed) and not measured:
             return
-        found: tuple[Any, Any] | None = None
+        labelled: tuple[Any, Any] | None = None
         clients, _ = replace(run.plan, failures=None).trained(1)
-        with isolate_rng(), suppress(Exception):  # which round 1 will raise, and tell where
+        with isolate_rng(), suppress(Exception):  # round 1 raises the same error and says where
             batch = run.data.cohort_batch(clients[:1], [0]).map(run.on_device).batches()[0]
             if not isinstance(batch, list | tuple) or len(batch) != 2 or not isinstance(batch[0], Tensor):
                 return
@@ -79,15 +79,15 @@ class OutputCheck:
                 evaluating(run.model),
                 run.trainer.precision_plugin.val_step_context(),
             ):
-                found = run.model(inputs), targets
-        if found is not None:
-            self.check(run, *found)
-            outputs, targets = found
+                labelled = run.model(inputs), targets
+        if labelled is not None:
+            self.check(run, *labelled)
             if measured:
+                outputs, targets = labelled
                 measure(measured, *run.task.measurable(run.task.scores(outputs), targets))
 
     def _classes(self, run: RunContext) -> int | None:
-        """The number of classes that outputs are to have, None where it is not known."""
+        """Return the required number of outputs, None if it is unknown."""
         if not self.applies or type(run.task) not in (Classification, Segmentation):
             return None
         data = getattr(getattr(run, "_trainer", None), "datamodule", None)

@@ -1,4 +1,4 @@
-"""The plan of a run: who takes part in which round, with how many local steps and which aggregation weight."""
+"""The plan of a run: participation, local steps and aggregation weights of every round."""
 
 from bisect import bisect_right
 from collections.abc import Collection, Sequence
@@ -16,9 +16,9 @@ from fl_lightning.randomness import permutation
 from fl_lightning.round.failures import ClientFailures, fewest_reports
 
 Weighting = Literal["examples", "uniform", "samples"]
-"""What a client's aggregation weight is in proportion to: its training data, nothing, or what it processes in the round."""
+"""Quantity that weights are proportional to: training examples, a constant, or samples of the round."""
 
-_MOST_IDLE = 10_000  # rounds without a cohort, one after the other
+_MOST_IDLE = 10_000  # consecutive rounds without a cohort
 
 
 @dataclass
@@ -27,17 +27,16 @@ class RoundPlan:
 
     Args:
         data: The federated data.
-        local_steps: Local steps E of each client in a round, or None.
-        local_epochs: Passes over each client's own data in a round, or None: clients of different size then take
-            different numbers of steps.
+        local_steps: Local steps E of each client in a round; None if ``local_epochs`` is given.
+        local_epochs: Passes over a client's own data in a round; None if ``local_steps`` is given.
         cohort_size: Number of clients in a round.
         seed: The run's seed.
-        weighting: What aggregation weights are in proportion to, see :class:`~fl_lightning.round.module.FederatedModule`.
+        weighting: Quantity that aggregation weights are proportional to.
         centralised: Whether one client trains on the union of the cohort's batches.
-        failures: Clients that do not report, or take fewer steps; None for none.
-        min_clients: The fewest reports with which a round takes place.
-        last_round: The budget's last round, None without a budget.
-        last_round_steps: Upper bound on the local steps of each client in that round.
+        failures: Clients that drop out or take fewer steps. Default: no failures.
+        min_clients: The fewest reports with which a round is aggregated.
+        last_round: The last round of a budget, None without a budget.
+        last_round_steps: Upper bound on each client's local steps in ``last_round``.
     """
 
     data: FederatedDataModule
@@ -53,51 +52,49 @@ class RoundPlan:
     last_round_steps: int | None = None
 
     def reporting(self, round_number: int) -> list[int]:
-        """The clients that are drawn for a round and do not drop out of it."""
-        drawn, failures = (
-            sample_cohort(self.data.num_clients, self.cohort_size, self.seed, round_number),
-            self.failures,
-        )
+        """Return the clients that are drawn for a round and report."""
+        drawn = sample_cohort(self.data.num_clients, self.cohort_size, self.seed, round_number)
+        failures = self.failures
         return [c for c in drawn if failures is None or failures.reports(c, self.seed, round_number)]
 
     def cohort(self, round_number: int) -> list[int]:
-        """The clients of a round; none where too few report and the round is skipped."""
+        """Return the clients of a round; empty if the round is skipped, as too few report."""
         clients = self.reporting(round_number)
         return clients if len(clients) >= self.min_clients else []
 
     def full_steps(self, client_id: int) -> int:
-        """Local steps of a client in a round that neither a budget nor a failure cuts short."""
+        """Return a client's local steps in a round without failure or end of budget."""
         if self.local_steps is not None:
             return self.local_steps
         assert self.local_epochs is not None
         return self.local_epochs * self.data.steps_per_epoch(client_id)
 
     def steps(self, client_id: int, round_number: int) -> int:
-        """Local steps of a client in a round."""
-        own = self.full_steps(client_id)
+        """Return a client's local steps in a round."""
+        steps = self.full_steps(client_id)
         if self.failures is not None:
-            own = self.failures.steps(own, client_id, self.seed, round_number)
-        return min(own, self.last_round_steps or own) if round_number == self.last_round else own
+            steps = self.failures.steps(steps, client_id, self.seed, round_number)
+        return min(steps, self.last_round_steps or steps) if round_number == self.last_round else steps
 
     def first_step(self, client_id: int, round_number: int) -> int:
-        """Position in the client's data of its first batch in a round: (round - 1) x E, present or absent before."""
+        """Return the position (round - 1) x E of a client's first batch in a round; absences count too."""
         return (round_number - 1) * self.full_steps(client_id)
 
     def trained(self, round_number: int) -> tuple[list[int], list[int]]:
-        """The clients whose models a round trains, and their local steps: the cohort, or client 0 for all of it.
+        """Return the clients whose models a round trains, and their local steps.
 
-        None where the round is skipped.
+        In a centralised run client 0 stands for the cohort. If the round is skipped, both lists are empty.
         """
         members = self.cohort(round_number)
         steps = [self.steps(client, round_number) for client in members]
         return ([0], [max(steps)]) if self.centralised and members else (members, steps)
 
     def sources(self, client_ids: Sequence[int], round_number: int, step: int) -> tuple[list[int], list[int]]:
-        """Where the batches of a local step come from: clients, and the position of the batch in each one's data.
+        """Return the clients whose batches a local step uses, and each batch's position in their data.
 
         Args:
             client_ids: The clients that take the step.
-            round_number: The communication round.
+            round_number: The communication round, from 1.
             step: The local step of the round, from 0.
         """
         clients = list(client_ids)
@@ -106,16 +103,16 @@ class RoundPlan:
         return clients, [self.first_step(client, round_number) + step for client in clients]
 
     def weights(self, client_ids: Sequence[int], round_number: int) -> Tensor:
-        """Aggregation weights ``[C]`` of the models that a round trains, as far as they are known before its local steps."""
+        """Return the aggregation weights ``[C]`` of a round, estimated before its local steps."""
         sizes = [1.0] if self.centralised else self._sizes(client_ids, round_number)
         return torch.tensor([size / sum(sizes) for size in sizes], dtype=torch.float64)
 
     def usual(self) -> "RoundPlan":
-        """The plan of rounds that neither a budget nor a failure cuts short: its weights are the same in every round."""
+        """Return the plan without failures and budget, whose weights are equal in every round."""
         return replace(self, failures=None, last_round=None)
 
     def weight_share(self, client_ids: Sequence[int], round_number: int) -> float:
-        """The clients' part of everyone's aggregation weight in a round: ``|S| / n`` where all weigh alike."""
+        """Return the share of some clients S in all n clients' weight in a round (uniform: |S| / n)."""
         if self.centralised:
             return 1.0
         sizes = self._sizes(range(self.data.num_clients), round_number)
@@ -129,16 +126,13 @@ class RoundPlan:
         return [self.data.samples_per_step(c) * self.steps(c, round_number) for c in client_ids]
 
     def limit(self, budget_epochs: float) -> int:
-        """Set the number of rounds so that all rounds together see ``budget_epochs`` times the training data.
+        """Set and return the number of rounds in which ``budget_epochs`` passes over all data fit.
 
-        The last round is cut short where the budget ends inside it (FixBN, Appendix B.4: E x T x b x clients =
+        The last round is cut short if the budget ends inside it (FixBN, Appendix B.4: E x T x b x clients =
         epochs x data; at E=2,500 the 25.6 rounds of CIFAR-10 become 26).
 
-        Returns:
-            The number of rounds.
-
         Raises:
-            ConfigurationError: The budget does not buy one local step, or no round has enough reports to spend it.
+            ConfigurationError: The budget is less than one local step, or too few reports never spend it.
         """
         data, self.last_round = self.data, None
         everyone = range(data.num_clients)
@@ -165,7 +159,7 @@ class RoundPlan:
         steps = {i: self.steps(i, round_number) for i in self.cohort(round_number)}
 
         def cost_up_to(limit: int) -> float:
-            return sum(samples[i] * min(limit, own) for i, own in steps.items())
+            return sum(samples[i] * min(limit, taken) for i, taken in steps.items())
 
         most = max(steps.values())
         last_steps = bisect_right(range(1, most + 1), remaining, key=cost_up_to)
@@ -198,17 +192,17 @@ def plan_rounds(
     Args:
         data: The federated data.
         rules: The aggregators of the run.
-        local_steps: As for :class:`~fl_lightning.round.module.FederatedModule`, like all that follow.
+        local_steps: Setting of :class:`~fl_lightning.round.module.FederatedModule`, as the following.
         local_epochs: Passes over a client's own data in a round.
         participation: Clients in a round, a fraction or a number.
         seed: The run's seed.
-        weighting: What aggregation weights are in proportion to.
+        weighting: Quantity that aggregation weights are proportional to.
         centralised: Whether one client trains on the union of the cohort's batches.
         failures: Clients that fail.
         min_clients: The fewest clients with which a round is aggregated.
 
     Raises:
-        ConfigurationError: The data, or an aggregator, need another number of clients than the settings give.
+        ConfigurationError: The number of clients does not suit the settings or an aggregator.
     """
     require_clients(data)
     size = cohort_size(data.num_clients, participation)
@@ -232,10 +226,11 @@ def check_local_work(
     budget_epochs: float | None,
     participation: int | float,
 ) -> None:
-    """Refuse local work that is given twice, or not at all, or is none, and rounds that nobody takes part in.
+    """Check the settings of local work and participation.
 
     Raises:
-        ConfigurationError: Names the settings.
+        ConfigurationError: Not exactly one of ``local_steps`` and ``local_epochs`` is given, or a value is
+            out of range.
     """
     if (local_steps is None) == (local_epochs is None):
         raise ConfigurationError(
@@ -254,11 +249,7 @@ def check_local_work(
 
 
 def require_clients(data: FederatedDataModule) -> None:
-    """Refuse data that nobody has.
-
-    Raises:
-        ConfigurationError: There is no client.
-    """
+    """Raise a ``ConfigurationError`` if the data have no clients."""
     if data.num_clients == 0:
         raise ConfigurationError(
             f"data: {type(data).__name__} has no clients; pass clients=[...], or name a data set such as Digits"
@@ -266,14 +257,14 @@ def require_clients(data: FederatedDataModule) -> None:
 
 
 def cohort_size(num_clients: int, participation: int | float) -> int:
-    """Number of clients in a round's cohort.
+    """Return the number of clients in a round's cohort.
 
     Args:
         num_clients: Number of clients of the federation.
-        participation: A number of clients (int), or a fraction of them in (0, 1] (float): rounded, at least 1.
+        participation: Number of clients (int), or fraction in (0, 1] (float), rounded to at least 1 client.
 
     Raises:
-        ConfigurationError: There are fewer clients.
+        ConfigurationError: The federation has fewer clients.
     """
     if isinstance(participation, float):
         return max(1, round(participation * num_clients))
@@ -286,10 +277,7 @@ def cohort_size(num_clients: int, participation: int | float) -> int:
 
 
 def sample_cohort(num_clients: int, size: int, seed: int, round_number: int) -> list[int]:
-    """The cohort of a round: ``size`` clients drawn uniformly without replacement, in increasing order of their ids.
-
-    A function of (seed, round) alone.
-    """
+    """Return ``size`` client ids in increasing order, drawn uniformly without replacement by (seed, round)."""
     if size == num_clients:
         return list(range(num_clients))
     return sorted(permutation(num_clients, seed, "participation", round_number)[:size].tolist())

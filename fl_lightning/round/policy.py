@@ -1,4 +1,4 @@
-"""What happens to each kind of a model's state in a round: what the callbacks declare, checked and put together."""
+"""The policy of a round: the treatment of each kind of state, merged from the callbacks' declarations."""
 
 from collections.abc import Iterable, Mapping
 from itertools import groupby
@@ -10,16 +10,16 @@ from fl_lightning.errors import ConfigurationError
 from fl_lightning.round.declarations import Declarations
 
 Stage = tuple[int | str, str]
-"""From which round on (or, where only training tells, by which method's finding) a kind of state is treated how."""
+"""First round of a treatment (or the method that finds the round in training), and the treatment."""
 
 _EXCLUSIVE = ("local", "pooled", "reset")
-"""Treatments that a callback carries out itself, so that two cannot share them."""
+"""Treatments that a callback implements itself; two callbacks cannot share them."""
 
 _DEFAULT = dict.fromkeys(KINDS, "averaged") | {"counter": "max"}
 
 
 def resolve_policy(callbacks: Iterable[Declarations], round_number: int, total_rounds: int) -> dict[str, str]:
-    """What happens to each kind of state in a round, from what the active callbacks declare.
+    """Return the treatment of each kind of state in a round, merged from the callbacks' declarations.
 
     Args:
         callbacks: The run's federated callbacks.
@@ -30,7 +30,7 @@ def resolve_policy(callbacks: Iterable[Declarations], round_number: int, total_r
         The treatment of each kind of :data:`~fl_lightning.batch_norm.kinds.KINDS`.
 
     Raises:
-        ConfigurationError: Two callbacks declare different treatments of one kind, or an unknown kind or treatment.
+        ConfigurationError: Two callbacks' treatments of a kind conflict, or a kind or treatment is unknown.
     """
     callbacks = list(callbacks)
     now, later = f"in round {round_number}", "from some round on"
@@ -39,7 +39,7 @@ def resolve_policy(callbacks: Iterable[Declarations], round_number: int, total_r
         declared = callback.policy(round_number, total_rounds)
         if not isinstance(declared, Mapping):
             raise ConfigurationError(
-                f"{type(callback).__name__}.policy() returns {declared!r}; return a treatment by kind, {{}} for the usual ones"
+                f"{type(callback).__name__}.policy() returns {declared!r}; return a treatment by kind, {{}} for the defaults"
             )
         wishes += [(callback, now, *wish) for wish in declared.items()]
     wishes += [(cb, later, *wish) for cb in callbacks for wish in cb.undecided().items()]
@@ -65,27 +65,23 @@ def resolve_policy(callbacks: Iterable[Declarations], round_number: int, total_r
 
 
 def check_together(callbacks: Iterable[Declarations]) -> None:
-    """Refuse two methods that take the same thing for themselves (``Declarations.takes``).
-
-    Raises:
-        ConfigurationError: Names the methods, what both take, and what may be set instead.
-    """
+    """Raise a ``ConfigurationError`` if two methods take the same resource (``Declarations.takes``)."""
     taken: dict[str, Declarations] = {}
     for callback in callbacks:
-        for thing, remedy in callback.takes.items():
-            other = taken.setdefault(thing, callback)
+        for resource, remedy in callback.takes.items():
+            other = taken.setdefault(resource, callback)
             if other is not callback:
-                instead = remedy or other.takes[thing] or "use one of them"
+                instead = remedy or other.takes[resource] or "use one of them"
                 raise ConfigurationError(
                     f"callbacks {type(other).__name__} and {type(callback).__name__} cannot be combined: both decide over "
-                    f"{thing}; {instead}"
+                    f"{resource}; {instead}"
                 )
 
 
 def policy_table(
     model: nn.Module, callbacks: Iterable[Declarations], total_rounds: int
 ) -> dict[str, list[Stage]]:
-    """The policy over a whole run, by kind, for the kinds that the model has.
+    """Return the policy over a whole run for each kind of state that the model has.
 
     Args:
         model: The model.
@@ -93,8 +89,8 @@ def policy_table(
         total_rounds: Number of planned rounds.
 
     Returns:
-        For each kind its stages, such as ``[(1, "averaged"), (51, "frozen")]``, or ``[(1, "averaged"),
-        ("SlidingWindowFixBN", "frozen")]`` where the method finds the round in training.
+        The stages of each kind, such as ``[(1, "averaged"), (51, "frozen")]``. A method that finds the
+        round in training stands in place of the round: ``("SlidingWindowFixBN", "frozen")``.
     """
     callbacks = list(callbacks)
     present = {*parameter_kinds(model).values(), *buffer_kinds(model).values()}
@@ -114,7 +110,7 @@ def policy_table(
 
 
 def stages_in_words(stages: Iterable[Stage]) -> str:
-    """A kind's stages in words, such as ``"averaged; frozen from round 51"``."""
+    """Return a kind's stages in words, such as ``"averaged; frozen from round 51"``."""
     return "; ".join(
         treatment
         if start == 1

@@ -1,4 +1,4 @@
-"""What a run logs and counts: the metrics of the round under way and totals since round 1."""
+"""The record of a run: metrics of the current round and totals since round 1."""
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,12 +15,12 @@ from fl_lightning.errors import OtherData
 
 
 class Origin(TypedDict):
-    """A checkpoint from which a run went on otherwise than it was.
+    """A checkpoint from which a run resumed with changed settings or data.
 
     Attributes:
         checkpoint: Path of the checkpoint.
-        round: Its round.
-        differs: The old and the new value of each setting that differs, by its dotted name.
+        round: The checkpoint's round.
+        differs: The old and the new value of each setting that differs, by dotted name.
     """
 
     checkpoint: str
@@ -32,24 +32,23 @@ class RunRecord:
     """Metrics and totals of a run; saved with its checkpoints.
 
     Attributes:
-        metrics: The metrics of the newest finished round, with the round itself.
+        metrics: The metrics of the newest finished round, with ``round``.
         samples: Training samples that clients have processed.
         upload_bytes: Bytes that clients have sent.
         download_bytes: Bytes that clients have received.
         seconds: Time spent in rounds.
-        diverged: Whether the server has ever aggregated an update, or had an evaluation, that was not finite.
-        diverged_round: The first round of that; None where there was none, or it is not known.
-        not_finite: How many updates of a client were not finite, by client, whatever became of them.
-        clients: By client: the rounds it took part in, its local steps in them and its mean training loss in the
-            last of them.
-        holders: The clients that have received the frozen state, empty while nothing is frozen.
-        data: What the data are (:meth:`~fl_lightning.client_data.federated.FederatedDataModule.fingerprint`).
-        description: The settings that decide results by dotted name; empty if the run has none.
-        computed_by: The executor and what else its rounding depends on; empty where the run does not say.
-        provenance: The source and the versions that computed it, more than one where they changed on the way
+        diverged: Whether an aggregated update or an evaluation was ever not finite.
+        diverged_round: The first such round; None if there was none or the round is unknown.
+        not_finite: Number of non-finite updates by client, aggregated or not.
+        clients: Rounds, local steps and last mean training loss, by client.
+        holders: The clients that have received the frozen state; empty before the freeze.
+        data: Digests of the data, see ``FederatedDataModule.fingerprint``.
+        description: The settings that decide results, by dotted name; empty if the run has none.
+        computed_by: The executor and other causes of rounding; empty if unknown.
+        provenance: The source and versions that computed the run, one entry per change
             (:func:`~fl_lightning.experiments.run_directory.source.provenance`).
-        compiled: Whether clients' passes are compiled, None before that was decided.
-        continued_from: Each checkpoint from which the run went on otherwise.
+        compiled: Whether clients' passes are compiled, None before the decision.
+        continued_from: Each checkpoint from which the run resumed with a change.
     """
 
     def __init__(self) -> None:
@@ -71,18 +70,18 @@ class RunRecord:
         self._logging_seconds: float | None = None
 
     def add(self, name: str, value: Any) -> None:
-        """Add a metric of the round under way."""
+        """Add a metric of the current round."""
         self._pending[name] = float(value.compute() if isinstance(value, Metric) else value)
 
-    def diverge(self, round_number: int, found: bool = True) -> None:
-        """Flag the run as diverged, in this round unless it was before, if that was ``found``."""
-        if found and not self.diverged:
+    def diverge(self, round_number: int, diverged: bool = True) -> None:
+        """Flag the run as diverged in this round, if ``diverged`` and not flagged before."""
+        if diverged and not self.diverged:
             self.diverged, self.diverged_round = True, round_number
 
     def finish_round(
         self, cohort: RoundCohort, losses: Sequence[float], seconds: float, costs: Mapping[str, float]
     ) -> None:
-        """Add a round to the totals: its clients and their losses, its time, and its bytes by the names of their metrics."""
+        """Add a round to the totals: its clients, their losses, its time, and its bytes by metric."""
         for client, taken, loss in zip(cohort.client_ids, cohort.local_steps, losses, strict=True):
             rounds, steps, _ = self.clients.get(client, (0, 0, 0.0))
             self.clients[client] = (rounds + 1, steps + taken, loss)
@@ -92,17 +91,17 @@ class RunRecord:
         self.spend(seconds, costs)
 
     def spend(self, seconds: float, costs: Mapping[str, float]) -> None:
-        """Add time, and bytes by the names of their metrics, to the totals."""
+        """Add time, and bytes by metric, to the totals."""
         self.seconds += seconds
         self.upload_bytes += int(costs["comm/upload_bytes"])
         self.download_bytes += int(costs["comm/download_bytes"])
 
     def continue_from(self, checkpoint: str, round_number: int, differs: Mapping[str, list[object]]) -> None:
-        """Note that the run goes on otherwise than it was.
+        """Note that the run resumes with a change.
 
         Args:
             checkpoint: Path of the checkpoint.
-            round_number: Its round.
+            round_number: The checkpoint's round.
             differs: The old and the new value of each setting that differs.
         """
         last = self.continued_from[-1] if self.continued_from else None
@@ -114,15 +113,17 @@ class RunRecord:
             )
 
     def finish_line(self, round_number: int) -> dict[str, float]:
-        """The finished line of metrics of a round; the next one starts empty."""
+        """Return a round's line of metrics, and start an empty line."""
         line = {"round": round_number, **self._pending}
         self._pending = {}
         return line
 
     def write(self, line: dict[str, float], loggers: Iterable[Logger]) -> None:
-        """Make a finished line of metrics the newest, and give it to the loggers."""
+        """Store a finished line as the newest metrics, and pass it to the loggers."""
         if self._logging_seconds is not None:
-            line["time/logging_s"] = self._logging_seconds  # of the line before: this one is not written yet
+            line["time/logging_s"] = (
+                self._logging_seconds
+            )  # of the previous line: this one is not written yet
         started = time.perf_counter()
         self.metrics = line
         for logger in loggers:
@@ -130,19 +131,19 @@ class RunRecord:
         self._logging_seconds = time.perf_counter() - started
 
     def go_on_with(self, data: dict[str, str], path: str, round_number: int, *, accept: bool) -> bool:
-        """Go on with data, and note it where they are others than those of the checkpoint.
+        """Resume with data, and note a difference from the checkpoint's data.
 
         Args:
             data: Digests of the data by name.
-            path: The checkpoint.
-            round_number: Its round.
-            accept: Whether they may be others.
+            path: Path of the checkpoint.
+            round_number: The checkpoint's round.
+            accept: Whether the data may differ.
 
         Returns:
-            Whether the checkpoint knows its data; an old one does not.
+            Whether the checkpoint has digests; old checkpoints have none.
 
         Raises:
-            OtherData: They are others and may not be.
+            OtherData: The data differ and ``accept`` is False.
         """
         trained, self.data = self.data, data
         other: dict[str, list[object]] = {
@@ -154,26 +155,26 @@ class RunRecord:
             names = ", ".join(name.removeprefix("data.") for name in other)
             raise OtherData(
                 f"data: the checkpoint {path} was trained on other data, these differ in: {names}; use its data and its "
-                "seed_everything, or go on with these by --accept_data (in Python: accept_data = True of the module)"
+                "seed_everything, or resume with these by --accept_data (in Python: accept_data = True of the module)"
             )
         if trained and other:
             self.continue_from(path, round_number, other)
         return bool(trained)
 
     def evaluate_on(self, data: FederatedDataModule, split: str, path: str, *, accept: bool) -> bool:
-        """Evaluate on data that are drawn from those of the clients, which may be others than those of the checkpoint if accepted.
+        """Check evaluation data that are drawn from the clients' samples against the checkpoint's.
 
         Args:
-            data: The data.
-            split: Which of them, ``"val"`` or ``"test"``.
-            path: The checkpoint.
-            accept: Whether they may be others.
+            data: The data module.
+            split: The evaluation data, ``"val"`` or ``"test"``.
+            path: Path of the checkpoint.
+            accept: Whether the data may differ.
 
         Returns:
-            Whether the checkpoint knows its data; an old one does not.
+            Whether the checkpoint has digests; old checkpoints have none.
 
         Raises:
-            OtherData: They are others and may not be.
+            OtherData: The data differ and ``accept`` is False.
         """
         trained, seed = self.data.get("evaluation"), self.description.get("seed_everything")
         if trained is not None and not accept and trained not in data.evaluation_digests():
@@ -188,12 +189,12 @@ class RunRecord:
         return trained is not None
 
     def state_dict(self) -> dict[str, Any]:
-        """Totals and the newest metrics, as plain numbers."""
-        kept = {name: copy(value) for name, value in vars(self).items() if not name.startswith("_")}
-        return {"row" if name == "metrics" else name: value for name, value in kept.items()}
+        """Return the totals and the newest metrics."""
+        public = {name: copy(value) for name, value in vars(self).items() if not name.startswith("_")}
+        return {"row" if name == "metrics" else name: value for name, value in public.items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up the totals of a checkpoint; one that does not say whether passes were compiled is of a time when they were not."""
-        self.compiled = False
+        """Load the totals of a checkpoint."""
+        self.compiled = False  # checkpoints without this entry are older than compilation
         for name, value in state.items():
             setattr(self, "metrics" if name == "row" else name, value)

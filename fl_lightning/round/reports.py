@@ -1,4 +1,4 @@
-"""Reports of a round: its loss and its costs, or that the round was skipped."""
+"""The reports of finished and skipped rounds: loss and costs."""
 
 from collections.abc import Collection, Mapping, Sequence
 
@@ -39,8 +39,8 @@ def log_skipped_round(
 
     Args:
         run: The run.
-        dropped: How many clients were left out since their update was not finite.
-        sent: What the methods' ``on_round_skipped`` returned, by method.
+        dropped: Number of clients that were left out due to a non-finite update.
+        sent: Return values of the methods' ``on_round_skipped``, by method.
     """
     size = next(p for p in run.model.parameters() if p.requires_grad).element_size()
     beside = {
@@ -69,15 +69,15 @@ def _log_clients(run: RunContext, dropped: int, *, skipped: bool) -> None:
 def round_communication(
     cohort: Cohort, callbacks: Sequence[Declarations], holders: Collection[int] = ()
 ) -> Communication:
-    """Return what a round sends under its policy, and what its methods declare on top.
+    """Return the traffic of a round under its policy, with the traffic that methods declare.
 
-    Averaged and pooled state goes both ways. Local and reset state and counters are not sent. Frozen state is sent once to each
-    client, in its first round after the freeze.
+    Averaged and pooled state is sent both ways. Local and reset state and counters are not sent. Frozen
+    state is sent to each client once, in its first round after the freeze.
 
     Args:
         cohort: The round's clients, after their local steps.
         callbacks: The run's methods.
-        holders: The clients that hold the frozen state already.
+        holders: The clients that have received the frozen state.
     """
     each: dict[str, UpDown] = {}
     beside: dict[str, dict[int, UpDown]] = {}

@@ -1,4 +1,4 @@
-"""The communication round: Algorithm 1 of FedAvg (McMahan et al. 2017) with a server optimizer (Reddi et al. 2021)."""
+"""The communication round: FedAvg (McMahan et al. 2017) with a server optimizer (Reddi et al. 2021)."""
 
 from fl_lightning.cohort.round_cohort import RoundCohort
 from fl_lightning.errors import doing
@@ -13,7 +13,7 @@ from fl_lightning.round.trained import mark_trained
 
 
 def communication_round(run: RunContext) -> None:
-    """Broadcast, take local steps, aggregate, take a server step."""
+    """Run a round: broadcast, local steps, aggregation, server step."""
     cohort = run.start_round()
     run.call_hook("on_round_start", cohort)
     part = cohort.part()  # the clients of this rank
@@ -38,19 +38,19 @@ def communication_round(run: RunContext) -> None:
 def take_local_steps(run: RunContext, cohort: RoundCohort, part: RoundCohort) -> list[int]:
     """Take the local steps of the clients that this rank computes.
 
-    Every rank takes as many as the cohort's busiest client.
+    Every rank takes as many steps as the cohort's busiest client.
 
     Args:
         run: The run.
         cohort: The round's cohort.
-        part: Its clients on this rank.
+        part: The cohort's clients on this rank.
 
     Returns:
-        The samples that each of these clients has processed.
+        The samples that each client of ``part`` has processed.
     """
     last = max(cohort.local_steps) - 1
     for step in range(last + 1):
-        # a rank without clients computes another rank's in a joint step, whose collective calls need all ranks
+        # all ranks must make a joint step's collective calls: a rank without clients computes row 0
         joint = step == 0 and run.joint_method is not None
         compute_gradients(run, cohort.part(slice(0, 1)) if joint and not part else part, step)
         run.call_hook("on_after_local_backward", part, step)
@@ -58,7 +58,7 @@ def take_local_steps(run: RunContext, cohort: RoundCohort, part: RoundCohort) ->
             part.take_step()
         run.call_hook("on_local_step_end", part, step)
         part.finish_step(step, last)
-        # Lightning's own bars have none
+        # Lightning's own progress bars lack local_step
         show = getattr(run.trainer.progress_bar_callback, "local_step", None)
         if show is not None:
             show(step + 1, last + 1)
@@ -66,7 +66,7 @@ def take_local_steps(run: RunContext, cohort: RoundCohort, part: RoundCohort) ->
 
 
 def compute_gradients(run: RunContext, cohort: RoundCohort, step: int) -> None:
-    """Fill the gradients and the buffers of the active clients by their forward and backward passes of a local step."""
+    """Run the active clients' passes of a local step: fill their gradients and buffers."""
     if not (rows := cohort.begin_step(step)):
         return
     place = f"round {cohort.round}, local step {step + 1}"

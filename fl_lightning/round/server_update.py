@@ -1,4 +1,4 @@
-"""Aggregation: from the clients' rows to the server's pseudo-gradient and statistics."""
+"""Aggregation of the clients' rows to the server's pseudo-gradient and statistics."""
 
 from collections.abc import Mapping
 
@@ -19,12 +19,12 @@ def update_server(
 
     Args:
         cohort: The clients after their local steps.
-        aggregator: How their parameters are combined.
-        statistics: How their running statistics are.
+        aggregator: Rule for the clients' parameters.
+        statistics: Rule for the clients' running statistics.
         strict: Whether negative running variances are an error.
 
     Raises:
-        ConfigurationError: A running variance is negative.
+        ConfigurationError: A running variance is negative and ``strict`` is True.
     """
     _set_pseudo_gradient(cohort, aggregator)
     _set_local_parameters(cohort, aggregator)
@@ -36,7 +36,7 @@ def update_server(
 def _set_pseudo_gradient(cohort: RoundCohort, aggregator: Aggregator) -> None:
     """Set the server's gradients to server - aggregate(clients) (Reddi et al. 2021, Algorithm 1).
 
-    Parameters that the round's policy does not average get no gradient, so the server optimizer passes them over.
+    Parameters that the round does not average get no gradient, so the server optimizer skips them.
     """
     blocks = {n: block for n, block in cohort.params.blocks.items() if cohort.treatment(n) == "averaged"}
     for parameter in cohort.server_parameters.values():
@@ -54,36 +54,37 @@ def aggregate(
     aggregator: Aggregator,
     weights: Tensor | None = None,
 ) -> dict[str, Tensor]:
-    """Aggregate what clients hold of each parameter: a client is one vector over all of it, or one for each layer (``per``).
+    """Aggregate values per parameter, with one vector per client or one per client and layer (``per``).
 
     Args:
         cohort: The clients.
-        rows: By any name the parameter block, and ``[C, columns]`` with a column for each element of it.
+        rows: Pairs of a parameter block's name and its values ``[C, columns]``, by any name.
         aggregator: The rule.
-        weights: The clients' weights ``[C]``, sum 1. Default: those of the round.
+        weights: The clients' weights ``[C]``, sum 1. Default: the round's weights.
 
     Returns:
         The aggregate ``[columns]`` by name.
     """
     weights = cohort.weights if weights is None else weights
     if aggregator.per != "layer":
-        return dict(zip(rows, aggregator.blocks([own for _, own in rows.values()], weights), strict=True))
-    found = {name: own.new_empty(own.shape[1]) for name, (_, own) in rows.items()}
+        blocks = aggregator.blocks([values for _, values in rows.values()], weights)
+        return dict(zip(rows, blocks, strict=True))
+    aggregates = {name: values.new_empty(values.shape[1]) for name, (_, values) in rows.items()}
     for parts in cohort.params.columns_by_layer(dict.fromkeys(block for block, _ in rows.values())).values():
         places = [
-            (name, own, columns)
-            for name, (of, own) in rows.items()
+            (name, values, columns)
+            for name, (of, values) in rows.items()
             for block, columns in parts
             if of == block
         ]
-        pieces = aggregator.blocks([own[:, columns] for _, own, columns in places], weights)
+        pieces = aggregator.blocks([values[:, columns] for _, values, columns in places], weights)
         for (name, _, columns), piece in zip(places, pieces, strict=True):
-            found[name][columns] = piece
-    return found
+            aggregates[name][columns] = piece
+    return aggregates
 
 
 def _set_local_parameters(cohort: RoundCohort, aggregator: Aggregator) -> None:
-    """Set the server's copy of parameters that clients keep for themselves to their mean: it is only evaluated."""
+    """Set the server's copy of local parameters to the clients' aggregate, for evaluations only."""
     for name, block in cohort.params.blocks.items():
         if cohort.treatment(name) == "local":
             mean = aggregator(block, cohort.weights)
@@ -92,10 +93,10 @@ def _set_local_parameters(cohort: RoundCohort, aggregator: Aggregator) -> None:
 
 
 def _set_statistics(cohort: RoundCohort, aggregator: Aggregator, statistics: StatisticsAggregator) -> None:
-    """Set the server's buffers to the clients' aggregate, past the server optimizer.
+    """Set the server's buffers to the clients' aggregate, without the server optimizer.
 
-    Counters, and other buffers that are not floating point, take the largest value over the clients. Buffers that the
-    round's policy freezes, pools or resets stay untouched.
+    Counters and other integer buffers become the maximum over the clients. Frozen, pooled and reset
+    buffers are unchanged.
     """
     for name, block in cohort.buffers.blocks.items():
         treatment, names = cohort.treatment(name), cohort.buffers.layout[name].shapes
@@ -106,8 +107,10 @@ def _set_statistics(cohort: RoundCohort, aggregator: Aggregator, statistics: Sta
         rule = statistics.rule if is_statistic else aggregator
         row = rule(block, cohort.weights) if average else block.amax(0)
         cohort.buffer_aggregate.blocks[name][0].copy_(row)
-        found = cohort.buffer_aggregate.row(0)
-        torch._foreach_copy_([cohort.server_buffers[key] for key in names], [found[key] for key in names])
+        aggregates = cohort.buffer_aggregate.row(0)
+        torch._foreach_copy_(
+            [cohort.server_buffers[key] for key in names], [aggregates[key] for key in names]
+        )
     if not statistics.is_mean and {"averaged", "local"} & {cohort.policy["mean"], cohort.policy["var"]}:
         sent = sent_statistics(cohort.buffers, cohort.buffer_kinds, cohort.weights)
         for layer, (mean, variance) in zip(sent, statistics([*sent.values()]), strict=True):
@@ -117,7 +120,7 @@ def _set_statistics(cohort: RoundCohort, aggregator: Aggregator, statistics: Sta
 
 
 def _check_variances(cohort: RoundCohort, *, clients: bool) -> None:
-    """Refuse negative running variances of the server or, ``clients``, a client, which would be NaN under the square root."""
+    """Refuse negative running variances (NaN under a square root) of the server or, if ``clients``, a client."""
     names = [name for name, kind in cohort.buffer_kinds.items() if kind == "var"]
     everyone = [f"client {client}" for client in cohort.client_ids] if clients else []
     of_a_client = (
@@ -129,12 +132,12 @@ def _check_variances(cohort: RoundCohort, *, clients: bool) -> None:
         (everyone, cohort.buffers, of_a_client),
         (["the server"], cohort.server_buffers, of_the_rule),
     ):
-        found = {name: buffers[name].reshape(len(owners), -1) for name in names} if owners else {}
-        if not found or bool(torch.cat([*found.values()], 1).amin() >= 0):
+        variances = {name: buffers[name].reshape(len(owners), -1) for name in names} if owners else {}
+        if not variances or bool(torch.cat([*variances.values()], 1).amin() >= 0):
             continue
-        for name, rows in found.items():
+        for name, rows in variances.items():
             negative = (rows < 0).any(1).tolist()
-            if any(negative):  # the others are not finite
+            if any(negative):  # otherwise amin was NaN
                 raise ConfigurationError(
                     f"round {cohort.round}: {owners[negative.index(True)]} holds a negative running variance in BN layer "
                     f"{name.rpartition('.')[0]!r}; {remedy}"

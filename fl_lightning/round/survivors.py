@@ -1,4 +1,4 @@
-"""The clients of a cohort that are aggregated: updates that are not finite, and rounds with too few clients."""
+"""Selection of the aggregated clients: non-finite updates, and rounds with too few clients."""
 
 from collections.abc import Mapping
 
@@ -15,8 +15,8 @@ class RoundSkipped(Exception):
     """A round has too few clients: the server keeps its state, and the run continues with the next round.
 
     Args:
-        reason: One line with the round, the number of clients and the number that is needed.
-        dropped: How many clients were left out since their update was not finite.
+        reason: One line with the round, the number of clients and the required number.
+        dropped: Number of clients that were left out due to a non-finite update.
     """
 
     def __init__(self, reason: str, dropped: int = 0) -> None:
@@ -25,7 +25,7 @@ class RoundSkipped(Exception):
 
 
 def leave_out(run: RunContext, cohort: RoundCohort) -> RoundCohort:
-    """Return the cohort that methods see after the local steps: under ``drop`` without clients whose update is not finite.
+    """Return the cohort after the local steps, under ``drop`` without clients of non-finite updates.
 
     Raises:
         RoundSkipped: Too few clients are left.
@@ -34,23 +34,24 @@ def leave_out(run: RunContext, cohort: RoundCohort) -> RoundCohort:
 
 
 def check_updates(run: RunContext, cohort: RoundCohort) -> tuple[RoundCohort, dict[int, str]]:
-    """Apply ``on_divergence`` to what the clients send, before it is aggregated.
+    """Apply ``on_divergence`` to the clients' updates before aggregation.
 
-    Robust rules aggregate updates that are not finite regardless of ``on_divergence``; :func:`check_aggregate` then checks the aggregate.
+    Robust rules aggregate non-finite updates regardless of ``on_divergence``; :func:`check_aggregate`
+    then checks the aggregate.
 
     Returns:
-        The clients that are aggregated, and by row the first layer of each update among them that is not finite.
+        The clients to aggregate, and for each non-finite update among them, by row, its first such layer.
 
     Raises:
         Diverged: A client's update is not finite.
-        ConfigurationError: The update is not finite since the client's data are not.
+        ConfigurationError: A client's update is not finite, as its data are not.
         RoundSkipped: Too few clients are left.
     """
     failed = not_finite(cohort)
     if not failed:
         return cohort, {}
     if _withstood(run, cohort):
-        _note(run, cohort, failed, f"{robust_rules(run)} goes on with it")
+        _note(run, cohort, failed, f"{robust_rules(run)} aggregates it")
     elif run.on_divergence == "drop":
         return _without(run, cohort, failed), {}
     else:
@@ -58,7 +59,7 @@ def check_updates(run: RunContext, cohort: RoundCohort) -> tuple[RoundCohort, di
         if run.on_divergence == "error":
             row, layer = next(iter(failed.items()))
             raise _error(run, cohort, row, layer)
-        _note(run, cohort, failed, "the run goes on, flagged as diverged")
+        _note(run, cohort, failed, "the run continues, flagged as diverged")
     run.log_numbers({"clients/not_finite": float(len(failed))})
     return cohort, failed
 
@@ -85,7 +86,7 @@ def check_aggregate(run: RunContext, cohort: RoundCohort, failed: Mapping[int, s
     if run.on_divergence != "record":
         clients = ", ".join(str(cohort.client_ids[row]) for row in failed) or "none"
         raise Diverged(
-            f"round {cohort.round}: what {rules} makes of the clients is not finite, first in layer {layer!r} (clients whose update is "
+            f"round {cohort.round}: the aggregate of {rules} is not finite, first in layer {layer!r} (clients whose update is "
             f"not finite: {clients}); raise {rules}'s f, lower client_optimizer lr, or set model.on_divergence: drop"
         )
 
@@ -95,8 +96,8 @@ def too_few(run: RunContext, reported: int, dropped: int = 0) -> RoundSkipped:
 
     Args:
         run: The run.
-        reported: The number of clients whose models can be aggregated.
-        dropped: The number of clients that were left out.
+        reported: Number of clients whose models can be aggregated.
+        dropped: Number of clients that were left out.
     """
     plan = run.plan
     by_user = plan.min_clients == run.min_clients
@@ -115,9 +116,9 @@ def robust_rules(run: RunContext) -> str:
 
 
 def not_finite(cohort: RoundCohort) -> dict[int, str]:
-    """Return the rows whose parameters or BN statistics are not all finite, with the first such layer of the model.
+    """Return the rows with non-finite parameters or BN statistics, with the first such layer.
 
-    A model's other buffers may hold infinities, such as an attention mask.
+    Other buffers, such as an attention mask, may hold infinities.
     """
     kinds = {name: block.kind for name, block in cohort.buffers.layout.items()}
     statistics = [block for name, block in cohort.buffers.blocks.items() if kinds[name] in ("mean", "var")]
@@ -138,16 +139,16 @@ def not_finite(cohort: RoundCohort) -> dict[int, str]:
 def _without(run: RunContext, cohort: RoundCohort, failed: Mapping[int, str]) -> RoundCohort:
     if not failed:
         return cohort
-    _note(run, cohort, failed, "it is left out of this round and of others like it")
-    kept = [row for row in range(len(cohort)) if row not in failed]
-    if len(kept) < (1 if run.centralised else run.plan.min_clients):
-        raise too_few(run, len(kept), len(run.plan.trained(cohort.round)[0]) - len(kept))
-    weights = run.plan.weights([cohort.client_ids[row] for row in kept], cohort.round).to(run.device)
-    return cohort.subset(kept, None if run.weighting == "samples" else weights)
+    _note(run, cohort, failed, "such updates are left out of their rounds")
+    rows = [row for row in range(len(cohort)) if row not in failed]
+    if len(rows) < (1 if run.centralised else run.plan.min_clients):
+        raise too_few(run, len(rows), len(run.plan.trained(cohort.round)[0]) - len(rows))
+    weights = run.plan.weights([cohort.client_ids[row] for row in rows], cohort.round).to(run.device)
+    return cohort.subset(rows, None if run.weighting == "samples" else weights)
 
 
 def _withstood(run: RunContext, cohort: RoundCohort) -> bool:
-    """Return whether robust rules combine everything that is not finite."""
+    """Return whether all non-finite values are combined by robust rules."""
     parameters = isinstance(run.aggregator, RobustAggregator)
     if not parameters and not all(bool(block.isfinite().all()) for block in cohort.params.blocks.values()):
         return False
@@ -165,7 +166,7 @@ def _first_layer(tensors: Mapping[str, Tensor]) -> str | None:
 
 
 def _note(run: RunContext, cohort: RoundCohort, failed: Mapping[int, str], consequence: str) -> None:
-    """Count clients whose update is not finite, and name each of these clients the first time."""
+    """Count non-finite updates by client, and name each client the first time."""
     for row, layer in failed.items():
         client, counted = cohort.client_ids[row], run.record.not_finite
         if client not in counted:
@@ -186,6 +187,6 @@ def _error(run: RunContext, cohort: RoundCohort, row: int, layer: str) -> Config
             )
     return Diverged(
         f"round {cohort.round}: the update of client {client} is not finite, first in layer {layer!r}; lower client_optimizer lr (now "
-        f"{cohort.optimizer.param_groups[0]['lr']:g}), or set model.on_divergence: drop to go on without such updates, or record "
-        "to go on with them"
+        f"{cohort.optimizer.param_groups[0]['lr']:g}), or set model.on_divergence: drop to leave such updates out, or record "
+        "to aggregate them"
     )

@@ -15,20 +15,20 @@ from fl_lightning.recorded import Recorded
 from fl_lightning.round.metrics import directions
 
 Counts = dict[str, Tensor]
-"""Whole numbers by name, which add up over batches and ranks."""
+"""Integer tensors by name, summed over batches and ranks."""
 
 
 class Task(Recorded, ABC):
-    """A loss and the metrics of an evaluation.
+    """A learning task: its loss and its metrics.
 
-    A task of one's own defines :meth:`loss`. Its metrics may all come from ``model.metrics``.
+    A user's task defines :meth:`loss`; its metrics may all come from ``model.metrics``.
 
     Attributes:
-        quality: The metric that says how good a model is, such as ``"accuracy"``, or a name of ``model.metrics``.
-        by_class: The name of the quality of a single class.
-        shown: Labels in figures of metrics in [0, 1] whose largest value is best, by name.
+        quality: Name of the main metric, such as ``"accuracy"``, or a name of ``model.metrics``.
+        by_class: Name of the quality of a single class.
+        shown: Labels in figures, by name, of metrics in [0, 1] whose maximum is best, such as ``quality``.
         ignored: The target that does not count.
-        measured: The metrics of ``model.metrics`` by name, set by the module.
+        measured: Metrics of ``model.metrics`` by name, set by the module.
     """
 
     quality: ClassVar[str] = "loss"
@@ -45,40 +45,40 @@ class Task(Recorded, ABC):
 
     @abstractmethod
     def loss(self, outputs: Any, targets: Any) -> Tensor:
-        """Mean loss of a batch, a scalar."""
+        """Return the mean loss of a batch, a scalar."""
 
     def scores(self, outputs: Any) -> Any:
-        """Those outputs of a model that are evaluated: the first where it returns several."""
+        """Return the outputs to evaluate: the first if the model returns several."""
         if isinstance(outputs, Mapping):
             outputs = [*outputs.values()]
         return outputs[0] if isinstance(outputs, Sequence) else outputs
 
+    def counted(self, scores: Tensor, targets: Tensor) -> Tensor:
+        """Return which targets count, bool, of the shape of ``targets``."""
+        return targets.long() != self.ignored  # uint8 cannot represent -100
+
     def measurable(self, scores: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Return what the metrics of ``model.metrics`` are computed from: predictions and targets. Default: as given."""
+        """Return the predictions and targets that ``model.metrics`` are computed from. Default: as given."""
         return scores, targets
 
-    def counted(self, scores: Tensor, targets: Tensor) -> Tensor:
-        """Return which targets count, bool of their shape."""
-        return targets.long() != self.ignored  # bytes do not know -100
-
     def count(self, scores: Tensor, targets: Tensor) -> Counts:
-        """Return the whole numbers of a batch that add up over batches. Default: none."""
+        """Return a batch's counts, summed over batches. Default: none."""
         return {}
 
     def metrics(self, counts: Counts) -> dict[str, float]:
-        """Return the metrics of the sums by name, without those that have no samples. Default: none."""
+        """Return the metrics of the sums by name; metrics without samples are left out. Default: none."""
         return {}
 
     def classes(self, counts: Counts) -> tuple[list[int], list[float | None]]:
-        """Return samples and quality of each class, None for a class that does not occur. Default: no classes."""
+        """Return the samples and the quality of each class; None for an absent class. Default: no classes."""
         return [], []
 
 
 class Classification(Task):
-    """One class for each sample, or for each place in it: accuracy.
+    """Classification of each sample, or of each position in it, measured by accuracy.
 
     Args:
-        ignored: The label that does not count; torch's own is -100.
+        ignored: The label that does not count. Default: -100, as in torch.
     """
 
     quality = "accuracy"
@@ -89,10 +89,10 @@ class Classification(Task):
         self.ignored = ignored
 
     def loss(self, outputs: Any, targets: Any) -> Tensor:
-        """Cross-entropy; a model with several outputs needs a loss of its own.
+        """Return the cross-entropy; a model with several outputs needs a user's loss.
 
         Raises:
-            ConfigurationError: There are scores for each pixel, and a label for each image.
+            ConfigurationError: The scores are per pixel, but the labels are per image.
         """
         if (
             isinstance(outputs, Tensor)
@@ -101,14 +101,14 @@ class Classification(Task):
             and not targets.is_floating_point()
         ):
             raise ConfigurationError(
-                f"model.model: scores {[*outputs.shape]} are those of pixels, and the labels {[*targets.shape]} those of whole images; use a "
+                f"model.model: scores {[*outputs.shape]} are per pixel, but the labels {[*targets.shape]} are per image; use a "
                 "model that classifies images, such as LeNet or ResNet8, or data with a label for each pixel"
             )
         return cross_entropy(outputs, targets, ignore_index=self.ignored)
 
     def counted(self, scores: Tensor, targets: Tensor) -> Tensor:
-        """Which targets count: neither the ignored one nor one that is none of the classes, such as the 255 of unlabelled pixels."""
-        labels = targets.long()  # bytes do not know -100
+        """Return which targets count: labels in [0, classes) except ``ignored``."""
+        labels = targets.long()  # uint8 cannot represent -100
         return (labels != self.ignored) & (labels >= 0) & (labels < scores.shape[1])
 
     def measurable(self, scores: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -118,12 +118,12 @@ class Classification(Task):
         return probabilities(scores, targets, self.counted(scores, targets))
 
     def count(self, scores: Tensor, targets: Tensor) -> Counts:
-        """Return the right and all samples of each class, ``[classes, 2]``.
+        """Return the correct and all samples of each class, ``[classes, 2]``.
 
-        A sample whose outputs are not all finite counts as wrong: the argmax of NaN would otherwise look like a guess.
+        A sample with non-finite outputs counts as wrong, as the argmax of NaN may equal the label.
 
         Raises:
-            ConfigurationError: There is one output for integer labels.
+            ConfigurationError: The model has one output, but labels are integers.
         """
         if targets.is_floating_point() or targets.shape != scores.shape[:1] + scores.shape[2:]:
             return {}
@@ -134,37 +134,37 @@ class Classification(Task):
             )
         classes = scores.shape[1]
         guesses = scores.argmax(1).where(scores.isfinite().all(1), classes)
-        labels = targets.long().where(self.counted(scores, targets), classes)  # bytes know no class 256
+        labels = targets.long().where(self.counted(scores, targets), classes)  # uint8 cannot represent 256
         statistics = multiclass_stat_scores(
             guesses.flatten(), labels.flatten(), classes + 1, average="none", validate_args=False
         )
         return {"by class": statistics[:classes, [0, 4]]}  # true positives, and the samples of the class
 
     def metrics(self, counts: Counts) -> dict[str, float]:
-        """``accuracy``."""
+        """Return ``accuracy``."""
         if not counts or not counts["by class"][:, 1].any():
             return {}
         right, samples = counts["by class"].sum(0).double()
         return {"accuracy": (right / samples).float().item()}
 
     def classes(self, counts: Counts) -> tuple[list[int], list[float | None]]:
-        """Accuracy of each class."""
-        pairs = counts["by class"].tolist() if counts else []
-        return [all_ for _, all_ in pairs], [right / all_ if all_ else None for right, all_ in pairs]
+        """Return the samples and the accuracy of each class."""
+        rows = counts["by class"].tolist() if counts else []
+        return [total for _, total in rows], [right / total if total else None for right, total in rows]
 
 
 class Segmentation(Task):
-    """A class for each pixel: mean intersection over union, and pixel accuracy.
+    """Classification of each pixel, measured by mean intersection over union and pixel accuracy.
 
-    A model may return several outputs, as a sequence or a mapping: the first is the prediction, the others are those of
-    auxiliary heads. Outputs that are smaller than the targets are enlarged to their size (bilinear).
+    A model may return several outputs, as a sequence or a mapping: the prediction first, then the outputs
+    of auxiliary heads. Smaller outputs are interpolated to the targets' size (bilinear).
 
     Args:
         ignored: The label of pixels that do not count; 255 in Cityscapes.
-        auxiliary_weights: What the loss of each auxiliary head weighs; the prediction's weighs 1.
+        auxiliary_weights: Weight of each auxiliary head's loss, relative to the prediction's.
 
     Raises:
-        ConfigurationError: A model has more or fewer auxiliary heads than weights.
+        ConfigurationError: The number of a model's auxiliary heads differs from the number of weights.
     """
 
     quality = "mean_iou"
@@ -176,7 +176,7 @@ class Segmentation(Task):
         self.auxiliary_weights = list(auxiliary_weights)
 
     def loss(self, outputs: Any, targets: Any) -> Tensor:
-        """Mean cross-entropy of the pixels that count, summed over the heads; 0 where none counts."""
+        """Return the mean cross-entropy of the pixels that count, summed over heads; 0 without such pixels."""
         heads = outputs.values() if isinstance(outputs, Mapping) else outputs
         heads = [heads] if isinstance(heads, Tensor) else [*heads]
         weights = [1.0, *self.auxiliary_weights]
@@ -187,7 +187,7 @@ class Segmentation(Task):
             )
         if any(head.dim() != 1 + targets.dim() or head.dim() < 4 for head in heads):
             raise ConfigurationError(
-                f"model.task: Segmentation wants scores [b, classes, height, width] and labels [b, height, width], found "
+                f"model.task: Segmentation needs scores [b, classes, height, width] and labels [b, height, width], got "
                 f"{[*heads[0].shape]} and {[*targets.shape]}; use task: Classification for a label of each image"
             )
         targets = targets.long()
@@ -196,7 +196,7 @@ class Segmentation(Task):
             cross_entropy(enlarged(head, targets), targets, ignore_index=self.ignored, reduction="sum")
             for head in heads
         ]
-        total: Tensor = sum(weight * one for weight, one in zip(weights, sums, strict=True)) / counted
+        total: Tensor = sum(weight * loss for weight, loss in zip(weights, sums, strict=True)) / counted
         return total
 
     def measurable(self, scores: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -205,13 +205,15 @@ class Segmentation(Task):
         return probabilities(scores, targets, self.counted(scores, targets))
 
     def count(self, scores: Tensor, targets: Tensor) -> Counts:
-        """The confusion matrix ``[classes, classes + 1]``: truth by prediction; the last column are outputs that are not finite."""
+        """Return the confusion matrix ``[truth, prediction]`` with a last column for non-finite outputs."""
         scores, classes = enlarged(scores, targets), scores.shape[1]
         guesses = scores.argmax(1).where(scores.isfinite().all(1), classes)
-        kept = targets != self.ignored
-        if targets.device.type == "cpu" and bool((targets[kept] >= classes).any()):  # nobody waits for a GPU
+        counted = targets != self.ignored
+        if targets.device.type == "cpu" and bool(
+            (targets[counted] >= classes).any()
+        ):  # a GPU would have to wait
             raise ConfigurationError(
-                f"Segmentation: label {int(targets[kept].max())} of a model with {classes} classes; labels are 0 to {classes - 1}, or "
+                f"Segmentation: label {int(targets[counted].max())} of a model with {classes} classes; labels are 0 to {classes - 1}, or "
                 f"{self.ignored} for pixels that do not count"
             )
         confusion = multiclass_confusion_matrix(
@@ -220,7 +222,7 @@ class Segmentation(Task):
         return {"confusion": confusion[:classes]}
 
     def metrics(self, counts: Counts) -> dict[str, float]:
-        """``mean_iou``, over the classes that occur in truth or prediction, and ``pixel_accuracy``."""
+        """Return ``mean_iou``, over classes that occur in truth or prediction, and ``pixel_accuracy``."""
         if not counts or not counts["confusion"].sum():
             return {}
         known = [iou for iou in self.classes(counts)[1] if iou is not None]
@@ -228,7 +230,7 @@ class Segmentation(Task):
         return {"mean_iou": sum(known) / len(known), "pixel_accuracy": (right.double() / total).item()}
 
     def classes(self, counts: Counts) -> tuple[list[int], list[float | None]]:
-        """Pixels and intersection over union of each class."""
+        """Return the pixels and the intersection over union of each class."""
         if not counts:
             return [], []
         confusion = counts["confusion"].double()
@@ -241,18 +243,18 @@ class Segmentation(Task):
 SHIPPED: tuple[type[Task], ...] = (Classification, Segmentation)
 
 QUALITIES = {task.quality: task.shown[task.quality] for task in SHIPPED}
-"""The words of figures for the quality of each shipped task, by the name of the metric."""
+"""Label in figures of each shipped task's quality, by the metric's name."""
 
 
 def probabilities(scores: Tensor, targets: Tensor, counted: Tensor) -> tuple[Tensor, Tensor]:
     """Return probabilities ``[n, classes]`` in float64 and labels ``[n]`` of the targets that count.
 
-    Outputs that are not finite become a certain prediction of a wrong class.
+    Non-finite outputs become a certain prediction of a wrong class.
 
     Args:
         scores: Class scores ``[b, classes, ...]``.
         targets: Labels ``[b, ...]``.
-        counted: Which of the targets count.
+        counted: Mask of the targets that count, ``[b, ...]``.
     """
     rows, labels = scores.movedim(1, -1)[counted].double(), targets[counted].long()
     wrong = one_hot((labels + 1) % rows.shape[1], rows.shape[1]).double()
@@ -260,7 +262,7 @@ def probabilities(scores: Tensor, targets: Tensor, counted: Tensor) -> tuple[Ten
 
 
 def enlarged(scores: Tensor, targets: Tensor) -> Tensor:
-    """Scores ``[b, classes, h, w]`` of the size of targets ``[b, H, W]``."""
+    """Interpolate scores ``[b, classes, h, w]`` to the size of targets ``[b, H, W]``."""
     if scores.shape[-2:] == targets.shape[-2:]:
         return scores
     return interpolate(scores, targets.shape[-2:], mode="bilinear", align_corners=False)

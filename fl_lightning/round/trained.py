@@ -1,4 +1,4 @@
-"""Marks on models and methods that a run has trained: a new run of them would start from trained state."""
+"""Marks on trained models and methods, since a new run must not start from trained state."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -8,26 +8,22 @@ from torch import nn
 from fl_lightning.errors import ConfigurationError
 
 MARK = "_trained_by_a_run"
-"""The attribute of a model or method that a run has begun to change; a copy has it too."""
+"""Attribute of models and methods that a run has begun to train; copies inherit it."""
 
 
-def mark_trained(things: Iterable[Any]) -> None:
+def mark_trained(objects: Iterable[Any]) -> None:
     """Mark models and methods as trained."""
-    for thing in things:
-        object.__setattr__(thing, MARK, True)  # bypass nn.Module and frozen classes
+    for trained in objects:
+        object.__setattr__(trained, MARK, True)  # bypass nn.Module and frozen classes
 
 
 def refuse_trained(methods: Iterable[Any], model: nn.Module | None = None) -> None:
-    """Refuse methods, and a model, that another run has trained; observers begin anew with each run.
-
-    Raises:
-        ConfigurationError: There is such a method or model.
-    """
+    """Raise a ``ConfigurationError`` if a run has trained the model or a method; observers may be reused."""
     for method in methods:
         if getattr(method, MARK, False) and getattr(method, "role", "method") != "observer":
             name = type(method).__name__
             raise ConfigurationError(
-                f"callbacks: {name} was trained already in another run; make a new {name} for a new run"
+                f"callbacks: {name} holds the state of an earlier run; make a new {name} for a new run"
             )
     if getattr(model, MARK, False):
         raise ConfigurationError(

@@ -1,4 +1,4 @@
-"""What a federated round asks of Lightning's trainer."""
+"""The check of the trainer's settings."""
 
 from typing import Any
 
@@ -11,13 +11,8 @@ from fl_lightning.execution.strategy import CohortStrategy
 
 
 def check_trainer(trainer: L.Trainer) -> None:
-    """Refuse settings of the trainer that a federated round cannot keep.
-
-    Raises:
-        ConfigurationError: Rounds of none or more than all clients' batches, another strategy, scaled losses, weights and statistics
-            in half precision, or a setting that would be ignored.
-    """
-    given: Any = trainer  # several are set in helpers of the trainer
+    """Raise a ``ConfigurationError`` for trainer settings that a federated round does not support."""
+    given: Any = trainer  # mypy misses attributes that the trainer's helpers set
     averaging = [type(x).__name__ for x in given.callbacks if isinstance(x, StochasticWeightAveraging)]
     synchronised = given._accelerator_connector._layer_sync is not None
     of_ranks = isinstance(given.strategy, SingleDeviceStrategy | CohortStrategy)

@@ -84,7 +84,7 @@ def test_other_images_in_memory_are_refused_in_one_line(change, settings, parts)
         resume(Images(change, **settings))
     assert str(refused.value) in (
         f"data: the checkpoint 1.ckpt was trained on other data, these differ in: {parts}; use its data and its "
-        "seed_everything, or go on with these by --accept_data (in Python: accept_data = True of the module)"
+        "seed_everything, or resume with these by --accept_data (in Python: accept_data = True of the module)"
     )
 
 
@@ -138,7 +138,7 @@ def test_the_command_line_refuses_other_data_and_leaves_nothing_until_they_are_a
     other = ("--ckpt_path", path, "--trainer.max_epochs", 2, "--data.init_args.max_examples", 299)
     assert message_of(capsys, lambda: run(*other), status=4) == (
         f"error: data: the checkpoint {path} was trained on other data, these differ in: training, evaluation, partition; use "
-        "its data and its seed_everything, or go on with these by --accept_data (in Python: accept_data = True of the module)\n"
+        "its data and its seed_everything, or resume with these by --accept_data (in Python: accept_data = True of the module)\n"
     )
     assert attempts() == [source.path.name]
     cli = run(*other, "--accept_data")

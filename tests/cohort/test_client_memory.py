@@ -138,7 +138,7 @@ def test_a_method_of_another_run_is_refused(tmp_path):
     for refused in (False, True):
         module = FederatedModule(small_cnn(), client_optimizer=MOMENTUM, local_steps=1, participation=2)
         with (
-            pytest.raises(ConfigurationError, match=r"FedBN was trained already in another run")
+            pytest.raises(ConfigurationError, match=r"FedBN holds the state of an earlier run")
             if refused
             else nullcontext()
         ):

@@ -219,7 +219,7 @@ def test_an_attacker_knows_the_honest_clients_and_no_other_attacker():
 @pytest.mark.parametrize("method", [FBN, None])
 def test_statistics_that_no_rule_can_save_are_the_error_of_their_round(method):
     callbacks = [*([method()] if method else []), Byzantine(NonFinite(), 3, "means")]
-    with pytest.raises(ConfigurationError, match=r"round 1: what Median makes of the clients is not finite"):
+    with pytest.raises(ConfigurationError, match=r"round 1: the aggregate of Median is not finite"):
         train(small_cnn(), blobs(**FIVE), 2, callbacks, statistics_aggregator=Median())
 
 

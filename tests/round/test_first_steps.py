@@ -293,7 +293,7 @@ REFUSED = {
     "a parameter replaced": (Codebook, SequentialExecutor, "'head.bias' differs from plain PyTorch"),
     "a buffer that grows": (Growing, SequentialExecutor, r"the forward pass makes 'seen' \[3\], it was \[1\]"),
     "parameters without gradient": (Momentum, SequentialExecutor, "changes 'slow.weight' of the server's model"),
-    "a hook on a gradient": (Hooked, SequentialExecutor, "'head.weight' has a hook on its gradient"),
+    "a hook on a gradient": (Hooked, SequentialExecutor, "'head.weight' has a gradient hook"),
     "a count in an attribute": (Warming, SequentialExecutor, "differs from plain PyTorch"),
     "a padding row at once": (Padded, VectorizedExecutor, "'words.weight' differs from plain PyTorch"),
     "checkpointing at once": (Checkpointed, VectorizedExecutor, None),

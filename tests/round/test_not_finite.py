@@ -128,7 +128,7 @@ def test_a_client_that_sends_what_is_not_finite_is_told_from_one_that_diverges()
 def test_each_client_is_named_once_and_counted_each_time(capsys, tmp_path):
     diverges = Diverges(rounds=(1, 2, 3), clients=(0, 2))
     module, _, found, *_ = run(diverges, SaveRounds(tmp_path))
-    line = "round 1: the update of client {} is not finite, first in layer '3'; it is left out of this round and of others like it "
+    line = "round 1: the update of client {} is not finite, first in layer '3'; such updates are left out of their rounds "
     out = capsys.readouterr().out
     assert [out.count(line.format(client)) for client in range(4)] == [1, 0, 1, 0]
     assert out.count("is not finite") == 2
@@ -183,14 +183,14 @@ def test_a_robust_rule_goes_on_with_what_it_withstands(aggregator, on_divergence
     assert all(bool(value.isfinite().all()) for value in found[-1].values())
     name = type(aggregator).__name__
     assert (
-        f"round 2: the update of client 1 is not finite, first in layer '3'; {name} goes on with it"
+        f"round 2: the update of client 1 is not finite, first in layer '3'; {name} aggregates it"
         in capsys.readouterr().out
     )
 
 
 def test_an_aggregate_that_is_not_finite_is_the_error_of_a_robust_rule():
     line = (
-        "round 2: what TrimmedMean makes of the clients is not finite, first in layer '3' (clients whose update is not finite: 1, 2); "
+        "round 2: the aggregate of TrimmedMean is not finite, first in layer '3' (clients whose update is not finite: 1, 2); "
         "raise TrimmedMean's f"
     )
     with pytest.raises(ConfigurationError) as refused:
@@ -209,7 +209,7 @@ def test_a_weighted_mean_names_round_client_layer_and_the_ways_out():
         run(Diverges(), on_divergence="error")
     assert str(refused.value) == (
         "round 2: the update of client 1 is not finite, first in layer '3'; lower client_optimizer lr (now 0.05), or set "
-        "model.on_divergence: drop to go on without such updates, or record to go on with them"
+        "model.on_divergence: drop to leave such updates out, or record to aggregate them"
     )
 
 
@@ -218,7 +218,7 @@ def test_a_run_that_goes_on_diverged_says_when_and_ends_with_its_table(capsys):
     cli = run_command("--trainer.max_epochs", 2, *options)
     out = capsys.readouterr().out
     assert "round 1: the update of client 0 is not finite, first in layer '" in out
-    assert "the run goes on, flagged as diverged (model.on_divergence: record)" in out
+    assert "the run continues, flagged as diverged (model.on_divergence: record)" in out
     table = out.partition("Result\n")[2]
     assert "2  (diverged, first in round 1)" in table
     assert "6 updates of 3 clients" in table

@@ -292,7 +292,7 @@ def test_what_was_trained_is_refused_in_another_run(tmp_path):
     python_run(rounds=3, callbacks=[window]).fit()
     assert window.freeze_round is not None
     with pytest.raises(
-        ConfigurationError, match="SlidingWindowFixBN was trained already in another run; make a new"
+        ConfigurationError, match="SlidingWindowFixBN holds the state of an earlier run; make a new"
     ):
         python_run("second", rounds=3, callbacks=[window]).fit()
     model = LeNet(num_classes=10, in_channels=1, image_size=8)

@@ -230,9 +230,7 @@ def test_what_cannot_be_done_is_one_line():
     with pytest.raises(ConfigurationError, match=r"path: the run has no folder yet; call fit\(\)"):
         run.path  # noqa: B018
     run.fit()
-    with pytest.raises(
-        ConfigurationError, match="FixBN was trained already in another run; make a new FixBN"
-    ):
+    with pytest.raises(ConfigurationError, match="FixBN holds the state of an earlier run; make a new FixBN"):
         run.fit()
     with pytest.raises(ConfigurationError, match="was trained on other data"):
         a_run(2, data=Digits(num_clients=3, max_examples=299)).fit(run.attempt.checkpoints / "last.ckpt")
