@@ -1,4 +1,4 @@
-"""The batches of a local step: how they are drawn, and one stack of them for all clients."""
+"""The batches of a local step, one per client."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
@@ -12,9 +12,8 @@ from fl_lightning.errors import CannotVectorize, doing
 class BatchStack:
     """The batches of one local step, one for each active client of a cohort.
 
-    Held either as a list of per-client batches or stacked (every tensor ``[C, b, ...]``); each form is made from the
-    other on demand, so an executor takes the one it needs. A batch is any tree of tensors, usually
-    ``(inputs, targets)``.
+    The batches are held as a list or stacked (every tensor ``[C, b, ...]``), and converted on demand. A
+    batch is any tree of tensors, usually ``(inputs, targets)``.
     """
 
     def __init__(self, *, batches: Sequence[Any] | None = None, stack: Any = None) -> None:
@@ -22,35 +21,35 @@ class BatchStack:
         self._stack = stack
 
     def map(self, function: Callable[[Any], Any]) -> "BatchStack":
-        """Apply a function of a batch (a device transfer, a cast) to whichever form is held."""
+        """Apply a function of a batch (a device transfer, a cast) to the form that is held."""
         if self._batches is None:
             return BatchStack(stack=function(self._stack))
         return BatchStack(batches=[function(batch) for batch in self._batches])
 
     def sizes(self) -> list[int]:
-        """Number of samples in each client's batch."""
+        """Return the number of samples in each client's batch."""
         if self._batches is None:
             clients, samples = _first_shape(self._stack)[:2]
             return [samples] * clients
         return [_first_shape(batch)[0] for batch in self._batches]
 
     def is_finite(self) -> bool:
-        """Whether no number of any batch is NaN or infinite."""
+        """Return whether all numbers of all batches are finite."""
         leaves = tree_leaves(self._stack if self._batches is None else self._batches)
         return all(bool(leaf.isfinite().all()) for leaf in leaves if isinstance(leaf, torch.Tensor))
 
     def batches(self) -> Sequence[Any]:
-        """One batch per client."""
+        """Return one batch per client."""
         if self._batches is None:
             leaves, spec = tree_flatten(self._stack)
             self._batches = [tree_unflatten(list(parts), spec) for parts in zip(*leaves, strict=True)]
         return self._batches
 
     def stack(self) -> Any:
-        """One tree whose tensors have the client axis first, shape ``[C, b, ...]``.
+        """Return one tree whose tensors have the client axis first, shape ``[C, b, ...]``.
 
         Raises:
-            CannotVectorize: The clients' batches differ in shape, so that they cannot be stacked.
+            CannotVectorize: The clients' batches differ in shape.
         """
         if self._stack is None:
             assert self._batches is not None
@@ -61,7 +60,7 @@ class BatchStack:
         return self._stack
 
     def union(self) -> "BatchStack":
-        """All batches joined along their first dimension, as the batch of a single client."""
+        """Concatenate all batches along their first dimension into the batch of a single client."""
         if self._batches is None:
             return BatchStack(stack=tree_map(lambda leaf: leaf.flatten(0, 1)[None], self._stack))
         return BatchStack(batches=[tree_map(lambda *leaves: torch.cat(leaves), *self._batches)])
@@ -71,16 +70,16 @@ class Source(Protocol):
     """One client's training data."""
 
     def train_batch(self, step: int) -> Any:
-        """Return the batch of a local step, counted from 0 over the whole training."""
+        """Return the batch of a local step, counted from 0 over the entire training."""
 
 
 def draw(source: Callable[[int], Source], client_ids: Sequence[int], steps: Sequence[int]) -> BatchStack:
     """Draw the batches of one local step.
 
     Args:
-        source: Gives the training data of a client.
+        source: Function that returns a client's training data.
         client_ids: The clients that take the step.
-        steps: For each client its local step, from 0, counted over the whole training.
+        steps: Local step of each client, from 0, counted over the entire training.
     """
     batches = []
     for client_id, step in zip(client_ids, steps, strict=True):
@@ -90,17 +89,13 @@ def draw(source: Callable[[int], Source], client_ids: Sequence[int], steps: Sequ
 
 
 def require_one(shapes: Iterable[Any]) -> None:
-    """Refuse batches of different shapes.
-
-    Raises:
-        CannotVectorize: There are some.
-    """
+    """Raise ``CannotVectorize`` if the clients' shapes differ."""
     if (kinds := len(set(shapes))) > 1:
         raise CannotVectorize(f"the clients sent {kinds} different shapes")
 
 
 def describe_batch(batch: Any) -> str:
-    """Types and shapes of what a batch holds, and the range of labels: ``float32 [8, 3, 32, 32] and int64 [8] from 0 to 9``."""
+    """Return a batch's dtypes, shapes and label range: ``float32 [8, 3, 32, 32] and int64 [8] from 0 to 9``."""
     return " and ".join(_describe(leaf) for leaf in tree_leaves(batch))
 
 
@@ -113,5 +108,5 @@ def _describe(leaf: Any) -> str:
 
 
 def _first_shape(batch: Any) -> torch.Size:
-    """Shape of the first tensor of a batch."""
+    """Return the shape of the first tensor of a batch."""
     return next(leaf.shape for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor))

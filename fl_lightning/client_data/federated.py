@@ -1,8 +1,7 @@
-"""Who the clients are: a federated data module holds one ``LightningDataModule`` per client.
+"""The federated data module, which holds one ``LightningDataModule`` per client.
 
-A round asks ``clients[i]`` for its batches, whatever kind of data module that is. The batch of a client at a local step
-is a function of (seed, client, step), where ``step`` counts the client's local steps from the start of training, so
-any round can be computed alone and a resumed run draws the batches of an uninterrupted one.
+A client's batch is a function of (seed, client, step); ``step`` counts the client's local steps from the
+start of training. Any round can therefore be computed alone, and a resumed run draws equal batches.
 """
 
 from collections.abc import Collection, Sequence
@@ -23,18 +22,18 @@ from fl_lightning.recorded import Recorded
 
 
 class PartitionRecord(TypedDict):
-    """How samples are spread over the clients.
+    """The partition of samples over the clients.
 
     Attributes:
         partition: The partition in words.
         num_clients: The number of clients.
-        sizes: The training examples of each client.
-        heterogeneity: How much the classes of clients differ, if the classes are known.
-        class_histogram: ``[i][c]``, the samples of class c at client i, if they are known.
+        sizes: The number of training examples of each client.
+        heterogeneity: Measures of class heterogeneity, if the classes are known.
+        class_histogram: ``[i][c]``, the samples of class c at client i, if the classes are known.
         clients: The names of the clients, if they have any.
         seed: The seed of the partition.
-        val_size: Samples that are held out for validation.
-        sha256: ``clients``, the digest of each client's indices, and ``total``, that of all.
+        val_size: The number of samples held out for validation.
+        sha256: Digests of each client's indices (``clients``) and of all indices (``total``).
     """
 
     partition: str
@@ -49,15 +48,15 @@ class PartitionRecord(TypedDict):
 
 
 class ClientDataModule(L.LightningDataModule):
-    """One client of a shipped federated data set: a data module that also gives any of its batches at random access.
+    """One client of a shipped federated data set: a data module with random access to its batches.
 
-    ``train_dataloader()`` and :meth:`train_batch` give the same batches: iterating the loader at epoch e gives
-    ``train_batch(e * steps_per_epoch)``, ``train_batch(e * steps_per_epoch + 1)``, ...
+    ``train_dataloader()`` at epoch e yields ``train_batch(e * steps_per_epoch)``,
+    ``train_batch(e * steps_per_epoch + 1)``, ...
 
     Attributes:
         client_id: Position of the client in ``FederatedDataModule.clients``.
         num_examples: Number of training examples of this client.
-        steps_per_epoch: Number of batches in one pass over them.
+        steps_per_epoch: Number of batches in one pass over the examples.
     """
 
     client_id: int
@@ -65,31 +64,31 @@ class ClientDataModule(L.LightningDataModule):
     steps_per_epoch: int
 
     def train_batch(self, step: int) -> Any:
-        """The batch of local step ``step`` (from 0, counted over the whole training)."""
+        """Return the batch of local step ``step`` (from 0, counted over the entire training)."""
         raise NotImplementedError(f"{type(self).__name__} must define train_batch(step)")
 
 
 class FederatedDataModule(Recorded, L.LightningDataModule):
     """The clients of a federation and the server's evaluation data.
 
-    Use it directly with one ``LightningDataModule`` of your own per client, or subclass it and build the clients in
-    :meth:`setup` as the shipped data sets do.
+    Pass one ``LightningDataModule`` per client, or subclass it and build the clients in :meth:`setup`, as the
+    shipped data sets do.
 
     Args:
-        clients: One data module per client; any ``LightningDataModule`` whose ``train_dataloader()`` has a length.
-        server: A data module whose ``val_dataloader()`` and ``test_dataloader()`` are the server's evaluation data.
-        seed: Seed of everything random about the data (partition, order, augmentation).
+        clients: One data module per client; any whose ``train_dataloader()`` has a length.
+        server: Data module of the server's evaluation data (``val_dataloader``, ``test_dataloader``).
+        seed: Seed of the data's partition, order and augmentation.
 
     Attributes:
-        fit_split: Which data the evaluation inside ``fit`` uses, and so how its metrics are called: ``"val"``, or
-            ``"test"`` where there is no validation set and the server evaluates on test data instead.
-        num_classes: Number of classes, None where it means nothing.
-        class_names: Name of each class in the order of the labels, None to go by their numbers.
-        in_channels: Channels of an image, None where it means nothing.
-        image_size: Height and width of an image in pixels, None where it means nothing.
-        drawn_splits: Which evaluation data, ``"val"`` or ``"test"``, are drawn from the samples that clients train on: another draw
-            would hold some of these. Test data are a set of their own in most data sets.
-        loaded: Digest of all data as they were loaded, whatever the seed; None where nobody knows.
+        fit_split: Prefix and data of the evaluation in ``fit``: ``"val"``, or ``"test"`` if there are no
+            validation data.
+        num_classes: Number of classes, None for data without classes.
+        class_names: Name of each class in label order; None for the labels themselves.
+        in_channels: Channels of an image, None for other data.
+        image_size: Height and width of an image in pixels, None for other data.
+        drawn_splits: The evaluation data, ``"val"`` or ``"test"``, that are drawn from the clients' samples
+            (another seed may draw samples that clients trained on).
+        loaded: Digest of all loaded data, independent of the seed; None if unknown.
     """
 
     fit_split: Literal["val", "test"] = "val"
@@ -116,7 +115,7 @@ class FederatedDataModule(Recorded, L.LightningDataModule):
 
     @property
     def clients(self) -> Sequence[L.LightningDataModule]:
-        """One data module per client, in the order of their ids 0, 1, ...; shipped data sets fill it in ``setup``."""
+        """One data module per client, in the order of ids; shipped data sets build them in ``setup``."""
         return self._clients
 
     @property
@@ -125,12 +124,12 @@ class FederatedDataModule(Recorded, L.LightningDataModule):
         return len(self.clients)
 
     def prepare_data(self) -> None:
-        """Prepare every client's and the server's data."""
+        """Prepare the data of every client and of the server."""
         for datamodule in (*self._clients, *([self.server] if self.server else [])):
             datamodule.prepare_data()
 
     def setup(self, stage: str) -> None:
-        """Set up the server for a stage (``"fit"``, ``"validate"``, ...) and, for ``"fit"``, the clients, once each."""
+        """Set up the server for a stage (``"fit"``, ...) once, and for ``"fit"`` the clients too."""
         if stage in self._prepared:
             return
         if self.server is not None:
@@ -141,34 +140,34 @@ class FederatedDataModule(Recorded, L.LightningDataModule):
         self._prepared.add(stage)
 
     def train_dataloader(self) -> DataLoader[int]:
-        """One item per epoch: an epoch is one communication round, whose batches are asked from the clients."""
+        """Return one item per epoch, as an epoch is one round; the round draws its batches itself."""
         return DataLoader([0], batch_size=None)  # type: ignore[arg-type]  # a list is a map-style dataset
 
     def val_dataloader(self) -> Any:
-        """The server's validation data; nothing where there is none."""
+        """Return the server's validation data, an empty list if there are none."""
         return self._of_server("val_dataloader")
 
     def test_dataloader(self) -> Any:
-        """The server's test data; nothing where there is none."""
+        """Return the server's test data, an empty list if there are none."""
         return self._of_server("test_dataloader")
 
     def _of_server(self, loader: str) -> Any:
         return getattr(self.server, loader)() if self.server and is_overridden(loader, self.server) else []
 
     def predict_dataloader(self) -> Any:
-        """The server's test data: predictions are made on it."""
+        """Return the server's test data."""
         return self.test_dataloader()
 
     def num_examples(self, client_id: int) -> int:
-        """Number of training examples of a client."""
+        """Return the number of a client's training examples."""
         return self._source(client_id).num_examples
 
     def steps_per_epoch(self, client_id: int) -> int:
-        """Number of local steps in one pass over a client's training data."""
+        """Return the number of local steps in one pass over a client's training data."""
         return self._source(client_id).steps_per_epoch
 
     def samples_per_step(self, client_id: int) -> float:
-        """Training samples in a client's batch, on average over a pass."""
+        """Return the mean number of training samples in a client's batch, over a pass."""
         source = self._source(client_id)
         if isinstance(source, LoaderBatches):
             return source.samples_per_step
@@ -179,15 +178,15 @@ class FederatedDataModule(Recorded, L.LightningDataModule):
 
         Args:
             client_ids: The active clients of the cohort.
-            steps: For each of them its local step, from 0, counted over the whole training.
+            steps: Local step of each client, from 0, counted over the entire training.
         """
         return draw(self._source, client_ids, steps)
 
     def keep_on(self, device: torch.device) -> None:
-        """Hold the data in the memory of the device that will use them, where a data set can; called before training."""
+        """Move the data to the device's memory, if the data set supports it; called before training."""
 
     def describe_partition(self) -> str:
-        """How the data are spread over the clients, in a few words for tables."""
+        """Return a short description of the partition, for tables."""
         return f"{self.num_clients} clients with data of their own"
 
     def partition_record(self) -> PartitionRecord:
@@ -201,10 +200,10 @@ class FederatedDataModule(Recorded, L.LightningDataModule):
         return {**record, "heterogeneity": heterogeneity(histograms)} if histograms else record
 
     def fingerprint(self) -> dict[str, str]:
-        """What the data are: a checkpoint keeps it, and a run goes on with other data only when that is asked for.
+        """Return digests of the data, by which a resumed run notices changed data.
 
-        Of data in memory the contents count, of others the labels, the paths and contents of files, and some of the samples. How they
-        are batched and loaded does not, nor when a file was changed.
+        The digest of data in memory covers their contents; other digests cover labels, some samples, and
+        paths and contents of files. Batching, loading and file times do not count.
 
         Returns:
             Digests of the ``"training"`` and the ``"evaluation"`` data and of the ``"partition"``.
@@ -226,28 +225,28 @@ class FederatedDataModule(Recorded, L.LightningDataModule):
         return {"training": digest(training), "evaluation": evaluation, "partition": partition}
 
     def evaluation_digests(self) -> Collection[str]:
-        """What :meth:`fingerprint` may have as ``"evaluation"``, found without the clients, which only ``fit`` sets up.
+        """Return the possible ``"evaluation"`` digests of :meth:`fingerprint`, without set-up clients.
 
-        There are two, since samples count only where the clients have few data sets.
+        There are two, as samples count only if the clients have fewer than 32 data sets.
         """
         with doing("reading the server's evaluation data"):
             dataset = getattr(self.val_dataloader(), "dataset", None)
-            many = dict.fromkeys(range(-32, 0), "")  # as many as are looked at, under ids that no object has
+            many = dict.fromkeys(range(-32, 0), "")  # 32 data sets, under ids that no object has
             return [dataset_digest(dataset, known) for known in ({}, many)]
 
     def class_histograms(self) -> list[list[int]]:
-        """``[i][c]``: client i's training examples of class c; empty where that is not known."""
+        """Return ``[i][c]``, client i's training examples of class c; empty if unknown."""
         return []
 
     def own_dataloader(self, client_id: int, split: str) -> Any:
-        """A client's own evaluation data, for methods that give each client a model of its own.
+        """Return a client's own evaluation data, for methods with personal models.
 
         Args:
             client_id: The client.
             split: ``"val"`` or ``"test"``.
 
         Returns:
-            Its ``val_dataloader()`` or ``test_dataloader()``, None where it defines none.
+            The client's ``val_dataloader()`` or ``test_dataloader()``, None if it is undefined.
         """
         client = self.clients[client_id]
         if not is_overridden(f"{split}_dataloader", client):

@@ -1,4 +1,4 @@
-"""What the data of a run are, as digests that a checkpoint can keep: equal for equal data, in any process and at any time."""
+"""Digests of a run's data for checkpoints: equal data have equal digests in any process."""
 
 import hashlib
 import json
@@ -18,19 +18,22 @@ from fl_lightning.files import write_json
 from fl_lightning.randomness import seeded
 
 LARGE = 2**30
-"""Bytes of files above which their digests are cached from one start to the next."""
+"""Bytes of files above which their digests are cached between runs."""
 
 
 def digest(*parts: Any) -> str:
-    """16 hex digits of SHA-256 over tensors, arrays, images, numbers, text and trees of them; of other things their class."""
-    found = hashlib.sha256()
+    """Return 16 hex digits of SHA-256 over trees of tensors, arrays, images, numbers and text.
+
+    Only the class of other objects counts.
+    """
+    state = hashlib.sha256()
     for part in parts:
-        _feed(found, part)
-    return found.hexdigest()[:16]
+        _feed(state, part)
+    return state.hexdigest()[:16]
 
 
 def file_digest(path: Path) -> str:
-    """Return the digest of a file's content, read once for each size and time of change."""
+    """Return the digest of a file's content, cached by size and modification time."""
     status = path.stat()
     return _file_digest(path.resolve(), status.st_size, status.st_mtime_ns)
 
@@ -41,38 +44,39 @@ def _file_digest(path: Path, size: int, changed: int) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()[:16]
 
 
-def _feed(found: Any, part: Any) -> None:
+def _feed(state: Any, part: Any) -> None:
     if isinstance(part, Tensor):
-        found.update(f"{part.dtype}{list(part.shape)}".encode())
+        state.update(f"{part.dtype}{list(part.shape)}".encode())
         part = part.detach().cpu().to_dense() if part.layout != strided else part.detach().cpu()
-        found.update(part.contiguous().flatten().view(uint8).numpy())
-    elif hasattr(part, "__array_interface__") and np.asarray(part).dtype != object:  # an image has it, too
+        state.update(part.contiguous().flatten().view(uint8).numpy())
+    elif hasattr(part, "__array_interface__") and np.asarray(part).dtype != object:  # arrays and images
         array = np.asarray(part)
-        found.update(f"{array.dtype}{array.shape}".encode())
-        found.update(array.tobytes())
+        state.update(f"{array.dtype}{array.shape}".encode())
+        state.update(array.tobytes())
     elif isinstance(part, Mapping):
-        _feed(found, list(part.items()))
+        _feed(state, list(part.items()))
     elif isinstance(part, list | tuple | np.ndarray):
         if all(isinstance(item, int | float | str) for item in part):
-            found.update(repr(list(part)).encode())
+            state.update(repr(list(part)).encode())
             return
-        found.update(f"{len(part)} parts".encode())
+        state.update(f"{len(part)} parts".encode())
         for item in part:
-            _feed(found, item)
+            _feed(state, item)
     else:
         known = isinstance(part, int | float | str | bytes | None)
-        found.update(repr(part).encode() if known else type(part).__name__.encode())
+        state.update(repr(part).encode() if known else type(part).__name__.encode())
 
 
 def dataset_digest(dataset: Any, known: dict[int, str]) -> str:
-    """The digest of a data set: of tensors their contents, else its length, its labels, its files, and some samples.
+    """Return the digest of a data set: a tensor's contents, else length, labels, files and some samples.
 
-    The samples are eight of each of the first 32 data sets; of files paths and contents count. Labels are what it has as ``targets``
-    or ``labels``, files the pairs (path, class) of ``samples``, both as in torchvision, or the paths of ``files``.
+    Labels are the attribute ``targets`` or ``labels``. Files are the pairs (path, class) of ``samples``, as
+    in torchvision, or the paths of ``files``; paths and contents count. Eight samples count of each of the
+    first 32 data sets.
 
     Args:
         dataset: The data set.
-        known: Digests by the ids of data sets, each of which is looked at once, however many clients share it.
+        known: Digests by the id of data sets, so that a shared data set is read once.
     """
     if id(dataset) not in known:
         known[id(dataset)] = digest(_parts(dataset, known))
@@ -100,14 +104,14 @@ def _files(dataset: Any) -> str | list[Any]:
     pairs, root = getattr(dataset, "samples", None), Path(str(getattr(dataset, "root", "")))
     if files is None and isinstance(pairs, list) and all(isinstance(pair, tuple) and pair for pair in pairs):
         files = [Path(part) for pair in pairs for part in pair if isinstance(part, str | Path)]
-    # an empty list for none: digests of older checkpoints have it
+    # empty list: digests in older checkpoints have it for data sets without files
     return files_digest([x for x in files if x.is_file()], root) if files and isinstance(files, list) else []
 
 
 def files_digest(files: Sequence[Path], root: Path) -> str:
     """Return the digest of files: their paths below ``root`` and their content.
 
-    Of more than :data:`LARGE` bytes each file is read once: its digest is cached by its size and its time of change, and a
+    Above :data:`LARGE` bytes the digests of files are cached by size and modification time, and a printed
     line says so.
     """
     states = [path.stat() for path in files]
@@ -128,13 +132,13 @@ def files_digest(files: Sequence[Path], root: Path) -> str:
             flush=True,
         )
         known |= {place: [*now[place], file_digest(Path(place))] for place in unread}
-        with suppress(ConfigurationError):  # a folder that cannot be written: they are read again next time
+        with suppress(ConfigurationError):  # without a writable cache the next run reads the files again
             write_json(cache, known)
     return digest([(name, known[place][-1]) for name, place in zip(names, places, strict=True)])
 
 
 def sample(read: Callable[[], Any]) -> str | None:
-    """The digest of what is read under fixed seeds; None where that is not the same twice."""
+    """Return the digest of samples read under a fixed seed; None if two reads differ."""
 
     def once() -> str:
         with seeded(0):

@@ -1,4 +1,4 @@
-"""How much the clients' classes differ, from the number of samples of each class at each client."""
+"""Measures of class heterogeneity, from the number of samples of each class at each client."""
 
 from collections.abc import Sequence
 
@@ -10,9 +10,9 @@ Histogram = Sequence[Sequence[int]]
 
 
 def effective_classes(histogram: Histogram) -> NDArray[np.float64]:
-    """Effective number of classes of each client, ``[clients]``: exp of the entropy of its class distribution (Hill 1973).
+    """Return each client's effective number of classes: exp of its class distribution's entropy (Hill 1973).
 
-    It is k where a client has k classes equally often, and less where some of them are rare; 0 without samples.
+    The number is k for k equally frequent classes, less if some are rare, and 0 without samples.
     """
     shares = _shares(histogram)
     logs = np.log(shares, out=np.zeros_like(shares), where=shares > 0)
@@ -21,9 +21,10 @@ def effective_classes(histogram: Histogram) -> NDArray[np.float64]:
 
 
 def distance_to_union(histogram: Histogram) -> NDArray[np.float64]:
-    """Total variation between each client's class distribution and that of all samples together, ``[clients]``, in [0, 1].
+    """Return the total variation ``[clients]`` between each client's class distribution and the union's.
 
-    ``sum_c |p_i(c) - p(c)| / 2``: the share of its samples that a client would have to exchange to be like the union.
+    ``sum_c |p_i(c) - p(c)| / 2``, in [0, 1]: the share of samples that a client would have to exchange to
+    match the union.
     """
     union = _shares([np.sum(histogram, axis=0)])
     distance: NDArray[np.float64] = np.abs(_shares(histogram) - union).sum(1) / 2
@@ -31,10 +32,10 @@ def distance_to_union(histogram: Histogram) -> NDArray[np.float64]:
 
 
 def heterogeneity(histogram: Histogram) -> dict[str, dict[str, float]]:
-    """The figures of a partition.
+    """Return the measures of a partition.
 
     Returns:
-        ``classes`` and ``effective_classes`` of a client (``min``, ``median``, ``max`` over the clients), and
+        ``classes`` and ``effective_classes`` (``min``, ``median``, ``max`` over the clients), and
         ``distance_to_union`` (``mean``, weighted by size, and ``max``).
     """
     counts, distance = np.asarray(histogram), distance_to_union(histogram)

@@ -1,4 +1,4 @@
-"""Batches of a client whose data come from a DataLoader of its own."""
+"""Batches of a client from its own DataLoader."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
@@ -22,21 +22,21 @@ from fl_lightning.randomness import derive_seed, seeded
 class LoaderBatches:
     """Random access to the batches of any ``LightningDataModule`` through its ``train_dataloader()``.
 
-    The order of an epoch and each batch are made under random number generators (the loader's own, torch's, numpy's and
-    Python's global ones) seeded from (seed, client, epoch[, position]), so shuffling and augmentation that draw from
-    them are functions of the position alone. The global ones are put back afterwards. A map-style data set without
-    worker processes gives any batch at once; another loader is iterated, and skips to the position after a jump.
+    An epoch's order and each batch are drawn under generators (the loader's, and the global ones of torch,
+    numpy and Python) seeded from (seed, client, epoch[, position]). Shuffling and augmentation are then
+    functions of the position. The global generators are restored afterwards. Map-style data sets without
+    worker processes have random access; other loaders are iterated up to the position.
 
     Args:
         datamodule: The client's data module, already set up.
-        client_id: The client's number, for the seeds and for messages.
+        client_id: The client's number, for seeds and messages.
         seed: The run's seed.
 
     Attributes:
-        num_examples: Number of training examples: those that the loader's sampler draws from, each once however often it is drawn.
-            They may be a part of a data set that several clients share.
-        steps_per_epoch: Number of batches in one pass over them.
-        samples_per_step: Samples in a batch, on average over a pass.
+        num_examples: Number of different training examples that the sampler draws from, maybe a part of a
+            data set that clients share.
+        steps_per_epoch: Number of batches in one pass over the examples.
+        samples_per_step: Mean number of samples in a batch over a pass.
 
     Raises:
         ConfigurationError: The loader has no length or no batch.
@@ -70,7 +70,7 @@ class LoaderBatches:
             self._count()
 
     def train_batch(self, step: int) -> Any:
-        """The batch of local step ``step`` (from 0, counted over the whole training)."""
+        """Return the batch of local step ``step`` (from 0, counted over the entire training)."""
         epoch, index = divmod(step, self.steps_per_epoch)
         if self._at_random:
             if epoch != self._epoch:
@@ -85,22 +85,22 @@ class LoaderBatches:
         return self._fetch(epoch, index)
 
     def _count(self) -> None:
-        """Count what the sampler draws from, and how much it draws."""
+        """Count the examples that the sampler draws from, and the samples of an epoch."""
         sampler = self.loader.batch_sampler or self.loader.sampler
         if type(sampler) is BatchSampler:
             self.num_examples = self._drawn_from(sampler.sampler)
             steps = sampler.drop_last and sampler.batch_size
-            self.samples_per_step = steps or len(sampler.sampler) / self.steps_per_epoch  # type: ignore[arg-type]  # those of a loader with a length have one
-        elif self.loader.batch_sampler is not None:  # one of the user's own: its first epoch tells
+            self.samples_per_step = steps or len(sampler.sampler) / self.steps_per_epoch  # type: ignore[arg-type]  # sized, as the loader is
+        elif self.loader.batch_sampler is not None:  # a user's batch sampler: count its first epoch
             batches = self._first_epoch(sampler)
             self.num_examples = len({index for batch in batches for index in batch})
             self.samples_per_step = sum(map(len, batches)) / len(batches)
-        elif isinstance(sampler, Sampler):  # sample by sample
+        elif isinstance(sampler, Sampler):  # batch_size None
             self.num_examples = self._drawn_from(sampler)
-            self.samples_per_step = len(sampler) / self.steps_per_epoch  # type: ignore[arg-type]  # likewise
+            self.samples_per_step = len(sampler) / self.steps_per_epoch  # type: ignore[arg-type]  # sized
 
     def _drawn_from(self, sampler: Any) -> int:
-        """Count the samples of which a sampler draws some, maybe several times: torch's says it, another's first epoch tells."""
+        """Return the number of different samples that a sampler draws from; a user's by its first epoch."""
         kind = type(sampler)
         if kind is RandomSampler:
             return len(sampler.data_source)
@@ -118,12 +118,12 @@ class LoaderBatches:
             self.loader.batch_sampler,
             getattr(self.loader.batch_sampler, "sampler", None),
         ]
-        own_seed = derive_seed(self.seed, "client loader's generator", self.client_id, epoch)
+        loader_seed = derive_seed(self.seed, "client loader's generator", self.client_id, epoch)
         for owner in (self.loader, *samplers):
             if hasattr(owner, "set_epoch"):
                 owner.set_epoch(epoch)
             if isinstance(getattr(owner, "generator", None), torch.Generator):
-                owner.generator.manual_seed(own_seed)
+                owner.generator.manual_seed(loader_seed)
         with self._seeded("client loader", epoch):
             if self._at_random:
                 self._order = list(self.loader.batch_sampler or self.loader.sampler)

@@ -1,4 +1,4 @@
-"""The clients of a communication round as an axis: their stacked state."""
+"""The stacked state of a round's clients."""
 
 from fl_lightning.cohort.client_memory import ClientMemory
 from fl_lightning.cohort.cohort import SERVER, Cohort

@@ -1,4 +1,4 @@
-"""What methods keep of each client from one round to another: in memory, and in files once it is much."""
+"""Methods' state of clients between rounds, in memory or, above a limit, in files."""
 
 import io
 import os
@@ -20,31 +20,32 @@ from fl_lightning.files import unwritable
 from fl_lightning.ranks import Ranks, checksums
 
 LIMIT = 256 * 2**20
-"""Bytes that a :class:`ClientMemory` holds before it writes files."""
+"""Bytes above which a :class:`ClientMemory` moves to files."""
 _RECORD = "files of a ClientMemory"
 
 
 class ClientMemory(MutableMapping[int, Mapping[str, Tensor]]):
-    """What a method keeps of each client from one round to another: tensors by name, by the client's number.
+    """A method's state of clients between rounds: a mapping of client ids to named tensors.
 
-    A client's entry is replaced as a whole, ``memory[client] = {"name": tensor}``, and cannot be changed in place. A method
-    has one as an attribute, returns it in ``state_dict()`` and makes it anew from what ``load_state_dict`` gets.
+    Entries are replaced, ``memory[client] = {"name": tensor}``, and immutable. A method holds a memory as an
+    attribute, returns it in ``state_dict()``, and makes a new memory from the value in ``load_state_dict``.
 
-    What it holds lies in memory, on every rank, and in the checkpoint. Beyond :data:`LIMIT` bytes it moves into files
-    under ``memory/`` of the trainer's ``default_root_dir``, which all ranks must be able to read: one for each client, written
-    at the end of a round by the one rank that owns the client. A round then costs what its own clients cost. A checkpoint
-    has a folder of hard links to the files that belong to it. Negative numbers are the server's and stay in memory.
+    Entries lie in the memory of every rank and in checkpoints. Above :data:`LIMIT` bytes they move to files,
+    one per client, in ``memory/`` of the trainer's ``default_root_dir``, which all ranks must be able to
+    read. One rank per client writes its file at the end of a round, so a round's cost depends only on its
+    cohort. Checkpoints then have a folder of hard links to these files. Negative ids belong to the server
+    and stay in memory.
 
     Args:
-        state: What a checkpoint has of it, or its entries.
+        state: State from a checkpoint, or entries by client id.
 
     Raises:
-        ConfigurationError: The checkpoint's files are missing or damaged, or none can be written.
+        ConfigurationError: The checkpoint's files are missing or damaged, or files cannot be written.
     """
 
     def __init__(self, state: Mapping[Any, Any] = MappingProxyType({})) -> None:
         self._label = ""
-        self._kept: dict[int, Mapping[str, Tensor]] = {}
+        self._entries: dict[int, Mapping[str, Tensor]] = {}
         self._sums: dict[int, int] = {}
         self._changed: set[int] = set()
         self._written: set[int] = set()
@@ -58,52 +59,52 @@ class ClientMemory(MutableMapping[int, Mapping[str, Tensor]]):
             self._folder, self._sums = Path(record["run"], record["folder"]), dict(record["sums"])
             if not self._folder.is_dir():
                 raise ConfigurationError(
-                    f"ckpt_path: the checkpoint's folder {self._folder} is missing, where the memory of {len(self._sums)} clients "
-                    "was; keep the run's folder memory beside its folder checkpoints"
+                    f"ckpt_path: the checkpoint's folder {self._folder} with the memory of {len(self._sums)} clients is missing; "
+                    "keep the run's folder memory beside its folder checkpoints"
                 )
             state = record["kept"]
         self.update(state)
 
     def __getitem__(self, client: int) -> Mapping[str, Tensor]:
-        if client in self._kept or client not in self._sums:
-            return self._kept[client]
+        if client in self._entries or client not in self._sums:
+            return self._entries[client]
         return self._read(client)
 
     def __setitem__(self, client: int, entry: Mapping[str, Tensor]) -> None:
-        self._bytes += _size(entry) - _size(self._kept.get(client, {}))
-        self._kept[client] = MappingProxyType(dict(entry))
+        self._bytes += _size(entry) - _size(self._entries.get(client, {}))
+        self._entries[client] = MappingProxyType(dict(entry))
         self._changed.add(client)
 
     def __delitem__(self, client: int) -> None:
         known = self._sums.pop(client, None) is not None
-        if client in self._kept:
-            self._bytes -= _size(self._kept.pop(client))
+        if client in self._entries:
+            self._bytes -= _size(self._entries.pop(client))
         elif not known:
             raise KeyError(client)
         self._changed.discard(client)
         self._written.discard(client)
 
     def setdefault(self, client: int, default: Any = MappingProxyType({})) -> Mapping[str, Tensor]:
-        """A client's entry; where there is none, the default becomes it."""
+        """Return a client's entry, after storing the default if it is missing."""
         if client not in self:
             self[client] = default
         return self[client]
 
     def __iter__(self) -> Iterator[int]:
-        return iter({**self._kept, **self._sums})
+        return iter({**self._entries, **self._sums})
 
     def __len__(self) -> int:
-        return len({**self._kept, **self._sums})
+        return len({**self._entries, **self._sums})
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "ClientMemory":
-        """A copy that lies in memory."""
+        """Return a copy in memory."""
         return ClientMemory(deepcopy(contents(self), memo))
 
     def open(self, folder: Path, ranks: Ranks) -> None:
-        """Say where files may be written; called before training, by all ranks.
+        """Set the folder of files; all ranks call it before training.
 
         Args:
-            folder: The method's own, which need not exist.
+            folder: The memory's folder, which need not exist.
             ranks: The processes of the run.
         """
         self._ranks, self._live = ranks, folder / "now"
@@ -113,32 +114,32 @@ class ClientMemory(MutableMapping[int, Mapping[str, Tensor]]):
             self._folder = self._live
 
     def flush(self) -> None:
-        """Write the clients that have changed, where they are kept in files; called at the end of a round, by all ranks.
+        """Write the changed entries if they belong in files; all ranks call it at the end of a round.
 
-        Until the next time these clients are read from memory: other ranks may not have written theirs yet.
+        Written entries stay in memory until the next call, as other ranks may not have written their files.
         """
         if self._folder is None:
             if self._live is None or self._bytes <= LIMIT:
                 return
-            self._folder, self._changed = self._live, set(self._kept)
-        self._ranks.exchange(lambda: None)  # nobody reads any more what clients had before
+            self._folder, self._changed = self._live, set(self._entries)
+        self._ranks.exchange(lambda: None)  # barrier: other ranks may still read the old files
         for client in self._written - self._changed:
-            del self._kept[client]
+            del self._entries[client]
         self._written = {client for client in self._changed if client >= 0}
         for client in sorted(self._written):
-            self._sums[client] = _sum(self._kept[client])
+            self._sums[client] = _sum(self._entries[client])
             if client % self._ranks.size == self._ranks.rank:
                 self._write(client)
         self._changed = set()
 
     def saved(self, round_number: int) -> dict[Any, Any]:
-        """What a checkpoint keeps of it, together with files of its own; called by all ranks.
+        """Return the state for a checkpoint, after linking its files; called by all ranks.
 
         Args:
             round_number: The round after which the checkpoint is written.
         """
         self.flush()
-        if self._folder is None or self._live is None:  # of no training: what a checkpoint had
+        if self._folder is None or self._live is None:  # below the limit, or not opened for training
             return {client: dict(entry) for client, entry in self.items()}
         for client in self._unsynced:
             with self._file(client).open("rb") as file:
@@ -147,26 +148,23 @@ class ClientMemory(MutableMapping[int, Mapping[str, Tensor]]):
         target = self._live.with_name(f"{self._label or 'checkpoint'}_{round_number}")
         self._link(self._folder, target)
         run = self._live.parents[2]
-        kept = {client: dict(entry) for client, entry in self._kept.items() if client < 0}
         record = {
             "run": str(run.absolute()),
             "folder": str(target.relative_to(run)),
             "sums": self._sums,
-            "kept": kept,
+            "kept": {client: dict(entry) for client, entry in self._entries.items() if client < 0},
         }
         return {_RECORD: record}
 
     @contextmanager
     def labelled(self, label: str, round_number: int) -> Iterator[None]:
-        """Name the files of the checkpoint that the block writes, and remove those of earlier ones of this name after it.
-
-        A checkpoint that is written outside of such a block stays.
+        """Label the checkpoint that the block writes, then remove files of earlier checkpoints with this label.
 
         Args:
             label: Name of the checkpoint.
-            round_number: The round after which it is written.
+            round_number: The round after which the checkpoint is written.
         """
-        self._label = label  # Lightning's hooks between here and ``saved`` pass on no name
+        self._label = label  # an attribute, as Lightning's hooks do not pass a name to ``saved``
         try:
             yield
         finally:
@@ -178,11 +176,11 @@ class ClientMemory(MutableMapping[int, Mapping[str, Tensor]]):
                     shutil.rmtree(folder)
 
     def checksum(self) -> int:
-        """A number that another content would change; what did not change since the last time costs nothing."""
-        server = {client: _sum(entry) for client, entry in self._kept.items() if client < 0}
-        for client in self._kept.keys() - server.keys():
+        """Return a checksum of the contents; only entries changed since the last call are read."""
+        server = {client: _sum(entry) for client, entry in self._entries.items() if client < 0}
+        for client in self._entries.keys() - server.keys():
             if client in self._changed or client not in self._sums:
-                self._sums[client] = _sum(self._kept[client])
+                self._sums[client] = _sum(self._entries[client])
         if self._folder is None:
             self._changed = set()
         return zlib.crc32(repr(sorted((self._sums | server).items())).encode())
@@ -197,25 +195,25 @@ class ClientMemory(MutableMapping[int, Mapping[str, Tensor]]):
             entry = torch.load(path, weights_only=True)
             if _sum(entry) == self._sums[client]:
                 return MappingProxyType(entry)
-            reason = "it holds something else"
-        except Exception as error:  # noqa: BLE001  # torch has many for a damaged file
+            reason = "wrong checksum"
+        except Exception as error:  # noqa: BLE001  # torch raises many types for a damaged file
             reason = type(error).__name__
         raise _damaged(path, client, reason)
 
     def _write(self, client: int) -> None:
         path, content = self._file(client), io.BytesIO()
-        torch.save({name: tensor.cpu() for name, tensor in self._kept[client].items()}, content)
+        torch.save({name: tensor.cpu() for name, tensor in self._entries[client].items()}, content)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             temporary = path.with_suffix(".tmp")
             temporary.write_bytes(content.getbuffer())
-            os.replace(temporary, path)  # checkpoints keep the file that had this name
+            os.replace(temporary, path)  # not in place: checkpoints link to the old file
         except OSError as error:
             raise unwritable(path, error) from error
         self._unsynced.add(client)
 
     def _link(self, source: Path, target: Path) -> None:
-        """Make a folder of the clients' files as they are, once all ranks have written theirs."""
+        """Link the clients' files into a folder, once all ranks have written their files."""
 
         def link() -> None:
             if self._ranks.rank:
@@ -236,32 +234,32 @@ class ClientMemory(MutableMapping[int, Mapping[str, Tensor]]):
 
 
 def memories(callbacks: Iterable[Any]) -> dict[str, ClientMemory]:
-    """The memories of callbacks by a name that can be a folder's."""
-    found: dict[str, ClientMemory] = {}
+    """Return the memories of callbacks by a name that is valid for a folder."""
+    named: dict[str, ClientMemory] = {}
     for callback in callbacks:
         for name, value in vars(callback).items():
             if isinstance(value, ClientMemory):
                 key = f"{type(callback).__name__}.{name}"
-                found[key if key not in found else f"{key}.{len(found)}"] = value
-    return found
+                named[key if key not in named else f"{key}.{len(named)}"] = value
+    return named
 
 
 def contents(tree: Any) -> Any:
-    """A tree with what memories hold in their place."""
+    """Return a tree with the entries of memories in place of the memories."""
     return _each(tree, lambda memory: {client: dict(entry) for client, entry in memory.items()})
 
 
 def saved(tree: Any, round_number: int) -> Any:
-    """A tree with what a checkpoint keeps of memories in their place (:meth:`ClientMemory.saved`)."""
+    """Return a tree with :meth:`ClientMemory.saved` of memories in place of the memories."""
     return _each(tree, lambda memory: memory.saved(round_number))
 
 
 def locate(tree: Any, checkpoint: Any) -> None:
-    """Let the records of memories in a checkpoint's state know where the run is now, if their files are there.
+    """Update the run's folder in the records of memories, if the run was moved with its files.
 
     Args:
-        tree: The state, changed in place.
-        checkpoint: Path of the checkpoint, None where it is not known.
+        tree: The checkpoint's state, changed in place.
+        checkpoint: Path of the checkpoint, None if unknown.
     """
     if not isinstance(tree, dict) or checkpoint is None:
         return
@@ -273,13 +271,13 @@ def locate(tree: Any, checkpoint: Any) -> None:
 
 
 def link_files(run: Path, name: str, other: Path, other_name: str) -> None:
-    """Give the files of one checkpoint to its copy under another name, or in another run.
+    """Link the files of a checkpoint for its copy under another name, or in another run.
 
     Args:
         run: The folder of the checkpoint's run.
-        name: What the memories call the checkpoint: its label and round.
+        name: Name of the checkpoint's files: label and round.
         other: The folder of the copy's run.
-        other_name: What they call the copy.
+        other_name: Name of the copy's files.
     """
     for folder in run.glob(f"memory/*/{name}"):
         target = other / "memory" / folder.parent.name / other_name
@@ -300,7 +298,7 @@ def _link_file(source: str | Path, target: str | Path) -> None:
 
 def _damaged(path: Path, client: int, reason: str) -> ConfigurationError:
     return ConfigurationError(
-        f"{path}, the memory of client {client}, is missing or damaged ({reason}); go on from another checkpoint"
+        f"{path}, the memory of client {client}, is missing or damaged ({reason}); resume from another checkpoint"
     )
 
 

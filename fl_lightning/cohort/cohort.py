@@ -1,4 +1,4 @@
-"""The cohort as a method sees it: the state of a round's clients, stacked along dimension 0."""
+"""The cohort for methods: the state of a round's clients, stacked along dimension 0."""
 
 from collections.abc import Mapping, MutableMapping
 from typing import Any
@@ -15,50 +15,49 @@ from fl_lightning.optimizers.settings import GroupSettings
 from fl_lightning.randomness import generator
 
 SERVER = -1
-"""Stands among client ids for the server: what a method remembers under it is the server's, or what every client starts with."""
+"""The client id of the server: a method's state of the server, or the initial state of every client."""
 
 
 class Cohort:
-    """The clients that take part in one communication round.
+    """The state of the clients that take part in one communication round.
 
-    Trainable parameters lie in one contiguous block ``[C, columns]`` per parameter group, buffers in one per kind;
-    ``params``, ``grads`` and ``buffers`` give named views ``[C, *shape]`` of them, and their ``blocks`` whole. Row i belongs
-    to ``client_ids[i]``. What is here is for methods; the module drives a round through
+    Trainable parameters lie in one contiguous block ``[C, columns]`` per parameter group, buffers in one
+    block per kind. ``params``, ``grads`` and ``buffers`` give views ``[C, *shape]`` by name, and their
+    ``blocks``. Row i belongs to ``client_ids[i]``. The module uses the subclass
     :class:`~fl_lightning.cohort.round_cohort.RoundCohort`.
 
-    Where several ranks share a run, the hooks of a local step see a part of the cohort: the clients that this rank computes,
-    maybe none, at ``rows`` of the whole one.
+    On several ranks the hooks of a local step get only the rank's rows of the cohort, possibly none.
 
     Args:
         model: The server's model.
         num_clients: Number of clients C.
         parameter_groups: Client optimizer settings by parameter group.
-        copies: Processes on this machine that hold all of it.
+        copies: Number of processes on this machine that hold all rows.
 
     Raises:
-        ConfigurationError: The device has less memory than the rows take.
+        ConfigurationError: The rows need more memory than the device has.
 
     Attributes:
         client_ids: The clients, in increasing order.
-        rows: Which rows of the round's whole cohort these are, an index of stacked tensors: all, but in local steps, and where
-            clients are left out after them (``on_divergence: drop``).
-        extra: What a method gives each client in ``on_round_start`` and keeps for it in local steps, tensors ``[C, ...]`` by a
-            name of its own; in ``on_before_aggregate`` the rows of all ranks are there. A round begins without any.
+        rows: Index of these rows in the round's cohort: all rows, except in local steps and after clients
+            are left out (``on_divergence: drop``).
+        extra: A method's tensors ``[C, ...]`` by name, set in ``on_round_start`` and used in local steps;
+            complete over the ranks in ``on_before_aggregate``, and empty when a round begins.
         weights: Aggregation weights p_i, shape ``[C]``, sum 1.
         round: The communication round, from 1.
-        step: The present local step, from 0.
+        step: The current local step, from 0.
         local_steps: Number of local steps of each client in this round.
         params: Parameters, ``[C, *shape]`` by name.
-        grads: Gradients of the present local step, likewise.
-        buffers: Buffers, likewise: running statistics, counters, others.
-        server: The server's parameters that this round started from, ``[*shape]`` by name.
-        server_rows: The same as blocks ``[1, columns]``.
-        server_parameters: The server model's own parameters by name, which the server step changes.
-        server_buffers: The server model's own buffers by name; a method that pools statistics writes them.
+        grads: Gradients of the current local step, ``[C, *shape]`` by name.
+        buffers: Buffers, ``[C, *shape]`` by name: running statistics, counters and others.
+        server: The server's parameters at the start of the round, ``[*shape]`` by name.
+        server_rows: The parameters of ``server`` as blocks ``[1, columns]``.
+        server_parameters: The server model's parameters by name, which the server step changes.
+        server_buffers: The server model's buffers by name; a method that pools statistics writes them.
         parameter_kinds: The kind of each parameter by name (see ``fl_lightning.batch_norm.kinds``).
-        buffer_kinds: That of each buffer.
-        policy: What happens to each kind of state in this round (see ``fl_lightning.round.policy``).
-        losses: Mean training loss of each client over its local steps of this round, shape ``[C]``; known from
+        buffer_kinds: The kind of each buffer by name.
+        policy: The treatment of each kind of state in this round (see ``fl_lightning.round.policy``).
+        losses: Mean training loss of each client over its local steps, shape ``[C]``; known from
             ``on_before_aggregate`` on.
     """
 
@@ -91,51 +90,48 @@ class Cohort:
         return len(next(iter(self.params.blocks.values())))
 
     def treatment(self, block: str) -> str:
-        """What the policy of this round does with a block of parameters or buffers, by its name."""
+        """Return the round's treatment of a block of parameters or buffers, by the block's name."""
         kind = {**self.params.layout, **self.buffers.layout}[block].kind
         return "reset" if kind == "scratch" else self.policy[kind]
 
     def is_trained(self, block: str) -> bool:
-        """Whether a parameter block is trained in this round, that is, not frozen by the policy."""
+        """Return whether a parameter block is trained in this round, that is, not frozen."""
         return self.treatment(block) != "frozen"
 
     def mean(self, stacked: Tensor) -> Tensor:
-        """Weighted mean over the clients, ``[C, *shape] -> [*shape]``, with the round's aggregation weights.
+        """Return the weighted mean over the clients, ``[C, *shape] -> [*shape]``.
 
         Raises:
-            ConfigurationError: In a local step, where clients know nothing of each other.
+            ConfigurationError: The call is in a local step, where clients are independent.
         """
         if self._in_local_steps:
             raise ConfigurationError(
-                "cohort.mean: in a local step clients know nothing of each other, and other ranks have some of them; use it in "
+                "cohort.mean: in a local step clients are independent, and other ranks compute some of them; call it in "
                 "on_round_start, on_before_aggregate or on_round_end"
             )
         return weighted_mean(stacked.reshape(len(self), -1), self.weights).view(stacked.shape[1:])
 
     @property
     def active(self) -> Tensor:
-        """Which clients take the present local step, bool ``[C]``; all, once the local steps are over."""
+        """Mask of the clients that take the current local step, bool ``[C]``; all after the local steps."""
         return torch.tensor([self._over or self.step < steps for steps in self.local_steps])
 
     def active_rows(self) -> list[int]:
-        """Indices of the rows that take the present local step."""
+        """Return the rows that take the current local step."""
         return [row for row, steps in enumerate(self.local_steps) if self.step < steps]
 
     def index(self, rows: list[int]) -> slice | Tensor:
-        """Ascending rows as an index into stacked tensors, which no device has to be waited for.
-
-        A slice where they follow each other, which is copied as one piece; others are gathered.
-        """
+        """Return ascending rows as an index, without a wait for the device: a slice if they are consecutive."""
         if not rows or rows[-1] - rows[0] + 1 == len(rows):
             return slice(rows[0], rows[-1] + 1) if rows else slice(0, 0)
         index, device = torch.tensor(rows), next(iter(self.params.blocks.values())).device
         return index.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else index
 
     def generators(self, purpose: str) -> list[torch.Generator]:
-        """A random generator for each row, a function of (seed, purpose, round, client, local step), whichever rank has the client.
+        """Return a generator for each row, a function of (seed, purpose, round, client, local step).
 
         Args:
-            purpose: What is drawn, such as ``"noise"``: equal clients and steps of different purposes are independent.
+            purpose: Name of the random numbers, such as ``"noise"``; different purposes are independent.
         """
         return [generator(self._seed, purpose, self.round, client, self.step) for client in self.client_ids]
 
@@ -145,13 +141,13 @@ class Cohort:
         return self._optimizer.torch
 
     def optimizer_state(self, key: str) -> Rows:
-        """What the client optimizer remembers under ``key`` (SGD: ``"momentum_buffer"``), ``[C, *shape]`` by name.
+        """Return the client optimizer's state ``key`` (SGD: ``"momentum_buffer"``), ``[C, *shape]`` by name.
 
-        The views can be read and written. At the start of a round they are set to zero: state is reset unless a callback
-        puts it back, from a copy of its own.
+        The views can be read and written. They are zero at the start of a round; a callback that keeps state
+        over rounds restores it from a copy.
 
         Raises:
-            ConfigurationError: The client optimizer keeps no such state.
+            ConfigurationError: The client optimizer has no such state.
         """
         states = self._optimizer.states()
         if key not in states:
@@ -163,17 +159,17 @@ class Cohort:
         return Rows({name: self.params.layout[name] for name in blocks}, blocks)
 
     def _everyones(self, key: str) -> dict[str, Tensor]:
-        """State of the client optimizer with all that other ranks know of it."""
+        """Return the client optimizer's state of all ranks, by block."""
         return self._optimizer.states()[key]
 
     @property
     def optimizer_state_keys(self) -> list[str]:
-        """The keys that :meth:`optimizer_state` knows."""
+        """The valid keys of :meth:`optimizer_state`."""
         return list(self._optimizer.states())
 
     @property
     def optimizer_steps(self) -> dict[str, Tensor]:
-        """How many steps each client's optimizer state has seen, int64 ``[C]`` by parameter block: settable at the start of a round."""
+        """Steps in each client's optimizer state, int64 ``[C]`` by block; settable when a round starts."""
         taken, before = torch.tensor(self.local_steps), self._optimizer.initial_steps
         return {n: before[n][self.rows] + taken if n in before else taken for n in self.params.blocks}
 
@@ -186,33 +182,33 @@ class Cohort:
         self._optimizer.restart()
 
     def recall(self, memory: MutableMapping[int, Any]) -> None:
-        """Give each client the state that it kept: what the policy of this round declares ``local``.
+        """Restore each client's ``local`` state from a memory.
 
-        A client without a memory starts from the server's initial state, which the first call puts into ``memory``
+        A client without an entry gets the server's initial state, which the first call stores in ``memory``
         under :data:`SERVER`.
 
         Args:
-            memory: What :meth:`remember` has filled: by client id, rows ``[columns]`` by block; a
-                :class:`~fl_lightning.cohort.client_memory.ClientMemory`, or a dict.
+            memory: Rows ``[columns]`` by block, by client id, from :meth:`remember`: a
+                :class:`~fl_lightning.cohort.client_memory.ClientMemory` or a dict.
         """
         blocks = self._local_blocks()
         initial = {name: block[0].clone() for name, block in blocks.items()} | {**memory.get(SERVER, {})}
         memory[SERVER] = initial
         for index, client in enumerate(self.client_ids):
-            kept = memory.get(client, initial)
+            entry = memory.get(client, initial)
             for name, block in blocks.items():
-                block[index].copy_(kept.get(name, initial[name]))
+                block[index].copy_(entry.get(name, initial[name]))
 
     def remember(self, memory: MutableMapping[int, Any]) -> None:
-        """Keep the state that each client ends its local steps with, for :meth:`recall`; others' stays untouched.
+        """Store each client's ``local`` state for :meth:`recall`; entries of absent clients are unchanged.
 
         Args:
             memory: The callback's memory, part of its ``state_dict()``.
         """
         blocks = self._local_blocks()
         for index, client in enumerate(self.client_ids):
-            own = {name: block[index].clone() for name, block in blocks.items()}
-            memory[client] = {**memory.get(client, {}), **own}
+            entry = {name: block[index].clone() for name, block in blocks.items()}
+            memory[client] = {**memory.get(client, {}), **entry}
 
     def _local_blocks(self) -> dict[str, Tensor]:
         blocks = {**self.params.blocks, **self.buffers.blocks}

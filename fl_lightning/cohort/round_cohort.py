@@ -1,4 +1,4 @@
-"""The cohort as the module drives it through a communication round."""
+"""The cohort for the module, with the operations of a communication round."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
@@ -17,7 +17,7 @@ from fl_lightning.ranks import Ranks
 
 
 def _memory(tensor: Tensor) -> tuple[int, int]:
-    """Return a tensor's storage and where in it the tensor begins."""
+    """Return a tensor's storage and the tensor's offset in it."""
     return tensor.untyped_storage()._cdata, int(tensor.storage_offset())
 
 
@@ -26,9 +26,9 @@ class RowState(NamedTuple):
 
     Attributes:
         tensors: Parameters, as autograd leaves, and buffers by name.
-        places: The views that hold their values, by name, with their memory.
-        trained: The parameters that are trained.
-        gradients: Where their gradients go.
+        places: The row's views with their memory, by name.
+        trained: The trained parameters.
+        gradients: Views for the gradients of ``trained``.
     """
 
     tensors: dict[str, Tensor]
@@ -38,22 +38,22 @@ class RowState(NamedTuple):
 
 
 class RoundCohort(Cohort):
-    """A cohort with what a round and its executor do to it, from the broadcast to the server's step.
+    """A cohort with the operations of a round and its executor, from the broadcast to the server's step.
 
     Args:
         model: The server's model.
         num_clients: Number of clients C.
-        parameter_groups: Client optimizer settings by parameter group. Default: none.
-        ranks: The processes that share its clients. Default: one.
+        parameter_groups: Client optimizer settings by parameter group. Default: empty.
+        ranks: The processes that share the clients. Default: a single process.
 
     Attributes:
         parameter_groups: Client optimizer settings by parameter group.
         pseudo_gradient: Storage of the server's gradients, ``[1, *shape]`` by name.
-        buffer_aggregate: Storage of the aggregate of the clients' buffers, likewise.
+        buffer_aggregate: Storage of the clients' aggregated buffers, ``[1, *shape]`` by name.
         own_rows: The rows that this rank computes.
         samples: Training samples that each client has processed in this round.
-        trained_blocks: The parameter blocks that are trained in this round; others get no gradient.
-        trained_names: The parameters in them.
+        trained_blocks: The parameter blocks that are trained in this round.
+        trained_names: The parameters in ``trained_blocks``.
     """
 
     def __init__(
@@ -97,12 +97,12 @@ class RoundCohort(Cohort):
         Args:
             round_number: The communication round, from 1.
             client_ids: The clients, in increasing order.
-            weights: Their aggregation weights, shape ``[C]``, sum 1.
-            local_steps: Their numbers of local steps.
-            policy: What happens to each kind of state.
-            optimizer: Makes the client optimizer.
-            lr_factor: Factor on its learning rate.
-            seed: The run's seed, for dropout.
+            weights: Aggregation weights, shape ``[C]``, sum 1.
+            local_steps: Number of local steps of each client.
+            policy: Treatment of each kind of state.
+            optimizer: Function that makes the client optimizer.
+            lr_factor: Factor on the client learning rate.
+            seed: The run's seed, for dropout and ``generators``.
         """
         self.round, self.step, self._over = round_number, 0, False
         self.client_ids, self.weights = list(client_ids), weights
@@ -128,7 +128,7 @@ class RoundCohort(Cohort):
         self._optimizer = ClientOptimizer(optimizer, blocks, gradients, groups, lr_factor, self.own_rows)
 
     def part(self, rows: slice | None = None) -> Self:
-        """Clients that this rank computes (None: its own), as a cohort of their own in the same memory: what a local step sees."""
+        """Return some rows (default: this rank's) as a cohort in the same memory, for local steps."""
         part, rows = copy(self), rows or self.own_rows
         for name in ("params", "grads", "buffers"):
             setattr(part, name, getattr(self, name).part(rows))
@@ -139,12 +139,12 @@ class RoundCohort(Cohort):
         return part
 
     def finish_steps(self, part: Self, samples: Sequence[int], *, weigh_samples: bool = False) -> None:
-        """End the local steps: the rows of all ranks come together, and losses become means.
+        """End the local steps: gather the rows of all ranks, and divide the losses by the local steps.
 
         Args:
             part: The clients that this rank has computed.
             samples: Training samples that each client of the cohort has processed.
-            weigh_samples: Whether the aggregation weights become those of these samples.
+            weigh_samples: Whether the aggregation weights become proportional to ``samples``.
         """
         part.put_back()
         self.ranks.complete([*self._state(), self.losses, *self.extra.values()])
@@ -157,21 +157,22 @@ class RoundCohort(Cohort):
         return (torch.tensor(self.samples).double() / sum(self.samples)).to(self.losses.device)
 
     def subset(self, rows: list[int], weights: Tensor | None) -> Self:
-        """Some clients after their local steps, as a cohort of their own: what is left of the round when others are left out.
+        """Return some clients as a cohort after the local steps, when other clients are left out.
 
         Args:
-            rows: Their rows, ascending.
-            weights: Their aggregation weights, shape ``[len(rows)]``, sum 1; None: in proportion to the samples they have processed.
+            rows: The clients' rows, ascending.
+            weights: Aggregation weights, shape ``[len(rows)]``, sum 1. None: proportional to samples.
         """
-        kept = copy(self)
+        cohort = copy(self)
         for name in ("params", "grads", "buffers"):
-            setattr(kept, name, getattr(self, name).chosen(rows))
+            setattr(cohort, name, getattr(self, name).chosen(rows))
         for name in ("client_ids", "local_steps", "samples"):
-            setattr(kept, name, [getattr(self, name)[row] for row in rows])
-        kept.rows = rows if isinstance(self.rows, slice) else [self.rows[row] for row in rows]
-        kept.losses, kept.extra = self.losses[rows], {name: value[rows] for name, value in self.extra.items()}
-        kept.weights = kept._sample_weights() if weights is None else weights
-        return kept
+            setattr(cohort, name, [getattr(self, name)[row] for row in rows])
+        cohort.rows = rows if isinstance(self.rows, slice) else [self.rows[row] for row in rows]
+        cohort.losses = self.losses[rows]
+        cohort.extra = {name: value[rows] for name, value in self.extra.items()}
+        cohort.weights = cohort._sample_weights() if weights is None else weights
+        return cohort
 
     def _state(self) -> list[Tensor]:
         return [*self.params.blocks.values(), *self.buffers.blocks.values()]
@@ -184,13 +185,12 @@ class RoundCohort(Cohort):
         return blocks
 
     def begin_step(self, step: int) -> list[int]:
-        """Begin a local step: rows that do not take it get a zero gradient, dropout layers their keys.
+        """Begin a local step, and return the rows that take it.
+
+        Other rows get a zero gradient; dropout layers get their keys.
 
         Args:
             step: The local step, from 0.
-
-        Returns:
-            Indices of the rows that take it.
         """
         self.step = step
         self._unused.clear()
@@ -205,58 +205,58 @@ class RoundCohort(Cohort):
         return self.active_rows()
 
     def row_state(self, row: int) -> RowState:
-        """One client's state for a forward and backward pass of its own; made once and kept."""
+        """Return one client's state for a forward and backward pass, cached."""
         if row not in self._row_state:
             params, buffers, gradients = self.params.row(row), self.buffers.row(row), self.grads.row(row)
             leaves = {name: value.detach().requires_grad_() for name, value in params.items()}
-            # a forward pass may give a tensor other memory: the views of the rows keep theirs
-            hung = {name: value.detach() for name, value in buffers.items()}
+            # detach: a forward pass may set a tensor's memory (x.data = y), but not that of the rows' views
+            detached = {name: value.detach() for name, value in buffers.items()}
             self._row_state[row] = RowState(
-                tensors={**leaves, **hung},
+                tensors={**leaves, **detached},
                 places={name: (value, _memory(value)) for name, value in {**params, **buffers}.items()},
                 trained=[leaves[name] for name in self.trained_names],
                 gradients=[gradients[name] for name in self.trained_names],
             )
         return self._row_state[row]
 
-    def take_up(self, row: int, found: Mapping[str, Tensor]) -> None:
-        """Take up what a forward pass has put in the place of a client's tensors, or given other memory (``x.data = y``).
+    def take_up(self, row: int, tensors: Mapping[str, Tensor]) -> None:
+        """Copy tensors that a forward pass has replaced, or given other memory (``x.data = y``), to a row.
 
         Args:
             row: The client's row.
-            found: What hangs in the model after the forward pass, by name.
+            tensors: The tensors in the model after the forward pass, by name.
 
         Raises:
-            ConfigurationError: A tensor has another shape than before.
+            ConfigurationError: A tensor's shape has changed.
         """
         state = self.row_state(row)
-        other = {
-            name: value.detach().clone()  # it may be another tensor of the client, or a part of one
-            for name, value in found.items()
+        replaced = {
+            name: value.detach().clone()  # clone: the value may share memory with another tensor of the row
+            for name, value in tensors.items()
             if value is not state.tensors[name]
             or _memory(value) != state.places[name][1]
             or value.shape != state.places[name][0].shape
         }
-        for name, value in other.items():
+        for name, value in replaced.items():
             place = state.places[name][0]
             if value.shape != place.shape and value.numel() != 1:
                 raise ConfigurationError(
-                    f"model: the forward pass makes {name!r} {list(value.shape)}, it was {list(place.shape)}; parameters and "
-                    "buffers of clients keep their shapes: make the model with the final shape"
+                    f"model: the forward pass changes the shape of {name!r} from {list(place.shape)} to {list(value.shape)}; "
+                    "make the model with the final shape"
                 )
             place.copy_(value)
-        if any(found[name] is state.tensors[name] for name in other):
+        if any(tensors[name] is state.tensors[name] for name in replaced):
             del self._row_state[row]
 
     def put_gradients(self, row: int, gradients: Sequence[Tensor | None]) -> None:
-        """Take a client's gradients; parameters without one are skipped, as in plain PyTorch.
+        """Store a client's gradients; parameters without gradient are skipped, as in plain PyTorch.
 
         Args:
             row: The client's row.
-            gradients: One for each trained parameter, None if the loss does not use it.
+            gradients: Gradient of each trained parameter, None if the loss does not use the parameter.
         """
-        own = self.grads.row(row)
-        used = [(own[n], g) for n, g in zip(self.trained_names, gradients, strict=True) if g is not None]
+        views = self.grads.row(row)
+        used = [(views[n], g) for n, g in zip(self.trained_names, gradients, strict=True) if g is not None]
         torch._foreach_copy_([place for place, _ in used], [gradient for _, gradient in used])
         if len(used) < len(gradients):
             self.leave_out(
@@ -264,36 +264,36 @@ class RoundCohort(Cohort):
             )
 
     def leave_out(self, rows: Sequence[int], names: Sequence[str]) -> None:
-        """Skip parameters of some rows in this local step, unless a method gives them a gradient."""
+        """Skip parameters of some rows in this local step, unless a method sets their gradient."""
         for row in rows:
             self._unused[row] = [*names]
             for name in names:
                 self.grads.row(row)[name].zero_()
 
     def add_losses(self, indices: list[int], losses: Tensor, sizes: Sequence[int]) -> None:
-        """Count a local step of some rows.
+        """Add a local step's losses and samples to some rows.
 
         Args:
             indices: The rows.
-            losses: Their losses, shape ``[len(indices)]``.
-            sizes: Samples of their batches.
+            losses: The rows' losses, shape ``[len(indices)]``.
+            sizes: Number of samples in each row's batch.
         """
         self.losses[self.index(indices)] += losses.to(self.losses.dtype)
         for row, size in zip(indices, sizes, strict=True):
             self.samples[row] += size
 
     def take_step(self) -> None:
-        """Let the client optimizer take one local step of every row, but for the parameters that a row does not use."""
-        kept = [(view, view.clone()) for view in self._left_alone()]
+        """Take one step of the client optimizer for every row, except for parameters that a row skips."""
+        before = [(view, view.clone()) for view in self._skipped()]
         self._optimizer.step()
-        for view, value in kept:
+        for view, value in before:
             view.copy_(value)
 
-    def _left_alone(self) -> Iterator[Tensor]:
-        """The parameters, and what the optimizer remembers of them, that take no part in the local step under way.
+    def _skipped(self) -> Iterator[Tensor]:
+        """Yield the parameters, and their optimizer state, that the current local step skips.
 
         Raises:
-            ConfigurationError: A parameter takes part again, and the optimizer counts the steps of each.
+            ConfigurationError: A skipped parameter is used again, but the optimizer counts steps.
         """
         left = {
             row: {name for name in names if not self.grads.row(row)[name].any()}
@@ -312,16 +312,16 @@ class RoundCohort(Cohort):
                 yield from (views[name] for name in names if name in views)
 
     def finish_step(self, step: int, last: int) -> None:
-        """Keep aside the state of clients whose last local step was ``step`` while others, up to step ``last``, go on."""
+        """Save the state of clients whose last local step was ``step``, if other clients continue to ``last``."""
         if step < last:
             for row, steps in enumerate(self.local_steps):
                 if step + 1 == steps:
                     self._finished[row] = [block[row].clone() for block in self._storage()]
 
     def put_back(self) -> None:
-        """Clients that finished early take part with exactly their own state."""
-        for row, kept in self._finished.items():
-            for block, value in zip(self._storage(), kept, strict=True):
+        """Restore the saved state of clients that finished early."""
+        for row, values in self._finished.items():
+            for block, value in zip(self._storage(), values, strict=True):
                 block[row].copy_(value)
 
     def _storage(self) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""The layout of a cohort, and its storage: stacked tensors that are named views of whole blocks."""
+"""The layout and storage of a cohort: stacked tensors as named views of blocks."""
 
 import os
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -17,13 +17,13 @@ _LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 @dataclass(frozen=True)
 class Block:
-    """Tensors of one kind and type, side by side in the columns of ``[C, columns]``.
+    """Tensors of one kind and dtype, side by side in the columns of ``[C, columns]``.
 
     Attributes:
-        kind: Their kind of state (see ``fl_lightning.batch_norm.kinds``).
-        group: Their parameter group, from :func:`parameter_groups`; the kind where they are buffers.
-        dtype: Their type.
-        shapes: Their shape at one client, by qualified name.
+        kind: The kind of state (see ``fl_lightning.batch_norm.kinds``).
+        group: The parameter group from :func:`parameter_groups`; the kind for buffers.
+        dtype: The dtype of the tensors.
+        shapes: The shape of each tensor at one client, by qualified name.
     """
 
     kind: str
@@ -33,13 +33,11 @@ class Block:
 
 
 Layout = Mapping[str, Block]
-"""The blocks by name: the group's, with the type behind it where a group has tensors of a second one."""
+"""Blocks by name: the group's name, with the dtype appended for a group's second dtype."""
 
 
 class Rows(Mapping[str, Tensor]):
-    """Tensors ``[C, *shape]`` by name, each a view of the columns of one contiguous block ``[C, columns]``.
-
-    Writing to a view writes to its block and the reverse.
+    """Tensors ``[C, *shape]`` by name, as views of the columns of contiguous blocks ``[C, columns]``.
 
     Args:
         layout: The tensors of each block.
@@ -52,14 +50,14 @@ class Rows(Mapping[str, Tensor]):
         self._views: dict[str, Tensor] = {}
         self._by_row: dict[int, dict[str, Tensor]] = {}
         self._part: tuple[slice, Rows] | None = None
-        self._vectors = {name for name, own in layout.items() if all(len(s) < 2 for s in own.shapes.values())}
+        self._vectors = {name for name, b in layout.items() if all(len(s) < 2 for s in b.shapes.values())}
         self._orders: dict[str, Tensor] = {}
         for name, block in layout.items():
             self._views.update(split_columns(blocks[name], block.shapes))
 
     @classmethod
     def empty(cls, layout: Layout, like: Mapping[str, Tensor], num_rows: int) -> "Rows":
-        """Uninitialised rows on the device that each block's tensors have in ``like``."""
+        """Return uninitialised rows on the devices of the tensors in ``like``."""
         blocks = {}
         for name, block in layout.items():
             columns = sum(shape.numel() for shape in block.shapes.values())
@@ -68,11 +66,11 @@ class Rows(Mapping[str, Tensor]):
         return cls(layout, blocks)
 
     def zeros_like(self) -> "Rows":
-        """Rows of the same layout, all zero."""
+        """Return rows of the same layout filled with zeros."""
         return Rows(self.layout, {name: torch.zeros_like(block) for name, block in self.blocks.items()})
 
     def part(self, rows: slice) -> "Rows":
-        """Some rows in the same memory; made once and kept."""
+        """Return some rows in the same memory; the newest result is cached."""
         if rows == slice(0, len(next(iter(self.blocks.values()), ()))):
             return self
         if self._part is None or self._part[0] != rows:
@@ -81,70 +79,71 @@ class Rows(Mapping[str, Tensor]):
         return self._part[1]
 
     def columns_by_layer(self, blocks: Iterable[str]) -> dict[str, list[tuple[str, slice]]]:
-        """Where the tensors of each layer lie in some blocks: by the layer's name, the block and its columns."""
-        found: dict[str, list[tuple[str, slice]]] = {}
+        """Return the pairs (block, columns) of each layer's tensors in some blocks, by layer."""
+        places: dict[str, list[tuple[str, slice]]] = {}
         for block in blocks:
             stop = 0
             for name, shape in self.layout[block].shapes.items():
                 start, stop = stop, stop + shape.numel()
-                found.setdefault(name.rpartition(".")[0], []).append((block, slice(start, stop)))
-        return found
+                places.setdefault(name.rpartition(".")[0], []).append((block, slice(start, stop)))
+        return places
 
     def chosen(self, rows: list[int]) -> "Rows":
-        """Copies of some rows."""
+        """Return copies of some rows."""
         return Rows(self.layout, {name: block[rows] for name, block in self.blocks.items()})
 
     def row(self, index: int) -> dict[str, Tensor]:
-        """The named views ``[*shape]`` of one row."""
+        """Return the views ``[*shape]`` of one row by name, cached."""
         if index not in self._by_row:
             self._by_row[index] = {name: view[index] for name, view in self._views.items()}
         return self._by_row[index]
 
     def copies(self, index: slice | Tensor) -> dict[str, Tensor]:
-        """Copies ``[n, *shape]`` of some rows by name: one operation for each block, not for each tensor.
+        """Return copies ``[n, *shape]`` of some rows by name, with one operation per block.
 
-        Those of a block of vectors, such as BN's, are contiguous each: a BN layer of all clients would copy others.
+        Each copy from a block of vectors, such as BN's, is contiguous, as a BN layer over all clients would
+        copy other tensors again.
 
         Args:
-            index: Which rows.
+            index: The rows.
         """
-        found: dict[str, Tensor] = {}
+        copies: dict[str, Tensor] = {}
         for name, block in self.layout.items():
             rows, shapes = self.blocks[name][index], block.shapes
             if name not in self._vectors:
-                found |= split_columns(rows.clone() if isinstance(index, slice) else rows, shapes)
+                copies |= split_columns(rows.clone() if isinstance(index, slice) else rows, shapes)
                 continue
             order = self._order(name, len(rows))
             sizes = [len(rows) * shape.numel() for shape in shapes.values()]
             pieces = torch.split(rows.flatten()[order], sizes)
             for (tensor, shape), piece in zip(shapes.items(), pieces, strict=True):
-                found[tensor] = piece.view(len(rows), *shape)
-        # a tensor that is changed in place is no news of the others
-        return {name: value.data for name, value in found.items()}
+                copies[tensor] = piece.view(len(rows), *shape)
+        # .data: the tensors must not share autograd's version counter
+        return {name: value.data for name, value in copies.items()}
 
     def write(self, index: slice | Tensor, block: str, tensors: Mapping[str, Tensor]) -> None:
         """Write all tensors of a block to some of its rows.
 
         Args:
-            index: Which rows.
+            index: The rows.
             block: The block's name.
-            tensors: Values ``[n, *shape]`` by name; those of another shape or type are made into it as ``copy_`` does.
+            tensors: Values ``[n, *shape]`` by name; shape and dtype are converted as by ``copy_``.
         """
-        own = self.blocks[block]
+        storage = self.blocks[block]
         columns = [
-            _as(tensors[name].detach(), shape).to(own.dtype).reshape(len(tensors[name]), -1)
+            _as(tensors[name].detach(), shape).to(storage.dtype).reshape(len(tensors[name]), -1)
             for name, shape in self.layout[block].shapes.items()
         ]
         if isinstance(index, slice):
-            torch.cat(columns, dim=1, out=own[index])
+            torch.cat(columns, dim=1, out=storage[index])
         else:
-            own[index] = torch.cat(columns, dim=1)
+            storage[index] = torch.cat(columns, dim=1)
 
     def _order(self, block: str, num_rows: int) -> Tensor:
-        """Where the elements of ``num_rows`` rows go, tensor by tensor; kept as long as their number stays."""
-        own = self.blocks[block]
-        if block not in self._orders or len(self._orders[block]) != num_rows * own.shape[1]:
-            places = torch.arange(num_rows * own.shape[1], device=own.device).view(num_rows, -1)
+        """Return the order of elements that makes each tensor contiguous, cached for ``num_rows``."""
+        storage = self.blocks[block]
+        if block not in self._orders or len(self._orders[block]) != num_rows * storage.shape[1]:
+            places = torch.arange(num_rows * storage.shape[1], device=storage.device).view(num_rows, -1)
             pieces = split_columns(places, self.layout[block].shapes).values()
             self._orders[block] = torch.cat([piece.flatten() for piece in pieces])
         return self._orders[block]
@@ -160,10 +159,10 @@ class Rows(Mapping[str, Tensor]):
 
 
 def parameter_groups(model: nn.Module, overrides: GroupSettings) -> dict[str, str]:
-    """The parameter group of each trainable parameter.
+    """Return the parameter group of each trainable parameter.
 
-    BN layers' gamma and beta are always a group of their own (``batch_norm``); parameters with one element
-    (``scalars``) and biases (``bias``) are where ``overrides`` sets something for them; all others are ``weights``.
+    BN layers' gamma and beta are always the group ``batch_norm``. Parameters with one element (``scalars``)
+    and biases (``bias``) are groups if ``overrides`` has the key. All other parameters are ``weights``.
     """
     groups = {}
     for name, kind in parameter_kinds(model).items():
@@ -180,7 +179,7 @@ def parameter_groups(model: nn.Module, overrides: GroupSettings) -> dict[str, st
 
 
 def parameter_layout(model: nn.Module, overrides: GroupSettings) -> Layout:
-    """The blocks of a model's trainable parameters: one for each parameter group and type.
+    """Return the blocks of a model's trainable parameters, one per parameter group and dtype.
 
     Args:
         model: The model.
@@ -190,7 +189,7 @@ def parameter_layout(model: nn.Module, overrides: GroupSettings) -> Layout:
 
 
 def buffer_layout(model: nn.Module) -> Layout:
-    """The blocks of a model's buffers: one for each kind and type."""
+    """Return the blocks of a model's buffers, one per kind and dtype."""
     kinds = buffer_kinds(model)
     return _layout(dict(model.named_buffers()), kinds, kinds)
 
@@ -214,17 +213,17 @@ def _layout(tensors: Mapping[str, Tensor], kinds: Mapping[str, str], groups: Map
 
 
 def check_room(tensors: Collection[Tensor], clients: int, copies: int = 1) -> None:
-    """Refuse rows that a device, or a machine with several processes, cannot hold.
+    """Check that the rows fit into the memory of the device or machine.
 
     Args:
-        tensors: What each client has a copy of, all on one device.
-        clients: How many rows there are.
-        copies: Processes on this machine that hold all rows; each has a GPU of its own.
+        tensors: The tensors that each client has a copy of, all on one device.
+        clients: Number of rows.
+        copies: Number of processes on this machine that hold all rows; GPUs are not shared.
 
     Raises:
-        ConfigurationError: They take more than the memory there is.
+        ConfigurationError: The rows need more memory than there is.
     """
-    if not tensors or not hasattr(os, "sysconf"):  # Windows has none
+    if not tensors or not hasattr(os, "sysconf"):  # sysconf is missing on Windows
         return
     device = next(iter(tensors)).device
     on_gpu = device.type == "cuda"
@@ -232,21 +231,21 @@ def check_room(tensors: Collection[Tensor], clients: int, copies: int = 1) -> No
     need = clients * sum(tensor.nbytes for tensor in tensors)
     if need * (1 if on_gpu else copies) > room:
         raise ConfigurationError(
-            f"a round of {clients:,} clients takes {need / 1e9:,.1f} GB for their weights, gradients and buffers, on each of {copies} "
-            f"ranks here, and {device.type} memory is {room / 1e9:,.1f} GB; let fewer take part (model.participation), or use a smaller "
-            "model or fewer trainer.devices"
+            f"a round of {clients:,} clients takes {need / 1e9:,.1f} GB for weights, gradients and buffers, on each of {copies} "
+            f"ranks here, but {device.type} memory is {room / 1e9:,.1f} GB; lower model.participation or trainer.devices, or use a "
+            "smaller model"
         )
 
 
 def _memory() -> int:
-    """Bytes of this machine, or of the container that this process is in."""
+    """Return the memory of this machine or container, in bytes."""
     room = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limit = _LIMIT.read_text().strip() if _LIMIT.is_file() else "max"
     return room if limit == "max" else min(room, int(limit))
 
 
 def _as(tensor: Tensor, shape: torch.Size) -> Tensor:
-    """Values ``[n, ...]`` as ``[n, *shape]``, each of the n repeated where it has fewer elements."""
+    """Broadcast values ``[n, ...]`` to ``[n, *shape]``."""
     if tensor.shape[1:] == shape:
         return tensor
     missing = len(shape) - (tensor.ndim - 1)
@@ -254,7 +253,7 @@ def _as(tensor: Tensor, shape: torch.Size) -> Tensor:
 
 
 def split_columns(block: Tensor, shapes: Mapping[str, torch.Size]) -> dict[str, Tensor]:
-    """Named views ``[C, *shape]`` of a block ``[C, columns]``, or ``[*shape]`` of a vector ``[columns]``."""
+    """Return views by name, ``[C, *shape]`` of a block ``[C, columns]`` or ``[*shape]`` of a vector."""
     pieces = torch.split(block, [shape.numel() for shape in shapes.values()], dim=-1)
     lead = block.shape[:-1]
     return {
@@ -265,5 +264,5 @@ def split_columns(block: Tensor, shapes: Mapping[str, torch.Size]) -> dict[str, 
 def join_columns(
     tensors: Mapping[str, Tensor], shapes: Mapping[str, torch.Size], out: Tensor | None = None
 ) -> Tensor:
-    """Concatenate one client's (or the server's) tensors into the vector ``[columns]`` of a block, in ``out`` if given."""
+    """Concatenate the tensors of a client or the server into a block's vector ``[columns]``."""
     return torch.cat([tensors[name].detach().reshape(-1) for name in shapes], out=out)

@@ -1,4 +1,4 @@
-"""Where a client's parameters and buffers hang in the server's model while its loss is computed."""
+"""The places of a client's parameters and buffers in the server's model during a forward pass."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -8,10 +8,10 @@ from torch import Tensor, nn
 
 
 class StateSlots:
-    """The places in a model's modules where its parameters and buffers hang, so that a client's can hang there instead.
+    """The places of a model's parameters and buffers, which can hold a client's tensors temporarily.
 
     Args:
-        model: The server's model. Tied parameters and buffers fill several places.
+        model: The server's model. Tied tensors have several places.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -27,16 +27,16 @@ class StateSlots:
 
     @contextmanager
     def filled(self, tensors: Mapping[str, Tensor]) -> Iterator[None]:
-        """Hang ``tensors`` (by qualified name; absent names stay the server's) and take them off again."""
+        """Put ``tensors`` (by qualified name) in place of the server's for the block."""
         try:
-            for store, attribute, name, own in self._places:
-                store[attribute] = tensors.get(name, own)
+            for store, attribute, name, server in self._places:
+                store[attribute] = tensors.get(name, server)
             yield
         finally:
-            for store, attribute, _, own in self._places:
-                store[attribute] = own
+            for store, attribute, _, server in self._places:
+                store[attribute] = server
 
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """What hangs in the model now under the given names, after a forward pass may have changed or replaced it."""
+        """Return the current tensors by name, which a forward pass may have replaced."""
         places = ((name, *self._place_of[name]) for name in names)
         return {name: store[attribute] for name, store, attribute in places}

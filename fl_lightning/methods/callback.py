@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
 
 class FederatedCallback(Recorded, Declarations, L.Callback):
-    """A method: it says what is averaged, kept or frozen (``policy``) and changes a round through its hooks.
+    """A method: it declares what is averaged, local or frozen (``policy``) and changes a round by hooks.
 
-    Unlike Lightning's callbacks these are essential: a run without its callback is another algorithm. One round is ::
+    Unlike Lightning's callbacks a method is essential: without it the run is another algorithm. A round is ::
 
         setup                                          # once: configure_batch_norm(pl_module)
         for round in 1, 2, ..., total_rounds:
@@ -35,26 +35,28 @@ class FederatedCallback(Recorded, Declarations, L.Callback):
             server <- one step of the server optimizer
             on_round_end(trainer, pl_module, cohort)
 
-    Every tensor of the cohort has the client axis first. What a method remembers about clients between rounds belongs
-    in its ``state_dict()``, as plain tensors and numbers keyed by client id: then a resumed run is exact.
+    Every tensor of the cohort has the client axis first. State of clients that a method keeps between
+    rounds belongs in its ``state_dict()``, as tensors and numbers by client id; a resumed run is then exact.
 
-    A client whose update is not finite is left out under ``on_divergence: drop``, before ``on_before_aggregate`` and again after
-    it: the cohort of the hooks that follow has fewer clients than that of ``on_round_start``, and its ``rows`` say which. A round
-    that too few are left of, or too few report in, is skipped: ``on_round_skipped(trainer, pl_module)`` takes the place of its
-    remaining hooks.
+    Under ``on_divergence: drop`` clients with a non-finite update are left out before and after
+    ``on_before_aggregate``: later hooks get fewer clients, and ``cohort.rows`` holds their rows. If too few
+    clients report or are left, the round is skipped, and ``on_round_skipped(trainer, pl_module)`` replaces
+    the remaining hooks.
 
-    Before each hook torch's global generator is seeded from (seed, class, hook, round, step): what a hook draws with
-    ``torch.rand`` and its like depends on neither the executor nor on earlier draws, and is the same after a resume.
+    Before each hook torch's global generator is seeded from (seed, class, hook, round, step), so random
+    numbers depend on neither the executor nor earlier draws, and are equal after a resume.
 
-    Several ranks share the clients of a run, and give the numbers of one, if hooks keep to this:
+    A run on several ranks gives the numbers of a run on one rank if hooks follow these rules:
 
-    - ``on_round_start``, ``on_before_aggregate``, ``on_round_end`` and Lightning's hooks see the whole cohort on every rank, and
-      must do the same on each: no clock, no process number, no random numbers but torch's global ones.
-    - ``on_after_local_backward`` and ``on_local_step_end`` get the rows of their rank, ``cohort.rows`` of the whole cohort, maybe
-      none. They change nothing but rows, and ``cohort.mean`` raises there. What they keep for clients lies in ``cohort.extra``,
-      which ``on_round_start`` fills with tensors ``[C, ...]``, not on ``self``; what they draw comes from ``cohort.generators``.
+    - ``on_round_start``, ``on_before_aggregate``, ``on_round_end`` and Lightning's hooks get the entire
+      cohort and must act equally on every rank: no clock, no process number, and no random numbers but
+      torch's global ones.
+    - ``on_after_local_backward`` and ``on_local_step_end`` get the rank's rows ``cohort.rows``, possibly
+      none, and change only these rows; ``cohort.mean`` raises. State for the local steps belongs in
+      ``cohort.extra``, which ``on_round_start`` fills with tensors ``[C, ...]``, not on ``self``. Random
+      numbers come from ``cohort.generators``.
 
-    A hook name that does not exist (``on_rond_start``) is an error when the class is made, in a mixin too.
+    An unknown hook name (``on_rond_start``) is an error when the class is defined, in a mixin too.
     """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -67,39 +69,39 @@ class FederatedCallback(Recorded, Declarations, L.Callback):
                 )
 
     def configure_batch_norm(self, pl_module: "FederatedModule") -> None:
-        """Swap BN modules of ``pl_module.model`` by type: the only way in which a callback changes a forward pass."""
+        """Swap BN modules of ``pl_module.model``: the only way for a method to change a forward pass."""
 
     def change_batches(
         self, pl_module: "FederatedModule", client_ids: Sequence[int], batches: BatchStack
     ) -> BatchStack:
-        """The batches that an attack lets clients train on instead of theirs: called for the role ``attack`` only."""
+        """Return an attack's replacement of ``batches``; called only for the role ``attack``."""
         return batches
 
     def on_round_start(self, trainer: L.Trainer, pl_module: "FederatedModule", cohort: Cohort) -> None:
-        """Called when every row of the cohort is a copy of the server's state."""
+        """Act when every row of the cohort is a copy of the server's state."""
 
     def on_after_local_backward(
         self, trainer: L.Trainer, pl_module: "FederatedModule", cohort: Cohort, step: int
     ) -> None:
-        """Called when ``cohort.grads`` holds the gradients of local step ``step`` (from 0)."""
+        """Act when ``cohort.grads`` holds the gradients of local step ``step`` (from 0)."""
 
     def on_local_step_end(
         self, trainer: L.Trainer, pl_module: "FederatedModule", cohort: Cohort, step: int
     ) -> None:
-        """Called after the client optimizer has taken local step ``step`` (from 0)."""
+        """Act after the client optimizer has taken local step ``step`` (from 0)."""
 
     def on_before_aggregate(self, trainer: L.Trainer, pl_module: "FederatedModule", cohort: Cohort) -> None:
-        """Called after the last local step, when the rows are what the clients send."""
+        """Act after the last local step, when the rows are what the clients send."""
 
     def on_round_end(self, trainer: L.Trainer, pl_module: "FederatedModule", cohort: Cohort) -> None:
-        """Called after the server step."""
+        """Act after the server step."""
 
     def on_round_skipped(
         self, trainer: L.Trainer, pl_module: "FederatedModule"
     ) -> tuple[Mapping[int, tuple[int, int]], int]:
-        """Called when a round is skipped, in place of its remaining hooks.
+        """Act when a round is skipped, in place of the remaining hooks.
 
         Returns:
-            Floats that single clients send nonetheless, as in ``extra_traffic``, and exchanges, as in ``extra_exchanges``.
+            The round's floats by client, as in ``extra_traffic``, and exchanges, as in ``extra_exchanges``.
         """
         return {}, 0

@@ -1,4 +1,4 @@
-"""Freezing of BN state after a round T*: what the methods share that differ in how they come to T*."""
+"""Freezing of BN state after a round T*; the base of methods that choose T*."""
 
 from abc import abstractmethod
 from collections.abc import Mapping
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
     from fl_lightning.round.module import FederatedModule
 
 
-_OWN = frozenset({"kinds", "last_batch_round", "same_until", "paper", "claims", "examples", "takes"})
-"""What a subclass of :class:`Freezing` gives without a change to the rounds until T*."""
+_HARMLESS = frozenset({"kinds", "last_batch_round", "same_until", "paper", "claims", "examples", "takes"})
+"""Attributes that a subclass may override without a change to the rounds until T*."""
 
 
 class Freezing(FederatedCallback):
-    """A method that trains with batch statistics until a round T* and has BN state frozen after it.
+    """A method that trains with batch statistics until round T* and then freezes the server's BN state.
 
-    Subclasses say when T* is; what they freeze is as the server holds it after round T*.
+    Subclasses define T*.
 
     Attributes:
         kinds: The kinds of state that freeze (see ``fl_lightning.round.policy``).
@@ -34,33 +34,33 @@ class Freezing(FederatedCallback):
 
     @abstractmethod
     def last_batch_round(self, total_rounds: int) -> int | None:
-        """T*: the last round that trains with batch statistics; None as long as it is not known."""
+        """Return T*, the last round that trains with batch statistics; None while it is unknown."""
 
     def policy(self, round_number: int, total_rounds: int) -> Mapping[str, str]:
-        """Averaged until T*, which is what freezes; frozen after it."""
+        """Declare the kinds averaged until round T* and frozen after it."""
         last = self.last_batch_round(total_rounds)
         if last is not None and round_number > last:
             return dict.fromkeys(self.kinds, "frozen")
         return {kind: "averaged" for kind in self.kinds if kind != "counter"}
 
     def same_until(self, total_rounds: int) -> int | None:
-        """T* where it is known before training; None for a subclass that changes what a run calls, which may differ before T*."""
-        called = [name for name in dir(Freezing) if not name.startswith("_") and name not in _OWN]
-        if any(getattr(type(self), name) != getattr(Freezing, name) for name in called):
+        """Return T* if it is known before training; None if a subclass overrides more than T*."""
+        checked = [name for name in dir(Freezing) if not name.startswith("_") and name not in _HARMLESS]
+        if any(getattr(type(self), name) != getattr(Freezing, name) for name in checked):
             return None
         last = self.last_batch_round(total_rounds)
         return None if last is None else max(last, 0)
 
     def configure_batch_norm(self, pl_module: "FederatedModule") -> None:
-        """Check that there is something to freeze.
+        """Check that the model has the state to freeze.
 
         Raises:
-            ConfigurationError: The model has no BN layer, or none of the statistics that are to freeze.
+            ConfigurationError: The model has no BN layer, or its layers lack the statistics to freeze.
         """
         require_batch_norm(pl_module.model, type(self).__name__, statistics="mean" in self.kinds)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: "FederatedModule") -> None:  # type: ignore[override]  # rounds have one
-        """Say so when T* is not before the last round of this fit."""
+        """Print a line if T* is not before the last round of this fit."""
         if self.remark(pl_module):
             last, rounds = self.last_batch_round(pl_module.planned_rounds), _last_round(pl_module)
             name = type(self).__name__
@@ -88,33 +88,33 @@ def _last_round(module: RunContext) -> int:
 
 
 class FoundFreezing(Freezing):
-    """A freezing method whose T* is found in training.
+    """A freezing method that finds T* in training.
 
     Attributes:
-        freeze_round: T*, None until it is found; part of ``state_dict()``.
+        freeze_round: T*, None until the method finds it; part of ``state_dict()``.
     """
 
     freeze_round: int | None = None
 
     def last_batch_round(self, total_rounds: int) -> int | None:
-        """T*, None until it is found."""
+        """Return T*, None until the method finds it."""
         return self.freeze_round
 
     def undecided(self) -> Mapping[str, str]:
-        """Frozen one day, as long as T* is not found."""
+        """Declare that the kinds will freeze, until the method finds T*."""
         return dict.fromkeys(self.kinds, "frozen") if self.freeze_round is None else {}
 
     def freeze_after(self, pl_module: "FederatedModule", round_number: int) -> None:
-        """Make ``round_number`` T*: log it and say so."""
+        """Set T* to ``round_number``, log it and print a line."""
         self.freeze_round = round_number
         pl_module.log("fixbn/freeze_round", float(round_number))
         name = type(self).__name__
         pl_module.print(f"{name}: T* = {round_number}; BN is frozen from round {round_number + 1} on.")
 
     def state_dict(self) -> dict[str, Any]:
-        """T*."""
+        """Return T*."""
         return {"freeze_round": self.freeze_round}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take up T* as a checkpoint has it."""
+        """Load T* from a checkpoint."""
         self.freeze_round = state_dict["freeze_round"]

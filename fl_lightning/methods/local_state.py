@@ -1,4 +1,4 @@
-"""Clients that keep part of the state to themselves: the mechanism of FedBN, SiloBN and their like."""
+"""Local state of clients: the mechanism of FedBN, SiloBN and similar methods."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -22,30 +22,29 @@ if TYPE_CHECKING:
 
 
 class LocalState(VariantEvaluation):
-    """A method whose clients keep the state of some kinds: it is neither averaged nor sent.
+    """A method whose clients keep some kinds of state, which are neither sent nor averaged.
 
-    A subclass names the ``kinds``. A client starts a round with what it ended its last one with, its first round with the
-    initial state. There is then one model per client, the server's with what the client keeps, and all of them are
-    evaluated with the server's own model, whose copy of local state is the mean over the round's clients:
+    A subclass defines ``kinds``. A client starts a round with the local state of its previous round, or
+    with the initial state. A client's model is the server's model with the client's local state; the
+    server's copy of local state is the mean over the round's clients. Clients' models are evaluated
+    whenever the server's model is, except in a centralised run:
 
-    - ``val/personal_accuracy`` (or ``test/``): the mean over the clients' models on the server's evaluation data.
-    - ``val/own_accuracy``: the mean over the clients of each one's model on data like its own. That is the client's own
-      ``val_dataloader()`` (or ``test_dataloader()``) where it has one; else, where the data module knows each client's
-      class histogram, the server's evaluation data with every class weighed as in the client's training data. Left out
-      where there is neither.
-
-    A client that never took part has the initial state. In a centralised run there are no clients to evaluate.
+    - ``val/personal_accuracy`` (or ``test/``): mean over the clients' models on the server's data.
+    - ``val/own_accuracy``: mean over the clients' models, each on data like the client's own: the client's
+      ``val_dataloader()`` (or ``test_dataloader()``), else the server's data with classes weighted by the
+      client's class histogram. Left out if the data module has neither.
 
     Args:
-        evaluate_clients: How many clients' models are evaluated, evenly spaced by id; each costs as much as the server's
-            own evaluation. Default: all.
+        evaluate_clients: Number of clients' models to evaluate, evenly spaced by id; each costs as much
+            as the server's evaluation. Default: all.
 
     Raises:
-        ConfigurationError: ``evaluate_clients`` is below 1, there is no such kind, or the model has no state of these kinds.
+        ConfigurationError: ``evaluate_clients`` is below 1, a kind is unknown, or the model has no state
+            of these kinds.
 
     Attributes:
         kinds: The kinds of state that clients keep (see ``fl_lightning.round.policy``).
-        memory: What each client keeps, by its id: a row ``[columns]`` for each block; ``SERVER`` is the initial state.
+        memory: Local state by client id, a row ``[columns]`` per block; ``SERVER`` is the initial state.
     """
 
     kinds: ClassVar[tuple[str, ...]]
@@ -59,11 +58,11 @@ class LocalState(VariantEvaluation):
         self.memory = ClientMemory()
 
     def policy(self, round_number: int, total_rounds: int) -> Mapping[str, str]:
-        """These kinds are local."""
+        """Declare ``kinds`` local."""
         return dict.fromkeys(self.kinds, "local")
 
     def configure_batch_norm(self, pl_module: "FederatedModule") -> None:
-        """Check that there is something to keep."""
+        """Check that the model has state of these kinds."""
         model = pl_module.model
         for kind in self.kinds:
             check_choice(f"{type(self).__name__}.kinds", kind, KINDS)
@@ -78,23 +77,23 @@ class LocalState(VariantEvaluation):
             )
 
     def on_round_start(self, trainer: L.Trainer, pl_module: "FederatedModule", cohort: "Cohort") -> None:
-        """Each client takes up what it kept."""
+        """Restore each client's local state."""
         cohort.recall(self.memory)
 
     def on_before_aggregate(self, trainer: L.Trainer, pl_module: "FederatedModule", cohort: "Cohort") -> None:
-        """Each client keeps its own."""
+        """Store each client's local state."""
         cohort.remember(self.memory)
 
     def state_dict(self) -> dict[str, Any]:
-        """What each client keeps."""
+        """Return the clients' local state."""
         return {"memory": self.memory}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take up what the clients of a checkpoint kept."""
+        """Load the clients' local state."""
         self.memory = ClientMemory(state_dict["memory"])
 
     def evaluated_clients(self, pl_module: "FederatedModule") -> list[int]:
-        """The clients whose models are evaluated."""
+        """Return the clients whose models are evaluated."""
         if pl_module.centralised:
             return []
         clients = pl_module.data.num_clients
@@ -104,22 +103,22 @@ class LocalState(VariantEvaluation):
     def variants(
         self, trainer: L.Trainer, pl_module: "FederatedModule"
     ) -> Mapping[str, Mapping[str, Tensor]]:
-        """Each client's model by its id: what the client keeps, which is nothing before the first round."""
+        """Return the local state of each evaluated client by id; empty before the first round."""
         layout = {
             **parameter_layout(pl_module.model, pl_module.parameter_groups),
             **buffer_layout(pl_module.model),
         }
-        found: dict[str, dict[str, Tensor]] = {}
+        models: dict[str, dict[str, Tensor]] = {}
         for client in self.evaluated_clients(pl_module):
-            state = found[str(client)] = {}
+            state = models[str(client)] = {}
             for block, row in self.memory.get(client, self.memory.get(SERVER, {})).items():
                 state |= split_columns(row, layout[block].shapes)
-        return found
+        return models
 
     def variant_metrics(
         self, pl_module: "FederatedModule", split: str, evaluations: Mapping[str, ServerEvaluation]
     ) -> Mapping[str, float]:
-        """Return ``personal_accuracy`` and ``own_accuracy``, or the quality of another task, and further metrics likewise."""
+        """Return ``personal_<metric>`` and ``own_<metric>`` of the task's quality and of ``model.metrics``."""
         quality = pl_module.task.quality
         histograms = pl_module.data.class_histograms() or [[]] * pl_module.data.num_clients
 
@@ -155,31 +154,32 @@ def evaluate_client(
         pl_module: The federated module.
         client: The client.
         split: ``"val"`` or ``"test"``.
-        evaluate: Adds a batch to an evaluation. What it, data set and loader draw is a function of seed and client.
+        evaluate: Function that adds a batch to an evaluation; it and the loader run under a seed from
+            (seed, client).
 
     Returns:
-        The finished evaluation, None where the client has no data for it.
+        The finished evaluation, None if the client has no such data.
     """
-    own = ServerEvaluation()
+    evaluation = ServerEvaluation()
     with seeded(derive_seed(pl_module.seed, "own evaluation", client)):
         loader = pl_module.data.own_dataloader(client, split)
         if loader is None:
             return None
         for batch in loader:
-            evaluate(pl_module.on_device(batch), own)
-    own.finish()
-    return own
+            evaluate(pl_module.on_device(batch), evaluation)
+    evaluation.finish()
+    return evaluation
 
 
 def weighed_accuracy(class_accuracy: Sequence[float | None], weights: Sequence[float]) -> float | None:
-    """Accuracy on data whose classes occur in given proportions.
+    """Return the accuracy on data with the given class proportions.
 
     Args:
-        class_accuracy: Accuracy on each class, None for a class without samples, which is left out.
-        weights: How often each class occurs, in any unit.
+        class_accuracy: Accuracy of each class; None leaves a class out.
+        weights: Frequency of each class, in any unit.
 
     Returns:
-        The accuracy; None where no class with samples has a weight.
+        The accuracy; None if every class is left out or has weight 0.
     """
     known = [(a, w) for a, w in zip(class_accuracy, weights, strict=False) if a is not None]
     total = sum(weight for _, weight in known)

@@ -1,4 +1,4 @@
-"""What a callback adds to the report of a run: pictures, tables, histograms and lines of the result."""
+"""Additions of a callback to a run's report: pictures, tables, histograms and result lines."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,12 +11,12 @@ Rows = Sequence[Mapping[str, float]]
 """Rows of ``metrics.jsonl``: the metrics of a round by name."""
 
 Drawing = Callable[[Sequence[str]], "Figure"]
-"""Makes a figure under the given lines of title (see :func:`~fl_lightning.pictures.style.new_figure`)."""
+"""A function of title lines that draws a figure (see :func:`~fl_lightning.pictures.style.new_figure`)."""
 
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of numbers and words under named columns.
+    """A table of numbers and strings.
 
     Attributes:
         columns: The names of the columns.
@@ -28,33 +28,33 @@ class Table:
 
 
 class Report:
-    """A callback with something to show: a base class beside ``FederatedCallback``; override what there is.
+    """A mixin for callbacks that add to the report of a run.
 
-    Names become files in the run's folder (``<name>.png``, ``<name>.csv``) and keys of the run at W&B (``<name>``,
-    ``<name>_table``), so a picture and the table behind it may have one name. All methods are
-    called when a fit ends, also one that was stopped or failed, and must work before the first round too.
+    Names become files in the run's folder (``<name>.png``, ``<name>.csv``) and W&B keys (``<name>``,
+    ``<name>_table``), so a picture and its table may share a name. All methods are called when a fit ends,
+    is stopped or fails, and must work before the first round too.
     """
 
     def figures(self, rows: Rows) -> Mapping[str, Drawing]:
-        """Pictures by name.
+        """Return pictures by name.
 
         Args:
-            rows: Rows of ``metrics.jsonl``, of this run and of what it was resumed from.
+            rows: Rows of ``metrics.jsonl``, of this run and of the run that it resumed.
         """
         return {}
 
     def tables(self) -> Mapping[str, Table]:
-        """Tables by name."""
+        """Return tables by name."""
         return {}
 
     def histograms(self) -> Mapping[str, Sequence[float]]:
-        """Values whose distribution W&B shows, by name."""
+        """Return values by name, whose distribution W&B shows."""
         return {}
 
     def result(self) -> Mapping[str, float]:
-        """Numbers for ``result.json`` and the summary at W&B, by name."""
+        """Return numbers for ``result.json`` and the W&B summary, by name."""
         return {}
 
     def result_lines(self) -> Mapping[str, str]:
-        """Lines of the printed result table, by what stands before them."""
+        """Return lines of the printed result table, by label."""
         return {}

@@ -1,7 +1,4 @@
-"""Running statistics of all BN layers side by side: what the clients send and what the server makes of them.
-
-The last axis has the channels of all BN layers, in the order of the model.
-"""
+"""Running statistics of all BN layers, as tensors whose last axis joins the layers' channels."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
@@ -14,12 +11,12 @@ if TYPE_CHECKING:
 
 
 def client_statistics(cohort: "Cohort") -> Tensor:
-    """The clients' running means and variances, ``[2, C, channels]``."""
+    """Return the clients' running means and variances, ``[2, C, channels]``."""
     return _join(cohort.buffers, cohort.buffer_kinds)
 
 
 def server_statistics(cohort: "Cohort") -> Tensor:
-    """The server's running means and variances, ``[2, channels]``."""
+    """Return the server's running means and variances, ``[2, channels]``."""
     return _join(cohort.server_buffers, cohort.buffer_kinds)
 
 
@@ -32,11 +29,11 @@ def set_server_statistics(cohort: "Cohort", mean: Tensor, variance: Tensor) -> N
 def split_statistics(
     buffers: Mapping[str, Tensor], kinds: Mapping[str, str], mean: Tensor, variance: Tensor
 ) -> dict[str, Tensor]:
-    """Means and variances, each ``[channels]``, as buffers by their qualified name.
+    """Split means and variances, each ``[channels]``, into buffers by qualified name.
 
     Args:
-        buffers: A model's buffers by name, which tell the sizes.
-        kinds: Their kinds, from ``fl_lightning.batch_norm.kinds.buffer_kinds``.
+        buffers: A model's buffers by name, for the sizes.
+        kinds: The buffers' kinds, from ``fl_lightning.batch_norm.kinds.buffer_kinds``.
         mean: Means of all layers.
         variance: Variances of all layers.
     """
@@ -52,5 +49,5 @@ def _join(buffers: Mapping[str, Tensor], kinds: Mapping[str, str]) -> Tensor:
 
 
 def _names(kinds: Mapping[str, str]) -> list[list[str]]:
-    """Names of the running means and of the running variances, in the order of the layers."""
+    """Return the names of running means and of running variances, in the order of the layers."""
     return [[name for name, kind in kinds.items() if kind == wanted] for wanted in ("mean", "var")]

@@ -1,4 +1,4 @@
-"""A pass over the clients' training data, or over evaluation data, that measures BN statistics under the server's weights."""
+"""BN statistics under the server's weights, measured in a pass over training or evaluation data."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -21,40 +21,41 @@ if TYPE_CHECKING:
     from fl_lightning.round.module import FederatedModule
 
 Mode = Literal["pooled", "per_client", "per_client_total_variance", "pooled_total_variance"]
-"""What :func:`collect` averages.
+"""The average that :func:`collect` takes.
 
-``pooled``: batch k is the union of all clients' k-th batches; the mean over the batches (HeteroFL's own, which needs the
-data in one place). ``pooled_total_variance``: the same batches, and the moments of all their values together.
-``per_client``: the mean over all batches of all clients, one after the other, which misses the variance between the
-clients. ``per_client_total_variance``: the moments of each client's values, and those of their union by the law of total
-variance.
+- ``pooled``: the mean over union batches; batch k is the union of all clients' k-th batches. This is
+  HeteroFL's pass, which needs the data in one place.
+- ``pooled_total_variance``: the moments of all values of the union batches.
+- ``per_client``: the mean over all batches of all clients, which misses the variance between clients.
+- ``per_client_total_variance``: the moments of each client's values, merged by the law of total variance.
 
-In the first BN layer both total variances are exactly that of all clients' data. What deeper layers see depends on the
-batches that those before have normalised with: each client's by itself takes differences between the clients away,
-which the union batches keep, so a deeper layer's moments are those of training on the union, and not a client's.
+In the first BN layer both total variances equal the variance of all clients' data. Deeper layers differ:
+per-client batches normalise differences between clients away, union batches keep them, as in training on
+the union.
 """
 
 Statistics = dict[str, tuple[Tensor, Tensor]]
 """Mean and variance ``[channels]`` by the qualified name of the BN layer."""
 
 Sums = tuple[Tensor, Tensor, Tensor]
-"""Of the values as a whole: count, mean and sum of squared deviations. Else of batches: number, sum of means, of unbiased variances."""
+"""Count, mean and sum of squared deviations of values; or number of batches, sums of means and variances."""
 
 
-@torch.inference_mode(mode=False)  # what data modules keep of it must serve training as well
+@torch.inference_mode(mode=False)  # data modules may cache tensors that training needs
 @torch.no_grad()
 def collect(pl_module: "FederatedModule", mode: Mode) -> Statistics:
-    """Measure what the BN layers see in one pass of all clients, in the cohort or not, over their training data.
+    """Measure the inputs of BN layers in one pass over the training data of all clients.
 
-    The weights are the server's; nothing of the model changes. BN layers normalise with the batch, as in training; those that
-    the user has put in eval mode are not measured. All other layers evaluate, so dropout is off, as it is where the statistics are used (HeteroFL passes in training mode,
-    but its networks have no dropout), and the statistics are a function of the weights, the data and their seed alone. The
-    batches are those of each client's first epoch, augmented as in training; with ``drop_last`` a remainder is left out.
+    The pass runs the server's weights and leaves the model unchanged. BN layers normalise with the batch;
+    BN layers in eval mode are not measured. All other layers are in eval mode, so dropout is off, as when
+    the statistics are used (HeteroFL's pass is in training mode, but its networks have no dropout). The
+    statistics depend only on weights, data and the data's seed. The batches are each client's first epoch,
+    augmented as in training; ``drop_last`` drops a remainder.
 
     Args:
         pl_module: The federated module, attached to a trainer whose federated data are set up.
-        mode: What is averaged, see :data:`Mode`. ``pooled`` and ``per_client`` average the unbiased variances of batches,
-            as PyTorch's BN with ``momentum=None`` does; the two total variances are biased ones, of all values.
+        mode: The average, see :data:`Mode`. ``pooled`` and ``per_client`` average the unbiased variances
+            of batches, as PyTorch's BN with ``momentum=None``; the total variances are biased.
 
     Returns:
         Mean and variance of each BN layer's inputs.
@@ -67,31 +68,30 @@ def collect(pl_module: "FederatedModule", mode: Mode) -> Statistics:
         ]
     else:
         parts = [[([client], step) for step in range(length)] for client, length in enumerate(lengths)]
-    whole = mode.endswith("total_variance")
+    total = mode.endswith("total_variance")
 
     def union(clients: list[int], step: int) -> Any:
         return pl_module.data.cohort_batch(clients, [step] * len(clients)).union().batches()[0]
 
-    with _measuring(pl_module, partial(client_loss, pl_module), whole) as measure:
+    with _measuring(pl_module, partial(client_loss, pl_module), total) as measure:
 
         def measured(part: tuple[int, list[tuple[list[int], int]]]) -> dict[str, Sums]:
-            # clients that have no batch left at a step are absent
             return measure(part[0], (union(*clients_and_step) for clients_and_step in part[1]))
 
-        return _joined(pl_module, pl_module.ranks.map(measured, enumerate(parts)), whole)
+        return _joined(pl_module, pl_module.ranks.map(measured, enumerate(parts)), total)
 
 
 @torch.no_grad()
 def collect_evaluation(pl_module: "FederatedModule", split: str) -> Statistics:
-    """Measure what the BN layers see in one pass over the server's evaluation data, whose labels are not used.
+    """Measure the inputs of BN layers in one pass over the server's evaluation data, without labels.
 
-    The weights are the server's and BN layers normalise with the batch, as in :func:`collect`; the moments are those of all
-    values together. Li et al., "Revisiting Batch Normalization For Practical Domain Adaptation", arXiv 1603.04779 (AdaBN),
-    evaluate with them.
+    As in :func:`collect`, the pass runs the server's weights and BN layers normalise with the batch. The
+    moments are taken over all values, as in AdaBN (Li et al., "Revisiting Batch Normalization For Practical
+    Domain Adaptation", arXiv 1603.04779).
 
     Args:
         pl_module: The federated module, attached to a trainer whose federated data are set up.
-        split: ``"val"`` or ``"test"``: whose data.
+        split: The evaluation data, ``"val"`` or ``"test"``.
 
     Returns:
         Mean and biased variance of each BN layer's inputs.
@@ -102,24 +102,24 @@ def collect_evaluation(pl_module: "FederatedModule", split: str) -> Statistics:
         with explain_batch_of_one():
             pl_module.evaluate_batch(batch, ServerEvaluation())
 
-    with _measuring(pl_module, forward, whole=True) as measure:
+    with _measuring(pl_module, forward, total=True) as measure:
 
         def measured() -> list[dict[str, Sums]]:
             batches = enumerate(getattr(pl_module.data, f"{split}_dataloader")())
             return [measure(index, [batch]) for index, batch in batches if index % ranks.size == ranks.rank]
 
-        found = ranks.exchange(measured)
-    in_order = [found[i % ranks.size][i // ranks.size] for i in range(sum(map(len, found)))]
-    return _joined(pl_module, in_order, whole=True)
+        by_rank = ranks.exchange(measured)
+    in_order = [by_rank[i % ranks.size][i // ranks.size] for i in range(sum(map(len, by_rank)))]
+    return _joined(pl_module, in_order, total=True)
 
 
 def measured_statistics(
     trainer: L.Trainer, pl_module: "FederatedModule", mode: Mode | Literal["evaluation"]
 ) -> dict[str, Tensor]:
-    """Running statistics that an evaluation may use in place of the server's: those of a pass, by the buffer's name.
+    """Return measured running statistics for an evaluation, by the buffer's name.
 
-    Of a pass over the clients' data, or with ``"evaluation"`` of :func:`collect_evaluation` over the data of the evaluation
-    under way. Nothing before the first round, where the server has learnt none either.
+    They come from :func:`collect`, or for ``"evaluation"`` from :func:`collect_evaluation` on the data of
+    the current evaluation. Before the first round the mapping is empty.
     """
     if trainer.sanity_checking:
         return {}
@@ -128,7 +128,7 @@ def measured_statistics(
         statistics = collect_evaluation(pl_module, split)
     else:
         if trainer.state.fn != TrainerFn.FITTING:
-            pl_module.data.setup("fit")  # validate and test have set up no clients
+            pl_module.data.setup("fit")  # validate and test do not set up clients
         statistics = collect(pl_module, mode)
     means = {f"{layer}.running_mean": mean for layer, (mean, _) in statistics.items()}
     return means | {f"{layer}.running_var": variance for layer, (_, variance) in statistics.items()}
@@ -136,30 +136,30 @@ def measured_statistics(
 
 @contextmanager
 def _measuring(
-    pl_module: "FederatedModule", forward: Callable[[Any], object], whole: bool
+    pl_module: "FederatedModule", forward: Callable[[Any], object], total: bool
 ) -> Iterator[Callable[[int, Iterable[Any]], dict[str, Sums]]]:
-    """What gives the sums over the forward passes of some batches by BN layer, on the CPU, where all ranks have them in float64."""
-    model, precision, found = pl_module.model, pl_module.trainer.precision_plugin, dict[str, Sums]()
+    """Yield a function of (index, batches) that returns each BN layer's sums, float64 on the CPU."""
+    model, precision, sums = pl_module.model, pl_module.trainer.precision_plugin, dict[str, Sums]()
 
     def look(layer: nn.Module, inputs: tuple[Tensor, ...], _outputs: Any, name: str) -> None:
         new = moments(inputs[0].transpose(0, 1).flatten(1).to(layer.get_buffer("running_mean")))
-        if not whole:
+        if not total:
             new = 1, new[1], new[2] / (new[0] - 1)
-        if name not in found:
-            found[name] = torch.tensor(float(new[0]), dtype=torch.float64), new[1], new[2]
-        elif whole:
-            merge_(*found[name], *new)
+        if name not in sums:
+            sums[name] = torch.tensor(float(new[0]), dtype=torch.float64), new[1], new[2]
+        elif total:
+            merge_(*sums[name], *new)
         else:
-            for total, one in zip(found[name], new, strict=True):
-                total.add_(one)  # type: ignore[arg-type]  # a number or a tensor
+            for held, term in zip(sums[name], new, strict=True):
+                held.add_(term)  # type: ignore[arg-type]  # a number or a tensor
 
     def measure(index: int, batches: Iterable[Any]) -> dict[str, Sums]:
-        found.clear()
-        # what a model draws for itself here, others shall not miss
+        sums.clear()
+        # seeded: a model's random numbers must not shift the global generators
         with seeded(derive_seed(pl_module.seed, "statistics pass", index)):
             for batch in batches:
                 forward(pl_module.on_device(batch))
-        return {name: _on_cpu(*own) for name, own in found.items()}
+        return {name: _on_cpu(*values) for name, values in sums.items()}
 
     with (
         evaluating(model),
@@ -173,13 +173,13 @@ def _measuring(
         yield measure
 
 
-def _joined(pl_module: "FederatedModule", parts: list[dict[str, Sums]], whole: bool) -> Statistics:
-    """Mean and variance of each BN layer from the sums of the parts."""
+def _joined(pl_module: "FederatedModule", parts: list[dict[str, Sums]], total: bool) -> Statistics:
+    """Return the mean and variance of each BN layer from the sums of the parts."""
     statistics = {}
     for layer in dict.fromkeys(layer for part in parts for layer in part):
         seen = zip(*(part[layer] for part in parts if layer in part), strict=True)
         count, mean, spread = map(torch.stack, seen)
-        if whole:
+        if total:
             mean, spread = total_variance(mean, spread / count.view(-1, 1), count / count.sum())
         else:
             mean, spread = mean.sum(0) / count.sum(), spread.sum(0) / count.sum()

@@ -1,4 +1,4 @@
-"""Evaluation of variants of the server's model, beside the server's own and on the same batches."""
+"""Evaluation of variants of the server's model on the same batches as the server's model."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -19,43 +19,43 @@ if TYPE_CHECKING:
     from fl_lightning.round.module import FederatedModule
 
 BATCH_STATISTICS: Mapping[str, Tensor] = MappingProxyType({})
-"""The variant whose BN layers normalise with the evaluation batch; no running statistic is read or changed."""
+"""The variant whose BN layers normalise with the batch and neither read nor change running statistics."""
 
 
 class VariantEvaluation(FederatedCallback):
     """A method or a diagnostic that evaluates the server's model with some of its state replaced.
 
-    Wherever the server's model is evaluated (inside ``fit``, as row 0 before training too, in ``validate`` and in
-    ``test``), every variant is evaluated on the same batches and by the same rules: in eval mode, outputs that are not
-    finite count as wrong. The metrics of a variant ``calibrated`` are ``val/accuracy_calibrated`` and
-    ``val/loss_calibrated``; with ``test/`` where the server's are called so. Training never sees any of it.
+    Every evaluation of the server's model (in ``fit``, as row 0 before training, in ``validate`` and in
+    ``test``) evaluates each variant on the same batches by the same rules: in eval mode, non-finite outputs
+    count as wrong. The metrics of a variant ``calibrated`` are ``val/accuracy_calibrated`` and
+    ``val/loss_calibrated``, or ``test/...``. Variants do not affect training.
 
-    A subclass defines :meth:`variants`, and :meth:`variant_metrics` where other numbers are wanted.
+    A subclass defines :meth:`variants`, and may override :meth:`variant_metrics`.
     """
 
     def variants(
         self, trainer: L.Trainer, pl_module: "FederatedModule"
     ) -> Mapping[str, Mapping[str, Tensor]]:
-        """What to evaluate now; called at the start of each evaluation.
+        """Return the variants to evaluate; called at the start of each evaluation.
 
         Returns:
-            For each variant's name the tensors that replace the server's, by the qualified name of the parameter or
-            buffer and of its shape; or :data:`BATCH_STATISTICS`.
+            By variant, the tensors that replace the server's parameters or buffers of the same qualified
+            name and shape; or :data:`BATCH_STATISTICS`.
         """
         raise NotImplementedError(f"{type(self).__name__} must define variants(trainer, pl_module)")
 
     def variant_metrics(
         self, pl_module: "FederatedModule", split: str, evaluations: Mapping[str, ServerEvaluation]
     ) -> Mapping[str, float]:
-        """What is logged of an evaluation.
+        """Return the metrics of an evaluation.
 
         Args:
             pl_module: The federated module.
-            split: ``"val"`` or ``"test"``: the data of this evaluation.
+            split: The evaluation data, ``"val"`` or ``"test"``.
             evaluations: The finished evaluation of each variant.
 
         Returns:
-            Numbers by their name without the split. Default: loss and accuracy of each variant.
+            Numbers by name without the split. Default: loss and accuracy of each variant.
         """
         return {
             f"{metric}_{name}": value
@@ -66,13 +66,13 @@ class VariantEvaluation(FederatedCallback):
     def on_validation_epoch_start(self, trainer: L.Trainer, pl_module: "FederatedModule") -> None:  # type: ignore[override]  # rounds have one
         """Start an evaluation of every variant."""
         model = pl_module.model
-        own = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        server = {**dict(model.named_parameters()), **dict(model.named_buffers())}
         self._slots = StateSlots(model)
-        # a checkpoint's tensors come to the CPU
+        # tensors of a checkpoint are on the CPU
         self._tensors = {
             name: tensors
             if tensors is BATCH_STATISTICS
-            else {key: value.to(own[key]) for key, value in tensors.items()}
+            else {key: value.to(server[key]) for key, value in tensors.items()}
             for name, tensors in self.variants(trainer, pl_module).items()
         }
         self._evaluations = {name: ServerEvaluation() for name in self._tensors}
@@ -86,9 +86,9 @@ class VariantEvaluation(FederatedCallback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """Evaluate every variant on a batch; the server's own evaluation does not notice."""
+        """Evaluate every variant on a batch, without effect on the server's evaluation."""
         with isolate_rng():
-            # there may be few batches: each rank takes some of a batch's variants
+            # turn: with few batches, the variants of a batch are spread over the ranks
             for turn, (name, tensors) in enumerate(self._tensors.items()):
                 evaluate = partial(self.evaluate, pl_module, tensors)
                 self._evaluations[name].divide(pl_module, batch, batch_idx, evaluate, turn)

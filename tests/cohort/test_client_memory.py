@@ -235,7 +235,7 @@ def test_a_round_reads_and_writes_its_own_clients_alone(tmp_path, monkeypatch):
             memory[client] = entry(client, round_number)
         memory.flush()
         assert [int(path.stem) for path in seen[-2:]] == list(clients)
-        assert len(memory._kept) == 2
+        assert len(memory._entries) == 2
     assert len(seen) == 4
 
 
