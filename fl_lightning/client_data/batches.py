@@ -12,8 +12,8 @@ from fl_lightning.errors import CannotVectorize, doing
 class BatchStack:
     """The batches of one local step, one for each active client of a cohort.
 
-    The batches are held as a list or stacked (every tensor ``[C, b, ...]``), and converted on demand. A
-    batch is any tree of tensors, usually ``(inputs, targets)``.
+    The batches are held as a list or stacked (every tensor ``[C, b, ...]``), and converted on
+    demand. A batch is any tree of tensors, usually ``(inputs, targets)``.
     """
 
     def __init__(self, *, batches: Sequence[Any] | None = None, stack: Any = None) -> None:
@@ -95,7 +95,7 @@ def require_one(shapes: Iterable[Any]) -> None:
 
 
 def describe_batch(batch: Any) -> str:
-    """Return a batch's dtypes, shapes and label range: ``float32 [8, 3, 32, 32] and int64 [8] from 0 to 9``."""
+    """Return dtypes, shapes, label range: ``float32 [8, 3, 32, 32] and int64 [8] from 0 to 9``."""
     return " and ".join(_describe(leaf) for leaf in tree_leaves(batch))
 
 

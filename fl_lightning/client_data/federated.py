@@ -1,7 +1,7 @@
 """The federated data module, which holds one ``LightningDataModule`` per client.
 
-A client's batch is a function of (seed, client, step); ``step`` counts the client's local steps from the
-start of training. Any round can therefore be computed alone, and a resumed run draws equal batches.
+A client's batch is a function of (seed, client, step); ``step`` counts the client's local steps
+from the start of training. Rounds are therefore independent, and a resumed run draws equal batches.
 """
 
 from collections.abc import Collection, Sequence
@@ -71,23 +71,23 @@ class ClientDataModule(L.LightningDataModule):
 class FederatedDataModule(Recorded, L.LightningDataModule):
     """The clients of a federation and the server's evaluation data.
 
-    Pass one ``LightningDataModule`` per client, or subclass it and build the clients in :meth:`setup`, as the
-    shipped data sets do.
+    Pass one ``LightningDataModule`` per client, or subclass it and build the clients in
+    :meth:`setup`, as the shipped data sets do.
 
     Args:
         clients: One data module per client; any whose ``train_dataloader()`` has a length.
-        server: Data module of the server's evaluation data (``val_dataloader``, ``test_dataloader``).
+        server: Data module of the server's validation and test data.
         seed: Seed of the data's partition, order and augmentation.
 
     Attributes:
-        fit_split: Prefix and data of the evaluation in ``fit``: ``"val"``, or ``"test"`` if there are no
-            validation data.
+        fit_split: Data of the evaluation in ``fit``: ``"val"``, or ``"test"`` without validation
+            data.
         num_classes: Number of classes, None for data without classes.
         class_names: Name of each class in label order; None for the labels themselves.
         in_channels: Channels of an image, None for other data.
         image_size: Height and width of an image in pixels, None for other data.
-        drawn_splits: The evaluation data, ``"val"`` or ``"test"``, that are drawn from the clients' samples
-            (another seed may draw samples that clients trained on).
+        drawn_splits: The evaluation data, ``"val"`` or ``"test"``, that are drawn from the clients'
+            samples (another seed may draw samples that clients trained on).
         loaded: Digest of all loaded data, independent of the seed; None if unknown.
     """
 
@@ -115,7 +115,7 @@ class FederatedDataModule(Recorded, L.LightningDataModule):
 
     @property
     def clients(self) -> Sequence[L.LightningDataModule]:
-        """One data module per client, in the order of ids; shipped data sets build them in ``setup``."""
+        """One data module per client, in the order of ids; shipped data sets set it in ``setup``."""
         return self._clients
 
     @property
@@ -129,7 +129,7 @@ class FederatedDataModule(Recorded, L.LightningDataModule):
             datamodule.prepare_data()
 
     def setup(self, stage: str) -> None:
-        """Set up the server for a stage (``"fit"``, ...) once, and for ``"fit"`` the clients too."""
+        """Set up the server for a stage once, and the clients too if the stage is ``"fit"``."""
         if stage in self._prepared:
             return
         if self.server is not None:
@@ -140,7 +140,7 @@ class FederatedDataModule(Recorded, L.LightningDataModule):
         self._prepared.add(stage)
 
     def train_dataloader(self) -> DataLoader[int]:
-        """Return one item per epoch, as an epoch is one round; the round draws its batches itself."""
+        """Return one item per epoch, as an epoch is a round, which draws batches by itself."""
         return DataLoader([0], batch_size=None)  # type: ignore[arg-type]  # a list is a map-style dataset
 
     def val_dataloader(self) -> Any:
@@ -183,7 +183,7 @@ class FederatedDataModule(Recorded, L.LightningDataModule):
         return draw(self._source, client_ids, steps)
 
     def keep_on(self, device: torch.device) -> None:
-        """Move the data to the device's memory, if the data set supports it; called before training."""
+        """Move the data to the device, if the data set supports it; called before training."""
 
     def describe_partition(self) -> str:
         """Return a short description of the partition, for tables."""
@@ -202,8 +202,8 @@ class FederatedDataModule(Recorded, L.LightningDataModule):
     def fingerprint(self) -> dict[str, str]:
         """Return digests of the data, by which a resumed run notices changed data.
 
-        The digest of data in memory covers their contents; other digests cover labels, some samples, and
-        paths and contents of files. Batching, loading and file times do not count.
+        The digest of data in memory covers their contents; other digests cover labels, some
+        samples, and paths and contents of files. Batching, loading and file times do not count.
 
         Returns:
             Digests of the ``"training"`` and the ``"evaluation"`` data and of the ``"partition"``.
@@ -225,7 +225,7 @@ class FederatedDataModule(Recorded, L.LightningDataModule):
         return {"training": digest(training), "evaluation": evaluation, "partition": partition}
 
     def evaluation_digests(self) -> Collection[str]:
-        """Return the possible ``"evaluation"`` digests of :meth:`fingerprint`, without set-up clients.
+        """Return the possible ``"evaluation"`` digests of :meth:`fingerprint` without clients.
 
         There are two, as samples count only if the clients have fewer than 32 data sets.
         """

@@ -68,11 +68,11 @@ def _feed(state: Any, part: Any) -> None:
 
 
 def dataset_digest(dataset: Any, known: dict[int, str]) -> str:
-    """Return the digest of a data set: a tensor's contents, else length, labels, files and some samples.
+    """Return the digest of a data set: tensors, or else length, labels, files and some samples.
 
-    Labels are the attribute ``targets`` or ``labels``. Files are the pairs (path, class) of ``samples``, as
-    in torchvision, or the paths of ``files``; paths and contents count. Eight samples count of each of the
-    first 32 data sets.
+    Labels are the attribute ``targets`` or ``labels``. Files are the pairs (path, class) of
+    ``samples``, as in torchvision, or the paths of ``files``; paths and contents count. Eight
+    samples count of each of the first 32 data sets.
 
     Args:
         dataset: The data set.
@@ -111,8 +111,7 @@ def _files(dataset: Any) -> str | list[Any]:
 def files_digest(files: Sequence[Path], root: Path) -> str:
     """Return the digest of files: their paths below ``root`` and their content.
 
-    Above :data:`LARGE` bytes the digests of files are cached by size and modification time, and a printed
-    line says so.
+    Above :data:`LARGE` bytes the digests of files are cached by size and modification time.
     """
     states = [path.stat() for path in files]
     size = sum(state.st_size for state in states)

@@ -20,12 +20,12 @@ from fl_lightning.randomness import derive_seed, seeded
 
 
 class LoaderBatches:
-    """Random access to the batches of any ``LightningDataModule`` through its ``train_dataloader()``.
+    """Random access to the batches of a ``LightningDataModule``'s ``train_dataloader()``.
 
-    An epoch's order and each batch are drawn under generators (the loader's, and the global ones of torch,
-    numpy and Python) seeded from (seed, client, epoch[, position]). Shuffling and augmentation are then
-    functions of the position. The global generators are restored afterwards. Map-style data sets without
-    worker processes have random access; other loaders are iterated up to the position.
+    An epoch's order and each batch are drawn under generators (the loader's, and the global ones of
+    torch, numpy and Python) seeded from (seed, client, epoch[, position]). Shuffling and
+    augmentation are then functions of the position. The global generators are restored afterwards.
+    Map-style data sets without worker processes have random access; other loaders are iterated.
 
     Args:
         datamodule: The client's data module, already set up.
@@ -33,8 +33,7 @@ class LoaderBatches:
         seed: The run's seed.
 
     Attributes:
-        num_examples: Number of different training examples that the sampler draws from, maybe a part of a
-            data set that clients share.
+        num_examples: Number of different training examples that the sampler draws from.
         steps_per_epoch: Number of batches in one pass over the examples.
         samples_per_step: Mean number of samples in a batch over a pass.
 
@@ -100,7 +99,7 @@ class LoaderBatches:
             self.samples_per_step = len(sampler) / self.steps_per_epoch  # type: ignore[arg-type]  # sized
 
     def _drawn_from(self, sampler: Any) -> int:
-        """Return the number of different samples that a sampler draws from; a user's by its first epoch."""
+        """Return how many different samples a sampler draws from; a user's by its first epoch."""
         kind = type(sampler)
         if kind is RandomSampler:
             return len(sampler.data_source)

@@ -27,20 +27,21 @@ _RECORD = "files of a ClientMemory"
 class ClientMemory(MutableMapping[int, Mapping[str, Tensor]]):
     """A method's state of clients between rounds: a mapping of client ids to named tensors.
 
-    Entries are replaced, ``memory[client] = {"name": tensor}``, and immutable. A method holds a memory as an
-    attribute, returns it in ``state_dict()``, and makes a new memory from the value in ``load_state_dict``.
+    Entries are replaced, ``memory[client] = {"name": tensor}``, and immutable. A method holds a
+    memory as an attribute, returns it in ``state_dict()``, and makes a new one in
+    ``load_state_dict``.
 
-    Entries lie in the memory of every rank and in checkpoints. Above :data:`LIMIT` bytes they move to files,
-    one per client, in ``memory/`` of the trainer's ``default_root_dir``, which all ranks must be able to
-    read. One rank per client writes its file at the end of a round, so a round's cost depends only on its
-    cohort. Checkpoints then have a folder of hard links to these files. Negative ids belong to the server
-    and stay in memory.
+    Entries lie in the memory of every rank and in checkpoints. Above :data:`LIMIT` bytes they move
+    to files, one per client, in ``memory/`` of the trainer's ``default_root_dir``, which all ranks
+    must be able to read. One rank per client writes its file at the end of a round, so a round's
+    cost depends only on its cohort. Checkpoints then have a folder of hard links to these files.
+    Negative ids belong to the server and stay in memory.
 
     Args:
         state: State from a checkpoint, or entries by client id.
 
     Raises:
-        ConfigurationError: The checkpoint's files are missing or damaged, or files cannot be written.
+        ConfigurationError: The checkpoint's files are missing or damaged, or writing fails.
     """
 
     def __init__(self, state: Mapping[Any, Any] = MappingProxyType({})) -> None:
@@ -114,9 +115,9 @@ class ClientMemory(MutableMapping[int, Mapping[str, Tensor]]):
             self._folder = self._live
 
     def flush(self) -> None:
-        """Write the changed entries if they belong in files; all ranks call it at the end of a round.
+        """Write changed entries above the limit; all ranks call it at the end of a round.
 
-        Written entries stay in memory until the next call, as other ranks may not have written their files.
+        Written entries stay in memory until the next call, as other ranks may still write.
         """
         if self._folder is None:
             if self._live is None or self._bytes <= LIMIT:
@@ -158,7 +159,7 @@ class ClientMemory(MutableMapping[int, Mapping[str, Tensor]]):
 
     @contextmanager
     def labelled(self, label: str, round_number: int) -> Iterator[None]:
-        """Label the checkpoint that the block writes, then remove files of earlier checkpoints with this label.
+        """Label the block's checkpoint, then remove files of earlier checkpoints with this label.
 
         Args:
             label: Name of the checkpoint.

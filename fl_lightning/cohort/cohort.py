@@ -15,18 +15,18 @@ from fl_lightning.optimizers.settings import GroupSettings
 from fl_lightning.randomness import generator
 
 SERVER = -1
-"""The client id of the server: a method's state of the server, or the initial state of every client."""
+"""The client id of the server, for a method's server state or the clients' initial state."""
 
 
 class Cohort:
     """The state of the clients that take part in one communication round.
 
-    Trainable parameters lie in one contiguous block ``[C, columns]`` per parameter group, buffers in one
-    block per kind. ``params``, ``grads`` and ``buffers`` give views ``[C, *shape]`` by name, and their
-    ``blocks``. Row i belongs to ``client_ids[i]``. The module uses the subclass
+    Trainable parameters lie in one contiguous block ``[C, columns]`` per parameter group, buffers
+    in one block per kind. ``params``, ``grads`` and ``buffers`` give views ``[C, *shape]`` by name,
+    and their ``blocks``. Row i belongs to ``client_ids[i]``. The module uses the subclass
     :class:`~fl_lightning.cohort.round_cohort.RoundCohort`.
 
-    On several ranks the hooks of a local step get only the rank's rows of the cohort, possibly none.
+    On several ranks the hooks of a local step get only the rank's rows, possibly none.
 
     Args:
         model: The server's model.
@@ -39,10 +39,10 @@ class Cohort:
 
     Attributes:
         client_ids: The clients, in increasing order.
-        rows: Index of these rows in the round's cohort: all rows, except in local steps and after clients
-            are left out (``on_divergence: drop``).
-        extra: A method's tensors ``[C, ...]`` by name, set in ``on_round_start`` and used in local steps;
-            complete over the ranks in ``on_before_aggregate``, and empty when a round begins.
+        rows: Index of these rows in the round's cohort: all rows, except in local steps and after
+            clients are left out (``on_divergence: drop``).
+        extra: A method's tensors ``[C, ...]`` by name, set in ``on_round_start`` and used in local
+            steps; gathered for ``on_before_aggregate``, empty at the start of a round.
         weights: Aggregation weights p_i, shape ``[C]``, sum 1.
         round: The communication round, from 1.
         step: The current local step, from 0.
@@ -53,10 +53,10 @@ class Cohort:
         server: The server's parameters at the start of the round, ``[*shape]`` by name.
         server_rows: The parameters of ``server`` as blocks ``[1, columns]``.
         server_parameters: The server model's parameters by name, which the server step changes.
-        server_buffers: The server model's buffers by name; a method that pools statistics writes them.
+        server_buffers: The server model's buffers by name; a method may write pooled statistics.
         parameter_kinds: The kind of each parameter by name (see ``fl_lightning.batch_norm.kinds``).
         buffer_kinds: The kind of each buffer by name.
-        policy: The treatment of each kind of state in this round (see ``fl_lightning.round.policy``).
+        policy: The treatment of each kind of state (see ``fl_lightning.round.policy``).
         losses: Mean training loss of each client over its local steps, shape ``[C]``; known from
             ``on_before_aggregate`` on.
     """
@@ -113,7 +113,7 @@ class Cohort:
 
     @property
     def active(self) -> Tensor:
-        """Mask of the clients that take the current local step, bool ``[C]``; all after the local steps."""
+        """Mask of the clients in the current local step, bool ``[C]``; all True after the steps."""
         return torch.tensor([self._over or self.step < steps for steps in self.local_steps])
 
     def active_rows(self) -> list[int]:
@@ -121,30 +121,30 @@ class Cohort:
         return [row for row, steps in enumerate(self.local_steps) if self.step < steps]
 
     def index(self, rows: list[int]) -> slice | Tensor:
-        """Return ascending rows as an index, without a wait for the device: a slice if they are consecutive."""
+        """Return ascending rows as an index that no device waits for, a slice if consecutive."""
         if not rows or rows[-1] - rows[0] + 1 == len(rows):
             return slice(rows[0], rows[-1] + 1) if rows else slice(0, 0)
         index, device = torch.tensor(rows), next(iter(self.params.blocks.values())).device
         return index.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else index
 
     def generators(self, purpose: str) -> list[torch.Generator]:
-        """Return a generator for each row, a function of (seed, purpose, round, client, local step).
+        """Return a generator per row, a function of (seed, purpose, round, client, local step).
 
         Args:
-            purpose: Name of the random numbers, such as ``"noise"``; different purposes are independent.
+            purpose: Name of the random numbers, such as ``"noise"``; purposes are independent.
         """
         return [generator(self._seed, purpose, self.round, client, self.step) for client in self.client_ids]
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """The client optimizer: one torch optimizer whose parameters are the trained blocks ``[C, columns]``."""
+        """The client optimizer, a torch optimizer of the trained blocks ``[C, columns]``."""
         return self._optimizer.torch
 
     def optimizer_state(self, key: str) -> Rows:
-        """Return the client optimizer's state ``key`` (SGD: ``"momentum_buffer"``), ``[C, *shape]`` by name.
+        """Return the optimizer state ``key``, such as ``"momentum_buffer"``, ``[C, *shape]`` by name.
 
-        The views can be read and written. They are zero at the start of a round; a callback that keeps state
-        over rounds restores it from a copy.
+        The views can be read and written. They start each round at zero; a callback may restore a
+        copy.
 
         Raises:
             ConfigurationError: The client optimizer has no such state.
@@ -169,7 +169,7 @@ class Cohort:
 
     @property
     def optimizer_steps(self) -> dict[str, Tensor]:
-        """Steps in each client's optimizer state, int64 ``[C]`` by block; settable when a round starts."""
+        """Steps of each client's optimizer, int64 ``[C]`` by block; set it only at a round's start."""
         taken, before = torch.tensor(self.local_steps), self._optimizer.initial_steps
         return {n: before[n][self.rows] + taken if n in before else taken for n in self.params.blocks}
 
@@ -184,8 +184,8 @@ class Cohort:
     def recall(self, memory: MutableMapping[int, Any]) -> None:
         """Restore each client's ``local`` state from a memory.
 
-        A client without an entry gets the server's initial state, which the first call stores in ``memory``
-        under :data:`SERVER`.
+        A client without an entry gets the server's initial state, which the first call stores in
+        ``memory`` under :data:`SERVER`.
 
         Args:
             memory: Rows ``[columns]`` by block, by client id, from :meth:`remember`: a
@@ -200,7 +200,7 @@ class Cohort:
                 block[index].copy_(entry.get(name, initial[name]))
 
     def remember(self, memory: MutableMapping[int, Any]) -> None:
-        """Store each client's ``local`` state for :meth:`recall`; entries of absent clients are unchanged.
+        """Store the cohort's ``local`` state for :meth:`recall`.
 
         Args:
             memory: The callback's memory, part of its ``state_dict()``.

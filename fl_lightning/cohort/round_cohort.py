@@ -38,7 +38,7 @@ class RowState(NamedTuple):
 
 
 class RoundCohort(Cohort):
-    """A cohort with the operations of a round and its executor, from the broadcast to the server's step.
+    """A cohort with the operations of a round, from the broadcast to the server's step.
 
     Args:
         model: The server's model.
@@ -92,7 +92,7 @@ class RoundCohort(Cohort):
         lr_factor: float = 1.0,
         seed: int = 0,
     ) -> None:
-        """Start a round: every row becomes a copy of the server's state, with a fresh client optimizer.
+        """Start a round: copy the server's state to every row and make a client optimizer.
 
         Args:
             round_number: The communication round, from 1.
@@ -128,7 +128,7 @@ class RoundCohort(Cohort):
         self._optimizer = ClientOptimizer(optimizer, blocks, gradients, groups, lr_factor, self.own_rows)
 
     def part(self, rows: slice | None = None) -> Self:
-        """Return some rows (default: this rank's) as a cohort in the same memory, for local steps."""
+        """Return some rows (default: this rank's) as a cohort in shared memory, for local steps."""
         part, rows = copy(self), rows or self.own_rows
         for name in ("params", "grads", "buffers"):
             setattr(part, name, getattr(self, name).part(rows))
@@ -139,7 +139,7 @@ class RoundCohort(Cohort):
         return part
 
     def finish_steps(self, part: Self, samples: Sequence[int], *, weigh_samples: bool = False) -> None:
-        """End the local steps: gather the rows of all ranks, and divide the losses by the local steps.
+        """End the local steps: gather the rows of all ranks, and average the losses.
 
         Args:
             part: The clients that this rank has computed.
@@ -161,7 +161,7 @@ class RoundCohort(Cohort):
 
         Args:
             rows: The clients' rows, ascending.
-            weights: Aggregation weights, shape ``[len(rows)]``, sum 1. None: proportional to samples.
+            weights: Aggregation weights, shape ``[len(rows)]``, sum 1. None: by samples.
         """
         cohort = copy(self)
         for name in ("params", "grads", "buffers"):
@@ -220,7 +220,7 @@ class RoundCohort(Cohort):
         return self._row_state[row]
 
     def take_up(self, row: int, tensors: Mapping[str, Tensor]) -> None:
-        """Copy tensors that a forward pass has replaced, or given other memory (``x.data = y``), to a row.
+        """Copy tensors that a forward pass has replaced or moved (``x.data = y``) to a row.
 
         Args:
             row: The client's row.
@@ -253,7 +253,7 @@ class RoundCohort(Cohort):
 
         Args:
             row: The client's row.
-            gradients: Gradient of each trained parameter, None if the loss does not use the parameter.
+            gradients: Gradient of each trained parameter, None if the loss lacks it.
         """
         views = self.grads.row(row)
         used = [(views[n], g) for n, g in zip(self.trained_names, gradients, strict=True) if g is not None]
@@ -283,7 +283,7 @@ class RoundCohort(Cohort):
             self.samples[row] += size
 
     def take_step(self) -> None:
-        """Take one step of the client optimizer for every row, except for parameters that a row skips."""
+        """Step the client optimizer of every row, except for parameters that a row skips."""
         before = [(view, view.clone()) for view in self._skipped()]
         self._optimizer.step()
         for view, value in before:
@@ -312,7 +312,7 @@ class RoundCohort(Cohort):
                 yield from (views[name] for name in names if name in views)
 
     def finish_step(self, step: int, last: int) -> None:
-        """Save the state of clients whose last local step was ``step``, if other clients continue to ``last``."""
+        """Save the state of clients whose last local step was ``step``, if others continue."""
         if step < last:
             for row, steps in enumerate(self.local_steps):
                 if step + 1 == steps:

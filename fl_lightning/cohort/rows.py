@@ -37,7 +37,7 @@ Layout = Mapping[str, Block]
 
 
 class Rows(Mapping[str, Tensor]):
-    """Tensors ``[C, *shape]`` by name, as views of the columns of contiguous blocks ``[C, columns]``.
+    """Tensors ``[C, *shape]`` by name: views of columns of contiguous blocks ``[C, columns]``.
 
     Args:
         layout: The tensors of each block.
@@ -101,8 +101,8 @@ class Rows(Mapping[str, Tensor]):
     def copies(self, index: slice | Tensor) -> dict[str, Tensor]:
         """Return copies ``[n, *shape]`` of some rows by name, with one operation per block.
 
-        Each copy from a block of vectors, such as BN's, is contiguous, as a BN layer over all clients would
-        copy other tensors again.
+        Each copy from a block of vectors, such as BN's, is contiguous, or a BN layer would copy it
+        again.
 
         Args:
             index: The rows.
@@ -140,7 +140,7 @@ class Rows(Mapping[str, Tensor]):
             storage[index] = torch.cat(columns, dim=1)
 
     def _order(self, block: str, num_rows: int) -> Tensor:
-        """Return the order of elements that makes each tensor contiguous, cached for ``num_rows``."""
+        """Return the order of elements in which each tensor is contiguous, cached."""
         storage = self.blocks[block]
         if block not in self._orders or len(self._orders[block]) != num_rows * storage.shape[1]:
             places = torch.arange(num_rows * storage.shape[1], device=storage.device).view(num_rows, -1)
@@ -161,8 +161,9 @@ class Rows(Mapping[str, Tensor]):
 def parameter_groups(model: nn.Module, overrides: GroupSettings) -> dict[str, str]:
     """Return the parameter group of each trainable parameter.
 
-    BN layers' gamma and beta are always the group ``batch_norm``. Parameters with one element (``scalars``)
-    and biases (``bias``) are groups if ``overrides`` has the key. All other parameters are ``weights``.
+    BN layers' gamma and beta are always the group ``batch_norm``. Parameters with one element
+    (``scalars``) and biases (``bias``) are groups if ``overrides`` has the key. All other
+    parameters are ``weights``.
     """
     groups = {}
     for name, kind in parameter_kinds(model).items():
@@ -253,7 +254,7 @@ def _as(tensor: Tensor, shape: torch.Size) -> Tensor:
 
 
 def split_columns(block: Tensor, shapes: Mapping[str, torch.Size]) -> dict[str, Tensor]:
-    """Return views by name, ``[C, *shape]`` of a block ``[C, columns]`` or ``[*shape]`` of a vector."""
+    """Split a block ``[C, columns]``, or a vector, into views ``[C, *shape]`` by name."""
     pieces = torch.split(block, [shape.numel() for shape in shapes.values()], dim=-1)
     lead = block.shape[:-1]
     return {

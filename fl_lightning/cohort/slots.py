@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 
 class StateSlots:
-    """The places of a model's parameters and buffers, which can hold a client's tensors temporarily.
+    """The places of a model's parameters and buffers, which can hold a client's tensors.
 
     Args:
         model: The server's model. Tied tensors have several places.

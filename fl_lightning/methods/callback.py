@@ -1,4 +1,4 @@
-"""The hooks of a communication round: a method of the literature is a subclass of :class:`FederatedCallback`."""
+"""The base class of methods, with the hooks of a communication round."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class FederatedCallback(Recorded, Declarations, L.Callback):
-    """A method: it declares what is averaged, local or frozen (``policy``) and changes a round by hooks.
+    """A method: it declares the treatment of state (``policy``) and changes a round by hooks.
 
     Unlike Lightning's callbacks a method is essential: without it the run is another algorithm. A round is ::
 
@@ -35,26 +35,27 @@ class FederatedCallback(Recorded, Declarations, L.Callback):
             server <- one step of the server optimizer
             on_round_end(trainer, pl_module, cohort)
 
-    Every tensor of the cohort has the client axis first. State of clients that a method keeps between
-    rounds belongs in its ``state_dict()``, as tensors and numbers by client id; a resumed run is then exact.
+    Every tensor of the cohort has the client axis first. State of clients that a method keeps
+    between rounds belongs in its ``state_dict()``, as tensors and numbers by client id, for exact
+    resumes.
 
     Under ``on_divergence: drop`` clients with a non-finite update are left out before and after
-    ``on_before_aggregate``: later hooks get fewer clients, and ``cohort.rows`` holds their rows. If too few
-    clients report or are left, the round is skipped, and ``on_round_skipped(trainer, pl_module)`` replaces
-    the remaining hooks.
+    ``on_before_aggregate``: later hooks get fewer clients, and ``cohort.rows`` holds their rows. If
+    too few clients report or are left, the round is skipped, and ``on_round_skipped`` replaces the
+    remaining hooks.
 
-    Before each hook torch's global generator is seeded from (seed, class, hook, round, step), so random
-    numbers depend on neither the executor nor earlier draws, and are equal after a resume.
+    Before each hook torch's global generator is seeded from (seed, class, hook, round, step), so
+    random numbers depend on neither the executor nor earlier draws, and are equal after a resume.
 
     A run on several ranks gives the numbers of a run on one rank if hooks follow these rules:
 
-    - ``on_round_start``, ``on_before_aggregate``, ``on_round_end`` and Lightning's hooks get the entire
-      cohort and must act equally on every rank: no clock, no process number, and no random numbers but
-      torch's global ones.
-    - ``on_after_local_backward`` and ``on_local_step_end`` get the rank's rows ``cohort.rows``, possibly
-      none, and change only these rows; ``cohort.mean`` raises. State for the local steps belongs in
-      ``cohort.extra``, which ``on_round_start`` fills with tensors ``[C, ...]``, not on ``self``. Random
-      numbers come from ``cohort.generators``.
+    - ``on_round_start``, ``on_before_aggregate``, ``on_round_end`` and Lightning's hooks get the
+      entire cohort and must act equally on every rank: no clock, no process number, and no random
+      numbers but torch's global ones.
+    - ``on_after_local_backward`` and ``on_local_step_end`` get the rank's rows ``cohort.rows``,
+      possibly none, and change only these rows; ``cohort.mean`` raises. State for the local steps
+      belongs in ``cohort.extra``, which ``on_round_start`` fills with tensors ``[C, ...]``, not on
+      ``self``. Random numbers come from ``cohort.generators``.
 
     An unknown hook name (``on_rond_start``) is an error when the class is defined, in a mixin too.
     """
@@ -69,7 +70,7 @@ class FederatedCallback(Recorded, Declarations, L.Callback):
                 )
 
     def configure_batch_norm(self, pl_module: "FederatedModule") -> None:
-        """Swap BN modules of ``pl_module.model``: the only way for a method to change a forward pass."""
+        """Swap BN modules of ``pl_module.model``, the only way to change a forward pass."""
 
     def change_batches(
         self, pl_module: "FederatedModule", client_ids: Sequence[int], batches: BatchStack
@@ -102,6 +103,6 @@ class FederatedCallback(Recorded, Declarations, L.Callback):
         """Act when a round is skipped, in place of the remaining hooks.
 
         Returns:
-            The round's floats by client, as in ``extra_traffic``, and exchanges, as in ``extra_exchanges``.
+            Floats by client (see ``extra_traffic``) and exchanges (see ``extra_exchanges``).
         """
         return {}, 0

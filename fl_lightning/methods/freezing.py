@@ -21,7 +21,7 @@ _HARMLESS = frozenset({"kinds", "last_batch_round", "same_until", "paper", "clai
 
 
 class Freezing(FederatedCallback):
-    """A method that trains with batch statistics until round T* and then freezes the server's BN state.
+    """A method that freezes the server's BN state after training with batch statistics to round T*.
 
     Subclasses define T*.
 
@@ -55,7 +55,7 @@ class Freezing(FederatedCallback):
         """Check that the model has the state to freeze.
 
         Raises:
-            ConfigurationError: The model has no BN layer, or its layers lack the statistics to freeze.
+            ConfigurationError: The model has no BN layer, or BN without statistics.
         """
         require_batch_norm(pl_module.model, type(self).__name__, statistics="mean" in self.kinds)
 

@@ -11,7 +11,7 @@ Rows = Sequence[Mapping[str, float]]
 """Rows of ``metrics.jsonl``: the metrics of a round by name."""
 
 Drawing = Callable[[Sequence[str]], "Figure"]
-"""A function of title lines that draws a figure (see :func:`~fl_lightning.pictures.style.new_figure`)."""
+"""A function of title lines that draws a figure, see ``fl_lightning.pictures.style``."""
 
 
 @dataclass(frozen=True)
@@ -30,9 +30,9 @@ class Table:
 class Report:
     """A mixin for callbacks that add to the report of a run.
 
-    Names become files in the run's folder (``<name>.png``, ``<name>.csv``) and W&B keys (``<name>``,
-    ``<name>_table``), so a picture and its table may share a name. All methods are called when a fit ends,
-    is stopped or fails, and must work before the first round too.
+    Names become files in the run's folder (``<name>.png``, ``<name>.csv``) and W&B keys
+    (``<name>``, ``<name>_table``), so a picture and its table may share a name. All methods are
+    called when a fit ends, is stopped or fails, and must work before the first round too.
     """
 
     def figures(self, rows: Rows) -> Mapping[str, Drawing]:

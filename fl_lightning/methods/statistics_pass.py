@@ -23,22 +23,22 @@ if TYPE_CHECKING:
 Mode = Literal["pooled", "per_client", "per_client_total_variance", "pooled_total_variance"]
 """The average that :func:`collect` takes.
 
-- ``pooled``: the mean over union batches; batch k is the union of all clients' k-th batches. This is
+- ``pooled``: the mean over union batches; batch k is the union of all clients' k-th batches.
   HeteroFL's pass, which needs the data in one place.
 - ``pooled_total_variance``: the moments of all values of the union batches.
-- ``per_client``: the mean over all batches of all clients, which misses the variance between clients.
-- ``per_client_total_variance``: the moments of each client's values, merged by the law of total variance.
+- ``per_client``: the mean over all clients' batches, which misses the variance between clients.
+- ``per_client_total_variance``: the clients' moments, merged by the law of total variance.
 
-In the first BN layer both total variances equal the variance of all clients' data. Deeper layers differ:
-per-client batches normalise differences between clients away, union batches keep them, as in training on
-the union.
+In the first BN layer both total variances equal the variance of all clients' data. Deeper layers
+differ: per-client batches normalise differences between clients away, union batches keep them, as
+in training on the union.
 """
 
 Statistics = dict[str, tuple[Tensor, Tensor]]
 """Mean and variance ``[channels]`` by the qualified name of the BN layer."""
 
 Sums = tuple[Tensor, Tensor, Tensor]
-"""Count, mean and sum of squared deviations of values; or number of batches, sums of means and variances."""
+"""Count, mean, sum of squared deviations; or number of batches, sums of means and of variances."""
 
 
 @torch.inference_mode(mode=False)  # data modules may cache tensors that training needs
@@ -46,16 +46,17 @@ Sums = tuple[Tensor, Tensor, Tensor]
 def collect(pl_module: "FederatedModule", mode: Mode) -> Statistics:
     """Measure the inputs of BN layers in one pass over the training data of all clients.
 
-    The pass runs the server's weights and leaves the model unchanged. BN layers normalise with the batch;
-    BN layers in eval mode are not measured. All other layers are in eval mode, so dropout is off, as when
-    the statistics are used (HeteroFL's pass is in training mode, but its networks have no dropout). The
-    statistics depend only on weights, data and the data's seed. The batches are each client's first epoch,
-    augmented as in training; ``drop_last`` drops a remainder.
+    The pass runs the server's weights and leaves the model unchanged. BN layers normalise with the
+    batch; BN layers in eval mode are not measured. All other layers are in eval mode, so dropout is
+    off, as when the statistics are used (HeteroFL's pass is in training mode, but its networks have
+    no dropout). The statistics depend only on weights, data and the data's seed. The batches are
+    each client's first epoch, augmented as in training; ``drop_last`` drops a remainder.
 
     Args:
         pl_module: The federated module, attached to a trainer whose federated data are set up.
-        mode: The average, see :data:`Mode`. ``pooled`` and ``per_client`` average the unbiased variances
-            of batches, as PyTorch's BN with ``momentum=None``; the total variances are biased.
+        mode: The average, see :data:`Mode`. ``pooled`` and ``per_client`` average the unbiased
+            variances of batches, as PyTorch's BN with ``momentum=None``; total variances are
+            biased.
 
     Returns:
         Mean and variance of each BN layer's inputs.
@@ -83,11 +84,11 @@ def collect(pl_module: "FederatedModule", mode: Mode) -> Statistics:
 
 @torch.no_grad()
 def collect_evaluation(pl_module: "FederatedModule", split: str) -> Statistics:
-    """Measure the inputs of BN layers in one pass over the server's evaluation data, without labels.
+    """Measure the inputs of BN layers in a pass over the server's evaluation data, without labels.
 
-    As in :func:`collect`, the pass runs the server's weights and BN layers normalise with the batch. The
-    moments are taken over all values, as in AdaBN (Li et al., "Revisiting Batch Normalization For Practical
-    Domain Adaptation", arXiv 1603.04779).
+    As in :func:`collect`, the pass runs the server's weights and BN layers normalise with the
+    batch. The moments are taken over all values, as in AdaBN (Li et al., "Revisiting Batch
+    Normalization For Practical Domain Adaptation", arXiv 1603.04779).
 
     Args:
         pl_module: The federated module, attached to a trainer whose federated data are set up.
@@ -118,8 +119,8 @@ def measured_statistics(
 ) -> dict[str, Tensor]:
     """Return measured running statistics for an evaluation, by the buffer's name.
 
-    They come from :func:`collect`, or for ``"evaluation"`` from :func:`collect_evaluation` on the data of
-    the current evaluation. Before the first round the mapping is empty.
+    They come from :func:`collect`, or for ``"evaluation"`` from :func:`collect_evaluation` on the
+    data of the current evaluation. Before the first round the mapping is empty.
     """
     if trainer.sanity_checking:
         return {}
@@ -138,7 +139,7 @@ def measured_statistics(
 def _measuring(
     pl_module: "FederatedModule", forward: Callable[[Any], object], total: bool
 ) -> Iterator[Callable[[int, Iterable[Any]], dict[str, Sums]]]:
-    """Yield a function of (index, batches) that returns each BN layer's sums, float64 on the CPU."""
+    """Yield a function of (index, batches) that returns sums by BN layer, float64 on the CPU."""
     model, precision, sums = pl_module.model, pl_module.trainer.precision_plugin, dict[str, Sums]()
 
     def look(layer: nn.Module, inputs: tuple[Tensor, ...], _outputs: Any, name: str) -> None:

@@ -19,16 +19,16 @@ if TYPE_CHECKING:
     from fl_lightning.round.module import FederatedModule
 
 BATCH_STATISTICS: Mapping[str, Tensor] = MappingProxyType({})
-"""The variant whose BN layers normalise with the batch and neither read nor change running statistics."""
+"""The variant whose BN layers normalise with the batch and ignore running statistics."""
 
 
 class VariantEvaluation(FederatedCallback):
     """A method or a diagnostic that evaluates the server's model with some of its state replaced.
 
-    Every evaluation of the server's model (in ``fit``, as row 0 before training, in ``validate`` and in
-    ``test``) evaluates each variant on the same batches by the same rules: in eval mode, non-finite outputs
-    count as wrong. The metrics of a variant ``calibrated`` are ``val/accuracy_calibrated`` and
-    ``val/loss_calibrated``, or ``test/...``. Variants do not affect training.
+    Every evaluation of the server's model (in ``fit``, as row 0 before training, in ``validate``
+    and in ``test``) evaluates each variant on the same batches by the same rules: in eval mode,
+    non-finite outputs count as wrong. The metrics of a variant ``calibrated`` are
+    ``val/accuracy_calibrated`` and ``val/loss_calibrated``. Variants do not affect training.
 
     A subclass defines :meth:`variants`, and may override :meth:`variant_metrics`.
     """
@@ -39,8 +39,8 @@ class VariantEvaluation(FederatedCallback):
         """Return the variants to evaluate; called at the start of each evaluation.
 
         Returns:
-            By variant, the tensors that replace the server's parameters or buffers of the same qualified
-            name and shape; or :data:`BATCH_STATISTICS`.
+            By variant, the tensors that replace the server's parameters or buffers of the same
+            qualified name and shape; or :data:`BATCH_STATISTICS`.
         """
         raise NotImplementedError(f"{type(self).__name__} must define variants(trainer, pl_module)")
 

@@ -8,11 +8,11 @@ from contextlib import contextmanager
 class RoundClock:
     """A clock of the host's wall time by part of a round.
 
-    GPU work is asynchronous: a part counts the time to queue its work, and the wait counts for the part
-    that first needs a result. ``--trainer.profiler`` gives GPU times.
+    GPU work is asynchronous: a part counts the time to queue its work, and the wait counts for the
+    part that first needs a result. ``--trainer.profiler`` gives GPU times.
 
     Attributes:
-        seconds: Seconds of each part since :meth:`start`; :meth:`stop` sets ``other``, the remainder.
+        seconds: Seconds of each part since :meth:`start`; :meth:`stop` sets ``other``.
     """
 
     PARTS = ("data", "forward_backward", "optimizer", "callbacks", "gather", "aggregation", "other")
@@ -33,7 +33,7 @@ class RoundClock:
         self.seconds[name] += time.perf_counter() - started
 
     def stop(self) -> dict[str, float]:
-        """Stop the clock and return the seconds of the round and its parts, by metric such as ``time/round_s``."""
+        """Stop the clock; return seconds of the round and its parts, such as ``time/round_s``."""
         total = time.perf_counter() - self._started
         self.seconds["other"] = total - sum(self.seconds.values())
         return {"time/round_s": total} | {f"time/{part}_s": spent for part, spent in self.seconds.items()}

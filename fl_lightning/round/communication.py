@@ -18,9 +18,8 @@ class Communication:
         clients: The round's cohort.
         local_steps: Local steps of each client of the cohort.
         each: Bytes per client of the cohort, by kind of state or by the method that adds them.
-        beside: Bytes of single clients, in the cohort or not, by method (or kind of frozen state) and
-            client.
-        exchanges: Synchronous exchanges with the server: 1 for the averaged state plus the methods'.
+        beside: Bytes of single clients, in the cohort or not, by method or kind, and client.
+        exchanges: Synchronous exchanges: 1 for the averaged state plus those of methods.
     """
 
     clients: Sequence[int] = ()

@@ -78,7 +78,7 @@ class RunContext(ClientTask, Protocol):
 
     @property
     def joint_method(self) -> str | None:
-        """The method that needs a forward pass over all clients in the first local step, or None."""
+        """The method whose first local step is a forward pass over all clients, or None."""
 
     def start_round(self) -> RoundCohort:
         """Sample the cohort of this round and broadcast the server's state to it."""

@@ -1,4 +1,4 @@
-"""The declarations of a method: its treatment of each kind of state, its traffic, its exclusive resources."""
+"""The declarations of a method: treatment of state, traffic and exclusive resources."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -17,18 +17,18 @@ class Declarations:
     Attributes:
         paper: The method's paper, for tables; empty for a new method.
         claims: The method's guarantees beyond the general rules; ``verify`` checks them.
-        examples: Constructor settings for pages, tests and ``verify``: the usual settings first, the
-            settings that show most of the method in a few rounds last.
-        needs_joint_forward: Whether the first local step of a round is one forward pass over all clients
-            under any executor, so that layers may exchange values inside the pass (see
+        examples: Constructor settings for pages, tests and ``verify``: the usual settings first,
+            the settings that show most of the method in a few rounds last.
+        needs_joint_forward: Whether the first local step of a round is one forward pass over all
+            clients under any executor, so that layers may exchange values inside the pass (see
             ``fl_lightning.batch_norm.joint.cohort_mean``).
-        sends_for_evaluations: Whether traffic depends on the evaluated rounds, as in StaticBN; if so,
-            ``check_val_every_n_epoch`` is part of the run's name.
-        role: Position in the order of hooks: methods, then attacks, which rewrite what clients send, then
-            observers, which only read. Within a role the order is the list's.
-        takes: Resources that only one method of a run can control, in words (``"client drift"``), each
-            with the setting that avoids a conflict, empty if there is no such setting. Two methods with
-            the same resource are refused.
+        sends_for_evaluations: Whether traffic depends on the evaluated rounds, as in StaticBN; if
+            so, ``check_val_every_n_epoch`` is part of the run's name.
+        role: Position in the order of hooks: methods, then attacks, which rewrite what clients
+            send, then observers, which only read. Within a role the order is the list's.
+        takes: Resources that only one method of a run can control, in words (``"client drift"``),
+            each with the setting that avoids a conflict, empty if there is no such setting. Two
+            methods with the same resource are refused.
     """
 
     paper: str = ""
@@ -60,24 +60,24 @@ class Declarations:
         return {}
 
     def same_until(self, total_rounds: int) -> int | None:
-        """Return the last round up to which a run with this method equals the run without it, bit for bit.
+        """Return the last round until which a run equals, bit for bit, a run without this method.
 
-        A study trains such shared rounds once. The answer depends only on the constructor's arguments.
+        A study trains such shared rounds once. The answer depends only on constructor arguments.
 
         Args:
             total_rounds: Number of planned rounds.
 
         Returns:
-            The round, >= 0; None if runs differ from round 1 on, or only training determines the round.
+            The round, >= 0; None if round 1 differs, or only training determines the round.
         """
         return None
 
     def remark(self, module: RunContext) -> str:
-        """Return a remark for the method's name in results and figures, such as "nothing frozen"."""
+        """Return a remark for results and figures, such as "nothing frozen"."""
         return ""
 
     def extra_payload(self, cohort: Cohort) -> tuple[int, int]:
-        """Return the floats per client beyond the averaged state, in this round: (upload, download)."""
+        """Return the floats per client beyond the averaged state: (upload, download)."""
         return 0, 0
 
     def extra_traffic(self, cohort: Cohort) -> Mapping[int, tuple[int, int]]:
@@ -85,5 +85,5 @@ class Declarations:
         return {}
 
     def extra_exchanges(self, cohort: Cohort) -> int:
-        """Return the synchronous exchanges with the server beyond the exchange of the averaged state."""
+        """Return the number of exchanges with the server beyond that of the averaged state."""
         return 0

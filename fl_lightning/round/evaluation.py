@@ -57,14 +57,14 @@ class ServerEvaluation:
         evaluate: Callable[[Any, "ServerEvaluation"], None],
         turn: int = 0,
     ) -> None:
-        """Evaluate a batch on one rank; :meth:`finish` shares the results, or the error, with all ranks.
+        """Evaluate a batch on one rank; :meth:`finish` shares results or an error with all ranks.
 
         Args:
             run: The run whose model is evaluated.
             batch: The batch.
             batch_idx: The batch's number, from 0.
-            evaluate: Function that adds a batch to an evaluation. It runs under a seed from (seed, round,
-                batch); the caller isolates the global generators.
+            evaluate: Function that adds a batch to an evaluation. It runs under a seed from (seed,
+                round, batch); the caller isolates the global generators.
             turn: Offset of the rank: rank ``(batch_idx + turn) % ranks`` evaluates the batch.
         """
 
@@ -96,14 +96,14 @@ class ServerEvaluation:
         task: Task | None = None,
         weights: Tensor | None = None,
     ) -> None:
-        """Add a batch without a wait for the device; outside of :meth:`divide` every rank adds every batch.
+        """Add a batch without a wait for the device; all ranks add it unless in :meth:`divide`.
 
         Args:
             outputs: The model's outputs, such as class scores ``[b, classes, ...]``.
             targets: The batch's targets, such as class labels ``[b, ...]`` (integers).
             loss: Mean loss of the batch.
-            task: Task that counts outputs. Default: the task of the last batch, at first classification.
-            weights: Weight of each target in the mean loss, ``[b, ...]``. Default: 1 if the target counts.
+            task: Task that counts outputs. Default: the last batch's, or classification.
+            weights: Weight of each target in the mean loss, ``[b, ...]``. Default: 1 if it counts.
         """
         self._task = task = task or self._task
         scores = task.scores(outputs)
@@ -125,7 +125,7 @@ class ServerEvaluation:
             append(self._into.states, task.measured, self._batch, states, merge=alone)
 
     def finish(self) -> dict[str, float]:
-        """Return the metrics since :meth:`start` by name; all ranks call it together, repeated calls are free."""
+        """Return the metrics since :meth:`start`; called by all ranks, cheap if repeated."""
         finish_together([self])
         return self.metrics
 

@@ -11,21 +11,21 @@ from fl_lightning.recorded import Recorded
 class ClientFailures(Recorded):
     """The failures of clients by round; a function of (seed, round, client) only.
 
-    A client that drops out is drawn into the cohort, but does not report: it takes no step, and sends and
-    receives no data. The aggregation weights are normalised over the clients that report. Methods keep
-    the client's state.
+    A client that drops out is drawn into the cohort, but does not report: it takes no step, and
+    sends and receives no data. The aggregation weights sum to 1 over the clients that report.
+    Methods keep its state.
 
     Args:
         dropout: Probability in [0, 1] that a client of the cohort does not report: a number for all
             clients, or probabilities by client id (0 for absent ids).
-        schedule: Absences by client id: ``[first round, last round]``, both included, counted from 1.
-        stragglers: Probability in [0, 1], a number or by client id, that a client takes fewer local steps
-            in a round, drawn uniformly from 1 to its full number (Li et al. 2020, "Federated Optimization
-            in Heterogeneous Networks", 5.2).
+        schedule: Absences by client id: ``[first round, last round]``, inclusive, from 1.
+        stragglers: Probability in [0, 1], a number or by client id, that a client takes fewer local
+            steps in a round, drawn uniformly from 1 to its full number (Li et al. 2020, "Federated
+            Optimization in Heterogeneous Networks", 5.2).
 
     Raises:
-        ConfigurationError: A probability is out of range, an absence is not a pair of rounds, or a client
-            id is not a number.
+        ConfigurationError: A probability is out of range, an absence is not a pair of rounds, or a
+            client id is not a number.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class ClientFailures(Recorded):
 
 
 def _by_client(setting: str, given: Any) -> Any:
-    """Return a mapping with client ids as int, as files may hold strings; return other values unchanged."""
+    """Return a mapping with int keys, as files may hold strings; other values are unchanged."""
     if not isinstance(given, Mapping):
         return given
     for client in given:
@@ -104,7 +104,7 @@ def fewest_reports(check: Callable[[int], None], min_clients: int, cohort_size: 
     """Return the fewest clients with which a round is aggregated.
 
     Args:
-        check: Function that raises if a number of clients is unsuitable, as an aggregator's ``check``.
+        check: Function that raises if a number of clients is unsuitable, as ``Aggregator.check``.
         min_clients: The fewest clients that the user wants.
         cohort_size: Number of clients in a round without failures, which ``check`` accepts.
 

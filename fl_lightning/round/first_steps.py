@@ -26,19 +26,19 @@ _NOISE = 20  # allowed difference over the measured effect of rounding
 
 
 def check_first_steps(run: RunContext) -> None:
-    """Compare two local steps of the run's first two clients with plain PyTorch, and restore the model.
+    """Compare two local steps of the first two clients with plain PyTorch; restore the model.
 
-    The executor steps a cohort of two clients; PyTorch steps the model for one client at a time. Batches,
-    seeds, precision and BN layers (methods' layers included) are equal; methods' hooks are not called.
-    The optimizer is SGD with momentum and weight decay, at a rate whose first step is a tenth as long as
-    the parameters. Repeated PyTorch steps from parameters with rounding noise give the tolerance.
+    The executor steps a cohort of two clients; PyTorch steps the model for one client at a time.
+    Batches, seeds, precision and BN layers (methods' layers included) are equal; methods' hooks are
+    not called. The optimizer is SGD with momentum and weight decay, at a rate whose first step is a
+    tenth as long as the parameters. PyTorch steps from rounded parameters give the tolerance.
 
     Args:
         run: The run at the start of training.
 
     Raises:
-        ConfigurationError: A parameter or buffer differs from PyTorch's by more than rounding, or the
-            executor has changed the server's. The message names the tensor.
+        ConfigurationError: A parameter or buffer differs from PyTorch's by more than rounding, or
+            the executor has changed the server's. The message names the tensor.
     """
     plan = run.plan.usual()
     clients, steps = plan.trained(run.round)
@@ -133,7 +133,7 @@ def _by_torch(
 
 @contextmanager
 def _restored(module: nn.Module) -> Iterator[None]:
-    """Restore a module after the block: values and memory of its tensors, attributes of its layers."""
+    """Restore a module's tensors (values and memory) and its layers' attributes after the block."""
     parts = list(module.modules())
     tensors = [*module.parameters(), *module.buffers()]
     values = [(x, x.data, x.detach().clone(), x.grad) for x in tensors if not is_lazy(x)]
@@ -245,7 +245,7 @@ def _rounding(run: RunContext) -> float:
 
 
 def _distance(first: Tensor, second: Tensor) -> float:
-    """Return the norm of a difference; equal infinities and pairs of NaN count 0, other NaN is infinite."""
+    """Return the norm of a difference; equal infinities or NaN count 0, other NaN is infinite."""
     first, second = first.double(), second.double()
     same = (first == second) | (first.isnan() & second.isnan())
     return float(torch.where(same, 0.0, first - second).norm().nan_to_num(nan=float("inf")))

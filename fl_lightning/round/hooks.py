@@ -20,7 +20,7 @@ def in_order(callbacks: Iterable[Any]) -> list[Any]:
 
 
 def call(run: RunContext, hook: str, cohort: RoundCohort, *step: int) -> None:
-    """Call a hook of every method; its random numbers depend on neither the executor nor earlier draws."""
+    """Call a hook of every method, seeded independently of executor and earlier draws."""
     for method in run.federated_callbacks:
         name = f"{type(method).__name__}.{hook}"
         with run.clock.part("callbacks"), doing(f"{name}, round {cohort.round}"):

@@ -1,4 +1,4 @@
-"""The label weights of a mean loss, which combine the means of batches into the mean of all data."""
+"""The label weights of a mean loss, which combine means of batches into the mean of all data."""
 
 from collections.abc import Callable
 from contextlib import suppress
@@ -15,7 +15,7 @@ _Loss = Callable[[Tensor, Tensor], Tensor]
 
 
 def ignored_label(loss: Any) -> int | None:
-    """Return the ``ignore_index`` of a loss, of its partial function or of a module in it; None if unset."""
+    """Return the ``ignore_index`` of a loss, a partial function or an inner module, or None."""
     if isinstance(loss, partial):
         given: int | None = loss.keywords.get("ignore_index")
         return ignored_label(loss.func) if given is None else given
@@ -26,8 +26,8 @@ def ignored_label(loss: Any) -> int | None:
 class LabelWeights:
     """The label weights of a user's loss, such as ``CrossEntropyLoss(weight=...)``.
 
-    They are measured, so any loss is supported: if the loss is a mean over samples with weights w, its
-    gradient by the outputs of sample i is w_i / sum(w) times the gradient of sample i's own loss.
+    They are measured, so any loss is supported: if the loss is a mean over samples with weights w,
+    its gradient by the outputs of sample i is w_i / sum(w) times that of sample i's own loss.
 
     Args:
         loss: The user's loss; None for a task's loss, which weighs all labels alike.
@@ -51,8 +51,9 @@ class LabelWeights:
             ignored: The label that does not count.
 
         Returns:
-            The targets, where labels of weight 0 become ``ignored`` if the loss has no ``ignore_index``, and
-            the weight of each target. The weights are None if they are equal, or the loss is no such mean.
+            The targets, where labels of weight 0 become ``ignored`` if the loss has no
+            ``ignore_index``, and the weight of each target. The weights are None if they are equal,
+            or the loss is no such mean.
         """
         if self._loss is None or not isinstance(outputs, Tensor) or not isinstance(targets, Tensor):
             return targets, None
@@ -77,7 +78,7 @@ class LabelWeights:
 @torch.inference_mode(mode=False)
 @torch.enable_grad()
 def _measure_shares(loss: _Loss, outputs: Tensor, targets: Tensor) -> Tensor | None:
-    """Return each label's share, sum 1, of the loss of one sample per label; None for other losses."""
+    """Return each label's share in the loss of one sample per label; None for other losses."""
     classes, places = outputs.shape[1], [1] * (outputs.dim() - 2)
     if classes < 2 or classes > torch.iinfo(targets.dtype).max:
         return None

@@ -34,7 +34,7 @@ class Sent(NamedTuple):
         return torch.cat([piece - reference for piece, reference in pairs], 1)
 
     def write(self, rows: list[int], vectors: Tensor) -> None:
-        """Replace what some rows send by ``vectors``, ``[d]`` for all rows or ``[len(rows), d]``."""
+        """Replace the vectors of some rows by ``[d]`` for all these rows, or ``[len(rows), d]``."""
         parts = torch.split(vectors, [piece.shape[1] for piece in self.pieces], -1)
         for piece, reference, part in zip(self.pieces, self.reference, parts, strict=True):
             piece[rows] = (part + reference).to(piece.dtype)
@@ -43,8 +43,8 @@ class Sent(NamedTuple):
 def sent_vectors(module: "FederatedModule", cohort: "Cohort") -> list[Sent]:
     """Return the vectors that the clients of a cohort send: parameters, means and variances.
 
-    Parameters are one vector, or one per layer if the rule's ``per`` is ``"layer"``. Statistics are one
-    vector per layer, or one if ``per`` is ``"model"``. Frozen and local state is not sent.
+    Parameters are one vector, or one per layer if the rule's ``per`` is ``"layer"``. Statistics are
+    one vector per layer, or one if ``per`` is ``"model"``. Frozen and local state is not sent.
     """
     vectors = []
     blocks = [name for name in cohort.params.blocks if cohort.treatment(name) == "averaged"]
@@ -64,7 +64,7 @@ def sent_vectors(module: "FederatedModule", cohort: "Cohort") -> list[Sent]:
 
 
 def sent_statistics_by_kind(kinds: Mapping[str, str], policy: Mapping[str, str]) -> dict[str, list[str]]:
-    """Return the names of the statistics that clients send, under ``"means"`` and ``"variances"``."""
+    """Return the names of sent statistics, under ``"means"`` and ``"variances"``."""
     sent: dict[str, list[str]] = {}
     for name, kind in kinds.items():
         if kind in ("mean", "var") and policy[kind] in ("averaged", "pooled"):

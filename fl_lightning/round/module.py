@@ -56,13 +56,14 @@ from fl_lightning.round.trainer import check_trainer
 
 
 class FederatedModule(Recorded, L.LightningModule):
-    """A LightningModule for federated learning: an epoch of one ``training_step`` is one communication round.
+    """A LightningModule for federated learning: an epoch of one training step is one round.
 
-    The round is FedAvg (McMahan et al. 2017, Algorithm 1) with a server optimizer on the pseudo-gradient
-    (FedOpt, Reddi et al. 2021): ``SGD(lr=1)`` is FedAvg, ``SGD(lr=1, momentum=0.9)`` is FedAvgM. Unlike
-    torch's ``Adam``, ``FedAdam`` and ``FedYogi`` have no bias correction. Rounds count from 1;
-    ``max_epochs`` is the number of rounds. ``state_dict()`` is exactly the server model's. Methods are
-    callbacks, see :class:`~fl_lightning.methods.callback.FederatedCallback`.
+    The round is FedAvg (McMahan et al. 2017, Algorithm 1) with a server optimizer on the
+    pseudo-gradient (FedOpt, Reddi et al. 2021): ``SGD(lr=1)`` is FedAvg, ``SGD(lr=1,
+    momentum=0.9)`` is FedAvgM. Unlike torch's ``Adam``, ``FedAdam`` and ``FedYogi`` have no bias
+    correction. Rounds count from 1; ``max_epochs`` is the number of rounds. ``state_dict()`` is
+    exactly the server model's. Methods are callbacks, see
+    :class:`~fl_lightning.methods.callback.FederatedCallback`.
 
     Args:
         model: The server's model; every client trains a copy.
@@ -78,46 +79,47 @@ class FederatedModule(Recorded, L.LightningModule):
         statistics_domain: Coordinates in which running statistics are combined, see
             :class:`~fl_lightning.aggregation.statistics.StatisticsAggregator`.
         weighting: Aggregation weights: ``"examples"`` (p_i = n_i / sum of n_j over the cohort),
-            ``"uniform"``, or ``"samples"`` (proportional to the samples processed in the round, estimated
-            before the local steps; one local step then gives the gradient of the union batch).
-        task: Task with its loss and metrics. Default: :class:`~fl_lightning.round.tasks.Classification`.
-        metrics: Further metrics by name: classes of torchmetrics, functions that make a metric, or metrics.
-            ``num_classes`` comes from the data unless it is given.
+            ``"uniform"``, or ``"samples"`` (proportional to the samples processed in the round,
+            estimated before local steps; one local step gives the union batch's gradient).
+        task: Task with its loss and metrics. Default:
+            :class:`~fl_lightning.round.tasks.Classification`.
+        metrics: Further metrics by name: classes of torchmetrics, functions that make a metric, or
+            metrics. ``num_classes`` comes from the data unless it is given.
         loss: Loss of (outputs, targets), averaged over the batch. Default: the task's.
-        client_lr_schedule: Factor on the client learning rate, a function of (round, planned rounds).
-        parameter_groups: Client optimizer settings by group (``batch_norm``, ``scalars``, ``bias``);
-            ``lr_scale`` multiplies the rate.
-        bn_momentum: ``momentum`` of every BN layer in (0, 1], the weight of a new batch. None keeps the
-            model's own (torch: 0.1).
-        initial_weights: File with the initial weights, a state dict or the checkpoint of another run (see
-            :func:`~fl_lightning.models.weights.load_weights`). A resumed run ignores the file.
-        budget_epochs: Passes over all training data that the rounds together make; sets the number of
-            rounds. The last round may be shorter.
-        on_divergence: Reaction to a client's non-finite update: ``"error"`` stops and names the client,
-            ``"record"`` continues and flags the run as diverged, ``"drop"`` leaves the client out of the
-            round. Under a robust rule the first two react to a non-finite aggregate instead.
+        client_lr_schedule: Factor on the client learning rate by (round, planned rounds).
+        parameter_groups: Client optimizer settings by group (``batch_norm``, ``scalars``,
+            ``bias``); ``lr_scale`` multiplies the rate.
+        bn_momentum: ``momentum`` of every BN layer in (0, 1], the weight of a new batch. None keeps
+            the model's own (torch: 0.1).
+        initial_weights: File with the initial weights, a state dict or the checkpoint of another
+            run (see :func:`~fl_lightning.models.weights.load_weights`). A resume ignores it.
+        budget_epochs: Passes over all training data, which set the number of rounds; the last round
+            may be shorter.
+        on_divergence: Reaction to a client's non-finite update: ``"error"`` stops and names the
+            client, ``"record"`` continues and flags the run as diverged, ``"drop"`` leaves the
+            client out of the round. Under a robust rule the first two react to the aggregate.
         failures: Clients that drop out of rounds or take fewer local steps. Default: no failures.
-        min_clients: Fewest clients with which a round is aggregated; below, the server keeps its state.
-        centralised: Whether one model trains on the union of the clients' batches; no client sends data.
-        tf32: Whether a GPU may use TF32 for float32 convolutions and matrix products (about 3 digits).
-        check_first_steps: Whether two local steps are compared with plain PyTorch before training, see
-            :func:`~fl_lightning.round.first_steps.check_first_steps`.
+        min_clients: Fewest clients to aggregate; with fewer the server keeps its state.
+        centralised: Whether one model trains on the union of batches, without communication.
+        tf32: Whether a GPU may use TF32 (about 3 digits) for convolutions and matrix products.
+        check_first_steps: Whether two local steps are compared with plain PyTorch before training,
+            see :func:`~fl_lightning.round.first_steps.check_first_steps`.
         seed: Seed of participation and dropout.
 
     Attributes:
         total_rounds: Number of rounds planned at round 1, None before.
         record: Metrics and totals of the run.
         clock: Time of each part of a round.
-        accept_data: Whether a run may resume or evaluate with data that differ from its checkpoint's.
+        accept_data: Whether a run may use data that differ from its checkpoint's.
         plan: Participation and local steps of every round; known from ``setup("fit")`` on.
         slots: Places of a client's state in the model; known from the start of training on.
         executor_choice: The chosen executor and the reason; None if an executor was given.
         communication: Bytes and exchanges of the newest round.
-        tracking_layers: BN layers that track statistics in training: all that the user left in train mode.
+        tracking_layers: BN layers that track statistics: all except those in eval mode.
 
     Raises:
-        ConfigurationError: A setting is out of range or contradicts another one, the model is scripted or has no trainable
-            parameters, or the server optimizer cannot step them.
+        ConfigurationError: A setting is out of range or contradicts another one, the model is
+            scripted or has no trainable parameters, or the server optimizer cannot step them.
     """
 
     deciding_files = ("initial_weights",)
@@ -238,7 +240,7 @@ class FederatedModule(Recorded, L.LightningModule):
 
     @property
     def metrics(self) -> Mapping[str, float]:
-        """The metrics of the newest round, such as ``{"round": 12, "train/loss": 0.7, "val/accuracy": 0.8}``."""
+        """The metrics of the newest round, such as ``{"round": 12, "train/loss": 0.7}``."""
         return self.record.metrics
 
     @property
@@ -248,21 +250,21 @@ class FederatedModule(Recorded, L.LightningModule):
         return self.total_rounds
 
     def call_hook(self, hook: str, cohort: RoundCohort, *step: int) -> None:
-        """Call a hook of every method; its random numbers depend on neither executor nor earlier draws."""
+        """Call a hook of every method, seeded independently of executor and earlier draws."""
         hooks.call(self, hook, cohort, *step)
 
     @property
     def federated_callbacks(self) -> list[Any]:
-        """The methods of this run in the order of their hook calls: by role, then as in the list."""
+        """The methods of this run in the order of hook calls: by role, then as in the list."""
         return hooks.in_order(self.trainer.callbacks)  # type: ignore[attr-defined]  # set in a trainer's helper
 
     @property
     def joint_method(self) -> str | None:
-        """The method that needs a forward pass over all clients in the first local step, or None."""
+        """The method whose first local step is a forward pass over all clients, or None."""
         return next((type(cb).__name__ for cb in self.federated_callbacks if cb.needs_joint_forward), None)
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
-        """Run a communication round in the precision of the weights; only clients' passes use autocast."""
+        """Run a round in the precision of the weights; only clients' passes use autocast."""
         try:
             with torch.autocast(self.device.type, enabled=False):
                 communication_round(self)
@@ -298,26 +300,26 @@ class FederatedModule(Recorded, L.LightningModule):
         return self._cohort
 
     def client_batches(self, cohort: Cohort, indices: Sequence[int], step: int) -> BatchStack:
-        """Return the batches of some rows at a local step, on the run's device and in its precision."""
+        """Return the batches of some rows at a local step, in device and precision of the run."""
         return self.planned_batches(self.plan, [cohort.client_ids[row] for row in indices], step)
 
     def planned_batches(self, plan: RoundPlan, clients: Sequence[int], step: int) -> BatchStack:
-        """Return the batches of some clients at a local step under a plan, such as one without failures."""
+        """Return the batches of some clients at a local step, by the given plan."""
         sources = plan.sources(clients, self.round, step)
         batches = hooks.attacked(self, sources[0], self.data.cohort_batch(*sources))
         return (batches.union() if self.centralised else batches).map(self.on_device)
 
     def client_loss(self, batch: Any) -> Tensor:
-        """Return a client's scalar loss on its batch; override it for batches beyond (inputs, targets)."""
+        """Return a client's loss, a scalar; override it for batches beyond (inputs, targets)."""
         inputs, targets = batch
         return self.loss(self.model(inputs), targets)
 
     def weight_share(self, cohort: Cohort) -> float:
-        """Return the cohort's share of all clients' weight (uniform: |S| / n); stragglers count fully."""
+        """Return the cohort's share of all clients' weight without failures (uniform: |S| / n)."""
         return self.plan.usual().weight_share(cohort.client_ids, self.round)
 
     def usual_weights(self, cohort: Cohort) -> Tensor:
-        """Return the cohort's weights ``[C]`` if all clients take all their steps, for means over rounds."""
+        """Return the weights ``[C]`` without failures, for means over rounds."""
         return self.plan.usual().weights(cohort.client_ids, self.round).to(self.device)
 
     def server_step(self) -> None:
@@ -331,7 +333,7 @@ class FederatedModule(Recorded, L.LightningModule):
         return self.server_optimizer([p for p in self.model.parameters() if p.requires_grad])
 
     def setup(self, stage: str) -> None:
-        """Convert the weights to the run's precision, plan the local work, and let methods change the BN layers."""
+        """Convert weights to the run's precision, plan the local work, and let methods swap BN."""
         # Lightning takes the rank from a scheduler's variables, even if its processes are separate runs
         rank_zero_only.rank = self.trainer.global_rank  # type: ignore[attr-defined]  # an attribute of the function
         # Lightning converts after it loads a checkpoint: float64 weights would pass through float32
@@ -371,7 +373,7 @@ class FederatedModule(Recorded, L.LightningModule):
         self.task.measured = make_metrics(self.task_metrics, classes)
 
     def on_fit_start(self) -> None:
-        """Take the initial weights and fix the number of rounds at round 1; a resumed run keeps both."""
+        """Load initial weights and fix the number of rounds; a resumed run keeps both."""
         if self.initial_weights is not None and self.total_rounds is None:
             self.print(load_weights(self.model, self.initial_weights))
         rounds = self._fix_rounds()
@@ -401,14 +403,14 @@ class FederatedModule(Recorded, L.LightningModule):
         self._cohort = None
 
     def on_train_start(self) -> None:
-        """Check the model's outputs, record the data's digests for checkpoints, and check the first steps."""
+        """Check the model's outputs and first steps, and record the data's digests."""
         self.output_check.before_training(self)
         self.record.data = self.record.data or self.data.fingerprint()
         if self.check_first_steps:
             self.ranks.exchange(lambda: check_first_steps(self))
 
     def on_train_epoch_start(self) -> None:
-        """Evaluate after the last round, regardless of ``check_val_every_n_epoch``, for the result."""
+        """Evaluate after the last round regardless of ``check_val_every_n_epoch``."""
         if self.round == self.trainer.max_epochs and self.trainer.check_val_every_n_epoch:
             self._evaluate_every = self.trainer.check_val_every_n_epoch
             self.trainer.check_val_every_n_epoch = 1
@@ -464,7 +466,7 @@ class FederatedModule(Recorded, L.LightningModule):
         """Load the planned rounds and the run's record.
 
         Raises:
-            ConfigurationError: The data differ from the checkpoint's, or another kind of module wrote it.
+            ConfigurationError: The data differ from the checkpoint's, or it is no federated one.
         """
         state = checkpoint.get("fl_lightning")
         if state is None:
@@ -480,7 +482,7 @@ class FederatedModule(Recorded, L.LightningModule):
     def _check_data(self, round_number: int) -> None:
         """Check that the run's data equal the data of the loaded checkpoint.
 
-        Training requires equal data. An evaluation requires equal evaluation data if they are drawn from
+        Training needs equal data; an evaluation needs equal evaluation data if they are drawn from
         the clients' samples.
         """
         trainer, known = self.trainer, True
@@ -511,8 +513,8 @@ class FederatedModule(Recorded, L.LightningModule):
         Args:
             name: Metric name, such as ``"bn/drift"``.
             value: A number, a one-element tensor or a torchmetrics metric.
-            kwargs: Arguments of ``LightningModule.log``. In ``fit`` the default of ``logger`` is False,
-                as the loggers get the finished line.
+            kwargs: Arguments of ``LightningModule.log``. In ``fit`` the default of ``logger`` is
+                False, as the loggers get the finished line.
         """
         logger = False if self.trainer.state.fn == TrainerFn.FITTING else None
         self.record.add(name, value)
@@ -525,7 +527,7 @@ class FederatedModule(Recorded, L.LightningModule):
         """Log numbers of this round without the costly bookkeeping of :meth:`log`.
 
         Args:
-            metrics: Numbers by metric name, for the round's metrics and ``trainer.callback_metrics``.
+            metrics: Numbers by name, for the record and ``trainer.callback_metrics``.
             prog_bar: Whether progress bars show the numbers.
         """
         for name, value in metrics.items():
@@ -547,9 +549,9 @@ class FederatedModule(Recorded, L.LightningModule):
     def evaluate_batch(self, batch: Any, evaluation: ServerEvaluation) -> None:
         """Add the model's outputs on a batch to an evaluation.
 
-        Override it if batches are not ``(inputs, targets)``. Each batch is evaluated on one rank, and only
-        ``evaluation`` reaches the other ranks. Update metrics of your own in ``validation_step``, which
-        every rank calls with every batch.
+        Override it if batches are not ``(inputs, targets)``. Each batch is evaluated on one rank,
+        and only ``evaluation`` reaches the other ranks. Update metrics of your own in
+        ``validation_step``, which every rank calls with every batch.
         """
         inputs, targets = batch
         self.output_check.check(self, outputs := self.model(inputs), targets)

@@ -16,7 +16,7 @@ from fl_lightning.randomness import permutation
 from fl_lightning.round.failures import ClientFailures, fewest_reports
 
 Weighting = Literal["examples", "uniform", "samples"]
-"""Quantity that weights are proportional to: training examples, a constant, or samples of the round."""
+"""Quantity that weights are proportional to: examples, a constant, or samples of the round."""
 
 _MOST_IDLE = 10_000  # consecutive rounds without a cohort
 
@@ -77,20 +77,20 @@ class RoundPlan:
         return min(steps, self.last_round_steps or steps) if round_number == self.last_round else steps
 
     def first_step(self, client_id: int, round_number: int) -> int:
-        """Return the position (round - 1) x E of a client's first batch in a round; absences count too."""
+        """Return the position (round - 1) x E of a client's first batch; absences count too."""
         return (round_number - 1) * self.full_steps(client_id)
 
     def trained(self, round_number: int) -> tuple[list[int], list[int]]:
         """Return the clients whose models a round trains, and their local steps.
 
-        In a centralised run client 0 stands for the cohort. If the round is skipped, both lists are empty.
+        In a centralised run client 0 stands for the cohort. Both are empty if the round is skipped.
         """
         members = self.cohort(round_number)
         steps = [self.steps(client, round_number) for client in members]
         return ([0], [max(steps)]) if self.centralised and members else (members, steps)
 
     def sources(self, client_ids: Sequence[int], round_number: int, step: int) -> tuple[list[int], list[int]]:
-        """Return the clients whose batches a local step uses, and each batch's position in their data.
+        """Return the clients whose batches a local step uses, and the batches' positions.
 
         Args:
             client_ids: The clients that take the step.
@@ -112,7 +112,7 @@ class RoundPlan:
         return replace(self, failures=None, last_round=None)
 
     def weight_share(self, client_ids: Sequence[int], round_number: int) -> float:
-        """Return the share of some clients S in all n clients' weight in a round (uniform: |S| / n)."""
+        """Return the share of clients S in all n clients' weight in a round (uniform: |S| / n)."""
         if self.centralised:
             return 1.0
         sizes = self._sizes(range(self.data.num_clients), round_number)
@@ -128,11 +128,11 @@ class RoundPlan:
     def limit(self, budget_epochs: float) -> int:
         """Set and return the number of rounds in which ``budget_epochs`` passes over all data fit.
 
-        The last round is cut short if the budget ends inside it (FixBN, Appendix B.4: E x T x b x clients =
-        epochs x data; at E=2,500 the 25.6 rounds of CIFAR-10 become 26).
+        The last round is cut short if the budget ends inside it (FixBN, Appendix B.4: E x T x b x
+        clients = epochs x data; at E=2,500 the 25.6 rounds of CIFAR-10 become 26).
 
         Raises:
-            ConfigurationError: The budget is less than one local step, or too few reports never spend it.
+            ConfigurationError: The budget is below one local step, or never spent.
         """
         data, self.last_round = self.data, None
         everyone = range(data.num_clients)
@@ -192,7 +192,7 @@ def plan_rounds(
     Args:
         data: The federated data.
         rules: The aggregators of the run.
-        local_steps: Setting of :class:`~fl_lightning.round.module.FederatedModule`, as the following.
+        local_steps: Local steps E of each client in a round.
         local_epochs: Passes over a client's own data in a round.
         participation: Clients in a round, a fraction or a number.
         seed: The run's seed.
@@ -229,8 +229,8 @@ def check_local_work(
     """Check the settings of local work and participation.
 
     Raises:
-        ConfigurationError: Not exactly one of ``local_steps`` and ``local_epochs`` is given, or a value is
-            out of range.
+        ConfigurationError: Not exactly one of ``local_steps`` and ``local_epochs`` is given, or a
+            value is out of range.
     """
     if (local_steps is None) == (local_epochs is None):
         raise ConfigurationError(
@@ -261,7 +261,7 @@ def cohort_size(num_clients: int, participation: int | float) -> int:
 
     Args:
         num_clients: Number of clients of the federation.
-        participation: Number of clients (int), or fraction in (0, 1] (float), rounded to at least 1 client.
+        participation: Number of clients (int), or fraction in (0, 1] (float), rounded, at least 1.
 
     Raises:
         ConfigurationError: The federation has fewer clients.
@@ -277,7 +277,7 @@ def cohort_size(num_clients: int, participation: int | float) -> int:
 
 
 def sample_cohort(num_clients: int, size: int, seed: int, round_number: int) -> list[int]:
-    """Return ``size`` client ids in increasing order, drawn uniformly without replacement by (seed, round)."""
+    """Draw ``size`` client ids uniformly without replacement by (seed, round), and sort them."""
     if size == num_clients:
         return list(range(num_clients))
     return sorted(permutation(num_clients, seed, "participation", round_number)[:size].tolist())

@@ -1,4 +1,4 @@
-"""The policy of a round: the treatment of each kind of state, merged from the callbacks' declarations."""
+"""The policy of a round: the treatment of each kind of state, merged from declarations."""
 
 from collections.abc import Iterable, Mapping
 from itertools import groupby
@@ -10,7 +10,7 @@ from fl_lightning.errors import ConfigurationError
 from fl_lightning.round.declarations import Declarations
 
 Stage = tuple[int | str, str]
-"""First round of a treatment (or the method that finds the round in training), and the treatment."""
+"""First round of a treatment (or the method that finds it in training), and the treatment."""
 
 _EXCLUSIVE = ("local", "pooled", "reset")
 """Treatments that a callback implements itself; two callbacks cannot share them."""
@@ -19,7 +19,7 @@ _DEFAULT = dict.fromkeys(KINDS, "averaged") | {"counter": "max"}
 
 
 def resolve_policy(callbacks: Iterable[Declarations], round_number: int, total_rounds: int) -> dict[str, str]:
-    """Return the treatment of each kind of state in a round, merged from the callbacks' declarations.
+    """Return the treatment of each kind of state in a round, merged from all declarations.
 
     Args:
         callbacks: The run's federated callbacks.
@@ -30,7 +30,7 @@ def resolve_policy(callbacks: Iterable[Declarations], round_number: int, total_r
         The treatment of each kind of :data:`~fl_lightning.batch_norm.kinds.KINDS`.
 
     Raises:
-        ConfigurationError: Two callbacks' treatments of a kind conflict, or a kind or treatment is unknown.
+        ConfigurationError: Treatments conflict, or a kind or treatment is unknown.
     """
     callbacks = list(callbacks)
     now, later = f"in round {round_number}", "from some round on"
@@ -65,7 +65,7 @@ def resolve_policy(callbacks: Iterable[Declarations], round_number: int, total_r
 
 
 def check_together(callbacks: Iterable[Declarations]) -> None:
-    """Raise a ``ConfigurationError`` if two methods take the same resource (``Declarations.takes``)."""
+    """Raise ``ConfigurationError`` if two methods take one resource (``Declarations.takes``)."""
     taken: dict[str, Declarations] = {}
     for callback in callbacks:
         for resource, remedy in callback.takes.items():
@@ -89,8 +89,8 @@ def policy_table(
         total_rounds: Number of planned rounds.
 
     Returns:
-        The stages of each kind, such as ``[(1, "averaged"), (51, "frozen")]``. A method that finds the
-        round in training stands in place of the round: ``("SlidingWindowFixBN", "frozen")``.
+        The stages of each kind, such as ``[(1, "averaged"), (51, "frozen")]``. A method that finds
+        the round in training stands in place of the round: ``("SlidingWindowFixBN", "frozen")``.
     """
     callbacks = list(callbacks)
     present = {*parameter_kinds(model).values(), *buffer_kinds(model).values()}

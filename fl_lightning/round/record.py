@@ -81,7 +81,7 @@ class RunRecord:
     def finish_round(
         self, cohort: RoundCohort, losses: Sequence[float], seconds: float, costs: Mapping[str, float]
     ) -> None:
-        """Add a round to the totals: its clients, their losses, its time, and its bytes by metric."""
+        """Add a round to the totals: its clients, losses, time, and bytes by metric."""
         for client, taken, loss in zip(cohort.client_ids, cohort.local_steps, losses, strict=True):
             rounds, steps, _ = self.clients.get(client, (0, 0, 0.0))
             self.clients[client] = (rounds + 1, steps + taken, loss)

@@ -71,8 +71,8 @@ def round_communication(
 ) -> Communication:
     """Return the traffic of a round under its policy, with the traffic that methods declare.
 
-    Averaged and pooled state is sent both ways. Local and reset state and counters are not sent. Frozen
-    state is sent to each client once, in its first round after the freeze.
+    Averaged and pooled state is sent both ways. Local and reset state and counters are not sent.
+    Frozen state is sent to each client once, in its first round after the freeze.
 
     Args:
         cohort: The round's clients, after their local steps.

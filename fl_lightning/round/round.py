@@ -1,4 +1,4 @@
-"""The communication round: FedAvg (McMahan et al. 2017) with a server optimizer (Reddi et al. 2021)."""
+"""The communication round: FedAvg (McMahan et al. 2017) with FedOpt (Reddi et al. 2021)."""
 
 from fl_lightning.cohort.round_cohort import RoundCohort
 from fl_lightning.errors import doing

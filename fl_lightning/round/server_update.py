@@ -15,7 +15,7 @@ from fl_lightning.errors import ConfigurationError
 def update_server(
     cohort: RoundCohort, aggregator: Aggregator, statistics: StatisticsAggregator, *, strict: bool
 ) -> None:
-    """Set the server's statistics to the clients' aggregate and its gradients to the pseudo-gradient.
+    """Set the server's statistics to the aggregate and its gradients to the pseudo-gradient.
 
     Args:
         cohort: The clients after their local steps.
@@ -54,7 +54,7 @@ def aggregate(
     aggregator: Aggregator,
     weights: Tensor | None = None,
 ) -> dict[str, Tensor]:
-    """Aggregate values per parameter, with one vector per client or one per client and layer (``per``).
+    """Aggregate values per parameter, with one vector per client, or per layer (``per``).
 
     Args:
         cohort: The clients.
@@ -120,7 +120,7 @@ def _set_statistics(cohort: RoundCohort, aggregator: Aggregator, statistics: Sta
 
 
 def _check_variances(cohort: RoundCohort, *, clients: bool) -> None:
-    """Refuse negative running variances (NaN under a square root) of the server or, if ``clients``, a client."""
+    """Refuse negative running variances of the server or, if ``clients``, of a client."""
     names = [name for name, kind in cohort.buffer_kinds.items() if kind == "var"]
     everyone = [f"client {client}" for client in cohort.client_ids] if clients else []
     of_a_client = (

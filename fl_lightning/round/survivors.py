@@ -12,7 +12,7 @@ from fl_lightning.round.context import RunContext
 
 
 class RoundSkipped(Exception):
-    """A round has too few clients: the server keeps its state, and the run continues with the next round.
+    """A round has too few clients: the server keeps its state, and the next round follows.
 
     Args:
         reason: One line with the round, the number of clients and the required number.
@@ -25,7 +25,7 @@ class RoundSkipped(Exception):
 
 
 def leave_out(run: RunContext, cohort: RoundCohort) -> RoundCohort:
-    """Return the cohort after the local steps, under ``drop`` without clients of non-finite updates.
+    """Return the cohort after the local steps, under ``drop`` without non-finite updates.
 
     Raises:
         RoundSkipped: Too few clients are left.
@@ -36,11 +36,12 @@ def leave_out(run: RunContext, cohort: RoundCohort) -> RoundCohort:
 def check_updates(run: RunContext, cohort: RoundCohort) -> tuple[RoundCohort, dict[int, str]]:
     """Apply ``on_divergence`` to the clients' updates before aggregation.
 
-    Robust rules aggregate non-finite updates regardless of ``on_divergence``; :func:`check_aggregate`
-    then checks the aggregate.
+    Robust rules aggregate non-finite updates regardless of ``on_divergence``;
+    :func:`check_aggregate` then checks the aggregate.
 
     Returns:
-        The clients to aggregate, and for each non-finite update among them, by row, its first such layer.
+        The clients to aggregate, and for each non-finite update among them, by row, its first
+        layer.
 
     Raises:
         Diverged: A client's update is not finite.

@@ -18,7 +18,7 @@ def mark_trained(objects: Iterable[Any]) -> None:
 
 
 def refuse_trained(methods: Iterable[Any], model: nn.Module | None = None) -> None:
-    """Raise a ``ConfigurationError`` if a run has trained the model or a method; observers may be reused."""
+    """Raise ``ConfigurationError`` if the model or a method is trained; observers are exempt."""
     for method in methods:
         if getattr(method, MARK, False) and getattr(method, "role", "method") != "observer":
             name = type(method).__name__

@@ -11,7 +11,7 @@ from fl_lightning.execution.strategy import CohortStrategy
 
 
 def check_trainer(trainer: L.Trainer) -> None:
-    """Raise a ``ConfigurationError`` for trainer settings that a federated round does not support."""
+    """Raise ``ConfigurationError`` for trainer settings that a round does not support."""
     given: Any = trainer  # mypy misses attributes that the trainer's helpers set
     averaging = [type(x).__name__ for x in given.callbacks if isinstance(x, StochasticWeightAveraging)]
     synchronised = given._accelerator_connector._layer_sync is not None
