@@ -91,7 +91,7 @@ def draw(source: Callable[[int], Source], client_ids: Sequence[int], steps: Sequ
 def require_one(shapes: Iterable[Any]) -> None:
     """Raise ``CannotVectorize`` if the clients' shapes differ."""
     if (kinds := len(set(shapes))) > 1:
-        raise CannotVectorize(f"the clients sent {kinds} different shapes")
+        raise CannotVectorize(f"the clients' batches have {kinds} different shapes")
 
 
 def describe_batch(batch: Any) -> str:

@@ -1,7 +1,7 @@
 """The federated data module, which holds one ``LightningDataModule`` per client.
 
 A client's batch is a function of (seed, client, step); ``step`` counts the client's local steps
-from the start of training. Rounds are therefore independent, and a resumed run draws equal batches.
+from the start of training. Any round can be computed alone, and a resumed run draws equal batches.
 """
 
 from collections.abc import Collection, Sequence
@@ -80,8 +80,7 @@ class FederatedDataModule(Recorded, L.LightningDataModule):
         seed: Seed of the data's partition, order and augmentation.
 
     Attributes:
-        fit_split: Data of the evaluation in ``fit``: ``"val"``, or ``"test"`` without validation
-            data.
+        fit_split: Data evaluated in ``fit``: ``"val"``, or ``"test"`` if there are no validation data.
         num_classes: Number of classes, None for data without classes.
         class_names: Name of each class in label order; None for the labels themselves.
         in_channels: Channels of an image, None for other data.
@@ -115,7 +114,7 @@ class FederatedDataModule(Recorded, L.LightningDataModule):
 
     @property
     def clients(self) -> Sequence[L.LightningDataModule]:
-        """One data module per client, in the order of ids; shipped data sets set it in ``setup``."""
+        """One data module per client, in the order of ids; shipped data sets build it in setup."""
         return self._clients
 
     @property
@@ -144,11 +143,11 @@ class FederatedDataModule(Recorded, L.LightningDataModule):
         return DataLoader([0], batch_size=None)  # type: ignore[arg-type]  # a list is a map-style dataset
 
     def val_dataloader(self) -> Any:
-        """Return the server's validation data, an empty list if there are none."""
+        """Return the server's validation data, an empty list by default."""
         return self._of_server("val_dataloader")
 
     def test_dataloader(self) -> Any:
-        """Return the server's test data, an empty list if there are none."""
+        """Return the server's test data, an empty list by default."""
         return self._of_server("test_dataloader")
 
     def _of_server(self, loader: str) -> Any:

@@ -10,7 +10,7 @@ Histogram = Sequence[Sequence[int]]
 
 
 def effective_classes(histogram: Histogram) -> NDArray[np.float64]:
-    """Return the effective number of classes ``[clients]``, exp of the entropy (Hill 1973).
+    """Return the effective number of classes ``[clients]``, exp of the class entropy (Hill 1973).
 
     The number is k for k equally frequent classes, less if some are rare, and 0 without samples.
     """
@@ -23,7 +23,8 @@ def effective_classes(histogram: Histogram) -> NDArray[np.float64]:
 def distance_to_union(histogram: Histogram) -> NDArray[np.float64]:
     """Return the total variation ``[clients]`` between the class distributions of client and union.
 
-    ``sum_c |p_i(c) - p(c)| / 2``, in [0, 1]: the share of samples to exchange for a match.
+    ``sum_c |p_i(c) - p(c)| / 2``, in [0, 1]: the share of a client's samples to exchange for a
+    match.
     """
     union = _shares([np.sum(histogram, axis=0)])
     distance: NDArray[np.float64] = np.abs(_shares(histogram) - union).sum(1) / 2

@@ -141,10 +141,9 @@ class Cohort:
         return self._optimizer.torch
 
     def optimizer_state(self, key: str) -> Rows:
-        """Return the optimizer state ``key``, such as ``"momentum_buffer"``, ``[C, *shape]`` by name.
+        """Return the optimizer state ``key``, such as "momentum_buffer", ``[C, *shape]`` by name.
 
-        The views can be read and written. They start each round at zero; a callback may restore a
-        copy.
+        The views can be read and written. They start each round at zero.
 
         Raises:
             ConfigurationError: The client optimizer has no such state.
@@ -169,7 +168,7 @@ class Cohort:
 
     @property
     def optimizer_steps(self) -> dict[str, Tensor]:
-        """Steps of each client's optimizer, int64 ``[C]`` by block; set it only at a round's start."""
+        """Steps of each client's optimizer, int64 ``[C]`` by block; set only at a round's start."""
         taken, before = torch.tensor(self.local_steps), self._optimizer.initial_steps
         return {n: before[n][self.rows] + taken if n in before else taken for n in self.params.blocks}
 

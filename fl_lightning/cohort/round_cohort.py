@@ -209,7 +209,7 @@ class RoundCohort(Cohort):
         if row not in self._row_state:
             params, buffers, gradients = self.params.row(row), self.buffers.row(row), self.grads.row(row)
             leaves = {name: value.detach().requires_grad_() for name, value in params.items()}
-            # detach: a forward pass may set a tensor's memory (x.data = y), but not that of the rows' views
+            # detach: ``x.data = y`` in a forward pass must not change the rows' views
             detached = {name: value.detach() for name, value in buffers.items()}
             self._row_state[row] = RowState(
                 tensors={**leaves, **detached},

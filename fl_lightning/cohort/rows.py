@@ -101,8 +101,7 @@ class Rows(Mapping[str, Tensor]):
     def copies(self, index: slice | Tensor) -> dict[str, Tensor]:
         """Return copies ``[n, *shape]`` of some rows by name, with one operation per block.
 
-        Each copy from a block of vectors, such as BN's, is contiguous, or a BN layer would copy it
-        again.
+        Each copy from a block of vectors, such as BN's, is contiguous, or BN would copy it again.
 
         Args:
             index: The rows.

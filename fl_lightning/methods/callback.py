@@ -36,8 +36,7 @@ class FederatedCallback(Recorded, Declarations, L.Callback):
             on_round_end(trainer, pl_module, cohort)
 
     Every tensor of the cohort has the client axis first. State of clients that a method keeps
-    between rounds belongs in its ``state_dict()``, as tensors and numbers by client id, for exact
-    resumes.
+    between rounds belongs in its ``state_dict()``, as tensors and numbers by client id.
 
     Under ``on_divergence: drop`` clients with a non-finite update are left out before and after
     ``on_before_aggregate``: later hooks get fewer clients, and ``cohort.rows`` holds their rows. If

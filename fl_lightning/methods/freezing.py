@@ -44,7 +44,7 @@ class Freezing(FederatedCallback):
         return {kind: "averaged" for kind in self.kinds if kind != "counter"}
 
     def same_until(self, total_rounds: int) -> int | None:
-        """Return T* if it is known before training; None if a subclass overrides more than T*."""
+        """Return T* if it is known before training and the subclass changes only the choice of T*."""
         checked = [name for name in dir(Freezing) if not name.startswith("_") and name not in _HARMLESS]
         if any(getattr(type(self), name) != getattr(Freezing, name) for name in checked):
             return None

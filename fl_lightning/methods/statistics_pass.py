@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 Mode = Literal["pooled", "per_client", "per_client_total_variance", "pooled_total_variance"]
 """The average that :func:`collect` takes.
 
-- ``pooled``: the mean over union batches; batch k is the union of all clients' k-th batches.
-  HeteroFL's pass, which needs the data in one place.
+- ``pooled``: the mean over union batches; batch k is the union of all clients' k-th batches
+  (HeteroFL; needs the data in one place).
 - ``pooled_total_variance``: the moments of all values of the union batches.
 - ``per_client``: the mean over all clients' batches, which misses the variance between clients.
 - ``per_client_total_variance``: the clients' moments, merged by the law of total variance.
@@ -54,9 +54,8 @@ def collect(pl_module: "FederatedModule", mode: Mode) -> Statistics:
 
     Args:
         pl_module: The federated module, attached to a trainer whose federated data are set up.
-        mode: The average, see :data:`Mode`. ``pooled`` and ``per_client`` average the unbiased
-            variances of batches, as PyTorch's BN with ``momentum=None``; total variances are
-            biased.
+        mode: The average, see :data:`Mode`. ``pooled`` and ``per_client`` average unbiased
+            variances of batches, as BN with ``momentum=None``; total variances are biased.
 
     Returns:
         Mean and variance of each BN layer's inputs.

@@ -19,7 +19,7 @@ class Communication:
         local_steps: Local steps of each client of the cohort.
         each: Bytes per client of the cohort, by kind of state or by the method that adds them.
         beside: Bytes of single clients, in the cohort or not, by method or kind, and client.
-        exchanges: Synchronous exchanges: 1 for the averaged state plus those of methods.
+        exchanges: Synchronous exchanges: 1 for the averaged state plus the methods' exchanges.
     """
 
     clients: Sequence[int] = ()

@@ -85,5 +85,5 @@ class Declarations:
         return {}
 
     def extra_exchanges(self, cohort: Cohort) -> int:
-        """Return the number of exchanges with the server beyond that of the averaged state."""
+        """Return the number of exchanges with the server beyond the averaged state's."""
         return 0

@@ -13,7 +13,7 @@ class ClientFailures(Recorded):
 
     A client that drops out is drawn into the cohort, but does not report: it takes no step, and
     sends and receives no data. The aggregation weights sum to 1 over the clients that report.
-    Methods keep its state.
+    Methods keep the client's state.
 
     Args:
         dropout: Probability in [0, 1] that a client of the cohort does not report: a number for all

@@ -26,8 +26,8 @@ def ignored_label(loss: Any) -> int | None:
 class LabelWeights:
     """The label weights of a user's loss, such as ``CrossEntropyLoss(weight=...)``.
 
-    They are measured, so any loss is supported: if the loss is a mean over samples with weights w,
-    its gradient by the outputs of sample i is w_i / sum(w) times that of sample i's own loss.
+    The weights are measured, so any loss is supported. In a mean over samples with weights w, the
+    gradient by the outputs of sample i is w_i / sum(w) times the gradient of that sample's loss.
 
     Args:
         loss: The user's loss; None for a task's loss, which weighs all labels alike.
@@ -52,7 +52,7 @@ class LabelWeights:
 
         Returns:
             The targets, where labels of weight 0 become ``ignored`` if the loss has no
-            ``ignore_index``, and the weight of each target. The weights are None if they are equal,
+            ``ignore_index``, and the weight of each target. The weights are None if all are equal
             or the loss is no such mean.
         """
         if self._loss is None or not isinstance(outputs, Tensor) or not isinstance(targets, Tensor):

@@ -59,11 +59,10 @@ class FederatedModule(Recorded, L.LightningModule):
     """A LightningModule for federated learning: an epoch of one training step is one round.
 
     The round is FedAvg (McMahan et al. 2017, Algorithm 1) with a server optimizer on the
-    pseudo-gradient (FedOpt, Reddi et al. 2021): ``SGD(lr=1)`` is FedAvg, ``SGD(lr=1,
-    momentum=0.9)`` is FedAvgM. Unlike torch's ``Adam``, ``FedAdam`` and ``FedYogi`` have no bias
-    correction. Rounds count from 1; ``max_epochs`` is the number of rounds. ``state_dict()`` is
-    exactly the server model's. Methods are callbacks, see
-    :class:`~fl_lightning.methods.callback.FederatedCallback`.
+    pseudo-gradient (FedOpt, Reddi et al. 2021): ``SGD(lr=1)`` is FedAvg; with ``momentum=0.9`` it
+    is FedAvgM. Unlike torch's ``Adam``, ``FedAdam`` and ``FedYogi`` have no bias correction. Rounds
+    count from 1; ``max_epochs`` is the number of rounds. ``state_dict()`` is exactly the server
+    model's. Methods are callbacks, see :class:`~fl_lightning.methods.callback.FederatedCallback`.
 
     Args:
         model: The server's model; every client trains a copy.
@@ -466,7 +465,7 @@ class FederatedModule(Recorded, L.LightningModule):
         """Load the planned rounds and the run's record.
 
         Raises:
-            ConfigurationError: The data differ from the checkpoint's, or it is no federated one.
+            ConfigurationError: The data differ, or the checkpoint is another module's.
         """
         state = checkpoint.get("fl_lightning")
         if state is None:
@@ -495,7 +494,7 @@ class FederatedModule(Recorded, L.LightningModule):
             if split in data.drawn_splits:
                 known = self.record.evaluate_on(data, split, path, accept=self.accept_data)
         if not known:
-            self.print(f"checkpoint {path} does not say what data it was trained on; these may be others")
+            self.print(f"checkpoint {path} has no record of its data; the data of this run may differ")
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]  # passed on
         """Return exactly the server model's state."""

@@ -154,7 +154,7 @@ class RoundPlan:
             if idle == _MOST_IDLE:
                 raise ConfigurationError(
                     f"budget_epochs: {budget_epochs} is never spent: rounds {round_number - idle} to {round_number - 1} have fewer than "
-                    f"{self.min_clients} reports; lower model.min_clients or what model.failures says"
+                    f"{self.min_clients} reports; lower model.min_clients or the dropout of model.failures"
                 )
         steps = {i: self.steps(i, round_number) for i in self.cohort(round_number)}
 

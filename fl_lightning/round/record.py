@@ -121,9 +121,8 @@ class RunRecord:
     def write(self, line: dict[str, float], loggers: Iterable[Logger]) -> None:
         """Store a finished line as the newest metrics, and pass it to the loggers."""
         if self._logging_seconds is not None:
-            line["time/logging_s"] = (
-                self._logging_seconds
-            )  # of the previous line: this one is not written yet
+            # the previous line's time: this line is not written yet
+            line["time/logging_s"] = self._logging_seconds
         started = time.perf_counter()
         self.metrics = line
         for logger in loggers:

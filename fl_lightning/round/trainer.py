@@ -25,7 +25,7 @@ def check_trainer(trainer: L.Trainer) -> None:
         "callbacks": ", ".join(averaging),
     }
     rounds = (
-        "means nothing where a batch is a round; leave it out, and use trainer.max_epochs for fewer rounds"
+        "does not apply, as each batch is a round; leave it out, and use trainer.max_epochs for fewer rounds"
     )
     ignored = "would be ignored; use trainer.check_val_every_n_epoch, in rounds"
     for setting, ok, remedy in (
@@ -39,7 +39,7 @@ def check_trainer(trainer: L.Trainer) -> None:
         ("limit_train_batches", given.limit_train_batches == 1, rounds),
         ("val_check_interval", given.val_check_interval == 1, ignored),
         ("check_val_every_n_epoch", every is None or every >= 1, "must be at least 1 round"),
-        ("callbacks", not averaging, "adds a round of its own; use a server optimizer with momentum"),
+        ("callbacks", not averaging, "adds an extra round; use a server optimizer with momentum"),
     ):
         if not ok:
             value = shown[setting] if setting in shown else getattr(given, setting)

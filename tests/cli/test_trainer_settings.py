@@ -6,7 +6,7 @@ from helpers import SGD, blobs, fit, small_cnn
 
 from fl_lightning import ConfigurationError, FederatedModule
 
-ROUNDS = "means nothing where a batch is a round; leave it out, and use trainer.max_epochs for fewer rounds"
+ROUNDS = "does not apply, as each batch is a round; leave it out, and use trainer.max_epochs for fewer rounds"
 REFUSED = {
     ("max_epochs", 0): "0 trains nothing; use at least 1 round",
     ("strategy", "ddp"): "DDPStrategy would mix the gradients of clients; use strategy: cohort",
@@ -34,7 +34,7 @@ def test_averaging_that_adds_a_round_is_refused(capsys):
         {"trainer.callbacks": [{"class_path": AVERAGING, "init_args": {"swa_lrs": 0.1, "device": None}}]}
     )
     assert message_of(capsys, run) == (
-        "error: trainer.callbacks: StochasticWeightAveraging adds a round of its own; use a server optimizer with "
+        "error: trainer.callbacks: StochasticWeightAveraging adds an extra round; use a server optimizer with "
         "momentum\n"
     )
 

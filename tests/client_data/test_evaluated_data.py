@@ -92,7 +92,7 @@ def test_a_checkpoint_that_does_not_say_its_data_is_evaluated_with_one_line(fold
     del checkpoint["fl_lightning"]["record"]["data"]
     torch.save(checkpoint, path)
     evaluate("validate", Images(val_fraction=0.2), path)
-    line = f"checkpoint {path} does not say what data it was trained on; these may be others\n"
+    line = f"checkpoint {path} has no record of its data; the data of this run may differ\n"
     assert capsys.readouterr().out.count(line) == 1
 
 

@@ -127,7 +127,7 @@ def test_a_checkpoint_that_does_not_say_its_data_loads_with_one_line(capsys):
     record = resume(Images()).record
     assert (
         capsys.readouterr().out
-        == "checkpoint 1.ckpt does not say what data it was trained on; these may be others\n"
+        == "checkpoint 1.ckpt has no record of its data; the data of this run may differ\n"
     )
     assert set(record.data) == {"training", "evaluation", "partition"}
 
