@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 class FederatedCallback(Recorded, Declarations, L.Callback):
     """A method: it declares the treatment of state (``policy``) and changes a round by hooks.
 
-    Unlike Lightning's callbacks a method is essential: without it the run is another algorithm. A round is ::
+    A run without the method is another algorithm. One round is ::
 
         setup                                          # once: configure_batch_norm(pl_module)
         for round in 1, 2, ..., total_rounds:
@@ -40,7 +40,7 @@ class FederatedCallback(Recorded, Declarations, L.Callback):
 
     Under ``on_divergence: drop`` clients with a non-finite update are left out before and after
     ``on_before_aggregate``: later hooks get fewer clients, and ``cohort.rows`` holds their rows. If
-    too few clients report or are left, the round is skipped, and ``on_round_skipped`` replaces the
+    too few clients report or are left, ``on_round_skipped(trainer, pl_module)`` replaces the
     remaining hooks.
 
     Before each hook torch's global generator is seeded from (seed, class, hook, round, step), so

@@ -109,7 +109,7 @@ def test_a_run_that_was_moved_is_found_and_one_without_its_files_says_so(tmp_pat
     with pytest.raises(ConfigurationError, match=rf"the memory of client {path.stem}, is missing"):
         train("FedBN", tmp_path / "damaged", ckpt_path=ckpt_path)
     shutil.rmtree(files)
-    with pytest.raises(ConfigurationError, match=r"round_3_3 is missing, where the memory of \d clients was"):
+    with pytest.raises(ConfigurationError, match=r"round_3_3 with the memory of \d clients is missing"):
         train("FedBN", tmp_path / "lost", ckpt_path=ckpt_path)
 
 

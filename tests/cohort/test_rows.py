@@ -79,12 +79,12 @@ def test_ranks_share_the_memory_of_a_machine_or_a_container(monkeypatch, tmp_pat
         if fits:
             RoundCohort(small_cnn(), 10, ranks=Ranks(0, ranks, here=ranks))
         else:
-            with pytest.raises(ConfigurationError, match=f"on each of {ranks} ranks here, and cpu memory is"):
+            with pytest.raises(ConfigurationError, match=f"on each of {ranks} ranks here, but cpu memory is"):
                 RoundCohort(small_cnn(), 10, ranks=Ranks(0, ranks, here=ranks))
 
 
 def test_a_cohort_that_no_memory_holds_is_refused_in_one_line():
     with pytest.raises(
-        ConfigurationError, match=r"a round of 1,000,000,000,000 clients takes [\d,.]+ GB .*; let fewer"
+        ConfigurationError, match=r"a round of 1,000,000,000,000 clients takes [\d,.]+ GB .*; lower"
     ):
         RoundCohort(small_cnn(), 10**12)

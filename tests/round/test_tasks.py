@@ -103,7 +103,7 @@ def test_auxiliary_heads_have_weights_and_smaller_outputs_are_enlarged():
 
 def test_a_label_for_each_image_is_no_segmentation():
     with pytest.raises(
-        ConfigurationError, match=r"model.task: .*found \[4, 10\] and \[4\]; use task: Classification"
+        ConfigurationError, match=r"model.task: .*got \[4, 10\] and \[4\]; use task: Classification"
     ):
         Segmentation().loss(torch.zeros(4, 10), torch.zeros(4))
 
