@@ -359,4 +359,4 @@ def test_a_cell_that_ends_before_its_plan_says_so(ran, capsys, monkeypatch):
     write(axes={"method": {"BN": {"trainer.callbacks": [stop]}}}, without=[], published=[], claims=[])
     message_of(capsys, study)
     why = found()["groups"][0]["runs"][0]["why"]
-    assert why.startswith("it ended after round 3 of 6; early stopping or trainer.max_time")
+    assert why.startswith("it ended after round 3 of 6; leave out early stopping and trainer.max_time")
