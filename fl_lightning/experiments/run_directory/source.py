@@ -129,10 +129,19 @@ def _module(name: str) -> str:
     return module
 
 
-def _imports(path: Path, module: str) -> Iterator[str]:
-    """Yield the full names that a module imports anywhere: modules, or functions in them."""
+def _imports(path: Path, module: str) -> tuple[str, ...]:
+    """Return the full names that a module imports anywhere: modules, or functions in them."""
     package = module if path.name == "__init__.py" else module.rpartition(".")[0]
-    for node in ast.walk(ast.parse(path.read_bytes())):
+    return _imports_of(path.read_bytes(), package)
+
+
+@cache
+def _imports_of(content: bytes, package: str) -> tuple[str, ...]:
+    return tuple(_imported(ast.parse(content), package))
+
+
+def _imported(tree: ast.Module, package: str) -> Iterator[str]:
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -180,7 +189,12 @@ def _core() -> bytes:
 
 def _code(path: Path) -> bytes:
     """Return a file's syntax tree, without docstrings, comments and layout."""
-    tree = ast.parse(path.read_bytes())
+    return _code_of(path.read_bytes())
+
+
+@cache
+def _code_of(content: bytes) -> bytes:
+    tree = ast.parse(content)
     for node in ast.walk(tree):
         body = getattr(node, "body", None)
         if (
