@@ -21,6 +21,7 @@ from fl_lightning.datamodules.partitions import (
     Shards,
 )
 from fl_lightning.datamodules.streamed_images import ImageNet, StreamedImages
+from fl_lightning.datamodules.tensors import ScikitLearn, TensorData
 from fl_lightning.datamodules.tiny_imagenet import TinyImageNet
 from fl_lightning.datamodules.torchvision_images import CIFAR10, CIFAR100, FashionMNIST, TorchvisionImages
 
@@ -48,8 +49,10 @@ __all__ = [
     "Natural",
     "Partition",
     "PartitionedDataModule",
+    "ScikitLearn",
     "Shards",
     "StreamedImages",
+    "TensorData",
     "TinyImageNet",
     "TorchvisionImages",
 ]

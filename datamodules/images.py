@@ -6,6 +6,7 @@ Normalised images are ``x = (pixel / scale - mean) / std`` in float32, per chann
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -48,7 +49,8 @@ class ImageData:
             for name, (tensor, dtype, dims, shape) in zip(("images", "labels"), wanted, strict=True):
                 if tensor.dtype != dtype or tensor.dim() != dims:
                     raise ConfigurationError(
-                        f"ImageData.{split}_{name}: {tensor.dtype} {list(tensor.shape)}; load() must give {dtype} {shape}"
+                        f"ImageData.{split}_{name}: {tensor.dtype} {list(tensor.shape)}; load() must give {dtype} {shape}; TensorData "
+                        "takes tensors of any type and shape"
                     )
             if len(images) != len(labels):
                 raise ConfigurationError(
@@ -97,6 +99,15 @@ class Normalization:
         return lines.view(pixels.shape).movedim(-1, -3)
 
 
+class TrainSamples(Protocol):
+    """The training samples of all clients: batches by their draws, and the border of random crops."""
+
+    padding: int
+
+    def batch(self, draws: Tensor) -> Batch:
+        """Return a batch of samples."""
+
+
 class Images(Dataset[Batch]):
     """Images held as bytes and normalised on access, by a sample or a slice of samples.
 
@@ -113,6 +124,11 @@ class Images(Dataset[Batch]):
         self.pixels = images.permute(0, 2, 3, 1).contiguous()
         self.labels = labels
         self.normalize = normalize
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor]:
+        """Pixels and labels."""
+        return self.pixels, self.labels
 
     def to(self, device: torch.device) -> None:
         """Move the images to the memory of a device."""

@@ -10,13 +10,14 @@ from torch.utils.data import DataLoader, Dataset
 from fl_lightning.client_data.batches import BatchStack
 from fl_lightning.client_data.federated import ClientDataModule
 from fl_lightning.client_data.fingerprint import digest
-from fl_lightning.datamodules.distribution import PartitionedDataModule, images_at
+from fl_lightning.datamodules.distribution import Distribution, PartitionedDataModule, images_at
 from fl_lightning.datamodules.images import (
     Batch,
     ImageData,
     Images,
     Normalization,
     TrainImages,
+    TrainSamples,
     channel_statistics,
 )
 from fl_lightning.errors import ConfigurationError
@@ -24,7 +25,7 @@ from fl_lightning.randomness import generator, permutation
 
 
 class InMemoryClient(ClientDataModule):
-    """A client's share of the training images.
+    """A client's share of the training samples.
 
     The order of the samples in epoch e is a permutation drawn from (seed, client, e). An incomplete
     last batch is dropped. Local step s is batch ``s % steps_per_epoch`` of epoch
@@ -32,7 +33,7 @@ class InMemoryClient(ClientDataModule):
 
     Args:
         client_id: Position of the client in the federation.
-        images: The training images of all clients.
+        images: The training samples of all clients.
         indices: The client's samples in ``images``, int64, shape ``[n]``.
         batch_size: Samples in a batch.
         horizontal_flip: Whether each sample is flipped with probability 1/2.
@@ -42,7 +43,7 @@ class InMemoryClient(ClientDataModule):
     def __init__(
         self,
         client_id: int,
-        images: TrainImages,
+        images: TrainSamples,
         indices: Tensor,
         batch_size: int,
         horizontal_flip: bool,
@@ -137,7 +138,98 @@ class ClientImages(Dataset[Batch]):
         return images.batch(index)
 
 
-class InMemoryDataModule(PartitionedDataModule):
+class InMemorySamples(PartitionedDataModule):
+    """Base class of data sets in memory, whose clients hold indices into one set of samples."""
+
+    horizontal_flip = False
+    train_images: Any
+    val_images: Any
+    test_images: Any
+
+    def __init__(self, num_clients: int = 10, batch_size: int = 20, **settings: Any) -> None:
+        super().__init__(num_clients, batch_size, **settings)
+        self._shares: list[InMemoryClient] = []
+        self._own: dict[str, tuple[Any, list[Tensor]]] = {}
+
+    @property
+    def clients(self) -> Sequence[InMemoryClient]:
+        """Return one data module per client, by id; empty before ``setup``."""
+        return self._shares
+
+    def cohort_batch(self, client_ids: Sequence[int], steps: Sequence[int]) -> BatchStack:
+        """Return a batch per client, stacked: ``x [C, b, ...]`` and ``y [C, b, ...]``.
+
+        Args:
+            client_ids: The active clients of the cohort.
+            steps: Local step of each of these clients, counted from 0 over the whole training.
+        """
+        pairs = zip(client_ids, steps, strict=True)
+        draws = [self._shares[client_id].step_draws(step) for client_id, step in pairs]
+        return BatchStack(stack=self.train_images.batch(torch.stack(draws)))
+
+    def keep_on(self, device: torch.device) -> None:
+        """Move all samples to a GPU if they fill less than half of its free memory."""
+        own = (images for images, _ in self._own.values())
+        parts = {self.train_images, self.val_images, self.test_images, *own}
+        if device.type == "cuda":
+            free, _ = torch.cuda.mem_get_info(device)
+            if sum(part.tensors[0].nbytes for part in parts) > free / 2:
+                return
+        for part in parts:
+            part.to(device)
+
+    def own_dataloader(self, client_id: int, split: str) -> DataLoader[Batch] | None:
+        """Return a client's own evaluation data; None without such data in its group or file."""
+        if split not in self._own or not len(self._own[split][1][client_id]):
+            return None
+        images, samples = self._own[split]
+        batches = torch.split(samples[client_id], self.eval_batch_size)
+        return DataLoader(images, sampler=batches, batch_size=None)
+
+    def evaluation_digests(self) -> list[str]:
+        """Return the digest of all evaluation data."""
+        return [digest([part.tensors for part in (self.val_images, self.test_images)])]
+
+    def fingerprint(self) -> dict[str, str]:
+        """Return digests of the training data, the evaluation data and the partition."""
+        return {
+            "training": digest(*self.train_images.tensors),
+            "evaluation": self.evaluation_digests()[0],
+            "partition": digest(self._index_digests),
+        }
+
+    def _give(
+        self, dealt: Distribution, trained: Callable[[Tensor], Any], evaluated: Callable[[Tensor], Any]
+    ) -> None:
+        """Make the clients, and the samples of clients and server.
+
+        Args:
+            dealt: The samples of clients and server.
+            trained: Function that makes the training data of samples.
+            evaluated: Function that makes the evaluation data of samples.
+        """
+        train = torch.unique(torch.cat(dealt.clients))
+        self.train_images = trained(train)
+        self.val_images, self.test_images = evaluated(dealt.val), evaluated(dealt.test)
+        for split, parts in dealt.own.items():
+            samples, images_of_split = dealt.test, self.test_images
+            # clients may evaluate on samples that are not the server's
+            if not bool(torch.isin(everyone := torch.unique(torch.cat(parts)), samples).all()):
+                samples, images_of_split = everyone, evaluated(everyone)
+            self._own[split] = images_of_split, [torch.searchsorted(samples, part) for part in parts]
+        settings = self.batch_size, self.horizontal_flip, self.seed
+        self._shares = [
+            InMemoryClient(client_id, self.train_images, torch.searchsorted(train, part), *settings)
+            for client_id, part in enumerate(dealt.clients)
+        ]
+
+    def _evaluation_loader(self, images: Any) -> DataLoader[Batch]:
+        size = self.eval_batch_size
+        batches = [slice(start, start + size) for start in range(0, len(images), size)]
+        return DataLoader(images, sampler=batches, batch_size=None)
+
+
+class InMemoryDataModule(InMemorySamples):
     """Base class of image classification data sets in memory; a subclass defines :meth:`load`.
 
     Args:
@@ -161,9 +253,6 @@ class InMemoryDataModule(PartitionedDataModule):
     scale: float = 255.0
     mean: tuple[float, ...] | None = None
     std: tuple[float, ...] | None = None
-    train_images: TrainImages
-    val_images: Images
-    test_images: Images
 
     def __init__(
         self,
@@ -181,59 +270,10 @@ class InMemoryDataModule(PartitionedDataModule):
             )
         self.crop_padding = crop_padding
         self.horizontal_flip = horizontal_flip
-        self._shares: list[InMemoryClient] = []
-        self._own: dict[str, tuple[Images, list[Tensor]]] = {}
-
-    @property
-    def clients(self) -> Sequence[InMemoryClient]:
-        """Return one data module per client, by id; empty before ``setup``."""
-        return self._shares
 
     def load(self) -> ImageData:
         """Return the data set; called once."""
         raise NotImplementedError(f"{type(self).__name__} must define load() -> ImageData")
-
-    def cohort_batch(self, client_ids: Sequence[int], steps: Sequence[int]) -> BatchStack:
-        """Return a batch per client, stacked: ``x [C, b, channels, H, W]`` and ``y [C, b]``.
-
-        Args:
-            client_ids: The active clients of the cohort.
-            steps: Local step of each of these clients, counted from 0 over the whole training.
-        """
-        pairs = zip(client_ids, steps, strict=True)
-        draws = [self._shares[client_id].step_draws(step) for client_id, step in pairs]
-        return BatchStack(stack=self.train_images.batch(torch.stack(draws)))
-
-    def keep_on(self, device: torch.device) -> None:
-        """Move all images, as bytes, to a GPU if they fill less than half of its free memory."""
-        own = (images for images, _ in self._own.values())
-        parts: set[Images] = {self.train_images, self.val_images, self.test_images, *own}
-        if device.type == "cuda":
-            free, _ = torch.cuda.mem_get_info(device)
-            if sum(part.pixels.nbytes for part in parts) > free / 2:
-                return
-        for part in parts:
-            part.to(device)
-
-    def own_dataloader(self, client_id: int, split: str) -> DataLoader[Batch] | None:
-        """Return a client's own evaluation data; None without such data in its group or file."""
-        if split not in self._own or not len(self._own[split][1][client_id]):
-            return None
-        images, samples = self._own[split]
-        batches = torch.split(samples[client_id], self.eval_batch_size)
-        return DataLoader(images, sampler=batches, batch_size=None)
-
-    def evaluation_digests(self) -> list[str]:
-        """Return the digest of all evaluation images and labels."""
-        return [digest([(part.pixels, part.labels) for part in (self.val_images, self.test_images)])]
-
-    def fingerprint(self) -> dict[str, str]:
-        """Return digests of the training data, the evaluation data and the partition."""
-        return {
-            "training": digest(self.train_images.pixels, self.train_images.labels),
-            "evaluation": self.evaluation_digests()[0],
-            "partition": digest(self._index_digests),
-        }
 
     def _make_clients(self) -> None:
         data = self.load()
@@ -241,25 +281,15 @@ class InMemoryDataModule(PartitionedDataModule):
         groups = data.train_groups, data.test_groups, data.group_names
         dealt = self.distribute(data.train_labels, data.test_labels, *groups)
         normalize = self._normalization(data.train_images)
-        train = torch.unique(torch.cat(dealt.clients))
-        images = images_at(data, train)
-        self.train_images = TrainImages(images, dealt.labels[train], normalize, self.crop_padding)
+
+        def trained(samples: Tensor) -> TrainImages:
+            images = images_at(data, samples)
+            return TrainImages(images, dealt.labels[samples], normalize, self.crop_padding)
 
         def evaluated(samples: Tensor) -> Images:
             return Images(images_at(data, samples), dealt.labels[samples], normalize)
 
-        self.val_images, self.test_images = evaluated(dealt.val), evaluated(dealt.test)
-        for split, parts in dealt.own.items():
-            samples, images_of_split = dealt.test, self.test_images
-            # clients may evaluate on samples that are not the server's
-            if not bool(torch.isin(everyone := torch.unique(torch.cat(parts)), samples).all()):
-                samples, images_of_split = everyone, evaluated(everyone)
-            self._own[split] = images_of_split, [torch.searchsorted(samples, part) for part in parts]
-        settings = self.batch_size, self.horizontal_flip, self.seed
-        self._shares = [
-            InMemoryClient(client_id, self.train_images, torch.searchsorted(train, part), *settings)
-            for client_id, part in enumerate(dealt.clients)
-        ]
+        self._give(dealt, trained, evaluated)
 
     def _normalization(self, train_images: Tensor) -> Normalization:
         if self.mean is not None and self.std is not None:
@@ -271,8 +301,3 @@ class InMemoryDataModule(PartitionedDataModule):
                     "be scaled to standard deviation 1; leave the channel out, or set mean and std of the class"
                 )
         return Normalization(*channel_statistics(train_images, self.scale), self.scale)
-
-    def _evaluation_loader(self, images: Images) -> DataLoader[Batch]:
-        size = self.eval_batch_size
-        batches = [slice(start, start + size) for start in range(0, len(images), size)]
-        return DataLoader(images, sampler=batches, batch_size=None)

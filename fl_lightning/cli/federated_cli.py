@@ -29,7 +29,7 @@ from fl_lightning.experiments.run_directory.predictions import write_predictions
 from fl_lightning.launched import under_torchrun
 from fl_lightning.round.module import FederatedModule
 
-_MODEL_LINKS = ("num_classes", "in_channels", "image_size")
+_MODEL_LINKS = ("num_classes", "in_channels", "image_size", "in_features")
 # 1024: larger numbers of threads can kill the process
 _Threads: Any = restricted_number_type("int_from_1_to_1024", int, [(">=", 1), ("<=", 1024)])
 

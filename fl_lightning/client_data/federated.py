@@ -85,6 +85,7 @@ class FederatedDataModule(Recorded, L.LightningDataModule):
         class_names: Name of each class in label order; None for the labels themselves.
         in_channels: Channels of an image, None for other data.
         image_size: Height and width of an image in pixels, None for other data.
+        in_features: Features of a sample, None for images.
         drawn_splits: The evaluation data, ``"val"`` or ``"test"``, that are drawn from the clients'
             samples (another seed may draw samples that clients trained on).
         loaded: Digest of all loaded data, independent of the seed; None if unknown.
@@ -95,6 +96,7 @@ class FederatedDataModule(Recorded, L.LightningDataModule):
     class_names: Sequence[str] | None = None
     in_channels: int | None = None
     image_size: int | None = None
+    in_features: int | None = None
     drawn_splits: Collection[str] = ("val",)
     loaded: str | None = None
 

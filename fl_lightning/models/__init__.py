@@ -15,6 +15,7 @@ from fl_lightning.models.library import deeplab_v3_plus, library_model
 from fl_lightning.models.norm import convert_norm
 from fl_lightning.models.resnet import CIFARResNet, ResNet8, ResNet20, ResNet32
 from fl_lightning.models.resnet18 import ResNet18
+from fl_lightning.models.tabular import TabularMLP
 
 __all__ = [
     "FBNCNN",
@@ -26,6 +27,7 @@ __all__ = [
     "ResNet20",
     "ResNet32",
     "SmallDeepLab",
+    "TabularMLP",
     "convert_norm",
     "deeplab_v3_plus",
     "library_model",

@@ -118,6 +118,8 @@ def test_every_command_of_a_page_runs_in_its_order_for_two_rounds(name, write_me
     write_cifar10_folders()
     write_scenes(Path("data/camvid"), {"train/0016e5": 8, "train/0001tp": 8, "train/seq05vd": 3})
     write_own_images(Path("data/mine"))
+    rows = [f"{i % 7},{i % 5},{'ab'[i % 2]},{'yes' if i % 3 else 'no'}" for i in range(120)]
+    Path("data/patients.csv").write_text("\n".join(["age,dose,site,outcome", *rows]))
     write_methods(name)
     for arguments in ours(name):
         shorter = ["--trainer.max_epochs", "2"] if arguments[0] in ("fit", "study") else []

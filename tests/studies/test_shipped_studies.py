@@ -83,6 +83,7 @@ def test_its_file_can_be_read_and_a_quick_scale_is_small(name):
         "methods",
         "optimizers",
         "statistics_gain",
+        "tabular",
     )
 
 

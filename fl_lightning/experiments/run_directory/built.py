@@ -29,7 +29,7 @@ from fl_lightning.randomness import seed_global
 from fl_lightning.recorded import making
 from fl_lightning.round.module import FederatedModule
 
-LINKED = ("num_classes", "in_channels", "image_size")
+LINKED = ("num_classes", "in_channels", "image_size", "in_features")
 """Arguments of a model whose default is the data's value."""
 
 _TRAINER = {

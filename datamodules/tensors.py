@@ -1,0 +1,331 @@
+"""Data sets of any tensors: from tensors, arrays, or a table."""
+
+import csv
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from fl_lightning.client_data.fingerprint import digest
+from fl_lightning.datamodules.images import Batch, balanced_subset
+from fl_lightning.datamodules.in_memory import InMemorySamples
+from fl_lightning.datamodules.partitions import Natural
+from fl_lightning.errors import ConfigurationError
+from fl_lightning.files import user_path
+from fl_lightning.models.weights import load_whole
+from fl_lightning.randomness import generator
+
+Array = Tensor | NDArray[Any]
+_PARTS = ("features", "targets", "groups", "test_features", "test_targets", "test_groups")
+_BINS = 10
+
+
+class Samples(Dataset[Batch]):
+    """Features and targets in memory, indexed by samples.
+
+    Args:
+        features: Features, shape ``[N, ...]``.
+        targets: Targets, shape ``[N, ...]``.
+    """
+
+    padding = 0
+
+    def __init__(self, features: Tensor, targets: Tensor) -> None:
+        self.features, self.targets = features, targets
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor]:
+        """Features and targets."""
+        return self.features, self.targets
+
+    def to(self, device: torch.device) -> None:
+        """Move the samples to the memory of a device."""
+        self.features, self.targets = self.features.to(device), self.targets.to(device)
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+    def __getitem__(self, index: int | slice | Tensor) -> Batch:
+        return self.features[index], self.targets[index]
+
+    def batch(self, draws: Tensor) -> Batch:
+        """Return the samples of ``draws[..., 0]``; other draws are for images."""
+        return self[draws[..., 0].to(self.features.device)]
+
+
+class TensorData(InMemorySamples):
+    """Features and targets of any type and shape.
+
+    Integer targets ``[N]`` are classes, which label-skewed partitions separate. Other targets ``[N]``
+    are partitioned by their ten quantiles, targets of more dimensions as if all were alike.
+
+    Args:
+        features: Tensor or array ``[N, ...]``, or a file: ``.npz`` or ``.pt`` with ``features``,
+            ``targets`` and perhaps ``groups``, ``test_features``, ``test_targets`` and
+            ``test_groups``, or a ``.csv`` with a header. Float64 becomes float32.
+        targets: Tensor or array ``[N, ...]``; of a CSV the name of the column, or several names.
+        groups: Group of each sample ``[N]``, integers or names; of a CSV the name of the column. The
+            default partition is then ``Natural``: a group is a client.
+        columns: Columns of a CSV that are features. Default: all others.
+        test_features: Test features. Default: a share of the samples, see ``test_fraction``.
+        test_targets: Test targets.
+        test_groups: Group of each test sample, for test data of each client.
+        test_fraction: Share of the samples, in (0, 1), that become test data if there are none; a
+            stratified draw, the same for every seed.
+        standardize: Whether features are scaled to mean 0 and standard deviation 1 over the training
+            samples. Constant features become 0.
+        num_clients: Number of clients; ignored if the partition decides it.
+        batch_size: Samples in a client's batch; every batch is complete.
+        **settings: Settings of
+            :class:`~fl_lightning.datamodules.distribution.PartitionedDataModule`.
+
+    Raises:
+        ConfigurationError: A file, column or tensor cannot be used.
+    """
+
+    deciding_files = ("features",)
+
+    def __init__(
+        self,
+        features: Any,
+        targets: Any = None,
+        *,
+        groups: Any = None,
+        columns: Sequence[str] | None = None,
+        test_features: Any = None,
+        test_targets: Any = None,
+        test_groups: Any = None,
+        test_fraction: float = 0.2,
+        standardize: bool = False,
+        num_clients: int = 10,
+        batch_size: int = 20,
+        **settings: Any,
+    ) -> None:
+        super().__init__(num_clients, batch_size, **settings)
+        if not 0 < test_fraction < 1:
+            raise ConfigurationError(f"test_fraction must be in (0, 1), such as 0.2, found {test_fraction}")
+        given = dict(
+            zip(_PARTS, (features, targets, groups, test_features, test_targets, test_groups), strict=True)
+        )
+        if isinstance(features, str | Path):
+            given = _read(user_path("data.features", str(features)), given, columns)
+        self.test_fraction = test_fraction
+        self.standardize = standardize
+        self._data = {
+            name: _tensor(name, x) for name, x in given.items() if x is not None and "groups" not in name
+        }
+        _check_shapes(self._data)
+        self._groups, self._group_names = _numbered(given.get("groups"), given.get("test_groups"))
+        for split, labels in self._groups.items():
+            if len(labels) != len(self._data[f"{split}targets"]):
+                raise ConfigurationError(
+                    f"data.{split}groups: {len(labels)} groups of {len(self._data[f'{split}targets'])} samples; give one for each"
+                )
+        if settings.get("partition") is None and self._groups:
+            self.partition = Natural()
+        every = torch.cat([_strata(x) for x in (self._data["targets"], *self._given_test())])
+        if _has_classes(self._data["targets"]):
+            self.num_classes = int(every.max()) + 1
+        self.in_features = self._data["features"][0].numel()
+
+    def class_histograms(self) -> list[list[int]]:
+        """Return ``[i][c]``: client i's training samples of class c; empty for other targets."""
+        return super().class_histograms() if self.num_classes is not None else []
+
+    def _given_test(self) -> list[Tensor]:
+        return [self._data["test_targets"]] if "test_targets" in self._data else []
+
+    def _make_clients(self) -> None:
+        self.loaded = digest([self._data, self._groups])
+        parts = self._split()
+        names = self._group_names
+        dealt = self.distribute(
+            _strata(parts["targets"]),
+            _strata(parts["test_targets"]),
+            parts.get("groups"),
+            parts.get("test_groups"),
+            names,
+        )
+        features = torch.cat([parts["features"], parts["test_features"]])
+        targets = torch.cat([parts["targets"], parts["test_targets"]])
+        if self.standardize:
+            features = _standardized(features, torch.unique(torch.cat(dealt.clients)))
+
+        def samples(index: Tensor) -> Samples:
+            return Samples(features[index], targets[index])
+
+        self._give(dealt, samples, samples)
+
+    def _split(self) -> dict[str, Tensor]:
+        """Return training and test data, the latter drawn from the samples if none are given."""
+        data = {**self._data, **{f"{split}groups": x for split, x in self._groups.items()}}
+        if "test_targets" in data:
+            return data
+        strata = _strata(data["targets"])
+        count = round(self.test_fraction * len(strata))
+        if not 0 < count < len(strata):
+            raise ConfigurationError(
+                f"test_fraction={self.test_fraction} takes {count} of {len(strata)} samples; use a value that leaves samples for both"
+            )
+        is_test = torch.zeros(len(strata), dtype=torch.bool)
+        is_test[balanced_subset(strata, count, generator(0, "tensor test split"))] = True
+        test = {f"test_{name}": x[is_test] for name, x in data.items()}
+        return {name: x[~is_test] for name, x in data.items()} | test
+
+
+class ScikitLearn(TensorData):
+    """A table that scikit-learn ships, without a download.
+
+    Args:
+        table: ``"breast_cancer"`` (569 samples, 30 features, 2 classes), ``"wine"`` (178, 13, 3),
+            ``"iris"`` (150, 4, 3), ``"diabetes"`` (442 samples, 10 features, a number).
+        standardize: See :class:`TensorData`.
+        **settings: Settings of :class:`TensorData`.
+
+    Raises:
+        ConfigurationError: There is no such table.
+    """
+
+    def __init__(self, table: str = "breast_cancer", *, standardize: bool = True, **settings: Any) -> None:
+        from sklearn import datasets  # takes seconds to import
+
+        tables = ("breast_cancer", "wine", "iris", "diabetes")
+        if table not in tables:
+            raise ConfigurationError(f"data.table: {table!r} is no table; use one of {', '.join(tables)}")
+        loaded = getattr(datasets, f"load_{table}")()
+        super().__init__(loaded.data, loaded.target, standardize=standardize, **settings)
+        self.table = table
+        if self.num_classes is not None:
+            self.class_names = [str(name) for name in loaded.target_names]
+
+
+def _read(path: Path, given: Mapping[str, Any], columns: Sequence[str] | None) -> dict[str, Any]:
+    if path.suffix not in (".csv", ".npz", ".pt"):
+        raise ConfigurationError(f"data.features: {path} has no known ending; use .csv, .npz or .pt")
+    if not path.is_file():
+        raise ConfigurationError(f"data.features: {path} does not exist; give a .csv, .npz or .pt file")
+    if path.suffix == ".csv":
+        return _read_csv(path, given, columns)
+    try:
+        content: Any = (
+            dict(np.load(path, allow_pickle=False)) if path.suffix == ".npz" else load_whole("file", path)
+        )
+    except (OSError, ValueError, EOFError) as error:
+        raise ConfigurationError(f"data.features: {path} cannot be read: {error}") from error
+    if not isinstance(content, Mapping) or not {"features", "targets"} <= content.keys():
+        raise ConfigurationError(f"data.features: {path} holds no features and targets; write both by name")
+    return {**given, **{name: content[name] for name in _PARTS if name in content}}
+
+
+def _read_csv(path: Path, given: Mapping[str, Any], columns: Sequence[str] | None) -> dict[str, Any]:
+    try:
+        with path.open(newline="", encoding="utf-8") as file:
+            header, *rows = csv.reader(file)
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(f"data.features: {path} is no CSV with a header: {error}") from error
+    table = dict(zip(header, zip(*rows, strict=False), strict=False))
+    names = [given["targets"]] if isinstance(given["targets"], str) else [*(given["targets"] or ())]
+    group = [given["groups"]] if given["groups"] is not None else []
+    used = [*columns] if columns is not None else [name for name in header if name not in (*names, *group)]
+    for setting, wanted in (("targets", names), ("groups", group), ("columns", used)):
+        missing = [name for name in wanted if name not in table]
+        if missing or (setting != "groups" and not wanted):
+            raise ConfigurationError(
+                f"data.{setting}: {missing[0] if missing else 'null'} is no column of {path}; it has {', '.join(header)}"
+            )
+    ragged = next((number for number, row in enumerate(rows, 2) if len(row) != len(header)), None)
+    if ragged is not None:
+        raise ConfigurationError(f"data.features: line {ragged} of {path} has not {len(header)} values")
+    features = np.stack([_numbers(path, name, table[name]) for name in used], axis=1)
+    targets = [_classes(table[name]) for name in names]
+    return {
+        **given,
+        "features": features,
+        "targets": targets[0] if len(targets) == 1 else np.stack(targets, axis=1),
+        "groups": [*table[group[0]]] if group else None,
+    }
+
+
+def _numbers(path: Path, name: str, values: Sequence[str]) -> NDArray[Any]:
+    try:
+        return np.asarray(values, dtype=np.float64)
+    except ValueError as error:
+        raise ConfigurationError(
+            f"data.columns: {name} of {path} is no column of numbers ({error}); leave it out of data.columns"
+        ) from error
+
+
+def _classes(values: Sequence[str]) -> NDArray[Any]:
+    """Return integers or numbers as they are, and names as the positions in their sorted list."""
+    for kind in (np.int64, np.float64):
+        try:
+            return np.asarray(values, dtype=kind)
+        except ValueError:
+            continue
+    return np.unique(np.asarray(values), return_inverse=True)[1]
+
+
+def _tensor(name: str, given: Any) -> Tensor:
+    try:
+        tensor = torch.as_tensor(np.asarray(given) if isinstance(given, list | tuple) else given).detach()
+    except (TypeError, ValueError) as error:
+        raise ConfigurationError(
+            f"data.{name}: {type(given).__name__} is no tensor or array: {error}"
+        ) from error
+    if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
+        raise ConfigurationError(f"data.{name}: some values are not finite; fill or leave out these samples")
+    if "targets" in name and tensor.dim() == 1 and not tensor.is_floating_point():
+        tensor = tensor.long()
+    return tensor.float() if tensor.dtype == torch.float64 else tensor
+
+
+def _check_shapes(data: Mapping[str, Tensor]) -> None:
+    for split in ("", "test_"):
+        features, targets = data.get(f"{split}features"), data.get(f"{split}targets")
+        if features is None and targets is None and split:
+            continue
+        if features is None or targets is None or not len(targets) or len(features) != len(targets):
+            counts = [None if x is None else len(x) for x in (features, targets)]
+            raise ConfigurationError(
+                f"data.{split}features and {split}targets: {counts[0]} and {counts[1]} samples; give one target for each sample"
+            )
+
+
+def _numbered(*groups: Any) -> tuple[dict[str, Tensor], list[str]]:
+    """Return the groups of training and test samples as numbers, and the name of each number."""
+    known = {split: np.asarray(x) for split, x in zip(("", "test_"), groups, strict=True) if x is not None}
+    if not known:
+        return {}, []
+    names, numbers = np.unique(np.concatenate([*known.values()]), return_inverse=True)
+    parts = np.split(numbers, np.cumsum([len(x) for x in known.values()])[:-1])
+    return {split: torch.from_numpy(part).long() for split, part in zip(known, parts, strict=True)}, [
+        *map(str, names)
+    ]
+
+
+def _has_classes(targets: Tensor) -> bool:
+    return targets.dim() == 1 and not targets.is_floating_point()
+
+
+def _strata(targets: Tensor) -> Tensor:
+    """Return what partitions take for the class of each sample, int64 ``[N]``."""
+    if _has_classes(targets):
+        return targets
+    if targets.dim() > 1:
+        return torch.zeros(len(targets), dtype=torch.int64)
+    edges = torch.quantile(targets.double(), torch.linspace(0, 1, _BINS + 1, dtype=torch.float64)[1:-1])
+    return torch.bucketize(targets.double(), edges)
+
+
+def _standardized(features: Tensor, train: Tensor) -> Tensor:
+    if not features.is_floating_point():
+        raise ConfigurationError(
+            f"data.standardize: features are {features.dtype}; give features of floating point, or standardize: false"
+        )
+    mean, std = features[train].double().mean(0), features[train].double().std(0, correction=0)
+    return ((features.double() - mean) / std.where(std > 0, 1)).to(features.dtype)

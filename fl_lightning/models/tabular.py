@@ -1,0 +1,62 @@
+"""A multilayer perceptron for tables."""
+
+from collections.abc import Sequence
+
+from torch import Tensor, nn
+
+from fl_lightning.errors import ConfigurationError
+from fl_lightning.models.checks import require_at_least
+from fl_lightning.recorded import Recorded
+
+
+class TabularMLP(Recorded, nn.Module):
+    """Linear layers, each followed by a norm and a ReLU, and a linear output layer.
+
+    Args:
+        num_classes: Number of outputs. Default: 1, for a number.
+        in_features: Features of a sample, of any shape.
+        hidden: Width of each hidden layer.
+        norm: ``"bn"`` (BatchNorm1d), ``"gn"``, ``"ln"`` or ``"none"``.
+        groups: Number of groups of every GN layer.
+
+    Raises:
+        ConfigurationError: A setting cannot be used.
+    """
+
+    def __init__(
+        self,
+        num_classes: int | None = None,
+        in_features: int = 30,
+        hidden: Sequence[int] = (64, 64),
+        norm: str = "bn",
+        groups: int = 2,
+    ) -> None:
+        super().__init__()
+        require_at_least(1, num_classes=num_classes or 1, in_features=in_features, groups=groups)
+        layers: list[nn.Module] = [nn.Flatten()]
+        width = in_features
+        for size in hidden:
+            require_at_least(1, hidden=size)
+            layers += [nn.Linear(width, size, bias=norm == "none"), _norm(norm, size, groups), nn.ReLU()]
+            width = size
+        self.layers = nn.Sequential(*layers, nn.Linear(width, num_classes or 1))
+
+    def forward(self, features: Tensor) -> Tensor:
+        """Map features ``[b, ...]`` to outputs ``[b, num_classes]``."""
+        outputs: Tensor = self.layers(features)
+        return outputs
+
+
+def _norm(norm: str, size: int, groups: int) -> nn.Module:
+    if norm == "bn":
+        return nn.BatchNorm1d(size)
+    if norm in ("gn", "ln"):
+        groups = groups if norm == "gn" else 1
+        if size % groups:
+            raise ConfigurationError(
+                f"groups={groups} does not divide a layer of {size} features; use a divisor of {size}"
+            )
+        return nn.GroupNorm(groups, size)
+    if norm == "none":
+        return nn.Identity()
+    raise ConfigurationError(f"norm={norm!r} is unknown; TabularMLP has bn, gn, ln and none")

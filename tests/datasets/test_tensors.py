@@ -1,0 +1,182 @@
+"""Data sets of tensors, arrays and tables."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from command_line import main
+
+from fl_lightning import ConfigurationError
+from fl_lightning.datamodules import Dirichlet, Natural, ScikitLearn, Shards, TensorData
+
+
+def samples(count=60, classes=3):
+    features = torch.arange(count * 4, dtype=torch.float32).reshape(count, 4)
+    return features, torch.arange(count) % classes
+
+
+def write_csv(path, rows=60):
+    lines = ["age,dose,site,outcome"]
+    lines += [f"{i},{i / 3},{'abc'[i % 3]},{'yes' if i % 2 else 'no'}" for i in range(rows)]
+    path.write_text("\n".join(lines))
+
+
+def test_each_sample_is_one_clients_or_the_servers():
+    features, labels = samples()
+    data = TensorData(features, labels, num_clients=4, batch_size=5, val_fraction=0.2)
+    data.setup("fit")
+    seen = [client.images.features[client.indices] for client in data.clients]
+    seen += [data.val_images.features, data.test_images.features]
+    assert sorted(torch.cat(seen)[:, 0].tolist()) == features[:, 0].tolist()
+    assert [len(data.val_images), len(data.test_images)] == [10, 12]
+    assert (data.num_classes, data.in_features) == (3, 4)
+
+
+def test_partitions_separate_classes_and_quantiles_of_numbers():
+    features, labels = samples(classes=4)
+    data = TensorData(features, labels, partition=Shards(class_fraction=0.5), num_clients=2, batch_size=5)
+    data.setup("fit")
+    assert sorted(np.count_nonzero(row) for row in data.class_histograms()) == [2, 2]
+    numbers = torch.linspace(0, 1, 60)
+    data = TensorData(features, numbers, partition=Shards(class_fraction=0.1), num_clients=10, batch_size=2)
+    data.setup("fit")
+    spans = [client.images.targets[client.indices] for client in data.clients]
+    assert all(float(span.max() - span.min()) < 0.2 for span in spans)
+    assert (data.num_classes, data.class_histograms()) == (None, [])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int64, torch.uint8, torch.bool])
+@pytest.mark.parametrize("shape", [(3,), (2, 5), (1, 4, 4)])
+def test_features_of_any_type_and_shape_come_as_they_are(dtype, shape):
+    features = torch.randint(0, 2, (40, *shape)).to(dtype)
+    data = TensorData(features, torch.rand(40, 2), num_clients=2, batch_size=4)
+    data.setup("fit")
+    inputs, targets = data.cohort_batch([0, 1], [0, 3]).stack()
+    assert inputs.shape == (2, 4, *shape)
+    assert targets.shape == (2, 4, 2)
+    assert inputs.dtype == (torch.float32 if dtype == torch.float64 else dtype)
+    one, target = data.clients[1].train_dataloader().dataset[0]
+    assert one.shape == shape
+    assert target.shape == (2,)
+
+
+def test_a_batch_of_the_cohort_is_that_of_each_client():
+    data = TensorData(*samples(), num_clients=3, batch_size=5)
+    data.setup("fit")
+    inputs, labels = data.cohort_batch([2, 0], [1, 6]).stack()
+    for row, (client, step) in enumerate([(2, 1), (0, 6)]):
+        expected = data.clients[client].train_batch(step)
+        assert torch.equal(inputs[row], expected[0])
+        assert torch.equal(labels[row], expected[1])
+
+
+def test_standardized_features_have_the_moments_of_the_training_samples():
+    features, labels = samples()
+    features[:, 3] = 7
+    data = TensorData(features, labels, num_clients=3, batch_size=5, standardize=True)
+    data.setup("fit")
+    train = data.train_images.features.double()
+    assert torch.allclose(train.mean(0), torch.zeros(4, dtype=torch.float64), atol=1e-6)
+    assert torch.allclose(train[:, :3].std(0, correction=0), torch.ones(3, dtype=torch.float64), atol=1e-6)
+    assert bool((data.test_images.features[:, 3] == 0).all())
+
+
+@pytest.mark.parametrize("ending", ["npz", "pt", "csv"])
+def test_files_give_what_tensors_give(ending, tmp_path):
+    path = tmp_path / f"table.{ending}"
+    write_csv(tmp_path / "table.csv")
+    features = np.array([[i, i / 3] for i in range(60)], dtype=np.float64)
+    labels, sites = np.arange(60) % 2, np.array([*"abc"] * 20)
+    if ending == "npz":
+        np.savez(path, features=features, targets=labels, groups=sites)
+        data = TensorData(str(path), batch_size=4)
+    elif ending == "pt":
+        groups = torch.from_numpy(np.arange(60) % 3)
+        torch.save(
+            {"features": torch.tensor(features), "targets": torch.tensor(labels), "groups": groups}, path
+        )
+        data = TensorData(path, batch_size=4)
+    else:
+        data = TensorData(path, "outcome", groups="site", batch_size=4)
+    given = TensorData(features, labels, groups=sites, batch_size=4)
+    for one in (data, given):
+        one.setup("fit")
+    assert type(data.partition) is Natural
+    assert data.num_clients == 3
+    assert data.fingerprint() == given.fingerprint()
+    if ending != "pt":
+        assert data.partition_record()["clients"] == ["a", "b", "c"]
+
+
+def test_groups_with_test_samples_evaluate_on_their_own():
+    features, labels = samples()
+    groups = torch.arange(60) % 3
+    data = TensorData(
+        features,
+        labels,
+        groups=groups,
+        test_features=features,
+        test_targets=labels,
+        test_groups=groups,
+        batch_size=4,
+    )
+    data.setup("fit")
+    ((inputs, _),) = data.own_dataloader(1, "test")
+    assert torch.equal(inputs, features[groups == 1])
+
+
+def test_a_table_trains_from_the_command_line(tmp_path):
+    write_csv(Path("table.csv"))
+    cli = main(
+        [
+            *("fit", "--config", "configs/breast_cancer_fixbn.yaml", "--trainer.max_epochs", "2"),
+            *("--data", "TensorData", "--data.features", "table.csv", "--data.targets", "outcome"),
+            *("--data.columns", "[age, dose]", "--data.num_clients", "2", "--data.batch_size", "4"),
+        ]
+    )
+    assert cli.model.model.layers[1].in_features == 2
+    assert "test/auroc" in cli.trainer.callback_metrics
+
+
+def test_scikit_learns_tables():
+    data = ScikitLearn("breast_cancer", num_clients=5, batch_size=8, partition=Dirichlet(alpha=0.5))
+    data.setup("fit")
+    assert (data.num_classes, data.in_features, data.class_names) == (2, 30, ["malignant", "benign"])
+    assert ScikitLearn("diabetes").num_classes is None
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"features": "no.csv"}, r"data.features: .*no.csv does not exist"),
+        ({"features": "table.txt"}, r"data.features: .*table.txt has no known ending"),
+        (
+            {"features": "table.csv"},
+            r"data.targets: null is no column of .*; it has age, dose, site, outcome",
+        ),
+        ({"features": "table.csv", "targets": "outcom"}, r"data.targets: outcom is no column"),
+        (
+            {"features": "table.csv", "targets": "outcome"},
+            r"data.columns: site of .* is no column of numbers",
+        ),
+        ({"features": "empty.npz"}, r"data.features: .*empty.npz holds no features and targets"),
+        (
+            {"features": [[1.0], [float("nan")]], "targets": [0, 1]},
+            r"data.features: some values are not finite",
+        ),
+        ({"features": [[1.0], [2.0]], "targets": [0]}, r"data.features and targets: 2 and 1 samples"),
+        ({"features": "text", "targets": [0]}, r"data.features: .*text has no known ending"),
+        ({"features": [[1.0]] * 9, "targets": [0] * 9, "groups": [0]}, r"data.groups: 1 groups of 9 samples"),
+        (
+            {"features": [[1.0]] * 9, "targets": [0] * 9, "test_fraction": 1.0},
+            r"test_fraction must be in \(0, 1\)",
+        ),
+    ],
+)
+def test_bad_tables_are_one_line(settings, words):
+    write_csv(Path("table.csv"))
+    Path("table.txt").write_text("")
+    np.savez("empty.npz", x=np.zeros(3))
+    with pytest.raises(ConfigurationError, match=words):
+        TensorData(**settings)
