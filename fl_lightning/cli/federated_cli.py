@@ -128,6 +128,8 @@ class FederatedCLI(LightningCLI):
             # before the link is applied: the user's value or the model's default
             parsed = self.config[self.config.subcommand].get(setting)
             given = parsed if self._gives(name) else None
+            if value is None and name == "in_features":
+                return parsed  # images have none, and models of other data may have a default
             # a default other than None means that the model needs this setting
             if value is None and given is None and parsed is not None:
                 raise ConfigurationError(
