@@ -46,7 +46,7 @@ class ClassFolders:
         """Return the training images and the test images, with their labels.
 
         Args:
-            classes: All classes in the order of the labels, :attr:`classes` among them.
+            classes: All classes in the order of the labels, the classes of the folder among them.
             split: Random number generator of the test split; used if ``test_fraction`` is set.
 
         Raises:

@@ -16,54 +16,54 @@ from fl_lightning.errors import ConfigurationError
 
 
 def trimmed_mean(rows: Tensor, f: int) -> Tensor:
-    """Return the :class:`~fl_lightning.aggregation.TrimmedMean` of ``rows [n, d]``, ``[d]``."""
+    """Return the :class:`~fl_lightning.aggregation.coordinates.TrimmedMean` of ``rows [n, d]``, ``[d]``."""
     check_byzantine("trimmed_mean f", f, len(rows))
     return TrimmedMean(f)(rows)
 
 
 def nearest_neighbor_mixing(rows: Tensor, f: int) -> Tensor:
-    """Return ``rows [n, d]`` mixed by :class:`~fl_lightning.aggregation.NNM`, shape ``[n, d]``."""
+    """Return ``rows [n, d]`` mixed by :class:`~fl_lightning.aggregation.distances.NNM`, shape ``[n, d]``."""
     check_byzantine("nearest_neighbor_mixing f", f, len(rows))
     return NNM()([rows], f)[0]
 
 
 def krum(rows: Tensor, f: int, *, score: KrumScore = "byzfl") -> Tensor:
-    """Return :class:`~fl_lightning.aggregation.Krum` of ``rows [n, d]``, shape ``[d]``."""
+    """Return :class:`~fl_lightning.aggregation.distances.Krum` of ``rows [n, d]``, shape ``[d]``."""
     check_byzantine("krum f", f, len(rows))
     return Krum(f, score=score)(rows)
 
 
 def multi_krum(rows: Tensor, f: int, *, score: KrumScore = "byzfl") -> Tensor:
-    """Return :class:`~fl_lightning.aggregation.MultiKrum` of ``rows [n, d]``, shape ``[d]``."""
+    """Return :class:`~fl_lightning.aggregation.distances.MultiKrum` of ``rows [n, d]``, shape ``[d]``."""
     check_byzantine("multi_krum f", f, len(rows))
     return MultiKrum(f, score=score)(rows)
 
 
 def geometric_median(rows: Tensor) -> Tensor:
-    """Return the :class:`~fl_lightning.aggregation.GeometricMedian` of ``rows [n, d]``, ``[d]``."""
+    """Return the :class:`~fl_lightning.aggregation.centers.GeometricMedian` of ``rows [n, d]``, ``[d]``."""
     return GeometricMedian()(rows)
 
 
 def mean_around_median(rows: Tensor, f: int) -> Tensor:
-    """Return :class:`~fl_lightning.aggregation.MeanAroundMedian` of ``rows [n, d]``, ``[d]``."""
+    """Return :class:`~fl_lightning.aggregation.coordinates.MeanAroundMedian` of ``rows [n, d]``, ``[d]``."""
     check_byzantine("mean_around_median f", f, len(rows))
     return MeanAroundMedian(f)(rows)
 
 
 def centered_clipping(rows: Tensor, tau: float, iterations: int = 1, start: Tensor | None = None) -> Tensor:
-    """Return :class:`~fl_lightning.aggregation.CenteredClipping` from ``start`` (default: median)."""
+    """Return :class:`~fl_lightning.aggregation.centers.CenteredClipping` from ``start`` (default: median)."""
     distances = measure([rows], None if start is None else [start])
     shares = CenteredClipping(tau, iterations).mixing(distances, None)[None]
     return mix([rows], shares, distances.centres, distances.rejected)[0][0]
 
 
 def bucketing(rows: Tensor, size: int) -> Tensor:
-    """Return the :class:`~fl_lightning.aggregation.Bucketing` means, ``[ceil(n / size), d]``."""
+    """Return the :class:`~fl_lightning.aggregation.preaggregation.Bucketing` means, ``[ceil(n / size), d]``."""
     return Bucketing(size)([rows], 0)[0]
 
 
 def weighted_median(rows: Tensor, weights: Tensor) -> Tensor:
-    """Return the weighted :class:`~fl_lightning.aggregation.Median` of ``rows [n, d]``, ``[d]``."""
+    """Return the weighted :class:`~fl_lightning.aggregation.coordinates.Median` of ``rows [n, d]``, ``[d]``."""
     return Median(weighting="weighted", max_weight=torch.inf)(rows, weights)
 
 

@@ -314,7 +314,7 @@ class FederatedModule(Recorded, L.LightningModule):
         return self.loss(self.model(inputs), targets)
 
     def weight_share(self, cohort: Cohort) -> float:
-        """Return the cohort's share of all clients' weight without failures (uniform: |S| / n)."""
+        """Return the cohort's share of all clients' weight without failures (uniform: ``|S| / n``)."""
         return self.plan.usual().weight_share(cohort.client_ids, self.round)
 
     def usual_weights(self, cohort: Cohort) -> Tensor:

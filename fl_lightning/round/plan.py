@@ -112,7 +112,7 @@ class RoundPlan:
         return replace(self, failures=None, last_round=None)
 
     def weight_share(self, client_ids: Sequence[int], round_number: int) -> float:
-        """Return the share of clients S in all n clients' weight in a round (uniform: |S| / n)."""
+        """Return the share of clients S in all n clients' weight in a round (uniform: ``|S| / n``)."""
         if self.centralised:
             return 1.0
         sizes = self._sizes(range(self.data.num_clients), round_number)
