@@ -8,7 +8,7 @@ from fl_lightning.datamodules.gaussians import Gaussians
 from fl_lightning.datamodules.hugging_face import HuggingFaceImages
 from fl_lightning.datamodules.image_files import ImageFiles
 from fl_lightning.datamodules.images import ImageData
-from fl_lightning.datamodules.in_memory import InMemoryClient, InMemoryDataModule
+from fl_lightning.datamodules.in_memory import InMemoryClient, InMemoryDataModule, InMemorySamples
 from fl_lightning.datamodules.leaf import FEMNIST
 from fl_lightning.datamodules.partitions import (
     IID,
@@ -46,6 +46,7 @@ __all__ = [
     "ImageNet",
     "InMemoryClient",
     "InMemoryDataModule",
+    "InMemorySamples",
     "Natural",
     "Partition",
     "PartitionedDataModule",

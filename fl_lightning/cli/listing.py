@@ -49,6 +49,7 @@ def named(kind: str) -> dict[str, str]:
     bases = (
         datamodules.PartitionedDataModule,
         datamodules.InMemoryDataModule,
+        datamodules.InMemorySamples,
         datamodules.ImageFiles,
         datamodules.Partition,
         attacks.Attack,

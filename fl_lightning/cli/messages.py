@@ -105,7 +105,7 @@ def explain(
     kinds = kinds_of_settings()
     known = _class_names(kinds[last]) if (last := key.rpartition(".")[2]) in kinds else set()
     remedy = "give one that this setting takes, or the dotted path of your own"
-    remedy = f"there are {', '.join(sorted(known))}" if 0 < len(known) <= 17 else remedy
+    remedy = f"there are {', '.join(sorted(known))}" if 0 < len(known) <= 20 else remedy
     if no_class and not missing:
         what = "a list, not one class" if no_class[1][0] == "[" and "list[" not in message else "no class"
         return f"{setting}{_one_line(no_class[1])} is {what}; {remedy}"

@@ -226,7 +226,7 @@ def test_data_without_clients_are_refused():
 )
 def test_parts_of_a_round_are_refused(setting):
     ((name, value),) = setting.items()
-    with pytest.raises(ConfigurationError, match=rf"trainer\.{name}: {value} means nothing"):
+    with pytest.raises(ConfigurationError, match=rf"trainer\.{name}: {value} does not apply"):
         fitted(1, **setting)
 
 
