@@ -122,7 +122,7 @@ def test_a_copy_of_a_trained_method_is_trained_and_so_is_a_model_whose_checkpoin
     window = SlidingWindowFixBN(window=2, threshold=1e9)
     first = python_run(rounds=3, callbacks=[window])
     first.fit()
-    with pytest.raises(ConfigurationError, match="SlidingWindowFixBN was trained already"):
+    with pytest.raises(ConfigurationError, match="SlidingWindowFixBN holds the state of an earlier run"):
         python_run("copy", rounds=3, callbacks=[copy.deepcopy(window)]).fit()
     plain = python_run("gone", rounds=1, callbacks=[])
     plain.fit()
