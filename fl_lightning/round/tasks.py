@@ -5,10 +5,11 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, interpolate, one_hot
 from torchmetrics import Metric
-from torchmetrics.functional.classification import multiclass_confusion_matrix, multiclass_stat_scores
+from torchmetrics.functional.classification import multiclass_confusion_matrix
 
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.recorded import Recorded
@@ -133,12 +134,12 @@ class Classification(Task):
                 "the model with 2 outputs, or give targets of floating point, which have a loss and no accuracy, or a task of your own"
             )
         classes = scores.shape[1]
-        guesses = scores.argmax(1).where(scores.isfinite().all(1), classes)
         labels = targets.long().where(self.counted(scores, targets), classes)  # uint8 cannot represent 256
-        statistics = multiclass_stat_scores(
-            guesses.flatten(), labels.flatten(), classes + 1, average="none", validate_args=False
-        )
-        return {"by class": statistics[:classes, [0, 4]]}  # true positives, and the samples of the class
+        right = (scores.argmax(1) == labels) & scores.isfinite().all(1)
+        pairs = torch.stack([right, torch.ones_like(right)], -1).long().flatten(0, -2)
+        # torchmetrics' bincount would wait for the GPU
+        counts = torch.zeros(classes + 1, 2, dtype=torch.int64, device=pairs.device)
+        return {"by class": counts.index_add_(0, labels.flatten(), pairs)[:classes]}
 
     def metrics(self, counts: Counts) -> dict[str, float]:
         """Return ``accuracy``."""

@@ -208,7 +208,9 @@ def test_ranks_share_a_joint_step_whose_layers_exchange_between_them(ranks, back
 def test_an_error_in_one_ranks_part_of_a_joint_step_is_everyones(ranks):
     with pytest.raises(RuntimeError, match="index 3 is out of bounds"):
         states(ranks, clients([8] * 4, targets=4), callbacks=[FedTAN()])
-    with pytest.raises(ConfigurationError, match=r"batches of equal shape .* the clients' batches have 2 different"):
+    with pytest.raises(
+        ConfigurationError, match=r"batches of equal shape .* the clients' batches have 2 different"
+    ):
         states(ranks, clients([8, 8, 8, 6]), callbacks=[FedTAN()])
 
 
