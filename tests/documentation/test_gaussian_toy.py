@@ -29,9 +29,9 @@ class WithoutCorrection(FBN):
     """Line 10 of Algorithm 2 without its second term."""
 
     def on_round_end(self, trainer, pl_module, cohort):
-        for server, clients, *_ in self._layers(pl_module.model, cohort):
-            server.running_mean.copy_(clients.running_mean.mean(0))
-            server.running_var.copy_(clients.running_var.mean(0))
+        for layer in self._layers(pl_module.model, cohort):
+            layer.server.running_mean.copy_(layer.clients.running_mean.mean(0))
+            layer.server.running_var.copy_(layer.clients.running_var.mean(0))
 
 
 class Evaluated(L.Callback):
