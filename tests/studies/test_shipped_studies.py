@@ -64,7 +64,9 @@ def test_each_label_makes_another_run(name, scale):
     for labels in near:  # what is for BN alone ends a run of anything else
         config = cells.cell(labels, 0).config
         names = {class_name(one) for one in config["trainer"]["callbacks"] or []}
-        assert config["model"]["model"].get("init_args", {}).get("norm", "bn") == "bn" or not names & FOR_BN, labels
+        assert (
+            config["model"]["model"].get("init_args", {}).get("norm", "bn") == "bn" or not names & FOR_BN
+        ), labels
 
 
 @pytest.mark.parametrize("name", NAMES)
