@@ -46,6 +46,7 @@ class ServerEvaluation:
         self._into = self._common
         self._of_all_ranks: list[_Totals] = []
         self._batch = 0
+        self._is_new = True
         self._failure: Exception | None = None
         self._ranks: Ranks | None = None
 
@@ -105,6 +106,7 @@ class ServerEvaluation:
             task: Task that counts outputs. Default: the last batch's, or classification.
             weights: Weight of each target in the mean loss, ``[b, ...]``. Default: 1 if it counts.
         """
+        self._is_new = True
         self._task = task = task or self._task
         scores = task.scores(outputs)
         counts = {"not finite": (~scores.isfinite().all()).long(), **task.count(scores, targets)}
@@ -130,6 +132,7 @@ class ServerEvaluation:
         return self.metrics
 
     def _conclude(self) -> None:
+        self._is_new = False
         total = _Sums()
         for part in (self._common.on_cpu(), *self._of_all_ranks):
             total.add(*part)
@@ -162,9 +165,10 @@ def finish_together(evaluations: Collection[ServerEvaluation]) -> None:
         parts = divided[0]._ranks.exchange(lambda: [evaluation._share() for evaluation in divided])
         for evaluation, totals in zip(divided, zip(*parts, strict=True), strict=True):
             evaluation._of_all_ranks += totals
-            evaluation._of_rank, evaluation._ranks = _Sums(), None
+            evaluation._of_rank, evaluation._ranks, evaluation._is_new = _Sums(), None, True
     for evaluation in evaluations:
-        evaluation._conclude()
+        if evaluation._is_new:
+            evaluation._conclude()
 
 
 class _Sums:

@@ -71,14 +71,18 @@ def _made(name: str, setting: MetricSetting, num_classes: int | None) -> Metric:
 def _called(make: Callable[..., Metric], num_classes: int | None) -> Metric:
     try:
         return make()
-    except (TypeError, ValueError):
+    except (TypeError, ValueError) as error:
         if num_classes is None:
             raise
-    return make(num_classes=num_classes)
+        try:
+            return make(num_classes=num_classes)
+        except (TypeError, ValueError) as second:
+            # a metric without the setting complains about it, which the user has not given
+            raise (error if "num_classes" in str(second) else second) from None
 
 
 def measure(metrics: Mapping[str, Metric], outputs: Tensor, targets: Tensor) -> dict[str, State]:
-    """Return the state of each metric after one batch.
+    """Return the state of each metric after one batch, none for a batch without targets.
 
     Args:
         metrics: The metrics by name; their own states are lost.
@@ -88,22 +92,21 @@ def measure(metrics: Mapping[str, Metric], outputs: Tensor, targets: Tensor) -> 
     Raises:
         ConfigurationError: A metric cannot be computed from these outputs and targets.
     """
-    states = {}
-    for name, metric in metrics.items():
+    states: dict[str, State] = {}
+    for name, metric in metrics.items() if len(targets) else ():
         given = outputs
         if type(metric).__name__.startswith("Binary") and outputs.dim() == 2 and outputs.shape[1] == 2:
             given = outputs[:, 1]
         if metric.device != given.device:
             metric.to(given.device)
-        if not _merges(metric):
-            states[name] = {_INPUTS: [(given.cpu(), targets.cpu())], _COUNT: 1}
-            continue
         metric.reset()
         try:
             metric.update(given, targets)
         except (RuntimeError, TypeError, ValueError) as error:
             raise _misfit(name, metric, given, targets, error) from error
-        states[name] = _state(metric)
+        states[name] = (
+            _state(metric) if _merges(metric) else {_INPUTS: [(given.cpu(), targets.cpu())], _COUNT: 1}
+        )
     return states
 
 
@@ -191,7 +194,8 @@ def _plain(value: Any) -> float | list[Any]:
 
 def _merges(metric: Metric) -> bool:
     """Return whether the states of batches can be merged; if not, the inputs are kept and the metric is computed anew."""
-    return metric.full_state_update is False and all(map(callable, metric._reductions.values()))
+    reductions = [*metric._reductions.values()]  # none of a wrapper of another metric
+    return metric.full_state_update is False and bool(reductions) and all(map(callable, reductions))
 
 
 def _is_exact(metric: Metric) -> bool:

@@ -169,6 +169,14 @@ def test_pixels_are_samples():
         ({"a/b": multiclass(tm.F1Score)}, "model.metrics: 'a/b' is no name"),
         ({"f1": partial(tm.F1Score, task="multiclass", average="best")}, "model.metrics.f1: "),
         ({"f1": lambda: 3}, "model.metrics.f1: int is no metric"),
+        (
+            {"mse": partial(tm.MeanSquaredError, squard=True)},
+            "model.metrics.mse: Unexpected keyword arguments: `squard`",
+        ),
+        (
+            {"pearson": tm.PearsonCorrCoef},
+            "model.metrics.pearson: PearsonCorrCoef cannot be computed from outputs",
+        ),
     ],
 )
 def test_a_metric_that_cannot_be_computed_is_refused_before_training(metrics, words):
@@ -198,3 +206,42 @@ def test_a_task_needs_no_more_than_a_loss():
     fit(module, FederatedDataModule(numbers, server), 3, **EVALUATED)
     assert module.metrics["val/mse"] == pytest.approx(module.metrics["val/loss"], rel=1e-5)
     assert module.task.best == {"r2": "max", "mse": "min", "loss": "min"}
+
+
+def test_a_batch_whose_labels_are_all_ignored_changes_no_metric():
+    task = Classification()
+    settings = {"auroc": multiclass(tm.AUROC), "calibration": multiclass(tm.CalibrationError)}
+    task.measured = make_metrics(settings, None)
+    given = [*batches(numbers=False)]
+    found = []
+    for ignored in (False, True):
+        evaluation = ServerEvaluation()
+        for scores, labels in given:
+            evaluation.update(scores, labels, torch.tensor(1.0), task)
+        if ignored:
+            evaluation.update(scores, torch.full_like(labels, -100), torch.tensor(1.0), task)
+        found.append(evaluation.finish())
+    assert found[0] == found[1]
+
+
+def test_a_metric_that_wraps_others_is_computed_from_all_inputs():
+    settings = {"by": lambda: tm.wrappers.ClasswiseWrapper(OF_CLASSES["by_class"]())}
+    found = over_ranks(make_metrics(settings, None), [*batches(numbers=False)], 2)
+    plain = over_ranks(make_metrics({"by_class": OF_CLASSES["by_class"]}, None), [*batches(numbers=False)], 1)
+    assert [*found.values()] == pytest.approx(plain["by_class"], abs=1e-7)
+
+
+def test_an_evaluation_that_is_finished_twice_computes_its_metrics_once():
+    class Counted(tm.MeanSquaredError):
+        computed = 0
+
+        def compute(self):
+            Counted.computed += 1
+            return super().compute()
+
+    task = Numbers()
+    task.measured = make_metrics({"mse": Counted}, None)
+    evaluation = ServerEvaluation()
+    evaluation.update(torch.ones(3), torch.zeros(3), torch.tensor(1.0), task)
+    assert evaluation.finish() == evaluation.finish() == {"loss": 1.0, "mse": 1.0}
+    assert Counted.computed == 1
