@@ -137,7 +137,7 @@ def test_metrics_are_logged_of_the_server_of_personal_models_and_of_clients():
 
 def test_outputs_that_are_not_finite_count_as_wrong_and_ignored_labels_not_at_all():
     scores = torch.tensor([[9.0, 0, 0], [float("nan"), 9, 0], [0, 9, 0], [0, 0, 9]])
-    targets = torch.tensor([0, 1, 1, -100])
+    targets = torch.tensor([0, 0, 1, -100])
     task = Classification()
     task.measured = make_metrics({"micro": multiclass(tm.Accuracy), "auroc": multiclass(tm.AUROC)}, None)
     evaluation = ServerEvaluation()
