@@ -30,8 +30,8 @@ _TARGETS = {
 class Byzantine(FederatedCallback):
     """Byzantine clients: attackers that know what the honest clients of a round send.
 
-    Its hooks are called after those of all methods, so an attack replaces rows that methods have
-    already changed. Statistics are rewritten in the form in which they are sent (FBN's wire form,
+    The hooks of an attack follow the hooks of all methods, so the attack replaces rows that methods
+    have already changed. Statistics are rewritten in the form in which they are sent (FBN's wire form,
     otherwise moving averages), parameters as the difference from the server's, which for E = 1 is
     the (damped) gradient. Everything else that a method sends (momentum, control variates), and
     the state that clients keep, stays as the attackers computed it.

@@ -23,7 +23,7 @@ Correction = Literal["union", "official"]
 
 @dataclass(frozen=True)
 class JointStep:
-    """Joint step of ``clients`` clients; ``backward`` and ``var_correction`` are those of :class:`FedTAN`."""
+    """Joint step of ``clients`` clients with the settings of :class:`FedTAN`."""
 
     clients: int
     backward: Backward

@@ -61,8 +61,8 @@ class Samples(Dataset[Batch]):
 class TensorData(InMemorySamples):
     """Features and targets of any type and shape.
 
-    Integer targets ``[N]`` are classes, which label-skewed partitions separate. Other targets ``[N]``
-    are partitioned by their ten quantiles, targets of more dimensions as if all were alike.
+    Integer targets ``[N]`` are classes, which label-skewed partitions separate. Such partitions
+    separate ten quantiles of other targets ``[N]``. Targets of more dimensions count as one class.
 
     Args:
         features: Tensor or array ``[N, ...]``, or a file: ``.npz`` or ``.pt`` with ``features``,
@@ -261,7 +261,7 @@ def _numbers(path: Path, name: str, values: Sequence[str]) -> NDArray[Any]:
 
 
 def _classes(values: Sequence[str]) -> NDArray[Any]:
-    """Return integers or numbers as they are, and names as the positions in their sorted list."""
+    """Return integers, else floats, else the position of each name in the sorted list of names."""
     for kind in (np.int64, np.float64):
         try:
             return np.asarray(values, dtype=kind)

@@ -204,7 +204,7 @@ class BatchNormDiagnostics(BatchNormReport, VariantEvaluation):
     def variants(
         self, trainer: L.Trainer, pl_module: "FederatedModule"
     ) -> Mapping[str, Mapping[str, Tensor]]:
-        """Return the evaluation batch's statistics, and those of a pooled pass over all training data."""
+        """Return two sources of statistics: the evaluation batch, and a pooled pass over all training data."""
         variants: dict[str, Mapping[str, Tensor]] = {}
         self._true = {}
         if has_statistics(pl_module.model):

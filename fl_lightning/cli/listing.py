@@ -6,7 +6,7 @@ from inspect import isabstract, isfunction
 from typing import get_type_hints
 
 from fl_lightning import aggregation, attacks, callbacks, datamodules, models
-from fl_lightning.cli.messages import command, kinds_of_settings
+from fl_lightning.cli.messages import base_classes, command, kinds_of_settings
 from fl_lightning.console import print_table
 from fl_lightning.errors import check_choice
 from fl_lightning.models.norm import NORMS
@@ -46,19 +46,11 @@ def named(kind: str) -> dict[str, str]:
         return dict(NORMS)
     modules = {"methods": callbacks, "models": models, "aggregators": aggregation, "attacks": attacks}
     module, base = modules.get(kind, datamodules), kinds_of_settings()[KINDS[kind].rpartition(".")[2]]
-    bases = (
-        datamodules.PartitionedDataModule,
-        datamodules.InMemoryDataModule,
-        datamodules.InMemorySamples,
-        datamodules.ImageFiles,
-        datamodules.Partition,
-        attacks.Attack,
-    )
     lines = {}
     for name in sorted(module.__all__, key=str.lower):
         thing = getattr(module, name)
         made = get_type_hints(thing).get("return") if isfunction(thing) else thing
-        is_base = thing in bases or isabstract(thing)
+        is_base = thing in base_classes() or isabstract(thing)
         if isinstance(made, type) and issubclass(made, base) and not is_base:
             name = f"{module.__name__}.{name}" if isfunction(thing) else name  # the name on the command line
             line = (thing.__doc__ or "").partition("\n")[0]

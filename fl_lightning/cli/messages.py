@@ -104,8 +104,9 @@ def explain(
         return f"{setting}{_one_line(value[2])} is not valid; it takes {types.replace('NoneType', 'null')}"
     kinds = kinds_of_settings()
     known = _class_names(kinds[last]) if (last := key.rpartition(".")[2]) in kinds else set()
+    known -= {base.__name__ for base in base_classes()}
     remedy = "give one that this setting takes, or the dotted path of your own"
-    remedy = f"there are {', '.join(sorted(known))}" if 0 < len(known) <= 20 else remedy
+    remedy = f"there are {', '.join(sorted(known))}" if 0 < len(known) <= 17 else remedy
     if no_class and not missing:
         what = "a list, not one class" if no_class[1][0] == "[" and "list[" not in message else "no class"
         return f"{setting}{_one_line(no_class[1])} is {what}; {remedy}"
@@ -189,6 +190,20 @@ def kinds_of_settings() -> dict[str, type]:
         "statistics_aggregator": Aggregator,
         "task": Task,
     }
+
+
+def base_classes() -> tuple[type, ...]:
+    """Return the shipped bases of a user's own classes, which a configuration cannot use themselves."""
+    from fl_lightning import attacks, datamodules  # main() must first check whose packages these are
+
+    return (
+        datamodules.PartitionedDataModule,
+        datamodules.InMemoryDataModule,
+        datamodules.InMemorySamples,
+        datamodules.ImageFiles,
+        datamodules.Partition,
+        attacks.Attack,
+    )
 
 
 def _class_names(base: type) -> set[str]:

@@ -10,7 +10,7 @@ from command_line import message_of, run, write_config
 INF = math.inf
 DATA = (
     "there are CIFAR10, CIFAR100, Cityscapes, Digits, FEMNIST, FashionMNIST, Gaussians, HuggingFaceImages, "
-    "ImageDomains, ImageFiles, ImageFolder, ImageNet, InMemoryDataModule, InMemorySamples, PartitionedDataModule, ScikitLearn, StreamedImages, TensorData, TinyImageNet, TorchvisionImages"
+    "ImageDomains, ImageFolder, ImageNet, ScikitLearn, StreamedImages, TensorData, TinyImageNet, TorchvisionImages"
 )
 ATTACKS = (
     "there are ALittleIsEnough, Backdoor, FallOfEmpires, Gaussian, GradientAscent, LabelFlip, Mimic, "

@@ -220,7 +220,7 @@ def _link(path: Path, home: Path) -> str:
 
 
 def _provenance(found: Found) -> Mapping[str, Mapping[str, int]]:
-    """Count the runs by each value of what computed them."""
+    """Count the runs by each source, version and executor."""
     counts: dict[str, Counter[str]] = {}
     for run in (run for group in found["groups"] for run in group["runs"] if "environment" in run):
         computed = run.get("computed_by", {})  # missing in an older study.json
