@@ -78,7 +78,7 @@ def compare(
 
 
 def table(result: dict[str, Any]) -> Iterator[str]:
-    """The results as the lines of two Markdown tables."""
+    """Return the results as the lines of two Markdown tables."""
     byzfl = f"byzfl {result['byzfl']}" if result["byzfl"] else "byzfl (not installed)"
     yield f"| rule | clients x columns | ours, ms | threads | {byzfl}, ms | threads | byzfl / ours |"
     yield "|---" * 7 + "|"
@@ -129,7 +129,7 @@ def _time(name: str, rows: Tensor, repeats: int) -> dict[str, Any]:
 
 
 def part_of_byzfl(name: str) -> ModuleType | None:
-    """A part of ByzFL, None where that is not installed.
+    """Return a part of ByzFL; None if ByzFL is missing.
 
     Without what the package itself imports: names of its models are those of ours, and would be ambiguous from then on.
     """

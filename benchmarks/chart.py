@@ -76,7 +76,7 @@ def draw_speedups(path: Path, results: Sequence[dict[str, Any]], machine: str) -
 
 
 def _remarks(names: Sequence[str]) -> list[str]:
-    """What the title says of bars that are neither an executor in float32 nor a framework."""
+    """Return the title's words about bars that are neither an executor in float32 nor a framework."""
     remarks = []
     if set(BOUNDS) & set(names):
         remarks.append("In outline forward and backward passes, or their convolutions, alone on all cores")

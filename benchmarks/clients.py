@@ -70,7 +70,7 @@ def main(args: Sequence[str] | None = None) -> int:
 
 
 def lines(found: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """The results as the lines of a Markdown table."""
+    """Return the results as the lines of a Markdown table."""
     for one in found:
         halves = " | ".join(f"{1000 * seconds:.0f}" for seconds in one["round_s"])
         yield (

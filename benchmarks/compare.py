@@ -123,7 +123,7 @@ def compare(
 
 
 def table(results: list[dict[str, Any]]) -> Iterator[str]:
-    """The results as the lines of two Markdown tables; the second one only with other frameworks."""
+    """Return the results as the lines of two Markdown tables; the second one only with other frameworks."""
     columns = [
         "wall ms per client step",
         "naive / this",
@@ -159,7 +159,7 @@ def table(results: list[dict[str, Any]]) -> Iterator[str]:
 
 
 def label(name: str, result: dict[str, Any]) -> str:
-    """A contender's name, with its version where it is another framework."""
+    """Return a contender's name, with its version if it is another framework."""
     return f"{name} {result['versions'][name]}" if name in result["versions"] else name
 
 
@@ -200,7 +200,7 @@ def _alternate(
 
 
 def _first(taken: dict[tuple[str, int], dict[str, list[float]]], name: str) -> list[float]:
-    """A contender's wall times of the first repetition, with each number of threads."""
+    """Return a contender's wall times of the first repetition, with each number of threads."""
     return [clocks["wall"][0] for (each, _), clocks in taken.items() if each == name]
 
 
@@ -210,7 +210,7 @@ def _run(contender: Contender, rounds: int, threads: int) -> Any:
 
 
 def _rate(milliseconds: Sequence[float]) -> Spread:
-    """Samples in a second."""
+    """Return samples in a second."""
     return Spread.of([1000 * BATCH_SIZE / each for each in milliseconds])
 
 

@@ -162,7 +162,7 @@ class Framework:
 def client_images(
     data: SyntheticImages, client: int, transform: Callable[[Any], Tensor] = AUGMENTATION
 ) -> ClientImages:
-    """A client's images for those who read them one at a time.
+    """Return a client's images for contenders that read one image at a time.
 
     Args:
         data: Where they come from, set up for ``fit``.
@@ -174,7 +174,7 @@ def client_images(
 
 
 def round_loader(images: ClientImages, local_steps: int) -> DataLoader[Batch]:
-    """A loader that ends after ``local_steps`` batches: an epoch of it is a round, for peers that count in epochs."""
+    """Return a loader that ends after ``local_steps`` batches: an epoch of it is a round, for peers that count in epochs."""
     sampler = RandomSampler(images, num_samples=local_steps * BATCH_SIZE)
     return DataLoader(images, BATCH_SIZE, sampler=sampler)
 

@@ -86,7 +86,7 @@ def gpu(
 
 
 def table(results: list[dict[str, Any]]) -> Iterator[str]:
-    """The results as the lines of a Markdown table."""
+    """Return the results as the lines of a Markdown table."""
     measured = results[0]["rounds"]
     columns = (
         "W1: naive / this",

@@ -55,7 +55,7 @@ def memory(
 
 
 def table(results: list[dict[str, Any]]) -> Iterator[str]:
-    """The results as the lines of a Markdown table."""
+    """Return the results as the lines of a Markdown table."""
     yield "| workload | model | | imports, MB | peak, MB | peak - imports, MB | this / naive |"
     yield "|---" * 7 + "|"
     for result in results:

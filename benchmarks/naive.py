@@ -79,7 +79,7 @@ def train_client(
 
 
 def average(states: Sequence[dict[str, Tensor]], weights: Sequence[float]) -> dict[str, Tensor]:
-    """The weighted average of the clients' state dicts, key by key; BN's batch counters are averaged as floats too."""
+    """Return the weighted average of the clients' state dicts, key by key; BN's batch counters are averaged as floats too."""
     return {
         key: torch.stack([weight * state[key] for weight, state in zip(weights, states, strict=True)]).sum(0)
         for key in states[0]

@@ -61,7 +61,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parse(args: Sequence[str] | None) -> argparse.Namespace:
-    """The options of a command line, checked; whatever depends on the command has its default for this command."""
+    """Return the checked options of a command line, with the command's defaults."""
     parser = _parser()
     options = parser.parse_args(args)
     able = ON_CUDA if options.device == "cuda" else NAMES

@@ -116,7 +116,7 @@ def overhead(
 
 
 def table(results: list[dict[str, Any]]) -> Iterator[str]:
-    """The results, by processor time, as the lines of a Markdown table."""
+    """Return the results, by processor time, as the lines of a Markdown table."""
     own = ("own", "own / naive", "own, inside", "inside / naive", "inside / naive, strict")
     columns = ("total", *PARTS, *own, "Trainer per round", "first steps", "first steps / run")
     yield f"| workload | model | executor | naive | {' | '.join(columns)} |"

@@ -31,7 +31,7 @@ class Passes:
         self.gradients: tuple[Tensor, ...] = ()
 
     def loss(self) -> Tensor:
-        """The model's loss on the batch."""
+        """Return the model's loss on the batch."""
         return F.cross_entropy(self.model(self.images), self.labels)
 
     def run(self, times: int) -> None:
@@ -65,7 +65,7 @@ class Convolution:
     reaches_images: bool
 
     def forward(self) -> Tensor:
-        """The layer's output."""
+        """Return the layer's output."""
         layer = self.layer
         padding: Any = layer.padding
         return F.conv2d(
@@ -73,7 +73,7 @@ class Convolution:
         )
 
     def backward(self) -> tuple[Tensor | None, Tensor, Tensor | None]:
-        """The gradients with respect to input (None for the images), weight and bias (None where there is none)."""
+        """Return the gradients with respect to input (None for the images), weight and bias (None if missing)."""
         layer = self.layer
         found: tuple[Tensor | None, Tensor, Tensor | None] = torch.ops.aten.convolution_backward(
             self.gradients,

@@ -21,7 +21,7 @@ def pss_mb(root: int) -> float:
 
 
 def running() -> set[int]:
-    """The processes below this one that have not ended."""
+    """Return the processes below this one that have not ended."""
     return {pid for pid in tree(os.getpid())[1:] if is_running(pid)}
 
 
@@ -44,7 +44,7 @@ def tree(root: int) -> list[int]:
 
 
 def _fields(pid: int) -> list[str]:
-    """A process's line of numbers from its state on, after its name in parentheses; empty once it is gone."""
+    """Return a process's line of numbers from its state on, after its name in parentheses; empty once it is gone."""
     try:
         return (_PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
     except OSError:

@@ -63,7 +63,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 
 
 def make_model(name: str) -> nn.Module:
-    """A model of :data:`MODELS`, the same weights each time."""
+    """Return a model of :data:`MODELS`, the same weights each time."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return MODELS[name]()

@@ -31,12 +31,12 @@ MULTI_PROCESS = (*RANKED, *BOUNDS, "flower")
 
 
 def bound_of(name: str) -> str:
-    """The forward and backward passes alone of one of :data:`~benchmarks.contenders.OURS`."""
+    """Return the forward and backward passes alone of one of :data:`~benchmarks.contenders.OURS`."""
     return "compute_compiled" if name in COMPILED else "compute"
 
 
 def version(peer: str) -> str | None:
-    """The version of a framework of :data:`PEERS`, None where it is not installed."""
+    """Return the version of a framework of :data:`PEERS`; None if it is missing."""
     try:
         return importlib.metadata.version(PEERS[peer])
     except importlib.metadata.PackageNotFoundError:

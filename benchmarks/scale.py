@@ -98,7 +98,7 @@ def scale(
 
 
 def table(results: list[dict[str, Any]]) -> Iterator[str]:
-    """The results as the lines of a Markdown table: milliseconds of wall time per client step."""
+    """Return the results as the lines of a Markdown table: milliseconds of wall time per client step."""
     names = results[0]["contenders"]
     yield f"| what changes | | model | {' | '.join(f'{name}, ms' for name in names)} |"
     yield "|---" * (len(names) + 3) + "|"

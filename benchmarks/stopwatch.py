@@ -17,7 +17,7 @@ import torch
 
 
 def nothing() -> None:
-    """What there is to wait for on a CPU."""
+    """Wait for a CPU: do nothing, since its work is done when a call returns."""
 
 
 @dataclass
@@ -68,7 +68,7 @@ class Spread:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> "Spread":
-        """The spread of at least one value."""
+        """Return the spread of at least one value."""
         return cls(median(values), min(values), max(values))
 
     def __str__(self) -> str:

@@ -67,11 +67,11 @@ class SyntheticImages(InMemoryDataModule):
         self.num_images = num_images
 
     def client_samples(self, client_id: int) -> Tensor:
-        """A client's samples: positions among the training images, int64, shape ``[n]``."""
+        """Return a client's samples: positions among the training images, int64, shape ``[n]``."""
         return self._shares[client_id].indices
 
     def step_draws(self, client_id: int, step: int) -> Tensor:
-        """The random choices of a client's local step, int64, shape ``[20, 4]``."""
+        """Return the random choices of a client's local step, int64, shape ``[20, 4]``."""
         return self._shares[client_id].step_draws(step)
 
     @cached_property

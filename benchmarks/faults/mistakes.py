@@ -163,7 +163,7 @@ def _changed(place: tuple[Any, ...], change: Callable[[Any, Any], None]) -> byte
 
 
 def _typed(draw: random.Random) -> tuple[bytes, str]:
-    """A value of the wrong type."""
+    """Return a value of the wrong type."""
     place = draw.choice([*_TYPES])
     value = draw.choice(_WRONG[_TYPES[place]])
     return _changed(place, lambda inside, key: inside.__setitem__(key, value)), str(
@@ -172,7 +172,7 @@ def _typed(draw: random.Random) -> tuple[bytes, str]:
 
 
 def _misspelt(draw: random.Random) -> tuple[bytes, str]:
-    """A key with a changed letter."""
+    """Return a key with a changed letter."""
     place = draw.choice(_KEYS)
     name = _letter(place[-1], draw)
 
@@ -186,7 +186,7 @@ def _misspelt(draw: random.Random) -> tuple[bytes, str]:
 
 
 def _unknown(draw: random.Random) -> tuple[bytes, str]:
-    """A name that nothing has."""
+    """Return a name that does not exist."""
     place = draw.choice(_NAMED)
     names: list[str] = []
 
@@ -198,7 +198,7 @@ def _unknown(draw: random.Random) -> tuple[bytes, str]:
 
 
 def _unfit(draw: random.Random) -> tuple[bytes, str]:
-    """A setting with a value that does not work."""
+    """Return a setting with a value that does not work."""
     name, value = draw.choice(_SETTINGS)
     places: list[tuple[Any, ...]] = [("settings",), ("scales", "quick", "settings"), ("axes", "method", "GN")]
     # elsewhere another value of the file decides
@@ -208,7 +208,7 @@ def _unfit(draw: random.Random) -> tuple[bytes, str]:
 
 
 def _spoilt(draw: random.Random) -> tuple[bytes, str]:
-    """A text that is no YAML, or names something twice or something that does not compare."""
+    """Return a study that is invalid YAML, repeats a name, or claims something that cannot be compared."""
     text = _text(FILE)
     if draw.random() < 0.3:
         content = bytearray(text.encode())

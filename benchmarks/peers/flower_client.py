@@ -35,6 +35,6 @@ def train_client(message: Message, context: Context) -> Message:
 
 @cache
 def _images(folder: str, client: int) -> ClientImages:
-    """A client's images, from files that all actors share."""
+    """Return a client's images, from files that all actors share."""
     images, labels = (np.load(Path(folder) / f"{name}.npy", mmap_mode="r") for name in ("images", "labels"))
     return ClientImages(images, labels, np.load(Path(folder) / f"samples{client}.npy"), AUGMENTATION)

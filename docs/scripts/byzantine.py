@@ -92,7 +92,7 @@ def heat_map(numbers: dict) -> None:
 
 
 def curves(numbers: dict) -> None:
-    """Validation accuracy over the rounds, gamma = 0: the mean over the seeds, and their range."""
+    """Draw validation accuracy over the rounds, gamma = 0: the mean over the seeds, and their range."""
     with paper_style():
         figure = Figure(figsize=(8, 3.4), layout="constrained")
         for axes, method in zip(figure.subplots(1, 2, sharey=True), METHODS, strict=True):
@@ -118,7 +118,10 @@ def curves(numbers: dict) -> None:
 
 
 def amplification() -> None:
-    """The server's variance under a sign flip of means by 3 of 10 clients whose data have mean 1 and variance 1, and where it ends by beta."""
+    """Draw the server's variance under a sign flip of the means, and its final value by beta.
+
+    Three of ten clients attack; the data have mean 1 and variance 1.
+    """
     with paper_style():
         figure = Figure(figsize=(7, 3), layout="constrained")
         left, right = figure.subplots(1, 2)
@@ -149,7 +152,7 @@ def amplification() -> None:
 
 
 def variances(wire: str, beta: float, defended: bool, rounds: int) -> list[float]:
-    """The server's variance over the rounds of FBN."""
+    """Return the server's variance over the rounds of FBN."""
     aggregator = StatisticsAggregator(Median(pre=NNM(3)) if defended else WeightedMean())
     weight, m, v = (beta if wire == "run" else 1.0), 1.0, 1.0
     found = [v]

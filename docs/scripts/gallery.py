@@ -19,7 +19,7 @@ SHOWN = ("by_E", "by_T_", "by_gamma", "by_alpha", "difference", "curves")
 
 
 def part(study: Path, page: str) -> str:
-    """The page with what a study says of itself, and its figure."""
+    """Return the page with a study's section and figure."""
     found = json.loads((study / "study.json").read_text())
     name = found["name"] if found["scale"] == "reduced" else f"{found['name']}-{found['scale']}"
     runs = [run for group in found["groups"] for run in group["runs"]]

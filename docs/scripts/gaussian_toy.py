@@ -109,14 +109,14 @@ def statistics(
 
 
 def points_of(data: Gaussians, round_number: int) -> tuple[Tensor, Tensor]:
-    """The clients' points ``[n, m, 2]`` and labels ``[n, m]`` of a round."""
+    """Return the clients' points ``[n, m, 2]`` and labels ``[n, m]`` of a round."""
     everyone = range(data.num_clients)
     points, labels = data.cohort_batch(everyone, [round_number - 1] * data.num_clients).stack()
     return points.double(), labels
 
 
 def normalised(points: Tensor, fbn: Moments, fedavg: Moments) -> dict[str, Tensor]:
-    """A round's points ``[n, m, 2]`` as each method normalises them, ``[n m, 2]``, with what the round started with."""
+    """Return a round's points ``[n, m, 2]`` as each method normalises them, ``[n m, 2]``, with what the round started with."""
     union = points.flatten(0, 1)
     return {
         "central": F.batch_norm(union, None, None, training=True),

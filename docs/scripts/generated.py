@@ -18,14 +18,14 @@ DOCS = Path(__file__).parents[1]
 
 
 def round_hooks() -> str:
-    """The round with its hooks, from the docstring of :class:`~fl_lightning.FederatedCallback`."""
+    """Return the round with its hooks, from the docstring of :class:`~fl_lightning.FederatedCallback`."""
     block = re.search(r"One round is ::\n\n(.*?)\n\n\S", inspect.getdoc(FederatedCallback) or "", re.DOTALL)
     assert block is not None
     return "```text\n" + inspect.cleandoc(block[1]) + "\n```"
 
 
 def rules() -> str:
-    """The rules and claims of ``verify`` with the first lines of their docstrings."""
+    """Return the rules and claims of ``verify`` with the first lines of their docstrings."""
     return "\n\n".join(
         f"{title}\n\n{_list(checks)}"
         for title, checks in (
@@ -49,14 +49,14 @@ GENERATED: dict[str, tuple[str, Callable[[], str]]] = {
 
 
 def between(name: str, page: str) -> str:
-    """What a page has between the comments of a part."""
+    """Return the text of a page between the comments of a part."""
     found = re.search(rf"<!-- {name} -->\n(.*?)\n?<!-- end of {name} -->", page, re.DOTALL)
     assert found is not None, f"no part {name}"
     return found[1]
 
 
 def replaced(name: str, page: str, part: str) -> str:
-    """A page with something else between the comments of a part."""
+    """Return a page with the text between the comments of a part replaced."""
     start, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->"
     head, rest = page.split(start)
     return f"{head}{start}{part}\n{end}{rest.split(end)[1]}"

@@ -49,7 +49,7 @@ ROUNDS = 400
 
 
 def deviations(config: str, *options: str) -> tuple[Series, Series]:
-    """The measured rounds of a configuration and the gradient deviations in them."""
+    """Return the measured rounds of a configuration and the gradient deviations in them."""
     cli = command_line(
         [
             "fit",
@@ -69,7 +69,7 @@ def deviations(config: str, *options: str) -> tuple[Series, Series]:
 
 
 def draw(found: dict[str, tuple[Series, Series]]) -> Figure:
-    """The figure: deviations over rounds, on a logarithmic axis."""
+    """Draw the deviations over rounds, on a logarithmic axis."""
     figure = Figure(figsize=(7, 3.6), layout="constrained")
     axes = figure.subplots()
     for label, (_, colour, line, marker) in CURVES.items():

@@ -31,12 +31,12 @@ _USERS = tuple(f"fl_lightning.{part}." for part in USERS)
 
 
 def files(package: str) -> list[Path]:
-    """The Python files of a package."""
+    """Return the Python files of a package."""
     return sorted((ROOT / package).rglob("*.py"))
 
 
 def module_name(path: Path) -> str:
-    """The dotted name of a file."""
+    """Return the dotted name of a file."""
     parts = path.relative_to(ROOT).with_suffix("").parts
     parts = parts if parts[0] == "fl_lightning" else ("fl_lightning", *parts)
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
@@ -52,7 +52,7 @@ def imports() -> dict[str, set[str]]:
 
 
 def written_imports(package: str) -> dict[str, set[str]]:
-    """The modules that the files of a package name in their imports, without the names that they take from these."""
+    """Return the modules that the files of a package name in their imports, without the names that they take from these."""
     return {
         module_name(path): {
             node.module
@@ -75,14 +75,14 @@ def _imported(path: Path) -> Iterator[str]:
 
 
 def _nearest(target: str, modules: dict[str, Path]) -> str | None:
-    """The module that a dotted name lies in."""
+    """Return the module that a dotted name lies in."""
     while target and target not in modules:
         target = target.rpartition(".")[0]
     return target or None
 
 
 def circles(arrows: dict[str, set[str]]) -> list[list[str]]:
-    """Groups of nodes that can be reached from each other."""
+    """Return groups of nodes that can be reached from each other."""
     reached = {node: _reached(node, arrows) for node in arrows}
     groups = {tuple(sorted(other for other in reached[node] if node in reached[other])) for node in arrows}
     return [list(group) for group in sorted(groups) if group]
@@ -99,13 +99,13 @@ def _reached(start: str, arrows: dict[str, set[str]]) -> set[str]:
 
 
 def room(module: str) -> str:
-    """The package or module at the top of ``fl_lightning``, or of its ``experiments``, that a module belongs to."""
+    """Return the package or module at the top of ``fl_lightning``, or of its ``experiments``, that a module belongs to."""
     parts = module.split(".")
     return ".".join(parts[: 3 if parts[1:2] == ["experiments"] else 2])
 
 
 def rooms(arrows: dict[str, set[str]]) -> dict[str, set[str]]:
-    """The imports between rooms; the public names of ``fl_lightning`` itself, imported on first use, are none."""
+    """Return the imports between rooms, without the public names of ``fl_lightning``, which are imported on first use."""
     found: dict[str, set[str]] = {room(module): set() for module in arrows}
     for module, targets in arrows.items():
         found[room(module)] |= {room(target) for target in targets} - {room(module), "fl_lightning"}
@@ -113,7 +113,7 @@ def rooms(arrows: dict[str, set[str]]) -> dict[str, set[str]]:
 
 
 def backward(arrows: dict[str, set[str]]) -> list[str]:
-    """Imports of experiments, methods, data sets or the command line by what stands below them."""
+    """Return the imports of experiments, methods, data sets or the command line by rooms below them."""
     found = []
     for module, targets in arrows.items():
         part = module.split(".")[1:2]
@@ -127,7 +127,7 @@ def backward(arrows: dict[str, set[str]]) -> list[str]:
 
 
 def figures() -> dict[str, str]:
-    """The figures by what they count."""
+    """Return the figures by what they count."""
     arrows = imports()
     lengths = {path: len(path.read_text().splitlines()) for path in files("fl_lightning")}
     longest = max(lengths, key=lengths.__getitem__)

@@ -35,7 +35,7 @@ CURVES = {
 
 
 def accuracy(method: str, order: str, rate: float, seed: int) -> float:
-    """Validation accuracy after the last round; 0 where a run diverges."""
+    """Return validation accuracy after the last round; 0 where a run diverges."""
     L.seed_everything(seed, verbose=False)
     data = Digits(num_clients=10, batch_size=20, partition=Shards(0.1), val_fraction=0.2, seed=seed)
     module = FederatedModule(

@@ -40,7 +40,7 @@ def methods() -> dict[str, type[FederatedCallback]]:
 
 
 def stages(callback: FederatedCallback, column: tuple[str, ...]) -> str:
-    """What falls into a column and in which rounds, such as ``"W, A, S until T*"``."""
+    """Return what a column holds and in which rounds, such as ``"W, A, S until T*"``."""
     policies = [resolve_policy([callback], r, ROUNDS) for r in range(1, ROUNDS + 1)]
     later = callback.undecided()
     words = {}
@@ -58,12 +58,12 @@ class RandomImages(L.LightningDataModule):
     """Eight noise images: bytes do not depend on pixels."""
 
     def train_dataloader(self) -> DataLoader:
-        """Batches of four."""
+        """Return batches of four."""
         images = torch.randn(8, 3, 8, 8, generator=torch.Generator().manual_seed(0))
         return DataLoader(TensorDataset(images, torch.arange(8)), batch_size=4)
 
     def val_dataloader(self) -> DataLoader:
-        """The same."""
+        """Return the batches of training."""
         return self.train_dataloader()
 
 
@@ -114,7 +114,7 @@ def costs(callback: FederatedCallback) -> list[tuple[str, str, int]]:
 
 
 def yaml(name: str, settings: Mapping[str, object]) -> str:
-    """A method's line in a configuration."""
+    """Return a method's line in a configuration."""
     if name == "none":
         return "callbacks: null"
     arguments = ", ".join(f"{key}: {value}" for key, value in settings.items())
@@ -122,7 +122,7 @@ def yaml(name: str, settings: Mapping[str, object]) -> str:
 
 
 def table() -> str:
-    """The table in Markdown, with its legend."""
+    """Return the table in Markdown, with its legend."""
     header = ["callback", "paper", *COLUMNS, "MB up", "MB down", "exchanges", "in `trainer.callbacks`"]
     lines = [f"| {' | '.join(header)} |", "|---" * len(header) + "|"]
     for name, kind in methods().items():
@@ -143,7 +143,7 @@ def table() -> str:
 
 
 def quiet_table() -> str:
-    """The table, without what methods and Lightning print while they run."""
+    """Return the table, without the lines that methods and Lightning print while they run."""
     loggers = [logging.getLogger(f"lightning.pytorch{name}") for name in ("", ".utilities.rank_zero")]
     levels = [logger.level for logger in loggers]
     try:
