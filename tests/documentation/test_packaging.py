@@ -1,11 +1,14 @@
 """What an installation holds, and how it lives beside a user's own packages of the same names."""
 
+import ast
 import os
+import re
 import shutil
 import subprocess
 import sys
 import sysconfig
 import tarfile
+import tomllib
 import zipfile
 from pathlib import Path
 
@@ -151,3 +154,20 @@ def test_a_project_with_callbacks_of_its_own_trains_them_beside_the_shipped_ones
         assert torch.load(saved.parent / "checkpoints/last.ckpt", weights_only=True)["global_step"] == 4
     checked = command("verify", "--callback", "callbacks.mine.Mine")
     assert checked.returncode == 0, checked.stdout + checked.stderr
+
+
+def test_the_packages_of_the_readmes_command_suffice_to_collect_the_tests():
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    others = {
+        re.split(r"[\[>=<]", package)[0].replace("-", "_")
+        for name in extras.keys() - {"test"}
+        for package in extras[name]
+    }
+    imports = {
+        (path.name, name.split(".")[0])
+        for path in (ROOT / "tests").rglob("*.py")
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for name in ([node.module] if isinstance(node, ast.ImportFrom) else [x.name for x in node.names])
+    }
+    assert not {(path, name) for path, name in imports if name in others - {"fl_lightning"}}

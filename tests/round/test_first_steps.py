@@ -4,7 +4,6 @@ import copy
 from functools import partial
 
 import pytest
-import timm
 import torch
 import torchvision
 from helpers import ArrayClient, blobs, client_batch, fit, small_cnn
@@ -409,8 +408,12 @@ def quantised():
     )  # fmt: skip
 
 
+def timm_model(name, **settings):
+    return pytest.importorskip("timm").create_model(name, num_classes=3, **settings)
+
+
 def gradient_checkpointing():
-    model = timm.create_model("resnet10t", num_classes=3)
+    model = timm_model("resnet10t")
     model.set_grad_checkpointing()
     return model
 
@@ -449,7 +452,7 @@ TIMM = ("byobnet", "convnext", "efficientnet", "nfnet", "resnet", "vit")
 
 
 def tiny(name):
-    return timm.create_model(f"test_{name}", num_classes=3, **({"img_size": 32} if name == "vit" else {}))
+    return timm_model(f"test_{name}", **({"img_size": 32} if name == "vit" else {}))
 
 
 REAL = (
