@@ -52,6 +52,14 @@ class Byzantine(FederatedCallback):
 
     Raises:
         ConfigurationError: A setting is out of range, or an attacker's id does not exist.
+
+    Example:
+        >>> from fl_lightning.attacks import SignFlip
+        >>> from fl_lightning.testing import blobs, distance, small_cnn, train
+        >>> attack = Byzantine(SignFlip(), clients=1, target="parameters")
+        >>> state = train(small_cnn("gn"), blobs(), rounds=1, callbacks=[attack])
+        >>> distance(state, train(small_cnn("gn"), blobs(), rounds=1)) > 0.01
+        True
     """
 
     paper = "Guerraoui et al., arXiv 2405.14670, Section 5 (attacks: see fl_lightning.attacks)"

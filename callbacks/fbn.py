@@ -63,6 +63,13 @@ class FBN(FederatedCallback):
     Raises:
         ConfigurationError: Unknown setting, no BN, BN without momentum, or one value per channel in
             all batches together.
+
+    Example:
+        >>> from fl_lightning.testing import blobs, centralised, small_cnn, train
+        >>> state = train(small_cnn(), blobs(), rounds=1, callbacks=[FBN()])
+        >>> union = centralised(small_cnn(), blobs(), steps=1)  # BN on the union of the clients' batches
+        >>> float((state["1.running_var"] - union["1.running_var"]).abs().max()) < 1e-12
+        True
     """
 
     paper = "Guerraoui et al., arXiv 2405.14670 (FBN)"

@@ -13,6 +13,12 @@ class FedBN(LocalState):
     The paper does not measure a server's test set under label skew. Personal accuracy is low there,
     since a client's BN state fits its own classes (see
     :class:`~fl_lightning.methods.local_state.LocalState` for the two accuracies).
+
+    Example:
+        >>> from fl_lightning.testing import blobs, small_cnn, train
+        >>> state = train(small_cnn(), blobs(), rounds=2, callbacks=[method := FedBN()])
+        >>> list(method.memory[0])  # state that client 0 keeps
+        ['batch_norm', 'mean', 'var', 'counter']
     """
 
     paper = "Li et al., arXiv 2102.07623"

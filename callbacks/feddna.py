@@ -43,6 +43,11 @@ class FedDNA(FederatedCallback):
     Raises:
         ConfigurationError: Unknown divergence, a model without running statistics, or an aggregator
             of statistics other than the weighted mean.
+
+    Example:
+        >>> from fl_lightning.testing import blobs, small_cnn, train
+        >>> state = train(small_cnn(), blobs(), rounds=2, callbacks=[FedDNA("reverse_kl")])
+        FedDNA (lite): importances minimise reverse_kl, in place of the paper's adversarial training.
     """
 
     paper = "Duan et al., FedDNA, ECML-PKDD 2021 (lite)"

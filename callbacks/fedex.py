@@ -80,6 +80,12 @@ class FedExFixBN(FoundFreezing):
     Raises:
         ConfigurationError: A setting is out of range, or the model has no BN layer with running
             statistics.
+
+    Example:
+        >>> from fl_lightning.testing import blobs, small_cnn, train
+        >>> state = train(small_cnn(), blobs(), rounds=3, callbacks=[method := FedExFixBN()])
+        >>> method.freeze_round is None  # T* is not found yet
+        True
     """
 
     paper = "Khodak et al., arXiv 2106.04502 (adapted)"

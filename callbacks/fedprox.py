@@ -23,6 +23,16 @@ class FedProx(FederatedCallback):
 
     Raises:
         ConfigurationError: ``mu`` is negative.
+
+    Example:
+        >>> from fl_lightning.testing import blobs, distance, small_cnn, train
+        >>> near, free = (
+        ...     train(small_cnn("gn"), blobs(), rounds=1, callbacks=[FedProx(mu)], local_steps=4)
+        ...     for mu in (1, 0)
+        ... )
+        >>> start = small_cnn("gn").state_dict()
+        >>> distance(start, near) < distance(start, free)
+        True
     """
 
     paper = "Li et al., arXiv 1812.06127"

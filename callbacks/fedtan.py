@@ -116,6 +116,12 @@ class FedTAN(FederatedCallback):
     Raises:
         ConfigurationError: Unknown setting, no BN, a callback that keeps the restarted momentum, or
             an aggregator other than the weighted mean.
+
+    Example:
+        >>> from fl_lightning.testing import blobs, centralised, distance, small_cnn, train
+        >>> state = train(small_cnn(), blobs(), rounds=3, callbacks=[FedTAN()])
+        >>> distance(state, centralised(small_cnn(), blobs(), steps=3)) < 1e-12
+        True
     """
 
     paper = "Wang et al., arXiv 2301.02982"

@@ -25,6 +25,12 @@ class FixBN(Freezing):
     Raises:
         ConfigurationError: T* is given twice, a setting is out of range, or the model has no BN
             layer.
+
+    Example:
+        >>> from fl_lightning.testing import blobs, small_cnn, train
+        >>> state = train(small_cnn(), blobs(), rounds=4, callbacks=[FixBN(freeze_round=2)])
+        >>> int(state["1.num_batches_tracked"])  # rounds with batch statistics
+        2
     """
 
     paper = "Zhong et al., arXiv 2303.06530"

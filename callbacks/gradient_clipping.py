@@ -25,6 +25,13 @@ class ClientGradientClipping(FederatedCallback):
 
     Raises:
         ConfigurationError: A setting is out of range.
+
+    Example:
+        >>> from fl_lightning.testing import blobs, distance, small_cnn, train
+        >>> start = {name: value.double() for name, value in small_cnn().state_dict().items()}
+        >>> state = train(small_cnn(), blobs(), rounds=1, callbacks=[ClientGradientClipping(max_norm=1e-6)])
+        >>> distance({"weight": state["8.weight"]}, {"weight": start["8.weight"]}) < 1e-7
+        True
     """
 
     paper = "Pascanu et al., arXiv 1211.5063"

@@ -33,6 +33,17 @@ class MaintainedMomentum(FederatedCallback):
     Raises:
         ConfigurationError: Unknown scope, or a client optimizer without state (SGD without
             momentum).
+
+    Example:
+        >>> from functools import partial
+        >>> from fl_lightning.testing import SGD, blobs, small_cnn, train
+        >>> momentum = partial(SGD, momentum=0.9)
+        >>> kept, restarted = (
+        ...     train(small_cnn(), blobs(), rounds=2, callbacks=method, client_optimizer=momentum)
+        ...     for method in ([MaintainedMomentum()], [])
+        ... )
+        >>> bool((kept["8.weight"] == restarted["8.weight"]).all())
+        False
     """
 
     paper = "Zhong et al., arXiv 2303.06530, section 7"

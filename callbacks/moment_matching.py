@@ -31,6 +31,13 @@ class MomentMatching(FederatedCallback):
     in two cases: with ``bn_momentum: 1``, where clients send the statistics of their last batch,
     and in the first round for layers with ``momentum=None``, where clients send averages over their
     local steps.
+
+    Example:
+        >>> from fl_lightning.testing import blobs, small_cnn, train
+        >>> matched = train(small_cnn(), blobs(), rounds=2, callbacks=[MomentMatching()])
+        >>> averaged = train(small_cnn(), blobs(), rounds=2)
+        >>> bool((matched["1.running_var"] > averaged["1.running_var"]).all())
+        True
     """
 
     paper = "total variance in FedAvg (ablation, no paper)"

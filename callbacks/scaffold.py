@@ -37,6 +37,13 @@ class SCAFFOLD(FederatedCallback):
     local parameters (FedBN). They double the traffic of these parameters both ways. Callbacks
     before this one in the list change the gradient g (ClientGradientClipping), later ones the
     corrected gradient.
+
+    Example:
+        >>> from fl_lightning.testing import blobs, distance, small_cnn, train
+        >>> corrected = train(small_cnn("gn"), blobs(), rounds=2, callbacks=[SCAFFOLD()])
+        >>> averaged = train(small_cnn("gn"), blobs(), rounds=2)
+        >>> distance(corrected, averaged) < 1e-12  # with one local step the corrections cancel
+        True
     """
 
     paper = "Karimireddy et al., arXiv 1910.06378"

@@ -9,6 +9,13 @@ class SiloBN(LocalState):
     Training does not read running statistics, so all parameters equal those of FedAvg with BN bit
     for bit; the clients' final models differ. A client that has not taken part yet is evaluated
     with the server's copy of the statistics, the mean over the round's clients.
+
+    Example:
+        >>> from fl_lightning.testing import blobs, small_cnn, train
+        >>> state = train(small_cnn(), blobs(), rounds=2, callbacks=[SiloBN()])
+        >>> averaged = train(small_cnn(), blobs(), rounds=2)
+        >>> bool((state["8.weight"] == averaged["8.weight"]).all())  # as FedAvg
+        True
     """
 
     paper = "Andreux et al., arXiv 2008.07424"

@@ -37,6 +37,12 @@ class SlidingWindowFixBN(FoundFreezing):
     Raises:
         ConfigurationError: A setting is out of range, or the model has no BN layer with running
             statistics.
+
+    Example:
+        >>> from fl_lightning.testing import blobs, small_cnn, train
+        >>> method = SlidingWindowFixBN(window=2, threshold=1e9)
+        >>> state = train(small_cnn(), blobs(), rounds=6, callbacks=[method])
+        SlidingWindowFixBN: T* = 3; BN is frozen from round 4 on.
     """
 
     paper = "Zhong et al., arXiv 2303.06530, appendix B.6"

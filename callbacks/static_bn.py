@@ -37,6 +37,13 @@ class StaticBN(FederatedCallback):
 
     Raises:
         ConfigurationError: Unknown pass, or a model without running statistics.
+
+    Example:
+        >>> from fl_lightning.testing import blobs, small_cnn, train
+        >>> state = train(small_cnn(), blobs(), rounds=2, callbacks=[StaticBN()])
+        >>> averaged = train(small_cnn(), blobs(), rounds=2)
+        >>> bool((state["8.weight"] == averaged["8.weight"]).all())  # only the statistics differ
+        True
     """
 
     paper = "sBN of HeteroFL: Diao et al., arXiv 2010.01264"

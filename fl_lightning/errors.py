@@ -10,6 +10,12 @@ class ConfigurationError(ValueError):
 
     The message is one line with the setting, its value and a remedy. The command line prints it
     without a traceback and exits with ``exit_status``.
+
+    Example:
+        >>> from fl_lightning.callbacks import FedProx
+        >>> FedProx(mu=-1)
+        Traceback (most recent call last):
+        fl_lightning.errors.ConfigurationError: FedProx.mu: -1 must be at least 0 (0 is FedAvg)
     """
 
     exit_status = 2

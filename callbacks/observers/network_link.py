@@ -24,6 +24,10 @@ class NetworkLink(Recorded):
 
     Raises:
         ConfigurationError: A number is out of range.
+
+    Example:
+        >>> NetworkLink().seconds(upload=1_000_000, download=1_000_000, exchanges=1)
+        5.383333333333333
     """
 
     upload_mbps: float = 2.0

@@ -20,6 +20,17 @@ class SwappedBatchNorm(_BatchNorm):
         scratch: Names that :meth:`prepare` adds: attributes, or non-persistent buffers. Such a
             buffer starts each round from the server's, is stacked, and is never sent or saved.
         original: The layer's class before the swap.
+
+    Example:
+        >>> class HalvedNorm(SwappedBatchNorm):
+        ...     method = "Halved"
+        ...
+        ...     def forward(self, inputs):
+        ...         return super().forward(inputs) / 2
+        >>> model = nn.Sequential(nn.BatchNorm1d(3))
+        >>> layers = swap_batch_norm(model, HalvedNorm)
+        >>> isinstance(model[0], HalvedNorm)
+        True
     """
 
     method: ClassVar[str]

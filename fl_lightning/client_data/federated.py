@@ -57,6 +57,16 @@ class ClientDataModule(L.LightningDataModule):
         client_id: Position of the client in ``FederatedDataModule.clients``.
         num_examples: Number of training examples of this client.
         steps_per_epoch: Number of batches in one pass over the examples.
+
+    Example:
+        >>> import torch
+        >>> class Ones(ClientDataModule):
+        ...     num_examples, steps_per_epoch = 8, 2
+        ...
+        ...     def train_batch(self, step):
+        ...         return torch.ones(4, 3), torch.zeros(4, dtype=torch.int64)
+        >>> FederatedDataModule([Ones(), Ones()]).cohort_batch([0, 1], [0, 0]).batches()[0][0].shape
+        torch.Size([4, 3])
     """
 
     client_id: int
@@ -89,6 +99,13 @@ class FederatedDataModule(Recorded, L.LightningDataModule):
         drawn_splits: The evaluation data, ``"val"`` or ``"test"``, that are drawn from the clients'
             samples (another seed may draw samples that clients trained on).
         loaded: Digest of all loaded data, independent of the seed; None if unknown.
+
+    Example:
+        >>> from fl_lightning.testing import ArrayClient
+        >>> clients = [ArrayClient(torch.randn(40, 3), torch.zeros(40), batch_size=8) for _ in range(5)]
+        >>> data = FederatedDataModule(clients, server=clients[0])
+        >>> data.num_clients, data.steps_per_epoch(0)
+        (5, 5)
     """
 
     fit_split: Literal["val", "test"] = "val"

@@ -42,6 +42,12 @@ class ClientMemory(MutableMapping[int, Mapping[str, Tensor]]):
 
     Raises:
         ConfigurationError: The checkpoint's files are missing or damaged, or writing fails.
+
+    Example:
+        >>> memory = ClientMemory()
+        >>> memory[3] = {"control": torch.zeros(2)}
+        >>> 3 in memory, 4 in memory
+        (True, False)
     """
 
     def __init__(self, state: Mapping[Any, Any] = MappingProxyType({})) -> None:

@@ -59,6 +59,12 @@ class Cohort:
         policy: The treatment of each kind of state (see ``fl_lightning.round.policy``).
         losses: Mean training loss of each client over its local steps, shape ``[C]``; known from
             ``on_before_aggregate`` on.
+
+    Example:
+        >>> from fl_lightning.testing import small_cnn
+        >>> cohort = Cohort(small_cnn(), num_clients=5, parameter_groups={})
+        >>> cohort.params["8.weight"].shape  # one row per client
+        torch.Size([5, 3, 24])
     """
 
     losses: Tensor

@@ -26,6 +26,10 @@ class SequentialExecutor(Executor):
 
     Raises:
         ConfigurationError: ``compile`` is neither true, false nor ``"auto"``.
+
+    Example:
+        >>> from fl_lightning.testing import blobs, small_cnn, train
+        >>> state = train(small_cnn(), blobs(), rounds=2, executor=SequentialExecutor())
     """
 
     def __init__(self, compile: bool | Literal["auto"] = "auto") -> None:

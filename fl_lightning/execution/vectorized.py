@@ -32,6 +32,10 @@ class VectorizedExecutor(Executor):
 
     Raises:
         ConfigurationError: ``block_size`` is below 1.
+
+    Example:
+        >>> from fl_lightning.testing import blobs, small_cnn, train
+        >>> state = train(small_cnn(), blobs(), rounds=2, executor=VectorizedExecutor())
     """
 
     _in_blocks = True  # whether a cohort may be split into blocks

@@ -57,6 +57,14 @@ class FederatedCallback(Recorded, Declarations, L.Callback):
       ``self``. Random numbers come from ``cohort.generators``.
 
     An unknown hook name (``on_rond_start``) is an error when the class is defined, in a mixin too.
+
+    Example:
+        >>> from fl_lightning.testing import blobs, small_cnn, train
+        >>> class Halved(FederatedCallback):
+        ...     def on_after_local_backward(self, trainer, pl_module, cohort, step):
+        ...         for gradients in cohort.grads.blocks.values():
+        ...             gradients *= 0.5
+        >>> state = train(small_cnn(), blobs(), rounds=2, callbacks=[Halved()])
     """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:

@@ -27,6 +27,15 @@ class Freezing(FederatedCallback):
 
     Attributes:
         kinds: The kinds of state that freeze (see ``fl_lightning.round.policy``).
+
+    Example:
+        >>> from fl_lightning.testing import blobs, small_cnn, train
+        >>> class FreezeLate(Freezing):
+        ...     def last_batch_round(self, total_rounds):
+        ...         return total_rounds - 1
+        >>> state = train(small_cnn(), blobs(), rounds=4, callbacks=[FreezeLate()])
+        >>> int(state["1.num_batches_tracked"])
+        3
     """
 
     kinds: tuple[str, ...] = STATISTICS

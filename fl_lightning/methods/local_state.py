@@ -45,6 +45,14 @@ class LocalState(VariantEvaluation):
     Attributes:
         kinds: The kinds of state that clients keep (see ``fl_lightning.round.policy``).
         memory: Local state by client id, a row ``[columns]`` per block; ``SERVER`` is the initial state.
+
+    Example:
+        >>> from fl_lightning.testing import blobs, small_cnn, train
+        >>> class LocalAffine(LocalState):
+        ...     kinds = ("affine",)
+        >>> state = train(small_cnn(), blobs(), rounds=2, callbacks=[method := LocalAffine()])
+        >>> method.memory[0]["batch_norm"].shape  # client 0's gamma and beta of both BN layers
+        torch.Size([20])
     """
 
     kinds: ClassVar[tuple[str, ...]]

@@ -21,6 +21,10 @@ class Table:
     Attributes:
         columns: The names of the columns.
         rows: One sequence of cells per row, as long as ``columns``.
+
+    Example:
+        >>> Table(["client", "accuracy"], [[0, 0.5], [1, 0.75]]).columns
+        ['client', 'accuracy']
     """
 
     columns: Sequence[str]
@@ -33,6 +37,13 @@ class Report:
     Names become files in the run's folder (``<name>.png``, ``<name>.csv``) and W&B keys
     (``<name>``, ``<name>_table``), so a picture and its table may share a name. All methods are
     called when a fit ends, is stopped or fails, and must work before the first round too.
+
+    Example:
+        >>> class Steps(Report):
+        ...     def tables(self):
+        ...         return {"steps": Table(["client", "steps"], [[0, 5], [1, 7]])}
+        >>> Steps().tables()["steps"].rows
+        [[0, 5], [1, 7]]
     """
 
     def figures(self, rows: Rows) -> Mapping[str, Drawing]:

@@ -31,6 +31,12 @@ class VariantEvaluation(FederatedCallback):
     ``val/accuracy_calibrated`` and ``val/loss_calibrated``. Variants do not affect training.
 
     A subclass defines :meth:`variants`, and may override :meth:`variant_metrics`.
+
+    Example:
+        >>> class Unscaled(VariantEvaluation):
+        ...     def variants(self, trainer, pl_module):
+        ...         gammas = {"1.weight": torch.ones(4), "4.weight": torch.ones(6)}
+        ...         return {"unscaled": gammas}  # logs val/accuracy_unscaled
     """
 
     def variants(

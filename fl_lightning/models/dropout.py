@@ -54,6 +54,11 @@ class Dropout(nn.Module):
 
     Raises:
         ConfigurationError: ``p`` or ``dim`` is out of range.
+
+    Example:
+        >>> layer = Dropout(0.5)
+        >>> (layer(torch.ones(2, 8)) == layer(torch.ones(2, 8))).all()  # the key decides the mask
+        tensor(True)
     """
 
     key: Tensor

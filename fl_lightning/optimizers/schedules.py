@@ -45,6 +45,10 @@ class MultiStep(LRSchedule):
 
     Raises:
         ConfigurationError: A milestone is no round >= 1 or fraction in (0, 1), or gamma is invalid.
+
+    Example:
+        >>> [MultiStep([0.5])(round_number, 4) for round_number in (1, 2, 3, 4)]
+        [1.0, 1.0, 0.1, 0.1]
     """
 
     def __init__(self, milestones: Sequence[int | float], gamma: float = 0.1) -> None:
@@ -75,6 +79,10 @@ class InverseSteps(LRSchedule):
 
     Raises:
         ConfigurationError: The period is neither a round number >= 1 nor a fraction in (0, 1).
+
+    Example:
+        >>> [InverseSteps(2)(round_number, 6) for round_number in (1, 2, 3, 4, 5)]
+        [1.0, 1.0, 0.5, 0.5, 0.3333333333333333]
     """
 
     def __init__(self, period: int | float) -> None:

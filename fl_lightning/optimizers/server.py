@@ -73,7 +73,12 @@ class AdaptiveServer(Recorded, Optimizer, ABC):
 
 
 class FedAdam(AdaptiveServer):
-    """FedAdam: ``v <- beta2 v + (1 - beta2) Delta^2``, see :class:`AdaptiveServer`."""
+    """FedAdam: ``v <- beta2 v + (1 - beta2) Delta^2``, see :class:`AdaptiveServer`.
+
+    Example:
+        >>> from fl_lightning.testing import blobs, small_cnn, train
+        >>> state = train(small_cnn(), blobs(), rounds=2, server_optimizer=FedAdam)
+    """
 
     @staticmethod
     def second_moment(v: Tensor, square: Tensor, beta2: float) -> Tensor:
@@ -82,7 +87,12 @@ class FedAdam(AdaptiveServer):
 
 
 class FedYogi(AdaptiveServer):
-    """FedYogi: ``v <- v - (1 - beta2) Delta^2 sign(v - Delta^2)``, see :class:`AdaptiveServer`."""
+    """FedYogi: ``v <- v - (1 - beta2) Delta^2 sign(v - Delta^2)``, see :class:`AdaptiveServer`.
+
+    Example:
+        >>> from fl_lightning.testing import blobs, small_cnn, train
+        >>> state = train(small_cnn(), blobs(), rounds=2, server_optimizer=FedYogi)
+    """
 
     @staticmethod
     def second_moment(v: Tensor, square: Tensor, beta2: float) -> Tensor:

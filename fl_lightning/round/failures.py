@@ -26,6 +26,11 @@ class ClientFailures(Recorded):
     Raises:
         ConfigurationError: A probability is out of range, an absence is not a pair of rounds, or a
             client id is not a number.
+
+    Example:
+        >>> from fl_lightning.testing import blobs, small_cnn, train
+        >>> failures = ClientFailures(schedule={0: [[1, 2]]})  # client 0 is absent in rounds 1 and 2
+        >>> state = train(small_cnn(), blobs(), rounds=2, failures=failures)
     """
 
     def __init__(

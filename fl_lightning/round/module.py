@@ -119,6 +119,14 @@ class FederatedModule(Recorded, L.LightningModule):
     Raises:
         ConfigurationError: A setting is out of range or contradicts another one, the model is
             scripted or has no trainable parameters, or the server optimizer cannot step them.
+
+    Example:
+        >>> from functools import partial
+        >>> from fl_lightning.testing import blobs, fit, small_cnn
+        >>> sgd = partial(torch.optim.SGD, lr=0.1)
+        >>> module = FederatedModule(small_cnn(), client_optimizer=sgd, local_steps=5)
+        >>> fit(module, blobs(), rounds=2).current_epoch
+        2
     """
 
     deciding_files = ("initial_weights",)

@@ -30,6 +30,13 @@ class Task(Recorded, ABC):
         shown: Labels in figures, by name, of metrics in [0, 1] whose maximum is best, such as ``quality``.
         ignored: The target that does not count.
         measured: Metrics of ``model.metrics`` by name, set by the module.
+
+    Example:
+        >>> from fl_lightning.testing import blobs, small_cnn, train
+        >>> class Smoothed(Task):
+        ...     def loss(self, outputs, targets):
+        ...         return cross_entropy(outputs, targets, label_smoothing=0.1)
+        >>> state = train(small_cnn(), blobs(), rounds=2, task=Smoothed())
     """
 
     quality: ClassVar[str] = "loss"
@@ -80,6 +87,10 @@ class Classification(Task):
 
     Args:
         ignored: The label that does not count. Default: -100, as in torch.
+
+    Example:
+        >>> Classification().loss(torch.zeros(2, 4), torch.tensor([1, -100]))  # the second does not count
+        tensor(1.3863)
     """
 
     quality = "accuracy"
@@ -166,6 +177,11 @@ class Segmentation(Task):
 
     Raises:
         ConfigurationError: The number of a model's auxiliary heads differs from the number of weights.
+
+    Example:
+        >>> scores, labels = torch.zeros(1, 4, 2, 2), torch.tensor([[[1, 255], [255, 255]]])
+        >>> Segmentation().loss(scores, labels)  # one of the four pixels counts
+        tensor(1.3863)
     """
 
     quality = "mean_iou"

@@ -25,6 +25,14 @@ class RoundProgress(Recorded, ProgressBar):
 
     Args:
         every_n_seconds: Least time between two plain lines in seconds, >= 0.
+
+    Example:
+        >>> from fl_lightning.testing import blobs, small_cnn, train
+        >>> bar = RoundProgress(every_n_seconds=60)
+        >>> state = train(
+        ...     small_cnn(), blobs(), rounds=2, callbacks=[bar], trainer={"enable_progress_bar": True}
+        ... )
+        round 2/2  loss ...
     """
 
     def __init__(self, every_n_seconds: float = 5.0) -> None:

@@ -23,11 +23,6 @@ from fl_lightning.round.module import FederatedModule
 class Run:
     """Run of a module and its data in a folder with metrics, checkpoints, pictures and a result.
 
-    ::
-
-        run = Run(module, data, name="mine", max_epochs=100)
-        run.fit()
-
     The folder is ``<run_root>/<name>/<hash>-s<seed>``. The hash covers the settings of the module,
     the data, the callbacks and the trainer. The same script therefore finds its run again, and
     ``fit(resume=True)`` resumes it.
@@ -46,6 +41,19 @@ class Run:
     Attributes:
         attempt: Folder of the newest fit, with ``attempt.path``; None before the first fit.
         config: Settings from which the hash follows, as in ``config.yaml``.
+
+    Example:
+        >>> from functools import partial
+        >>> from tempfile import TemporaryDirectory
+        >>> from fl_lightning.testing import SGD, blobs, small_cnn
+        >>> module = FederatedModule(small_cnn().double(), client_optimizer=SGD, local_steps=1)
+        >>> with TemporaryDirectory() as folder:
+        ...     run = Run(module, blobs(), name="mine", max_epochs=2, run_root=folder)
+        ...     result = run.fit()
+        State of the model
+        ...
+        >>> result["rounds"]
+        2
     """
 
     def __init__(

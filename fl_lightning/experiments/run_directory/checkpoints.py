@@ -53,6 +53,14 @@ class RoundCheckpoint(Recorded, Checkpoint):
         best_model_path: Path of ``best.ckpt``; empty before the first save. Lightning reads it for
             ``ckpt_path="best"`` and sets it after a fit in child processes.
         saved_round: Round of this fit's ``last.ckpt``; None before the first save.
+
+    Example:
+        >>> from tempfile import TemporaryDirectory
+        >>> from fl_lightning.testing import blobs, small_cnn, train
+        >>> with TemporaryDirectory() as folder:
+        ...     state = train(small_cnn(), blobs(), rounds=2, callbacks=[RoundCheckpoint(folder)])
+        ...     sorted(path.name for path in Path(folder).iterdir())
+        ['last.ckpt']
     """
 
     def __init__(
