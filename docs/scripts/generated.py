@@ -5,16 +5,20 @@ Each stands between two comments, ``<!-- name -->`` and ``<!-- end of name -->``
 
 import inspect
 import re
+import sys
+from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from methods_table import quiet_table
 
 from fl_lightning import FederatedCallback
-from fl_lightning.verification.battery import RULES
+from fl_lightning.verification.battery import REMEDIES, RULES
 from fl_lightning.verification.claims import CLAIMS
 
 DOCS = Path(__file__).parents[1]
+sys.path.append(str(DOCS.parent / "tests" / "support"))
+from broken_callbacks import FAILS  # from the folder above
 
 
 def round_hooks() -> str:
@@ -25,14 +29,20 @@ def round_hooks() -> str:
 
 
 def rules() -> str:
-    """Return the rules and claims of ``verify`` with the first lines of their docstrings."""
-    return "\n\n".join(
-        f"{title}\n\n{_list(checks)}"
-        for title, checks in (
-            ("**Rules**", RULES),
-            ("**Claims**", CLAIMS),
-        )
-    )
+    """Return the rules with their docstrings and remedies, and the claims with their first lines."""
+    counts = Counter(line for lines in FAILS.values() for line in lines)
+    sections = [
+        f"### {name}\n\n{_text(check)}\n\nIf it fails: {REMEDIES[name]}. Broken methods of the tests that fail it: "
+        f"{counts[name]}."
+        for name, check in RULES.items()
+    ]
+    return "\n\n".join(["## Rules", *sections, "## Claims", _list(CLAIMS)])
+
+
+def _text(check: Callable[..., object]) -> str:
+    """Return a docstring in Markdown."""
+    text = (inspect.getdoc(check) or "").replace("``", "`")
+    return re.sub(r":\w+:`~?(?:[\w.]*\.)?(\w+)`", r"`\1`", text)
 
 
 def _list(checks: Mapping[str, Callable[..., object]]) -> str:

@@ -31,9 +31,15 @@ RULES: dict[str, Check] = {
         one_run.server_state,
         one_run.frozen_state,
         one_run.local_state,
+        one_run.one_broadcast,
+        one_run.done_clients,
+        several_runs.learning_rate_0,
+        several_runs.pooled_weights,
+        several_runs.fresh_noise,
         several_runs.server_optimizer,
         one_run.model_comes_back,
         one_run.payload,
+        several_runs.traffic,
         one_run.absent_clients,
         several_runs.exchange_in_a_round,
         several_runs.clients_own_state,
@@ -45,6 +51,33 @@ RULES: dict[str, Check] = {
     )
 }
 """Rules for all methods, by the name of their line."""
+
+REMEDIES: dict[str, str] = {
+    "trains": "bound the step, and keep variances in their domain",
+    "runs repeat": "keep state on the callback, not on a class or a module",
+    "between rounds": "change the server in on_round_end",
+    "server state": 'declare state that the method combines itself "pooled"',
+    "frozen state": 'declare state that does not change "frozen", and leave it unchanged',
+    "local state": "load it in on_round_start: cohort.recall(self.memory)",
+    "one broadcast": 'declare state that differs between clients "local"',
+    "done clients": "change only rows with cohort.local_steps above the step",
+    "learning rate 0": "change gradients, not weights; send weights, not updates",
+    "pooled weights": "pool with cohort.mean, or claim union_statistics",
+    "fresh noise": "draw in each local step from cohort.generators",
+    "server optimizer": "set statistics in on_round_end, after the server's step",
+    "model comes back": "use swap_batch_norm, which is undone after the run",
+    "payload": "return the floats that a client sends and receives",
+    "traffic": "return them from extra_payload",
+    "absent clients": "change only memory of cohort.client_ids",
+    "exchange in a round": "declare extra_exchanges or needs_joint_forward",
+    "clients own state": "return optimizer state that is sent from extra_payload; leave the rest at the client",
+    "resume": "return all state in state_dict, and restore it in load_state_dict",
+    "executors": "write operations for all rows at once",
+    "ranks": "see docs/own-method.md",
+    "observers": "draw from cohort.generators or the global generator of the hook",
+    "client numbers": "use cohort.client_ids, not the row, to name a client",
+}
+"""Change that mends a method, by the rule that it fails."""
 
 NEEDED = ("trains", "runs repeat")
 """Rules without which the others are meaningless."""
@@ -98,6 +131,8 @@ def certify(
         }
         certificate.claims = [findings.pop(name) for name in method.claims]
         certificate.equals = {name: finding.detail for name, finding in findings.items()}
+        if not hindered:
+            certificate.beside_fedavg = several_runs.beside_fedavg(trials)
     certificate.seconds = time.perf_counter() - started
     return certificate
 
@@ -108,7 +143,8 @@ def _judge(line: str, check: Check, trials: Trials, hindered: str) -> Finding:
     try:
         return Finding(line, "PASSED", check(trials))
     except Violated as violated:
-        return Finding(line, "FAILED", str(violated))
+        remedy = f"; {REMEDIES[line]} (docs/verify.md#{line.replace(' ', '-')})" if line in REMEDIES else ""
+        return Finding(line, "FAILED", f"{violated}{remedy}")
     except NotApplicable as reason:
         return Finding(line, "does not apply", str(reason))
     except ConfigurationError as error:

@@ -18,6 +18,7 @@ class Certificate:
         rules: Findings on the rules for all methods.
         claims: Findings on the method's claims.
         equals: Measured difference for each equality that the method does not claim.
+        beside_fedavg: Comparison of the usual run with FedAvg's.
         seconds: Duration of the verification.
     """
 
@@ -26,6 +27,7 @@ class Certificate:
     rules: list[Finding] = field(default_factory=list)
     claims: list[Finding] = field(default_factory=list)
     equals: dict[str, str] = field(default_factory=dict)
+    beside_fedavg: str = ""
     seconds: float = 0.0
 
     @property
@@ -44,6 +46,7 @@ def print_certificate(certificate: Certificate) -> None:
     for title, rows in (
         ("Claims", claims),
         ("Not claimed", certificate.equals),
+        ("Beside FedAvg", {"": certificate.beside_fedavg} if certificate.beside_fedavg else {}),
         ("Verdict", {"": _verdict(certificate)}),
     ):
         if rows:

@@ -1,18 +1,16 @@
-"""Parts of a method's ``state_dict`` by client, and the detection of client numbers in it."""
+"""The server's part of a method's ``state_dict``, and each client's."""
 
 import re
-from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.utils._pytree import MappingKey, keystr, tree_flatten_with_path, tree_map
+from torch.utils._pytree import MappingKey, keystr, tree_flatten_with_path, tree_map, tree_map_with_path
 
-from fl_lightning.verification.comparison import TOLERANCE, Leaves, distance, leaves
-from fl_lightning.verification.observation import Round, Run
-from fl_lightning.verification.trials import CLIENTS, SCRIPT, Trials
+from fl_lightning.testing.federation import SIZES
+from fl_lightning.verification.comparison import Leaves
 
-RELABELLED = (3, 2, 4, 0, 1)
-"""New number of each client, which moves every client of a cohort of ``SCRIPT`` to another row."""
+FEW = 8
+"""Floats below which memory of the server may cross the network undeclared: a choice, a count, a norm."""
 
 
 def entries(memory: Any) -> tuple[Leaves, dict[int, Leaves]]:
@@ -41,38 +39,21 @@ def entries(memory: Any) -> tuple[Leaves, dict[int, Leaves]]:
     return server, clients
 
 
-def relabelled(trials: Trials) -> Run:
-    """Return the usual run with each client's data under a new number."""
-    identities = tuple(RELABELLED.index(client) for client in CLIENTS)
-    script = tuple(tuple(sorted(RELABELLED[client] for client in cohort)) for cohort in SCRIPT)
-    return trials.run(identities=identities, script=script)
+def _rows_by_client(leaf: Any) -> Any:
+    is_table = isinstance(leaf, torch.Tensor) and leaf.dim() > 0 and len(leaf) == len(SIZES)
+    return dict(enumerate(leaf)) if is_table else leaf
 
 
-def knows_no_client(trials: Trials) -> bool:
-    """Return whether the memory ignores client numbers, so that numbers in it are layers or rounds, say."""
-    pairs = zip(trials.run().rounds, relabelled(trials).rounds, strict=True)
-    return all(memory_apart(*rounds)[0] <= TOLERANCE for rounds in pairs)
-
-
-def memory_apart(first: Round, second: Round) -> tuple[float, str]:
-    """Return the largest difference of the method's memory after second rounds, and its place."""
-    return distance(leaves(first.memory), leaves(second.memory))
-
-
-def renamed_memory_apart(first: Round, second: Round) -> tuple[float, str]:
-    """Return :func:`memory_apart`, or after renumbering of the clients the difference client by client."""
-    alike = memory_apart(first, second)
-    return alike if alike[0] <= TOLERANCE else distance(_named(first, RELABELLED), _named(second, CLIENTS))
-
-
-def _named(seen: Round, numbers: Sequence[int]) -> Leaves:
+def large_of_server(memory: Any) -> Leaves:
+    """Return the server's tensors of at least :data:`FEW` floats in a memory, by place."""
     return {
-        f"{place} of client {numbers[client]}": leaf
-        for client, memory in entries(seen.memory)[1].items()
-        for place, leaf in memory.items()
+        place: leaf
+        for place, leaf in entries(memory)[0].items()
+        if torch.is_tensor(leaf) and leaf.is_floating_point() and leaf.numel() >= FEW
     }
 
 
-def _rows_by_client(leaf: Any) -> Any:
-    is_table = isinstance(leaf, torch.Tensor) and leaf.dim() > 0 and len(leaf) == len(CLIENTS)
-    return dict(enumerate(leaf)) if is_table else leaf
+def shifted(memory: Any) -> Any:
+    """Return a memory whose :func:`large_of_server` has other values."""
+    server = large_of_server(memory)
+    return tree_map_with_path(lambda path, leaf: leaf + 0.25 if keystr(path) in server else leaf, memory)

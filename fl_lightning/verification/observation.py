@@ -13,6 +13,8 @@ from fl_lightning.cohort.round_cohort import RoundCohort
 from fl_lightning.methods.callback import FederatedCallback
 from fl_lightning.round.module import FederatedModule
 from fl_lightning.round.plan import RoundPlan
+from fl_lightning.verification.comparison import apart
+from fl_lightning.verification.memory import large_of_server, shifted
 
 State = dict[str, Tensor]
 
@@ -36,6 +38,12 @@ class Round:
         loss: Mean training loss.
         received: Floats of optimizer state that are equal for all clients at the start, so that the
             server must have sent them.
+        steps: Local steps of each client.
+        trained: The clients' rows after their last local step, those of ``scratch`` too.
+        losses: The clients' losses, ``[C]``.
+        grads: The clients' gradients of each local step, ``[C, columns]`` by block.
+        late: Name and client of an entry of ``cohort.extra`` that changed after the client's last
+            step; empty if none did.
     """
 
     clients: list[int]
@@ -51,6 +59,11 @@ class Round:
     exchanges: Any = 0
     loss: float = 0.0
     received: int = 0
+    steps: list[int] = field(default_factory=list)
+    trained: State = field(default_factory=dict)
+    losses: Tensor = field(default_factory=lambda: torch.zeros(0))
+    grads: list[State] = field(default_factory=list)
+    late: str = ""
 
     def row(self, rows: State, client: int) -> State:
         """Return one client's row of ``start`` or ``sent``."""
@@ -78,12 +91,16 @@ class Run(FederatedModule):
         error: Exception that stopped the run, if any.
         rounds: Records of the rounds.
         kinds: Kind of each persistent tensor of the model.
+        forced: Rows of one client before aggregation, set in a round: ``(round, client, record)``.
+        memory_of_server: Round before which the server's part of the method's memory is changed.
     """
 
     script: tuple[tuple[int, ...], ...] = ()
     method: FederatedCallback | None
     error: Exception | None = None
     rounds: list[Round]
+    forced: tuple[int, int, Round] | None = None
+    memory_of_server: int = 0
 
     def setup(self, stage: str) -> None:
         """Plan the cohorts of the script."""
@@ -94,6 +111,10 @@ class Run(FederatedModule):
 
     def start_round(self) -> RoundCohort:
         """Start a round and record the server's state."""
+        if self.method is not None and len(self.rounds) + 1 == self.memory_of_server:
+            memory = deepcopy(contents(self.method.state_dict()))
+            if large_of_server(memory):
+                self.method.load_state_dict(shifted(memory))
         before = self._server_state()
         cohort = super().start_round()
         kinds = {**cohort.parameter_kinds, **cohort.buffer_kinds}
@@ -106,11 +127,27 @@ class Run(FederatedModule):
         return cohort
 
     def call_hook(self, hook: str, cohort: RoundCohort, *args: int) -> None:
-        """Call a hook of all callbacks and record the state after it."""
+        """Call a hook of all callbacks and record the state before and after it."""
+        seen, step = self.rounds[-1], args[0] if args else 0
+        if hook == "on_before_aggregate":
+            self._force(cohort)
+            rows = {**cohort.params, **cohort.buffers}
+            seen.trained = {name: value.detach().clone() for name, value in rows.items()}
+            seen.losses = cohort.losses.clone()
+        done = [row for row, steps in enumerate(cohort.local_steps) if args and steps <= step]
+        extra = {name: value[done].clone() for name, value in cohort.extra.items()} if done else {}
         super().call_hook(hook, cohort, *args)
-        seen = self.rounds[-1]
-        if hook == "on_round_start":
-            seen.start = self._rows(cohort)
+        for name, value in extra.items():
+            changed = [
+                row for row, old in zip(done, value, strict=True) if apart(old, cohort.extra[name][row])
+            ]
+            seen.late = seen.late or (
+                f"{name!r} of client {cohort.client_ids[changed[0]]}" if changed else ""
+            )
+        if hook == "on_after_local_backward":
+            seen.grads.append({name: value.clone() for name, value in cohort.grads.blocks.items()})
+        elif hook == "on_round_start":
+            seen.start, seen.steps = self._rows(cohort), list(cohort.local_steps)
             keys = cohort.optimizer_state_keys
             states = [block for key in keys for block in cohort.optimizer_state(key).blocks.values()]
             seen.received = sum(int(((block == block[0]) & (block != 0)).all(0).sum()) for block in states)
@@ -129,6 +166,17 @@ class Run(FederatedModule):
         seen.loss = float(self.trainer.callback_metrics["train/loss"])
         if self.method is not None:
             seen.memory = deepcopy(contents(self.method.state_dict()))
+
+    def _force(self, cohort: RoundCohort) -> None:
+        """Replace what a client has trained by the record of another run."""
+        if self.forced is None or self.forced[0] != cohort.round:
+            return
+        _, client, seen = self.forced
+        row = cohort.client_ids.index(client)
+        rows = {**cohort.params, **cohort.buffers}
+        for name, value in seen.trained.items():
+            rows[name][row] = value[seen.clients.index(client)]
+        cohort.losses[row] = seen.losses[seen.clients.index(client)]
 
     def print(self, *args: Any, **kwargs: Any) -> None:
         """Discard output: only the certificate is printed."""

@@ -18,8 +18,9 @@ from fl_lightning.verification.comparison import (
     difference,
     distance,
 )
-from fl_lightning.verification.memory import entries, knows_no_client
+from fl_lightning.verification.memory import entries
 from fl_lightning.verification.observation import Run, State
+from fl_lightning.verification.renumbering import knows_no_client
 from fl_lightning.verification.trials import WITH_SERVER_MOMENTUM, Trials
 
 
@@ -159,6 +160,45 @@ def local_state(trials: Trials) -> str:
     if not last:
         raise NotApplicable("no state is local")
     return "each client keeps its local state bit for bit"
+
+
+def one_broadcast(trials: Trials) -> str:
+    """Check that all clients start a round from the same averaged, pooled and frozen state.
+
+    A client's BN batch counter grows by its local steps, or stays if its BN layers are frozen.
+    """
+    for number, seen in enumerate(trials.run().rounds, 1):
+        for name, kind in trials.run().kinds.items():
+            treatment, start = seen.policy[kind], seen.start[name]
+            if treatment in ("local", "reset"):
+                continue
+            apart_at = [row for row in range(len(start)) if apart(start[0], start[row])]
+            if apart_at:
+                clients = f"{seen.clients[0]} and {seen.clients[apart_at[0]]}"
+                raise Violated(
+                    f"clients must start a round from one broadcast: {treatment} {name} of clients {clients} differs "
+                    f"at the start of round {number}"
+                )
+            grown = (seen.trained[name] - start).flatten().tolist() if kind == "counter" else []
+            for client, steps, growth in zip(seen.clients, seen.steps, grown, strict=False):
+                if growth not in (0, steps):
+                    raise Violated(
+                        f"a batch counter must grow by the local steps: {name} of client {client} grows by {growth} in "
+                        f"{steps} steps of round {number}"
+                    )
+            if kind == "counter" and difference(seen.trained, seen.sent, [name]):
+                raise Violated(f"clients must send their batch counter: {name} is changed in round {number}")
+    return "all clients start from the same state"
+
+
+def done_clients(trials: Trials) -> str:
+    """Check that ``cohort.extra`` of a client is constant once the client has taken its local steps."""
+    for number, seen in enumerate(trials.run().rounds, 1):
+        if seen.late:
+            raise Violated(
+                f"a client that has taken its local steps must not change: {seen.late} does in round {number}"
+            )
+    return "a client's data in cohort.extra ends with its last step"
 
 
 def payload(trials: Trials) -> str:

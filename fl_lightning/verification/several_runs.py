@@ -10,10 +10,24 @@ from fl_lightning.errors import ConfigurationError
 from fl_lightning.execution.fork import cannot_fork
 from fl_lightning.execution.vectorized import VectorizedExecutor
 from fl_lightning.testing.federation import Disturbance
-from fl_lightning.verification.comparison import TOLERANCE, NotApplicable, Violated, difference, distance
-from fl_lightning.verification.memory import memory_apart, relabelled, renamed_memory_apart
+from fl_lightning.verification.comparison import (
+    TOLERANCE,
+    NotApplicable,
+    Violated,
+    apart,
+    difference,
+    distance,
+)  # fmt: skip
+from fl_lightning.verification.memory import large_of_server
 from fl_lightning.verification.observation import Run
-from fl_lightning.verification.trials import SCRIPT, WITH_SERVER_MOMENTUM, Trials
+from fl_lightning.verification.renumbering import memory_apart, relabelled, renamed_memory_apart
+from fl_lightning.verification.trials import SCRIPT, USUAL, WITH_SERVER_MOMENTUM, Trials, rests_from
+
+RESTING = USUAL.but(client_lr_schedule=rests_from(1))
+"""A run with a client learning rate of 0."""
+
+ROUNDING = 1e-12
+"""Largest rounding error of a weight or a gradient in float64."""
 
 _ON_RANKS = (
     "local steps may change only rows of their rank and keep data in cohort.extra, other hooks must do the same on "
@@ -94,11 +108,115 @@ def server_optimizer(trials: Trials) -> str:
     run = trials.run()
     first, second = run.rounds[0], trials.run(WITH_SERVER_MOMENTUM).rounds[0]
     kinds = [kind for kind in STATISTICS if first.policy[kind] != "reset"]
-    apart, name = distance(first.server, second.server, [n for n, kind in run.kinds.items() if kind in kinds])
-    if apart:
+    gap, name = distance(first.server, second.server, [n for n, kind in run.kinds.items() if kind in kinds])
+    if gap:
         demand = "statistics must not depend on the server optimizer"
-        raise Violated(f"{demand}: {name} differs by {apart:.2g} in round 1")
+        raise Violated(f"{demand}: {name} differs by {gap:.2g} in round 1")
     return "statistics do not depend on the server optimizer"
+
+
+def learning_rate_0(trials: Trials) -> str:
+    """Check that no weight moves at a client learning rate of 0, neither at a client nor at the server.
+
+    Attacks are skipped, and methods that draw random numbers: noise moves weights at any rate.
+    """
+    if trials.make().role == "attack":
+        raise NotApplicable("attackers move weights at any learning rate")
+    run = trials.run(RESTING)
+    if difference(_outcome(run), _outcome(trials.run(RESTING, seed=1))) is not None:
+        raise NotApplicable("the method depends on the seed, so noise may move weights")
+    names = [name for name, kind in run.kinds.items() if kind in ("weight", "affine")]
+    for number, seen in enumerate(run.rounds, 1):
+        moves = [distance(seen.broadcast, seen.server, names)]
+        moves += [distance(seen.row(seen.start, x), seen.row(seen.sent, x), names) for x in seen.clients]
+        for whose, (moved, name) in zip(
+            ("the server", *map("client {}".format, seen.clients)), moves, strict=True
+        ):
+            if moved > ROUNDING:
+                raise Violated(
+                    f"weights must not move at a learning rate of 0: {name} of {whose} moves by {moved:.2g} in round "
+                    f"{number}"
+                )
+    return "no weight moves at a learning rate of 0"
+
+
+def pooled_weights(trials: Trials) -> str:
+    """Check that pooled statistics weigh clients by ``n_i / n``: one client counts as two of half its weight.
+
+    A method that weighs batches by their number of values claims ``union_statistics`` instead.
+    """
+    first = trials.run().rounds[0]
+    pooled = [kind for kind in ("mean", "var") if first.policy[kind] == "pooled"]
+    if not pooled or "union_statistics" in trials.make().claims:
+        raise NotApplicable("no statistics are pooled" if not pooled else "union_statistics is claimed")
+    identities = (0, 1, 1)  # the second client has twice the data of the first
+    two = trials.run(identities=identities, script=((0, 1, 2),) * 4, weighting="uniform")
+    one = trials.run(identities=identities[:2], script=((0, 1),) * 4)
+    names = [name for name, kind in one.kinds.items() if kind in pooled]
+    gap, name = distance(one.rounds[0].server, two.rounds[0].server, names)
+    if not gap <= TOLERANCE:
+        raise Violated(
+            f"pooled statistics must weigh clients by n_i / n: {name} differs by {gap:.2g} if a client is split in two "
+            "of half its weight"
+        )
+    return f"clients weigh n_i / n (distance {gap:.1g})"
+
+
+def traffic(trials: Trials) -> str:
+    """Check that ``extra_payload`` declares what crosses the network beside weights, statistics and losses.
+
+    Up: a client's other data reach the server only by what it sends. Down: the server's memory, if it
+    is larger than a few numbers, changes no local step.
+    """
+    usual, number = trials.run(), 3
+    seen = usual.rounds[number - 1]
+    up, down = seen.payload
+    if trials.make().role == "attack" or (up and down) or trials.make().needs_joint_forward:
+        raise NotApplicable(f"the method declares {up} floats up and {down} down")
+    client = seen.clients[1]
+    if not up:
+        other = trials.run(disturbance=Disturbance(client, number, ("data",)), forced=True)
+        names = [name for name, kind in usual.kinds.items() if seen.policy[kind] != "local"]
+        memories = [large_of_server(run.rounds[number - 1].memory) for run in (usual, other)]
+        place = difference(seen.server, other.rounds[number - 1].server, names) or difference(*memories)
+        if place is not None:
+            raise Violated(
+                f"data that reach the server must be declared: those of client {client} change {place} in round "
+                f"{number}, although it sends the same weights, statistics and loss"
+            )
+    if not down:
+        changed = trials.run(memory_of_server=number).rounds[number - 1]
+        place = None if difference(seen.start, changed.start) else difference(seen.trained, changed.trained)
+        if place is not None:
+            raise Violated(
+                f"memory that the server sends must be declared: it changes {place} of clients that start from the "
+                f"same state in round {number}"
+            )
+    return "nothing undeclared crosses the network"
+
+
+def fresh_noise(trials: Trials) -> str:
+    """Check that noise in a client's gradients differs from one local step to the next."""
+    run, other, bare = trials.run(RESTING), trials.run(RESTING, seed=1), trials.run(RESTING, bare=True)
+    drawn = 0
+    for number, (seen, again, plain) in enumerate(zip(run.rounds, other.rounds, bare.rounds, strict=True), 1):
+        for row, steps in enumerate(seen.steps):
+            for block, gradient in seen.grads[0].items():
+                noise = [
+                    seen.grads[step][block][row] - plain.grads[step][block][row]
+                    for step in range(min(steps, 2))
+                ]
+                if apart(gradient[row], again.grads[0][block][row]) <= ROUNDING:
+                    continue
+                drawn += 1
+                if len(noise) == 2 and apart(*noise) <= ROUNDING:
+                    raise Violated(
+                        f"noise must differ between local steps: client {seen.clients[row]} gets the same in steps 1 and "
+                        f"2 of round {number}"
+                    )
+    if not drawn:
+        raise NotApplicable("no gradient depends on the seed")
+    return "each local step has its own noise"
 
 
 def exchange_in_a_round(trials: Trials) -> str:
@@ -109,10 +227,10 @@ def exchange_in_a_round(trials: Trials) -> str:
     if trials.make().role == "attack":
         raise NotApplicable("attackers know the honest clients' messages")
     usual = trials.run()
-    apart = [number for number, seen in enumerate(usual.rounds, 1) if number > 1 and not seen.exchanges]
-    if not apart or trials.make().needs_joint_forward:
+    undeclared = [number for number, seen in enumerate(usual.rounds, 1) if number > 1 and not seen.exchanges]
+    if not undeclared or trials.make().needs_joint_forward:
         raise NotApplicable(f"the method declares exchanges inside a round: {usual.rounds[1].exchanges}")
-    for number in (apart[0], apart[-1]):
+    for number in (undeclared[0], undeclared[-1]):
         _reaches_no_other(trials, Disturbance(usual.rounds[number - 1].clients[1], number, ("data",)), number)
     return "a client's message depends on the broadcast, its data and its memory"
 
@@ -136,6 +254,20 @@ def clients_own_state(trials: Trials) -> str:
     return "state that a client keeps affects no other client"
 
 
+def beside_fedavg(trials: Trials) -> str:
+    """Return whether the usual run is FedAvg's, else how far its clients move in round 1 beside FedAvg's."""
+    run, plain = trials.run(), trials.run(bare=True)
+    first, second = ([(x.policy, x.start, x.sent, x.server) for x in one.rounds] for one in (run, plain))
+    if difference(first, second) is None:
+        return "the run equals FedAvg bit for bit: the method changes nothing here"
+    weights = [name for name, kind in run.kinds.items() if kind in ("weight", "affine")]
+    squares = [
+        sum(float((one.rounds[0].sent[name] - one.rounds[0].start[name]).square().sum()) for name in weights)
+        for one in (run, plain)
+    ]
+    return f"clients move {(squares[0] / squares[1]) ** 0.5:.4g} times as far from the server in round 1"
+
+
 def _reaches_no_other(trials: Trials, disturbance: Disturbance, number: int) -> None:
     """Raise Violated if a disturbance changes what another client starts from or sends in a round."""
     first, second = (run.rounds[number - 1] for run in (trials.run(), trials.run(disturbance=disturbance)))
@@ -156,13 +288,13 @@ def _reaches_no_other(trials: Trials, disturbance: Disturbance, number: int) -> 
 def _close(first: Run, second: Run, demand: str, compare_memory: Any = memory_apart) -> str:
     worst = 0.0
     for number, (one, two) in enumerate(zip(first.rounds, second.rounds, strict=True), 1):
-        for whose, (apart, place) in (
+        for whose, (gap, place) in (
             ("the server", distance(one.server, two.server)),
             ("the method's memory", compare_memory(one, two)),
         ):
-            if not apart <= TOLERANCE:
-                raise Violated(f"{demand}: {place} of {whose} differs by {apart:.2g} after round {number}")
-            worst = max(worst, apart)
+            if not gap <= TOLERANCE:
+                raise Violated(f"{demand}: {place} of {whose} differs by {gap:.2g} after round {number}")
+            worst = max(worst, gap)
     return f"distance {worst:.1g}"
 
 
@@ -180,6 +312,6 @@ def _outcome(run: Run) -> dict[str, object]:
 def _equal(first: Run, second: Run, demand: str) -> None:
     place = difference(_outcome(first), _outcome(second))
     if place is not None:
-        apart, name = distance(first.rounds[-1].server, second.rounds[-1].server)
-        size = f"model {name} differs by {apart:.2g}" if apart else f"{place} differs"
+        gap, name = distance(first.rounds[-1].server, second.rounds[-1].server)
+        size = f"model {name} differs by {gap:.2g}" if gap else f"{place} differs"
         raise Violated(f"{demand}: {size}")

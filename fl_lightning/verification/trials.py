@@ -109,6 +109,9 @@ class Setup:
         norm: The model's norm layers.
         observed: Put an :class:`Observer` before and after the method.
         disturbance: Change at a client.
+        forced: Whether the client sends what it sends without the disturbance.
+        memory_of_server: Round before which the server's part of the method's memory changes; 0
+            for none.
         ranks: Processes that share the clients.
         resume: Round after which to resume, from a checkpoint of the federated run of this set-up
             (one of :data:`SAVED`); 0 for none.
@@ -123,6 +126,8 @@ class Setup:
     norm: Literal["bn", "gn"] = "bn"
     observed: bool = False
     disturbance: Disturbance | None = None
+    forced: bool = False
+    memory_of_server: int = 0
     ranks: int = 1
     resume: int = 0
     repetition: int = 0
@@ -211,6 +216,11 @@ class Trials:
         settings = {"executor": SequentialExecutor(), **dict(setup.module), **self.settings}
         run = Run(reference_model(setup.norm), **settings)
         run.script, run.method, run.rounds = setup.script, method, []
+        run.memory_of_server = setup.memory_of_server
+        if setup.forced and setup.disturbance is not None:
+            usual = self.run(setup.but(forced=False, disturbance=None))
+            number = setup.disturbance.round
+            run.forced = (number, setup.disturbance.client, usual.rounds[number - 1])
         callbacks: list[L.Callback] = [] if method is None else [method]
         if setup.disturbance is not None and setup.disturbance.what != ("data",):
             callbacks.insert(0, Disturb(setup.disturbance))

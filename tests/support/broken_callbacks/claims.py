@@ -80,7 +80,7 @@ class ForwardOnlyTAN(FedTAN):
         self.claims = FedTAN.claims
 
 
-@fails("weights_of_fedavg", "fedavg_on_identical_clients", "one_client_is_plain_training")
+@fails("weights_of_fedavg", "fedavg_on_identical_clients", "one_client_is_plain_training", "learning rate 0")
 class ShrinksGammas(SiloBN):
     """SiloBN that changes gamma and beta, which it should leave alone."""
 
@@ -116,7 +116,7 @@ class ClippedMomentum(MaintainedMomentum):
             gradients.clamp_(-0.05, 0.05)
 
 
-@fails("fedavg_on_identical_clients", "one_client_is_plain_training")
+@fails("fedavg_on_identical_clients", "one_client_is_plain_training", "learning rate 0")
 class FedBNTakesOneStepMore(FedBN):
     """FedBN whose clients step gamma and beta twice."""
 
@@ -144,7 +144,7 @@ def with_equal_weights(cohort, hook, *arguments):
     cohort.weights = weights
 
 
-@fails("one_client_is_two_of_half_its_weight", "moments_of_the_mixture")
+@fails("one_client_is_two_of_half_its_weight", "moments_of_the_mixture", "pooled weights")
 class UnweightedMoments(MomentMatching):
     """Pools statistics with 1/n."""
 

@@ -50,7 +50,7 @@ class OverwrittenLocal(FederatedCallback):
         return dict.fromkeys(("mean", "var", "counter"), "local")
 
 
-@fails("exchange in a round", "ranks")
+@fails("exchange in a round", "ranks", "traffic")
 class NeighboursStatistics(FederatedCallback):
     """Gives every client the mean of its rank's clients' statistics in the middle of a round, without declaring an exchange."""
 
@@ -59,7 +59,7 @@ class NeighboursStatistics(FederatedCallback):
             cohort.buffers[name].copy_(cohort.buffers[name].mean(0).expand_as(cohort.buffers[name]))
 
 
-@fails("payload", "clients own state")
+@fails("payload", "clients own state", "traffic")
 class LeakedMomentum(MaintainedMomentum):
     """Shares momentum through its memory, without declaring what is sent."""
 

@@ -105,7 +105,7 @@ class PoolsVariances(FederatedCallback):
             cohort.server_buffers[name].copy_(cohort.buffers[name].amax(0))
 
 
-@fails("ranks")
+@fails("ranks", "traffic")
 class PoolsInLocalSteps(PoolsVariances):
     """Changes the server's model in local steps, each rank by its own clients."""
 

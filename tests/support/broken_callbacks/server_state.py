@@ -46,7 +46,7 @@ class DriftingStatistics(FixBN):
                 cohort.server_buffers[name].mul_(1 + 1e-12)
 
 
-@fails("frozen state")
+@fails("frozen state", "learning rate 0")
 class DecayedFrozenParameters(FixBN):
     """Lets weight decay shrink frozen gammas at the clients."""
 

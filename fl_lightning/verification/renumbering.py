@@ -1,0 +1,43 @@
+"""Runs with renumbered clients, and the detection of client numbers in a method's memory."""
+
+from collections.abc import Sequence
+
+from fl_lightning.verification.comparison import TOLERANCE, Leaves, distance, leaves
+from fl_lightning.verification.memory import entries
+from fl_lightning.verification.observation import Round, Run
+from fl_lightning.verification.trials import CLIENTS, SCRIPT, Trials
+
+RELABELLED = (3, 2, 4, 0, 1)
+"""New number of each client, which moves every client of a cohort of ``SCRIPT`` to another row."""
+
+
+def relabelled(trials: Trials) -> Run:
+    """Return the usual run with each client's data under a new number."""
+    identities = tuple(RELABELLED.index(client) for client in CLIENTS)
+    script = tuple(tuple(sorted(RELABELLED[client] for client in cohort)) for cohort in SCRIPT)
+    return trials.run(identities=identities, script=script)
+
+
+def knows_no_client(trials: Trials) -> bool:
+    """Return whether the memory ignores client numbers, so that numbers in it are layers or rounds, say."""
+    pairs = zip(trials.run().rounds, relabelled(trials).rounds, strict=True)
+    return all(memory_apart(*rounds)[0] <= TOLERANCE for rounds in pairs)
+
+
+def memory_apart(first: Round, second: Round) -> tuple[float, str]:
+    """Return the largest difference of the method's memory after second rounds, and its place."""
+    return distance(leaves(first.memory), leaves(second.memory))
+
+
+def renamed_memory_apart(first: Round, second: Round) -> tuple[float, str]:
+    """Return :func:`memory_apart`, or after renumbering of the clients the difference client by client."""
+    alike = memory_apart(first, second)
+    return alike if alike[0] <= TOLERANCE else distance(_named(first, RELABELLED), _named(second, CLIENTS))
+
+
+def _named(seen: Round, numbers: Sequence[int]) -> Leaves:
+    return {
+        f"{place} of client {numbers[client]}": leaf
+        for client, memory in entries(seen.memory)[1].items()
+        for place, leaf in memory.items()
+    }

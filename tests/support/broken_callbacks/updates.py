@@ -1,0 +1,124 @@
+"""Broken in what a client starts from, what it does in a step, and what it sends."""
+
+import torch
+
+from broken_callbacks.registry import fails, of_kind
+from fl_lightning import FederatedCallback
+from fl_lightning.callbacks import SCAFFOLD
+
+
+@fails("learning rate 0")
+class SendsUpdates(FederatedCallback):
+    """Sends updates in place of weights, which are never added to the server's."""
+
+    def on_before_aggregate(self, trainer, pl_module, cohort):
+        for name, rows in cohort.params.items():
+            rows.sub_(0.5 * cohort.server[name])
+
+
+@fails("learning rate 0")
+class OwnStep(FederatedCallback):
+    """Takes its own step with a fixed learning rate, deaf to schedule and client optimizer."""
+
+    def on_after_local_backward(self, trainer, pl_module, cohort, step):
+        for row, steps in enumerate(cohort.local_steps):
+            if step < steps:
+                for block, gradients in cohort.grads.blocks.items():
+                    cohort.params.blocks[block][row] -= 0.05 * gradients[row]
+
+
+@fails("learning rate 0")
+class SinglePrecision(FederatedCallback):
+    """Rounds what clients send through float32 in a run in float64."""
+
+    def on_before_aggregate(self, trainer, pl_module, cohort):
+        for block in cohort.params.blocks.values():
+            block.copy_(block.float())
+
+
+@fails("pooled weights")
+class PoolsWithoutWeights(FederatedCallback):
+    """Pools statistics, and counts every client alike."""
+
+    def policy(self, round_number, total_rounds):
+        return {"mean": "pooled", "var": "pooled"}
+
+    def on_round_end(self, trainer, pl_module, cohort):
+        for name in of_kind(cohort, "mean", "var"):
+            cohort.server_buffers[name].copy_(cohort.buffers[name].mean(0))
+
+
+@fails("one broadcast")
+class ForgetsBatches(FederatedCallback):
+    """Sets the batch counters to 0 before they are sent."""
+
+    def on_before_aggregate(self, trainer, pl_module, cohort):
+        for name in of_kind(cohort, "counter"):
+            cohort.buffers[name].zero_()
+
+
+@fails("one broadcast")
+class KeepsAveragedAffine(FederatedCallback):
+    """Gives clients back gamma and beta of their last round, and declares them averaged."""
+
+    def __init__(self):
+        self.memory = {}
+
+    def on_round_start(self, trainer, pl_module, cohort):
+        for row, client in enumerate(cohort.client_ids):
+            for name, value in self.memory.get(client, {}).items():
+                cohort.params[name][row] = value
+
+    def on_before_aggregate(self, trainer, pl_module, cohort):
+        for row, client in enumerate(cohort.client_ids):
+            self.memory[client] = {
+                name: cohort.params[name][row].clone() for name in of_kind(cohort, "affine")
+            }
+
+    def state_dict(self):
+        return {"memory": self.memory}
+
+    def load_state_dict(self, state):
+        self.memory = state["memory"]
+
+
+@fails("done clients")
+class CountsEveryStep(FederatedCallback):
+    """Counts the steps of the busiest client for all clients."""
+
+    def on_round_start(self, trainer, pl_module, cohort):
+        cohort.extra["steps"] = torch.zeros(len(cohort))
+
+    def on_local_step_end(self, trainer, pl_module, cohort, step):
+        cohort.extra["steps"] += 1
+
+
+@fails("traffic")
+class SilentVariates(SCAFFOLD):
+    """Exchanges control variates as large as the model, and says nothing of it."""
+
+    def extra_payload(self, cohort):
+        return 0, 0
+
+
+@fails("traffic")
+class SilentDownload(SCAFFOLD):
+    """Declares what clients send, and not what they receive."""
+
+    def extra_payload(self, cohort):
+        return super().extra_payload(cohort)[0], 0
+
+
+@fails("fresh noise")
+class OneNoiseARound(FederatedCallback):
+    """Draws a client's noise once a round, and adds it in each local step."""
+
+    def on_round_start(self, trainer, pl_module, cohort):
+        generators = cohort.generators("noise")
+        for block, rows in cohort.params.blocks.items():
+            draws = [torch.randn(rows.shape[1], generator=g, dtype=rows.dtype) for g in generators]
+            cohort.extra[block] = torch.stack(draws)
+
+    def on_after_local_backward(self, trainer, pl_module, cohort, step):
+        for block, gradients in cohort.grads.blocks.items():
+            gradients += 0.01 * cohort.extra[block]
