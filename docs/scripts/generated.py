@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+import audit
 from methods_table import quiet_table
 
 from fl_lightning import FederatedCallback
@@ -51,6 +52,7 @@ def _list(checks: Mapping[str, Callable[..., object]]) -> str:
 
 
 GENERATED: dict[str, tuple[str, Callable[[], str]]] = {
+    "audit": ("audit.md", audit.table),
     "methods": ("methods.md", quiet_table),
     "round": ("own-method.md", round_hooks),
     "rules": ("verify.md", rules),

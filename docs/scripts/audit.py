@@ -1,0 +1,78 @@
+"""Draw and tabulate the cells of the audit: ``python docs/scripts/audit.py``.
+
+Each file of ``docs/numbers/audit`` holds one cell: its command, its evaluations and, once it has ended, its result.
+"""
+
+import json
+from typing import Any
+
+from folders import FIGURES_FOLDER, NUMBERS_FOLDER
+from matplotlib.figure import Figure
+
+from fl_lightning.pictures.style import BLUE, GREEN, VERMILLION, paper_style, write_figure
+
+PUBLISHED = {"BN": 0.5397, "GN": 0.5969, "FixBN": 0.7656}
+"""FixBN, Table 4, mean of three runs."""
+
+COLOURS = {"BN": VERMILLION, "GN": GREEN, "FixBN": BLUE}
+LAST = 5
+"""Evaluations in the mean of the last ones; one evaluation every ten rounds."""
+
+
+def cells() -> dict[str, dict[str, Any]]:
+    """Return the cells by the name of their file."""
+    folder = NUMBERS_FOLDER / "audit"
+    return {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
+
+
+def table() -> str:
+    """Return the cells as a table in Markdown, the finished ones first."""
+    lines = [
+        "| method | images of other classes | state | last | best (round) | mean of the last five | published | partition |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for name, cell in sorted(cells().items(), key=lambda item: (item[1]["state"] != "done", item[0])):
+        method, tail = _method(cell), 10 if "tail10" in name else 0
+        rows = cell["rows"][1:]
+        values = [row["test/accuracy"] for row in rows]
+        best = max(rows, key=lambda row: row["test/accuracy"])
+        done = cell["state"] == "done"
+        numbers = (
+            [f"{values[-1]:.4f}", f"{best['test/accuracy']:.4f} ({best['round']})", f"{sum(values[-LAST:]) / LAST:.4f}"]
+            if done
+            else ["", f"{best['test/accuracy']:.4f} ({best['round']})", ""]
+        )
+        cut = [method, f"{tail} of each class", cell["state"], *numbers, f"{PUBLISHED[method]}"]
+        lines.append(f"| {' | '.join(cut)} | `{cell['partition_file_sha256'][:8]}` |")
+    return "\n".join(lines)
+
+
+def draw() -> None:
+    """Draw test accuracy over the rounds, with the published values as lines."""
+    with paper_style():
+        figure = Figure(figsize=(7, 3.4), layout="constrained")
+        axes = figure.add_subplot()
+        for name, cell in cells().items():
+            method, tail = _method(cell), "tail10" in name
+            rounds, values = zip(*((row["round"], row["test/accuracy"]) for row in cell["rows"]), strict=True)
+            label = f"{method}, {'ten images of every class' if tail else 'two classes only'}"
+            axes.plot(rounds, values, color=COLOURS[method], linestyle="-" if tail else ":", label=label)
+        for method, value in PUBLISHED.items():
+            axes.axhline(value, color=COLOURS[method], linewidth=0.8, linestyle="--", alpha=0.6)
+            axes.annotate(f"{method}, published", (640, value), ha="right", va="bottom", fontsize=7)
+        axes.set_xlabel("communication round")
+        axes.set_ylabel("test accuracy")
+        axes.set_ylim(0, 0.8)
+        axes.legend(fontsize=7, loc="lower right")
+        write_figure(FIGURES_FOLDER / "audit.png", figure)
+
+
+def _method(cell: dict[str, Any]) -> str:
+    """Return the method of a cell, the first word of its description."""
+    method: str = cell["cell"].split(",")[0]
+    return method
+
+
+if __name__ == "__main__":
+    draw()
+    print(table())
