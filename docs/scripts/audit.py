@@ -38,7 +38,11 @@ def table() -> str:
         best = max(rows, key=lambda row: row["test/accuracy"])
         done = cell["state"] == "done"
         numbers = (
-            [f"{values[-1]:.4f}", f"{best['test/accuracy']:.4f} ({best['round']})", f"{sum(values[-LAST:]) / LAST:.4f}"]
+            [
+                f"{values[-1]:.4f}",
+                f"{best['test/accuracy']:.4f} ({best['round']})",
+                f"{sum(values[-LAST:]) / LAST:.4f}",
+            ]
             if done
             else ["", f"{best['test/accuracy']:.4f} ({best['round']})", ""]
         )

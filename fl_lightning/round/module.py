@@ -42,6 +42,7 @@ from fl_lightning.round.communication import Communication
 from fl_lightning.round.evaluation import ServerEvaluation
 from fl_lightning.round.failures import ClientFailures
 from fl_lightning.round.first_steps import check_first_steps
+from fl_lightning.round.idle import idle_methods
 from fl_lightning.round.label_weights import LabelWeights, ignored_label
 from fl_lightning.round.metrics import MetricSetting, check_names, make_metrics
 from fl_lightning.round.outputs import OutputCheck
@@ -425,6 +426,15 @@ class FederatedModule(Recorded, L.LightningModule):
     def on_train_epoch_end(self) -> None:
         """Write the round's metrics, before any checkpoint of the round."""
         self.record.write(self.record.finish_line(self.round), self.trainer.loggers)
+
+    def on_train_end(self) -> None:
+        """Name the user's methods that changed nothing, if the run began in this fit."""
+        began = self.trainer.ckpt_path is None and self.record.samples
+        for name in idle_methods(self) if began else ():
+            self.print(
+                f"{name} changed nothing: its policy is FedAvg's and no hook wrote to a tensor, so the run equals FedAvg's; "
+                "check its patterns and conditions"
+            )
 
     def on_fit_end(self) -> None:
         """Restore the BN layers: train mode and their original forward pass."""

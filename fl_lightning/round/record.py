@@ -49,6 +49,7 @@ class RunRecord:
             (:func:`~fl_lightning.experiments.run_directory.source.provenance`).
         compiled: Whether clients' passes are compiled, None before the decision.
         continued_from: Each checkpoint from which the run resumed with a change.
+        acting: The methods of this fit that wrote to a tensor of the run or have a policy; not saved.
     """
 
     def __init__(self) -> None:
@@ -58,6 +59,7 @@ class RunRecord:
         self.provenance: list[dict[str, str]] = []
         self.compiled: bool | None = None
         self.continued_from: list[Origin] = []
+        self.acting: set[str] = set()
         self.metrics: dict[str, float] = {}
         self.samples = self.upload_bytes = self.download_bytes = 0
         self.seconds = 0.0

@@ -1,0 +1,47 @@
+"""Methods of a user's own that change nothing: a fit says so when it ends."""
+
+from typing import Any
+
+import lightning as L
+
+from fl_lightning.batch_norm.swapping import SwappedBatchNorm
+from fl_lightning.cohort.round_cohort import RoundCohort
+from fl_lightning.round.context import RunContext
+
+
+def versions(run: RunContext, cohort: RoundCohort) -> tuple[int, ...]:
+    """Return the version counters of the clients' and the server's tensors; a write in place raises one."""
+    rows = [cohort.params, cohort.grads, cohort.buffers]
+    rows += [cohort.optimizer_state(key) for key in cohort.optimizer_state_keys]
+    blocks = [block for state in rows for block in state.blocks.values()]
+    parameters = [*run.model.parameters()]
+    gradients = [x.grad for x in parameters if x.grad is not None]
+    return tuple(x._version for x in (*blocks, *parameters, *gradients, *run.model.buffers()))
+
+
+def idle_methods(run: RunContext) -> list[str]:
+    """Return the user's methods that cannot have changed the run, which began in this fit.
+
+    The methods have FedAvg's policy, no hook of theirs wrote to a tensor of the run, and they override
+    none of the hooks in which a method may change the model, the optimizer or the evaluation.
+    """
+    if any(isinstance(module, SwappedBatchNorm) for module in run.model.modules()):
+        return []
+    names = [type(method).__name__ for method in run.federated_callbacks if _only_rounds(method)]
+    return [name for name in names if name not in run.record.acting]
+
+
+def _only_rounds(method: Any) -> bool:
+    """Return whether a method is the user's own and acts by its policy and the hooks of a round alone."""
+    elsewhere = [name for name in vars(L.Callback) if name.startswith(("on_", "setup"))]
+    base = next(cls for cls in type(method).__mro__ if cls.__module__.startswith("fl_lightning."))
+    changed = [name for name in (*elsewhere, "configure_batch_norm") if name not in _STATE]
+    return (
+        not type(method).__module__.startswith("fl_lightning.")
+        and base.__name__ == "FederatedCallback"
+        and method.role == "method"
+        and all(getattr(type(method), name, None) is getattr(base, name, None) for name in changed)
+    )
+
+
+_STATE = frozenset({"on_save_checkpoint", "on_load_checkpoint"})
