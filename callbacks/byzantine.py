@@ -10,6 +10,7 @@ import torch
 from fl_lightning import ConfigurationError, FederatedCallback
 from fl_lightning.attacks import ALittleIsEnough, Attack, Backdoor, Message, Mimic
 from fl_lightning.batch_norm import buffer_kinds
+from fl_lightning.cohort.parts import treatments
 from fl_lightning.errors import check_choice
 from fl_lightning.round import resolve_policy, sent_statistics_by_kind, sent_vectors
 
@@ -93,7 +94,10 @@ class Byzantine(FederatedCallback):
         first, sent = max(1, self.start_round), ["nothing (the run is centralised)"]
         if not pl_module.centralised:
             policy = resolve_policy(pl_module.federated_callbacks, first, pl_module.planned_rounds)
-            sent = ["parameters", *sent_statistics_by_kind(buffer_kinds(pl_module.model), policy)]
+            sent = [
+                "parameters",
+                *sent_statistics_by_kind(buffer_kinds(pl_module.model), treatments(pl_module.model, policy)),
+            ]
         if self.attackers and self._rewrites and set(sent).isdisjoint(_TARGETS[self.target]):
             raise ConfigurationError(
                 f"Byzantine.target: {self.target} are not sent in round {first}, in which attackers begin; what is sent: {', '.join(sent)}"

@@ -8,6 +8,7 @@ import lightning as L
 from fl_lightning import FederatedCallback
 from fl_lightning.aggregation import require_weighted_mean
 from fl_lightning.batch_norm import buffer_kinds, parameter_kinds, require_batch_norm
+from fl_lightning.cohort.parts import treatments
 from fl_lightning.errors import check_choice
 from fl_lightning.methods import Mode, collect
 from fl_lightning.round import resolve_policy
@@ -95,7 +96,8 @@ class StaticBN(FederatedCallback):
         sizes = [(kind, model.get_buffer(name).numel()) for name, kind in buffer_kinds(model).items()]
         statistics = sum(size for kind, size in sizes if kind in ("mean", "var"))
         policy = resolve_policy(pl_module.federated_callbacks, round_number, pl_module.planned_rounds)
-        sent = [name for name, kind in parameter_kinds(model).items() if policy[kind] == "averaged"]
+        treated = treatments(model, policy)
+        sent = [name for name in parameter_kinds(model) if treated[name] == "averaged"]
         weights = sum(model.get_parameter(name).numel() for name in sent)
         following = [] if self._is_last else pl_module.plan.cohort(round_number + 1)
         clients = range(pl_module.data.num_clients)

@@ -111,7 +111,7 @@ def _copy_start(cohort: Cohort, copy: Cohort, *, common: bool) -> None:
 
 def _beside(pl_module: "FederatedModule", cohort: Cohort, client_ids: Sequence[int]) -> RoundCohort:
     """Return a separate cohort in the present round whose rows are copies of the server."""
-    copy = RoundCohort(pl_module.model, len(client_ids), pl_module.parameter_groups)
+    copy = RoundCohort(pl_module.model, len(client_ids), pl_module.parameter_groups, parts=pl_module.parts)
     copy.broadcast(
         round_number=cohort.round,
         client_ids=client_ids,

@@ -1,18 +1,25 @@
 """Frozen BN layers, which normalise with their running statistics and do not update them."""
 
-from collections.abc import Iterable
+from collections.abc import Collection, Mapping
 
 from torch import nn
 
+from fl_lightning.batch_norm.layers import batch_norm_layers
 
-def freeze_statistics(layers: Iterable[nn.Module], frozen: bool) -> None:
+
+def freeze_statistics(model: nn.Module, layers: Collection[nn.Module], treatments: Mapping[str, str]) -> None:
     """Let BN layers normalise with their running statistics or with the statistics of batches.
 
-    Called in every round: FixBN (Zhong et al. 2023) freezes the statistics from round T* on.
+    Called in every round: FixBN (Zhong et al. 2023) freezes the statistics from round T* on. A
+    layer with frozen running statistics normalises with these, and does not update them.
 
     Args:
+        model: The model.
         layers: The BN layers that track statistics.
-        frozen: Whether the layers normalise with the running statistics, without updates.
+        treatments: The treatment of each buffer by name.
     """
-    for layer in layers:
-        layer.train(not frozen)
+    tracking = {id(layer) for layer in layers}
+    for name, layer in batch_norm_layers(model).items():
+        if id(layer) in tracking:
+            mean = f"{name}.running_mean" if name else "running_mean"
+            layer.train(treatments.get(mean) != "frozen")

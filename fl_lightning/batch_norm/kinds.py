@@ -71,6 +71,11 @@ KIND_LABELS = {
 """Label of each kind in tables and figures."""
 
 
+def state_label(kind: str) -> str:
+    """Return the label of a kind of state, or of a part of the model."""
+    return KIND_LABELS.get(kind, f"part {kind}")
+
+
 STATISTICS = ("mean", "var", "counter")
 """The kinds of a BN layer's running statistics."""
 

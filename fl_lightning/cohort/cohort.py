@@ -1,6 +1,6 @@
 """The cohort for methods: the state of a round's clients, stacked along dimension 0."""
 
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from fl_lightning.aggregation import weighted_mean
 from fl_lightning.batch_norm.kinds import buffer_kinds, parameter_kinds
+from fl_lightning.cohort.parts import treatment
 from fl_lightning.cohort.rows import Rows, buffer_layout, check_room, parameter_layout
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.optimizers.client import ClientOptimizer
@@ -21,8 +22,8 @@ SERVER = -1
 class Cohort:
     """The state of the clients that take part in one communication round.
 
-    Trainable parameters lie in one contiguous block ``[C, columns]`` per parameter group, buffers
-    in one block per kind. ``params``, ``grads`` and ``buffers`` give views ``[C, *shape]`` by name,
+    Trainable parameters lie in one contiguous block ``[C, columns]`` per parameter group and part,
+    buffers in one block per kind and part. ``params``, ``grads`` and ``buffers`` give views ``[C, *shape]`` by name,
     and their ``blocks``. Row i belongs to ``client_ids[i]``. The module uses the subclass
     :class:`~fl_lightning.cohort.round_cohort.RoundCohort`.
 
@@ -33,6 +34,7 @@ class Cohort:
         num_clients: Number of clients C.
         parameter_groups: Client optimizer settings by parameter group.
         copies: Number of processes on this machine that hold all rows.
+        parts: Parts of the model with a treatment in some round (see ``fl_lightning.cohort.parts``).
 
     Raises:
         ConfigurationError: The rows need more memory than the device has.
@@ -56,7 +58,7 @@ class Cohort:
         server_buffers: The server model's buffers by name; a method may write pooled statistics.
         parameter_kinds: The kind of each parameter by name (see ``fl_lightning.batch_norm.kinds``).
         buffer_kinds: The kind of each buffer by name.
-        policy: The treatment of each kind of state (see ``fl_lightning.round.policy``).
+        policy: The treatment of each kind and part of the state (see ``fl_lightning.round.policy``).
         losses: Mean training loss of each client over its local steps, shape ``[C]``; known from
             ``on_before_aggregate`` on.
 
@@ -71,13 +73,18 @@ class Cohort:
     _optimizer: ClientOptimizer
 
     def __init__(
-        self, model: nn.Module, num_clients: int, parameter_groups: GroupSettings, copies: int = 1
+        self,
+        model: nn.Module,
+        num_clients: int,
+        parameter_groups: GroupSettings,
+        copies: int = 1,
+        parts: Sequence[str] = (),
     ) -> None:
         parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
         check_room([*parameters.values(), *parameters.values(), *buffers.values()], num_clients, copies)
-        self.params = Rows.empty(parameter_layout(model, parameter_groups), parameters, num_clients)
+        self.params = Rows.empty(parameter_layout(model, parameter_groups, parts), parameters, num_clients)
         self.grads = self.params.zeros_like()
-        self.buffers = Rows.empty(buffer_layout(model), buffers, num_clients)
+        self.buffers = Rows.empty(buffer_layout(model, parts), buffers, num_clients)
         self.client_ids: list[int] = []
         self.round = self.step = 0
         self.parameter_kinds, self.buffer_kinds = parameter_kinds(model), buffer_kinds(model)
@@ -97,8 +104,14 @@ class Cohort:
 
     def treatment(self, block: str) -> str:
         """Return the round's treatment of a block of parameters or buffers, by the block's name."""
-        kind = {**self.params.layout, **self.buffers.layout}[block].kind
-        return "reset" if kind == "scratch" else self.policy[kind]
+        layout = {**self.params.layout, **self.buffers.layout}[block]
+        return treatment(self.policy, layout.kind, layout.parts)
+
+    @property
+    def treatments(self) -> dict[str, str]:
+        """The round's treatment of each parameter and buffer by name."""
+        layouts = {**self.params.layout, **self.buffers.layout}.items()
+        return {name: self.treatment(block) for block, layout in layouts for name in layout.shapes}
 
     def is_trained(self, block: str) -> bool:
         """Return whether a parameter block is trained in this round, that is, not frozen."""

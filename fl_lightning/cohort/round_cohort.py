@@ -7,6 +7,7 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor, nn
 
+from fl_lightning.batch_norm.kinds import KINDS
 from fl_lightning.cohort.cohort import Cohort
 from fl_lightning.cohort.rows import Rows, join_columns
 from fl_lightning.errors import ConfigurationError
@@ -45,9 +46,11 @@ class RoundCohort(Cohort):
         num_clients: Number of clients C.
         parameter_groups: Client optimizer settings by parameter group. Default: empty.
         ranks: The processes that share the clients. Default: a single process.
+        parts: Parts of the model with a treatment in some round. Default: none.
 
     Attributes:
         parameter_groups: Client optimizer settings by parameter group.
+        parts: Parts of the model with a treatment in some round.
         pseudo_gradient: Storage of the server's gradients, ``[1, *shape]`` by name.
         buffer_aggregate: Storage of the clients' aggregated buffers, ``[1, *shape]`` by name.
         own_rows: The rows that this rank computes.
@@ -62,9 +65,10 @@ class RoundCohort(Cohort):
         num_clients: int,
         parameter_groups: GroupSettings | None = None,
         ranks: Ranks | None = None,
+        parts: Sequence[str] = (),
     ) -> None:
-        self.ranks = ranks or Ranks()
-        super().__init__(model, num_clients, parameter_groups or {}, self.ranks.here)
+        self.ranks, self.parts = ranks or Ranks(), tuple(parts)
+        super().__init__(model, num_clients, parameter_groups or {}, self.ranks.here, self.parts)
         share = self.ranks.share(num_clients)
         self.own_rows = slice(share.start, share.stop)
         self._completed: set[str] = set()
@@ -99,11 +103,19 @@ class RoundCohort(Cohort):
             client_ids: The clients, in increasing order.
             weights: Aggregation weights, shape ``[C]``, sum 1.
             local_steps: Number of local steps of each client.
-            policy: Treatment of each kind of state.
+            policy: Treatment of each kind and part of the state.
             optimizer: Function that makes the client optimizer.
             lr_factor: Factor on the client learning rate.
             seed: The run's seed, for dropout and ``generators``.
+
+        Raises:
+            ConfigurationError: The policy has a part that is not one of ``parts``.
         """
+        for part in policy.keys() - {*KINDS, *self.parts}:
+            raise ConfigurationError(
+                f"policy() declares {part!r} in round {round_number} and did not before training; declare a part in undecided() if "
+                "training decides its round"
+            )
         self.round, self.step, self._over = round_number, 0, False
         self.client_ids, self.weights = list(client_ids), weights
         self.local_steps, self.policy, self._seed = list(local_steps), dict(policy), seed

@@ -1,7 +1,7 @@
 """The layout and storage of a cohort: stacked tensors as named views of blocks."""
 
 import os
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fl_lightning.batch_norm.kinds import buffer_kinds, parameter_kinds
+from fl_lightning.cohort.parts import match_parts
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.optimizers.settings import GroupSettings
 
@@ -17,23 +18,25 @@ _LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 @dataclass(frozen=True)
 class Block:
-    """Tensors of one kind and dtype, side by side in the columns of ``[C, columns]``.
+    """Tensors of one kind, dtype and part, side by side in the columns of ``[C, columns]``.
 
     Attributes:
         kind: The kind of state (see ``fl_lightning.batch_norm.kinds``).
         group: The parameter group from :func:`parameter_groups`; the kind for buffers.
         dtype: The dtype of the tensors.
         shapes: The shape of each tensor at one client, by qualified name.
+        parts: The parts of the model that contain the tensors, the most specific first.
     """
 
     kind: str
     group: str
     dtype: torch.dtype
     shapes: Mapping[str, torch.Size]
+    parts: tuple[str, ...] = ()
 
 
 Layout = Mapping[str, Block]
-"""Blocks by name: the group's name, with the dtype appended for a group's second dtype."""
+"""Blocks by name: the group's name, with ``@<part>`` of a part, and the dtype for a second dtype."""
 
 
 class Rows(Mapping[str, Tensor]):
@@ -178,28 +181,35 @@ def parameter_groups(model: nn.Module, overrides: GroupSettings) -> dict[str, st
     return groups
 
 
-def parameter_layout(model: nn.Module, overrides: GroupSettings) -> Layout:
-    """Return the blocks of a model's trainable parameters, one per parameter group and dtype.
+def parameter_layout(model: nn.Module, overrides: GroupSettings, parts: Sequence[str] = ()) -> Layout:
+    """Return the blocks of a model's trainable parameters, one per parameter group, part and dtype.
 
     Args:
         model: The model.
         overrides: Client optimizer settings by parameter group.
+        parts: Parts of the model with a treatment (see ``fl_lightning.cohort.parts``).
     """
-    return _layout(dict(model.named_parameters()), parameter_kinds(model), parameter_groups(model, overrides))
+    groups, within = parameter_groups(model, overrides), match_parts(model, parts)
+    return _layout(dict(model.named_parameters()), parameter_kinds(model), groups, within)
 
 
-def buffer_layout(model: nn.Module) -> Layout:
-    """Return the blocks of a model's buffers, one per kind and dtype."""
+def buffer_layout(model: nn.Module, parts: Sequence[str] = ()) -> Layout:
+    """Return the blocks of a model's buffers, one per kind, part and dtype."""
     kinds = buffer_kinds(model)
-    return _layout(dict(model.named_buffers()), kinds, kinds)
+    return _layout(dict(model.named_buffers()), kinds, kinds, match_parts(model, parts))
 
 
-def _layout(tensors: Mapping[str, Tensor], kinds: Mapping[str, str], groups: Mapping[str, str]) -> Layout:
+def _layout(
+    tensors: Mapping[str, Tensor],
+    kinds: Mapping[str, str],
+    groups: Mapping[str, str],
+    within: Mapping[str, tuple[str, ...]],
+) -> Layout:
     main: dict[str, torch.dtype] = {}
     members: dict[str, list[str]] = {}
     for name, group in groups.items():
-        dtype = tensors[name].dtype
-        block = group if main.setdefault(group, dtype) == dtype else f"{group} {dtype}"
+        dtype, place = tensors[name].dtype, "@".join((group, *within.get(name, ())))
+        block = place if main.setdefault(place, dtype) == dtype else f"{place} {dtype}"
         members.setdefault(block, []).append(name)
     return {
         block: Block(
@@ -207,6 +217,7 @@ def _layout(tensors: Mapping[str, Tensor], kinds: Mapping[str, str], groups: Map
             group=groups[names[0]],
             dtype=tensors[names[0]].dtype,
             shapes={name: tensors[name].shape for name in names},
+            parts=within.get(names[0], ()),
         )
         for block, names in members.items()
     }

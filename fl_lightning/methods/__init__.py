@@ -1,8 +1,9 @@
 """The hooks of methods, what a method reports, and bases that several methods share."""
 
 from fl_lightning.methods.callback import FederatedCallback
+from fl_lightning.methods.fine_tuning import fine_tuned
 from fl_lightning.methods.freezing import FoundFreezing, Freezing
-from fl_lightning.methods.local_state import LocalState, evaluate_client, weighed_accuracy
+from fl_lightning.methods.local_state import LocalState, PersonalEvaluation, evaluate_client, weighed_accuracy
 from fl_lightning.methods.report import Drawing, Report, Rows, Table
 from fl_lightning.methods.running_statistics import (
     client_statistics,
@@ -21,6 +22,7 @@ __all__ = [
     "Freezing",
     "LocalState",
     "Mode",
+    "PersonalEvaluation",
     "Report",
     "Rows",
     "Table",
@@ -28,6 +30,7 @@ __all__ = [
     "client_statistics",
     "collect",
     "evaluate_client",
+    "fine_tuned",
     "measured_statistics",
     "server_statistics",
     "set_server_statistics",

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import lightning as L
 from torch import Tensor
@@ -10,8 +10,9 @@ from torch import Tensor
 from fl_lightning.batch_norm.kinds import KINDS, buffer_kinds, parameter_kinds
 from fl_lightning.cohort.client_memory import ClientMemory
 from fl_lightning.cohort.cohort import SERVER
+from fl_lightning.cohort.parts import match_parts
 from fl_lightning.cohort.rows import buffer_layout, parameter_layout, split_columns
-from fl_lightning.errors import ConfigurationError, check_choice
+from fl_lightning.errors import ConfigurationError
 from fl_lightning.methods.variant_evaluation import VariantEvaluation
 from fl_lightning.randomness import derive_seed, seeded
 from fl_lightning.round.evaluation import ServerEvaluation
@@ -21,12 +22,10 @@ if TYPE_CHECKING:
     from fl_lightning.round.module import FederatedModule
 
 
-class LocalState(VariantEvaluation):
-    """A method whose clients keep some kinds of state, which are neither sent nor averaged.
+class PersonalEvaluation(VariantEvaluation):
+    """A method whose clients have models of their own, the variants named by client id.
 
-    A subclass defines ``kinds``. A client starts a round with the local state of its previous round, or
-    with the initial state. A client's model is the server's model with the client's local state; the
-    server's copy of local state is the mean over the round's clients. Clients' models are evaluated
+    A subclass defines ``variants`` for :meth:`evaluated_clients`. The clients' models are evaluated
     whenever the server's model is, except in a centralised run:
 
     - ``val/personal_accuracy`` (or ``test/``): mean over the clients' models on the server's data.
@@ -39,23 +38,8 @@ class LocalState(VariantEvaluation):
             as the server's evaluation. Default: all.
 
     Raises:
-        ConfigurationError: ``evaluate_clients`` is below 1, a kind is unknown, or the model has no state
-            of these kinds.
-
-    Attributes:
-        kinds: The kinds of state that clients keep (see ``fl_lightning.round.policy``).
-        memory: Local state by client id, a row ``[columns]`` per block; ``SERVER`` is the initial state.
-
-    Example:
-        >>> from fl_lightning.testing import blobs, small_cnn, train
-        >>> class LocalAffine(LocalState):
-        ...     kinds = ("affine",)
-        >>> state = train(small_cnn(), blobs(), rounds=2, callbacks=[method := LocalAffine()])
-        >>> method.memory[0]["batch_norm"].shape  # client 0's gamma and beta of both BN layers
-        torch.Size([20])
+        ConfigurationError: ``evaluate_clients`` is below 1.
     """
-
-    kinds: ClassVar[tuple[str, ...]]
 
     def __init__(self, evaluate_clients: int | None = None) -> None:
         if evaluate_clients is not None and evaluate_clients < 1:
@@ -63,42 +47,6 @@ class LocalState(VariantEvaluation):
                 f"{type(self).__name__}.evaluate_clients: {evaluate_clients} must be at least 1 (or null for all)"
             )
         self.evaluate_clients = evaluate_clients
-        self.memory = ClientMemory()
-
-    def policy(self, round_number: int, total_rounds: int) -> Mapping[str, str]:
-        """Declare ``kinds`` local."""
-        return dict.fromkeys(self.kinds, "local")
-
-    def configure_batch_norm(self, pl_module: "FederatedModule") -> None:
-        """Check that the model has state of these kinds."""
-        model = pl_module.model
-        for kind in self.kinds:
-            check_choice(f"{type(self).__name__}.kinds", kind, KINDS)
-        present = {*parameter_kinds(model).values(), *buffer_kinds(model).values()}
-        if not present.intersection(self.kinds):
-            remedy = (
-                "" if set(self.kinds) <= {"weight", "buffer"} else ": it needs Batch Normalization, norm: bn"
-            )
-            raise ConfigurationError(
-                f"{type(self).__name__}: the model {type(model).__name__} has no state of the kinds that clients would keep "
-                f"({', '.join(self.kinds)}), but {', '.join(kind for kind in KINDS if kind in present)}{remedy}"
-            )
-
-    def on_round_start(self, trainer: L.Trainer, pl_module: "FederatedModule", cohort: "Cohort") -> None:
-        """Restore each client's local state."""
-        cohort.recall(self.memory)
-
-    def on_before_aggregate(self, trainer: L.Trainer, pl_module: "FederatedModule", cohort: "Cohort") -> None:
-        """Store each client's local state."""
-        cohort.remember(self.memory)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the clients' local state."""
-        return {"memory": self.memory}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the clients' local state."""
-        self.memory = ClientMemory(state_dict["memory"])
 
     def evaluated_clients(self, pl_module: "FederatedModule") -> list[int]:
         """Return the clients whose models are evaluated."""
@@ -107,21 +55,6 @@ class LocalState(VariantEvaluation):
         clients = pl_module.data.num_clients
         count = min(self.evaluate_clients or clients, clients)
         return [index * clients // count for index in range(count)]
-
-    def variants(
-        self, trainer: L.Trainer, pl_module: "FederatedModule"
-    ) -> Mapping[str, Mapping[str, Tensor]]:
-        """Return the local state of each evaluated client by id; empty before the first round."""
-        layout = {
-            **parameter_layout(pl_module.model, pl_module.parameter_groups),
-            **buffer_layout(pl_module.model),
-        }
-        models: dict[str, dict[str, Tensor]] = {}
-        for client in self.evaluated_clients(pl_module):
-            state = models[str(client)] = {}
-            for block, row in self.memory.get(client, self.memory.get(SERVER, {})).items():
-                state |= split_columns(row, layout[block].shapes)
-        return models
 
     def variant_metrics(
         self, pl_module: "FederatedModule", split: str, evaluations: Mapping[str, ServerEvaluation]
@@ -148,6 +81,90 @@ class LocalState(VariantEvaluation):
                 if known := [value for metrics in clients if (value := metrics.get(metric)) is not None]:
                     means[f"{kind}_{metric}"] = sum(known) / len(known)
         return means
+
+
+class LocalState(PersonalEvaluation):
+    """A method whose clients keep some state, which is neither sent nor averaged.
+
+    A subclass defines ``kinds``. A client starts a round with the local state of its previous round, or
+    with the initial state. A client's model is the server's model with the client's local state; the
+    server's copy of local state is the mean over the round's clients.
+
+    Args:
+        evaluate_clients: Number of clients' models to evaluate. Default: all.
+
+    Raises:
+        ConfigurationError: ``evaluate_clients`` is below 1, or the model lacks a part or all kinds.
+
+    Attributes:
+        kinds: The kinds of state and parts of the model that clients keep (see
+            ``fl_lightning.round.policy``).
+        memory: Local state by client id, a row ``[columns]`` per block; ``SERVER`` is the initial state.
+
+    Example:
+        >>> from fl_lightning.testing import blobs, small_cnn, train
+        >>> class LocalAffine(LocalState):
+        ...     kinds = ("affine",)
+        >>> state = train(small_cnn(), blobs(), rounds=2, callbacks=[method := LocalAffine()])
+        >>> method.memory[0]["batch_norm"].shape  # client 0's gamma and beta of both BN layers
+        torch.Size([20])
+    """
+
+    kinds: tuple[str, ...]
+
+    def __init__(self, evaluate_clients: int | None = None) -> None:
+        super().__init__(evaluate_clients)
+        self.memory = ClientMemory()
+
+    def policy(self, round_number: int, total_rounds: int) -> Mapping[str, str]:
+        """Declare the state of ``kinds`` local."""
+        return dict.fromkeys(self.kinds, "local")
+
+    def configure_batch_norm(self, pl_module: "FederatedModule") -> None:
+        """Check that the model has this state."""
+        model = pl_module.model
+        parts = [kind for kind in self.kinds if kind not in KINDS]
+        match_parts(model, parts, f"{type(self).__name__}.kinds")
+        present = {*parameter_kinds(model).values(), *buffer_kinds(model).values()}
+        if self.kinds and not parts and not present.intersection(self.kinds):
+            remedy = (
+                "" if set(self.kinds) <= {"weight", "buffer"} else ": it needs Batch Normalization, norm: bn"
+            )
+            raise ConfigurationError(
+                f"{type(self).__name__}: the model {type(model).__name__} has no state of the kinds that clients would keep "
+                f"({', '.join(self.kinds)}), but {', '.join(kind for kind in KINDS if kind in present)}{remedy}"
+            )
+
+    def on_round_start(self, trainer: L.Trainer, pl_module: "FederatedModule", cohort: "Cohort") -> None:
+        """Restore each client's local state."""
+        cohort.recall(self.memory)
+
+    def on_before_aggregate(self, trainer: L.Trainer, pl_module: "FederatedModule", cohort: "Cohort") -> None:
+        """Store each client's local state."""
+        cohort.remember(self.memory)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the clients' local state."""
+        return {"memory": self.memory}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the clients' local state."""
+        self.memory = ClientMemory(state_dict["memory"])
+
+    def variants(
+        self, trainer: L.Trainer, pl_module: "FederatedModule"
+    ) -> Mapping[str, Mapping[str, Tensor]]:
+        """Return the local state of each evaluated client by id; empty before the first round."""
+        layout = {
+            **parameter_layout(pl_module.model, pl_module.parameter_groups, pl_module.parts),
+            **buffer_layout(pl_module.model, pl_module.parts),
+        }
+        models: dict[str, dict[str, Tensor]] = {}
+        for client in self.evaluated_clients(pl_module):
+            state = models[str(client)] = {}
+            for block, row in self.memory.get(client, self.memory.get(SERVER, {})).items():
+                state |= split_columns(row, layout[block].shapes)
+        return models
 
 
 def evaluate_client(

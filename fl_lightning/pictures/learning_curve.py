@@ -4,7 +4,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from fl_lightning.batch_norm.kinds import JOINT_LABELS, KIND_LABELS
+from fl_lightning.batch_norm.kinds import JOINT_LABELS, KIND_LABELS, state_label
 from fl_lightning.pictures.series import Rows, Series, draw_curve, frozen_from, scale_values, series
 from fl_lightning.pictures.style import (
     BLACK,
@@ -91,7 +91,7 @@ def policy_changes(policy: Policy, rows: Rows = ()) -> dict[int, str]:
     changes: dict[int, list[str]] = {}
     for (start, treatment), kinds in sorted(changed.items()):
         labels = JOINT_LABELS if {"mean", "var"} <= set(kinds) else KIND_LABELS
-        names = dict.fromkeys(labels[kind] for kind in kinds)
+        names = dict.fromkeys(labels.get(kind, state_label(kind)) for kind in kinds)
         changes.setdefault(start, []).append(f"{', '.join(names)} {treatment}")
     return {start: f"{'; '.join(texts)} from round {start}" for start, texts in changes.items()}
 

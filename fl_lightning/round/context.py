@@ -73,6 +73,10 @@ class RunContext(ClientTask, Protocol):
         """Number of rounds planned at round 1."""
 
     @property
+    def parts(self) -> tuple[str, ...]:
+        """The parts of the model that a method's policy names in some round."""
+
+    @property
     def federated_callbacks(self) -> list[Any]:
         """The methods of the run in the order of their hook calls."""
 

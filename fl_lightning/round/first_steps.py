@@ -11,6 +11,7 @@ from torch.nn.parameter import is_lazy
 
 from fl_lightning.batch_norm.freezing import freeze_statistics
 from fl_lightning.client_data.batches import BatchStack
+from fl_lightning.cohort.parts import treatments
 from fl_lightning.cohort.round_cohort import RoundCohort
 from fl_lightning.errors import ConfigurationError, doing
 from fl_lightning.execution.base import client_loss
@@ -48,10 +49,10 @@ def check_first_steps(run: RunContext) -> None:
     _refuse_hooks(run.model)
     assert isinstance(run, nn.Module)
     with isolate_rng(), _restored(run):
-        freeze_statistics(run.tracking_layers, policy["mean"] == "frozen")
+        freeze_statistics(run.model, run.tracking_layers, treatments(run.model, policy))
         before = _tensors(run.model)
         clients, last = clients[:2], min(steps[:2]) - 1
-        cohort = RoundCohort(run.model, len(clients))
+        cohort = RoundCohort(run.model, len(clients), parts=run.parts)
         cohort.broadcast(
             round_number=run.round,
             client_ids=clients,

@@ -56,17 +56,22 @@ def sent_vectors(module: "FederatedModule", cohort: "Cohort") -> list[Sent]:
         server = [cohort.server_rows.blocks[block][0, columns] for block, columns in places]
         vectors.append(Sent("parameters", pieces, [*server], module.aggregator))
     rule = module.statistics.rule
-    for what, names in sent_statistics_by_kind(cohort.buffer_kinds, cohort.policy).items():
+    for what, names in sent_statistics_by_kind(cohort.buffer_kinds, cohort.treatments).items():
         for group in [names] if rule.per == "model" else [[name] for name in names]:
             pieces = [cohort.buffers[name] for name in group]
             vectors.append(Sent(what, pieces, [0.0] * len(pieces), rule))
     return vectors
 
 
-def sent_statistics_by_kind(kinds: Mapping[str, str], policy: Mapping[str, str]) -> dict[str, list[str]]:
-    """Return the names of sent statistics, under ``"means"`` and ``"variances"``."""
+def sent_statistics_by_kind(kinds: Mapping[str, str], treatments: Mapping[str, str]) -> dict[str, list[str]]:
+    """Return the names of sent statistics, under ``"means"`` and ``"variances"``.
+
+    Args:
+        kinds: The kind of each buffer by name.
+        treatments: The treatment of each buffer by name.
+    """
     sent: dict[str, list[str]] = {}
     for name, kind in kinds.items():
-        if kind in ("mean", "var") and policy[kind] in ("averaged", "pooled"):
+        if kind in ("mean", "var") and treatments[name] in ("averaged", "pooled"):
             sent.setdefault("means" if kind == "mean" else "variances", []).append(name)
     return sent

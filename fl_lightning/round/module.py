@@ -47,7 +47,7 @@ from fl_lightning.round.label_weights import LabelWeights, ignored_label
 from fl_lightning.round.metrics import MetricSetting, check_names, make_metrics
 from fl_lightning.round.outputs import OutputCheck
 from fl_lightning.round.plan import RoundPlan, Weighting, check_local_work, plan_rounds
-from fl_lightning.round.policy import check_together, resolve_policy
+from fl_lightning.round.policy import check_together, declared_parts, resolve_policy
 from fl_lightning.round.record import RunRecord
 from fl_lightning.round.round import communication_round, skip_round
 from fl_lightning.round.survivors import RoundSkipped, too_few
@@ -221,6 +221,7 @@ class FederatedModule(Recorded, L.LightningModule):
         self.accept_data = False
         self.tracking_layers: list[_BatchNorm] = []
         self._cohort: RoundCohort | None = None
+        self._parts: tuple[str, ...] | None = None
         self._modes: dict[nn.Module, bool] = {}
         self._resumed = False
         self._evaluate_every: int | None = None
@@ -257,6 +258,13 @@ class FederatedModule(Recorded, L.LightningModule):
         assert self.total_rounds is not None
         return self.total_rounds
 
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """The parts of the model that a method's policy names in some round."""
+        if self._parts is None:
+            self._parts = declared_parts(self.model, self.federated_callbacks, self.total_rounds or 1)
+        return self._parts
+
     def call_hook(self, hook: str, cohort: RoundCohort, *step: int) -> None:
         """Call a hook of every method, seeded independently of executor and earlier draws."""
         hooks.call(self, hook, cohort, *step)
@@ -291,11 +299,10 @@ class FederatedModule(Recorded, L.LightningModule):
             if not clients:
                 raise too_few(self, len(self.plan.reporting(self.round)))
             policy = resolve_policy(self.federated_callbacks, self.round, self.planned_rounds)
-            freeze_statistics(self.tracking_layers, policy["mean"] == "frozen")
-            made_for = (len(clients), self.parameter_groups)
-            if self._cohort is None or (len(self._cohort), self._cohort.parameter_groups) != made_for:
-                self._cohort = RoundCohort(self.model, *made_for, self.ranks)
-            self._cohort.broadcast(
+            made_for, cohort = (len(clients), self.parameter_groups, self.parts), self._cohort
+            if cohort is None or (len(cohort), cohort.parameter_groups, cohort.parts) != made_for:
+                cohort = RoundCohort(self.model, *made_for[:2], self.ranks, self.parts)
+            cohort.broadcast(
                 round_number=self.round,
                 client_ids=clients,
                 weights=self.plan.weights(clients, self.round).to(self.device),
@@ -305,7 +312,9 @@ class FederatedModule(Recorded, L.LightningModule):
                 lr_factor=lr_factor(self.client_lr_schedule, self.round, self.planned_rounds),
                 seed=self.seed,
             )
-        return self._cohort
+            freeze_statistics(self.model, self.tracking_layers, cohort.treatments)
+        self._cohort = cohort
+        return cohort
 
     def client_batches(self, cohort: Cohort, indices: Sequence[int], step: int) -> BatchStack:
         """Return the batches of some rows at a local step, in device and precision of the run."""
@@ -352,6 +361,7 @@ class FederatedModule(Recorded, L.LightningModule):
         torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = self.tf32
         for layer, training in self._modes.items():  # an exception in an evaluation left eval mode on
             layer.training = training
+        self._parts = None
         layers = batch_norm_layers(self.model).values()
         self.tracking_layers = [layer for layer in layers if layer.training] or list(layers)
         self.prepare_metrics()
@@ -385,8 +395,7 @@ class FederatedModule(Recorded, L.LightningModule):
         if self.initial_weights is not None and self.total_rounds is None:
             self.print(load_weights(self.model, self.initial_weights))
         rounds = self._fix_rounds()
-        for round_number in range(1, rounds + 1):
-            resolve_policy(self.federated_callbacks, round_number, rounds)
+        self._parts = declared_parts(self.model, self.federated_callbacks, rounds)
         if not self.record.samples:
             refuse_trained(method for method in self.federated_callbacks if method.state_dict())
         hooks.open_memories(self)

@@ -1,4 +1,4 @@
-"""The policy of a round: the treatment of each kind of state, merged from declarations."""
+"""The policy of a round: the treatment of each kind of state and part of the model, merged from declarations."""
 
 from collections.abc import Iterable, Mapping
 from itertools import groupby
@@ -6,8 +6,12 @@ from itertools import groupby
 from torch import nn
 
 from fl_lightning.batch_norm.kinds import KINDS, TREATMENTS, buffer_kinds, parameter_kinds
+from fl_lightning.cohort.parts import match_parts, treatments
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.round.declarations import Declarations
+
+UNNAMED = "as its kinds"
+"""Treatment of a part in rounds whose policy does not name the part, in tables."""
 
 Stage = tuple[int | str, str]
 """First round of a treatment (or the method that finds it in training), and the treatment."""
@@ -19,7 +23,11 @@ _DEFAULT = dict.fromkeys(KINDS, "averaged") | {"counter": "max"}
 
 
 def resolve_policy(callbacks: Iterable[Declarations], round_number: int, total_rounds: int) -> dict[str, str]:
-    """Return the treatment of each kind of state in a round, merged from all declarations.
+    """Return the treatment of each kind of state and part of the model in a round, merged from all declarations.
+
+    The treatment of a part, such as ``"fc"`` or ``"layer1.*.conv1"``, precedes the treatment of its
+    kinds of state, and the treatment of a part within this part precedes it
+    (:func:`~fl_lightning.cohort.parts.match_parts`).
 
     Args:
         callbacks: The run's federated callbacks.
@@ -27,10 +35,10 @@ def resolve_policy(callbacks: Iterable[Declarations], round_number: int, total_r
         total_rounds: Number of planned rounds.
 
     Returns:
-        The treatment of each kind of :data:`~fl_lightning.batch_norm.kinds.KINDS`.
+        The treatment of each kind of :data:`~fl_lightning.batch_norm.kinds.KINDS`, then of each part.
 
     Raises:
-        ConfigurationError: Treatments conflict, or a kind or treatment is unknown.
+        ConfigurationError: Treatments conflict, or a treatment is unknown.
     """
     callbacks = list(callbacks)
     now, later = f"in round {round_number}", "from some round on"
@@ -39,16 +47,15 @@ def resolve_policy(callbacks: Iterable[Declarations], round_number: int, total_r
         declared = callback.policy(round_number, total_rounds)
         if not isinstance(declared, Mapping):
             raise ConfigurationError(
-                f"{type(callback).__name__}.policy() returns {declared!r}; return a treatment by kind, {{}} for the defaults"
+                f"{type(callback).__name__}.policy() returns {declared!r}; return a treatment by kind or part, {{}} for the defaults"
             )
         wishes += [(callback, now, *wish) for wish in declared.items()]
     wishes += [(cb, later, *wish) for cb in callbacks for wish in cb.undecided().items()]
     for index, (callback, when, kind, treatment) in enumerate(wishes):
         name = type(callback).__name__
-        if kind not in KINDS or treatment not in TREATMENTS:
+        if treatment not in TREATMENTS:
             raise ConfigurationError(
-                f"{name}.policy() declares {kind!r}: {treatment!r}; kinds are {', '.join(KINDS)} and treatments "
-                f"{', '.join(TREATMENTS)}"
+                f"{name}.policy() declares {kind!r}: {treatment!r}; treatments are {', '.join(TREATMENTS)}"
             )
         for other, _, its_kind, its in wishes[:index]:
             if other is not callback and its_kind == kind and (its != treatment or its in _EXCLUSIVE):
@@ -62,6 +69,40 @@ def resolve_policy(callbacks: Iterable[Declarations], round_number: int, total_r
             "running means and variances can only be frozen together (policy of mean and var)"
         )
     return policy
+
+
+def declared_parts(model: nn.Module, callbacks: Iterable[Declarations], total_rounds: int) -> tuple[str, ...]:
+    """Return the parts of the model that the policy of some round names, after a check of all rounds.
+
+    Args:
+        model: The model.
+        callbacks: The run's federated callbacks.
+        total_rounds: Number of planned rounds.
+
+    Raises:
+        ConfigurationError: Treatments conflict, or a part is no part of the model.
+    """
+    callbacks, numbers = list(callbacks), range(1, total_rounds + 1)
+    policies = {(*resolve_policy(callbacks, number, total_rounds).items(),) for number in numbers}
+    owners: dict[str, str] = {}
+    for callback in callbacks:
+        declared = [callback.policy(number, total_rounds) for number in numbers]
+        for key in (key for keys in (*declared, callback.undecided()) for key in keys if key not in KINDS):
+            owners.setdefault(key, f"{type(callback).__name__}.policy()")
+    if not owners:
+        return ()
+    for part, owner in owners.items():
+        match_parts(model, [part], owner)
+    match_parts(model, owners)
+    for policy in policies:
+        treated = treatments(model, dict(policy))
+        for name in treated:
+            other = name.removesuffix("running_mean") + "running_var"
+            if other in treated and (treated[name] == "frozen") != (treated[other] == "frozen"):
+                raise ConfigurationError(
+                    f"running means and variances can only be frozen together (policy of {name} and {other})"
+                )
+    return tuple(owners)
 
 
 def check_together(callbacks: Iterable[Declarations]) -> None:
@@ -81,7 +122,7 @@ def check_together(callbacks: Iterable[Declarations]) -> None:
 def policy_table(
     model: nn.Module, callbacks: Iterable[Declarations], total_rounds: int
 ) -> dict[str, list[Stage]]:
-    """Return the policy over a whole run for each kind of state that the model has.
+    """Return the policy over a whole run for each kind of state that the model has, then for each part.
 
     Args:
         model: The model.
@@ -89,16 +130,18 @@ def policy_table(
         total_rounds: Number of planned rounds.
 
     Returns:
-        The stages of each kind, such as ``[(1, "averaged"), (51, "frozen")]``. A method that finds
+        The stages of each kind and part, such as ``[(1, "averaged"), (51, "frozen")]``. A method that finds
         the round in training stands in place of the round: ``("SlidingWindowFixBN", "frozen")``.
     """
     callbacks = list(callbacks)
     present = {*parameter_kinds(model).values(), *buffer_kinds(model).values()}
     policies = [resolve_policy(callbacks, r, total_rounds) for r in range(1, max(total_rounds, 1) + 1)]
     table: dict[str, list[Stage]] = {}
-    for kind in (kind for kind in KINDS if kind in present):
+    named = [key for keys in (*policies, *(callback.undecided() for callback in callbacks)) for key in keys]
+    parts = dict.fromkeys(key for key in named if key not in KINDS)
+    for kind in (*(kind for kind in KINDS if kind in present), *parts):
         table[kind], start = [], 1
-        for treatment, rounds in groupby(policies, key=lambda policy: policy[kind]):
+        for treatment, rounds in groupby(policies, key=lambda policy: policy.get(kind, UNNAMED)):
             table[kind].append((start, treatment))
             start += len(list(rounds))
         table[kind] += [

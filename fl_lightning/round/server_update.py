@@ -111,12 +111,20 @@ def _set_statistics(cohort: RoundCohort, aggregator: Aggregator, statistics: Sta
         torch._foreach_copy_(
             [cohort.server_buffers[key] for key in names], [aggregates[key] for key in names]
         )
-    if not statistics.is_mean and {"averaged", "local"} & {cohort.policy["mean"], cohort.policy["var"]}:
-        sent = sent_statistics(cohort.buffers, cohort.buffer_kinds, cohort.weights)
-        for layer, (mean, variance) in zip(sent, statistics([*sent.values()]), strict=True):
-            for kind, value in (("mean", mean), ("var", variance)):
-                if cohort.policy[kind] in ("averaged", "local"):
-                    cohort.server_buffers[f"{layer}running_{kind}"].copy_(value)
+    if statistics.is_mean:
+        return
+    combined = {name for name, treatment in cohort.treatments.items() if treatment in ("averaged", "local")}
+    sent = {
+        layer: statistics_of
+        for layer, statistics_of in sent_statistics(
+            cohort.buffers, cohort.buffer_kinds, cohort.weights
+        ).items()
+        if combined & {f"{layer}running_mean", f"{layer}running_var"}
+    }
+    for layer, (mean, variance) in zip(sent, statistics([*sent.values()]) if sent else [], strict=True):
+        for name, value in ((f"{layer}running_mean", mean), (f"{layer}running_var", variance)):
+            if name in combined:
+                cohort.server_buffers[name].copy_(value)
 
 
 def _check_variances(cohort: RoundCohort, *, clients: bool) -> None:

@@ -26,7 +26,8 @@ class Round:
     Attributes:
         clients: Client ids of the cohort.
         shares: Expected aggregation weights n_i / n, ``[C]``.
-        policy: Treatment of each kind of state.
+        policy: Treatment of each kind and part of the state.
+        treatments: Treatment of each tensor of the model.
         undecided: Treatments by kind that begin in a round not yet found.
         broadcast: The server's state at the start.
         start: The clients' rows before their first local step, ``[C, *shape]``.
@@ -49,6 +50,7 @@ class Round:
     clients: list[int]
     shares: Tensor
     policy: dict[str, str]
+    treatments: dict[str, str]
     undecided: dict[str, str]
     broadcast: State
     start: State = field(default_factory=dict)
@@ -122,7 +124,14 @@ class Run(FederatedModule):
         sizes = torch.tensor([float(self.data.num_examples(client)) for client in cohort.client_ids]).double()
         undecided = dict(self.method.undecided()) if self.method is not None else {}
         self.rounds.append(
-            Round(list(cohort.client_ids), sizes / sizes.sum(), dict(cohort.policy), undecided, before)
+            Round(
+                list(cohort.client_ids),
+                sizes / sizes.sum(),
+                dict(cohort.policy),
+                cohort.treatments,
+                undecided,
+                before,
+            )
         )
         return cohort
 

@@ -72,7 +72,7 @@ def server_state(trials: Trials) -> str:
     run, worst = trials.run(), 0.0
     for number, seen in enumerate(run.rounds, 1):
         for name, kind in run.kinds.items():
-            held, sent, treatment = seen.server[name], seen.sent[name], seen.policy[kind]
+            held, sent, treatment = seen.server[name], seen.sent[name], seen.treatments[name]
             if treatment == "pooled" and not apart(seen.broadcast[name], held):
                 raise Violated(f"pooled state must change in every round: {name} did not in round {number}")
             if treatment not in ("averaged", "local", "max"):
@@ -103,7 +103,7 @@ def frozen_state(trials: Trials) -> str:
         freezes, last = _announced(run)
         for number, seen in enumerate(run.rounds, 1):
             for name, kind in run.kinds.items():
-                treatment, before, sent = seen.policy[kind], seen.broadcast[name], seen.sent[name]
+                treatment, before, sent = seen.treatments[name], seen.broadcast[name], seen.sent[name]
                 if last is not None and kind in freezes and (treatment == "frozen") != (number > last):
                     raise Violated(
                         f"state must freeze right after T* = {last}: {name} is {treatment} in round {number}"
@@ -143,7 +143,7 @@ def local_state(trials: Trials) -> str:
     initial: State = {}
     last: dict[int, State] = {}
     for number, seen in enumerate(run.rounds, 1):
-        names = [name for name, kind in run.kinds.items() if seen.policy[kind] == "local"]
+        names = [name for name in run.kinds if seen.treatments[name] == "local"]
         if not names:
             continue
         initial = initial or seen.broadcast
@@ -169,7 +169,7 @@ def one_broadcast(trials: Trials) -> str:
     """
     for number, seen in enumerate(trials.run().rounds, 1):
         for name, kind in trials.run().kinds.items():
-            treatment, start = seen.policy[kind], seen.start[name]
+            treatment, start = seen.treatments[name], seen.start[name]
             if treatment in ("local", "reset"):
                 continue
             apart_at = [row for row in range(len(start)) if apart(start[0], start[row])]

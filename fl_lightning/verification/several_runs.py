@@ -107,8 +107,8 @@ def server_optimizer(trials: Trials) -> str:
     """
     run = trials.run()
     first, second = run.rounds[0], trials.run(WITH_SERVER_MOMENTUM).rounds[0]
-    kinds = [kind for kind in STATISTICS if first.policy[kind] != "reset"]
-    gap, name = distance(first.server, second.server, [n for n, kind in run.kinds.items() if kind in kinds])
+    names = [n for n, kind in run.kinds.items() if kind in STATISTICS and first.treatments[n] != "reset"]
+    gap, name = distance(first.server, second.server, names)
     if gap:
         demand = "statistics must not depend on the server optimizer"
         raise Violated(f"{demand}: {name} differs by {gap:.2g} in round 1")
@@ -146,14 +146,15 @@ def pooled_weights(trials: Trials) -> str:
     A method that weighs batches by their number of values claims ``union_statistics`` instead.
     """
     first = trials.run().rounds[0]
-    pooled = [kind for kind in ("mean", "var") if first.policy[kind] == "pooled"]
+    pooled = [
+        n for n, k in trials.run().kinds.items() if k in ("mean", "var") and first.treatments[n] == "pooled"
+    ]
     if not pooled or "union_statistics" in trials.make().claims:
         raise NotApplicable("no statistics are pooled" if not pooled else "union_statistics is claimed")
     identities = (0, 1, 1)  # the second client has twice the data of the first
     two = trials.run(identities=identities, script=((0, 1, 2),) * 4, weighting="uniform")
     one = trials.run(identities=identities[:2], script=((0, 1),) * 4)
-    names = [name for name, kind in one.kinds.items() if kind in pooled]
-    gap, name = distance(one.rounds[0].server, two.rounds[0].server, names)
+    gap, name = distance(one.rounds[0].server, two.rounds[0].server, pooled)
     if not gap <= TOLERANCE:
         raise Violated(
             f"pooled statistics must weigh clients by n_i / n: {name} differs by {gap:.2g} if a client is split in two "
@@ -176,7 +177,7 @@ def traffic(trials: Trials) -> str:
     client = seen.clients[1]
     if not up:
         other = trials.run(disturbance=Disturbance(client, number, ("data",)), forced=True)
-        names = [name for name, kind in usual.kinds.items() if seen.policy[kind] != "local"]
+        names = [name for name in usual.kinds if seen.treatments[name] != "local"]
         memories = [large_of_server(run.rounds[number - 1].memory) for run in (usual, other)]
         place = difference(seen.server, other.rounds[number - 1].server, names) or difference(*memories)
         if place is not None:
@@ -243,7 +244,7 @@ def clients_own_state(trials: Trials) -> str:
     what = ("local", "frozen", "reset", *([] if sends_optimizer else ["optimizer"]))
     disturbance = Disturbance(seen.clients[-1], number, what)
     other = trials.run(disturbance=disturbance)
-    names = [name for name, kind in usual.kinds.items() if seen.policy[kind] != "local"]
+    names = [name for name in usual.kinds if seen.treatments[name] != "local"]
     wrong = difference(seen.server, other.rounds[number - 1].server, names)
     if wrong:
         raise Violated(

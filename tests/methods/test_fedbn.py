@@ -218,7 +218,10 @@ def test_bn_layers_are_found_by_type_and_not_by_name():
             r"the model Sequential has no .*\(affine, mean\), but weight: it needs Batch Norm",
         ),
         (("buffer",), r"the model Sequential has no .*\(buffer\), but weight$"),
-        (("fc",), "kinds: 'fc' must be one of weight, affine, mean, var, counter, buffer"),
+        (
+            ("fc",),
+            "kinds: 'fc' is no kind of state .* and no name in the model Sequential; names are 0, 1, 3, 4, 8",
+        ),
     ],
 )
 def test_kinds_that_a_model_does_not_have_are_refused(kinds, line):

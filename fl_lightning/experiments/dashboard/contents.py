@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from fl_lightning.batch_norm.kinds import KIND_LABELS
+from fl_lightning.batch_norm.kinds import state_label
 from fl_lightning.experiments.dashboard.settings import WandbSettings
 from fl_lightning.experiments.run_directory.directory import Attempt
 from fl_lightning.experiments.run_directory.finished import read_result
@@ -57,7 +57,7 @@ def media(attempt: Attempt) -> dict[str, Any]:
     import wandb
 
     policy = json.loads(attempt.policy.read_text())
-    rows = [[KIND_LABELS[kind], stages_in_words(stages)] for kind, stages in policy.items()]
+    rows = [[state_label(kind), stages_in_words(stages)] for kind, stages in policy.items()]
     shown: dict[str, Any] = {"policy": wandb.Table(columns=["state of the model", "in a round"], data=rows)}
     for path in sorted(attempt.path.glob("*.csv")):
         if not path.name.startswith("predictions"):  # the predict command writes one row per sample

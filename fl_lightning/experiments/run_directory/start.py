@@ -7,7 +7,7 @@ import lightning as L
 import yaml
 from torch.optim import Optimizer
 
-from fl_lightning.batch_norm.kinds import KIND_LABELS
+from fl_lightning.batch_norm.kinds import state_label
 from fl_lightning.console import print_table
 from fl_lightning.experiments.run_directory.continuation import Start
 from fl_lightning.experiments.run_directory.describe import (
@@ -117,7 +117,7 @@ def _configure_again(optimizer: Optimizer, configured: Optimizer) -> None:
 
 def _print_start(module: FederatedModule, policy: Mapping[str, list[Stage]]) -> None:
     """Print the policy in force, and how the run is computed if that was chosen automatically."""
-    rows = {KIND_LABELS[kind]: stages_in_words(stages) for kind, stages in policy.items()}
+    rows = {state_label(kind): stages_in_words(stages) for kind, stages in policy.items()}
     print_table("State of the model", rows)
     choice, compilation = module.executor_choice, module.executor.compilation
     rows = {}

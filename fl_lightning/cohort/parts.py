@@ -1,0 +1,98 @@
+"""Parts of a model: state by the names of modules and tensors, beside the kinds of state."""
+
+from collections.abc import Iterable, Mapping
+from itertools import pairwise
+
+from torch import nn
+
+from fl_lightning.batch_norm.kinds import KINDS, buffer_kinds, parameter_kinds
+from fl_lightning.errors import ConfigurationError, nearest
+
+LAST_LAYER = "last layer"
+"""The part that is the last module with trainable parameters of its own, in the order of ``named_modules``."""
+
+
+def match_parts(
+    model: nn.Module, parts: Iterable[str], owner: str = "policy()"
+) -> dict[str, tuple[str, ...]]:
+    """Return the parts that contain each tensor of a model, the most specific part first.
+
+    A part is the qualified name of a module, parameter or buffer, or :data:`LAST_LAYER`. A module
+    contains the tensors of its submodules. A segment ``*`` stands for any one segment, as in
+    ``"layer1.*.conv1"``. The name with more segments is more specific, then the name with fewer ``*``.
+
+    Args:
+        model: The model.
+        parts: The parts.
+        owner: Declaration or setting that names the parts, for messages.
+
+    Returns:
+        The parts by tensor; trainable parameters and buffers outside of all parts are left out.
+
+    Raises:
+        ConfigurationError: A part is empty, or two parts are equally specific for a tensor.
+    """
+    paths = {part: _path(model, part) for part in parts}
+    kinds = {**parameter_kinds(model), **buffer_kinds(model)} if paths else {}
+    tensors = [name for name, kind in kinds.items() if kind != "scratch"]
+    matches: dict[str, tuple[str, ...]] = {}
+    for tensor in tensors:
+        ranked = sorted((-len(p), p.count("*"), part) for part, p in paths.items() if _contains(p, tensor))
+        for one, other in pairwise(ranked):
+            if one[:2] == other[:2]:
+                raise ConfigurationError(
+                    f"{owner}: {one[2]!r} and {other[2]!r} both name {tensor!r}, and neither is more specific; name one of them in full"
+                )
+        if ranked:
+            matches[tensor] = tuple(part for *_, part in ranked)
+    matched = {part for ranked in matches.values() for part in ranked}
+    for part in (part for part in paths if part not in matched):
+        names = list(dict.fromkeys(tensor.rpartition(".")[0] or tensor for tensor in tensors))
+        raise ConfigurationError(
+            f"{owner}: {part!r} is no kind of state ({', '.join(KINDS)}) and no name in the model {type(model).__name__}"
+            f"{nearest(part, [*KINDS, *names])}; names are {', '.join(names)}"
+        )
+    return matches
+
+
+def _path(model: nn.Module, part: str) -> list[str]:
+    if part != LAST_LAYER:
+        return part.split(".")
+    trainable = (
+        name for name, module in model.named_modules()
+        if any(parameter.requires_grad for parameter in module.parameters(recurse=False))
+    )  # fmt: skip
+    *_, last = "", *trainable
+    return last.split(".") if last else []
+
+
+def _contains(path: list[str], tensor: str) -> bool:
+    segments = tensor.split(".")
+    return len(path) <= len(segments) and all(p in ("*", s) for p, s in zip(path, segments, strict=False))
+
+
+def treatment(policy: Mapping[str, str], kind: str, parts: Iterable[str] = ()) -> str:
+    """Return the treatment of state under a policy.
+
+    Args:
+        policy: Treatments by kind and part, from ``fl_lightning.round.policy.resolve_policy``.
+        kind: The kind of the state.
+        parts: The parts that contain the state, the most specific first; the first one in the
+            policy precedes the kind.
+    """
+    return "reset" if kind == "scratch" else next(policy[key] for key in (*parts, kind) if key in policy)
+
+
+def treatments(model: nn.Module, policy: Mapping[str, str]) -> dict[str, str]:
+    """Return the treatment of each trainable parameter and buffer by name.
+
+    Args:
+        model: The model.
+        policy: Treatments by kind and part, from ``fl_lightning.round.policy.resolve_policy``.
+
+    Raises:
+        ConfigurationError: A part is empty, or two parts are equally specific for a tensor.
+    """
+    parts = match_parts(model, [key for key in policy if key not in KINDS])
+    kinds = {**parameter_kinds(model), **buffer_kinds(model)}
+    return {tensor: treatment(policy, kind, parts.get(tensor, ())) for tensor, kind in kinds.items()}

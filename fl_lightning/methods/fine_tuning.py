@@ -1,0 +1,51 @@
+"""Fine-tuning of copies of the server's model on clients' training data, for evaluations."""
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from fl_lightning.cohort.slots import StateSlots
+from fl_lightning.randomness import derive_seed, seeded
+
+if TYPE_CHECKING:
+    from fl_lightning.round.module import FederatedModule
+
+
+def fine_tuned(pl_module: "FederatedModule", client: int, epochs: int) -> dict[str, Tensor]:
+    """Return the server's state after training on a client's data, on the CPU by name.
+
+    The steps are those of the client optimizer at its initial learning rate on all trainable
+    parameters, without ``parameter_groups`` and dropout. BN normalises with the client's batches.
+    The server's model and training's random numbers do not change.
+
+    Args:
+        pl_module: The federated module.
+        client: The client.
+        epochs: Passes over the client's training data, >= 0.
+    """
+    model, data, layers = pl_module.model, pl_module.data, pl_module.tracking_layers
+    modes = [layer.training for layer in layers]
+    with (
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        seeded(derive_seed(pl_module.seed, "fine-tuning", client)),
+    ):
+        state = {
+            name: value.detach().clone().requires_grad_(value.requires_grad)
+            for name, value in (*model.named_parameters(), *model.named_buffers())
+        }
+        optimizer = pl_module.client_optimizer([value for value in state.values() if value.requires_grad])
+        try:
+            for layer in layers:
+                layer.train()
+            with StateSlots(model).filled(state):
+                for step in range(epochs * data.steps_per_epoch(client)):
+                    batch = data.cohort_batch([client], [step]).map(pl_module.on_device).batches()[0]
+                    optimizer.zero_grad()
+                    pl_module.client_loss(batch).backward()  # type: ignore[no-untyped-call]  # torch gives it no types
+                    optimizer.step()
+        finally:
+            for layer, mode in zip(layers, modes, strict=True):
+                layer.train(mode)
+    return {name: value.detach().cpu() for name, value in state.items()}
