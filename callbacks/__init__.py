@@ -2,15 +2,19 @@
 
 from fl_lightning.callbacks.byzantine import Byzantine
 from fl_lightning.callbacks.fbn import FBN
+from fl_lightning.callbacks.fedbabu import FedBABU
 from fl_lightning.callbacks.fedbn import FedBN
 from fl_lightning.callbacks.feddna import FedDNA
 from fl_lightning.callbacks.fedex import FedExFixBN
+from fl_lightning.callbacks.fedper import FedPer
 from fl_lightning.callbacks.fedprox import FedProx
+from fl_lightning.callbacks.fedrep import FedRep
 from fl_lightning.callbacks.fedtan import FedTAN
 from fl_lightning.callbacks.fixbn import FixBN
 from fl_lightning.callbacks.gradient_clipping import ClientGradientClipping
 from fl_lightning.callbacks.maintained_momentum import MaintainedMomentum
 from fl_lightning.callbacks.moment_matching import MomentMatching
+from fl_lightning.callbacks.mtfl import MTFL
 from fl_lightning.callbacks.observers.aggregation_diagnostics import AggregationDiagnostics
 from fl_lightning.callbacks.observers.batch_norm_diagnostics import BatchNormDiagnostics
 from fl_lightning.callbacks.observers.client_evaluation import ClientEvaluation
@@ -23,6 +27,7 @@ from fl_lightning.callbacks.static_bn import StaticBN
 
 __all__ = [
     "FBN",
+    "MTFL",
     "SCAFFOLD",
     "AggregationDiagnostics",
     "BatchNormDiagnostics",
@@ -30,10 +35,13 @@ __all__ = [
     "ClientEvaluation",
     "ClientGradientClipping",
     "CommunicationLedger",
+    "FedBABU",
     "FedBN",
     "FedDNA",
     "FedExFixBN",
+    "FedPer",
     "FedProx",
+    "FedRep",
     "FedTAN",
     "FixBN",
     "MaintainedMomentum",

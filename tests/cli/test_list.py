@@ -6,8 +6,8 @@ from fl_lightning.__main__ import main
 from fl_lightning.cli.listing import KINDS, named
 
 NAMES = {
-    "methods": "AggregationDiagnostics BatchNormDiagnostics Byzantine ClientEvaluation ClientGradientClipping CommunicationLedger FBN FedBN FedDNA FedExFixBN FedProx FedTAN FixBN "
-    "MaintainedMomentum MomentMatching SCAFFOLD SiloBN SlidingWindowFixBN StaticBN StatisticsSources",
+    "methods": "AggregationDiagnostics BatchNormDiagnostics Byzantine ClientEvaluation ClientGradientClipping CommunicationLedger FBN FedBABU FedBN FedDNA FedExFixBN FedPer FedProx FedRep FedTAN FixBN "
+    "MaintainedMomentum MomentMatching MTFL SCAFFOLD SiloBN SlidingWindowFixBN StaticBN StatisticsSources",
     "models": "BNProbe CIFARResNet fl_lightning.models.deeplab_v3_plus FBNCNN LeNet fl_lightning.models.library_model ResNet18 ResNet20 ResNet32 ResNet8 SmallDeepLab TabularMLP",
     "data": "CIFAR10 CIFAR100 Cityscapes Digits FashionMNIST FEMNIST Gaussians HuggingFaceImages ImageDomains ImageFolder ImageNet ScikitLearn StreamedImages TensorData TinyImageNet TorchvisionImages",
     "partitions": "Dirichlet FromFile GammaSimilarity HonestOnly IID Natural Shards",

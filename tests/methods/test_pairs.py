@@ -25,17 +25,29 @@ COMPANIONS = {
     "ClientEvaluation",
     "ClientGradientClipping",
     "CommunicationLedger",
+    "FedBABU",
+    "FedPer",
     "FedProx",
+    "FedRep",
     "MaintainedMomentum",
     "SCAFFOLD",
 }
-REFUSED = {frozenset({"MaintainedMomentum", "FedTAN"}), frozenset({"FedProx", "SCAFFOLD"})}
+REFUSED = {
+    frozenset({"MaintainedMomentum", "FedTAN"}),
+    frozenset({"FedProx", "SCAFFOLD"}),
+    *(frozenset(pair) for pair in combinations(("FedBABU", "FedPer", "FedRep"), 2)),
+    *(frozenset({"FedRep", other}) for other in ("FedTAN", "MaintainedMomentum")),
+}
+BESIDE_AFFINE = (
+    "FBN", "FedDNA", "FedExFixBN", "FedTAN", "MomentMatching", "SiloBN", "SlidingWindowFixBN", "StaticBN", "StatisticsSources",
+)  # fmt: skip
 ALLOWED = {
     *(frozenset({one, other}) for one in COMPANIONS for other in SETTINGS if one != other),
     frozenset({"FedTAN", "StatisticsSources"}),
+    *(frozenset({"MTFL", other}) for other in BESIDE_AFFINE),
 } - REFUSED
 """What changes a client's step goes with every method, but for kept momentum that FedTAN restarts and two remedies of client
-drift at once; statistics of any averaged kind."""
+drift at once, and two treatments of the head; statistics of any averaged kind; gamma and beta beside any statistics."""
 PAIRS = [frozenset(pair) for pair in combinations(sorted(SETTINGS), 2)]
 
 

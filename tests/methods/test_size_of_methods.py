@@ -13,6 +13,10 @@ LIMITS = {
     "SiloBN": (["callbacks/silobn.py"], 15),
     "FixBN": (["callbacks/fixbn.py"], 25),
     "FBN": (["callbacks/fbn.py"], 60),
+    "MTFL": (["callbacks/mtfl.py"], 5),
+    "FedPer": (["callbacks/fedper.py"], 10),
+    "FedRep": (["callbacks/fedrep.py"], 35),
+    "FedBABU": (["callbacks/fedbabu.py"], 30),
     "FedTAN": (["callbacks/fedtan.py", "fl_lightning/batch_norm/joint.py"], 150),
 }
 """The files that exist for a method alone; ``joint`` steps are few lines in the module and the executors beside that."""

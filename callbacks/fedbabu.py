@@ -1,0 +1,63 @@
+"""FedBABU: Oh et al., "FedBABU: Towards Enhanced Representation for Federated Image Classification", arXiv 2106.06042."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import lightning as L
+from torch import Tensor
+
+from fl_lightning.cohort import LAST_LAYER
+from fl_lightning.errors import check_at_least
+from fl_lightning.methods import PersonalEvaluation, fine_tuned
+
+if TYPE_CHECKING:
+    from fl_lightning import FederatedModule
+
+
+class FedBABU(PersonalEvaluation):
+    """FedBABU: training changes only the body; the head stays at its initial value, also on the server.
+
+    The head is sent once to each client. The evaluation fine-tunes a copy of the server's model,
+    body and head, on each client's training data (Algorithm 1 and section 5): ``own_accuracy`` is
+    the paper's personalised accuracy, ``accuracy`` is that of the server's model.
+
+    The fine-tuning takes steps of the client optimizer at its initial learning rate
+    (:func:`~fl_lightning.methods.fine_tuning.fine_tuned`), in each evaluation.
+
+    Args:
+        fine_tune_epochs: Passes over the client's training data. Default: 1; 0 evaluates the
+            server's model.
+        head: The head, as of :class:`~fl_lightning.callbacks.fedper.FedPer`.
+        evaluate_clients: Number of clients' models to fine-tune and evaluate. Default: all.
+
+    Raises:
+        ConfigurationError: ``fine_tune_epochs`` is negative.
+    """
+
+    paper = "Oh et al., arXiv 2106.06042"
+    claims = ("own_twin_without_bn", "one_client_is_two_of_half_its_weight")
+    examples = ({"evaluate_clients": 2},)
+
+    def __init__(
+        self,
+        fine_tune_epochs: int = 1,
+        head: list[str] | str = LAST_LAYER,
+        evaluate_clients: int | None = None,
+    ) -> None:
+        super().__init__(evaluate_clients)
+        check_at_least(0, **{"FedBABU.fine_tune_epochs": fine_tune_epochs})
+        self.fine_tune_epochs, self.head = fine_tune_epochs, [head] if isinstance(head, str) else head
+
+    def policy(self, round_number: int, total_rounds: int) -> Mapping[str, str]:
+        """Declare the head frozen."""
+        return dict.fromkeys(self.head, "frozen")
+
+    def variants(
+        self, trainer: L.Trainer, pl_module: "FederatedModule"
+    ) -> Mapping[str, Mapping[str, Tensor]]:
+        """Return each evaluated client's fine-tuned model."""
+
+        def tuned(client: int) -> tuple[str, Mapping[str, Tensor]]:
+            return str(client), fine_tuned(pl_module, client, self.fine_tune_epochs)
+
+        return dict(pl_module.ranks.map(tuned, self.evaluated_clients(pl_module)))

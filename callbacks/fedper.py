@@ -1,0 +1,27 @@
+"""FedPer: Arivazhagan et al., "Federated Learning with Personalization Layers", arXiv 1912.00818."""
+
+from fl_lightning.cohort import LAST_LAYER
+from fl_lightning.methods import LocalState
+
+
+class FedPer(LocalState):
+    """FedPer: clients keep the head (the personalization layers); the body (base layers) is averaged.
+
+    Body and head are trained together (Algorithm 1). The paper's head is the classifier and up to
+    three blocks before it, each client's from a random initialisation; here every client's head
+    starts from the server's initial one. Buffers of the head stay at the client as well.
+
+    Args:
+        head: The head, by the name or names of modules or parameters, such as ``fc`` (see
+            ``fl_lightning.cohort.parts``). Default: the last layer. An empty list is FedAvg.
+        evaluate_clients: Number of clients' models to evaluate. Default: all.
+    """
+
+    paper = "Arivazhagan et al., arXiv 1912.00818"
+    claims: tuple[str, ...] = (
+        "fedavg_on_identical_clients", "one_client_is_plain_training", "one_client_is_two_of_half_its_weight",
+    )  # fmt: skip
+
+    def __init__(self, head: list[str] | str = LAST_LAYER, evaluate_clients: int | None = None) -> None:
+        super().__init__(evaluate_clients)
+        self.kinds = (head,) if isinstance(head, str) else tuple(head)

@@ -1,0 +1,67 @@
+"""FedRep: Collins et al., "Exploiting Shared Representations for Personalized Federated Learning", arXiv 2102.07303."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import lightning as L
+
+from fl_lightning.callbacks.fedper import FedPer
+from fl_lightning.cohort import LAST_LAYER
+from fl_lightning.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from fl_lightning import Cohort, FederatedModule
+
+
+class FedRep(FedPer):
+    """FedRep: in each round a client first trains its head, then the body, which alone is averaged.
+
+    The first ``head_steps`` local steps of a round train the head with the body at rest, the other
+    steps train the body with the head at rest (Algorithm 1). A part at rest has gradient and learning
+    rate 0, so neither momentum nor weight decay moves it. Each of the two phases starts with a fresh
+    client optimizer. A client with at most ``head_steps`` local steps trains only
+    its head. BN normalises with batches in both phases, so running statistics change in both.
+
+    The authors weigh clients by their data. They tune the heads of all clients after the last
+    round; here the evaluated heads are those of each client's last round.
+
+    Args:
+        head_steps: Local steps that train the head, >= 0. With 0 the heads are never trained.
+        head: The head, as of :class:`~fl_lightning.callbacks.fedper.FedPer`.
+        evaluate_clients: Number of clients' models to evaluate. Default: all.
+
+    Raises:
+        ConfigurationError: ``head_steps`` is negative, or leaves no local step for the body.
+    """
+
+    paper = "Collins et al., arXiv 2102.07303"
+    claims = ("one_client_is_two_of_half_its_weight",)
+    takes: Mapping[str, str] = {"the client optimizer's state": ""}
+
+    def __init__(
+        self, head_steps: int = 1, head: list[str] | str = LAST_LAYER, evaluate_clients: int | None = None
+    ) -> None:
+        super().__init__(head, evaluate_clients)
+        self.head_steps = head_steps
+
+    def configure_batch_norm(self, pl_module: "FederatedModule") -> None:
+        """Check that some client has local steps for the body."""
+        super().configure_batch_norm(pl_module)
+        most = max(map(pl_module.plan.full_steps, range(pl_module.data.num_clients)))
+        if not 0 <= self.head_steps < most:
+            raise ConfigurationError(
+                f"FedRep.head_steps: {self.head_steps} must be at least 0 and below {most}, the local steps of a round, which also train the body"
+            )
+
+    def on_after_local_backward(
+        self, trainer: L.Trainer, pl_module: "FederatedModule", cohort: "Cohort", step: int
+    ) -> None:
+        """Set learning rate and gradient of the part at rest to 0."""
+        if step == self.head_steps:
+            cohort.restart_optimizer()
+        blocks = {n: block for n, block in cohort.params.layout.items() if cohort.is_trained(n)}
+        for (name, block), group in zip(blocks.items(), cohort.optimizer.param_groups, strict=True):
+            in_body = {*block.parts, block.kind}.isdisjoint(self.kinds)
+            if in_body == (step < self.head_steps):
+                cohort.grads.blocks[name].zero_()
+                group["lr"] = 0.0

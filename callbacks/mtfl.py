@@ -1,0 +1,19 @@
+"""MTFL: Mills et al., "Multi-Task Federated Learning for Personalised Deep Neural Networks in Edge Computing", arXiv 2007.09236."""
+
+from fl_lightning.methods import LocalState
+
+
+class MTFL(LocalState):
+    """MTFL with private gamma and beta: clients keep gamma and beta of BN; all other state is averaged.
+
+    These are the private patches "yb" of section 3. The patches "us" (running means and variances)
+    are :class:`~fl_lightning.callbacks.silobn.SiloBN`, both together are
+    :class:`~fl_lightning.callbacks.fedbn.FedBN`. A client's gamma and beta start from the server's
+    initial ones. The paper measures a client's model after the download, on test data like the
+    client's own: this is ``own_accuracy``. Its FedAvg-Adam, which averages Adam's moments as well,
+    is :class:`~fl_lightning.callbacks.maintained_momentum.MaintainedMomentum` with global scope.
+    """
+
+    paper = "Mills et al., arXiv 2007.09236"
+    claims = ("fedavg_on_identical_clients", "one_client_is_plain_training")
+    kinds = ("affine",)
