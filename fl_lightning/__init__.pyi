@@ -16,6 +16,7 @@ from .experiments.run_directory.checkpoints import RoundCheckpoint as RoundCheck
 from .methods.callback import FederatedCallback as FederatedCallback
 from .methods.freezing import Freezing as Freezing
 from .methods.local_state import LocalState as LocalState
+from .methods.local_state import PersonalEvaluation as PersonalEvaluation
 from .methods.report import Report as Report
 from .methods.report import Table as Table
 from .methods.statistics_pass import collect as collect

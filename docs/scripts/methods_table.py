@@ -17,6 +17,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from fl_lightning import FederatedCallback, FederatedDataModule, FederatedModule, callbacks
+from fl_lightning.batch_norm import KINDS
 from fl_lightning.models import ResNet20
 from fl_lightning.round.policy import resolve_policy
 
@@ -24,8 +25,8 @@ ROUNDS = 100
 STATE = {"weight": "W", "affine": "A", "mean": "S", "var": "S"}
 COLUMNS = {"averaged": ("averaged", "max"), "local": ("local",), "frozen": ("frozen",), "pooled": ("pooled",)}
 LEGEND = (
-    "W: all trainable parameters but those of BN; A: gamma and beta of BN; S: running means and variances of BN. What no "
-    "column names is neither sent nor kept. MB: per client and round of ResNet-20, float32, before and after T*. Exchanges: "
+    "W: all trainable parameters but those of BN; A: gamma and beta of BN; S: running means and variances of BN; "
+    "last layer: all state of this part, which the columns of W, A and S leave out then. What no column names is neither sent nor kept. MB: per client and round of ResNet-20, float32, before and after T*. Exchanges: "
     "how often a round waits for the server."
 )
 
@@ -44,7 +45,8 @@ def stages(callback: FederatedCallback, column: tuple[str, ...]) -> str:
     policies = [resolve_policy([callback], r, ROUNDS) for r in range(1, ROUNDS + 1)]
     later = callback.undecided()
     words = {}
-    for kind, state in STATE.items():
+    parts = {part: part for part in policies[0] if part not in KINDS}
+    for kind, state in (STATE | parts).items():
         inside = [policy[kind] in column for policy in policies]
         if later.get(kind) in column:
             words[state] = f"{state} after T*"
@@ -86,7 +88,7 @@ def costs(callback: FederatedCallback) -> list[tuple[str, str, int]]:
     """
     data = FederatedDataModule([RandomImages(), RandomImages()], RandomImages())
     optimizer = partial(torch.optim.SGD, lr=0.01, momentum=0.9)
-    module = FederatedModule(ResNet20(), optimizer, local_steps=1)
+    module = FederatedModule(ResNet20(), optimizer, local_steps=1 + getattr(callback, "head_steps", 0))
     seen = Rows()
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -40,15 +40,15 @@ class Declarations:
     takes: Mapping[str, str] = MappingProxyType({})
 
     def policy(self, round_number: int, total_rounds: int) -> Mapping[str, str]:
-        """Return this method's treatment of each kind of state in a round.
+        """Return this method's treatment of kinds of state and parts of the model in a round.
 
         Args:
             round_number: The communication round, from 1.
             total_rounds: Number of planned rounds.
 
         Returns:
-            Treatments by kind (see ``fl_lightning.round.policy``), such as
-            ``{"mean": "frozen", "var": "frozen"}``. Default of a kind: averaged.
+            Treatments by kind, or by part of the model (see ``fl_lightning.cohort.parts``), such as
+            ``{"mean": "frozen", "var": "frozen", "fc": "local"}``. Default of a kind: averaged.
         """
         return {}
 

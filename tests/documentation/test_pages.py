@@ -133,7 +133,16 @@ def test_every_command_of_a_page_runs_in_its_order_for_two_rounds(name, write_me
 
 @pytest.mark.parametrize(
     "name",
-    [*METHOD_BLOCKS, "OwnStatistics", "FrozenAffine", "AsEvaluated", "GradientNorm", "Measured", "Updates"],
+    [
+        *METHOD_BLOCKS,
+        "OwnHead",
+        "OwnStatistics",
+        "FrozenAffine",
+        "AsEvaluated",
+        "GradientNorm",
+        "Measured",
+        "Updates",
+    ],
 )
 def test_the_methods_of_the_pages_keep_what_they_promise(name):
     namespace = {"__name__": "methods"}
@@ -145,7 +154,7 @@ def test_the_methods_of_the_pages_keep_what_they_promise(name):
 def test_every_python_block_is_tried():
     used = {
         "README.md": 1,
-        "docs/own-method.md": 9,
+        "docs/own-method.md": 11,
         "docs/own-data.md": 3,
         "docs/python.md": 2,
         "docs/data.md": 2,
