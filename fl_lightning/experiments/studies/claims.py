@@ -1,4 +1,4 @@
-"""Claims of a paper, tested in pairs by seed: each holds, does not hold, or is undecided.
+"""Claims of a paper: their syntax, and the paired combinations that they compare.
 
 A claim orders labels: ``"FixBN > GN > BN"``. ``at`` restricts a claim to labels of other axes:
 ``"GN > BN at E=1"``. A side may name its axis: ``"E=100 > E=1 at method=BN"``. Equality up to a
@@ -6,21 +6,12 @@ margin is written ``"FBN ~ centralised within 0.02"``.
 """
 
 import re
-import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import pairwise
-from math import inf, isfinite
+from math import inf
 from typing import NamedTuple
 
-from scipy.stats import t
-
 from fl_lightning.errors import ConfigurationError
-from fl_lightning.experiments.studies.found import Found, Group, Verdict
-
-ONE_SEED = 0.1
-"""Smallest decisive difference of a single pair: 2 √2 · 0.035, for cells with deviation 0.035."""
-
-_CONFIDENCE = 0.9
+from fl_lightning.experiments.studies.found import Found, Group
 
 
 class Claim(NamedTuple):
@@ -104,56 +95,6 @@ def _comparable(
             )
 
 
-def judge(claim: str, found: Found) -> Verdict | None:
-    """Return the verdict on a claim; None if this scale lacks a label of the claim.
-
-    A missing result or an open choice leaves the claim undecided, as the existing runs may be the
-    better part. Otherwise the 90 % interval of the mean paired difference (Student's t) decides: an
-    ordering holds if the interval is above 0, and does not hold if the interval is below. With one
-    seed the difference must exceed :data:`ONE_SEED`.
-
-    Args:
-        claim: Text of the claim.
-        found: Findings of the study.
-
-    Raises:
-        ConfigurationError: The claim cannot be read.
-    """
-    sides, constraints, fixed, margin = read_claim(claim, found["known"])
-    named = [*fixed.items(), *(item for side in constraints for item in side.items())]
-    if any(label not in found["axes"][axis] for axis, label in named):
-        return None
-    for choice in found["choices"]:
-        by = choice["for"].items()
-        concerned = (
-            all({**fixed, **side}.get(axis, label) == label for axis, label in by) for side in constraints
-        )
-        if choice["chosen"] is None and any(concerned):
-            words = f"{choice['axis']} of {' '.join(f'{axis}={label}' for axis, label in by)}"
-            words = f"{words.removesuffix(' of ')} was not chosen"
-            return {"claim": claim, "verdict": "undecided", "words": words}
-    metric = next(iter(found["metrics"]))
-    links = [[*_paired({**fixed, **more}, less, found)] for more, less in pairwise(constraints)]
-    if not all(links):
-        number = links.index([])
-        return {
-            "claim": claim,
-            "verdict": "undecided",
-            "words": f"no pair of runs of {sides[number]} and {sides[number + 1]}",
-        }
-    verdicts = [_judge_pair(*pair, metric, margin) for link in links for pair in link]
-    kinds = [kind for kind, _ in verdicts]
-    verdict = (
-        "does not hold" if "does not hold" in kinds else "undecided" if "undecided" in kinds else "holds"
-    )
-    words = (
-        verdicts[0][1]
-        if len(verdicts) == 1
-        else "; ".join(f"{kinds.count(kind)} {kind}" for kind in dict.fromkeys(kinds))
-    )
-    return {"claim": claim, "verdict": verdict, "words": words}
-
-
 def difference(found: Found) -> Found:
     """Return findings whose values are the paired differences of a study, such as ``"GN - BN"``.
 
@@ -167,7 +108,7 @@ def difference(found: Found) -> Found:
     assert words is not None
     sides, (more, less), *_ = read_difference(words, found["known"])
     groups: list[Group] = []
-    for group, against in _paired(more, less, found):
+    for group, against in paired(more, less, found):
         values, subtracted = group["values"][metric], against["values"][metric]
         pairs = {seed: values[seed] - subtracted[seed] for seed in values if seed in subtracted}
         groups.append({**group, "values": {metric: pairs}, "published": None})
@@ -175,7 +116,7 @@ def difference(found: Found) -> Found:
     return {**found, "groups": groups, "metrics": {metric: name}}
 
 
-def _paired(more: Mapping[str, str], less: Mapping[str, str], found: Found) -> Iterator[tuple[Group, Group]]:
+def paired(more: Mapping[str, str], less: Mapping[str, str], found: Found) -> Iterator[tuple[Group, Group]]:
     """Yield each combination with labels ``more`` and its counterpart with labels ``less``.
 
     All other labels are equal, except labels of chosen axes.
@@ -185,41 +126,6 @@ def _paired(more: Mapping[str, str], less: Mapping[str, str], found: Found) -> I
             labels = {**group["labels"], **less}
             wanted = {axis: label for axis, label in labels.items() if axis not in found["choose"]}
             yield from [(group, g) for g in found["groups"] if wanted.items() <= g["labels"].items()][:1]
-
-
-def _judge_pair(group: Group, other: Group, metric: str, margin: float | None) -> tuple[str, str]:
-    for run in (*group["runs"], *other["runs"]):
-        if run["phase"] != "done":
-            state = "diverged" if run.get("diverged") else f"is {run['phase']}"
-            return "undecided", f"{run['directory']} {state}"
-    for side in (group, other):
-        if seeds := [seed for seed, value in side["values"][metric].items() if not isfinite(value)]:
-            words = " ".join(f"{axis}={label}" for axis, label in side["labels"].items())
-            return "undecided", f"{words} has no finite number with seed {', '.join(seeds)}"
-    more, less = group["values"][metric], other["values"][metric]
-    differences = [more[seed] - less[seed] for seed in more if seed in less]
-    if not differences:
-        return "undecided", "no pair of finished runs with numbers"
-    mean = statistics.mean(differences)
-    low, high = interval(differences)
-    if margin is None:
-        verdict = "holds" if low > 0 else "does not hold" if high < 0 else "undecided"
-    elif -margin < low <= high < margin:
-        verdict = "holds"
-    else:
-        verdict = "does not hold" if low > margin or high < -margin else "undecided"
-    if (pairs := len(differences)) > 1:
-        return verdict, f"{mean:+.3f}, {low:+.3f} to {high:+.3f} by {pairs} pairs"
-    small = ", which says nothing of so small a margin" if margin is not None and margin <= ONE_SEED else ""
-    return verdict, f"{mean:+.3f} in one pair{small}"
-
-
-def interval(differences: Sequence[float]) -> tuple[float, float]:
-    """Return the 90 % interval of the mean paired difference, ± :data:`ONE_SEED` for one pair."""
-    mean, n, half = statistics.mean(differences), len(differences), ONE_SEED
-    if n > 1:
-        half = statistics.stdev(differences) / n**0.5 * float(t.ppf((1 + _CONFIDENCE) / 2, n - 1))
-    return mean - half, mean + half
 
 
 def _labels(text: str, claim: str, known: Mapping[str, Sequence[str]], key: str = "claims") -> dict[str, str]:

@@ -33,6 +33,9 @@ Dotted = Mapping[str, Any]
 Labels = dict[str, str]
 """Label of each axis, such as ``{"method": "GN", "E": "100"}``."""
 
+HEADLINE_CLAIMS = 3
+"""Largest number of headline claims of a study."""
+
 SPECIAL = ("config", "metric", "seeds")
 """Keys of a label that are no settings: configurations laid over the base, first metric, seeds."""
 
@@ -192,6 +195,7 @@ class Definition:
         published: Published values of the first metric, each with labels by axis and a ``value``.
         difference: Difference shown as a heat map, such as ``"GN - BN"``; None for no map.
         claims: Claims in the syntax of :mod:`fl_lightning.experiments.studies.claims`.
+        headline: Headline claims, at most three, corrected for each other alone if they have five seeds.
     """
 
     title: Text
@@ -208,6 +212,7 @@ class Definition:
     published: list[Published] = field(default_factory=list)
     difference: Text | None = None
     claims: list[Text] = field(default_factory=list)
+    headline: Annotated[list[Text], Field(max_length=HEADLINE_CLAIMS)] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

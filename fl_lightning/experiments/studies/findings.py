@@ -8,9 +8,9 @@ from fl_lightning.errors import ConfigurationError
 from fl_lightning.experiments.run_directory.finished import metric_values
 from fl_lightning.experiments.run_directory.metrics_log import read_metrics
 from fl_lightning.experiments.studies.cells import Cell, State
-from fl_lightning.experiments.studies.claims import judge
 from fl_lightning.experiments.studies.definition import Study
 from fl_lightning.experiments.studies.found import ChoiceFound, Found, Group, RunFound
+from fl_lightning.experiments.studies.verdicts import judge
 
 _COPIED = (
     "method", "model", "partition", "rounds", "planned_rounds", "samples", "upload_bytes", "download_bytes",
@@ -69,7 +69,7 @@ def findings(
             g["labels"] for g in found["groups"] if not g["metric"] and _reads(g)[1:] == _reads(group)[1:]
         )
         group["costs_of"] = next(trained, None) if group["metric"] else None
-    found["claims"] = [verdict for claim in definition.claims if (verdict := judge(claim, found))]
+    found["claims"] = judge([*definition.headline, *definition.claims], found, definition.headline)
     return found
 
 

@@ -82,11 +82,27 @@ ChoiceFound = TypedDict(
 
 
 class Verdict(TypedDict):
-    """Verdict on a claim (``holds``, ``does not hold`` or ``undecided``) and its reason in words."""
+    """Verdict on a claim; a claim without pairs, or with one pair each, has no p-value.
+
+    Attributes:
+        claim: Text of the claim.
+        verdict: ``holds``, ``does not hold``, ``undecided``, ``one pair agrees`` or ``one pair contradicts``.
+        words: Reason in words.
+        p: Two-sided p-value.
+        adjusted: P-value after Holm's correction in its family.
+        family: Number of claims in its family.
+        headline: Whether the family is that of the headline claims.
+        decides: Smallest difference, or margin, that the seeds of an undecided claim could decide.
+    """
 
     claim: str
     verdict: str
     words: str
+    p: NotRequired[float]
+    adjusted: NotRequired[float]
+    family: NotRequired[int]
+    headline: NotRequired[bool]
+    decides: NotRequired[float]
 
 
 class Found(TypedDict):

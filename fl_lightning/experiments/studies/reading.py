@@ -44,6 +44,7 @@ _WORDS = {
     "string_type": "must be a text; write it in quotes",
     "string_too_short": "must not be empty",
     "too_short": "must not be empty",
+    "too_long": "must have at most three entries",
 }
 """Messages for the types of pydantic's errors whose own messages use Python's words."""
 
@@ -227,7 +228,7 @@ def _contradictions(study: Study) -> Iterator[str]:
     for axis in {x.axis for x in definition.choose if [y.axis for y in definition.choose].count(x.axis) > 1}:
         yield f"choose: {axis} is chosen twice; name it once"
     for read, texts in (
-        (read_claim, definition.claims),
+        (read_claim, [*definition.headline, *definition.claims]),
         (read_difference, filter(None, [definition.difference])),
     ):
         for words in texts:
@@ -235,6 +236,8 @@ def _contradictions(study: Study) -> Iterator[str]:
                 read(words, known)
             except ConfigurationError as error:
                 yield str(error)
+    for words in {*definition.headline} & {*definition.claims}:
+        yield f"headline: {words!r} is in claims too; keep it in headline"
     for first, second in combinations(definition.published, 2):
         if study.has({axis: [*map(str, listed(x))] for axis, x in rows_of(first).items()}, rows_of(second)):
             yield f"published: {first} and {second} are values of the same row; keep one"

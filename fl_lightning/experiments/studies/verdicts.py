@@ -1,0 +1,262 @@
+"""Verdicts on the claims of a study, by paired differences and Holm's correction.
+
+The claims of a table are a family: the probability of any wrong verdict in a family is at most
+:data:`FAMILY_ERROR`. Headline claims, at most :data:`HEADLINE_CLAIMS` with at least
+:data:`HEADLINE_SEEDS` seeds, are a family of their own.
+"""
+
+import statistics
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import pairwise
+from math import inf, isfinite
+from typing import NamedTuple
+
+from scipy.stats import t
+
+from fl_lightning.experiments.studies.claims import Claim, paired, read_claim
+from fl_lightning.experiments.studies.found import Found, Group, Verdict
+
+FAMILY_ERROR = 0.05
+"""Largest probability that any verdict of a family is wrong."""
+
+HEADLINE_SEEDS = 5
+"""Smallest number of seeds with which headline claims are a family of their own."""
+
+ONE_PAIR = 0.1
+"""Smallest difference at which one pair agrees: 2 √2 · 0.035, for cells with deviation 0.035."""
+
+AGREES, CONTRADICTS = "one pair agrees", "one pair contradicts"
+
+
+class Comparison(NamedTuple):
+    """Comparison of a pair of combinations, from the differences by seed.
+
+    Attributes:
+        mean: Mean paired difference.
+        error: Standard error of the mean; infinite for one pair.
+        pairs: Number of pairs.
+        margin: Margin of equality; None for an ordering.
+    """
+
+    mean: float
+    error: float
+    pairs: int
+    margin: float | None = None
+
+    @classmethod
+    def of(cls, differences: Sequence[float], margin: float | None = None) -> "Comparison":
+        """Return the test of some paired differences."""
+        n = len(differences)
+        error = statistics.stdev(differences) / n**0.5 if n > 1 else inf
+        return cls(statistics.mean(differences), error, n, margin)
+
+    @property
+    def p_for(self) -> float:
+        """One-sided p-value of the claim: that the mean is above 0, or within both margins."""
+        if self.margin is None:
+            return self._p_above(0)
+        return max(self._p_above(-self.margin), 1 - self._p_above(self.margin))
+
+    @property
+    def p_against(self) -> float:
+        """One-sided p-value of the opposite: that the mean is below 0, or beyond a margin."""
+        if self.margin is None:
+            return 1 - self._p_above(0)
+        return min(self._p_above(self.margin), 1 - self._p_above(-self.margin))
+
+    def _p_above(self, bound: float) -> float:
+        """Return the p-value of Student's t that the mean is above a bound."""
+        if self.error in (0, inf):
+            above = (self.mean > bound) - (self.mean < bound) if self.error == 0 else 0
+            return (1 - above) / 2
+        return float(t.sf((self.mean - bound) / self.error, self.pairs - 1))
+
+    def half_width(self, level: float) -> float:
+        """Return half the width of the interval that misses the mean with probability ``level``.
+
+        It is the smallest difference from 0 that decides an ordering, and the smallest margin that
+        an observed difference of 0 confirms. One pair has :data:`ONE_PAIR`.
+        """
+        if self.pairs < 2:
+            return ONE_PAIR
+        return self.error * float(t.isf(level / 2, self.pairs - 1))
+
+    def kind(self, level: float, tests: int = 1) -> str:
+        """Return ``"holds"``, ``"does not hold"`` or ``"undecided"``; one pair agrees or contradicts.
+
+        Args:
+            level: Probability of a wrong verdict.
+            tests: Number of tests of the claim, any of which may contradict it.
+        """
+        if self.pairs < 2:
+            low, high = self.mean - ONE_PAIR, self.mean + ONE_PAIR
+            margin = inf if self.margin is None else self.margin
+            bound = 0 if self.margin is None else -margin
+            agrees, against = bound < low <= high < margin, high < bound or low > margin
+            return AGREES if agrees else CONTRADICTS if against else "undecided"
+        if 2 * self.p_for <= level:
+            return "holds"
+        return "does not hold" if 2 * tests * self.p_against <= level else "undecided"
+
+    def in_words(self, level: float) -> str:
+        """Return the mean difference, and its interval if there are two pairs or more."""
+        if self.pairs < 2:
+            small = self.margin is not None and self.margin <= ONE_PAIR
+            return f"{self.mean:+.3f} in one pair{', which says nothing of so small a margin' * small}"
+        half = self.half_width(level)
+        return f"{self.mean:+.3f}, {self.mean - half:+.3f} to {self.mean + half:+.3f} by {self.pairs} pairs"
+
+
+def p_of(tests: Sequence[Comparison]) -> float | None:
+    """Return the two-sided p-value of a claim; None if one pair is all that any of its tests has.
+
+    A claim holds if all of its tests hold, and does not hold if any test does not hold: the largest
+    p-value counts for the claim, the smallest times the number of tests against it.
+    """
+    if all(test.pairs < 2 for test in tests):
+        return None
+    p_for = max(test.p_for if test.pairs > 1 else 1 for test in tests)
+    p_against = len(tests) * min(test.p_against if test.pairs > 1 else 1 for test in tests)
+    return float(min(1, 2 * min(p_for, p_against)))
+
+
+def holm(values: Sequence[float], error: float = FAMILY_ERROR) -> list[tuple[float, float]]:
+    """Return the adjusted p-value and the level of each p-value of a family (Holm, 1979).
+
+    Args:
+        values: P-values of the family.
+        error: Largest probability of any wrong rejection (default :data:`FAMILY_ERROR`).
+
+    Returns:
+        The adjusted p-value and the level at which Holm's procedure tests the p-value: it is at
+        most its level exactly if the adjusted one is at most ``error``.
+    """
+    order = sorted(range(len(values)), key=lambda index: values[index])
+    tested: dict[int, tuple[float, float]] = {}
+    adjusted, level = 0.0, error
+    for rank, index in enumerate(order):
+        level = error / (len(values) - rank) if adjusted <= error else level  # else: it has stopped
+        adjusted = max(adjusted, min(1.0, (len(values) - rank) * values[index]))
+        tested[index] = adjusted, level
+    return [tested[index] for index in range(len(values))]
+
+
+def judge(claims: Sequence[str], found: Found, headline: Collection[str] = ()) -> list[Verdict]:
+    """Return the verdicts on the claims whose labels this scale has.
+
+    A missing result or an open choice leaves a claim undecided, as the existing runs may be the
+    better part. Otherwise Student's t of the paired differences decides, at the level of Holm's
+    procedure in the claim's family. One pair decides nothing: it agrees or contradicts.
+
+    Args:
+        claims: Texts of the claims.
+        found: Findings of the study.
+        headline: Texts of the headline claims.
+
+    Raises:
+        ConfigurationError: A claim cannot be read.
+    """
+    read = {text: read_claim(text, found["known"]) for text in claims}
+    shown = [text for text, claim in read.items() if _has_labels(claim, found)]
+    tests = {text: _tests(read[text], found) for text in shown}
+    families: dict[bool, dict[str, float]] = {True: {}, False: {}}
+    for text, either in tests.items():
+        if not isinstance(either, str) and (p := p_of(either)) is not None:
+            first = text in headline and min(test.pairs for test in either) >= HEADLINE_SEEDS
+            families[first][text] = p
+    verdicts: dict[str, Verdict] = {}
+    for text, either in tests.items():
+        if isinstance(either, str):
+            verdicts[text] = {"claim": text, "verdict": "undecided", "words": either}
+        else:
+            verdicts[text] = _verdict(text, either, FAMILY_ERROR)
+    for first, family in families.items():
+        for (text, p), (adjusted, level) in zip(family.items(), holm([*family.values()]), strict=True):
+            either = tests[text]
+            assert not isinstance(either, str)
+            verdict = verdicts[text] = _verdict(text, either, level)
+            what = f"{len(family)} {'headline ' * first}claim{'s' * (len(family) > 1)}"
+            verdict["words"] += f"; p {_shown(p)}, {_shown(adjusted)} corrected for {what}"
+            verdict |= {"p": p, "adjusted": adjusted, "family": len(family), "headline": first}
+    return [verdicts[text] for text in shown]
+
+
+def _shown(p: float) -> str:
+    return f"{p:.3f}" if p >= 0.0005 else "< 0.001"
+
+
+def _has_labels(claim: Claim, found: Found) -> bool:
+    """Return whether this scale has all labels of a claim."""
+    named = [*claim.fixed.items(), *(item for side in claim.constraints for item in side.items())]
+    return all(label in found["axes"][axis] for axis, label in named)
+
+
+def _verdict(text: str, tests: Sequence[Comparison], level: float) -> Verdict:
+    """Return the verdict on a claim at the level of Holm's procedure."""
+    kinds = [test.kind(level, len(tests)) for test in tests]
+    worst = ("does not hold", CONTRADICTS, "undecided", AGREES, "holds")
+    verdict = next(kind for kind in worst if kind in kinds)
+    words = tests[0].in_words(level)
+    if len(tests) > 1:
+        words = "; ".join(f"{kinds.count(kind)} {kind}" for kind in dict.fromkeys(kinds))
+    if verdict != "undecided":
+        return {"claim": text, "verdict": verdict, "words": words}
+    several = [
+        test for test, kind in zip(tests, kinds, strict=True) if kind == "undecided" and test.pairs > 1
+    ]
+    if not several:
+        return {"claim": text, "verdict": verdict, "words": words}
+    smallest = max(test.half_width(level) for test in several)
+    what = "a difference" if tests[0].margin is None else "a margin"
+    words += f"; these seeds decide {what} of {smallest:.3f} or more"
+    return {"claim": text, "verdict": verdict, "words": words, "decides": smallest}
+
+
+def _tests(claim: Claim, found: Found) -> list[Comparison] | str:
+    """Return the tests of a claim, or the reason why it cannot be tested."""
+    for choice in found["choices"]:
+        by = choice["for"].items()
+        concerned = (
+            all({**claim.fixed, **side}.get(axis, label) == label for axis, label in by)
+            for side in claim.constraints
+        )
+        if choice["chosen"] is None and any(concerned):
+            words = f"{choice['axis']} of {' '.join(f'{axis}={label}' for axis, label in by)}"
+            return f"{words.removesuffix(' of ')} was not chosen"
+    metric = next(iter(found["metrics"]))
+    tests: list[Comparison] = []
+    for number, (more, less) in enumerate(pairwise(claim.constraints)):
+        pairs = [*paired({**claim.fixed, **more}, less, found)]
+        if not pairs:
+            return f"no pair of runs of {claim.sides[number]} and {claim.sides[number + 1]}"
+        for group, other in pairs:
+            either = _differences(group, other, metric)
+            if isinstance(either, str):
+                return either
+            tests.append(Comparison.of(either, claim.margin))
+    return tests
+
+
+def _differences(group: Group, other: Group, metric: str) -> list[float] | str:
+    """Return the differences of two combinations by seed, or the reason why there are none."""
+    return next(_reasons(group, other, metric), "") or _by_seed(
+        group["values"][metric], other["values"][metric]
+    )
+
+
+def _by_seed(more: Mapping[str, float], less: Mapping[str, float]) -> list[float]:
+    return [more[seed] - less[seed] for seed in more if seed in less]
+
+
+def _reasons(group: Group, other: Group, metric: str) -> Iterator[str]:
+    """Yield the reasons why two combinations cannot be compared."""
+    for run in (*group["runs"], *other["runs"]):
+        if run["phase"] != "done":
+            state = "diverged" if run.get("diverged") else f"is {run['phase']}"
+            yield f"{run['directory']} {state}"
+    for side in (group, other):
+        if seeds := [seed for seed, value in side["values"][metric].items() if not isfinite(value)]:
+            words = " ".join(f"{axis}={label}" for axis, label in side["labels"].items())
+            yield f"{words} has no finite number with seed {', '.join(seeds)}"
+    if not _by_seed(group["values"][metric], other["values"][metric]):
+        yield "no pair of finished runs with numbers"
