@@ -18,7 +18,7 @@ from fl_lightning.experiments.run.interruption import Stopped
 from fl_lightning.experiments.run_directory.description import OUTSIDE_THE_HASH
 from fl_lightning.experiments.run_directory.directory import Config
 from fl_lightning.experiments.studies.cells import RUNS, Cell, State, expect_newest_data
-from fl_lightning.experiments.studies.choosing import chosen, is_chosen, trial_cells
+from fl_lightning.experiments.studies.choosing import chosen, is_chosen, trial_cells, with_wider_grids
 from fl_lightning.experiments.studies.definition import Labels, Study, as_argument
 from fl_lightning.experiments.studies.engines.base import Engine
 from fl_lightning.experiments.studies.figures import write_figures
@@ -122,19 +122,24 @@ def main(args: Sequence[str]) -> None:
             reads.check(states)
 
         runner = Runner(folder, engine, jobs, accept_stale, show)
-        trials = reads.soon([cell for trial in cells.trials for cell in trial])
-        runner.run(trials)
-        choices = chosen(study, cells.trials, accept_stale, runner.diverged)
+
+        def choose() -> list[ChoiceFound]:
+            """Run the trials, and further ones while a learning rate is at the edge of its grid."""
+            while True:
+                runner.run(reads.soon(cells.trial_cells))
+                choices = chosen(cells.study, cells.trials, accept_stale, runner.diverged)
+                if not cells.extend(choices):
+                    return choices
+                reads.study = cells.study
+
+        choices = choose()
         table = cells.table(choices)
-        runner.run([*trials, *reads.soon(table)])
-        while (again := chosen(study, cells.trials, accept_stale, runner.diverged)) != choices:
-            choices, table = (
-                again,
-                cells.table(again),
-            )  # trials were rerun, as the table's cells had newer data
-            runner.run([*trials, *table])
+        runner.run([*cells.trial_cells, *reads.soon(table)])
+        while (again := choose()) != choices:  # trials were rerun, as the table's cells had newer data
+            choices, table = again, cells.table(again)
+            runner.run([*cells.trial_cells, *reads.soon(table)])
     if table:
-        found = findings(study, table, choices, runner.failed, accept_stale, runner.diverged)
+        found = findings(cells.study, table, choices, runner.failed, accept_stale, runner.diverged)
         named = ["--name", options.name] if options.name else []
         command_line = ["study", options.file, "--scale", options.scale, *named, *fit_options]
         found |= {"options": shlex.join(deciding_options(fit_options)), "command": shlex.join(command_line)}
@@ -143,7 +148,7 @@ def main(args: Sequence[str]) -> None:
         write_figures(folder, found)
         print_found(found, folder)
     worst = runner.diverged - {cell.key for cell in table}
-    for cell in {cell.key: cell for cell in (*trials, *table)}.values():
+    for cell in {cell.key: cell for cell in (*cells.trial_cells, *table)}.values():
         if cell.key in runner.failed:
             what = "failed, and counted as the worst trial" if cell.key in worst else "failed"
             print(f"{what}: {cell.name}: {runner.failed[cell.key]}")
@@ -204,6 +209,19 @@ class StudyCells:
         """Cells of each choice on validation data."""
         return trial_cells(self.study, self.cell)
 
+    @property
+    def trial_cells(self) -> list[Cell]:
+        """Cells of all choices."""
+        return [cell for trial in self.trials for cell in trial]
+
+    def extend(self, choices: Sequence[ChoiceFound]) -> bool:
+        """Extend the grids of learning rates that were chosen at an edge; return whether there are any."""
+        before, self.study = self.study, with_wider_grids(self.study, choices)
+        if self.study is before:
+            return False
+        del self.trials
+        return True
+
     def cell(self, labels: Labels, seed: int) -> Cell:
         """Return the cell of a combination and a seed."""
         key = (*labels.items(), seed)
@@ -242,7 +260,9 @@ def dry_run(cells: StudyCells, jobs: int, accept_stale: bool) -> None:
     """Print the state of each cell and the estimated time."""
     for _ in range(2):  # the second pass ignores trials whose data the first found outdated
         choices = chosen(cells.study, cells.trials, accept_stale)
-        every = [*(cell for trial in cells.trials for cell in trial), *cells.table(choices)]
+        while cells.extend(choices):
+            choices = chosen(cells.study, cells.trials, accept_stale)
+        every = [*cells.trial_cells, *cells.table(choices)]
         unique = [*{cell.key: cell for cell in every}.values()]
         expect_newest_data([cell.state(accept_stale) for cell in unique], unique)
     share_first_stages(unique)

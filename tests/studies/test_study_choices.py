@@ -17,7 +17,7 @@ def test_a_label_is_chosen_by_validation_and_never_by_test():
     cells = study_cells()
     ((*own,),) = cells.trials
     assert len(own) == 6
-    assert {one.seed for one in own} == {0}
+    assert {one.seed for one in own} == {1000}  # no seed of the table
     assert cells.table(chosen(cells.study, cells.trials)) == []
     val = {
         ("BN", "0.1"): 0.3,
@@ -50,7 +50,7 @@ def test_a_label_is_chosen_by_validation_and_never_by_test():
         ("GN", "0.2", 0),
         ("GN", "0.2", 1),
     ]
-    assert table[0] is own[1]  # the trial is the cell of its seed
+    assert not {*table} & {*own}
     assert not is_chosen({"method": "BN", "model.client_optimizer.lr": "0.1"}, choices)
 
 
@@ -79,7 +79,7 @@ def test_a_trial_without_a_number_is_the_worst_and_the_first_label_stays_where_a
     else:
         (second.key / "result.json").unlink()
         (choice,) = chosen(cells.study, cells.trials, diverged=failed)
-    assert "val/accuracy, the first, since all diverged (" in choice_in_words(choice)
+    assert "val/accuracy of seed 1000, the first, since all diverged (" in choice_in_words(choice)
     assert choice["chosen"] == "0.1"
     assert len(cells.table([choice])) == 2
 
@@ -111,6 +111,8 @@ def test_a_choice_says_at_which_labels_of_other_axes_it_was_tried():
     assert [(one["for"], one["at"]) for one in chosen(cells.study, cells.trials)] == [
         ({"method": method}, {"model.local_steps": "2"}) for method in ("BN", "GN")
     ]
+    words = choice_in_words(chosen(cells.study, cells.trials)[0])
+    assert "of seed 1000 at local_steps=2, used at every local_steps (" in words
 
 
 def test_each_combination_needs_a_trial_and_each_trial_a_run_of_its_own():
@@ -126,6 +128,57 @@ def test_each_combination_needs_a_trial_and_each_trial_a_run_of_its_own():
         ConfigurationError, match=r"choose: the labels of model.client_optimizer.lr give equal runs such as"
     ):
         _ = study_cells([f"{LR}=0.3"]).trials
+
+
+def chosen_with_extensions(cells, quality):
+    """The choices once all trials have the ``quality`` of their method and rate."""
+    while True:
+        for one in cells.trial_cells:
+            if not one.key.exists():
+                value = quality(one.labels["method"], float(one.labels["model.client_optimizer.lr"]))
+                finish(one, **({"diverged": True} if value is None else {"val/accuracy": value}))
+        choices = chosen(cells.study, cells.trials)
+        if not cells.extend(choices):
+            return choices
+
+
+def test_a_rate_at_the_edge_extends_its_grid_by_its_own_ratio_and_for_its_method_alone():
+    """BN's best rate is 1.2, beyond the bound; GN's 0.05 is one step below; both grids are 0.1, 0.2, 0.4."""
+    best = {"BN": 1.2, "GN": 0.05}
+    cells = study_cells(choose=[{**STUDY["choose"][0], "extend": 1}])
+    bn, gn = chosen_with_extensions(cells, lambda method, lr: -abs(lr - best[method]))
+    assert [*bn["values"]] == ["0.1", "0.2", "0.4", "0.8"]
+    assert [*gn["values"]] == ["0.05", "0.1", "0.2", "0.4"]
+    assert (bn["chosen"], bn["extended"], gn["chosen"], gn["extended"]) == ("0.8", ["0.8"], "0.05", ["0.05"])
+    assert "val/accuracy of seed 1000, grid extended by 0.8, edge of the grid (" in choice_in_words(bn)
+    cells = study_cells()
+    bn, gn = chosen_with_extensions(cells, lambda method, lr: -abs(lr - best[method]))
+    assert (bn["chosen"], bn["extended"]) == ("0.8", ["0.8", "1.6"])  # 1.6 is tried, and worse
+    assert (gn["chosen"], gn["extended"]) == ("0.05", ["0.05", "0.025"])
+    assert "grid extended by 0.05, 0.025 (" in choice_in_words(gn)
+    rates = {one.labels["model.client_optimizer.lr"] for one in cells.table([bn, gn])}
+    assert rates == {"0.8", "0.05"}
+    assert len(cells.trial_cells) == 10  # five for each method: no method tries the other's values
+
+
+def test_where_all_diverge_smaller_rates_are_tried_and_no_other_axis_is_extended():
+    cells = study_cells()
+    (bn, _) = chosen_with_extensions(cells, lambda method, lr: None if lr > 0.05 else lr)
+    assert (bn["chosen"], bn["extended"]) == ("0.05", ["0.05", "0.025"])
+    none = study_cells(choose=[{**STUDY["choose"][0], "extend": 0}])
+    assert chosen_with_extensions(none, lambda method, lr: lr)[0]["values"].keys() == {"0.1", "0.2", "0.4"}
+    axes = {"model.local_steps": [2, 4, 8], "method": {"BN": {}}, "model.client_optimizer.lr": [0.1]}
+    steps = study_cells(axes=axes, choose=[{"axis": "model.local_steps"}])
+    ((choice),) = chosen_with_extensions(steps, lambda method, lr: 0.5)
+    assert choice["extended"] == []
+    assert "edge of the grid" in choice_in_words(choice)
+
+
+def test_the_trials_seed_is_none_of_the_table():
+    with pytest.raises(
+        ConfigurationError, match=r"choose: seed 1 of the trials is a seed of the table too.* as 2$"
+    ):
+        _ = study_cells(choose=[{**STUDY["choose"][0], "seed": 1}]).trials
 
 
 def test_stale_trials_choose_nothing_unless_they_are_accepted():

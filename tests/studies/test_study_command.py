@@ -170,15 +170,16 @@ def test_a_cell_that_fails_is_named_and_the_others_go_on(ran, capsys):
 def test_what_was_chosen_on_validation_data_is_recorded_and_trained_once(ran, capsys):
     write(
         axes={"method": {"BN": {}, "GN": {"model.model.norm": "gn"}}, "model.client_optimizer.lr": [0.05, 0.2]},
-        choose=[{"axis": "model.client_optimizer.lr", "by": ["method"]}], without=[], published=[], claims=[],
+        choose=[{"axis": "model.client_optimizer.lr", "by": ["method"], "extend": 1}], without=[], published=[], claims=[],
     )  # fmt: skip
     study("--dry-run")
     assert (
-        "later    2 cells, when model.client_optimizer.lr is chosen by the trials above"
+        "later    4 cells, when model.client_optimizer.lr is chosen by the trials above"
         in capsys.readouterr().out
     )
     study()
-    assert len(ran) == 6  # four trials and the other seed of the two that were chosen
+    assert len(ran) == 10  # four trials, a further one for each method at its edge, two seeds of each method
+    assert [len(choice["extended"]) for choice in found()["choices"]] == [1, 1]
     for choice, group in zip(found()["choices"], found()["groups"], strict=True):
         assert (
             choice["chosen"]
@@ -191,12 +192,13 @@ def test_what_was_chosen_on_validation_data_is_recorded_and_trained_once(ran, ca
 
 def test_a_trial_that_diverges_is_no_failure_of_the_study(ran, capsys):
     lr = "model.client_optimizer.lr"
-    write(axes={lr: [1e30, 0.1]}, choose=[{"axis": lr}], without=[], published=[], claims=[])
+    choose = [{"axis": lr, "extend": 0}]
+    write(axes={lr: [1e30, 0.1]}, choose=choose, without=[], published=[], claims=[])
     study()
     out = capsys.readouterr().out
-    assert "failed, and counted as the worst trial: lr=1e+30 seed=0: round " in out
+    assert "failed, and counted as the worst trial: lr=1e+30 seed=1000: round " in out
     assert [group["labels"][lr] for group in found()["groups"]] == ["0.1"]
-    write(axes={lr: [1e30, 1e29]}, choose=[{"axis": lr}], without=[], published=[], claims=[])
+    write(axes={lr: [1e30, 1e29]}, choose=choose, without=[], published=[], claims=[])
     assert message_of(capsys, study).startswith("error: study: 2 cells failed")
     assert [run["phase"] for run in found()["groups"][0]["runs"]] == ["failed"] * 2
 
@@ -274,7 +276,7 @@ def test_the_metric_of_a_label_or_a_choice_that_no_run_has_ends_the_study_at_its
     assert message_of(capsys, study).startswith(
         "error: choose: the runs have no metric val/acuracy; did you mean val/accuracy or"
     )
-    assert len(ran) == 1  # the first cell, which is the other study's too
+    assert len(ran) == 2  # the first cell of each study
     assert not Path("runs/studies/s-quick/study.json").exists()
 
 

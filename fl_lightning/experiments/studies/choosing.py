@@ -3,12 +3,14 @@
 from collections.abc import Callable, Collection, Mapping, Sequence
 from math import inf, isfinite
 from pathlib import Path
+from typing import Literal
 
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.experiments.run_directory.finished import Result, metric_values
 from fl_lightning.experiments.studies.cells import Cell
 from fl_lightning.experiments.studies.definition import Choice, Labels, Study, matches
 from fl_lightning.experiments.studies.found import ChoiceFound
+from fl_lightning.experiments.studies.panels import is_number
 from fl_lightning.round.directions import best_is
 
 
@@ -35,9 +37,13 @@ def trial_cells(study: Study, make: Callable[[Labels, int], Cell]) -> list[list[
     """
     cells_of_choices = []
     for choice in study.choices:
-        seed = study.scale.seeds[0] if choice.seed is None else choice.seed
         tried = trials(study, choice)
         for labels in study.combinations():
+            if choice.seed in study.seeds(labels):
+                raise ConfigurationError(
+                    f"choose: seed {choice.seed} of the trials is a seed of the table too, so that "
+                    f"{choice.axis} would be chosen on tested runs; name another one, such as {_free(study)}"
+                )
             if tuple(labels[axis] for axis in choice.by) not in tried:
                 raise ConfigurationError(
                     f"choose: no trial chooses {choice.axis} for {labels}; "
@@ -45,7 +51,7 @@ def trial_cells(study: Study, make: Callable[[Labels, int], Cell]) -> list[list[
                 )
         cells: list[Cell] = []
         for combinations in tried.values():
-            grid = [make(labels, seed) for labels in combinations]
+            grid = [make(labels, choice.seed) for labels in combinations]
             if len({cell.key for cell in grid}) < len(grid):
                 raise ConfigurationError(
                     f"choose: the labels of {choice.axis} give equal runs such as {grid[0].name}: "
@@ -61,6 +67,11 @@ def trial_cells(study: Study, make: Callable[[Labels, int], Cell]) -> list[list[
                 )
         cells_of_choices.append(cells)
     return cells_of_choices
+
+
+def _free(study: Study) -> int:
+    """Return the smallest seed above all seeds of the table."""
+    return 1 + max(seed for labels in study.combinations() for seed in study.seeds(labels))
 
 
 def chosen(
@@ -96,6 +107,9 @@ def chosen(
             tried = next(iter(combinations))
             at = {a: x for a, x in tried.items() if a not in (choice.axis, *by) and len(study.axes[a]) > 1}
             settings = sorted({name for label in study.axes[choice.axis].values() for name in label})
+            added = [label for label in values if by in study.added.get((choice.axis, label), ())]
+            if added:
+                values = {label: values[label] for label in sorted(values, key=float)}
             choices.append(
                 {
                     "axis": choice.axis,
@@ -103,11 +117,52 @@ def chosen(
                     "for": by,
                     "at": at,
                     "metric": metric,
+                    "seed": choice.seed,
                     "chosen": best,
                     "values": values,
+                    "extended": added,
                 }
             )
     return choices
+
+
+def with_wider_grids(study: Study, choices: Sequence[ChoiceFound]) -> Study:
+    """Return the study with a value more for each learning rate that was chosen at the edge of its grid.
+
+    The value goes on from the edge by the ratio of the two outermost values. If all trials diverged,
+    it is below the smallest value. A grid is extended by at most ``extend`` values. The same study is
+    returned if no grid is.
+
+    Args:
+        study: The study.
+        choices: Its choices.
+    """
+    limits = {choice.axis: choice.extend for choice in study.choices}
+    for choice in choices:
+        axis, by, edge = choice["axis"], choice["for"], edge_of(choice)
+        if edge is None or not axis.endswith(".lr") or len(choice.get("extended", ())) >= limits[axis]:
+            continue
+        grid = sorted(map(float, choice["values"]))
+        outer, inner = (grid[0], grid[1]) if edge == "smallest" else (grid[-1], grid[-2])
+        of_values = all([*settings] == [axis] for settings in study.axes[axis].values())
+        if of_values and grid[0] > 0:
+            study = study.extended(axis, float(f"{outer * outer / inner:.2g}"), by)
+    return study
+
+
+def edge_of(choice: ChoiceFound) -> Literal["smallest", "largest"] | None:
+    """Return the edge of the grid at which a number was chosen; None within the grid.
+
+    If all trials diverged, every number is too large: the choice is at the smallest.
+    """
+    tried = [*choice["values"]]
+    if choice["chosen"] is None or len(tried) < 2 or not all(map(is_number, tried)):
+        return None
+    if not any(value is None or isfinite(value) for value in choice["values"].values()):
+        return "smallest"
+    if choice["chosen"] == min(tried, key=float):
+        return "smallest"
+    return "largest" if choice["chosen"] == max(tried, key=float) else None
 
 
 def metric_of(study: Study, choice: Choice, combinations: Sequence[Labels]) -> str:

@@ -6,7 +6,7 @@ The types are the schema of the file: pydantic checks the file at once, and
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import product
 from math import prod
 from pathlib import Path
@@ -168,14 +168,17 @@ class Choice:
         by: Axes for each of whose labels the choice is made separately.
         at: Labels of the remaining axes during the trials; default: the first label of each axis.
         metric: Metric to maximize, or loss to minimize.
-        seed: Seed of the trials; None for the first seed of the scale.
+        seed: Seed of the trials, which no row of the table may have.
+        extend: Number of values, at most, that are added to a grid of learning rates whose chosen value
+            is at its edge; 0 for none.
     """
 
     axis: Name
     by: list[Name] = field(default_factory=list)
     at: dict[Name, Label] = field(default_factory=dict)
     metric: Name = "val/accuracy"
-    seed: Seed | None = None
+    seed: Seed = 1000
+    extend: Annotated[int, Strict(), Field(ge=0, le=10)] = 2
 
 
 @schema(frozen=True, config=_STRICT)
@@ -225,6 +228,7 @@ class Study:
         definition: Content of the file at this scale.
         scale_name: Name of the scale, such as ``quick``.
         axes: Settings by axis and label.
+        added: Labels that extend a grid, each with the labels of other axes for which it was added.
     """
 
     name: str
@@ -232,6 +236,7 @@ class Study:
     definition: Definition
     scale_name: str
     axes: Mapping[str, Mapping[str, Dotted]]
+    added: Mapping[tuple[str, str], Sequence[Labels]] = field(default_factory=dict)
 
     @property
     def scale(self) -> Scale:
@@ -270,8 +275,18 @@ class Study:
         ]
         for row in product(*labels):
             combination = dict(zip(self.axes, row, strict=True))
-            if not any(matches(combination, omitted) for omitted in self.definition.without):
+            rows = [self.added[label] for label in combination.items() if label in self.added]
+            if not any(matches(combination, omitted) for omitted in self.definition.without) and all(
+                any(matches(combination, by) for by in of_label) for of_label in rows
+            ):
                 yield combination
+
+    def extended(self, axis: str, value: float, by: Labels) -> "Study":
+        """Return the study with another value on an axis, for the rows with labels ``by`` alone."""
+        label = f"{value:g}"
+        axes = {**self.axes, axis: {**self.axes[axis], label: {axis: value}}}
+        added = {**self.added, (axis, label): [*self.added.get((axis, label), ()), by]}
+        return replace(self, axes=axes, added=added)
 
     @property
     def base(self) -> list[str]:

@@ -74,8 +74,10 @@ ChoiceFound = TypedDict(
         "for": Labels,  # labels that the choice is made for
         "at": NotRequired[Labels],  # labels of other axes during the trials
         "metric": str,
+        "seed": NotRequired[int],  # seed of the trials
         "chosen": str | None,  # None before all trials are done
         "values": dict[str, float | None],  # metric by label; None for a trial without a result
+        "extended": NotRequired[list[str]],  # labels that were added to the grid, as its edge was chosen
     },
 )
 """Choice of a label on validation data."""

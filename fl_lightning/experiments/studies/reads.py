@@ -29,10 +29,13 @@ class Reads:
 
     Args:
         study: The study.
+
+    Attributes:
+        study: The study, with all values of extended grids.
     """
 
     def __init__(self, study: Study) -> None:
-        self._study = study
+        self.study = study
         self._kinds = {self._kind(labels) for labels in study.combinations()}
         self._logged: dict[tuple[str, ...], set[str]] = {}
         self._checked: set[Cell] = set()
@@ -68,18 +71,18 @@ class Reads:
             self._checked.add(cell)
             for same_run in self._of_run[cell.key]:
                 self._logged.setdefault(self._kind(same_run.labels), set()).update(names)
-                if (metric := self._study.metric(same_run.labels)) is not None:
+                if (metric := self.study.metric(same_run.labels)) is not None:
                     _expect(f"metric: the runs of {same_run.name} have no", metric, names)
                 for labels, metric in self._trials:
                     if labels == same_run.labels:
                         _expect("choose: the runs have no metric", metric, names)
         if self._kinds == self._logged.keys():
-            for name in self._study.definition.metrics:
+            for name in self.study.definition.metrics:
                 _expect("metrics: no run has", name, {*chain(*self._logged.values())})
 
     def _kind(self, labels: Labels) -> tuple[str, ...]:
         """Return the settings that may decide which metrics a combination logs: all but numbers."""
-        arguments = self._study.arguments(labels, 0)
+        arguments = self.study.arguments(labels, 0)
         return tuple(argument for argument in arguments if not re.fullmatch(r"[^=]+=[-+.\de]+", argument))
 
 

@@ -12,8 +12,8 @@ from pathlib import Path
 from tabulate import tabulate
 
 from fl_lightning.console import format_bytes, in_words
+from fl_lightning.experiments.studies.choosing import edge_of
 from fl_lightning.experiments.studies.found import ChoiceFound, Found, Group
-from fl_lightning.experiments.studies.panels import is_number
 from fl_lightning.files import write_text
 
 Rows = tuple[list[str], list[list[str]]]
@@ -120,23 +120,25 @@ def choice_in_words(choice: ChoiceFound) -> str:
         f"{label}: {'-' if x is None else f'{x:.3f}' if isfinite(x) else 'diverged'}"
         for label, x in choice["values"].items()
     )
-    how = f"{choice['metric']}{_kind_of(choice)} ({', '.join(values)})"
+    seed = f" of seed {choice['seed']}" if "seed" in choice else ""  # missing in an older study.json
+    how = f"{choice['metric']}{seed}{_at(choice)}{_kind_of(choice)} ({', '.join(values)})"
     return f"{choice['axis']}{' of ' * bool(combination)}{combination}: {choice['chosen']}, by {how}"
+
+
+def _at(choice: ChoiceFound) -> str:
+    """Return the point at which a choice was made and beyond which it is used; empty without any."""
+    labels = [f"{axis.rpartition('.')[2]}={label}" for axis, label in choice.get("at", {}).items()]
+    others = " and ".join(label.partition("=")[0] for label in labels)
+    return f" at {', '.join(labels)}, used at every {others}" if labels else ""
 
 
 def _kind_of(choice: ChoiceFound) -> str:
     """Return the caveat of a choice: all trials diverged, or the choice is at the edge of the grid."""
     if choice["values"] and not any(x is None or isfinite(x) for x in choice["values"].values()):
         return ", the first, since all diverged"
-    return ", edge of the grid" * at_edge(choice)
-
-
-def at_edge(choice: ChoiceFound) -> bool:
-    """Return whether the chosen number is the smallest or the largest of the tried ones."""
-    tried = [*choice["values"]]
-    if not all(map(is_number, tried)):
-        return False
-    return choice["chosen"] in (f(tried, key=float, default=None) for f in (min, max))
+    added = choice.get("extended", [])
+    extended = f", grid extended by {', '.join(added)}" if added else ""
+    return extended + ", edge of the grid" * (edge_of(choice) is not None)
 
 
 def remarks(group: Group) -> list[str]:
