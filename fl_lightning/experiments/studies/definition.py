@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 from math import prod
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NotRequired
 
 from pydantic import (
     AfterValidator,
@@ -100,10 +100,11 @@ class SettingsOfLabel(SettingsOfCells, total=False):
 
 
 class Published(TypedDict):
-    """A published value and the labels of its rows by axis."""
+    """A published value, its deviation over seeds if there is one, and the labels of its rows by axis."""
 
     __pydantic_config__ = ConfigDict(extra="allow")  # type: ignore[misc]  # pydantic's way to configure a TypedDict
     value: Number
+    deviation: NotRequired[Number]
 
 
 Settings = Annotated[SettingsOfCells, AfterValidator(_without("name", "seed_everything", "metric", "seeds"))]
@@ -315,12 +316,10 @@ class Study:
         seeds = (self.axes[axis][label].get("seeds") for axis, label in labels.items())
         return next(filter(None, seeds), self.scale.seeds)
 
-    def published(self, labels: Mapping[str, str]) -> float | None:
-        """Return the published value of a combination, None without one."""
-        for entry in self.definition.published:
-            if matches(labels, rows_of(entry)):
-                return entry["value"]
-        return None
+    def published(self, labels: Mapping[str, str]) -> Published | None:
+        """Return the published value of a combination with its deviation, None without one."""
+        entries = (x for x in self.definition.published if matches(labels, rows_of(x)))
+        return next(entries, None)
 
 
 def matches(labels: Mapping[str, str], wanted: Mapping[str, object]) -> bool:
@@ -330,7 +329,7 @@ def matches(labels: Mapping[str, str], wanted: Mapping[str, object]) -> bool:
 
 def rows_of(published: Mapping[str, object]) -> dict[str, object]:
     """Return the labels of the rows of a published value by axis."""
-    return {axis: labels for axis, labels in published.items() if axis != "value"}
+    return {axis: labels for axis, labels in published.items() if axis not in ("value", "deviation")}
 
 
 def as_argument(name: str, value: Any) -> str:

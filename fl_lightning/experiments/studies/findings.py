@@ -82,7 +82,7 @@ def _group(
 ) -> Group:
     """Return the findings of a combination from its cells, one for each seed."""
     labels, first = cells[0].labels, cells[0].config["model"]
-    names = [*study.definition.metrics]
+    names, published = [*study.definition.metrics], study.published(labels)
     own_metric = study.metric(labels)
     values: dict[str, dict[str, float]] = {name: {} for name in names}
     for cell in cells:
@@ -98,7 +98,8 @@ def _group(
     return {
         "labels": labels,
         "metric": own_metric,
-        "published": study.published(labels),
+        "published": published["value"] if published else None,
+        "published_deviation": published.get("deviation") if published else None,
         "learning_rate": ((first.get("client_optimizer") or {}).get("init_args") or {}).get("lr"),
         "values": values,
         "runs": [

@@ -49,6 +49,7 @@ class Group(TypedDict):
         labels: Label of each axis.
         metric: Metric that a label sets in place of the first; None without one.
         published: Published value; None without one.
+        published_deviation: Published standard deviation over seeds; None without one.
         learning_rate: Learning rate of the client optimizer; None if unknown.
         values: Value of each seed by metric.
         runs: Findings of the runs.
@@ -59,6 +60,7 @@ class Group(TypedDict):
     labels: Labels
     metric: NotRequired[str | None]
     published: float | None
+    published_deviation: NotRequired[float | None]
     learning_rate: float | None
     values: dict[str, dict[str, float]]
     runs: list[RunFound]

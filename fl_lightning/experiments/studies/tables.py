@@ -57,7 +57,7 @@ def whole_table(found: Found, brief: bool = False) -> Rows:
             [
                 *(group["labels"][axis] for axis in axes),
                 *(mean_and_deviation([*values[name].values()]) for name in metrics),
-                f"{published:g}" if published is not None else "",
+                published_in_words(group),
                 f"{statistics.mean(ours) - published:+.3f}"
                 if ours and published is not None and all(map(isfinite, ours))
                 else "",
@@ -88,7 +88,7 @@ def spread_table(found: Found) -> Rows | None:
     rows: dict[tuple[str, ...], dict[str, str]] = {}
     for group in found["groups"]:
         text = mean_and_deviation([*group["values"][first].values()]) or diverged_in_words(group) or "-"
-        published = f" ({group['published']:g})" if group["published"] is not None else ""
+        published = f" ({published_in_words(group)})" if group["published"] is not None else ""
         done, planned = len(group["values"][first]), len(group["runs"])
         text += f", {of_seeds(done, planned)}" if 0 < done < planned else ""
         rows.setdefault(tuple(group["labels"][axis] for axis in others), {})[group["labels"][spread]] = (
@@ -97,6 +97,13 @@ def spread_table(found: Found) -> Rows | None:
     labels = found["axes"][spread]
     header = [*others, *(f"{spread.rpartition('.')[2]} = {label}" for label in labels)]
     return header, [[*key, *(cells.get(label, "") for label in labels)] for key, cells in rows.items()]
+
+
+def published_in_words(group: Group) -> str:
+    """Return the published value with its deviation, such as ``"0.5397 ± 0.0418"``; empty without one."""
+    deviation = group.get("published_deviation")
+    value = f"{group['published']:g}" if group["published"] is not None else ""
+    return value + (f" ± {deviation:g}" if deviation is not None else "")
 
 
 def learning_rate(group: Group, found: Found) -> str:
@@ -204,9 +211,9 @@ def caption(found: Found) -> str:
 
 
 def _smaller(found: Found) -> str:
-    """Describe how a reduced study differs from the paper; empty if nothing is published."""
+    """Describe how a reduced study differs from the paper; empty for a study of our own."""
     runs = [run for group in found["groups"] for run in group["runs"] if "model" in run]
-    if not runs or all(group["published"] is None for group in found["groups"]):
+    if not runs or not found["paper"]:
         return ""
     models, rounds = ", ".join(dict.fromkeys(run["model"] for run in runs)), {run["rounds"] for run in runs}
     numbers = " to ".join(f"{x:,}" for x in dict.fromkeys((min(rounds), max(rounds))))
