@@ -89,7 +89,7 @@ def test_an_axis_with_one_label_is_not_chosen(tmp_path):
     choose = [{"axis": "model.client_optimizer.lr", "by": ["method"]}]
     assert read(tmp_path, "quick", choose=choose).choices == []
     (choice,) = read(tmp_path, choose=choose).choices
-    assert (choice.metric, choice.by, choice.seed) == ("val/accuracy", ["method"], None)
+    assert (choice.metric, choice.by, choice.seed) == ("val/accuracy", ["method"], 1000)
 
 
 @pytest.mark.parametrize(
@@ -102,6 +102,9 @@ def test_an_axis_with_one_label_is_not_chosen(tmp_path):
         ({"published": [{"method": "GN"}]}, "published.0: value is missing"),
         ({"published": [{"method": "GN", "value": float("nan")}]}, "published.0.value: nan must be a finite number"),
         ({"metrics": {}}, "metrics: {} must not be empty"),
+        ({"report": "mean of the last 0"}, "report: 'mean of the last 0' must be last, best, or such as 'mean of"),
+        ({"headline": ["GN > BN", "GN > BN at E=1", "GN > BN at E=2", "BN > GN"]}, "headline: .* must have at most three entries"),
+        ({"headline": ["GN > BN"], "claims": ["GN > BN"]}, "headline: 'GN > BN' is in claims too; keep it in headline"),
         ({"scales": {"reduced": {"base": "b", "seeds": []}}}, r"scales.reduced.seeds: \[\] must not be empty"),
         ({"axes": {"method": {"BN": {}, "GN": {"seeds": 1}, "sBN": {}}}, "scales": {"reduced": {"base": "b"}}}, "seeds: 1 must be a list"),
         ({"scales": {"reduced": {"base": "b", "seeds": [0, 0]}}}, r"scales.reduced.seeds: \[0, 0\] must be different; 0 is there twice"),

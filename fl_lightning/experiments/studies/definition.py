@@ -5,6 +5,7 @@ The types are the schema of the file: pydantic checks the file at once, and
 """
 
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
@@ -26,6 +27,7 @@ from pydantic.dataclasses import dataclass as schema
 from typing_extensions import TypedDict
 
 from fl_lightning.experiments.run_directory.directory import Config
+from fl_lightning.experiments.studies.reported import BEST, LAST, MEAN
 
 Dotted = Mapping[str, Any]
 """Settings of a label by dotted name."""
@@ -57,6 +59,12 @@ def _different(values: list[Any]) -> list[Any]:
         raise ValueError(f"must be different; {next(x for x in names if names.count(x) > 1)} is there twice")
     _printable("".join(names))
     return values
+
+
+def _rule(text: str) -> str:
+    if not re.fullmatch(f"{LAST}|{BEST}|{MEAN}", text):
+        raise ValueError("must be last, best, or such as 'mean of the last 5'")
+    return text
 
 
 def _without(*names: str) -> Callable[[Config], Config]:
@@ -199,6 +207,8 @@ class Definition:
         published: Published values of the first metric, each with labels by axis and a ``value``.
         difference: Difference shown as a heat map, such as ``"GN - BN"``; None for no map.
         claims: Claims in the syntax of :mod:`fl_lightning.experiments.studies.claims`.
+        report: Which evaluation of a run is its value: ``last``, ``best`` (on test data: optimistic) or
+            such as ``mean of the last 5``.
         headline: Headline claims, at most three, corrected for each other alone if they have five seeds.
     """
 
@@ -216,6 +226,7 @@ class Definition:
     published: list[Published] = field(default_factory=list)
     difference: Text | None = None
     claims: list[Text] = field(default_factory=list)
+    report: Annotated[Text, AfterValidator(_rule)] = LAST
     headline: Annotated[list[Text], Field(max_length=HEADLINE_CLAIMS)] = field(default_factory=list)
 
 

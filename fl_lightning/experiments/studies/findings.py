@@ -10,6 +10,7 @@ from fl_lightning.experiments.run_directory.metrics_log import read_metrics
 from fl_lightning.experiments.studies.cells import Cell, State
 from fl_lightning.experiments.studies.definition import Study
 from fl_lightning.experiments.studies.found import ChoiceFound, Found, Group, RunFound
+from fl_lightning.experiments.studies.reported import reported
 from fl_lightning.experiments.studies.verdicts import judge
 
 _COPIED = (
@@ -56,6 +57,7 @@ def findings(
         "choices": choices,
         "known": study.known_labels(),
         "claims": [],
+        "report": definition.report,
     }
     results = [state.result for state in states.values() if state.phase == "done" and state.result]
     for name in definition.metrics if results else ():
@@ -89,8 +91,10 @@ def _group(
         result = states[cell].result if states[cell].phase == "done" else None
         metrics = metric_values(result) if result is not None else {}
         for name, read in zip(names, [own_metric or names[0], *names[1:]], strict=True):
-            if read in metrics:
-                values[name][str(cell.seed)] = metrics[read]
+            if result is not None and read in metrics:
+                values[name][str(cell.seed)] = reported(
+                    study.definition.report, read, result, _rows(states[cell])
+                )
             elif metrics and own_metric is not None and name == names[0]:
                 raise ConfigurationError(
                     f"metric: the runs of {cell.name} have no {own_metric}; there are {', '.join(metrics)}"
@@ -107,6 +111,11 @@ def _group(
             for cell in cells
         ],
     }
+
+
+def _rows(state: State) -> list[dict[str, Any]]:
+    """Return the metrics lines of a run; empty without any."""
+    return read_metrics(state.attempt.metrics) if state.attempt else []
 
 
 def _reads(group: Group) -> list[str | None]:

@@ -126,6 +126,7 @@ class Found(TypedDict):
         choices: Choices on validation data.
         known: Labels of each axis at all scales.
         claims: Verdicts on the claims.
+        report: Which evaluation of a run is its value; missing in an older file: the last.
         options: Options of the command line that change results.
         command: Command line of the study.
     """
@@ -143,5 +144,6 @@ class Found(TypedDict):
     choices: list[ChoiceFound]
     known: dict[str, list[str]]
     claims: list[Verdict]
+    report: NotRequired[str]
     options: NotRequired[str]
     command: NotRequired[str]

@@ -24,6 +24,7 @@ from fl_lightning.experiments.studies.cells import RUNS
 from fl_lightning.experiments.studies.figures import Picture, pictures
 from fl_lightning.experiments.studies.found import Found, RunFound
 from fl_lightning.experiments.studies.panels import label_of, short
+from fl_lightning.experiments.studies.reported import LAST, rule_in_words
 from fl_lightning.experiments.studies.run_groups import found_in, resolved
 from fl_lightning.experiments.studies.tables import COMPUTED, seeds_of, spread_table, whole_table
 from fl_lightning.files import restored, write_text
@@ -119,6 +120,7 @@ def _part(found: Found, home: Path) -> dict[str, Any]:
     return {
         "found": found,
         "seeds": seeds_of(found),
+        "rule": rule_in_words(found.get("report", LAST)),
         "scale": SCALES.get(found["scale"].partition("_")[0], ""),
         "tables": {name: rows for name, rows in tables.items() if rows is not None},
         "figures": [*_drawn(found)],

@@ -14,6 +14,7 @@ from tabulate import tabulate
 from fl_lightning.console import format_bytes, in_words
 from fl_lightning.experiments.studies.choosing import edge_of
 from fl_lightning.experiments.studies.found import ChoiceFound, Found, Group
+from fl_lightning.experiments.studies.reported import LAST, rule_in_words
 from fl_lightning.files import write_text
 
 Rows = tuple[list[str], list[list[str]]]
@@ -46,7 +47,7 @@ def whole_table(found: Found, brief: bool = False) -> Rows:
     """Return a row for each combination: labels, values, published value, costs unless ``brief``."""
     axes = [axis for axis in found["axes"] if axis not in found["choose"]]
     metrics, first = found["metrics"], next(iter(found["metrics"]))
-    header = [axis.rpartition(".")[2] for axis in axes] + [*metrics.values()]
+    header = [axis.rpartition(".")[2] for axis in axes] + named_metrics(found)
     header += ["published", "ours - published", "learning rate", "seeds", *_COSTS, "remarks"]
     rows = []
     for group in found["groups"]:
@@ -76,6 +77,12 @@ def whole_table(found: Found, brief: bool = False) -> Rows:
         if (index < len(axes) or any(row[index] for row in rows)) and not (brief and name in _COSTS)
     ]
     return [header[index] for index in used], [[row[index] for index in used] for row in rows]
+
+
+def named_metrics(found: Found) -> list[str]:
+    """Return the names of the metrics' columns, with the report rule unless it is the last round."""
+    rule = found.get("report", LAST)
+    return [name + f", {rule_in_words(rule)}" * (rule != LAST) for name in found["metrics"].values()]
 
 
 def spread_table(found: Found) -> Rows | None:
@@ -205,9 +212,10 @@ def caption(found: Found) -> str:
         "reduced": _smaller(found),
     }.get(found["scale"], "")
     paper = f" ({found['paper']})" if found["paper"] else ""
+    rule = f" Values: {rule_in_words(found.get('report', LAST))}."
     options = f" With {found['options']}." if found.get("options") else ""
     head = f"{found['title']}{paper}. Scale: {found['scale']}, {seeds_of(found)}."
-    return " ".join(f"{head}{options}{_unlike(found)}{subset}".split())
+    return " ".join(f"{head}{rule}{options}{_unlike(found)}{subset}".split())
 
 
 def _smaller(found: Found) -> str:

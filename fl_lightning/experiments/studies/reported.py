@@ -1,0 +1,54 @@
+"""Report rule of a study: which of a run's evaluations is its value."""
+
+import re
+import statistics
+from collections.abc import Mapping, Sequence
+
+from fl_lightning.errors import ConfigurationError
+from fl_lightning.experiments.run_directory.finished import Result, metric_values
+from fl_lightning.round.directions import best_is
+
+LAST, BEST, MEAN = "last", "best", r"mean of the last ([1-9]\d*)"
+"""The rules, ``MEAN`` as a regular expression of the number of evaluations."""
+
+
+def rule_in_words(rule: str) -> str:
+    """Return a rule as a table names it.
+
+    >>> rule_in_words("mean of the last 5")
+    'mean of the last 5 evaluations'
+    """
+    words = {LAST: "after the last round", BEST: "best on test data: optimistic"}
+    return words.get(rule, f"{rule} evaluations")
+
+
+def reported(rule: str, name: str, result: Result, rows: Sequence[Mapping[str, float]]) -> float:
+    """Return the value of a finished run by a report rule.
+
+    Args:
+        rule: Report rule: ``"last"``, ``"best"`` or such as ``"mean of the last 5"``.
+        name: Name of a metric in the result.
+        result: Result of the run.
+        rows: Lines of ``metrics.jsonl``.
+
+    Raises:
+        ConfigurationError: The metric was not evaluated often enough during training, or has no best.
+    """
+    last = metric_values(result)[name]
+    if rule == LAST:
+        return last
+    by_round = {row["round"]: row[name] for row in rows if name in row and row["round"] > 0}
+    values = [*{**by_round, result["rounds"]: last}.values()]  # the last one is the result's
+    mean = re.fullmatch(MEAN, rule)
+    wanted = int(mean[1]) if mean else 2
+    if len(values) < wanted:
+        raise ConfigurationError(
+            f"report: {rule!r} needs {wanted} evaluations of {name} in a run, and it has {len(values)}; reduce "
+            "trainer.check_val_every_n_epoch and set data.val_fraction to 0, or write 'last'"
+        )
+    if mean:
+        return statistics.mean(values[-wanted:])
+    direction = best_is(name, known=result.get("best", {}))
+    if direction is None:
+        raise ConfigurationError(f"report: {name} has no best value; write 'last' or 'mean of the last 5'")
+    return (min if direction == "min" else max)(values)

@@ -1,0 +1,73 @@
+"""The report rule: which evaluation of a run is its value, and that every table says so."""
+
+import json
+
+import pytest
+from untrained_cells import finish, study_cells
+
+from fl_lightning import ConfigurationError
+from fl_lightning.experiments.studies.findings import findings
+from fl_lightning.experiments.studies.reported import reported
+from fl_lightning.experiments.studies.tables import caption, whole_table, write_tables
+
+ROWS = [
+    {"round": r, "test/accuracy": x, "test/loss": 1 - x}
+    for r, x in ((0, 0.9), (10, 0.2), (20, 0.6), (30, 0.4))
+]
+RESULT = {"rounds": 40, "test/accuracy": 0.5, "test/loss": 0.5, "test/exchanges": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("rule", "name", "value"),
+    [
+        ("last", "test/accuracy", 0.5),
+        ("best", "test/accuracy", 0.6),  # not 0.9 of the initial model
+        ("best", "test/loss", 0.4),
+        ("mean of the last 2", "test/accuracy", 0.45),
+        ("mean of the last 4", "test/accuracy", 0.425),
+    ],
+)
+def test_a_rule_is_about_the_evaluations_of_trained_models_and_the_result(rule, name, value):
+    assert reported(rule, name, RESULT, ROWS) == pytest.approx(value)
+    logged_last = [*ROWS, {"round": 40, "test/accuracy": 0.5, "test/loss": 0.5}]
+    assert reported(rule, name, RESULT, logged_last) == pytest.approx(value)
+
+
+def test_what_was_evaluated_too_seldom_or_has_no_best_is_refused():
+    with pytest.raises(
+        ConfigurationError, match=r"report: 'mean of the last 5' needs 5 evaluations .* it has 4; reduce"
+    ):
+        reported("mean of the last 5", "test/accuracy", RESULT, ROWS)
+    validation = [{"round": 10, "val/accuracy": 0.5}]
+    with pytest.raises(
+        ConfigurationError, match="report: 'best' needs 2 evaluations of test/accuracy in a run"
+    ):
+        reported("best", "test/accuracy", RESULT, validation)
+    with pytest.raises(ConfigurationError, match="report: test/exchanges has no best value"):
+        reported("best", "test/exchanges", RESULT, [{"round": 1, "test/exchanges": 2.0}])
+
+
+@pytest.mark.parametrize(
+    ("rule", "words", "value"),
+    [
+        ("last", "after the last round", "0.500"),
+        ("best", "best on test data: optimistic", "0.600"),
+        ("mean of the last 2", "mean of the last 2 evaluations", "0.450"),
+    ],
+)
+def test_every_table_names_its_rule(tmp_path, monkeypatch, rule, words, value):
+    monkeypatch.chdir(tmp_path)
+    cells = study_cells(choose=[], axes={"method": {"BN": {}}}, report=rule)
+    table = cells.table([])
+    for one in table:
+        (finish(one, **RESULT) / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in ROWS))
+    found = findings(cells.study, table, [], {})
+    assert found["report"] == rule
+    assert f"Values: {words}." in caption(found)
+    (row,) = whole_table(found)[1]
+    assert row[1] == f"{value} ± 0.000"
+    write_tables(tmp_path, found)
+    for name in ("table.md", "table.tex"):
+        assert words in (tmp_path / name).read_text()
+    if rule != "last":
+        assert f"test accuracy, {words}" in (tmp_path / "table.csv").read_text()
