@@ -3,23 +3,40 @@
 import os
 import signal
 import subprocess
+import sys
 from collections.abc import Sequence
+from typing import BinaryIO
 
 import torch
 
 from fl_lightning.experiments.studies.engines.base import Engine, Job
+from fl_lightning.experiments.studies.engines.forks import Forked, ForkServer, adopt_orphans
 from fl_lightning.files import no_link
+
+_GPU = "CUDA_VISIBLE_DEVICES"
+_PRELOADED = ("matplotlib.backends.backend_agg", "sklearn.datasets")
+"""Modules that runs import while they run."""
 
 
 class LocalEngine(Engine):
-    """Runs each cell in a separate process group, so that Ctrl-C reaches only the study."""
+    """Runs each cell in a separate process group, so that Ctrl-C reaches only the study.
 
-    def __init__(self) -> None:
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    On Linux, cells are forks of a process that has imported PyTorch, Lightning and this package;
+    there is one such process for each number of threads. If it cannot start or has ended, a cell is
+    a process that imports them itself.
+
+    Args:
+        forks: Whether cells may be forks (default True).
+    """
+
+    def __init__(self, forks: bool = True) -> None:
+        visible = os.environ.get(_GPU)
         self._devices = visible.split(",") if visible else [str(i) for i in range(torch.cuda.device_count())]
         self.cores, self.gpus = len(os.sched_getaffinity(0)), len(self._devices)
-        self._running: dict[str, subprocess.Popen[bytes]] = {}
+        self._running: dict[str, subprocess.Popen[bytes] | Forked] = {}
         self._on_gpu: dict[str, str] = {}
+        self._forks = forks and sys.platform == "linux" and adopt_orphans()
+        self._servers: dict[tuple[object, ...], ForkServer] = {}
 
     def submit(self, jobs: Sequence[Job]) -> None:
         """Start a process for each job, on the GPU with the fewest processes."""
@@ -28,16 +45,44 @@ class LocalEngine(Engine):
             if job.gpus:
                 taken = [*self._on_gpu.values()]
                 self._on_gpu[job.name] = min(self._devices, key=taken.count)
-                environment["CUDA_VISIBLE_DEVICES"] = self._on_gpu[job.name]
+                environment[_GPU] = self._on_gpu[job.name]
             with open(job.log, "ab", opener=no_link) as log:
-                self._running[job.name] = subprocess.Popen(
-                    job.command,
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=log,
-                    env=environment,
-                    process_group=0,
-                )
+                if not self._fork(job, environment, log):
+                    self._running[job.name] = subprocess.Popen(
+                        job.command,
+                        stdin=subprocess.DEVNULL,
+                        stdout=log,
+                        stderr=log,
+                        env=environment,
+                        process_group=0,
+                    )
+
+    def _fork(self, job: Job, environment: dict[str, str], log: BinaryIO) -> bool:
+        """Start a job that runs a module as a fork; return False if that is not possible.
+
+        Environment variables other than the GPU are those of the server, since packages read some of
+        them, such as ``OMP_NUM_THREADS``, when they are imported.
+        """
+        if not self._forks or [*job.command[:2]] != [sys.executable, "-m"]:
+            return False
+        _, _, module, *arguments = job.command
+        gpu = {name: value for name, value in environment.items() if name == _GPU}
+        shared = {name: value for name, value in environment.items() if name != _GPU}
+        key = (os.getcwd(), module, *sorted(shared.items()))
+        if key not in self._servers:
+            self._servers[key] = ForkServer(module, _PRELOADED, shared, log)
+        server = self._servers[key]
+        if not server.close.alive:  # it has never served
+            return False
+        try:
+            with server.start(arguments, log, gpu) as process:
+                self._running[job.name] = process
+        except ConnectionError:
+            server.close()
+            if server.has_served:
+                del self._servers[key]  # the next job starts another one
+            return False
+        return True
 
     def ended(self) -> dict[str, int]:
         """Return the exit status of each process that has ended."""
@@ -54,3 +99,6 @@ class LocalEngine(Engine):
             process.send_signal(signal.SIGTERM)
         for process in self._running.values():
             process.wait()
+        for server in self._servers.values():
+            server.close()
+        self._servers = {}

@@ -1,0 +1,223 @@
+"""Processes that run a module as ``python -m`` does, forked from one that has imported it (Linux).
+
+``python -m fl_lightning.experiments.studies.engines.forks SOCKET MODULE ...`` is the server. It
+imports modules and computes nothing: a fork of a process that has started threads could hang.
+"""
+
+import ctypes
+import gc
+import importlib
+import json
+import os
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import BinaryIO
+
+from fl_lightning.experiments.run_directory.source import provenance
+
+_SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER: orphans below this process become its children
+_MESSAGE = 1 << 16  # bytes of the longest request
+_ROOM = " " * 4000  # argument of the server that its forks replace by their own command lines
+
+
+def adopt_orphans() -> bool:
+    """Make orphans of this process's children its own children; return whether that is possible."""
+    return not ctypes.CDLL(None).prctl(_SUBREAPER, 1, 0, 0, 0)
+
+
+class Forked:
+    """A process that is a child of this process, with the methods of ``subprocess.Popen``.
+
+    Attributes:
+        pid: Process id.
+        returncode: Exit status, negative for a signal; None until :meth:`poll` finds the end.
+    """
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        """Return the exit status; None while the process runs."""
+        return self._wait(os.WNOHANG)
+
+    def wait(self) -> int | None:
+        """Wait for the end and return the exit status."""
+        return self._wait(0)
+
+    def _wait(self, options: int) -> int | None:
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, options)
+            self.returncode = os.waitstatus_to_exitcode(status) if pid else None
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal to the process if it has not ended."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+
+class ForkServer:
+    """A process that has imported a module and forks a process for each run of the module.
+
+    The forked processes outlive the server. After :func:`adopt_orphans` they are children of this
+    process, which receives their exit statuses.
+
+    Args:
+        module: Module to run.
+        preloaded: Further modules that the server imports if they are installed.
+        environment: Environment variables of the server and its forks.
+        log: File for the server's output.
+
+    Attributes:
+        has_served: Whether the server has forked a process.
+    """
+
+    def __init__(
+        self, module: str, preloaded: Sequence[str], environment: Mapping[str, str], log: BinaryIO
+    ) -> None:
+        self.has_served = False
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            process = subprocess.Popen(
+                [sys.executable, "-m", __name__, str(theirs.fileno()), module, *preloaded, _ROOM],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=environment,
+                process_group=0,
+                pass_fds=[theirs.fileno()],
+            )
+        self.close = weakref.finalize(self, _close, self._socket, process)
+
+    @contextmanager
+    def start(
+        self, arguments: Sequence[str], log: BinaryIO, environment: Mapping[str, str]
+    ) -> Iterator[Forked]:
+        """Fork a process, which waits for the end of the block; without this process it ends there.
+
+        Args:
+            arguments: Arguments of the module.
+            log: File for the output.
+            environment: Environment variables in addition to the server's.
+
+        Yields:
+            The process.
+
+        Raises:
+            ConnectionError: The server has ended.
+        """
+        request = json.dumps({"arguments": arguments, "environment": environment}).encode()
+        receiving, sending = os.pipe()
+        with open(receiving, "rb") as go, open(sending, "wb", buffering=0) as say_go:
+            socket.send_fds(self._socket, [request], [log.fileno(), go.fileno()])
+            pid = self._socket.recv(_MESSAGE)
+            if not pid:
+                raise ConnectionError("the server has ended")
+            self.has_served = True
+            yield Forked(int(pid))
+            with suppress(BrokenPipeError):  # the process was killed: its status tells
+                say_go.write(b"\n")
+
+
+def _close(connection: socket.socket, process: "subprocess.Popen[bytes]") -> None:
+    connection.close()
+    process.kill()
+    process.wait()
+
+
+def _serve(connection: socket.socket, preloaded: Sequence[str]) -> list[str]:
+    """Fork a process for each request; return the arguments of the request, in its fork alone."""
+    for name in preloaded:
+        with suppress(ImportError):  # an optional package
+            importlib.import_module(name)
+    provenance({})  # reads and caches the source that is imported
+    gc.freeze()  # the garbage collector would write to, and so copy, pages that forks share
+    files = _files()
+    while True:
+        request, descriptors, *_ = socket.recv_fds(connection, _MESSAGE, 2)
+        # a changed file: forks would run the old code
+        if not request or threading.active_count() > 1 or files != _files():
+            sys.exit()
+        log, go = descriptors
+        pid = _fork()
+        if not pid:
+            break
+        os.close(log)
+        os.close(go)
+        connection.send(str(pid).encode())
+    connection.close()
+    _show(json.loads(request)["arguments"])
+    for stream in (1, 2):
+        os.dup2(log, stream)
+    os.close(log)
+    if not os.read(go, 1):
+        os._exit(128 + signal.SIGTERM)
+    os.close(go)
+    os.environ.update(json.loads(request)["environment"])
+    importlib.invalidate_caches()  # the user's modules may be new
+    return list(json.loads(request)["arguments"])
+
+
+def _files() -> dict[str, tuple[int, int] | None]:
+    """Return time and size of the file of each imported module."""
+    states = {}
+    for name, module in [*sys.modules.items()]:
+        try:
+            state = os.stat(str(getattr(module, "__file__", None)))
+        except OSError:
+            states[name] = None
+        else:
+            states[name] = state.st_mtime_ns, state.st_size
+    return states
+
+
+def _fork() -> int:
+    """Fork twice, which makes the second fork an orphan; return its id here, and 0 in the fork."""
+    sys.stdout.flush()
+    receiving, sending = os.pipe()
+    if first := os.fork():
+        os.close(sending)
+        os.waitpid(first, 0)
+        with open(receiving, "rb") as answer:
+            return int(answer.read())
+    try:
+        if second := os.fork():
+            os.setpgid(second, second)
+            os.write(sending, str(second).encode())
+            os._exit(0)
+    except OSError:
+        os._exit(1)
+    os.close(receiving)
+    os.close(sending)
+    return 0
+
+
+def _show(arguments: Sequence[str]) -> None:
+    """Replace this process's command line, for ``ps``, by the command line of the module."""
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    start, end = int(fields[45]), int(fields[46])  # 0 if this process may not know
+    line = "\0".join([sys.executable, "-m", sys.argv[2], *arguments]).encode()[: max(end - start - 1, 0)]
+    ctypes.memmove(start, line.ljust(end - start, b"\0"), end - start)
+
+
+def main() -> None:
+    """Serve; in a fork, run the module."""
+    module, *preloaded = sys.argv[2:-1]
+    with socket.socket(fileno=int(sys.argv[1])) as connection:
+        importlib.import_module(module)
+        sys.argv[1:] = _serve(connection, preloaded)
+    del sys.modules[module]
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    main()
