@@ -7,6 +7,7 @@ import time
 from argparse import ArgumentParser
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
+from importlib import import_module
 from pathlib import Path
 
 import yaml
@@ -14,10 +15,22 @@ import yaml
 from fl_lightning.cli.command_line import main as run
 from fl_lightning.cli.messages import command
 from fl_lightning.errors import OtherData
+from fl_lightning.experiments.run_directory.source import provenance
 from fl_lightning.experiments.studies.cells import Cell
 from fl_lightning.files import no_link
 
 _PAUSE = 1.0  # seconds between two checks
+
+_LATE = ("matplotlib.backends.backend_agg", "sklearn.datasets")
+"""Modules that a run imports late, if they are installed."""
+
+
+def preload() -> None:
+    """Import what runs import late and read the source, once for all forks of a server."""
+    for name in _LATE:
+        with suppress(ImportError):
+            import_module(name)
+    provenance({})
 
 
 @command()

@@ -1,7 +1,8 @@
 """Processes that run a module as ``python -m`` does, forked from one that has imported it (Linux).
 
-``python -m fl_lightning.experiments.studies.engines.forks SOCKET MODULE ...`` is the server. It
-imports modules and computes nothing: a fork of a process that has started threads could hang.
+``python -m fl_lightning.experiments.studies.engines.forks SOCKET MODULE`` is the server. It imports
+the module, calls the module's function ``preload`` if there is one, and computes nothing: a fork of
+a process that has started threads could hang.
 """
 
 import ctypes
@@ -20,8 +21,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
-
-from fl_lightning.experiments.run_directory.source import provenance
 
 _SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER: orphans below this process become its children
 _MESSAGE = 1 << 16  # bytes of the longest request
@@ -73,7 +72,6 @@ class ForkServer:
 
     Args:
         module: Module to run.
-        preloaded: Further modules that the server imports if they are installed.
         environment: Environment variables of the server and its forks.
         log: File for the server's output.
 
@@ -81,14 +79,12 @@ class ForkServer:
         has_served: Whether the server has forked a process.
     """
 
-    def __init__(
-        self, module: str, preloaded: Sequence[str], environment: Mapping[str, str], log: BinaryIO
-    ) -> None:
+    def __init__(self, module: str, environment: Mapping[str, str], log: BinaryIO) -> None:
         self.has_served = False
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             process = subprocess.Popen(
-                [sys.executable, "-m", __name__, str(theirs.fileno()), module, *preloaded, _ROOM],
+                [sys.executable, "-m", __name__, str(theirs.fileno()), module, _ROOM],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -134,12 +130,8 @@ def _close(connection: socket.socket, process: "subprocess.Popen[bytes]") -> Non
     process.wait()
 
 
-def _serve(connection: socket.socket, preloaded: Sequence[str]) -> list[str]:
+def _serve(connection: socket.socket) -> list[str]:
     """Fork a process for each request; return the arguments of the request, in its fork alone."""
-    for name in preloaded:
-        with suppress(ImportError):  # an optional package
-            importlib.import_module(name)
-    provenance({})  # reads and caches the source that is imported
     gc.freeze()  # the garbage collector would write to, and so copy, pages that forks share
     files = _files()
     while True:
@@ -211,12 +203,13 @@ def _show(arguments: Sequence[str]) -> None:
 
 def main() -> None:
     """Serve; in a fork, run the module."""
-    module, *preloaded = sys.argv[2:-1]
+    name = sys.argv[2]
+    module = importlib.import_module(name)
+    getattr(module, "preload", lambda: None)()
     with socket.socket(fileno=int(sys.argv[1])) as connection:
-        importlib.import_module(module)
-        sys.argv[1:] = _serve(connection, preloaded)
-    del sys.modules[module]
-    runpy.run_module(module, run_name="__main__", alter_sys=True)
+        sys.argv[1:] = _serve(connection)
+    del sys.modules[name]
+    runpy.run_module(name, run_name="__main__", alter_sys=True)
 
 
 if __name__ == "__main__":

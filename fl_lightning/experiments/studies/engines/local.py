@@ -14,8 +14,6 @@ from fl_lightning.experiments.studies.engines.forks import Forked, ForkServer, a
 from fl_lightning.files import no_link
 
 _GPU = "CUDA_VISIBLE_DEVICES"
-_PRELOADED = ("matplotlib.backends.backend_agg", "sklearn.datasets")
-"""Modules that runs import while they run."""
 
 
 class LocalEngine(Engine):
@@ -70,7 +68,7 @@ class LocalEngine(Engine):
         shared = {name: value for name, value in environment.items() if name != _GPU}
         key = (os.getcwd(), module, *sorted(shared.items()))
         if key not in self._servers:
-            self._servers[key] = ForkServer(module, _PRELOADED, shared, log)
+            self._servers[key] = ForkServer(module, shared, log)
         server = self._servers[key]
         if not server.close.alive:  # it has never served
             return False
