@@ -1,7 +1,9 @@
 """Cells: what run directories say of them, what they share, and what computes them."""
 
 import os
+import subprocess
 import sys
+import time
 from importlib.metadata import version
 from pathlib import Path
 
@@ -16,6 +18,7 @@ from fl_lightning.experiments.run_directory.checkpoint_io import AtomicCheckpoin
 from fl_lightning.experiments.run_directory.description import config_hash
 from fl_lightning.experiments.run_directory.source import provenance, used_files
 from fl_lightning.experiments.studies.findings import findings
+from fl_lightning.experiments.studies.progress import time_left
 from fl_lightning.experiments.studies.stale import differences
 
 
@@ -280,3 +283,26 @@ def test_classes_of_a_notebook_and_classes_in_classes_have_no_file_of_their_own(
         }
     }
     assert provenance(config) == provenance({})
+
+
+def test_the_time_left_counts_the_start_of_each_cell():
+    started, resumed, third, running = (cell(seed=seed) for seed in range(4))
+    finish(started, train_seconds=4.0, process_seconds=10.0)
+    finish(resumed, train_seconds=30.0, process_seconds=5.0)  # of its last start
+    finish(third, train_seconds=2.0)  # by a version that did not measure it
+    states = [(one, one.state()) for one in (started, resumed, third, running)]
+    assert time_left(states, 1) == (10 + 30 + 2) / 3
+    assert time_left(states[-1:], 1) is None
+    assert time_left(states[-1:], 1, cell_seconds=7.0) == 7
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_the_seconds_of_a_process_are_those_since_its_start():
+    code = "import time; from fl_lightning.experiments.run_directory.describe import process_seconds as x; "
+    code += "a = x(); time.sleep(0.3); print(a, x(), time.process_time())"
+    began = time.monotonic()
+    printed = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+    whole = time.monotonic() - began
+    first, second, cpu = map(float, printed.split())
+    assert second - first == pytest.approx(0.3, abs=0.25)
+    assert cpu * 0.5 < second < whole + 0.05

@@ -1,7 +1,9 @@
 """Short descriptions of a run for titles and tables, and of its environment."""
 
+import os
 import platform
 import subprocess
+import time
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -152,6 +154,15 @@ def describe_environment() -> dict[str, str | None]:
         "platform": platform.platform(),
         "git_commit": _git_commit(),
     }
+
+
+def process_seconds() -> float | None:
+    """Return the seconds since the start of this process; None if the system does not tell."""
+    try:
+        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf("SC_CLK_TCK")
 
 
 def _git_commit() -> str | None:

@@ -28,6 +28,7 @@ class Result(TypedDict):
     upload_bytes: FiniteFloat
     download_bytes: FiniteFloat
     train_seconds: FiniteFloat
+    process_seconds: NotRequired[FiniteFloat]
     continued_from: NotRequired[list[Origin]]
     bn_statistics: NotRequired[Sequence[Sequence[int | str]]]
     updates_not_finite: NotRequired[dict[str, int]]

@@ -9,6 +9,7 @@ from fl_lightning.experiments.run_directory.describe import (
     method_name,
     model_name,
     origin_in_words,
+    process_seconds,
 )
 from fl_lightning.experiments.run_directory.directory import Attempt
 from fl_lightning.experiments.run_directory.drawings import draw_pictures
@@ -71,6 +72,8 @@ def _collect(module: FederatedModule, attempt: Attempt | None, metrics: Mapping[
         "provenance": record.provenance,
         "data": record.data,
     }
+    if (seconds := process_seconds()) is not None:
+        result["process_seconds"] = seconds
     if record.diverged_round is not None:
         result["diverged_round"] = record.diverged_round
     if record.not_finite:

@@ -86,13 +86,15 @@ def time_left(
 ) -> float | None:
     """Return the estimated seconds until all cells are done, by the mean of finished cells, or None.
 
+    The time of a cell includes its start and evaluations, unless the cell was resumed.
+
     Args:
         cells: All cells with their states.
         jobs: Number of cells that run at a time.
         cell_seconds: Expected seconds of a cell before any is finished; None if unknown.
     """
     done = [state.result for _, state in cells if state.result is not None and state.phase == "done"]
-    seconds = [result["train_seconds"] for result in done]
+    seconds = [max(result["train_seconds"], result.get("process_seconds", 0.0)) for result in done]
     each = statistics.mean(seconds) if seconds else cell_seconds
     if each is None:
         return None
