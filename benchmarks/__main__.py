@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import aggregation, chart, clients, compare, faults, gpu, memory, overhead, scale
+from benchmarks import aggregation, chart, clients, compare, faults, gpu, memory, overhead, scale, starts
 from benchmarks.options import parse
 from benchmarks.stopwatch import Spread, machine, peak_memory_mb
 
@@ -30,8 +30,8 @@ def main(args: Sequence[str] | None = None) -> None:
         args: Arguments without the program's name; those of the process when None.
     """
     arguments = list(sys.argv[1:] if args is None else args)
-    if arguments[:1] in (["clients"], ["faults"]):
-        sys.exit({"clients": clients, "faults": faults}[arguments[0]].main(arguments[1:]))
+    if arguments and arguments[0] in (own := {"clients": clients, "faults": faults, "starts": starts}):
+        sys.exit(own[arguments[0]].main(arguments[1:]))
     options = parse(arguments)
     torch.set_num_threads(1)
     if options.command == "chart":

@@ -21,15 +21,13 @@ from fl_lightning.files import no_link
 
 _PAUSE = 1.0  # seconds between two checks
 
-_LATE = ("matplotlib.backends.backend_agg", "sklearn.datasets")
-"""Modules that a run imports late, if they are installed."""
-
 
 def preload() -> None:
-    """Import what runs import late and read the source, once for all forks of a server."""
-    for name in _LATE:
-        with suppress(ImportError):
-            import_module(name)
+    """Import what runs import late and read the source, once for all forks of a server.
+
+    The packages of data sets are left out: pyarrow, which pandas imports, starts a thread.
+    """
+    import_module("matplotlib.backends.backend_agg")
     provenance({})
 
 

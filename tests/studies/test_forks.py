@@ -232,7 +232,8 @@ def test_a_forked_cell_has_the_bits_of_a_cell_of_its_own(threads, tmp_path, monk
             if one._servers:
                 (server,) = one._servers.values()
                 process = server.close.peek()[2][1]
-                assert threads > 1 or len(os.listdir(f"/proc/{process.pid}/task")) == 1
+                # beside the threads of OpenBLAS, which numpy and scipy have each
+                assert len(os.listdir(f"/proc/{process.pid}/task")) in (1, 2 * threads - 1)
             one.stop()
             Path("runs").rename(f"runs{len(found)}")
     assert found[0][0] == found[1][0]

@@ -2,7 +2,8 @@
 
 ``python -m fl_lightning.experiments.studies.engines.forks SOCKET MODULE`` is the server. It imports
 the module, calls the module's function ``preload`` if there is one, and computes nothing: a fork of
-a process that has started threads could hang.
+a process that has started threads could hang. (OpenBLAS has threads if ``OMP_NUM_THREADS`` is above
+1, and ends them itself before a fork.)
 """
 
 import ctypes

@@ -1,0 +1,129 @@
+"""``python -m benchmarks starts``: a study of quick cells that start as forks of one process, and each by itself.
+
+The whole command is timed, with its own imports and checks. The two ways alternate. A cell trains BN or GN on
+scikit-learn's digits with ten local steps a round.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from benchmarks.stopwatch import machine
+
+_COMMAND = """
+import sys
+from functools import partial
+from fl_lightning.__main__ import main
+from fl_lightning.experiments.studies.engines import local
+local.LocalEngine = partial(local.LocalEngine, forks=sys.argv.pop(1) == "forks")
+main()
+"""
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    """Run the command line.
+
+    Args:
+        args: Arguments after ``starts``; those of the process when None.
+
+    Returns:
+        0.
+    """
+    parser = argparse.ArgumentParser("python -m benchmarks starts", description=__doc__)
+    parser.add_argument("--cells", type=int, default=12, help="an even number, 12")
+    parser.add_argument("--rounds", type=int, default=10, help="communication rounds of a cell, 10")
+    parser.add_argument(
+        "--jobs", type=int, default=len(os.sched_getaffinity(0)), help="cells at a time, one a core"
+    )
+    parser.add_argument("--repeats", type=int, default=3, help="3")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results to this file as well")
+    options = parser.parse_args(args)
+    found = []
+    for _ in range(options.repeats):
+        for way in ("plain", "forks"):
+            found.append(measure(way, options.cells, options.rounds, options.jobs))
+            print(found[-1], file=sys.stderr, flush=True)
+    print(
+        "| cells start | study, s | a cell beyond its rounds, s | its rounds, s |", "|---" * 4 + "|", sep="\n"
+    )
+    print(*lines(found), sep="\n")
+    about = machine()
+    print(f"{about['cpu']}, {about['cores']} cores, Python {about['python']}, torch {about['torch']}")
+    if options.json:
+        options.json.write_text(json.dumps(found, indent=1) + "\n")
+    return 0
+
+
+def lines(found: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """The results as the lines of a Markdown table, and the ratios, each within a repetition."""
+
+    def spread(numbers: Sequence[float]) -> str:
+        return f"{statistics.median(numbers):.3g} [{min(numbers):.3g}, {max(numbers):.3g}]"
+
+    ways = {way: [one for one in found if one["way"] == way] for way in ("plain", "forks")}
+    for way, words in (("plain", "each by itself"), ("forks", "as forks of one process")):
+        columns = ("study_s", "beyond_s", "rounds_s")
+        yield f"| {words} | {' | '.join(spread([one[name] for one in ways[way]]) for name in columns)} |"
+    pairs = [*zip(ways["plain"], ways["forks"], strict=True)]
+    ratios = [
+        spread([plain[name] / forks[name] for plain, forks in pairs]) for name in ("study_s", "beyond_s")
+    ]
+    yield f"| ratio | {' | '.join(ratios)} | |"
+
+
+def measure(way: str, cells: int, rounds: int, jobs: int) -> dict[str, Any]:
+    """Time a study.
+
+    Args:
+        way: ``"forks"`` or ``"plain"``.
+        cells: Number of cells.
+        rounds: Communication rounds of a cell.
+        jobs: Cells at a time.
+
+    Returns:
+        ``study_s`` of the command; ``rounds_s``, the mean time that a cell spends in rounds; and ``beyond_s``, the
+        mean time from the start of a cell's process to its result, without the rounds.
+    """
+    settings = {
+        "trainer.max_epochs": rounds,
+        "trainer.check_val_every_n_epoch": max(rounds // 4, 1),
+        "model.local_steps": 10,
+        "wandb.mode": "disabled",
+    }
+    study = {
+        "title": "Starts",
+        "axes": {"method": {"BN": {}, "GN": {"model.model.norm": "gn"}}},
+        "scales": {"quick": {"base": "configs/digits_fedavg_bn.yaml", "seeds": [*range(cells // 2)]}},
+        "settings": settings,
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "starts.yaml").write_text(yaml.safe_dump(study, sort_keys=False))
+        command = [sys.executable, "-c", _COMMAND, way, "study", "starts.yaml", "--jobs", str(jobs)]
+        place = str(Path(__file__).parents[1])
+        paths = [place, *filter(None, [os.environ.get("PYTHONPATH")])]
+        (Path(folder) / "configs").symlink_to(f"{place}/configs")
+        started = time.perf_counter()
+        subprocess.run(
+            command,
+            cwd=folder,
+            check=True,
+            stdout=subprocess.DEVNULL,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+        )
+        seconds = time.perf_counter() - started
+        results = [json.loads(path.read_text()) for path in Path(folder, "runs/cells").rglob("result.json")]
+    if len(results) != cells:
+        raise RuntimeError(f"{len(results)} of {cells} cells are finished; --cells must be even")
+    trained = statistics.mean(result["train_seconds"] for result in results)
+    whole = statistics.mean(result["process_seconds"] for result in results)
+    return {"way": way, "study_s": seconds, "beyond_s": whole - trained, "rounds_s": trained}
