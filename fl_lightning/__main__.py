@@ -1,6 +1,7 @@
 """Entry point of ``python -m fl_lightning``; ``--version`` and ``--help`` do not import torch."""
 
 import io
+import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -8,7 +9,7 @@ from contextlib import suppress
 from importlib import import_module
 
 from fl_lightning import __version__
-from fl_lightning.errors import nearest
+from fl_lightning.errors import ConfigurationError, nearest
 from fl_lightning.launched import launched_rank
 
 _RUNS = ("fit", "validate", "test", "predict")
@@ -83,6 +84,8 @@ def _run(arguments: list[str]) -> None:
     elif arguments == ["--version"]:
         print(f"fl_lightning {__version__}")
     elif arguments[0] in _OTHERS:
+        if arguments[0] in ("study", "partition"):
+            _check_files(arguments)
         import_module(_OTHERS[arguments[0]]).main(arguments[1:])
     elif not set(arguments) & set(_COMMANDS):
         near = nearest(arguments[0], _COMMANDS)
@@ -90,6 +93,7 @@ def _run(arguments: list[str]) -> None:
         print(wrong, file=sys.stderr)
         sys.exit(2)
     else:
+        _check_files(arguments)
         if arguments[-2:] == ["--help", "all"]:
             arguments.pop()
         elif not (
@@ -100,6 +104,20 @@ def _run(arguments: list[str]) -> None:
         from fl_lightning.cli.command_line import main as run
 
         run(arguments)
+
+
+def _check_files(arguments: list[str]) -> None:
+    """End with one line at a mistake that needs no PyTorch; leave all other errors to the command."""
+    if launched_rank() or os.environ.get("FL_LIGHTNING_TRACEBACK"):
+        return
+    from fl_lightning.cli.early import check_files
+
+    with suppress(Exception):
+        try:
+            check_files(arguments)
+        except ConfigurationError as error:
+            print("error:", *str(error).split(), file=sys.stderr)
+            sys.exit(error.exit_status)
 
 
 if __name__ == "__main__":

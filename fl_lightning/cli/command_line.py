@@ -4,31 +4,21 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import cache
-from pathlib import Path
 from typing import Any, NoReturn
 
 import yaml
 from jsonargparse import get_loader, set_loader
 from lightning.pytorch.cli import LightningArgumentParser
 
-import fl_lightning
-import fl_lightning.aggregation
-import fl_lightning.callbacks
-import fl_lightning.datamodules
-import fl_lightning.execution.vectorized
-import fl_lightning.models
-import fl_lightning.optimizers.schedules
-import fl_lightning.optimizers.server  # imported so that bare class names resolve in YAML
 from fl_lightning.aliases import current_name
 from fl_lightning.cli.federated_cli import FederatedCLI
+from fl_lightning.cli.given import with_shipped_configs
 from fl_lightning.cli.messages import command, refusals
 from fl_lightning.cli.parser import ConciseParser
 from fl_lightning.client_data.federated import FederatedDataModule
 from fl_lightning.experiments.run.training import TRAINER_DEFAULTS
 from fl_lightning.experiments.run_directory.directory import Config
 from fl_lightning.round.module import FederatedModule
-
-_HOME = Path(fl_lightning.__file__).parent
 
 
 @command()
@@ -68,7 +58,7 @@ def _started(
         subclass_mode_data=True,
         auto_configure_optimizers=False,
         load_from_checkpoint_support=False,
-        args=_with_shipped_configs(args),
+        args=with_shipped_configs(args),
     )
 
 
@@ -141,24 +131,8 @@ def resolve(args: Sequence[str]) -> Config:
     """
     with refusals():
         reader = _reader()
-        FederatedCLI.parse_arguments(reader, reader.parser, ["fit", *_with_shipped_configs(args)])
+        FederatedCLI.parse_arguments(reader, reader.parser, ["fit", *with_shipped_configs(args)])
         return reader.plain(reader.config.fit)
-
-
-def _with_shipped_configs(arguments: Sequence[str]) -> list[str]:
-    """Replace ``configs/X.yaml`` in arguments by the shipped file, see :func:`shipped`."""
-
-    def located(argument: str) -> str:
-        option, _, value = argument.rpartition("=")
-        return (f"{option}=" if option else "") + shipped(value)
-
-    return [located(argument) for argument in arguments]
-
-
-def shipped(path: str) -> str:
-    """Return the shipped file for a missing path that begins with ``configs/``, else the path."""
-    is_shipped = path.startswith("configs/") and not Path(path).exists() and (_HOME / path).is_file()
-    return str((_HOME / path).resolve()) if is_shipped else path
 
 
 _load_yaml = get_loader("yaml")

@@ -3,7 +3,8 @@
 import os
 from collections.abc import Sequence
 
-from fl_lightning.cli.messages import CommandParser, command
+from fl_lightning.cli.messages import command
+from fl_lightning.cli.options import CommandParser
 from fl_lightning.experiments.dashboard.workspace import as_json, make_workspace, publish
 from fl_lightning.files import user_file, write_text
 

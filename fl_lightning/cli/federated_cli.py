@@ -15,8 +15,9 @@ from jsonargparse.typing import restricted_number_type
 from lightning.pytorch import Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
+from fl_lightning.cli.given import given_settings, read_given
 from fl_lightning.cli.messages import fail
-from fl_lightning.cli.parser import ConciseParser, given_settings, new_lists, one_milestone_each, read_given
+from fl_lightning.cli.parser import ConciseParser, new_lists, one_milestone_each
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.experiments.dashboard.settings import WandbSettings
 from fl_lightning.experiments.run.trainer import as_list, make_trainer

@@ -8,7 +8,6 @@ import signal
 import sys
 import time
 import traceback
-from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,6 +24,7 @@ import fl_lightning
 from fl_lightning import models
 from fl_lightning.aggregation import Aggregator, PreAggregator
 from fl_lightning.attacks import Attack
+from fl_lightning.cli.options import Refusal
 from fl_lightning.client_data.federated import FederatedDataModule
 from fl_lightning.errors import ConfigurationError, missing_module, nearest
 from fl_lightning.execution.base import Executor
@@ -271,21 +271,6 @@ class _Output:
         return getattr(self._stream, name)
 
 
-class Refusal(SystemExit):
-    """End of a command with one line, which :func:`command` prints.
-
-    Attributes:
-        line: Line to print.
-        code: Exit status.
-    """
-
-    code: int
-
-    def __init__(self, line: str) -> None:
-        super().__init__(ConfigurationError.exit_status)
-        self.line = line
-
-
 @contextmanager
 def refusals() -> Iterator[None]:
     """Convert errors that a user can mend to ConfigurationErrors with :func:`command`'s line."""
@@ -308,29 +293,6 @@ def _end(line: str, status: int) -> NoReturn:
         _let_the_first_rank_speak()
     print(f"error: rank {rank}: {line}" if rank else f"error: {line}", file=_errors())
     sys.exit(status)
-
-
-class CommandParser(ArgumentParser):
-    """Parser of a command's options with one-line errors and without abbreviated options.
-
-    Args:
-        command: Name of the command.
-        description: Description in ``--help``.
-        usage: Usage after the command; None lists all options.
-    """
-
-    def __init__(self, command: str, description: str, usage: str | None = None) -> None:
-        super().__init__(
-            prog=f"python -m fl_lightning {command}",
-            usage=usage and f"%(prog)s {usage}",
-            description=description,
-            formatter_class=RawDescriptionHelpFormatter,
-            allow_abbrev=False,
-        )
-
-    def error(self, message: str) -> NoReturn:
-        """Refuse the arguments."""
-        raise Refusal(message)
 
 
 def _let_the_first_rank_speak() -> None:

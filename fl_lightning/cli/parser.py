@@ -3,11 +3,10 @@
 import enum
 import inspect
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from itertools import zip_longest
-from pathlib import Path
 from types import NoneType
-from typing import Any, ClassVar, NamedTuple, NoReturn, get_args, get_type_hints
+from typing import Any, ClassVar, NoReturn, get_args, get_type_hints
 
 import yaml
 from jsonargparse import Namespace
@@ -16,10 +15,11 @@ from jsonargparse._util import import_object
 from lightning.pytorch.cli import LightningArgumentParser
 from torch import nn
 
-from fl_lightning.cli.messages import Refusal, broken_module, explain, setting_of
+from fl_lightning.cli.given import Given, given_settings, place_in, plain_name, read_given
+from fl_lightning.cli.messages import broken_module, explain, setting_of
+from fl_lightning.cli.options import Refusal
 from fl_lightning.errors import ConfigurationError, doing
 from fl_lightning.experiments.run_directory.directory import Config
-from fl_lightning.files import user_path
 from fl_lightning.recorded import parameters, record
 
 # for an enum as default of another type: Timer(interval: str = Interval.step)
@@ -157,54 +157,6 @@ def _refuse_null(class_type: type, settings: Config) -> None:
             raise ConfigurationError(f"{class_type.__name__}.{name}: null is not valid; it takes {takes}")
 
 
-class Given(NamedTuple):
-    """A setting that the user gave.
-
-    Attributes:
-        name: Dotted name as the user wrote it.
-        value: Value of the setting.
-        file: File that gives the setting; empty for the command line.
-        line: Line of the setting's key in the file.
-    """
-
-    name: str
-    value: Any
-    file: str = ""
-    line: int = 0
-
-    @property
-    def setting(self) -> str:
-        """Plain name (:func:`plain_name`) without a final ``+``."""
-        return plain_name(self.name).removesuffix("+")
-
-
-_SECTION = object()
-"""Placeholder value of a section; each setting in the section has its own entry."""
-
-
-def read_given(arguments: Sequence[str]) -> list[Given]:
-    """Return the settings on the command line and in its files, and the sections of the files.
-
-    Args:
-        arguments: Command line without the program's name.
-
-    Raises:
-        ConfigurationError: A file is not YAML or holds no settings.
-    """
-    given: list[Given] = []
-    for argument, following in zip_longest(arguments, arguments[1:], fillvalue=""):
-        option, equals, value = argument.partition("=")
-        if option == "-c" or option.startswith("--"):
-            name = "" if option in ("-c", "--config") else option.removeprefix("--")
-            given += _walk(Given(name, _value(value if equals else following)), Path())
-    return given
-
-
-def given_settings(given: Sequence[Given]) -> Config:
-    """Return the values of given settings by plain name (:func:`plain_name`); later values win."""
-    return {entry.setting: entry.value for entry in given if entry.value is not _SECTION}
-
-
 def _place(setting: str, of_a_class: bool, given: Sequence[Given]) -> str:
     """Return the place of a setting, such as `` (mine.yaml, line 7)``; empty if ambiguous."""
     inner = f".{setting}"
@@ -213,7 +165,7 @@ def _place(setting: str, of_a_class: bool, given: Sequence[Given]) -> str:
     outermost = min((entry.name for entry in entries), key=len, default="")
     places = {(entry.file, entry.line) for entry in entries if entry.name == outermost or not entry.file}
     is_clear = len({entry.setting for entry in entries}) == len(places) == 1
-    return _at(*places.pop()) if is_clear else ""
+    return place_in(*places.pop()) if is_clear else ""
 
 
 def new_lists(arguments: Sequence[str]) -> list[str]:
@@ -243,92 +195,3 @@ def one_milestone_each(arguments: Sequence[str], given: Config) -> list[str]:
             result.append(f"{other}=null")
         result.append(argument)
     return result
-
-
-def plain_name(setting: str) -> str:
-    """Return a dotted name without ``init_args`` and ``class_path``, as on the command line."""
-    return ".".join(part for part in setting.split(".") if part not in ("init_args", "class_path"))
-
-
-def _walk(given: Given, folder: Path) -> Iterator[Given]:
-    name, tree, file, _ = given
-    may_be_file = isinstance(tree, str) and (not name or tree.endswith((".yaml", ".yml")))
-    if may_be_file and (path := folder / user_path("config", tree)).is_file():
-        folder, tree, file = path.parent, _read(path), str(path)
-    if not isinstance(tree, dict):
-        yield given
-        for item in tree if isinstance(tree, list) else ():
-            if isinstance(item, dict):
-                yield from _walk(Given(name, item, file), folder)
-        return
-    if "class_path" in tree:
-        _check_class(tree, plain_name(name), _at(file, getattr(tree, "lines", {}).get("class_path", 0)))
-    if given.line:
-        yield given._replace(value=_SECTION)
-    for key, value in tree.items():
-        line = getattr(tree, "lines", {}).get(key, 0)
-        yield from _walk(Given(f"{name}.{key}".lstrip("."), value, file, line), folder)
-
-
-def _at(file: str, line: int) -> str:
-    return f" ({file}, line {line})" if file and line else ""
-
-
-def _check_class(tree: Config, name: str, place: str) -> None:
-    """Raise an error for a class without a name, with settings beside ``init_args`` or without names."""
-    kind, settings = tree["class_path"], tree.get("init_args") or {}
-    if not isinstance(kind, str):
-        raise ConfigurationError(f"{name}: class_path: {kind} must be the name of one class{place}")
-    if not isinstance(settings, dict | str):
-        raise ConfigurationError(
-            f"{name}: init_args of {kind}: {settings} must be settings with names, such as {{name: value}}{place}"
-        )
-    if beside := tree.keys() - {"class_path", "init_args", "dict_kwargs"}:
-        raise ConfigurationError(
-            f"{name}: {', '.join(sorted(beside))} beside class_path: {kind}; settings of a class go below its init_args{place}"
-        )
-
-
-def _read(path: Path) -> Config:
-    try:
-        settings = yaml.load(path.read_text(encoding="utf-8"), _OnceEach)  # a SafeLoader
-    except (yaml.YAMLError, ValueError) as error:
-        mark = getattr(error, "problem_mark", None)
-        reason = f"line {mark.line + 1}: {getattr(error, 'problem', '')}" if mark else error
-        raise ConfigurationError(f"config {path} is not YAML: {reason}") from error
-    if not isinstance(settings, dict):
-        raise ConfigurationError(f"config {path} holds no settings such as 'model: ...': {settings}")
-    return settings
-
-
-class _Lined(dict[Any, Any]):
-    """A mapping in a file, with the line of each key."""
-
-    lines: Mapping[Any, int]
-
-
-class _OnceEach(yaml.SafeLoader):
-    """Loader that keeps the line of each key and refuses duplicate keys, which PyYAML accepts."""
-
-    def lined(self, node: yaml.MappingNode) -> Iterator[_Lined]:
-        """Yield a mapping before filling it, since it may contain an alias of itself."""
-        mapping = _Lined()
-        yield mapping
-        keys: dict[Any, int] = {}
-        for key, _ in node.value:
-            if key.tag != "tag:yaml.org,2002:merge" and key.value in keys:
-                problem = f"{key.value!r} is given twice; keep one of them"
-                raise yaml.MarkedYAMLError(problem=problem, problem_mark=key.start_mark)
-            keys[key.value] = key.start_mark.line + 1
-        mapping.update(self.construct_mapping(node))
-        mapping.lines = keys
-
-
-_OnceEach.add_constructor("tag:yaml.org,2002:map", _OnceEach.lined)
-
-
-def _value(text: str) -> Any:
-    try:
-        return yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError):  # ValueError: an impossible date such as 2024-02-30
-        return text

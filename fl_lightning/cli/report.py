@@ -2,7 +2,8 @@
 
 from collections.abc import Sequence
 
-from fl_lightning.cli.messages import CommandParser, command
+from fl_lightning.cli.messages import command
+from fl_lightning.cli.options import CommandParser
 from fl_lightning.experiments.studies.report import write_report
 from fl_lightning.files import user_path
 

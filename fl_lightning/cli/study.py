@@ -10,8 +10,10 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from fl_lightning.cli.command_line import build, resolve, shipped
-from fl_lightning.cli.messages import CommandParser, command
+from fl_lightning.cli.command_line import build, resolve
+from fl_lightning.cli.given import shipped
+from fl_lightning.cli.messages import command
+from fl_lightning.cli.options import ENGINES, study_options
 from fl_lightning.console import in_words
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.experiments.run.interruption import Stopped
@@ -39,18 +41,11 @@ from fl_lightning.experiments.studies.tables import (
 )
 from fl_lightning.files import folder_below, write_json
 
-ENGINES = {"local": "LocalEngine", "ray": "RayEngine", "slurm": "SlurmEngine"}
-"""Classes of ``--engine`` by module in ``fl_lightning.experiments.studies.engines``."""
-
 _COMPUTED = {
     "threads": 1, "trainer.accelerator": "cpu", "trainer.devices": 1, "trainer.num_nodes": 1,
     "model.executor": "SequentialExecutor", "model.executor.compile": False,
 }  # fmt: skip
 """Default settings of each cell, which make results independent of the number of cells at a time."""
-
-_DESCRIPTION = """\
-Run the cells of a study that have no result yet, and print its table. The same command resumes a stopped study. All other
-options are settings of every cell, such as --data.data_dir data/cifar10 or --trainer.accelerator gpu."""
 
 
 @contextmanager
@@ -73,29 +68,7 @@ def main(args: Sequence[str]) -> None:
     Args:
         args: Arguments after ``study``.
     """
-    parser = CommandParser(
-        "study",
-        _DESCRIPTION,
-        "FILE [--scale quick|reduced|full] [--engine local|ray|slurm] [--jobs N] [--dry-run] [--accept-stale] [--name NAME] [--max-cells N] [options of fit]",
-    )
-    parser.add_argument("file", metavar="FILE", help="study, such as configs/studies/fixbn_table4.yaml")
-    parser.add_argument("--scale", default="quick", help="quick (default), reduced or full")
-    words = "where cells are computed: on this machine (default), a Ray cluster or Slurm"
-    parser.add_argument("--engine", choices=ENGINES, default="local", help=words)
-    parser.add_argument("--jobs", type=int, help="cells at a time (default: one for each GPU or core)")
-    words = "print the state of each cell and the time that is left, without running cells"
-    parser.add_argument("--dry-run", action="store_true", help=words)
-    words = "accept results by other source, versions or data"
-    parser.add_argument("--accept-stale", action="store_true", help=words)
-    words = "folder of the tables in runs/studies (default: stem of FILE and scale, for any options of fit)"
-    parser.add_argument("--name", help=words)
-    words = "largest number of cells that axes and seeds may span (default 1000)"
-    parser.add_argument("--max-cells", type=int, default=1000, help=words)
-    options, fit_options = parser.parse_known_args(args)
-    if options.jobs is not None and options.jobs < 1:
-        raise ConfigurationError(f"--jobs: {options.jobs} must be at least 1")
-    if options.name is not None and Path(options.name).name != options.name:
-        raise ConfigurationError(f"--name: {options.name!r} must be the name of a folder, such as mine")
+    options, fit_options = study_options(args)
     study = read_study(Path(shipped(options.file)), options.scale)
     accept_stale = options.accept_stale
 

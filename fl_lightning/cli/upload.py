@@ -5,7 +5,8 @@ from dataclasses import fields, replace
 
 from pydantic import TypeAdapter, ValidationError
 
-from fl_lightning.cli.messages import CommandParser, command
+from fl_lightning.cli.messages import command
+from fl_lightning.cli.options import CommandParser
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.experiments.dashboard.logger import RoundWandbLogger
 from fl_lightning.experiments.dashboard.settings import WandbSettings

@@ -7,8 +7,9 @@ from command_line import message_of
 
 import callbacks  # noqa: F401  # makes their bare names known
 from fl_lightning import FederatedCallback
+from fl_lightning.cli.given import given_settings, read_given
 from fl_lightning.cli.messages import command
-from fl_lightning.cli.parser import ConciseParser, given_settings, read_given
+from fl_lightning.cli.parser import ConciseParser
 from fl_lightning.errors import ConfigurationError
 
 

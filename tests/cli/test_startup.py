@@ -1,6 +1,7 @@
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -74,7 +75,7 @@ def test_help_of_a_command_is_short_and_says_where_the_long_one_is(capsys):
 
 
 def test_a_run_says_within_two_seconds_that_it_has_begun():
-    command = [sys.executable, "-m", "fl_lightning", "fit", "--config", "nowhere.yaml"]
+    command = [sys.executable, "-m", "fl_lightning", "fit", "--config", "configs/quickstart.yaml"]
     started = time.monotonic()
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -83,6 +84,41 @@ def test_a_run_says_within_two_seconds_that_it_has_begun():
         process.kill()
     assert line == f"fl_lightning {fl_lightning.__version__}: loading PyTorch and Lightning\n"
     assert seconds < 2
+
+
+STUDY = "title: x\naxes: {method: {BN: {}}}\nscales: {quick: {base: configs/quickstart.yaml}}\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        ("fit --config nowhere.yaml", "config: nowhere.yaml does not exist; give a file, such as configs/quickstart.yaml"),
+        ("test --config odd.yaml", "config odd.yaml is not YAML: line 2: expected ',' or ']', but got ':'"),
+        ("partition --config=odd.yaml", "config odd.yaml is not YAML: line 2: expected ',' or ']', but got ':'"),
+        ("study good.yaml --config odd.yaml", "config odd.yaml is not YAML: line 2: expected ',' or ']', but got ':'"),
+        ("study odd.yaml", "study: odd.yaml is no YAML: "),
+        ("study bad.yaml", "bad.yaml: 2 mistakes: (1) axes is missing (2) there is no key 'axe'; did you mean axes?"),
+        ("study good.yaml --scale large", "--scale: good.yaml has no scale 'large'"),
+        ("study good.yaml --jobs 0", "--jobs: 0 must be at least 1"),
+        ("study", "the following arguments are required: FILE"),
+    ],
+)  # fmt: skip
+def test_mistakes_in_files_are_told_without_heavy_packages(arguments, line):
+    Path("odd.yaml").write_text("a: [1\nb: }\n")
+    Path("good.yaml").write_text(STUDY)
+    Path("bad.yaml").write_text(STUDY.replace("axes", "axe"))
+    code = """
+import sys, io
+from fl_lightning.__main__ import main
+sys.stderr = io.StringIO()
+try:
+    main(sys.argv[1:])
+except SystemExit as stop:
+    heavy = {"torch", "lightning", "torchvision", "torchmetrics", "scipy", "sklearn", "wandb"}
+    print(stop.code, sorted(heavy & {*sys.modules}), sys.stderr.getvalue(), end="")
+"""
+    answer = python("-c", code, *arguments.split())
+    assert answer.stdout.startswith(f"2 [] error: {line}"), answer
 
 
 @pytest.mark.parametrize("command", ["fit", "validate", "test", "predict"])

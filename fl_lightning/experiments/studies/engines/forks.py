@@ -162,7 +162,7 @@ def _serve(connection: socket.socket) -> list[str]:
 
 def _files() -> dict[str, tuple[int, int] | None]:
     """Return time and size of the file of each imported module."""
-    states = {}
+    states: dict[str, tuple[int, int] | None] = {}
     for name, module in [*sys.modules.items()]:
         try:
             state = os.stat(str(getattr(module, "__file__", None)))

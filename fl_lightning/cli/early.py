@@ -1,0 +1,29 @@
+"""Mistakes in files that are told before PyTorch is imported."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from fl_lightning.cli.given import read_given, shipped, with_shipped_configs
+from fl_lightning.cli.options import Refusal, study_options
+from fl_lightning.errors import ConfigurationError
+from fl_lightning.experiments.studies.reading import read_study
+
+
+def check_files(arguments: Sequence[str]) -> None:
+    """Read a study and configurations, and check all of the study but the settings of its cells.
+
+    Args:
+        arguments: A command and its arguments.
+
+    Raises:
+        ConfigurationError: An option of ``study`` is not valid, or a file is missing, is not YAML, or
+            is not a study.
+    """
+    fit_options = list(arguments[1:])
+    if arguments[0] == "study":
+        try:
+            options, fit_options = study_options(arguments[1:])
+        except Refusal as refusal:
+            raise ConfigurationError(refusal.line) from None
+        read_study(Path(shipped(options.file)), options.scale)
+    read_given(with_shipped_configs(fit_options))

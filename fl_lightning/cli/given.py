@@ -1,0 +1,173 @@
+"""Settings as the user gives them, on the command line and in files; does not import PyTorch."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+
+import fl_lightning
+from fl_lightning.errors import ConfigurationError
+from fl_lightning.experiments.run_directory.directory import Config
+from fl_lightning.files import user_path
+
+_HOME = Path(fl_lightning.__file__).parent
+
+
+class Given(NamedTuple):
+    """A setting that the user gave.
+
+    Attributes:
+        name: Dotted name as the user wrote it.
+        value: Value of the setting.
+        file: File that gives the setting; empty for the command line.
+        line: Line of the setting's key in the file.
+    """
+
+    name: str
+    value: Any
+    file: str = ""
+    line: int = 0
+
+    @property
+    def setting(self) -> str:
+        """Plain name (:func:`plain_name`) without a final ``+``."""
+        return plain_name(self.name).removesuffix("+")
+
+
+_SECTION = object()
+"""Placeholder value of a section; each setting in the section has its own entry."""
+
+
+def read_given(arguments: Sequence[str]) -> list[Given]:
+    """Return the settings on the command line and in its files, and the sections of the files.
+
+    Args:
+        arguments: Command line without the program's name.
+
+    Raises:
+        ConfigurationError: A file is not YAML or holds no settings.
+    """
+    given: list[Given] = []
+    for argument, following in zip_longest(arguments, arguments[1:], fillvalue=""):
+        option, equals, value = argument.partition("=")
+        if option == "-c" or option.startswith("--"):
+            name = "" if option in ("-c", "--config") else option.removeprefix("--")
+            given += _walk(Given(name, _value(value if equals else following)), Path())
+    return given
+
+
+def given_settings(given: Sequence[Given]) -> Config:
+    """Return the values of given settings by plain name (:func:`plain_name`); later values win."""
+    return {entry.setting: entry.value for entry in given if entry.value is not _SECTION}
+
+
+def plain_name(setting: str) -> str:
+    """Return a dotted name without ``init_args`` and ``class_path``, as on the command line."""
+    return ".".join(part for part in setting.split(".") if part not in ("init_args", "class_path"))
+
+
+def _walk(given: Given, folder: Path) -> Iterator[Given]:
+    name, tree, file, _ = given
+    may_be_file = isinstance(tree, str) and (not name or tree.endswith((".yaml", ".yml")))
+    if may_be_file and (path := folder / user_path("config", tree)).is_file():
+        folder, tree, file = path.parent, _read(path), str(path)
+    elif not name and isinstance(tree, str) and not path.exists():
+        raise ConfigurationError(
+            f"config: {tree} does not exist; give a file, such as configs/quickstart.yaml"
+        )
+    if not isinstance(tree, dict):
+        yield given
+        for item in tree if isinstance(tree, list) else ():
+            if isinstance(item, dict):
+                yield from _walk(Given(name, item, file), folder)
+        return
+    if "class_path" in tree:
+        _check_class(tree, plain_name(name), place_in(file, getattr(tree, "lines", {}).get("class_path", 0)))
+    if given.line:
+        yield given._replace(value=_SECTION)
+    for key, value in tree.items():
+        line = getattr(tree, "lines", {}).get(key, 0)
+        yield from _walk(Given(f"{name}.{key}".lstrip("."), value, file, line), folder)
+
+
+def place_in(file: str, line: int) -> str:
+    """Return the place of a setting in a file in words; empty if there is no file."""
+    return f" ({file}, line {line})" if file and line else ""
+
+
+def _check_class(tree: Config, name: str, place: str) -> None:
+    """Raise an error for a class without a name, with settings beside ``init_args`` or without names."""
+    kind, settings = tree["class_path"], tree.get("init_args") or {}
+    if not isinstance(kind, str):
+        raise ConfigurationError(f"{name}: class_path: {kind} must be the name of one class{place}")
+    if not isinstance(settings, dict | str):
+        raise ConfigurationError(
+            f"{name}: init_args of {kind}: {settings} must be settings with names, such as {{name: value}}{place}"
+        )
+    if beside := tree.keys() - {"class_path", "init_args", "dict_kwargs"}:
+        raise ConfigurationError(
+            f"{name}: {', '.join(sorted(beside))} beside class_path: {kind}; settings of a class go below its init_args{place}"
+        )
+
+
+def _read(path: Path) -> Config:
+    try:
+        settings = yaml.load(path.read_text(encoding="utf-8"), _OnceEach)  # a SafeLoader
+    except (yaml.YAMLError, ValueError) as error:
+        mark = getattr(error, "problem_mark", None)
+        reason = f"line {mark.line + 1}: {getattr(error, 'problem', '')}" if mark else error
+        raise ConfigurationError(f"config {path} is not YAML: {reason}") from error
+    if not isinstance(settings, dict):
+        raise ConfigurationError(f"config {path} holds no settings such as 'model: ...': {settings}")
+    return settings
+
+
+class _Lined(dict[Any, Any]):
+    """A mapping in a file, with the line of each key."""
+
+    lines: Mapping[Any, int]
+
+
+class _OnceEach(yaml.SafeLoader):
+    """Loader that keeps the line of each key and refuses duplicate keys, which PyYAML accepts."""
+
+    def lined(self, node: yaml.MappingNode) -> Iterator[_Lined]:
+        """Yield a mapping before filling it, since it may contain an alias of itself."""
+        mapping = _Lined()
+        yield mapping
+        keys: dict[Any, int] = {}
+        for key, _ in node.value:
+            if key.tag != "tag:yaml.org,2002:merge" and key.value in keys:
+                problem = f"{key.value!r} is given twice; keep one of them"
+                raise yaml.MarkedYAMLError(problem=problem, problem_mark=key.start_mark)
+            keys[key.value] = key.start_mark.line + 1
+        mapping.update(self.construct_mapping(node))
+        mapping.lines = keys
+
+
+_OnceEach.add_constructor("tag:yaml.org,2002:map", _OnceEach.lined)
+
+
+def _value(text: str) -> Any:
+    try:
+        return yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError):  # ValueError: an impossible date such as 2024-02-30
+        return text
+
+
+def with_shipped_configs(arguments: Sequence[str]) -> list[str]:
+    """Replace ``configs/X.yaml`` in arguments by the shipped file, see :func:`shipped`."""
+
+    def located(argument: str) -> str:
+        option, _, value = argument.rpartition("=")
+        return (f"{option}=" if option else "") + shipped(value)
+
+    return [located(argument) for argument in arguments]
+
+
+def shipped(path: str) -> str:
+    """Return the shipped file for a missing path that begins with ``configs/``, else the path."""
+    is_shipped = path.startswith("configs/") and not Path(path).exists() and (_HOME / path).is_file()
+    return str((_HOME / path).resolve()) if is_shipped else path
