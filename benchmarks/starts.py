@@ -54,7 +54,9 @@ def main(args: Sequence[str] | None = None) -> int:
             found.append(measure(way, options.cells, options.rounds, options.jobs))
             print(found[-1], file=sys.stderr, flush=True)
     print(
-        "| cells start | study, s | a cell beyond its rounds, s | its rounds, s |", "|---" * 4 + "|", sep="\n"
+        "| cells start | study, s | study, CPU s | a cell beyond its rounds, s | its rounds, s |",
+        "|---" * 5 + "|",
+        sep="\n",
     )
     print(*lines(found), sep="\n")
     about = machine()
@@ -72,11 +74,12 @@ def lines(found: Sequence[dict[str, Any]]) -> Iterator[str]:
 
     ways = {way: [one for one in found if one["way"] == way] for way in ("plain", "forks")}
     for way, words in (("plain", "each by itself"), ("forks", "as forks of one process")):
-        columns = ("study_s", "beyond_s", "rounds_s")
+        columns = ("study_s", "study_cpu_s", "beyond_s", "rounds_s")
         yield f"| {words} | {' | '.join(spread([one[name] for one in ways[way]]) for name in columns)} |"
     pairs = [*zip(ways["plain"], ways["forks"], strict=True)]
     ratios = [
-        spread([plain[name] / forks[name] for plain, forks in pairs]) for name in ("study_s", "beyond_s")
+        spread([plain[name] / forks[name] for plain, forks in pairs])
+        for name in ("study_s", "study_cpu_s", "beyond_s")
     ]
     yield f"| ratio | {' | '.join(ratios)} | |"
 
@@ -91,7 +94,7 @@ def measure(way: str, cells: int, rounds: int, jobs: int) -> dict[str, Any]:
         jobs: Cells at a time.
 
     Returns:
-        ``study_s`` of the command; ``rounds_s``, the mean time that a cell spends in rounds; and ``beyond_s``, the
+        ``study_s`` and ``study_cpu_s`` of the command and all of its processes; ``rounds_s``, the mean time that a cell spends in rounds; and ``beyond_s``, the
         mean time from the start of a cell's process to its result, without the rounds.
     """
     settings = {
@@ -112,7 +115,7 @@ def measure(way: str, cells: int, rounds: int, jobs: int) -> dict[str, Any]:
         place = str(Path(__file__).parents[1])
         paths = [place, *filter(None, [os.environ.get("PYTHONPATH")])]
         (Path(folder) / "configs").symlink_to(f"{place}/configs")
-        started = time.perf_counter()
+        before, started = os.times(), time.perf_counter()
         subprocess.run(
             command,
             cwd=folder,
@@ -120,10 +123,12 @@ def measure(way: str, cells: int, rounds: int, jobs: int) -> dict[str, Any]:
             stdout=subprocess.DEVNULL,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
         )
-        seconds = time.perf_counter() - started
+        seconds, after = time.perf_counter() - started, os.times()
+        cpu = after.children_user - before.children_user + after.children_system - before.children_system
         results = [json.loads(path.read_text()) for path in Path(folder, "runs/cells").rglob("result.json")]
     if len(results) != cells:
         raise RuntimeError(f"{len(results)} of {cells} cells are finished; --cells must be even")
     trained = statistics.mean(result["train_seconds"] for result in results)
     whole = statistics.mean(result["process_seconds"] for result in results)
-    return {"way": way, "study_s": seconds, "beyond_s": whole - trained, "rounds_s": trained}
+    times = {"study_s": seconds, "study_cpu_s": cpu, "beyond_s": whole - trained, "rounds_s": trained}
+    return {"way": way, **times}
