@@ -10,6 +10,14 @@ import yaml
 from jsonargparse import get_loader, set_loader
 from lightning.pytorch.cli import LightningArgumentParser
 
+# imported so that bare class names resolve in YAML
+import fl_lightning.aggregation
+import fl_lightning.callbacks
+import fl_lightning.datamodules
+import fl_lightning.execution.vectorized
+import fl_lightning.models
+import fl_lightning.optimizers.schedules
+import fl_lightning.optimizers.server  # noqa: F401
 from fl_lightning.aliases import current_name
 from fl_lightning.cli.federated_cli import FederatedCLI
 from fl_lightning.cli.given import with_shipped_configs
