@@ -38,7 +38,8 @@ commands:
   study      the runs of a table or figure: study configs/studies/fixbn_table4.yaml; see study --help
   report     one HTML page about studies and runs: report runs/studies/NAME-quick, report runs/A/* runs/B/*
   partition  show who the clients are: sizes, classes, a picture; --save FILE.json keeps them
-  list       what a YAML can name: list {methods,models,data,partitions,norms,aggregators,attacks}
+  list       what a YAML can name: list {methods,models,data,partitions,norms,aggregators,attacks}; shipped files:
+             list {configs,studies}; each tensor of a model and its treatment: list parameters --config FILE
   upload     make runs at Weights & Biases from their folders: upload runs/NAME/*
   dashboard  make a workspace at Weights & Biases with a panel for what runs log; --file without a key
 

@@ -80,6 +80,18 @@ def user_path(setting: str, text: str | os.PathLike[str]) -> Path:
     return Path(path)
 
 
+def shipped(path: str, folder: Path = Path()) -> Path | None:
+    """Return the shipped file for a missing path that begins with ``configs/``; None for other paths.
+
+    Args:
+        path: Path of a configuration or study.
+        folder: Folder of a relative path.
+    """
+    is_shipped = path.startswith("configs/") and not (folder / path).exists()
+    file = Path(__file__).parent / path
+    return file.resolve() if is_shipped and file.is_file() else None
+
+
 def user_file(setting: str, text: str | os.PathLike[str]) -> Path:
     """Return a user's path of a file to write.
 

@@ -2,7 +2,6 @@
 
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
 from functools import cache
 from typing import Any, NoReturn
 
@@ -106,17 +105,23 @@ class _Builder(_Raising):
         raise _Made(self)
 
 
-def build(args: Sequence[str]) -> None:
+def build(args: Sequence[str]) -> FederatedCLI:
     """Build data, model and callbacks of ``fit`` without training.
 
     Args:
         args: Arguments of ``fit``.
 
+    Returns:
+        The command line, with its model, data and settings.
+
     Raises:
         ConfigurationError: Settings do not work.
     """
-    with refusals(), suppress(_Made):
-        _started(["fit", *args], _Builder)
+    try:
+        with refusals():
+            return _started(["fit", *args], _Builder)
+    except _Made as made:
+        return made.cli
 
 
 @cache

@@ -3,10 +3,11 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from fl_lightning.cli.given import read_given, shipped, with_shipped_configs
+from fl_lightning.cli.given import read_given, with_shipped_configs
 from fl_lightning.cli.options import Refusal, study_options
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.experiments.studies.reading import read_study
+from fl_lightning.files import shipped
 
 
 def check_files(arguments: Sequence[str]) -> None:
@@ -25,5 +26,5 @@ def check_files(arguments: Sequence[str]) -> None:
             options, fit_options = study_options(arguments[1:])
         except Refusal as refusal:
             raise ConfigurationError(refusal.line) from None
-        read_study(Path(shipped(options.file)), options.scale)
+        read_study(shipped(options.file) or Path(options.file), options.scale)
     read_given(with_shipped_configs(fit_options))

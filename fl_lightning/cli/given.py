@@ -7,12 +7,9 @@ from typing import Any, NamedTuple
 
 import yaml
 
-import fl_lightning
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.experiments.run_directory.directory import Config
-from fl_lightning.files import user_path
-
-_HOME = Path(fl_lightning.__file__).parent
+from fl_lightning.files import shipped, user_path
 
 
 class Given(NamedTuple):
@@ -158,16 +155,10 @@ def _value(text: str) -> Any:
 
 
 def with_shipped_configs(arguments: Sequence[str]) -> list[str]:
-    """Replace ``configs/X.yaml`` in arguments by the shipped file, see :func:`shipped`."""
+    """Replace ``configs/X.yaml`` in arguments by the shipped file, see :func:`~fl_lightning.files.shipped`."""
 
     def located(argument: str) -> str:
         option, _, value = argument.rpartition("=")
-        return (f"{option}=" if option else "") + shipped(value)
+        return (f"{option}=" if option else "") + str(shipped(value) or value)
 
     return [located(argument) for argument in arguments]
-
-
-def shipped(path: str) -> str:
-    """Return the shipped file for a missing path that begins with ``configs/``, else the path."""
-    is_shipped = path.startswith("configs/") and not Path(path).exists() and (_HOME / path).is_file()
-    return str((_HOME / path).resolve()) if is_shipped else path

@@ -1,15 +1,27 @@
-"""``python -m fl_lightning list``: names that a configuration can use, with a line about each."""
+"""``python -m fl_lightning list``: names for a configuration, shipped files, and a model's parameters."""
 
 import re
 from collections.abc import Sequence
 from inspect import isabstract, isfunction
-from typing import get_type_hints
+from pathlib import Path
+from typing import Any, get_type_hints
 
+import yaml
+from tabulate import tabulate
+
+import fl_lightning
 from fl_lightning import aggregation, attacks, callbacks, datamodules, models
+from fl_lightning.batch_norm.kinds import buffer_kinds, parameter_kinds
+from fl_lightning.cli.command_line import build
+from fl_lightning.cli.federated_cli import FederatedCLI
 from fl_lightning.cli.messages import base_classes, command, kinds_of_settings
 from fl_lightning.console import print_table
-from fl_lightning.errors import check_choice
+from fl_lightning.errors import ConfigurationError, check_choice
+from fl_lightning.experiments.run.trainer import as_list
 from fl_lightning.models.norm import NORMS
+from fl_lightning.round.hooks import in_order
+from fl_lightning.round.plan import RoundPlan, cohort_size
+from fl_lightning.round.policy import stages_in_words, treatment_table
 
 KINDS = {
     "methods": "trainer.callbacks",
@@ -23,17 +35,88 @@ KINDS = {
 """Kinds of names, each with the setting that takes it."""
 
 
+FILES = {"configs": "fit --config", "studies": "study"}
+"""Kinds of shipped files, each with the command that takes it."""
+
+
 @command()
 def main(args: Sequence[str]) -> None:
-    """Print the names of some kinds, each with the first line of its docstring.
+    """Print the names of some kinds, each with a line about it, or the parameters of a model.
 
     Args:
-        args: Arguments after ``list``: kinds; empty for all kinds.
+        args: Arguments after ``list``: kinds, empty for all kinds; or ``parameters`` and arguments of
+            ``fit``.
     """
+    if args[:1] == ["parameters"]:
+        if not args[1:]:
+            raise ConfigurationError(
+                "list parameters needs a model: add --config FILE, such as --config configs/quickstart.yaml"
+            )
+        print(parameters(build(args[1:])))
+        return
+    kinds = KINDS | FILES
     for kind in args:
-        check_choice("list", kind, KINDS)
-    for kind in args or KINDS:
-        print_table(f"{kind.capitalize()} ({KINDS[kind]})", named(kind))
+        check_choice("list", kind, (*kinds, "parameters"))
+    for kind in args or kinds:
+        print_table(f"{kind.capitalize()} ({kinds[kind]})", files(kind) if kind in FILES else named(kind))
+
+
+def files(kind: str) -> dict[str, str]:
+    """Return the shipped files of a kind, each with the first line of its comment or its title.
+
+    Args:
+        kind: Key of :data:`FILES`.
+    """
+    home = Path(fl_lightning.__file__).parent
+    folders = ("configs", "configs/overlays") if kind == "configs" else ("configs/studies",)
+    lines = {}
+    for path in (path for folder in folders for path in sorted((home / folder).glob("*.yaml"))):
+        text = path.read_text(encoding="utf-8")
+        title = yaml.safe_load(text).get("title") if kind == "studies" else None
+        lines[path.relative_to(home).as_posix()] = title or text.partition("\n")[0].removeprefix("# ")
+    return lines
+
+
+def parameters(cli: FederatedCLI) -> str:
+    """Return a table with name, shape, kind and treatment of each parameter and buffer of a model.
+
+    Args:
+        cli: Command line with a model, from :func:`~fl_lightning.cli.command_line.build`.
+
+    Raises:
+        ConfigurationError: The number of rounds is unknown, or the treatments of two methods conflict.
+    """
+    module: Any = cli.model
+    callbacks = in_order(as_list(cli.config_init.fit.trainer.callbacks))
+    treatments = treatment_table(module.model, callbacks, _rounds(cli))
+    kinds = {**parameter_kinds(module.model), **buffer_kinds(module.model)}
+    rows = [
+        (
+            name,
+            list(tensor.shape),
+            kinds.get(name, "not trainable"),
+            stages_in_words(treatments[name]) if name in kinds else "not sent",
+        )
+        for name, tensor in (*module.model.named_parameters(), *module.model.named_buffers())
+    ]
+    return tabulate(rows, ("name", "shape", "kind", "treatment"), "simple")
+
+
+def _rounds(cli: FederatedCLI) -> int:
+    """Return the planned number of rounds; a budget needs the data."""
+    module, data = cli.model, cli.datamodule
+    if module.budget_epochs is None:
+        rounds: int = cli.config_init.fit.trainer.max_epochs
+        if rounds in (None, -1):
+            raise ConfigurationError("trainer.max_epochs: set the number of rounds, or model.budget_epochs")
+        return rounds
+    data.prepare_data()
+    data.setup("fit")
+    size = cohort_size(data.num_clients, module.participation)
+    plan = RoundPlan(
+        data, module.local_steps, module.local_epochs, size, module.seed, failures=module.failures
+    )
+    return plan.limit(module.budget_epochs)
 
 
 def named(kind: str) -> dict[str, str]:

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from fl_lightning.cli.command_line import build, resolve
-from fl_lightning.cli.given import shipped
 from fl_lightning.cli.messages import command
 from fl_lightning.cli.options import ENGINES, study_options
 from fl_lightning.console import in_words
@@ -39,7 +38,7 @@ from fl_lightning.experiments.studies.tables import (
     whole_table,
     write_tables,
 )
-from fl_lightning.files import folder_below, write_json
+from fl_lightning.files import folder_below, shipped, write_json
 
 _COMPUTED = {
     "threads": 1, "trainer.accelerator": "cpu", "trainer.devices": 1, "trainer.num_nodes": 1,
@@ -69,7 +68,7 @@ def main(args: Sequence[str]) -> None:
         args: Arguments after ``study``.
     """
     options, fit_options = study_options(args)
-    study = read_study(Path(shipped(options.file)), options.scale)
+    study = read_study(shipped(options.file) or Path(options.file), options.scale)
     accept_stale = options.accept_stale
 
     if study.size > options.max_cells:

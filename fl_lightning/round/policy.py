@@ -152,6 +152,36 @@ def policy_table(
     return table
 
 
+def treatment_table(
+    model: nn.Module, callbacks: Iterable[Declarations], total_rounds: int
+) -> dict[str, list[Stage]]:
+    """Return the treatment of each tensor over a whole run, as a round's cohort treats it.
+
+    Args:
+        model: The model.
+        callbacks: The run's federated callbacks.
+        total_rounds: Number of planned rounds.
+
+    Returns:
+        The stages of each trainable parameter and each buffer by name, as in :func:`policy_table`.
+    """
+    callbacks = list(callbacks)
+    policy: dict[str, str] = {}
+    stages: list[tuple[int | str, dict[str, str]]] = []
+    for round_number in range(1, max(total_rounds, 1) + 1):
+        before, policy = policy, resolve_policy(callbacks, round_number, total_rounds)
+        if policy != before:
+            stages.append((round_number, treatments(model, policy)))
+    for callback in callbacks:
+        stages.append((type(callback).__name__, treatments(model, {**policy, **callback.undecided()})))
+    table: dict[str, list[Stage]] = {name: [] for name in stages[0][1]}
+    for start, treatment in stages:
+        for name, entries in table.items():
+            if not entries or entries[-1][1] != treatment[name]:
+                entries.append((start, treatment[name]))
+    return table
+
+
 def stages_in_words(stages: Iterable[Stage]) -> str:
     """Return a kind's stages in words, such as ``"averaged; frozen from round 51"``."""
     return "; ".join(

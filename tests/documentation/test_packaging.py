@@ -123,6 +123,23 @@ def test_each_kind_of_installation_gives_one_package_beside_the_users_own(
     python(ALONE, installed, tmp_path_factory.mktemp("empty"))
 
 
+MY_STUDY = {
+    "title": "FixBN and BN",
+    "axes": {"method": {"BN": {}, "FixBN": {"config": "configs/overlays/fixbn.yaml"}}},
+    "scales": {"quick": {"base": "configs/digits_fedavg_bn.yaml", "settings": {"trainer.max_epochs": 4}}},
+}
+
+
+@pytest.mark.slow
+def test_shipped_configurations_are_found_from_an_empty_folder(installed, tmp_path):
+    run = "from fl_lightning.__main__ import main; main({!r})".format
+    assert "configs/quickstart.yaml" in python(run(["list", "configs"]), installed, tmp_path)
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(MY_STUDY))
+    plan = python(run(["study", "mine.yaml", "--dry-run"]), installed, tmp_path)
+    assert "0 of 2 cells are done" in plan
+    assert "configs/studies/methods.yaml" in python(run(["list", "studies"]), installed, tmp_path)
+
+
 def test_a_checkout_imports_its_folders_as_the_same_objects():
     code = "from callbacks import FixBN\nimport callbacks.fixbn, fl_lightning.callbacks\n"
     code += "assert FixBN is callbacks.fixbn.FixBN is fl_lightning.callbacks.FixBN"

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+import fl_lightning
 from fl_lightning import ConfigurationError
 from fl_lightning.experiments.studies.reading import read_study
 
@@ -56,6 +57,22 @@ def test_a_scale_has_its_own_labels_values_and_settings(tmp_path):
     assert (reduced.metric(gn), reduced.metric(sbn)) == (None, "test/accuracy_static_pooled")
     assert (reduced.published(gn), reduced.published(sbn)) == (0.5, None)
     assert reduced.known_labels()["method"] == ["BN", "GN", "sBN"]
+
+
+def test_a_base_is_a_shipped_file_unless_the_folder_of_the_study_has_it(tmp_path):
+    home, name = Path(fl_lightning.__file__).parent, "configs/digits_fedavg_bn.yaml"
+    scales = {"reduced": {"base": [name, "configs/mine.yaml"]}}
+    axes = {"method": {"FixBN": {"config": "configs/overlays/fixbn.yaml"}}}
+
+    def study():
+        return read(tmp_path, axes=axes, scales=scales, published=[])
+
+    assert study().base == [f"--config={(home / name).resolve()}", f"--config={tmp_path}/configs/mine.yaml"]
+    overlay = (home / "configs/overlays/fixbn.yaml").resolve()
+    assert f"--config={overlay}" in study().arguments({"method": "FixBN"}, 0)
+    (tmp_path / "configs").mkdir()
+    (tmp_path / name).touch()
+    assert study().base[0] == f"--config={tmp_path / name}"
 
 
 def test_a_scale_may_have_a_title_and_published_values_of_its_own(tmp_path):

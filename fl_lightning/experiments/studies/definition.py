@@ -28,6 +28,7 @@ from typing_extensions import TypedDict
 
 from fl_lightning.experiments.run_directory.directory import Config
 from fl_lightning.experiments.studies.reported import BEST, LAST, MEAN
+from fl_lightning.files import shipped
 
 Dotted = Mapping[str, Any]
 """Settings of a label by dotted name."""
@@ -147,7 +148,8 @@ class Scale:
     """A size at which a study is run.
 
     Attributes:
-        base: Configuration files of all cells, relative to the study's folder; later files win.
+        base: Configuration files of all cells, relative to the study's folder, or shipped ones such as
+            ``configs/quickstart.yaml``; later files win.
         settings: Settings of all cells by dotted name.
         axes: Labels of an axis at this scale, as a list or with further settings; an axis of values
             takes other values. An axis without an entry has all its labels.
@@ -315,7 +317,7 @@ class Study:
         return [*arguments, f"--seed_everything={seed}"]
 
     def _config(self, path: str) -> str:
-        return f"--config={(self.folder / path).resolve()}"
+        return f"--config={(shipped(path, self.folder) or self.folder / path).resolve()}"
 
     def metric(self, labels: Mapping[str, str]) -> str | None:
         """Return the metric that a label sets in place of the table's first, None without one."""
