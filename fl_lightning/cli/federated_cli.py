@@ -4,6 +4,7 @@ import math
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
+from itertools import islice
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -216,5 +217,6 @@ class FederatedCLI(LightningCLI):
         raw: list[Any] = self.trainer.predict(**{**kwargs, "return_predictions": True}) or []
         if not self.trainer.is_global_zero:
             return
-        outputs, loader = map(self.model.task.scores, raw), self.datamodule.predict_dataloader()
-        print(write_predictions(self._predictions, [*outputs], loader, self.datamodule))
+        outputs = [*map(self.model.task.scores, raw)]
+        batches = islice(self.datamodule.predict_dataloader(), len(outputs))  # limit_predict_batches
+        print(write_predictions(self._predictions, outputs, batches, self.datamodule))

@@ -22,6 +22,16 @@ from fl_lightning.round.trainer import check_trainer
 _WORTH_RANKS = 20
 """Least local steps of a round for several ranks; in a shorter round ranks wait longer than they save."""
 
+_OF_THE_RUN = {
+    "barebones": ((False,), "would train without metrics and checkpoints; leave it out"),
+    "enable_checkpointing": (
+        (None, True),
+        "contradicts the run's folder, which keeps the last round; leave it out, checkpoint.every_n_seconds says how often",
+    ),
+    "default_root_dir": ((None,), "would be ignored; use run_root and name"),
+}
+"""Settings that the run decides: each with the accepted values and a remedy for other ones."""
+
 
 def make_trainer(settings: Config, ranks: int = 1, **equipment: Any) -> L.Trainer:
     """Return a trainer with this project's checkpoint plugin and, for several ranks, its strategy.
@@ -35,6 +45,10 @@ def make_trainer(settings: Config, ranks: int = 1, **equipment: Any) -> L.Traine
     Raises:
         ConfigurationError: The trainer refuses an argument.
     """
+    for name, (accepted, remedy) in _OF_THE_RUN.items():
+        value = settings.get(name, accepted[0])
+        if value not in accepted:
+            raise ConfigurationError(f"trainer.{name}: {value} {remedy}")
     plugins = [*as_list(settings.get("plugins")), AtomicCheckpointIO()]
     if not is_launched(settings):  # a scheduler's ranks may be independent runs
         plugins.append(OneMachine())

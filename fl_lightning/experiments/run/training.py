@@ -317,6 +317,8 @@ def quiet_host() -> None:
     """Silence Lightning's remarks on hardware and data loaders that do not apply to a run."""
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.WARNING)
+    # a summary that a user asks for is a remark, too
+    logging.getLogger("lightning.pytorch.callbacks.model_summary").setLevel(logging.INFO)
     # LightningCLI 2.6 makes deprecated calls of jsonargparse, which a user cannot change
     os.environ.setdefault("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
     for message in (
@@ -325,6 +327,7 @@ def quiet_host() -> None:
         ".*isinstance\\(treespec, LeafSpec\\).*",  # Lightning 2.6 on torch 2.12 and later, harmless
         "Implicitly cleaning up <TemporaryDirectory",  # of W&B, for the pictures of a run
         ".*The `srun` command is available.*",  # on a cluster's login node, a run needs no srun
+        ".*is smaller than the logging interval.*",  # an epoch is one round
         ".*Total length of `list` across ranks is zero.*",  # a federation without evaluation data
     ):
         warnings.filterwarnings("ignore", message)

@@ -40,6 +40,7 @@ OUTSIDE_THE_HASH = frozenset(
         "enable_checkpointing",
         "enable_model_summary",
         "enable_progress_bar",
+        "limit_predict_batches",
         "log_every_n_steps",
         "logger",
         "max_epochs",

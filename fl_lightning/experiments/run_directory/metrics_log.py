@@ -21,9 +21,9 @@ from fl_lightning.files import no_link, plain, restored, unwritable
 class JSONLinesLogger(Logger):
     """Logger that appends the metrics of each round to ``<save_dir>/metrics.jsonl``.
 
-    The file is made with the first row. Rows without the key ``"round"`` are ignored: Lightning's
-    own rows count steps and epochs. Each row is one write, so a killed run leaves at most one
-    incomplete line, the last.
+    The file is made with the first row. Metrics without the key ``"round"``, such as those of
+    Lightning's ``LearningRateMonitor``, join the next row, the newest value of each name. Each row
+    is one write, so a killed run leaves at most one incomplete line, the last.
 
     Args:
         save_dir: The run's folder.
@@ -34,6 +34,7 @@ class JSONLinesLogger(Logger):
     def __init__(self, save_dir: str | os.PathLike[str]) -> None:
         super().__init__()
         self.path = Path(save_dir) / "metrics.jsonl"
+        self._waiting: dict[str, Any] = {}
 
     @property
     def save_dir(self) -> str:
@@ -42,18 +43,20 @@ class JSONLinesLogger(Logger):
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        """Append one row.
+        """Append one row, with the metrics that came without a round since the last row.
 
         Args:
-            metrics: Scalars, tensors or lists by name; a row without ``"round"`` is ignored.
+            metrics: Scalars, tensors or lists by name; without ``"round"`` they wait for the next row.
             step: Ignored: the metrics hold the round.
 
         Raises:
             ConfigurationError: The file cannot be written.
         """
         if "round" not in metrics:
+            self._waiting |= {name: value for name, value in metrics.items() if name != "epoch"}
             return
-        row = {"round": 0} | plain(dict(metrics))  # makes "round" the first key
+        row = {"round": 0} | plain({**self._waiting, **metrics})  # makes "round" the first key
+        self._waiting = {}
         line = json.dumps(row, allow_nan=False).encode() + b"\n"
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
