@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-import lazy_loader
+import lazy_loader  # type: ignore[import-untyped]  # has no types
 
 if TYPE_CHECKING:
     from fl_lightning.cli.command_line import main as main
