@@ -17,6 +17,7 @@ from fl_lightning.callbacks.moment_matching import MomentMatching
 from fl_lightning.callbacks.mtfl import MTFL
 from fl_lightning.callbacks.observers.aggregation_diagnostics import AggregationDiagnostics
 from fl_lightning.callbacks.observers.batch_norm_diagnostics import BatchNormDiagnostics
+from fl_lightning.callbacks.observers.classifier_bias import ClassifierBias
 from fl_lightning.callbacks.observers.client_evaluation import ClientEvaluation
 from fl_lightning.callbacks.observers.communication_ledger import CommunicationLedger
 from fl_lightning.callbacks.observers.statistics_sources import StatisticsSources
@@ -32,6 +33,7 @@ __all__ = [
     "AggregationDiagnostics",
     "BatchNormDiagnostics",
     "Byzantine",
+    "ClassifierBias",
     "ClientEvaluation",
     "ClientGradientClipping",
     "CommunicationLedger",

@@ -51,6 +51,24 @@ def load_weights(
     return line
 
 
+def read_weights(model: nn.Module, path: str, setting: str) -> Mapping[str, Tensor]:
+    """Return the weights of a file that has exactly a model's tensors.
+
+    Args:
+        model: The model, unchanged.
+        path: A file as in :func:`load_weights`.
+        setting: The setting that names the file, for messages.
+
+    Raises:
+        ConfigurationError: The file is missing or damaged, or holds no weights or another model's.
+    """
+    weights = _read(setting, user_path(setting, path))
+    if differing := misfits(weights, model):
+        raise misfit_error(f"{setting}: {path}", "file", model, differing)
+    _expect_numbers(f"{setting}: {path}", weights, model, ())
+    return weights
+
+
 def _expect_numbers(
     place: str, weights: Mapping[str, Tensor], model: nn.Module, without: Container[str]
 ) -> None:

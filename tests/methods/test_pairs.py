@@ -22,6 +22,7 @@ COMPANIONS = {
     "AggregationDiagnostics",
     "BatchNormDiagnostics",
     "Byzantine",
+    "ClassifierBias",
     "ClientEvaluation",
     "ClientGradientClipping",
     "CommunicationLedger",

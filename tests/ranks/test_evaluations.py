@@ -14,6 +14,7 @@ from fl_lightning import FederatedDataModule, FederatedModule
 from fl_lightning.callbacks import (
     FBN,
     BatchNormDiagnostics,
+    ClassifierBias,
     ClientEvaluation,
     FedBN,
     FedExFixBN,
@@ -121,6 +122,7 @@ RUNS = {
         size,
         [
             StatisticsSources(),
+            ClassifierBias(train_samples=50),
             ClientEvaluation(),
             BatchNormDiagnostics(1, measure=["statistics", "gradients", "gap", "bias"]),
         ],

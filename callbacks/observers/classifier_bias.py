@@ -1,0 +1,219 @@
+"""Measures that tell a classifier's bias from its features, of the server's model and a mean of models."""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import lightning as L
+import torch
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.seed import isolate_rng
+from torch import Tensor
+
+from fl_lightning import ConfigurationError, FederatedCallback
+from fl_lightning.callbacks.observers.calibration import (
+    accuracy,
+    accuracy_between,
+    accuracy_within,
+    client_classes,
+    predicted_shares,
+    shared_class,
+    uniform_bias,
+)
+from fl_lightning.cohort import StateSlots
+from fl_lightning.errors import check_at_least
+from fl_lightning.models.weights import read_weights
+from fl_lightning.round import ServerEvaluation, Task
+
+if TYPE_CHECKING:
+    from fl_lightning import Cohort, FederatedModule
+
+
+class ClassifierBias(FederatedCallback):
+    """Observer that tells whether a low accuracy comes from the classifier's bias or the features.
+
+    Each evaluation of the server's model (in ``fit``, as row 0, in ``validate`` and in ``test``)
+    logs, on ``val/`` or ``test/``:
+
+    - ``train_loss``, ``train_accuracy``: on a fixed sample of the union of the training data: batches
+      of the clients' first epoch, augmented as in training, evenly spaced over all clients.
+    - ``predicted_share_<class>``: share of the samples that the class is predicted for.
+    - ``accuracy_calibrated``: accuracy after addition of the one bias that makes the mean
+      probability of every class 1 / C, without use of labels
+      (:func:`~fl_lightning.callbacks.observers.calibration.uniform_bias`). Left out if the bias does
+      not converge. The distance from ``accuracy`` is due to the classifier's bias.
+    - ``accuracy_within_clients``: accuracy if the client is known: the highest logit among the
+      client's classes, on the samples of these classes, mean over clients.
+    - ``accuracy_between_clients``: accuracy of telling clients apart by the summed probability of
+      each client's classes. Left out with a message if two clients share a class.
+
+    A client's classes are those of which it has at least a tenth as many training samples as of its
+    most frequent class. The last two need a data module with class histograms.
+
+    The names with ``_mean_model`` are the same measures, and ``accuracy`` and ``loss``, of the mean of
+    the server's models after the newest rounds: weights, running means and running variances are
+    averaged with equal weights; counters are those of the newest model.
+
+    Only ``accuracy`` and ``loss`` count samples with non-finite outputs; the others leave these
+    samples out. All evaluation data are used, whatever ``trainer.limit_val_batches`` is.
+
+    Args:
+        mean_of: Number of newest server models in the mean, at least 1; 1: no mean.
+        train_samples: Approximate number of training samples, at least 1.
+        checkpoints: Checkpoints or state dicts whose mean replaces that of the newest models, for
+            ``test`` and ``validate``. Default: none.
+
+    Raises:
+        ConfigurationError: A setting is out of its range, a file does not fit the model, or the
+            task has no single label per sample.
+
+    Attributes:
+        models: The newest server models, the oldest first.
+    """
+
+    paper = "(an observer: evaluation only)"
+    role = "observer"
+    claims = ("weights_of_fedavg", "one_client_is_plain_training")
+
+    def __init__(self, mean_of: int = 5, train_samples: int = 2000, checkpoints: Sequence[str] = ()) -> None:
+        check_at_least(1, mean_of=mean_of, train_samples=train_samples)
+        self.mean_of, self.train_samples, self.checkpoints = mean_of, train_samples, list(checkpoints)
+        self.models: list[dict[str, Tensor]] = []
+        self._said = False
+
+    def on_round_end(self, trainer: L.Trainer, pl_module: "FederatedModule", cohort: "Cohort") -> None:
+        """Keep the server's model."""
+        self._keep(pl_module)
+
+    def on_round_skipped(
+        self, trainer: L.Trainer, pl_module: "FederatedModule"
+    ) -> tuple[Mapping[int, tuple[int, int]], int]:
+        """Keep the server's model, which the round has not changed."""
+        self._keep(pl_module)
+        return {}, 0
+
+    def _keep(self, pl_module: "FederatedModule") -> None:
+        if self.mean_of > 1:
+            model = {name: tensor.clone() for name, tensor in pl_module.model.state_dict().items()}
+            self.models = [*self.models, model][-self.mean_of :]
+
+    @torch.inference_mode(mode=False)  # data modules may cache tensors that training needs
+    @torch.no_grad()
+    def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: "FederatedModule") -> None:  # type: ignore[override]  # rounds have one
+        """Log all measures."""
+        split = "test" if trainer.testing else pl_module.data.fit_split
+        if trainer.state.fn != TrainerFn.FITTING:
+            pl_module.data.setup("fit")  # validate and test do not set up clients
+        slots = StateSlots(pl_module.model)
+        setting = "ClassifierBias.checkpoints"
+        files = [read_weights(pl_module.model, path, setting) for path in self.checkpoints]
+        models: Sequence[Mapping[str, Tensor]] = files or self.models
+        with isolate_rng(), pl_module.trainer.precision_plugin.val_step_context():
+            self._log(pl_module, split)
+            if len(models) > 1:
+                with slots.filled(_mean(models, pl_module.model.state_dict())):
+                    self._log(pl_module, split, "_mean_model")
+
+    on_test_epoch_end = on_validation_epoch_end  # type: ignore[assignment]  # rounds have one
+
+    def _log(self, pl_module: "FederatedModule", split: str, suffix: str = "") -> None:
+        """Log the measures of the model that is in its place, on all ranks."""
+        data, train, outputs = pl_module.data, ServerEvaluation(), _Outputs()
+        for index, (client, step) in enumerate(self._train_batches(pl_module)):
+            batch = pl_module.on_device(data.cohort_batch([client], [step]).batches()[0])
+            train.divide(pl_module, batch, index, pl_module.evaluate_batch)
+        loader = data.test_dataloader() if pl_module.trainer.testing else data.val_dataloader()
+        for index, batch in enumerate(loader):
+            outputs.divide(pl_module, pl_module.on_device(batch), index, pl_module.evaluate_batch)
+        metrics = {f"train_{name}": value for name, value in train.finish().items()}
+        if suffix:
+            metrics |= outputs.finish()
+        metrics |= self._measures(pl_module, *outputs.gathered(pl_module))
+        for name, value in metrics.items():
+            pl_module.log(f"{split}/{name}{suffix}", value)
+
+    def _train_batches(self, pl_module: "FederatedModule") -> list[tuple[int, int]]:
+        """Return client and step of each batch of the training sample."""
+        data = pl_module.data
+        clients = range(data.num_clients)
+        batches = [(client, step) for client in clients for step in range(data.steps_per_epoch(client))]
+        size = sum(map(data.samples_per_step, clients)) / len(clients)
+        count = min(len(batches), max(1, round(self.train_samples / size)))
+        return [batches[index * len(batches) // count] for index in range(count)]
+
+    def _measures(self, pl_module: "FederatedModule", logits: Tensor, labels: Tensor) -> dict[str, float]:
+        finite = logits.isfinite().all(1)
+        logits, labels = logits[finite], labels[finite]
+        if not len(labels):
+            return {}
+        shares = predicted_shares(logits).tolist()
+        measures: dict[str, float | None] = {f"predicted_share_{label}": x for label, x in enumerate(shares)}
+        bias = uniform_bias(logits)
+        measures["accuracy_calibrated"] = None if bias is None else accuracy(logits + bias, labels)
+        groups = client_classes(pl_module.data.class_histograms())
+        measures["accuracy_within_clients"] = accuracy_within(logits, labels, groups)
+        if (shared := shared_class(groups)) is None:
+            measures["accuracy_between_clients"] = accuracy_between(logits, labels, groups)
+        elif not self._said:
+            self._said = True
+            pl_module.print(
+                "ClassifierBias: accuracy_between_clients is left out, as clients {} and {} share class {}".format(
+                    *shared
+                )
+            )
+        return {name: value for name, value in measures.items() if value is not None}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the newest server models."""
+        return {"models": self.models}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore the newest server models from a checkpoint."""
+        self.models = state_dict["models"]
+
+
+class _Outputs(ServerEvaluation):
+    """An evaluation that keeps the outputs and labels of this rank's batches by number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.outputs: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def update(
+        self,
+        outputs: Any,
+        targets: Tensor,
+        loss: Tensor,
+        task: Task | None = None,
+        weights: Tensor | None = None,
+    ) -> None:
+        """Add a batch, see :meth:`ServerEvaluation.update`."""
+        super().update(outputs, targets, loss, task, weights)
+        scores = self._task.scores(outputs)
+        if scores.dim() != 2 or targets.dim() != 1 or targets.is_floating_point():
+            raise ConfigurationError(
+                f"ClassifierBias needs a label of each sample, but outputs are {[*scores.shape]} and labels {[*targets.shape]} "
+                f"({targets.dtype}); leave it out of trainer.callbacks"
+            )
+        counted = self._task.counted(scores, targets)
+        self.outputs[self._batch] = scores[counted].double().cpu(), targets[counted].long().cpu()
+
+    def gathered(self, pl_module: "FederatedModule") -> tuple[Tensor, Tensor]:
+        """Return logits ``[N, C]`` and labels ``[N]`` of all ranks' batches, in the data's order."""
+        self.finish()  # raises an error of any rank on all ranks
+        parts: dict[int, tuple[Tensor, Tensor]] = {}
+        for outputs in pl_module.ranks.exchange(lambda: self.outputs):
+            parts |= outputs
+        logits, labels = zip(*(parts[batch] for batch in sorted(parts)), strict=True)
+        return torch.cat(logits), torch.cat(labels)
+
+
+def _mean(models: Sequence[Mapping[str, Tensor]], like: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the mean of models, computed in float64; tensors of integers are the last model's."""
+    means = {}
+    for name, tensor in like.items():
+        values = [model[name] for model in models]
+        if tensor.is_floating_point():
+            means[name] = torch.stack([value.double() for value in values]).mean(0).to(tensor)
+        else:
+            means[name] = values[-1].to(tensor)
+    return means
