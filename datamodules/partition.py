@@ -1,7 +1,7 @@
 """Partitions as pure functions from labels and a random number generator to indices per client.
 
-Each function assigns every sample to exactly one client, and every client gets a sample. Indices
-are int64 and ascending within a client. A ConfigurationError is raised if an argument is out of its
+Each function assigns every sample to exactly one client (:func:`shards` with a tail to at least one),
+and every client gets a sample. Indices are int64 and ascending within a client. A ConfigurationError is raised if an argument is out of its
 range. Common arguments, with n clients, C classes and N samples:
 
 - ``labels``: Class of each sample, shape ``[N]``.
@@ -13,18 +13,19 @@ range. Common arguments, with n clients, C classes and N samples:
 import math
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Generator, Tensor
 
-from fl_lightning.errors import ConfigurationError
+from fl_lightning.errors import ConfigurationError, check_choice
 
 Counts = npt.NDArray[np.int64]
 Incidence = npt.NDArray[np.bool_]
 Balance = Literal["client", "class"]
+Assignment = Literal["random", "consecutive", "modulo"]
 
 
 def class_sizes(labels: Tensor) -> Counts:
@@ -201,17 +202,38 @@ def dirichlet(
     return deal(labels, counts, generator)
 
 
-def shards(labels: Tensor, num_clients: int, class_fraction: float, generator: Generator) -> list[Tensor]:
+def shards(
+    labels: Tensor,
+    num_clients: int,
+    class_fraction: float,
+    generator: Generator,
+    assignment: Assignment = "random",
+    tail: int = 0,
+) -> list[Tensor]:
     """Assign ``ceil(class_fraction * C)`` classes per client (FixBN, section 4; Hsieh et al. 2020).
 
     The numbers of holders of two classes differ by at most one. The samples of a class are split
     equally among its holders. With five clients and ``class_fraction=0.2``, in (0, 1], each client
     alone holds a fifth of the classes.
 
+    ``assignment`` decides which classes a client holds, in ascending order of label:
+
+    - ``"random"``: a random draw, see :func:`assign_classes`.
+    - ``"consecutive"``: adjacent classes. Client 0 holds the first classes, client 1 the next, and
+      after the last class come the first classes again.
+    - ``"modulo"``: class c belongs to client c % n alone, as in the code of Hsieh et al. The classes
+      must be as many as all clients hold together.
+
+    With a ``tail`` every client also gets that many random samples of every class that it does not
+    hold. These samples stay with their holders too, so clients overlap. The tail is 10 in the code
+    of FedBE (Chen, Chao, ICLR 2021).
+
     Raises:
-        ConfigurationError: The clients cannot hold every class, or a class has fewer samples than holders.
+        ConfigurationError: The clients cannot hold every class, ``"modulo"`` does not fit, or a class
+            has fewer samples than holders or than the tail.
     """
     check_class_fraction(class_fraction)
+    check_shards(assignment, tail)
     _check_num_clients(num_clients, len(labels))
     available = class_sizes(labels)
     num_classes = len(available)
@@ -224,7 +246,19 @@ def shards(labels: Tensor, num_clients: int, class_fraction: float, generator: G
             f"{num_classes} classes, too few to hold every class; use class_fraction >= {enough:.4g} "
             f"or num_clients >= {math.ceil(num_classes / held)}"
         )
-    holds = assign_classes(num_clients, num_classes, held, generator)
+    if assignment == "modulo" and num_clients * held != num_classes:
+        raise ConfigurationError(
+            f"assignment='modulo' with class_fraction={class_fraction} gives {num_clients} clients {held} classes each, but "
+            f"there are {num_classes} classes; use num_clients that divide {num_classes} and class_fraction = 1 / num_clients"
+        )
+    if assignment == "random":
+        holds = assign_classes(num_clients, num_classes, held, generator)
+    else:
+        positions = np.arange(num_clients * held).reshape((num_clients, held))
+        if assignment == "modulo":
+            positions = positions.reshape((held, num_clients)).T
+        holds = np.zeros((num_clients, num_classes), dtype=np.bool_)
+        np.put_along_axis(holds, positions % num_classes, True, axis=1)
     scarce = np.flatnonzero(available < holds.sum(0))
     if len(scarce):
         label = np.unique(labels.numpy())[scarce[0]]
@@ -233,7 +267,29 @@ def shards(labels: Tensor, num_clients: int, class_fraction: float, generator: G
             f"{holds[:, scarce[0]].sum()} holders but it has {available[scarce[0]]} samples; use a smaller "
             "class_fraction or fewer clients"
         )
-    return deal(labels, split_among_holders(available, holds), generator)
+    parts = deal(labels, split_among_holders(available, holds), generator)
+    return _with_tail(parts, labels, holds, tail, generator) if tail else parts
+
+
+def _with_tail(
+    parts: list[Tensor], labels: Tensor, holds: Incidence, tail: int, generator: Generator
+) -> list[Tensor]:
+    """Return the clients' samples with ``tail`` random samples of every class that a client does not hold."""
+    samples = [(labels == label).nonzero().flatten() for label in torch.unique(labels)]
+    rarest = min(samples, key=len)
+    if len(rarest) < tail:
+        raise ConfigurationError(
+            f"tail={tail} samples of every class, but class {int(labels[rarest[0]])} has {len(rarest)}; use a smaller tail"
+        )
+    joined = []
+    for part, held in zip(parts, holds, strict=True):
+        foreign = [
+            of_class[torch.randperm(len(of_class), generator=generator)[:tail]]
+            for of_class, holder in zip(samples, held, strict=True)
+            if not holder
+        ]
+        joined.append(torch.cat([part, *foreign]).sort().values)
+    return joined
 
 
 def gamma_similarity(labels: Tensor, num_clients: int, gamma: float, generator: Generator) -> list[Tensor]:
@@ -283,6 +339,13 @@ def check_class_fraction(class_fraction: float) -> None:
     """Raise a ConfigurationError unless the share of the classes is in (0, 1]."""
     if not 0 < class_fraction <= 1:
         raise ConfigurationError(f"class_fraction must be in (0, 1], such as 0.2, found {class_fraction}")
+
+
+def check_shards(assignment: str, tail: int) -> None:
+    """Raise a ConfigurationError unless the assignment is known and the tail at least 0."""
+    check_choice("Shards.assignment", assignment, get_args(Assignment))
+    if tail < 0:
+        raise ConfigurationError(f"Shards.tail: {tail} must be at least 0 samples of every class")
 
 
 def check_gamma(gamma: float) -> None:

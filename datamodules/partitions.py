@@ -13,6 +13,7 @@ import torch
 from torch import Generator, Tensor
 
 from fl_lightning.datamodules import partition
+from fl_lightning.datamodules.partition import Assignment as Assigned
 from fl_lightning.datamodules.partition import Balance
 from fl_lightning.errors import ConfigurationError, check_choice
 from fl_lightning.files import user_path
@@ -30,7 +31,7 @@ class Partition(Recorded):
     def __call__(
         self, labels: Tensor, num_clients: int, generator: Generator, groups: Groups = None
     ) -> list[Tensor]:
-        """Assign every sample to one client.
+        """Assign every sample to one client, or with a tail of :class:`Shards` to several.
 
         Args:
             labels: Class of each sample, shape ``[N]``.
@@ -85,17 +86,32 @@ class Shards(Partition):
 
     Args:
         class_fraction: Share of the classes that a client holds, in (0, 1]; 0.2 in the FixBN paper.
+        assignment: Classes of a client: ``"random"``, ``"consecutive"`` (adjacent classes) or
+            ``"modulo"`` (label % clients, as in the code of Hsieh et al.).
+        tail: Number of samples, at least 0, that a client also gets of every class that it does not
+            hold; other clients have these samples too. 10 in the code of FedBE.
     """
 
-    def __init__(self, class_fraction: float) -> None:
+    def __init__(self, class_fraction: float, assignment: Assigned = "random", tail: int = 0) -> None:
         partition.check_class_fraction(class_fraction)
+        partition.check_shards(assignment, tail)
         self.class_fraction = class_fraction
+        self.assignment: Assigned = assignment
+        self.tail = tail
+
+    def __repr__(self) -> str:
+        given = {"assignment": self.assignment} if self.assignment != "random" else {}
+        given |= {"tail": self.tail} if self.tail else {}
+        more = "".join(f", {name}={value!r}" for name, value in given.items())
+        return f"Shards(class_fraction={self.class_fraction}{more})"
 
     def __call__(
         self, labels: Tensor, num_clients: int, generator: Generator, groups: Groups = None
     ) -> list[Tensor]:
         """See :meth:`Partition.__call__`."""
-        return partition.shards(labels, num_clients, self.class_fraction, generator)
+        return partition.shards(
+            labels, num_clients, self.class_fraction, generator, self.assignment, self.tail
+        )
 
 
 class GammaSimilarity(Partition):

@@ -7,7 +7,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fl_lightning.errors import ConfigurationError
+from fl_lightning.errors import ConfigurationError, check_choice
 from fl_lightning.models.blocks import BasicBlock, ResidualBlock, make_stages
 from fl_lightning.models.checks import require_at_least, require_images
 from fl_lightning.models.convolutions import WeightNormConv2d
@@ -38,6 +38,9 @@ class CIFARResNet(Recorded, nn.Module):
             norm layer the convolutions have biases.
         groups: Number of groups of every GN layer.
         width: Channels of the first stage; the others have two and four times as many.
+        init: ``"he"``, or ``"xavier"``: Glorot, Bengio, AISTATS 2010, eq. 16 (uniform) for
+            convolutions and the linear layer, with zero biases, as in the code of FedBE (Chen, Chao,
+            ICLR 2021). ``norm="fixup"`` has an initialisation of its own and takes ``"he"`` only.
 
     Raises:
         ConfigurationError: A setting cannot be used.
@@ -51,6 +54,7 @@ class CIFARResNet(Recorded, nn.Module):
         norm: str = "bn",
         groups: int = 2,
         width: int = 16,
+        init: str = "he",
     ) -> None:
         super().__init__()
         if depth < 8 or depth % 6 != 2:
@@ -58,6 +62,7 @@ class CIFARResNet(Recorded, nn.Module):
         require_at_least(1, num_classes=num_classes, in_channels=in_channels, width=width)
         self.in_channels = in_channels
         fixup = norm == "fixup"
+        check_choice("init", init, ("he",) if fixup else tuple(_INITS))
         self.conv = make_conv(norm, in_channels, width, 3, padding=1)
         self.norm = ScalarBias() if fixup else make_norm(norm, width, groups)
         make_block: Callable[[int, int, int], ResidualBlock] = (
@@ -69,7 +74,7 @@ class CIFARResNet(Recorded, nn.Module):
         if fixup:
             initialise_fixup(self, self.classifier)
         else:
-            initialise_he(self)
+            _INITS[init](self)
 
     def forward(self, images: Tensor) -> Tensor:
         """Map images ``[b, in_channels, height, width]`` to logits ``[b, num_classes]``."""
@@ -88,6 +93,20 @@ def initialise_he(model: nn.Module) -> None:
                 nn.init.zeros_(module.bias)
         if isinstance(module, WeightNormConv2d):
             module.match_gain()
+
+
+def initialise_xavier(model: nn.Module) -> None:
+    """Initialise convolutions and linear layers by Glorot, Bengio, AISTATS 2010, eq. 16, with bias 0."""
+    for module in model.modules():
+        if isinstance(module, nn.Conv2d | nn.Linear):
+            nn.init.xavier_uniform_(module.weight)
+            if module.bias is not None:
+                nn.init.zeros_(module.bias)
+        if isinstance(module, WeightNormConv2d):
+            module.match_gain()
+
+
+_INITS: dict[str, Callable[[nn.Module], None]] = {"he": initialise_he, "xavier": initialise_xavier}
 
 
 class ResNet8(CIFARResNet):

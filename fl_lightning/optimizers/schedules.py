@@ -42,29 +42,36 @@ class MultiStep(LRSchedule):
         milestones: Rounds (int) or fractions of all rounds in (0, 1) (float). Round m still has the
             old rate, round m + 1 the new: ``0.5`` decays as ``FixBN(freeze_fraction=0.5)`` freezes.
         gamma: Factor at each milestone, positive and finite.
+        first_round: Further factor in round 1, positive and finite; 0.5 in the code of FedBE (Chen,
+            Chao, ICLR 2021).
 
     Raises:
-        ConfigurationError: A milestone is no round >= 1 or fraction in (0, 1), or gamma is invalid.
+        ConfigurationError: A milestone is no round >= 1 or fraction in (0, 1), or a factor is invalid.
 
     Example:
         >>> [MultiStep([0.5])(round_number, 4) for round_number in (1, 2, 3, 4)]
         [1.0, 1.0, 0.1, 0.1]
     """
 
-    def __init__(self, milestones: Sequence[int | float], gamma: float = 0.1) -> None:
+    def __init__(
+        self, milestones: Sequence[int | float], gamma: float = 0.1, first_round: float = 1.0
+    ) -> None:
         for milestone in milestones:
             if not in_run(milestone):
                 raise ConfigurationError(
                     f"MultiStep.milestones: {milestone} must be a round (1, 2, ...) or a fraction in (0, 1)"
                 )
-        if not 0 < gamma < math.inf:
-            raise ConfigurationError(f"MultiStep.gamma: {gamma} must be positive and finite")
+        for name, factor in (("gamma", gamma), ("first_round", first_round)):
+            if not 0 < factor < math.inf:
+                raise ConfigurationError(f"MultiStep.{name}: {factor} must be positive and finite")
         self.milestones = tuple(milestones)
         self.gamma = gamma
+        self.first_round = first_round
 
     def __call__(self, round_number: int, total_rounds: int) -> float:
-        """Return ``gamma`` to the power of the number of past milestones."""
-        return self.gamma ** sum(round_number > round_at(m, total_rounds) for m in self.milestones)
+        """Return ``gamma`` to the power of the number of past milestones, in round 1 times ``first_round``."""
+        factor = self.gamma ** sum(round_number > round_at(m, total_rounds) for m in self.milestones)
+        return factor * self.first_round if round_number == 1 else factor
 
 
 class InverseSteps(LRSchedule):

@@ -180,6 +180,30 @@ def test_a_parameter_group_has_its_own_weight_decay_and_learning_rate(executor):
     assert distance(federated, train(small_cnn(), blobs(), 3, **settings)) > 1e-3
 
 
+@EXECUTORS
+@pytest.mark.parametrize(("norm", "decays"), [("bn", "038"), ("gn", "01348")])
+def test_two_groups_without_decay_leave_the_decay_of_weights_only(norm, decays, executor):
+    # the scale of GN is a weight, as in FedBE's code; its shift is a bias
+    names = [name for name, _ in small_cnn(norm).named_parameters()]
+
+    def grouped(parameters):
+        decayed, rest = [], []
+        for name, parameter in zip(names, parameters, strict=True):
+            layer, kind = name.split(".")
+            (decayed if kind == "weight" and layer in decays else rest).append(parameter)
+        return torch.optim.SGD(
+            [{"params": decayed, "weight_decay": 0.1}, {"params": rest}], lr=0.1, momentum=0.9
+        )
+
+    everywhere = partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.1)
+    settings = {"client_optimizer": everywhere, "local_steps": 2, "executor": executor()}
+    overrides = {"batch_norm": {"weight_decay": 0.0}, "bias": {"weight_decay": 0.0}}
+    federated = train(small_cnn(norm), blobs(), 3, parameter_groups=overrides, **settings)
+    reference, _ = by_hand(small_cnn(norm), blobs(), 3, optimizer=grouped, steps=[2] * 3)
+    assert distance(federated, reference) < 1e-10
+    assert distance(federated, train(small_cnn(norm), blobs(), 3, **settings)) > 1e-3
+
+
 def test_the_bias_group_holds_every_bias_but_those_of_bn():
     frozen = train(small_cnn(), blobs(), 2, parameter_groups={"bias": {"lr": 0.0}})
     start = small_cnn().double().state_dict()
@@ -224,6 +248,17 @@ def test_a_milestone_round_still_has_the_old_rate():
     assert [MultiStep([0.5], 0.5)(r, 5) for r in range(1, 6)] == [1, 1, 0.5, 0.5, 0.5]
     assert MultiStep([0.29], 0.5)(29, 100) == 1
     assert MultiStep([0.29], 0.5)(30, 100) == 0.5
+
+
+def test_the_first_round_has_a_rate_of_its_own():
+    schedule = MultiStep([1, 3], 0.1, first_round=0.5)
+    assert [schedule(r, 4) for r in range(1, 5)] == pytest.approx([0.5, 0.1, 0.1, 0.01])
+    whole = partial(train, small_cnn(), blobs(), 1, client_lr_schedule=MultiStep([], first_round=0.5))
+    halved = train(small_cnn(), blobs(), 1, client_optimizer=partial(torch.optim.SGD, lr=0.05))
+    assert distance(whole(client_optimizer=SGD), halved) == 0
+    for factor in (0, -1, float("inf")):
+        with pytest.raises(ConfigurationError, match=rf"MultiStep.first_round: {factor} must be positive"):
+            MultiStep([2], first_round=factor)
 
 
 @pytest.mark.parametrize("milestone", [0, -1, 1.0, 0.0, 2.5])

@@ -192,6 +192,55 @@ def test_shards_refuse_a_class_with_fewer_samples_than_holders():
         shards(labels, 4, 1.0, rng())
 
 
+@pytest.mark.parametrize("assignment", ["random", "consecutive", "modulo"])
+@pytest.mark.parametrize(("num_clients", "fraction"), [(5, 0.2), (2, 0.5), (1, 1.0), (10, 0.1)])
+def test_the_classes_of_an_assignment_are_those_of_its_rule(assignment, num_clients, fraction):
+    labels = balanced(10, 12)[torch.randperm(120, generator=rng())]
+    parts = shards(labels, num_clients, fraction, rng(), assignment)
+    held = [labels[part].unique().tolist() for part in parts]
+    rule = {
+        "random": held,
+        "consecutive": [[c for c in range(10) if c * num_clients // 10 == i] for i in range(num_clients)],
+        "modulo": [[c for c in range(10) if c % num_clients == i] for i in range(num_clients)],
+    }
+    assert held == rule[assignment]
+    assert sorted(label for own in held for label in own) == list(range(10))
+    assert torch.equal(torch.cat(parts).sort().values, torch.arange(120))
+
+
+def test_consecutive_classes_go_on_with_the_first_after_the_last():
+    labels = torch.tensor([3, 5, 8]).repeat(8)
+    held = [labels[part].unique().tolist() for part in shards(labels, 4, 0.6, rng(), "consecutive")]
+    assert held == [[3, 5], [3, 8], [5, 8], [3, 5]]
+    with pytest.raises(
+        ConfigurationError, match=r"gives 4 clients 2 classes each, but there are 3 .* that divide 3"
+    ):
+        shards(labels, 4, 0.6, rng(), "modulo")
+
+
+@pytest.mark.parametrize("assignment", ["random", "consecutive", "modulo"])
+def test_a_tail_adds_samples_of_every_class_that_a_client_does_not_hold(assignment):
+    labels = balanced(10, 40)
+    pure = shards(labels, 5, 0.2, rng(), assignment)
+    tailed = shards(labels, 5, 0.2, rng(), assignment, 3)
+    for own, part in zip(pure, tailed, strict=True):
+        assert torch.equal(part, part.unique())
+        assert torch.isin(own, part).all()
+        counts = labels[part].bincount(minlength=10)
+        assert torch.equal(counts, labels[own].bincount(minlength=10).where(counts == 40, 3))
+    # the samples differ between clients and seeds
+    foreign = [set(part.tolist()) - set(own.tolist()) for own, part in zip(pure, tailed, strict=True)]
+    assert len(set.union(*foreign)) > 80
+    other = shards(labels, 5, 0.2, rng(1), "consecutive", 3)
+    assert not torch.equal(other[0], shards(labels, 5, 0.2, rng(2), "consecutive", 3)[0])
+
+
+def test_a_class_with_fewer_samples_than_the_tail_is_named():
+    labels = torch.tensor([4] * 9 + [7] * 2)
+    with pytest.raises(ConfigurationError, match=r"^tail=3 samples of every class, but class 7 has 2"):
+        shards(labels, 2, 0.5, rng(), tail=3)
+
+
 # Similarity and natural groups
 
 
@@ -244,6 +293,11 @@ def test_the_number_of_clients_lies_between_one_and_the_number_of_samples(partit
         (lambda: GammaSimilarity(1.1), "gamma"),
         (lambda: dirichlet(torch.arange(10), 2, -1.0, rng()), "alpha"),
         (lambda: shards(torch.arange(10), 2, 2.0, rng()), "class_fraction"),
+        (
+            lambda: Shards(0.2, "sorted"),
+            "Shards.assignment: 'sorted' must be one of random, consecutive, modulo",
+        ),
+        (lambda: Shards(0.2, tail=-1), "Shards.tail: -1 must be at least 0"),
         (lambda: gamma_similarity(torch.arange(10), 2, 2.0, rng()), "gamma"),
         (lambda: natural([]), "Natural"),
         (lambda: Natural()(torch.arange(10), 2, rng()), "groups"),
@@ -266,6 +320,11 @@ def test_a_value_out_of_range_is_refused_in_one_line_that_names_the_setting(buil
             "Dirichlet(alpha=2, balance='class')",
         ),
         (Shards(0.2), partial(shards, class_fraction=0.2), "Shards(class_fraction=0.2)"),
+        (
+            Shards(0.2, "modulo", 3),
+            partial(shards, class_fraction=0.2, assignment="modulo", tail=3),
+            "Shards(class_fraction=0.2, assignment='modulo', tail=3)",
+        ),
         (GammaSimilarity(0.3), partial(gamma_similarity, gamma=0.3), "GammaSimilarity(gamma=0.3)"),
     ],
 )

@@ -85,11 +85,14 @@ def from_file(*arguments, **changes):
 
 @pytest.mark.parametrize("settings", [{}, {"val_fraction": 0.2}, {"val_fraction": 0.25, "max_examples": 40}])
 @pytest.mark.parametrize(
-    "partition", [IID(), Dirichlet(0.5), Shards(0.5), GammaSimilarity(0.3), Natural()], ids=str
+    "partition",
+    [IID(), Dirichlet(0.5), Shards(0.5), Shards(0.5, tail=2), GammaSimilarity(0.3), Natural()],
+    ids=str,
 )
 def test_a_saved_partition_gives_the_same_clients_batches_and_evaluation_data(partition, settings):
     data = made(partition, seed=3, **settings)
     saved = data.distribution.as_file("numbered", {"program": "this"})
+    assert saved["overlap"] == bool(getattr(partition, "tail", 0))
     Path("clients.json").write_text(json.dumps(saved))
     again = made(FromFile("clients.json"), seed=3, num_clients=99, **settings)
     assert again.num_clients == data.num_clients

@@ -219,5 +219,7 @@ def test_a_file_of_another_model_and_labels_of_pixels_are_refused(tmp_path):
     for client in (*data.clients, data.server):
         inputs, labels = client.dataset.tensors
         client.dataset.tensors = inputs, labels.view(-1, 1, 1).expand(-1, 6, 6)
-    with pytest.raises(ConfigurationError, match=r"ClassifierBias needs a label of each sample, but outputs are"):
+    with pytest.raises(
+        ConfigurationError, match=r"ClassifierBias needs a label of each sample, but outputs are"
+    ):
         federated_run(ClassifierBias(), data=data, model=pixels, rounds=1, trainer=EVALUATED)

@@ -264,3 +264,30 @@ def test_a_bare_class_name_selects_the_model_on_the_command_line(model):
         f"{model.__module__}.{model.__name__}",
     )
     assert model(**chosen.init_args)(torch.zeros(2, 3, 32, 32)).shape == (2, 7)
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_a_xavier_start_is_uniform_within_the_bound_of_glorot_with_zero_biases(norm):
+    model, plain = ResNet8(init="xavier", norm=norm), ResNet8(norm=norm)
+    layers = [module for module in model.modules() if isinstance(module, nn.Conv2d | nn.Linear)]
+    assert len(layers) == 8
+    for layer in layers:
+        outputs, inputs, *kernel = layer.weight.shape
+        area = kernel[0] * kernel[1] if kernel else 1
+        bound = (6 / (area * (inputs + outputs))) ** 0.5
+        drawn = (layer.weight.detach() / bound).flatten()
+        # uniform on [-1, 1]: no value beyond, and variance 1 / 3
+        assert 0.98 < drawn.abs().max() <= 1
+        assert drawn.square().mean().item() == pytest.approx(1 / 3, abs=4 * (4 / 45 / len(drawn)) ** 0.5)
+        assert layer.bias is None or not layer.bias.any()
+        if norm == "weight_norm" and kernel:
+            assert torch.equal(layer.gain, layer.weight.flatten(1).norm(dim=1))
+    assert model.state_dict().keys() == plain.state_dict().keys()
+    assert plain.conv.weight.abs().max() > (6 / (9 * 19)) ** 0.5  # the default is another
+
+
+def test_an_unknown_start_and_xavier_for_fixup_are_refused():
+    with pytest.raises(ConfigurationError, match="init: 'glorot' must be one of he, xavier"):
+        ResNet20(init="glorot")
+    with pytest.raises(ConfigurationError, match="init: 'xavier' must be one of he"):
+        ResNet8(norm="fixup", init="xavier")
