@@ -67,7 +67,7 @@ def main(args: Sequence[str] | None = None) -> int:
 
 
 def lines(found: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """The results as the lines of a Markdown table, and the ratios, each within a repetition."""
+    """Return the results as the lines of a Markdown table, and the ratios, each within a repetition."""
 
     def spread(numbers: Sequence[float]) -> str:
         return f"{statistics.median(numbers):.3g} [{min(numbers):.3g}, {max(numbers):.3g}]"

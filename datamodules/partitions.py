@@ -100,10 +100,9 @@ class Shards(Partition):
         self.tail = tail
 
     def __repr__(self) -> str:
-        given = {"assignment": self.assignment} if self.assignment != "random" else {}
-        given |= {"tail": self.tail} if self.tail else {}
-        more = "".join(f", {name}={value!r}" for name, value in given.items())
-        return f"Shards(class_fraction={self.class_fraction}{more})"
+        assignment = f", assignment={self.assignment!r}" if self.assignment != "random" else ""
+        tail = f", tail={self.tail}" if self.tail else ""
+        return f"Shards(class_fraction={self.class_fraction}{assignment}{tail})"
 
     def __call__(
         self, labels: Tensor, num_clients: int, generator: Generator, groups: Groups = None
