@@ -21,7 +21,7 @@ from fl_lightning.callbacks.observers.calibration import (
 )
 from fl_lightning.cohort import StateSlots
 from fl_lightning.errors import check_at_least
-from fl_lightning.models.weights import read_weights
+from fl_lightning.models import read_weights
 from fl_lightning.round import ServerEvaluation, Task
 
 if TYPE_CHECKING:

@@ -16,6 +16,7 @@ from fl_lightning.models.norm import convert_norm
 from fl_lightning.models.resnet import CIFARResNet, ResNet8, ResNet20, ResNet32
 from fl_lightning.models.resnet18 import ResNet18
 from fl_lightning.models.tabular import TabularMLP
+from fl_lightning.models.weights import read_weights
 
 __all__ = [
     "FBNCNN",
@@ -31,4 +32,5 @@ __all__ = [
     "convert_norm",
     "deeplab_v3_plus",
     "library_model",
+    "read_weights",
 ]
