@@ -63,16 +63,17 @@ def test_a_base_is_a_shipped_file_unless_the_folder_of_the_study_has_it(tmp_path
     home, name = Path(fl_lightning.__file__).parent, "configs/digits_fedavg_bn.yaml"
     scales = {"reduced": {"base": [name, "configs/mine.yaml"]}}
     axes = {"method": {"FixBN": {"config": "configs/overlays/fixbn.yaml"}}}
+    (folder := tmp_path / "studies").mkdir()
 
     def study():
-        return read(tmp_path, axes=axes, scales=scales, published=[])
+        return read(folder, axes=axes, scales=scales, published=[])
 
-    assert study().base == [f"--config={(home / name).resolve()}", f"--config={tmp_path}/configs/mine.yaml"]
+    assert study().base == [f"--config={(home / name).resolve()}", f"--config={folder}/configs/mine.yaml"]
     overlay = (home / "configs/overlays/fixbn.yaml").resolve()
     assert f"--config={overlay}" in study().arguments({"method": "FixBN"}, 0)
-    (tmp_path / "configs").mkdir()
-    (tmp_path / name).touch()
-    assert study().base[0] == f"--config={tmp_path / name}"
+    (folder / "configs").mkdir()
+    (folder / name).touch()
+    assert study().base[0] == f"--config={folder / name}"
 
 
 def test_a_scale_may_have_a_title_and_published_values_of_its_own(tmp_path):
