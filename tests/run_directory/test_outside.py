@@ -21,11 +21,12 @@ CSV = "{class_path: lightning.pytorch.loggers.CSVLogger, init_args: {save_dir: l
 WAYS = {
     "accelerator": [["--trainer.accelerator=auto"]],
     "check_val_every_n_epoch": [["--trainer.check_val_every_n_epoch=2"], ["--trainer.check_val_every_n_epoch=3"]],
-    "default_root_dir": [["--trainer.default_root_dir=elsewhere"]],
+    "default_root_dir": [["--trainer.default_root_dir=null"]],
     "devices": [["--trainer.devices=2"]],
     "enable_checkpointing": [["--trainer.enable_checkpointing=true"]],
     "enable_model_summary": [["--trainer.enable_model_summary=true"]],
     "enable_progress_bar": [["--trainer.enable_progress_bar=true"], ["--trainer.enable_progress_bar=false"]],
+    "limit_predict_batches": [["--trainer.limit_predict_batches=1"]],
     "log_every_n_steps": [["--trainer.log_every_n_steps=2"]],
     "logger": [[f"--trainer.logger={CSV}"]],
     "max_epochs": [["--trainer.max_epochs=4"]],
