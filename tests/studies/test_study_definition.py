@@ -55,7 +55,7 @@ def test_a_scale_has_its_own_labels_values_and_settings(tmp_path):
     assert reduced.base == [f"--config={tmp_path}/base.yaml", f"--config={tmp_path}/data.yaml"]
     assert reduced.arguments(sbn, 5)[1] == f"--config={tmp_path}/more.yaml"  # after what it may override
     assert (reduced.metric(gn), reduced.metric(sbn)) == (None, "test/accuracy_static_pooled")
-    assert (reduced.published(gn), reduced.published(sbn)) == (0.5, None)
+    assert (reduced.published(gn)["value"], reduced.published(sbn)) == (0.5, None)
     assert reduced.known_labels()["method"] == ["BN", "GN", "sBN"]
 
 
@@ -81,7 +81,7 @@ def test_a_scale_may_have_a_title_and_published_values_of_its_own(tmp_path):
     gn = {"method": "GN", "model.client_optimizer.lr": "0.1"}
     for scale, title, value in (("reduced", "Smaller", None), ("full", "A study", 0.5)):
         own = read(tmp_path, scale, scales=scales)
-        assert (own.definition.title, own.published(gn)) == (title, value)
+        assert (own.definition.title, (own.published(gn) or {}).get("value")) == (title, value)
 
 
 def test_combinations_can_be_left_out(tmp_path):

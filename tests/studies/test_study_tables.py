@@ -53,7 +53,7 @@ FOUND = {
         group("GN", "100", [], runs=[run(seed, "stale") for seed in range(3)]),
     ],
 }  # fmt: skip
-SMALLER = "Smaller than the paper's (LeNet, 10 rounds): orderings can be compared, numbers cannot."
+SMALLER = "Values: after the last round. Smaller than the paper's (LeNet, 10 rounds): orderings can be compared, numbers cannot."
 
 
 def test_a_bar_in_a_label_and_a_break_in_a_title_break_no_table(tmp_path):
