@@ -124,7 +124,7 @@ class LocalState(PersonalEvaluation):
         """Check that the model has this state."""
         model = pl_module.model
         parts = [kind for kind in self.kinds if kind not in KINDS]
-        match_parts(model, parts, f"{type(self).__name__}.kinds")
+        match_parts(model, parts, type(self).__name__)
         present = {*parameter_kinds(model).values(), *buffer_kinds(model).values()}
         if self.kinds and not parts and not present.intersection(self.kinds):
             remedy = (

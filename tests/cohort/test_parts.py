@@ -1,10 +1,13 @@
 """Treatments of a part of the model: which tensors a name means, and that every part of a round follows."""
 
+import json
 from copy import deepcopy
 from functools import partial
 
 import pytest
 import torch
+from command_line import run as command
+from command_line import write_config
 from helpers import (
     SGD,
     SaveRounds,
@@ -109,9 +112,7 @@ def test_a_name_that_the_model_lacks_is_refused_with_its_names():
             federated_run(Declares(declared))
     with pytest.raises(ConfigurationError, match="did you mean weight"):
         federated_run(Declares({"weigth": "frozen"}))
-    with pytest.raises(
-        ConfigurationError, match=r"^Keeps.kinds: 'fc' is no kind of state .* names are 0, 1,"
-    ):
+    with pytest.raises(ConfigurationError, match=r"^Keeps: 'fc' is no kind of state .* names are 0, 1,"):
         federated_run(Keeps("affine", "fc"))
 
 
@@ -300,3 +301,10 @@ def test_a_layout_without_parts_has_the_blocks_that_it_had():
         train(deepcopy(small_cnn()), blobs(), 1, [method, Looks()] if method.__class__ is Keeps else [method])
     assert names[0] == ["weights", "batch_norm", "mean", "var", "counter", "scratch"]
     assert names[1][:4] == ["weights", "batch_norm", "weights@8", "weights@8.bias@8"]
+
+
+def test_the_table_of_a_run_tells_the_tensors_of_a_part(capsys):
+    write_config({"trainer.callbacks": [{"class_path": "FedPer"}], "trainer.max_epochs": 1})
+    run = command()
+    assert "part last layer      local (classifier.weight and 1 more)" in capsys.readouterr().out
+    assert json.loads(run.attempt.policy.read_text())["last layer"] == [[1, "local"]]

@@ -220,7 +220,7 @@ def test_bn_layers_are_found_by_type_and_not_by_name():
         (("buffer",), r"the model Sequential has no .*\(buffer\), but weight$"),
         (
             ("fc",),
-            "kinds: 'fc' is no kind of state .* and no name in the model Sequential; names are 0, 1, 3, 4, 8",
+            "'fc' is no kind of state .* and no name in the model Sequential; names are 0, 1, 3, 4, 8",
         ),
     ],
 )

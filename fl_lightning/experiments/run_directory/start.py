@@ -7,7 +7,8 @@ import lightning as L
 import yaml
 from torch.optim import Optimizer
 
-from fl_lightning.batch_norm.kinds import state_label
+from fl_lightning.batch_norm.kinds import KINDS, state_label
+from fl_lightning.cohort.parts import match_parts
 from fl_lightning.console import print_table
 from fl_lightning.experiments.run_directory.continuation import Start
 from fl_lightning.experiments.run_directory.describe import (
@@ -117,7 +118,10 @@ def _configure_again(optimizer: Optimizer, configured: Optimizer) -> None:
 
 def _print_start(module: FederatedModule, policy: Mapping[str, list[Stage]]) -> None:
     """Print the policy in force, and how the run is computed if that was chosen automatically."""
-    rows = {state_label(kind): stages_in_words(stages) for kind, stages in policy.items()}
+    rows = {
+        state_label(kind): f"{stages_in_words(stages)}{_tensors(module, kind)}"
+        for kind, stages in policy.items()
+    }
     print_table("State of the model", rows)
     choice, compilation = module.executor_choice, module.executor.compilation
     rows = {}
@@ -127,6 +131,14 @@ def _print_start(module: FederatedModule, policy: Mapping[str, list[Stage]]) -> 
         rows["compiled" if compilation.compiled else "not compiled"] = compilation.reason
     if rows:
         print_table("Executor", rows)
+
+
+def _tensors(module: FederatedModule, kind: str) -> str:
+    """Return the tensors of a part of the model in words, empty for a kind of state."""
+    if kind in KINDS:
+        return ""
+    first, *others = match_parts(module.model, [kind])
+    return f" ({first}{f' and {len(others)} more' if others else ''})"
 
 
 def _remove_results(attempt: Attempt) -> None:
