@@ -1,11 +1,12 @@
 """Options of commands; does not import PyTorch."""
 
-from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from argparse import ArgumentParser, BooleanOptionalAction, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
 from fl_lightning.errors import ConfigurationError
+from fl_lightning.experiments.studies.columns import COLUMNS, TITLES, split_columns
 
 ENGINES = {"local": "LocalEngine", "ray": "RayEngine", "slurm": "SlurmEngine"}
 """Classes of ``--engine`` by module in ``fl_lightning.experiments.studies.engines``."""
@@ -77,6 +78,8 @@ def study_options(args: Sequence[str]) -> tuple[Namespace, list[str]]:
     parser.add_argument("--name", help=words)
     words = "largest number of cells that axes and seeds may span (default 1000)"
     parser.add_argument("--max-cells", type=int, default=1000, help=words)
+    parser.add_argument("--columns", type=split_columns, default=[], metavar="NAMES", help=COLUMNS)
+    parser.add_argument("--titles", action=BooleanOptionalAction, default=False, help=TITLES)
     options, fit_options = parser.parse_known_args(args)
     if options.jobs is not None and options.jobs < 1:
         raise ConfigurationError(f"--jobs: {options.jobs} must be at least 1")

@@ -1,9 +1,11 @@
 """``python -m fl_lightning report``: an HTML page about studies and runs."""
 
+from argparse import BooleanOptionalAction
 from collections.abc import Sequence
 
 from fl_lightning.cli.messages import command
 from fl_lightning.cli.options import CommandParser
+from fl_lightning.experiments.studies.columns import COLUMNS, TITLES, split_columns
 from fl_lightning.experiments.studies.report import write_report
 from fl_lightning.files import user_path
 
@@ -21,8 +23,16 @@ def main(args: Sequence[str]) -> None:
     """
     parser = CommandParser("report", _DESCRIPTION)
     parser.add_argument("directories", metavar="DIR", nargs="+", help="folder of a study, or run directory")
-    parser.add_argument("--output", metavar="FILE", default="report.html", help="(default: report.html)")
+    words = "(default: report.html in the study's folder; for several studies, or for runs, in the working directory)"
+    parser.add_argument("--output", metavar="FILE", help=words)
+    words = f"write the tables of the studies anew: {COLUMNS}"
+    parser.add_argument("--columns", type=split_columns, default=[], metavar="NAMES", help=words)
+    words = f"draw the pictures of the studies anew: {TITLES}"
+    parser.add_argument("--titles", action=BooleanOptionalAction, help=words)
     options = parser.parse_args(args)
-    output = user_path("output", options.output)
-    write_report([user_path("report", path) for path in options.directories], output)
-    print(f"report  {output}")
+    output = user_path("output", options.output) if options.output is not None else None
+    directories = [user_path("report", path) for path in options.directories]
+    page, *others = write_report(directories, output, options.columns, options.titles)
+    print(f"report  {page}")
+    for path in others:
+        print(f"file    {path}")

@@ -20,6 +20,7 @@ from fl_lightning.experiments.run_directory.description import OUTSIDE_THE_HASH
 from fl_lightning.experiments.run_directory.directory import Config
 from fl_lightning.experiments.studies.cells import RUNS, Cell, State, expect_newest_data
 from fl_lightning.experiments.studies.choosing import chosen, is_chosen, trial_cells, with_wider_grids
+from fl_lightning.experiments.studies.columns import check_columns
 from fl_lightning.experiments.studies.definition import Labels, Study, as_argument
 from fl_lightning.experiments.studies.engines.base import Engine
 from fl_lightning.experiments.studies.figures import write_figures
@@ -69,6 +70,7 @@ def main(args: Sequence[str]) -> None:
     """
     options, fit_options = study_options(args)
     study = read_study(shipped(options.file) or Path(options.file), options.scale)
+    check_columns(options.columns, study.definition.metrics)
     accept_stale = options.accept_stale
 
     if study.size > options.max_cells:
@@ -116,9 +118,9 @@ def main(args: Sequence[str]) -> None:
         command_line = ["study", options.file, "--scale", options.scale, *named, *fit_options]
         found |= {"options": shlex.join(deciding_options(fit_options)), "command": shlex.join(command_line)}
         write_json(folder / "study.json", found)
-        write_tables(folder, found)
-        write_figures(folder, found)
-        print_found(found, folder)
+        write_tables(folder, found, options.columns)
+        write_figures(folder, found, options.titles)
+        print_found(found, folder, options.columns)
     worst = runner.diverged - {cell.key for cell in table}
     for cell in {cell.key: cell for cell in (*cells.trial_cells, *table)}.values():
         if cell.key in runner.failed:
@@ -271,10 +273,10 @@ def deciding_options(fit_options: Sequence[str]) -> list[str]:
     return deciding_words
 
 
-def print_found(found: Found, folder: Path) -> None:
+def print_found(found: Found, folder: Path, columns: Sequence[str] = ()) -> None:
     """Print the tables and the verdicts."""
     print(caption(found))
-    for rows in (spread_table(found), whole_table(found, brief=True)):
+    for rows in (spread_table(found), whole_table(found, brief=True, columns=columns)):
         if rows is not None:
             print(f"\n{as_text(rows)}")
     for choice in found["choices"]:

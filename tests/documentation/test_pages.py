@@ -156,7 +156,7 @@ def test_every_python_block_is_tried():
         "README.md": 1,
         "docs/own-method.md": 11,
         "docs/own-data.md": 3,
-        "docs/python.md": 2,
+        "docs/python.md": 3,
         "docs/data.md": 2,
         "docs/metrics.md": 3,
     }
@@ -175,6 +175,7 @@ def test_the_script_of_the_page_on_python_leaves_a_run_and_its_weights(capsys):
         exec(script, namespace)  # noqa: S102  # our own page
     (folder,) = Path("runs/script").iterdir()
     assert f"{folder} {namespace['result']['test/accuracy']}" in capsys.readouterr().out
+    assert namespace["loaded"].values["test/accuracy"] == namespace["result"]["test/accuracy"]
     saved, trained = torch.load("model.pt"), namespace["module"].model.state_dict()
     assert {name: torch.equal(value, trained[name]) for name, value in saved.items()} == dict.fromkeys(
         trained, True

@@ -75,3 +75,33 @@ def test_a_map_of_differences_has_0_in_the_middle(tmp_path):
     assert [text.get_text() for text in axes.texts] == ["+0.250", "-0.125", "+0.250"]
     assert axes.collections[0].get_clim() == (-0.25, 0.25)
     assert axes.get_title() == "GN \N{MINUS SIGN} BN, accuracy"
+
+
+def legend_of(figure):
+    return [text.get_text() for legend in figure.legends for text in legend.get_texts()]
+
+
+def test_a_band_and_a_bar_say_what_they_are(tmp_path):
+    places = [write_run(tmp_path / f"bn-s{seed}", seed=seed, accuracy=0.5 + seed / 8) for seed in range(3)]
+    places += [
+        write_run(tmp_path / f"gn-s{seed}", norm="gn", name="gn", seed=seed, accuracy=0.875 + seed / 16)
+        for seed in range(2)
+    ]
+    by_run, curves = pictures(found_in(places))
+    assert legend_of(curves.draw([])) == ["bn", "gn", "band: min to max of 2 to 3 seeds"]
+    assert legend_of(by_run.draw([])) == ["bar: min to max of 2 to 3 seeds"]
+    single = found_in([places[0], places[3]])
+    assert [legend_of(picture.draw([])) for picture in pictures(single)] == [[], ["bn", "gn"]]
+
+
+def test_by_method_has_the_looks_of_the_curves_and_an_axis_of_the_differences(tmp_path):
+    places = [
+        write_run(tmp_path / f"{name}-s0", name=name, norm=name, accuracy=x)
+        for name, x in (("bn", 0.9), ("gn", 0.91), ("ln", 0.93))
+    ]
+    by_run, curves = (picture.draw([]).axes[0] for picture in pictures(found_in(places)))
+    looks = [[(line.get_color(), line.get_marker()) for line in axes.lines] for axes in (by_run, curves)]
+    assert looks[0] == looks[1]
+    assert len({*looks[0]}) == 3
+    low, high = by_run.get_ylim()
+    assert high - low < 2 * (0.93 - 0.9)

@@ -1,12 +1,18 @@
 """Tables of a study: mean and deviation, what was published, what it took, in every form."""
 
 import csv
+import re
 
 import pytest
 
+from fl_lightning.errors import ConfigurationError
+from fl_lightning.experiments.studies.columns import check_columns, local_metrics
+from fl_lightning.experiments.studies.latex import escaped
 from fl_lightning.experiments.studies.tables import (
+    best_groups,
     caption,
     choice_in_words,
+    latex_tables,
     learning_rate,
     mean_and_deviation,
     remarks,
@@ -60,11 +66,8 @@ def test_a_bar_in_a_label_and_a_break_in_a_title_break_no_table(tmp_path):
     groups = [{**FOUND["groups"][0], "labels": {**FOUND["groups"][0]["labels"], "method": "a|b"}}]
     write_tables(tmp_path, {**FOUND, "groups": groups, "title": "A\ntitle"})
     assert "| a\\|b " in (tmp_path / "table.md").read_text()
-    assert (
-        (tmp_path / "table.tex")
-        .read_text()
-        .startswith(f"% A title (A paper, Table 1). Scale: reduced, seeds 0, 1, 2. {SMALLER}\n")
-    )
+    words = f"A title (A paper, Table 1). Scale: reduced, seeds 0, 1, 2. {SMALLER}"
+    assert rf"\caption{{{words}}}" in (tmp_path / "table.tex").read_text()
     assert "a|b," in (tmp_path / "table.csv").read_text()
 
 
@@ -217,8 +220,8 @@ def test_the_files_hold_the_same_table(tmp_path):
     assert markdown.startswith(f"A title (A paper, Table 1). Scale: reduced, {seeds}. {SMALLER}\n")
     assert "- GN > BN: **holds** (+0.1 in one pair)" in markdown
     assert "| BN       | 0.400 ± 0.100 (0.45) | 0.600" in markdown
-    assert latex.count(r"\toprule") == 2
-    assert "0.400 ± 0.100" in latex
+    assert latex.count("\n\\toprule") == 2
+    assert r"0.400 & ~$\pm$ 0.100" in latex
 
 
 def test_a_subset_is_called_one(tmp_path):
@@ -226,4 +229,116 @@ def test_a_subset_is_called_one(tmp_path):
     assert (
         "A declared subset, which shows that it works: what holds of it is no evidence for or against a paper."
         in (tmp_path / "table.md").read_text()
+    )
+
+
+def cells_of(latex):
+    """The columns of the last ``tabular``, and the cells of its rows, which fill the columns."""
+    tabular = latex.rpartition(r"\begin{tabular}{")[2].partition(r"\end{tabular}")[0]
+    columns, *lines = tabular.splitlines()
+    width = columns.removesuffix("}").replace("@{}", "")
+    rows = [re.split(r"(?<!\\) ?& ?", line.removesuffix(r" \\")) for line in lines if line.endswith(r" \\")]
+    for row in rows:
+        assert sum(2 if cell.startswith(r"\multicolumn{2}") else 1 for cell in row) == len(width)
+    return columns, rows
+
+
+def test_latex_has_aligned_numbers_units_in_the_head_and_the_best_in_bold():
+    columns, (head, *rows) = cells_of(latex_tables(FOUND, ["test/accuracy", "sent by clients", "training"]))
+    assert columns == "llr@{}lrr}"
+    assert head == [
+        "method",
+        "E",
+        r"\multicolumn{2}{l}{test accuracy}",
+        r"\shortstack[r]{sent by\\clients (MB)}",
+        "training (s)",
+    ]
+    assert rows[0] == ["BN", "1", "0.400", r"~$\pm$ 0.100", "2.00", "30"]
+    bold = r"{\bfseries\boldmath "
+    assert rows[2][2:4] == [bold + "0.700}", bold + r"~$\pm$ 0.000}"]
+    assert rows[3][2:] == [r"\multicolumn{2}{l}{-}", "-", "-"]
+    assert sum(cell.startswith(bold) for row in rows for cell in row) == 2
+
+
+def test_the_best_is_of_whole_rows_and_of_equal_settings_else():
+    def best(*values, metric="test/accuracy", **more):
+        groups = [group(name, "1", x) for name, x in zip("ABC", values, strict=False)]
+        for each in groups:
+            each["values"] = {metric: each["values"]["test/accuracy"]}
+        axes = {**FOUND["axes"], "method": [*"ABC"]}
+        found = {**FOUND, "axes": axes, "groups": groups, "metrics": {metric: "x"}, **more}
+        return [x["labels"]["method"] for x in best_groups(found, metric)]
+
+    nan = float("nan")
+    assert best([0.3, 0.4], [0.5, 0.6]) == ["B"]
+    assert best([0.3, 0.4], [0.5, 0.6], metric="test/loss") == ["A"]
+    assert best([0.50001], [0.5], [0.4]) == ["A", "B"]  # equal as printed
+    assert best([0.3, 0.4], [0.9, nan], [0.2, 0.2]) == ["A"]
+    assert best([0.5], [0.5]) == []
+    assert best([0.3], [0.2], metric="test/ece") == []
+    assert best([0.3], [0.2], metric="test/ece", best={"ece": "min"}) == ["B"]
+    assert best([0.3], [0.2], metric="test/personal_ece", best={"ece": "min"}) == ["B"]
+    apart = [
+        group("A", "1", [0.3]),
+        group("A", "100", [0.9]),
+        group("B", "1", [0.4]),
+        group("B", "100", [0.2]),
+    ]
+    found = best_groups(
+        {**FOUND, "axes": {**FOUND["axes"], "method": ["A", "B"]}, "groups": apart}, "test/accuracy"
+    )
+    assert [(x["labels"]["method"], x["labels"]["E"]) for x in found] == [("B", "1"), ("A", "100")]
+
+
+def test_latex_escapes_all_that_it_would_read_otherwise():
+    assert escaped(r"a_b & 5 % #1 {x} $y$ [z] T* ~^\ <|>") == (
+        r"a\_b \& 5 \% \#1 \{x\} \$y\$ {[}z] T{*} \textasciitilde{}\textasciicircum{}\textbackslash{} $<$$|$$>$"
+    )
+    assert escaped("--lr ± \N{GREEK SMALL LETTER ALPHA} λ Σ é Þ 中") == (
+        r"-{}-lr $\pm$ $\alpha$ $\lambda$ $\Sigma$ é {[}U+00DE] {[}U+4E2D]"
+    )
+    groups = [{**FOUND["groups"][0], "labels": {**FOUND["groups"][0]["labels"], "method": "[a] & b"}}]
+    _, rows = cells_of(latex_tables({**FOUND, "groups": groups}))
+    assert rows[1][0] == r"{[}a] \& b"
+
+
+def test_columns_are_chosen_by_name_or_metric_and_a_wrong_one_is_refused(tmp_path):
+    write_tables(tmp_path, FOUND, ["training", "test/accuracy"])
+    header, *rows = csv.reader((tmp_path / "table.csv").read_text().splitlines())
+    assert header == ["method", "E", "training", "test accuracy"]
+    assert rows[0] == ["BN", "1", "30 s", "0.400 ± 0.100"]
+    assert "| training " in (tmp_path / "table.md").read_text()
+    check_columns(["seeds", "test accuracy", "test/personal_accuracy"], FOUND["metrics"])
+    with pytest.raises(
+        ConfigurationError, match=r"^--columns: there is no column 'seed'; did you mean seeds"
+    ):
+        check_columns(["seed"], FOUND["metrics"])
+
+
+def test_a_method_with_state_at_clients_shows_whose_models_are_measured():
+    metrics = {**FOUND["metrics"], **local_metrics(FOUND["metrics"])}
+    one = group("FedBN", "1", [0.125, 0.25])
+    one["values"] |= {"test/personal_accuracy": {"0": 0.5, "1": 0.75}, "test/own_accuracy": {}}
+    other = group("FedBN (clients)", "1", [0.5, 0.75])
+    other["metric"] = "test/personal_accuracy"
+    other["values"] |= {"test/personal_accuracy": {"0": 0.5}, "server/test/accuracy": {"0": 0.125, "1": 0.25}}
+    plain = group("BN", "1", [0.25, 0.25])
+    for each in (one, other, plain):
+        each["values"] = {name: {} for name in metrics} | each["values"]
+    found = {**FOUND, "metrics": metrics, "groups": [one, other, plain]}
+    header, rows = whole_table(found)
+    table = [dict(zip(header, row, strict=True)) for row in rows]
+    assert table[0]["clients' models"] == "0.625 ± 0.177"
+    assert table[1]["server's model"] == "0.188 ± 0.088"
+    why = "the server's model has the mean of the clients' local state, which no client uses"
+    assert [row["remarks"] for row in table] == [why, why, ""]
+    assert spread_table(found) == (
+        ["method", "E = 1", "E = 100"],
+        [
+            ["FedBN", "0.188 ± 0.088", ""],
+            ["FedBN: clients' models", "0.625 ± 0.177", ""],
+            ["FedBN (clients)", "0.625 ± 0.177", ""],
+            ["FedBN (clients): server's model", "0.188 ± 0.088", ""],
+            ["BN", "0.250 ± 0.000", ""],
+        ],
     )

@@ -15,8 +15,18 @@ import numpy as np
 from fl_lightning.experiments.run_directory.metrics_log import read_metrics
 from fl_lightning.experiments.studies.claims import difference
 from fl_lightning.experiments.studies.found import Found, Group
-from fl_lightning.experiments.studies.panels import PUBLISHED, Grid, is_number, label_of, short, varied
+from fl_lightning.experiments.studies.panels import (
+    BAND,
+    PUBLISHED,
+    Grid,
+    is_number,
+    label_of,
+    look_of,
+    short,
+    varied,
+)
 from fl_lightning.experiments.studies.tables import caption
+from fl_lightning.files import write_text
 from fl_lightning.pictures.series import Rows, Series, draw_curve, scale_values, series, with_gaps
 from fl_lightning.pictures.style import SPLITS, literal, new_figure, paper_style
 from fl_lightning.pictures.style import write_figure as write
@@ -43,21 +53,31 @@ class Picture(NamedTuple):
     draw: Callable[[Sequence[str]], "Figure"]
 
 
-def write_figures(folder: Path, found: Found) -> None:
-    """Write the figures of a study as PNG and PDF; report a figure that fails and draw the rest.
+def write_figures(folder: Path, found: Found, titles: bool = False) -> list[Path]:
+    """Write the figures of a study as PNG and PDF, each with its caption in a text file.
+
+    A figure that fails is reported, and the rest is drawn.
 
     Args:
         folder: Folder of the study.
         found: Findings of the study.
+        titles: Whether the study's caption is the title inside of the pictures (default False).
+
+    Returns:
+        The written files.
     """
-    title = [caption(found)]
+    title, written = [caption(found)], list[Path]()
     for picture in pictures(found):
         try:
-            figure = picture.draw(title)
+            figure = picture.draw(title if titles else [])
             for form in ("png", "pdf"):
                 write(folder / f"{picture.name}.{form}", figure)
+            words = f"{picture.caption[:1].upper()}{picture.caption[1:]}. {title[0]}"
+            write_text(folder / f"{picture.name}.txt", words + "\n")
+            written += [folder / f"{picture.name}.{form}" for form in ("png", "pdf", "txt")]
         except Exception as error:  # noqa: BLE001  # of matplotlib or the disk: the tables matter more
             print(f"{picture.name} was not drawn: {type(error).__name__}: {error}", file=sys.stderr)
+    return written
 
 
 def pictures(found: Found) -> list[Picture]:
@@ -131,7 +151,7 @@ def curves_figure(
         cost: Whether the horizontal axis is bytes instead of rounds (default False).
     """
     grid = Grid(found, title)
-    means = []
+    means, seeds = [], list[int]()
     bands = [
         (axes, look, label, _band(groups[0], rows, metric, cost))
         for axes, look, label, groups in grid.curves()
@@ -142,8 +162,9 @@ def curves_figure(
         if len(places):
             means.append(draw_curve(axes, places / unit, values.mean(0), look, label))
             if len(values) > 1:
+                seeds.append(len(values))
                 low, high = with_gaps(values.min(0)), with_gaps(values.max(0))
-                axes.fill_between(places / unit, low, high, color=look[0], alpha=0.18, linewidth=0)
+                axes.fill_between(places / unit, low, high, color=look[0], alpha=BAND, linewidth=0)
     highest = max((values.max(initial=0) for values in means), default=0.0)
     for axes in grid.panels:
         if best_is(metric) != "min" and highest <= 1:
@@ -153,14 +174,15 @@ def curves_figure(
         if cost and ends and max(ends) >= 10 * min(ends):
             axes.set_xscale("log")
     across = f"sent and received, {_BYTES[unit]}" if cost else "communication round"
-    return grid.finished(across, _in_words(metric))
+    return grid.finished(across, _in_words(metric), band=_range_in_words("band", seeds))
 
 
 @paper_style()
 def against_figure(found: Found, axis: str, title: Sequence[str]) -> "Figure":
     """Draw the first metric against an axis, with lines if the labels are numbers.
 
-    Published values are hollow markers.
+    Labels that are words have the colours and markers of their learning curves. Published values are
+    hollow markers. The vertical axis covers the values alone, without 0.
 
     Args:
         found: Findings of a study.
@@ -171,24 +193,27 @@ def against_figure(found: Found, axis: str, title: Sequence[str]) -> "Figure":
     numeric = all(map(is_number, labels))
     labels = sorted(labels, key=float) if numeric else labels
     places = dict(zip(labels, map(float, labels) if numeric else range(len(labels)), strict=True))
-    for axes, (colour, line, marker), label, groups in grid.curves():
-        points = sorted((places[group["labels"][axis]], group) for group in groups)
-        done = [(x, values) for x, group in points if (values := _finite(group, found))]
-        if done:
-            means = [statistics.mean(values) for _, values in done]
-            ranges = [(mean - min(x), max(x) - mean) for mean, (_, x) in zip(means, done, strict=True)]
-            look: dict[str, Any] = {
-                "color": colour,
-                "marker": marker,
-                "linestyle": line if numeric else "none",
-            }
-            bars = np.transpose(ranges)
-            caps = 3 * bool(bars.any())  # a single seed has no bars
-            axes.errorbar([x for x, _ in done], means, bars, **look, capsize=caps, label=label)
-        published = [(x, group["published"]) for x, group in points if group["published"] is not None]
-        if published:
-            look = {"color": colour, "markerfacecolor": "none", "markersize": 8, "label": PUBLISHED}
-            axes.plot(*zip(*published, strict=True), marker, **look)
+    looks = {label: look_of(number) for number, label in enumerate(_in_order(found, axis))}
+    seeds: list[int] = []
+    for axes, shared_look, label, groups in grid.curves():
+        points = sorted((places[group["labels"][axis]], group["labels"][axis], group) for group in groups)
+        series_of = [[point] for point in points] if not numeric else [points]
+        for drawn in series_of:
+            colour, line, marker = shared_look if numeric else looks[drawn[0][1]]
+            done = [(x, values) for x, _, group in drawn if (values := _finite(group, found))]
+            if done:
+                means = [statistics.mean(values) for _, values in done]
+                ranges = [(mean - min(x), max(x) - mean) for mean, (_, x) in zip(means, done, strict=True)]
+                look: dict[str, Any] = {"color": colour, "marker": marker, "linestyle": line}
+                bars = np.transpose(ranges)
+                seeds += [len(values) for _, values in done if len(values) > 1]
+                caps = 3 * bool(bars.any())  # a single seed has no bars
+                name = label if numeric else "_"  # the axis names words
+                axes.errorbar([x for x, _ in done], means, bars, **look, capsize=caps, label=name)
+            published = [(x, group["published"]) for x, _, group in drawn if group["published"] is not None]
+            if published:
+                look = {"color": colour, "markerfacecolor": "none", "markersize": 8, "label": PUBLISHED}
+                axes.plot(*zip(*published, strict=True), marker, **look)
     room = 150 / grid.columns / len(labels)  # letters that fit for two neighbouring labels
     crowded = not numeric and any(len(left) + len(right) > room for left, right in pairwise(labels))
     smallest = min((place for place in places.values() if place > 0), default=0)
@@ -200,9 +225,8 @@ def against_figure(found: Found, axis: str, title: Sequence[str]) -> "Figure":
         turned: dict[str, Any] = {"rotation": 30, "ha": "right", "rotation_mode": "anchor"} if crowded else {}
         axes.set_xticks([*places.values()], [*map(literal, labels)], **turned)
         axes.tick_params(axis="x", which="minor", length=0)
-    if next(iter(found["metrics"])).endswith(tuple(QUALITIES)):
-        grid.panels[0].set_ylim(0, 1.05 * grid.panels[0].get_ylim()[1])
-    return grid.finished(short(axis) if numeric or len(found["axes"]) > 1 else "", _words(found))
+    across = short(axis) if numeric or len(found["axes"]) > 1 else ""
+    return grid.finished(across, _words(found), bars=_range_in_words("bar", seeds))
 
 
 @paper_style()
@@ -274,6 +298,17 @@ def _band(group: Group, rows: Mapping[str, Rows], metric: str, cost: bool) -> tu
             sent.append([sums[round] for round in rounds])
         places = np.mean(sent, axis=0)
     return places, np.array([[curve[round] for round in rounds] for curve in curves])
+
+
+def _in_order(found: Found, axis: str) -> list[str]:
+    """Return the labels of an axis in the order of the learning curves."""
+    return [*dict.fromkeys(group["labels"][axis] for group in found["groups"])]
+
+
+def _range_in_words(what: str, seeds: Sequence[int]) -> str:
+    """Return the meaning of a band or a bar, such as ``"band: min to max of 3 seeds"``; ``""`` without one."""
+    counts = " to ".join(map(str, dict.fromkeys((min(seeds), max(seeds))))) if seeds else ""
+    return f"{what}: min to max of {counts} seeds" if seeds else ""
 
 
 def _logged(found: Found, rows: Mapping[str, Rows]) -> str | None:

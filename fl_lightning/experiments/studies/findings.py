@@ -8,6 +8,7 @@ from fl_lightning.errors import ConfigurationError
 from fl_lightning.experiments.run_directory.finished import metric_values
 from fl_lightning.experiments.run_directory.metrics_log import read_metrics
 from fl_lightning.experiments.studies.cells import Cell, State
+from fl_lightning.experiments.studies.columns import SERVER, local_metrics, models_of
 from fl_lightning.experiments.studies.definition import Study
 from fl_lightning.experiments.studies.found import ChoiceFound, Found, Group, RunFound
 from fl_lightning.experiments.studies.reported import reported
@@ -40,6 +41,12 @@ def findings(
     """
     definition = study.definition
     states = {cell: cell.state(accept_stale) for cell in cells}
+    results = [state.result for state in states.values() if state.phase == "done" and state.result]
+    known = dict.fromkeys(metric for result in results for metric in metric_values(result))
+    local = {name: words for name, words in local_metrics(definition.metrics).items() if name in known}
+    server = SERVER + next(iter(definition.metrics))
+    if any(models_of(study.metric(cell.labels) or "") for cell in cells):
+        local[server] = local_metrics(definition.metrics)[server]
     groups: dict[tuple[str, ...], list[Cell]] = {}
     for cell in cells:
         groups.setdefault(tuple(cell.labels.values()), []).append(cell)
@@ -52,17 +59,16 @@ def findings(
         "choose": [choice.axis for choice in definition.choose],
         "spread": definition.spread,
         "difference": definition.difference,
-        "metrics": definition.metrics,
-        "groups": [_group(study, members, states, failed, diverged) for members in groups.values()],
+        "metrics": {**definition.metrics, **local},
+        "best": {name: best for result in results for name, best in result.get("best", {}).items()},
+        "groups": [_group(study, members, states, failed, diverged, local) for members in groups.values()],
         "choices": choices,
         "known": study.known_labels(),
         "claims": [],
         "report": definition.report,
     }
-    results = [state.result for state in states.values() if state.phase == "done" and state.result]
     for name in definition.metrics if results else ():
         if not any(group["values"][name] for group in found["groups"]):
-            known = dict.fromkeys(metric for result in results for metric in metric_values(result))
             raise ConfigurationError(f"metrics: no run has {name}; there are {', '.join(known)}")
     for index, group in enumerate(found["groups"]):
         earlier = (g["labels"] for g in found["groups"][:index] if _reads(g) == _reads(group))
@@ -81,12 +87,13 @@ def _group(
     states: Mapping[Cell, State],
     failed: Mapping[Path, str],
     diverged: Collection[Path],
+    local: Collection[str],
 ) -> Group:
-    """Return the findings of a combination from its cells, one for each seed."""
+    """Return the findings of a combination from its cells, one for each seed; ``local`` are further metrics."""
     labels, first = cells[0].labels, cells[0].config["model"]
     names, published = [*study.definition.metrics], study.published(labels)
     own_metric = study.metric(labels)
-    values: dict[str, dict[str, float]] = {name: {} for name in names}
+    values: dict[str, dict[str, float]] = {name: {} for name in (*names, *local)}
     for cell in cells:
         result = states[cell].result if states[cell].phase == "done" else None
         metrics = metric_values(result) if result is not None else {}
@@ -99,6 +106,9 @@ def _group(
                 raise ConfigurationError(
                     f"metric: the runs of {cell.name} have no {own_metric}; there are {', '.join(metrics)}"
                 )
+        for name in local if any(map(models_of, metrics)) else ():
+            if (read := name.removeprefix(SERVER)) in metrics:
+                values[name][str(cell.seed)] = metrics[read]
     return {
         "labels": labels,
         "metric": own_metric,

@@ -122,6 +122,7 @@ class Found(TypedDict):
         spread: Axis whose labels are columns; None without one.
         difference: Difference shown as a heat map; None for no map.
         metrics: Columns of the table by metric.
+        best: ``"max"`` or ``"min"`` of the metrics of the runs' tasks by name.
         groups: Combinations with their runs.
         choices: Choices on validation data.
         known: Labels of each axis at all scales.
@@ -140,6 +141,7 @@ class Found(TypedDict):
     spread: str | None
     difference: NotRequired[str | None]
     metrics: dict[str, str]
+    best: NotRequired[dict[str, str]]
     groups: list[Group]
     choices: list[ChoiceFound]
     known: dict[str, list[str]]

@@ -5,7 +5,7 @@ from math import isfinite
 from typing import TYPE_CHECKING, Any
 
 from fl_lightning.experiments.studies.found import Found, Group
-from fl_lightning.pictures.style import LOOKS, literal, new_figure
+from fl_lightning.pictures.style import GREY, LOOKS, literal, new_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -13,6 +13,9 @@ if TYPE_CHECKING:
 
 PUBLISHED = "published"
 """Label of published values in the legend."""
+
+BAND = 0.18
+"""Opacity of a band over seeds."""
 
 
 class Grid:
@@ -29,10 +32,8 @@ class Grid:
     """
 
     def __init__(self, found: Found, title: Sequence[str], along: str | None = None) -> None:
-        names = [axis for axis in varied(found) if axis != along]
-        words = [axis for axis in names if not all(map(is_number, found["axes"][axis]))]
-        line = (words or names)[:1]
-        others = [axis for axis in names if axis not in line]
+        line = compared(found, along)
+        others = [axis for axis in varied(found) if axis not in (*line, along)]
         self._groups: dict[str, dict[str, list[Group]]] = {}
         for group in found["groups"]:
             panel = self._groups.setdefault(label_of(group, others), {})
@@ -54,12 +55,20 @@ class Grid:
         """Yield the panel, look, label and combinations of each curve."""
         for axes, curves in zip(self.panels, self._groups.values(), strict=True):
             for label, groups in curves.items():
-                number = self._labels.index(label)
-                _, line, marker = LOOKS[(number + number // len(LOOKS)) % len(LOOKS)]
-                yield axes, (LOOKS[number % len(LOOKS)][0], line, marker), literal(label), groups
+                yield axes, look_of(self._labels.index(label)), literal(label), groups
 
-    def finished(self, across: str, up: str) -> "Figure":
-        """Return the figure after adding axis labels and legend."""
+    def finished(self, across: str, up: str, band: str = "", bars: str = "") -> "Figure":
+        """Return the figure after adding axis labels and legend.
+
+        Args:
+            across: Label of the horizontal axis.
+            up: Label of the vertical axis.
+            band: Meaning of a band (default: there is none).
+            bars: Meaning of the bars (default: there are none).
+        """
+        from matplotlib.lines import Line2D
+        from matplotlib.patches import Patch
+
         handles: dict[str, Any] = {}
         for number, axes in enumerate(self.panels):
             if number + self.columns >= len(self.panels):
@@ -68,7 +77,11 @@ class Grid:
             if number % self.columns == 0:
                 axes.set_ylabel(literal(up) + axes.get_ylabel())
             handles |= dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
-        if len(handles) > 1:
+        if band:
+            handles[band] = Patch(color=GREY, alpha=BAND, linewidth=0)
+        if bars:
+            handles[bars] = Line2D([], [], color=GREY, marker="|", markersize=10, linestyle="none")
+        if len(handles) > 1 or bars or PUBLISHED in handles:
             handles = dict(
                 sorted(handles.items(), key=lambda handle: handle[0] == PUBLISHED)
             )  # PUBLISHED last
@@ -77,6 +90,23 @@ class Grid:
                 handles.values(), handles, loc="outside lower left", ncols=columns, frameon=False
             )
         return self._figure
+
+
+def look_of(number: int) -> tuple[str, str, str]:
+    """Return colour, line and marker of a label by its number on its axis; no two of 64 are equal."""
+    _, line, marker = LOOKS[(number + number // len(LOOKS)) % len(LOOKS)]
+    return LOOKS[number % len(LOOKS)][0], line, marker
+
+
+def compared(found: Found, along: str | None = None) -> list[str]:
+    """Return the axis whose labels are compared: the first with words as labels, else the first that varies.
+
+    Args:
+        found: Findings of a study.
+        along: Axis that is not compared (default None).
+    """
+    names = [axis for axis in varied(found) if axis != along]
+    return ([axis for axis in names if not all(map(is_number, found["axes"][axis]))] or names)[:1]
 
 
 def short(axis: str) -> str:

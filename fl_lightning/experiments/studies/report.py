@@ -6,7 +6,9 @@ import re
 from base64 import b64encode
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
+from html import unescape
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -20,14 +22,21 @@ from fl_lightning.errors import ConfigurationError
 from fl_lightning.experiments.run_directory.description import deciding_settings
 from fl_lightning.experiments.run_directory.directory import Attempt, Config
 from fl_lightning.experiments.run_directory.metrics_log import read_metrics
-from fl_lightning.experiments.studies.cells import RUNS
-from fl_lightning.experiments.studies.figures import Picture, pictures
+from fl_lightning.experiments.studies.columns import check_columns
+from fl_lightning.experiments.studies.figures import Picture, pictures, write_figures
 from fl_lightning.experiments.studies.found import Found, RunFound
+from fl_lightning.experiments.studies.loaded import read_found
 from fl_lightning.experiments.studies.panels import label_of, short
 from fl_lightning.experiments.studies.reported import LAST, rule_in_words
 from fl_lightning.experiments.studies.run_groups import found_in, resolved
-from fl_lightning.experiments.studies.tables import COMPUTED, seeds_of, spread_table, whole_table
-from fl_lightning.files import restored, write_text
+from fl_lightning.experiments.studies.tables import (
+    COMPUTED,
+    seeds_of,
+    spread_table,
+    whole_table,
+    write_tables,
+)
+from fl_lightning.files import write_text
 from fl_lightning.pictures.learning_curve import learning_curve_figure
 from fl_lightning.pictures.style import rendered
 
@@ -59,53 +68,67 @@ _SETTINGS = {
 _LINKS = ("config.yaml", "result.json", "metrics.jsonl", "learning_curve.png", "error.txt")
 
 
-def write_report(directories: Sequence[Path], output: Path) -> None:
-    """Write the page.
+def write_report(
+    directories: Sequence[Path],
+    output: Path | None = None,
+    columns: Sequence[str] = (),
+    titles: bool | None = None,
+) -> list[Path]:
+    """Write the page, and on request tables and pictures anew.
 
     Args:
         directories: Folders of studies, with a section each, and run directories, in one section.
-        output: HTML file; links to run directories are relative to its folder.
+        output: HTML file; links to run directories are relative to its folder. Default:
+            ``report.html`` in the study's folder if one study is given, else in the working directory.
+        columns: Columns after the labels of the tables, which are written anew (default: tables stay).
+            Tables of runs are written beside the page.
+        titles: Whether the pictures, which are written anew, have a title (default: pictures stay).
+
+    Returns:
+        The written files, the page first.
 
     Raises:
-        ConfigurationError: A directory is neither of these, or a file in it cannot be read.
+        ConfigurationError: A directory is neither of these, a file in it cannot be read, a column is
+            unknown, or the page would replace a page about another study.
     """
-    founds, runs = [], []
-    for path in directories:
-        if (path / "study.json").is_file():
-            founds.append(read_found(path))
-        elif (path / "config.yaml").is_file():
-            runs.append(path)
-        else:
+    studies = {path: read_found(path) for path in directories if (path / "study.json").is_file()}
+    runs = [path for path in directories if path not in studies]
+    for path in runs:
+        if not (path / "config.yaml").is_file():
             raise ConfigurationError(
                 f"report: {path} is neither a study's folder (it has no study.json) nor a run directory (no config.yaml); "
                 "give such as runs/studies/NAME-quick or runs/NAME/*"
             )
-    founds += [found_in(runs)] if runs else []
+    page = output or (next(iter(studies)) if len(studies) == 1 else Path()) / "report.html"
+    _check_place(page, [*studies])
+    founds = [*studies.items()] + ([(page.parent, found_in(runs))] if runs else [])
+    for _, found in founds:
+        check_columns(columns, found["metrics"])
     options: Any = {"undefined": StrictUndefined, "trim_blocks": True, "lstrip_blocks": True}
     html = Path(__file__).with_name("report.html").read_text()
     template = Environment(autoescape=True, **options).from_string(html)
-    parts = [_part(found, output.absolute().parent) for found in founds]
-    write_text(output, template.render(parts=parts, version=__version__))
+    home = page.absolute().parent
+    places = json.dumps([os.path.relpath(path.absolute(), home) for path in studies])
+    parts = [_part(found, home) for _, found in founds]
+    write_text(page, template.render(parts=parts, studies=places, version=__version__))
+    written = [page]
+    for folder, found in founds:
+        written += write_tables(folder, found, columns) if columns else []
+        written += write_figures(folder, found, titles) if titles is not None else []
+    return written
 
 
-def read_found(folder: Path) -> Found:
-    """Read the findings of a study, with the present paths of its run directories.
-
-    Args:
-        folder: Folder of the study, in ``studies`` beside the folder of all cells.
-
-    Raises:
-        ConfigurationError: ``study.json`` cannot be read.
-    """
-    try:
-        found: Found = restored(json.loads((folder / "study.json").read_text()))
-        cells = folder.resolve().parents[1] / RUNS
-        for run in (run for group in found["groups"] for run in group["runs"]):
-            run["directory"] = str(cells.joinpath(*Path(run["directory"]).parts[-2:]))
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        message = f"report: {folder / 'study.json'} is not what a study writes; run the study again"
-        raise ConfigurationError(message) from error
-    return found
+def _check_place(page: Path, studies: Sequence[Path]) -> None:
+    """Raise an error if a page about other studies is there, or if the folder is that of another study."""
+    known = {path.resolve() for path in studies}
+    others = {page.parent.resolve()} if (page.parent / "study.json").is_file() else set()
+    with suppress(OSError, ValueError):
+        if about := re.search(r'<meta name="studies" content="([^"]*)"', page.read_text()):
+            others |= {(page.parent / place).resolve() for place in json.loads(unescape(about[1]))}
+    for other in sorted(others - known):
+        raise ConfigurationError(
+            f"--output: {page} belongs to the study {other.name}; give another file, such as --output comparison.html"
+        )
 
 
 def _part(found: Found, home: Path) -> dict[str, Any]:

@@ -100,6 +100,7 @@ def found_in(directories: Sequence[Path]) -> Found:
         "choose": [],
         "spread": None,
         "metrics": metrics,
+        "best": {name: best for result in results for name, best in result.get("best", {}).items()},
         "groups": groups,
         "choices": [],
         "known": {"run": names},

@@ -12,10 +12,24 @@ from pathlib import Path
 from tabulate import tabulate
 
 from fl_lightning.console import format_bytes, in_words
+from fl_lightning.experiments.studies.cell_values import cells_table
 from fl_lightning.experiments.studies.choosing import edge_of
+from fl_lightning.experiments.studies.columns import (
+    COSTS,
+    FURTHER,
+    TEXTS,
+    UNITS,
+    chosen_columns,
+    local_metrics,
+    models_of,
+    of_any_model,
+)
 from fl_lightning.experiments.studies.found import ChoiceFound, Found, Group
+from fl_lightning.experiments.studies.latex import RULES, latex_table
+from fl_lightning.experiments.studies.panels import compared, label_of
 from fl_lightning.experiments.studies.reported import LAST, rule_in_words
 from fl_lightning.files import write_text
+from fl_lightning.round.directions import best_is
 
 Rows = tuple[list[str], list[list[str]]]
 """Names of columns, and the rows."""
@@ -40,15 +54,39 @@ def of_seeds(count: int, seeds: int) -> str:
     return f"{count} of {seeds} seed{'s' * (seeds > 1)}"
 
 
-_COSTS = ("samples", "sent by clients", "exchanges", "training")
+def best_groups(found: Found, metric: str) -> list[Group]:
+    """Return the combinations with the best mean, to three digits, among those that are compared.
+
+    Combinations with equal labels of all axes but one are compared (``panels.compared``).
+    A combination counts if each of its seeds has a finite value.
+    """
+    direction = best_is(of_any_model(metric), found.get("best", {}))
+    axis = compared(found)
+    blocks: dict[str, list[tuple[float, Group]]] = {}
+    for group in found["groups"] if direction else ():
+        values = [*filter(isfinite, group["values"].get(metric, {}).values())]
+        if len(values) == len(group["runs"]) > 0:
+            others = {name: x for name, x in group["labels"].items() if name not in (*axis, *found["choose"])}
+            means = blocks.setdefault(json.dumps(others), [])
+            means.append((round(statistics.mean(values), 3), group))
+    best = {"max": max, "min": min}.get(direction or "", max)
+    differing = (block for block in blocks.values() if len({mean for mean, _ in block}) > 1)
+    return [group for block in differing for mean, group in block if mean == best(x for x, _ in block)]
 
 
-def whole_table(found: Found, brief: bool = False) -> Rows:
-    """Return a row for each combination: labels, values, published value, costs unless ``brief``."""
+def whole_table(found: Found, brief: bool = False, columns: Sequence[str] = (), latex: bool = False) -> Rows:
+    """Return a row for each combination.
+
+    Args:
+        found: Findings of a study.
+        brief: Whether costs are left out (default False).
+        columns: Columns after the labels (default: all that are not empty).
+        latex: Whether units stand in the header, and the best values between ``**`` (default False).
+    """
     axes = [axis for axis in found["axes"] if axis not in found["choose"]]
     metrics, first = found["metrics"], next(iter(found["metrics"]))
-    header = [axis.rpartition(".")[2] for axis in axes] + named_metrics(found)
-    header += ["published", "ours - published", "learning rate", "seeds", *_COSTS, "remarks"]
+    header = [axis.rpartition(".")[2] for axis in axes] + [*metrics.values(), *FURTHER]
+    best = {name: best_groups(found, name) if latex else [] for name in metrics}
     rows = []
     for group in found["groups"]:
         values, published = group["values"], group["published"]
@@ -57,7 +95,10 @@ def whole_table(found: Found, brief: bool = False) -> Rows:
         rows.append(
             [
                 *(group["labels"][axis] for axis in axes),
-                *(mean_and_deviation([*values[name].values()]) for name in metrics),
+                *(
+                    _marked(mean_and_deviation([*values[name].values()]), group in best[name])
+                    for name in metrics
+                ),
                 published_in_words(group),
                 f"{statistics.mean(ours) - published:+.3f}"
                 if ours and published is not None and all(map(isfinite, ours))
@@ -65,17 +106,22 @@ def whole_table(found: Found, brief: bool = False) -> Rows:
                 learning_rate(group, found),
                 ", ".join(str(run["seed"]) for run in done),
                 f"{statistics.mean(run['samples'] for run in done):,.0f}" if done else "",
-                format_bytes(statistics.mean(run["upload_bytes"] for run in done)) if done else "",
+                _bytes(statistics.mean(run["upload_bytes"] for run in done), latex) if done else "",
                 f"{statistics.mean(run['exchanges'] for run in done):,.0f}" if done else "",
-                in_words(statistics.mean(run["train_seconds"] for run in done)) if done else "",
+                _seconds(statistics.mean(run["train_seconds"] for run in done), latex) if done else "",
                 "; ".join(remarks(group)),
             ]
         )
     used = [
         index
         for index, name in enumerate(header)
-        if (index < len(axes) or any(row[index] for row in rows)) and not (brief and name in _COSTS)
+        if (index < len(axes) or any(row[index] for row in rows)) and not (brief and name in COSTS)
     ]
+    if columns:
+        used = [*range(len(axes)), *chosen_columns(header, metrics, columns)]
+    shown = dict(zip(metrics.values(), named_metrics(found), strict=True))
+    shown |= {name: f"{name} ({UNITS[name][1]})" for name in UNITS} if latex else {}
+    header = [shown.get(name, name) for name in header]
     return [header[index] for index in used], [[row[index] for index in used] for row in rows]
 
 
@@ -85,22 +131,46 @@ def named_metrics(found: Found) -> list[str]:
     return [name + f", {rule_in_words(rule)}" * (rule != LAST) for name in found["metrics"].values()]
 
 
-def spread_table(found: Found) -> Rows | None:
-    """Return the first metric with columns by the labels of axis ``spread``; None for fewer than two."""
+def _marked(text: str, best: bool) -> str:
+    return f"**{text}**" if best else text
+
+
+def _bytes(size: float, latex: bool) -> str:
+    return f"{size / UNITS['sent by clients'][0]:,.2f}" if latex else format_bytes(size)
+
+
+def _seconds(seconds: float, latex: bool) -> str:
+    return f"{seconds:,.0f}" if latex else in_words(seconds)
+
+
+def spread_table(found: Found, latex: bool = False) -> Rows | None:
+    """Return the first metric with columns by the labels of axis ``spread``; None for fewer than two.
+
+    A combination whose clients keep state has further rows, of the clients' models or the server's.
+
+    Args:
+        found: Findings of a study.
+        latex: Whether the best values stand between ``**`` (default False).
+    """
     spread = found["spread"]
     if spread is None or len(found["axes"][spread]) < 2:
         return None
     others = [axis for axis in found["axes"] if axis != spread and axis not in found["choose"]]
     first = next(iter(found["metrics"]))
     rows: dict[tuple[str, ...], dict[str, str]] = {}
+    best = best_groups(found, first) if latex else []
+    further = {name: words for name in local_metrics({first: ""}) if (words := found["metrics"].get(name))}
     for group in found["groups"]:
         text = mean_and_deviation([*group["values"][first].values()]) or diverged_in_words(group) or "-"
         published = f" ({published_in_words(group)})" if group["published"] is not None else ""
         done, planned = len(group["values"][first]), len(group["runs"])
-        text += f", {of_seeds(done, planned)}" if 0 < done < planned else ""
-        rows.setdefault(tuple(group["labels"][axis] for axis in others), {})[group["labels"][spread]] = (
-            text + published
-        )
+        text = _marked(text, group in best) + (f", {of_seeds(done, planned)}" if 0 < done < planned else "")
+        key = tuple(group["labels"][axis] for axis in others)
+        rows.setdefault(key, {})[group["labels"][spread]] = text + published
+        for name, words in further.items():
+            if others and name != group.get("metric") and (values := group["values"].get(name)):
+                row = rows.setdefault((f"{key[0]}: {words}", *key[1:]), {})
+                row[group["labels"][spread]] = mean_and_deviation([*values.values()])
     labels = found["axes"][spread]
     header = [*others, *(f"{spread.rpartition('.')[2]} = {label}" for label in labels)]
     return header, [[*key, *(cells.get(label, "") for label in labels)] for key, cells in rows.items()]
@@ -167,6 +237,8 @@ def remarks(group: Group) -> list[str]:
         lines += [f"seed {run['seed']} {origin}" for origin in run.get("origin", [])]
         if run["phase"] == "done" and run["rounds"] != run.get("planned_rounds", run["rounds"]):
             lines.append(f"seed {run['seed']} ended after round {run['rounds']} of {run['planned_rounds']}")
+    if any(values for name, values in group["values"].items() if models_of(name)):
+        lines.append("the server's model has the mean of the clients' local state, which no client uses")
     sources = [run["provenance"] for run in group["runs"] if run.get("provenance")]
     if len({json.dumps(source, sort_keys=True) for source in sources}) > 1:
         lines.append("seeds of different source or versions")
@@ -271,9 +343,44 @@ def _unlike(found: Found) -> str:
     return "".join(f" {what}: {words}." for what, words in sentences.items() if words)
 
 
-def write_tables(folder: Path, found: Found) -> None:
-    """Write ``table.md``, ``table.tex`` and ``table.csv``."""
-    tables = [rows for rows in (spread_table(found), whole_table(found)) if rows is not None]
+def latex_tables(found: Found, columns: Sequence[str] = ()) -> str:
+    """Return the tables as LaTeX, with choices and remarks as comments.
+
+    Args:
+        found: Findings of a study.
+        columns: Columns after the labels (default: metrics, published values and seeds).
+    """
+    metrics, present = found["metrics"], whole_table(found)[0]
+    default = [x for x in (*metrics.values(), "published", "ours - published", "seeds") if x in present]
+    axes = [axis for axis in found["axes"] if axis not in found["choose"]]
+    name, tables = f"{found['name']}-{found['scale']}".strip("-"), []
+    if (spread := spread_table(found, latex=True)) is not None:
+        labels = range(sum(axis != found["spread"] for axis in axes))
+        tables.append(latex_table(*spread, labels, caption(found), f"{name}-by-{found['spread']}"))
+    header, body = whole_table(found, columns=columns or default, latex=True)
+    texts = [place for place, head in enumerate(header) if place < len(axes) or head in TEXTS]
+    tables.append(latex_table(header, body, texts, caption(found), name))
+    comments = [choice_in_words(choice) for choice in found["choices"]]
+    comments += [
+        f"{label_of(group, [*found['axes']])}: {words}"
+        for group in found["groups"]
+        if (words := "; ".join(remarks(group)))
+    ]
+    return "\n\n".join([RULES, *tables]) + "".join(f"\n% {' '.join(x.split())}" for x in comments) + "\n"
+
+
+def write_tables(folder: Path, found: Found, columns: Sequence[str] = ()) -> list[Path]:
+    """Write ``table.md``, ``table.tex`` and ``table.csv``, and the values of each run as ``cells.csv``.
+
+    Args:
+        folder: Folder of the study.
+        found: Findings of the study.
+        columns: Columns after the labels, by name or metric (default: all that are not empty).
+
+    Returns:
+        The written files.
+    """
+    tables = [rows for rows in (spread_table(found), whole_table(found, columns=columns)) if rows is not None]
     choices = [choice_in_words(choice) for choice in found["choices"]]
     claims = [f"- {claim['claim']}: **{claim['verdict']}** ({claim['words']})" for claim in found["claims"]]
     markdown = [
@@ -282,7 +389,12 @@ def write_tables(folder: Path, found: Found) -> None:
         *(["\n".join(f"- {words}" for words in choices)] if choices else []),
         *(["\n".join(claims)] if claims else []),
     ]
-    write_text(folder / "table.md", "\n\n".join(markdown) + "\n")
-    latex = "\n\n".join(f"% {caption(found)}\n{as_text(rows, 'latex_booktabs')}" for rows in tables)
-    write_text(folder / "table.tex", latex + "".join(f"\n% {words}" for words in choices) + "\n")
-    write_text(folder / "table.csv", as_csv(whole_table(found)))
+    files = {
+        "table.md": "\n\n".join(markdown) + "\n",
+        "table.tex": latex_tables(found, columns),
+        "table.csv": as_csv(tables[-1]),
+        "cells.csv": as_csv(cells_table(found)),
+    }
+    for name, content in files.items():
+        write_text(folder / name, content)
+    return [folder / name for name in files]

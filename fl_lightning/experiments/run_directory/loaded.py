@@ -1,0 +1,118 @@
+"""Finished and unfinished runs, read from their folders."""
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from fl_lightning.errors import ConfigurationError
+from fl_lightning.experiments.run_directory.directory import Attempt, Config
+from fl_lightning.experiments.run_directory.finished import Result, metric_values, read_result
+from fl_lightning.experiments.run_directory.metrics_log import read_metrics
+from fl_lightning.files import user_path
+
+
+@dataclass(frozen=True)
+class LoadedRun:
+    """A run read from its folder by ``load_run``. Files are read at the first use.
+
+    Attributes:
+        path: The run directory.
+    """
+
+    path: Path
+
+    @property
+    def finished(self) -> bool:
+        """Whether the run has a result."""
+        return Attempt(self.path).result.is_file()
+
+    @cached_property
+    def config(self) -> Config:
+        """All settings, as in ``config.yaml``.
+
+        Raises:
+            ConfigurationError: The file cannot be read.
+        """
+        return Attempt(self.path).read_config()
+
+    @cached_property
+    def metrics(self) -> list[dict[str, float]]:
+        """The rows of ``metrics.jsonl``, one for each logged round; row 0 is the initial model.
+
+        Raises:
+            ConfigurationError: The file is missing or damaged.
+        """
+        return read_metrics(Attempt(self.path).metrics)
+
+    @cached_property
+    def result(self) -> Result:
+        """The content of ``result.json``.
+
+        Raises:
+            ConfigurationError: The run is unfinished, or the file is damaged.
+        """
+        if not self.finished:
+            raise ConfigurationError(
+                f"load_run: {self.path} has no result.json, as the run is not finished; resume it, or use .metrics"
+            )
+        return read_result(Attempt(self.path).result)
+
+    @property
+    def values(self) -> dict[str, float]:
+        """The metrics of the result by name, such as ``test/accuracy``."""
+        return metric_values(self.result)
+
+    def frame(self) -> Any:
+        """Return ``metrics`` as a ``pandas.DataFrame`` with the round as index.
+
+        Raises:
+            ConfigurationError: pandas is not installed.
+        """
+        return frame_of(self.metrics, "metrics").set_index("round")
+
+
+def load_run(path: str | os.PathLike[str]) -> LoadedRun:
+    """Load a run.
+
+    ::
+
+        run = load_run("runs/digits_fedavg_bn/1f0c9a7e-s0")
+        print(run.values["test/accuracy"], run.config["model"]["local_steps"], run.metrics[-1])
+
+    Args:
+        path: Run directory, such as ``Run.path``.
+
+    Raises:
+        ConfigurationError: The folder is not a run directory.
+    """
+    folder = user_path("load_run", path)
+    if not Attempt(folder).config.is_file():
+        runs = sorted(config.parent for config in folder.glob("*/config.yaml"))
+        known = f"; it has {', '.join(map(str, runs[:3]))}" if runs else ""
+        raise ConfigurationError(
+            f"load_run: {folder} is no run directory (it has no config.yaml){known}; give such as runs/NAME/HASH-s0"
+        )
+    return LoadedRun(folder)
+
+
+def frame_of(rows: Sequence[Mapping[str, object]], plain: str) -> Any:
+    """Return rows as a ``pandas.DataFrame``.
+
+    Args:
+        rows: Values of each row by column.
+        plain: Attribute that has the same values without pandas, for the message.
+
+    Raises:
+        ConfigurationError: pandas is not installed.
+    """
+    try:
+        pandas = import_module("pandas")
+    except ModuleNotFoundError as error:
+        raise ConfigurationError(
+            f"frame: pandas is not installed; pip install pandas, or use .{plain}, which needs no package"
+        ) from error
+    return pandas.DataFrame(rows)

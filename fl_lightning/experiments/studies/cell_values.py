@@ -1,0 +1,91 @@
+"""Values of each cell of a study: one row for each combination and seed, with plain numbers."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from fl_lightning.experiments.studies.found import Found, Group, Labels, RunFound
+
+_COSTS = (
+    "rounds", "samples", "upload_bytes", "download_bytes", "exchanges", "train_seconds", "diverged",
+)  # fmt: skip
+"""Keys of a run's findings that a row repeats."""
+
+
+@dataclass(frozen=True)
+class StudyCell:
+    """A cell of a study: a combination of labels, and a seed.
+
+    Attributes:
+        labels: Label of each axis.
+        seed: Seed of the run.
+        phase: Phase of the run, such as ``"done"``, ``"failed"`` or ``"missing"``.
+        values: Metrics by name, such as ``test/accuracy``; empty without a result. If the label sets
+            a metric of its own (``metric``), the study's first metric is that one.
+        metric: Metric that the label sets in place of the study's first; None without one.
+        published: Published value of the combination; None without one.
+        learning_rate: Learning rate of the client optimizer; None if unknown.
+        directory: Run directory, for ``load_run``.
+        run: All findings of the run.
+    """
+
+    labels: Labels
+    seed: int
+    phase: str
+    values: dict[str, float]
+    metric: str | None
+    published: float | None
+    learning_rate: float | None
+    directory: Path
+    run: RunFound
+
+    def row(self) -> dict[str, object]:
+        """Return labels, seed, phase, metrics and costs by the name of a column; missing ones are None."""
+        found: dict[str, object] = {**self.run}
+        return {
+            **self.labels,
+            "seed": self.seed,
+            "phase": self.phase,
+            **self.values,
+            "metric": self.metric,
+            "published": self.published,
+            "learning_rate": self.learning_rate,
+            **{name: found.get(name) for name in _COSTS},
+            "directory": str(self.directory),
+        }
+
+
+def study_cells(found: Found) -> list[StudyCell]:
+    """Return the cells of a study's table, in the order of its rows."""
+    return [_cell(group, run) for group in found["groups"] for run in group["runs"]]
+
+
+def _cell(group: Group, run: RunFound) -> StudyCell:
+    seed = str(run["seed"])
+    return StudyCell(
+        group["labels"],
+        run["seed"],
+        run["phase"],
+        {name: values[seed] for name, values in group["values"].items() if seed in values},
+        group.get("metric"),
+        group["published"],
+        group["learning_rate"],
+        Path(run["directory"]),
+        run,
+    )
+
+
+def cell_rows(found: Found) -> list[dict[str, object]]:
+    """Return a row for each cell; rows have the same columns, with None for a missing value."""
+    missing = dict.fromkeys(found["metrics"])
+    rows = []
+    for cell in study_cells(found):
+        before = {**cell.labels, "seed": cell.seed, "phase": cell.phase}
+        rows.append({**before, **missing, **cell.row()})
+    return rows
+
+
+def cells_table(found: Found) -> tuple[list[str], list[list[str]]]:
+    """Return the columns and rows of ``cells.csv``: numbers with all digits, ``""`` for a missing value."""
+    rows = cell_rows(found)
+    header = [*dict.fromkeys(name for row in rows for name in row)]
+    return header, [["" if row[name] is None else str(row[name]) for name in header] for row in rows]

@@ -1,0 +1,162 @@
+r"""Tables as LaTeX that compiles with pdflatex and without packages.
+
+``booktabs`` draws the rules if the document loads it, else ``\hline`` does.
+"""
+
+import re
+import unicodedata
+from collections.abc import Collection, Sequence
+
+RULES = "\n".join(rf"\providecommand{{\{rule}}}{{\hline}}" for rule in ("toprule", "midrule", "bottomrule"))
+"""First lines of a file with tables: the rules of ``booktabs`` for documents that do not load it."""
+
+_ESCAPED = {
+    "\\": r"\textbackslash{}", "&": r"\&", "%": r"\%", "$": r"\$", "#": r"\#", "_": r"\_", "{": r"\{",
+    "}": r"\}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "<": "$<$", ">": "$>$",
+    "|": "$|$", "[": "{[}", "*": "{*}", "±": r"$\pm$", "\N{MINUS SIGN}": "$-$", "\N{MULTIPLICATION SIGN}": r"$\times$", "≤": r"$\leq$", "≥": r"$\geq$",
+    "≈": r"$\approx$", "∞": r"$\infty$", "→": r"$\to$", "·": r"$\cdot$", "…": r"\ldots{}", "°": r"$^\circ$",
+    "\N{EN DASH}": r"\textendash{}", "\N{EM DASH}": r"\textemdash{}", "\N{LEFT SINGLE QUOTATION MARK}": "`", "\N{RIGHT SINGLE QUOTATION MARK}": "'", "“": "``", "”": "''", "≠": r"$\neq$",
+}  # fmt: skip
+"""Characters that mean something else to LaTeX, or that pdflatex lacks; ``[`` and ``*`` may follow a line's end."""
+
+_GREEK = [
+    "alpha",
+    "beta",
+    "gamma",
+    "delta",
+    "epsilon",
+    "zeta",
+    "eta",
+    "theta",
+    "iota",
+    "kappa",
+    "lambda",
+    "mu",
+    "nu",
+    "xi",
+    "pi",
+    "rho",
+    "sigma",
+    "tau",
+    "upsilon",
+    "phi",
+    "chi",
+    "psi",
+    "omega",
+]
+_CAPITALS = ["gamma", "delta", "theta", "lambda", "xi", "pi", "sigma", "upsilon", "phi", "psi", "omega"]
+
+_LONG = 15
+"""Largest number of letters of a head in one line."""
+
+_NUMBER = re.compile(r"([-+]?[\d,]*\.?\d+(?:e[-+]?\d+)?)(?![\w.])(.*)")
+
+
+def escaped(text: str) -> str:
+    r"""Return a text as LaTeX that prints it.
+
+    >>> print(escaped("T* = 50 % of a_b"))
+    T{*} = 50 \% of a\_b
+    """
+    words = "".join(_letter(letter) for letter in " ".join(text.split()))
+    return re.sub("-(?=-)", "-{}", words)  # two hyphens would become a dash
+
+
+def _letter(letter: str) -> str:
+    if letter in _ESCAPED or (letter.isascii() and letter.isprintable()):
+        return _ESCAPED.get(letter, letter)
+    name = unicodedata.name(letter, "").lower()
+    greek = name.removeprefix("greek small letter ").replace("lamda", "lambda")
+    if greek in _GREEK:
+        return f"$\\{greek}$"
+    capital = name.removeprefix("greek capital letter ").replace("lamda", "lambda")
+    if capital in _CAPITALS:
+        return f"$\\{capital.capitalize()}$"
+    if name.startswith("latin ") and ord(letter) < 0x100 and letter not in "ÐðÞþ":
+        return letter
+    plain = unicodedata.normalize("NFKD", letter).encode("ascii", "ignore").decode()
+    return "".join(map(_letter, plain)) or f"{{[}}U+{ord(letter):04X}]"
+
+
+def latex_table(
+    header: Sequence[str],
+    body: Sequence[Sequence[str]],
+    texts: Collection[int],
+    caption: str,
+    label: str,
+) -> str:
+    r"""Return a ``table`` environment, to be read by ``\input`` after ``RULES``.
+
+    The numbers of a column are aligned at their ``$\pm$``. A cell that starts and ends with ``**`` is
+    bold.
+
+    Args:
+        header: Names of the columns.
+        body: Cells of each row; ``mean ± deviation`` in columns of numbers.
+        texts: Places of the columns of text; all others are columns of numbers.
+        caption: Caption.
+        label: Label for ``\ref``.
+    """
+    places = range(len(header))
+    numbers = {x: [_number(row[x]) for row in body] for x in places if x not in texts}
+    pairs = {x for x, cells in numbers.items() if any(rest for _, rest in cells)}
+
+    def shown(place: int, cell: tuple[str, str | None]) -> str:
+        if place not in pairs or cell[1] is None:
+            return rf"\multicolumn{{2}}{{l}}{{{cell[0]}}}" if place in pairs else cell[0]
+        return f"{cell[0]} & {cell[1]}"
+
+    rows = [
+        [
+            shown(place, numbers[place][y] if place in numbers else (escaped(cell), None))
+            for place, cell in enumerate(row)
+        ]
+        for y, row in enumerate(body)
+    ]
+    heads = [
+        shown(place, (_head(name, "r" if place in numbers and place not in pairs else "l"), None))
+        for place, name in enumerate(header)
+    ]
+    columns = "".join("r@{}l" if x in pairs else "r" if x in numbers else "l" for x in places)
+    lines = [
+        r"\begin{table}",
+        r"\centering",
+        rf"\caption{{{escaped(caption)}}}",
+        rf"\label{{tab:{re.sub('[^0-9A-Za-z-]+', '-', label)}}}",
+        rf"\begin{{tabular}}{{{columns}}}",
+        r"\toprule",
+        rf"{' & '.join(heads)} \\",
+        r"\midrule",
+        *(rf"{' & '.join(row)} \\" for row in rows),
+        r"\bottomrule",
+        r"\end{tabular}",
+        r"\end{table}",
+    ]
+    return "\n".join(lines)
+
+
+def _head(name: str, side: str) -> str:
+    """Return a name; a long name in two lines, of text that is flush to a side."""
+    if len(name) <= _LONG or " " not in name:
+        return escaped(name)
+    half = min((x.start() for x in re.finditer(" ", name)), key=lambda place: abs(2 * place - len(name)))
+    return rf"\shortstack[{side}]{{{escaped(name[:half])}\\{escaped(name[half:])}}}"
+
+
+def _number(cell: str) -> tuple[str, str | None]:
+    """Return the number of a cell and what follows it; None for a cell that is no number."""
+    bold = re.match(r"\*\*(.+?)\*\*", cell)
+    words = bold[1] + cell[bold.end() :] if bold else cell
+    number = _NUMBER.fullmatch(words)
+    if number is None:
+        return escaped(words) or "-", None
+    deviation, rest = (bold[1][number.end(1) :], cell[bold.end() :]) if bold else (number[2], "")
+    parts = [escaped(number[1]).replace("-", "$-$"), _after(deviation)]
+    if bold:
+        parts = [rf"{{\bfseries\boldmath {part}}}" * bool(part) for part in parts]
+    return parts[0], parts[1] + _after(rest)
+
+
+def _after(words: str) -> str:
+    """Return words that follow a number; LaTeX ignores a space at the start of a cell."""
+    return "~" * words.startswith(" ") + escaped(words)
