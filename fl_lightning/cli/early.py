@@ -6,7 +6,6 @@ from pathlib import Path
 from fl_lightning.cli.given import read_given, with_shipped_configs
 from fl_lightning.cli.options import Refusal, study_options
 from fl_lightning.errors import ConfigurationError
-from fl_lightning.experiments.studies.reading import read_study
 from fl_lightning.files import shipped
 
 
@@ -22,6 +21,8 @@ def check_files(arguments: Sequence[str]) -> None:
     """
     fit_options = list(arguments[1:])
     if arguments[0] == "study":
+        from fl_lightning.experiments.studies.reading import read_study  # late: pydantic takes time
+
         try:
             options, fit_options = study_options(arguments[1:])
         except Refusal as refusal:
