@@ -139,6 +139,14 @@ class RoundCohort(Cohort):
         blocks, gradients = ({n: rows.blocks[n] for n in trained} for rows in (self.params, self.grads))
         self._optimizer = ClientOptimizer(optimizer, blocks, gradients, groups, lr_factor, self.own_rows)
 
+    def learning_rates(self) -> dict[str, float]:
+        """Return the round's client learning rate of each trained parameter group."""
+        groups = self._optimizer.torch.param_groups
+        return {
+            self.params.layout[block].group: float(group["lr"])
+            for block, group in zip(self.trained_blocks, groups, strict=True)
+        }
+
     def part(self, rows: slice | None = None) -> Self:
         """Return some rows (default: this rank's) as a cohort in shared memory, for local steps."""
         part, rows = copy(self), rows or self.own_rows

@@ -1,4 +1,4 @@
-"""The reports of finished and skipped rounds: loss and costs."""
+"""The reports of finished and skipped rounds: loss, learning rates and costs."""
 
 from collections.abc import Collection, Mapping, Sequence
 
@@ -11,7 +11,7 @@ from fl_lightning.round.declarations import Declarations
 
 
 def log_round(run: RunContext, cohort: RoundCohort) -> None:
-    """Log the clients' mean loss and the costs of a round.
+    """Log the clients' mean loss, the learning rates and the costs of a round.
 
     Args:
         run: The run.
@@ -28,7 +28,8 @@ def log_round(run: RunContext, cohort: RoundCohort) -> None:
     costs, times = run.communication.metrics(), run.clock.stop()
     seconds = times["time/round_s"]
     run.record.finish_round(cohort, losses, seconds, costs)
-    run.log_numbers({**costs, **times, "time/samples_per_s": sum(cohort.samples) / seconds})
+    rates = learning_rates(run, cohort)
+    run.log_numbers({**rates, **costs, **times, "time/samples_per_s": sum(cohort.samples) / seconds})
     _log_clients(run, len(run.plan.trained(run.round)[0]) - len(cohort), skipped=False)
 
 
@@ -54,6 +55,21 @@ def log_skipped_round(
     run.record.spend(times["time/round_s"], costs)
     run.log_numbers({**costs, **times})
     _log_clients(run, dropped, skipped=True)
+
+
+def learning_rates(run: RunContext, cohort: RoundCohort) -> dict[str, float]:
+    """Return the learning rates of a round by metric.
+
+    ``client/lr`` includes the factor of the schedule. A group of ``parameter_groups`` with a rate of
+    its own has ``client/lr_<group>``, a later group of the server optimizer ``server/lr_<number>``.
+    """
+    rates = {}
+    for group, rate in cohort.learning_rates().items():
+        differs = {"lr", "lr_scale"} & cohort.parameter_groups.get(group, {}).keys()
+        rates[f"client/lr_{group}" if differs else "client/lr"] = rate
+    for number, settings in enumerate(run.trainer.optimizers[0].param_groups):
+        rates[f"server/lr_{number}" if number else "server/lr"] = float(settings["lr"])
+    return rates
 
 
 def _log_clients(run: RunContext, dropped: int, *, skipped: bool) -> None:

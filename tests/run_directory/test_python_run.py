@@ -88,6 +88,7 @@ def test_three_lines_give_a_folder_with_metrics_pictures_checkpoints_and_a_resul
         assert len(picture.convert("L").getcolors()) > 10
     assert json.loads((run.path / "result.json").read_text()) == result
     assert result["method"] == "FedAvg + FixBN(freeze_round=2) + MaintainedMomentum()"
+    assert result["learning_rates"] == {"client/lr": 0.1, "server/lr": 1.0}
     assert 0 < result["test/accuracy"] < 1
     assert [row["round"] for row in rows(run.attempt)] == [0, 1, 2, 3, 4]
     assert f"files            {run.path}" in capsys.readouterr().out

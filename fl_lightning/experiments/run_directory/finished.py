@@ -32,6 +32,7 @@ class Result(TypedDict):
     continued_from: NotRequired[list[Origin]]
     bn_statistics: NotRequired[Sequence[Sequence[int | str]]]
     updates_not_finite: NotRequired[dict[str, int]]
+    learning_rates: NotRequired[dict[str, FiniteFloat]]
     executor: NotRequired[str]
     best: NotRequired[dict[str, str]]
     arrays: NotRequired[dict[str, list[object]]]

@@ -22,6 +22,8 @@ from fl_lightning.round.final_evaluation import final_classes, final_metrics
 from fl_lightning.round.module import FederatedModule
 from fl_lightning.round.policy import policy_table, stages_in_words
 
+_RATES = ("client/lr", "server/lr")
+
 
 def finish_run(module: FederatedModule, attempt: Attempt | None) -> Result:
     """Evaluate the final server model, and print, write and draw its result.
@@ -78,6 +80,8 @@ def _collect(module: FederatedModule, attempt: Attempt | None, metrics: Mapping[
         result["diverged_round"] = record.diverged_round
     if record.not_finite:
         result["updates_not_finite"] = {str(client): count for client, count in record.not_finite.items()}
+    if rates := {x: rate for x, rate in record.metrics.items() if x.startswith(_RATES)}:
+        result["learning_rates"] = rates
     if module.task.measured:
         result["best"] = module.task.best
     if arrays := module.evaluation.arrays:
