@@ -10,6 +10,7 @@ import yaml
 from command_line import run, write_config
 from wandb_files import metrics, read_run
 
+from fl_lightning.experiments.dashboard.contents import callback_settings
 from fl_lightning.experiments.run_directory.directory import Attempt
 from fl_lightning.experiments.run_directory.metrics_log import read_metrics
 
@@ -53,7 +54,8 @@ def test_history_is_metrics_jsonl_row_by_row(finished):
 
 def test_every_metric_has_the_round_as_its_axis(finished):
     defined = finished.logged.metrics
-    assert set(defined) == {name for row in read_metrics(finished.attempt.metrics) for name in row}
+    logged = {name for row in read_metrics(finished.attempt.metrics) for name in row}
+    assert set(defined) == logged | {"test/accuracy", "test/loss"}
     assert {metric.step_metric for name, metric in defined.items() if name != "round"} == {"round"}
     assert not any(metric.glob_name for metric in defined.values())
 
@@ -67,8 +69,10 @@ def test_summary_holds_the_best_and_the_last_evaluation_and_the_result(finished)
     assert summary["val/loss"] == {
         "min": min(row["val/loss"] for row in rows), "last": rows[-1]["val/loss"]
     }  # fmt: skip
-    assert summary["train/loss"] == read_metrics(finished.attempt.metrics)[-1]["train/loss"]
     result = json.loads(finished.attempt.result.read_text())
+    assert summary["test/accuracy"] == dict.fromkeys(["max", "last"], result["test/accuracy"])
+    assert finished.logged.history[-1]["test/loss"] == result["test/loss"]
+    assert summary["train/loss"] == read_metrics(finished.attempt.metrics)[-1]["train/loss"]
     assert summary["final/test/accuracy"] == result["test/accuracy"]
     numbers = {name for name, value in result.items() if type(value) in (int, float)}
     assert {name for name in summary if name.startswith("final/")} == {f"final/{name}" for name in numbers}
@@ -94,6 +98,24 @@ def test_config_is_the_resolved_configuration_and_what_it_leaves_to_be_computed(
     assert config["planned_rounds"] == 5
     assert finished.attempt.path.name == f"{config['config_hash']}-s7"
     assert "git_commit" in config
+    assert config["callbacks"]["FixBN"]["freeze_round"] == 2
+    assert config["callbacks"]["FixBN"].keys() == {"freeze_round", "freeze_fraction", "freeze"}
+
+
+def test_settings_of_callbacks_have_the_name_of_their_class():
+    nodes = [
+        {"class_path": "fl_lightning.callbacks.FixBN", "init_args": {"freeze_round": 2}},
+        {"class_path": "EarlyStopping", "init_args": {"monitor": "val/loss"}},
+        {"class_path": "mine.My_Method"},
+        {"class_path": "FixBN", "init_args": {"freeze_round": 3}, "reassigned": {"freeze_round": 4}},
+    ]
+    assert callback_settings({"trainer": {"callbacks": nodes}}) == {
+        "FixBN": {"freeze_round": 2},
+        "EarlyStopping": {"monitor": "val/loss"},
+        "My_Method": {},
+        "FixBN_2": {"freeze_round": 4},
+    }
+    assert callback_settings({"trainer": {"callbacks": None}}) == callback_settings({"trainer": None}) == {}
 
 
 def test_pictures_and_tables_belong_to_the_last_round(finished):

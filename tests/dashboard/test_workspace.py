@@ -9,7 +9,9 @@ import pytest
 from command_line import message_of, run, write_config
 from wandb_files import offline_runs, read_run
 
+from fl_lightning import Segmentation
 from fl_lightning.__main__ import main
+from fl_lightning.experiments.run_directory.describe import shown_metrics
 
 pytest.importorskip("wandb_workspaces")
 # the library's own, while it is imported
@@ -79,6 +81,46 @@ def test_curves_have_the_round_as_their_axis_and_a_mean_and_deviation_of_each_gr
         assert view == "Bar Chart" or config["xAxis"] == "round"
     (runs,) = workspace["spec"]["section"]["runSets"]
     assert runs["grouping"] == [{"section": "run", "name": "group"}]
+
+
+def test_panels_of_a_run_are_those_of_its_task_and_metrics(offline):
+    macro = {"class_path": "torchmetrics.F1Score", "init_args": {"task": "multiclass", "average": "macro"}}
+    changes = {
+        "model.metrics": {"macro_f1": macro},
+        "trainer.max_epochs": 1,
+        "data.init_args.val_fraction": 0.2,
+    }
+    attempt = run(config=write_config(changes)).attempt
+    found = read_run(offline_runs(attempt)[0])
+    assert found.summary["test/macro_f1"] == dict.fromkeys(
+        ["max", "last"], found.summary["final/test/macro_f1"]
+    )
+    sections = panels(written(str(attempt.path)))
+    drawn = {config["chartTitle"]: config["metrics"] for _, config in sections["Accuracy"]}
+    assert drawn["validation macro f1"] == ["val/macro_f1"]
+    assert drawn["final macro f1"] == ["final/val/macro_f1", "final/test/macro_f1"]
+    assert {"validation accuracy", "test accuracy", "learning rates"} < drawn.keys()
+
+
+def test_panels_of_a_segmentation_and_of_a_run_of_an_older_version(offline, capsys):
+    for name, metrics in {"segmented": shown_metrics(Segmentation()), "old": None}.items():
+        Path(name).mkdir()
+        Path(name, "run.json").write_text(json.dumps({"metrics": metrics} if metrics else {}))
+    sections = panels(written("segmented"))
+    assert next(iter(sections)) == "Mean IoU"
+    drawn = {
+        config["chartTitle"]: config["metrics"] for section in sections.values() for _, config in section
+    }
+    assert drawn["test pixel accuracy"] == ["test/pixel_accuracy"]
+    assert "val/mean_iou_recalibrated" in drawn["mean IoU under other statistics"]
+    assert "val/client_mean_iou_worst" in drawn["clients' mean IoU: mean and worst tenth"]
+    assert not any(
+        "accuracy" in metric.partition("pixel_")[0] for names in drawn.values() for metric in names
+    )
+    assert next(iter(panels(written("old")))) == "Accuracy"
+    assert "nowhere is no run: it has no run.json" in message_of(
+        capsys, lambda: main(["dashboard", "nowhere"])
+    )
 
 
 def test_without_a_key_one_line_says_where_the_file_is_and_how_it_comes_to_wandb(offline, capsys):

@@ -3,23 +3,19 @@
 import csv
 import json
 import os
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from fl_lightning.batch_norm.kinds import state_label
 from fl_lightning.experiments.dashboard.settings import WandbSettings
-from fl_lightning.experiments.run_directory.directory import Attempt
-from fl_lightning.experiments.run_directory.finished import read_result
+from fl_lightning.experiments.run_directory.describe import shown_metrics
+from fl_lightning.experiments.run_directory.directory import Attempt, Config
+from fl_lightning.experiments.run_directory.finished import metric_values, read_result
 from fl_lightning.files import restored
-from fl_lightning.round.directions import best_is
 from fl_lightning.round.policy import stages_in_words
-from fl_lightning.round.tasks import QUALITIES
-
-SUMMARIES = {
-    f"{split}/{name}": f"{best_is(name)},last" for split in ("val", "test") for name in (*QUALITIES, "loss")
-}
-"""Values of a metric in W&B's table of runs; by default only the last."""
+from fl_lightning.round.tasks import Classification
 
 
 def identity(attempt: Attempt, settings: WandbSettings, group: str) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -37,7 +33,7 @@ def identity(attempt: Attempt, settings: WandbSettings, group: str) -> tuple[dic
     """
     given = os.environ.get
     facts = json.loads(attempt.identity.read_text())
-    name, tags = facts.pop("name"), facts.pop("tags")
+    name, tags, _ = facts.pop("name"), facts.pop("tags"), facts.pop("metrics", None)
     names = {
         "project": settings.project or given("WANDB_PROJECT") or "fl_lightning",
         "entity": settings.entity,
@@ -46,6 +42,40 @@ def identity(attempt: Attempt, settings: WandbSettings, group: str) -> tuple[dic
         "tags": [*tags, *settings.tags, *filter(None, given("WANDB_TAGS", "").split(","))],
     }
     return names, facts
+
+
+def metrics_of(attempt: Attempt) -> dict[str, dict[str, str]]:
+    """Return label and best value of the metrics of a run's task, the quality first.
+
+    A run of an older version has the metrics of a classification.
+    """
+    metrics: dict[str, dict[str, str]] | None = json.loads(attempt.identity.read_text()).get("metrics")
+    return metrics or shown_metrics(Classification())
+
+
+def callback_settings(config: Config) -> dict[str, Config]:
+    """Return the settings of each callback by its class; W&B shows them as ``callbacks.FixBN.freeze_round``.
+
+    A second callback of a class is called ``FixBN_2``.
+
+    Args:
+        config: The resolved configuration of a run.
+    """
+    settings: dict[str, Config] = {}
+    count = Counter[str]()
+    nodes = (config.get("trainer") or {}).get("callbacks") or []
+    for node in nodes if isinstance(nodes, list) else [nodes]:
+        name = node["class_path"].rpartition(".")[2]
+        count[name] += 1
+        key = name if count[name] == 1 else f"{name}_{count[name]}"
+        settings[key] = {**(node.get("init_args") or {}), **node.get("reassigned", {})}
+    return settings
+
+
+def tested(attempt: Attempt) -> dict[str, float]:
+    """Return the metrics on test data of a finished run, such as ``test/accuracy``."""
+    values = metric_values(read_result(attempt.result))
+    return {name: value for name, value in values.items() if name.startswith("test/")}
 
 
 def media(attempt: Attempt) -> dict[str, Any]:

@@ -41,6 +41,7 @@ class RoundWandbLogger(Logger):
         self._run: Any = None
         self._round = 0
         self._defined = {"round"}
+        self._summaries: dict[str, str] = {}  # values of a metric in W&B's table of runs; default: the last
         self._failed = False
 
     def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
@@ -78,17 +79,18 @@ class RoundWandbLogger(Logger):
         """
         if self._run is None:
             return
-        finished = self.attempt.result.is_file()
+        finished, tested = self.attempt.result.is_file(), dict[str, float]()
         if not self._failed:
             with self._harmless():
                 if preempted:
                     self._run.mark_preempting()
                 if finished:
                     self._run.summary.update(contents.summary(self.attempt))
+                    self._define(tested := contents.tested(self.attempt))
                 # keep files that W&B has yet to upload in the run's folder, for wandb sync
                 os.environ["WANDB_DATA_DIR"] = str(Path(self._run.dir).parent)
                 # W&B writes a step once the next one begins, so the last round's step is still open
-                self._run.log(contents.media(self.attempt), step=self._round)
+                self._run.log(tested | contents.media(self.attempt), step=self._round)
                 if self.settings.log_checkpoints:
                     contents.log_checkpoints(self._run, self.attempt, self._round)
         with self._harmless():
@@ -122,7 +124,13 @@ class RoundWandbLogger(Logger):
             self._failed = True
             return
         write_text(id_file, self._run.id + "\n")
-        self._run.config.update(config | facts | {"config_hash": config_hash}, allow_val_change=True)
+        columns = facts | {"config_hash": config_hash, "callbacks": contents.callback_settings(config)}
+        self._run.config.update(config | columns, allow_val_change=True)
+        self._summaries = {
+            f"{split}/{name}": f"{metric['best']},last"
+            for name, metric in contents.metrics_of(self.attempt).items()
+            for split in ("val", "test")
+        }
         self._run.define_metric("round")
         for row in read_metrics(self.attempt.metrics):
             self._log_row(row)
@@ -131,10 +139,13 @@ class RoundWandbLogger(Logger):
         self._round = int(row["round"])
         if self._round < self._run.starting_step:
             return  # the server has this row
-        for name in sorted(row.keys() - self._defined):
-            self._run.define_metric(name, step_metric="round", summary=contents.SUMMARIES.get(name))
-        self._defined |= row.keys()
+        self._define(row)
         self._run.log(dict(row), step=self._round)
+
+    def _define(self, row: Mapping[str, float]) -> None:
+        for name in sorted(row.keys() - self._defined):
+            self._run.define_metric(name, step_metric="round", summary=self._summaries.get(name))
+        self._defined |= row.keys()
 
     @contextmanager
     def _harmless(self) -> Iterator[None]:

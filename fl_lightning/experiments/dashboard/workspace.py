@@ -1,5 +1,6 @@
 """Workspace of a project at Weights & Biases: panels with their metrics, and the upload."""
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from fl_lightning.errors import ConfigurationError
@@ -12,16 +13,7 @@ if TYPE_CHECKING:
 _SENT = ("parameters", "means", "variances")
 _SECONDS = (*RoundClock.PARTS, "evaluation", "logging")
 
-CURVES = {
-    "Accuracy": {
-        "validation accuracy": ["val/accuracy"],
-        "test accuracy": ["test/accuracy"],
-        "training loss": ["train/loss"],
-        "loss of the server's model": ["val/loss", "test/loss"],
-        "clients: mean and worst tenth": [
-            f"{split}/client_accuracy{part}" for split in ("val", "test") for part in ("", "_worst")
-        ],
-    },
+_FIXED = {
     "BN doctor": {
         "clients' batches: distance to the server's statistics": ["bn/local_deviation_per_float"],
         "the server's statistics: change in a round": ["bn/global_change_per_float"],
@@ -29,11 +21,6 @@ CURVES = {
         "gradient deviation": [f"bn/gradient_deviation{part}" for part in ("", "_affine", "_weights")],
         "gap between training and evaluation": ["bn/train_eval_gap", "bn/recalibration_gap"],
         "running statistics: bias": ["bn/mean_bias", "bn/var_bias"],
-        "accuracy under other statistics": [
-            f"{split}/accuracy_{what}"
-            for split in ("val", "test")
-            for what in ("batch_statistics", "recalibrated")
-        ],
     },
     "Communication": {
         "bytes in a round": ["comm/upload_bytes", "comm/download_bytes"],
@@ -56,21 +43,60 @@ CURVES = {
         "skipped rounds": ["clients/skipped"],
     },
 }
-"""Metrics of each panel, by section and title."""
+"""Metrics of each panel that no task changes, by section and title."""
 
-FINAL = {
-    "final accuracy": ["final/val/accuracy", "final/test/accuracy"],
-    "final loss": ["final/val/loss", "final/test/loss"],
-}
-"""Numbers of the summary in the first section's bar charts, by title."""
+Metrics = Mapping[str, Mapping[str, str]]
+"""``label`` and ``best`` of a task's metrics by name, the quality first."""
 
 
-def publish(project: str, entity: str | None) -> str | None:
+def curves(metrics: Metrics) -> dict[str, dict[str, list[str]]]:
+    """Return the metrics of each panel of curves, by section and title.
+
+    Args:
+        metrics: The metrics of the task.
+    """
+    quality = next(iter(metrics))
+    label = metrics[quality]["label"]
+    both = ("val", "test")
+    evaluated = {
+        f"{words} {metric['label']}": [f"{split}/{name}"]
+        for name, metric in metrics.items()
+        if name != "loss"
+        for split, words in (("val", "validation"), ("test", "test"))
+    }
+    model = {
+        **evaluated,
+        "training loss": ["train/loss"],
+        "loss of the server's model": [f"{split}/loss" for split in both],
+        "learning rates": ["client/lr", "server/lr"],
+        f"clients' {label}: mean and worst tenth": [
+            f"{split}/client_{quality}{part}" for split in both for part in ("", "_worst")
+        ],
+    }
+    doctor = {
+        **_FIXED["BN doctor"],
+        f"{label} under other statistics": [
+            f"{split}/{quality}_{what}" for split in both for what in ("batch_statistics", "recalibrated")
+        ],
+    }
+    return {label[0].upper() + label[1:]: model, **_FIXED, "BN doctor": doctor}
+
+
+def final(metrics: Metrics) -> dict[str, list[str]]:
+    """Return numbers of the summary in the first section's bar charts, by title."""
+    return {
+        f"final {metric['label']}": [f"final/{split}/{name}" for split in ("val", "test")]
+        for name, metric in metrics.items()
+    }
+
+
+def publish(project: str, entity: str | None, metrics: Metrics) -> str | None:
     """Save the workspace at W&B and return its address; None if W&B is not online on this machine.
 
     Args:
         project: Project of the runs.
         entity: User or team that owns the project; None: W&B's default for the key.
+        metrics: The metrics of the runs' task.
 
     Raises:
         ConfigurationError: The library is not installed, or W&B does not accept the workspace.
@@ -80,7 +106,7 @@ def publish(project: str, entity: str | None) -> str | None:
             return None
         import wandb
 
-        workspace = make_workspace(project, entity or wandb.Api().default_entity or "")
+        workspace = make_workspace(project, entity or wandb.Api().default_entity or "", metrics)
         workspace.save()
         return str(workspace.url)
     except ConfigurationError:
@@ -97,7 +123,7 @@ def as_json(workspace: "Workspace") -> str:
     return f"{workspace._to_model().model_dump_json(by_alias=True, exclude_none=True, indent=2)}\n"
 
 
-def make_workspace(project: str, entity: str) -> "Workspace":
+def make_workspace(project: str, entity: str, metrics: Metrics) -> "Workspace":
     """Return a workspace of curves over the round, with mean and standard deviation over seeds.
 
     Raises:
@@ -111,14 +137,14 @@ def make_workspace(project: str, entity: str) -> "Workspace":
             "dashboard: the package wandb-workspaces is not installed; pip install 'fl_lightning[dashboard]'"
         ) from error
     seeds = {"groupby": "Group", "groupby_aggfunc": "mean", "groupby_rangefunc": "stddev"}
-    bars = [reports.BarPlot(title=title, metrics=names, **seeds) for title, names in FINAL.items()]
+    bars = [reports.BarPlot(title=title, metrics=names, **seeds) for title, names in final(metrics).items()]
     sections: list[Any] = []
-    for section, panels in CURVES.items():
-        curves = [
+    for section, panels in curves(metrics).items():
+        lines = [
             reports.LinePlot(title=title, x="round", title_x="round", y=names, **seeds)
             for title, names in panels.items()
         ]
-        shown = [*curves] if sections else [*bars, *curves]
+        shown = [*lines] if sections else [*bars, *lines]
         sections.append(workspaces.Section(name=section, panels=shown, is_open=True))
     return workspaces.Workspace(
         entity=entity,

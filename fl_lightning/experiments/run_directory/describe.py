@@ -22,6 +22,7 @@ from fl_lightning.recorded import describe
 from fl_lightning.round.declarations import Declarations
 from fl_lightning.round.module import FederatedModule
 from fl_lightning.round.record import Origin
+from fl_lightning.round.tasks import Task
 
 _LAYERS: dict[str, type[nn.Module]] = {
     "BN": _BatchNorm,
@@ -54,7 +55,7 @@ def method_name(module: FederatedModule, callbacks: Sequence[Declarations]) -> s
 
 
 def identity(module: FederatedModule) -> dict[str, Any]:
-    """Return the content of ``run.json``: name, tags and facts that the configuration lacks."""
+    """Return the content of ``run.json``: name, tags, metrics and facts that the configuration lacks."""
     methods, data = module.federated_callbacks, type(module.data).__name__
     base = method_name(module, []).partition("(")[0]
     partition = module.data.describe_partition()
@@ -70,6 +71,15 @@ def identity(module: FederatedModule) -> dict[str, Any]:
         "partition": partition,
         "planned_rounds": module.planned_rounds,
         "continued_from": origin_in_words(module.record.continued_from),
+        "metrics": shown_metrics(module.task),
+    }
+
+
+def shown_metrics(task: Task) -> dict[str, dict[str, str]]:
+    """Return the ``label`` and the ``best`` value (``"max"`` or ``"min"``) of a task's metrics, the quality first."""
+    return {
+        name: {"label": task.shown.get(name, name.replace("_", " ")), "best": best}
+        for name, best in task.best.items()
     }
 
 
