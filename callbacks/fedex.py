@@ -88,6 +88,7 @@ class FedExFixBN(FoundFreezing):
         True
     """
 
+    logs = ("fedex/", "fixbn/")
     paper = "Khodak et al., arXiv 2106.04502 (adapted)"
     examples = ({}, {"schedule": "aggressive", "cutoff": 0.6})
 

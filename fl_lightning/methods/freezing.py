@@ -16,7 +16,9 @@ if TYPE_CHECKING:
     from fl_lightning.round.module import FederatedModule
 
 
-_HARMLESS = frozenset({"kinds", "last_batch_round", "same_until", "paper", "claims", "examples", "takes"})
+_HARMLESS = frozenset(
+    {"kinds", "last_batch_round", "same_until", "paper", "claims", "examples", "takes", "logs"}
+)
 """Attributes that a subclass may override without a change to the rounds until T*."""
 
 
@@ -40,6 +42,7 @@ class Freezing(FederatedCallback):
 
     kinds: tuple[str, ...] = STATISTICS
     takes: Mapping[str, str] = {"the round from which BN state is frozen": ""}
+    logs: tuple[str, ...] = ("fixbn/",)
 
     @abstractmethod
     def last_batch_round(self, total_rounds: int) -> int | None:

@@ -29,6 +29,8 @@ class Declarations:
         takes: Resources that only one method of a run can control, in words (``"client drift"``),
             each with the setting that avoids a conflict, empty if there is no such setting. Two
             methods with the same resource are refused.
+        logs: Starts of the names of the metrics that it logs in rounds, such as ``("bn/",)``, and of
+            metrics of evaluations that row 0 lacks. Callbacks may monitor these.
     """
 
     paper: str = ""
@@ -38,6 +40,7 @@ class Declarations:
     sends_for_evaluations: ClassVar[bool] = False
     role: ClassVar[Literal["method", "attack", "observer"]] = "method"
     takes: Mapping[str, str] = MappingProxyType({})
+    logs: tuple[str, ...] = ()
 
     def policy(self, round_number: int, total_rounds: int) -> Mapping[str, str]:
         """Return this method's treatment of kinds of state and parts of the model in a round.

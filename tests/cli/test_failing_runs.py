@@ -12,26 +12,21 @@ from command_line import attempts, main, message_of, run, write_config
 from helpers import write_cifar10_folders
 
 
-def test_early_stopping_on_a_misspelt_metric_lists_what_is_logged_and_keeps_the_finished_round(capsys):
+def test_early_stopping_on_a_misspelt_metric_is_refused_before_training(capsys):
     write_config(
-        {
-            "trainer.callbacks": [{"class_path": "EarlyStopping", "init_args": {"monitor": "val/losss"}}],
-            "trainer.check_val_every_n_epoch": 1,
-        }
+        {"trainer.callbacks": [{"class_path": "EarlyStopping", "init_args": {"monitor": "val/losss"}}]}
     )
     message = message_of(capsys, run)
-    for words in (
-        "conditioned on metric `val/losss`",
-        "val/accuracy",
-        "train/loss",
-    ):
-        assert words in message
-    (folder,) = Path("runs/tiny").iterdir()
-    assert [json.loads(line)["round"] for line in (folder / "metrics.jsonl").read_text().splitlines()] == [
-        0,
-        1,
-    ]
-    assert not (folder / "result.json").exists()
+    assert (
+        "nothing in this run logs 'val/losss', which EarlyStopping monitors; logged are: train/loss, "
+        in message
+    )
+    assert "val/accuracy, " in message
+    assert attempts() == []
+    keeper = ("--checkpoint.monitor", "test/loss")
+    message = message_of(capsys, lambda: run(*keeper, config=write_config(path="plain.yaml")))
+    assert "logs 'test/loss', which RoundCheckpoint monitors" in message
+    assert attempts() == []
 
 
 def test_settings_that_agree_with_what_decides_them_are_taken():

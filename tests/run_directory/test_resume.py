@@ -375,15 +375,28 @@ def test_checkpoints_of_lightning_stay_in_the_run_beside_a_logger_with_a_folder_
     assert list(Path("elsewhere").rglob("*.ckpt")) == []
 
 
-def test_early_stopping_of_lightning_stops_at_the_round_of_an_evaluation():
+def test_early_stopping_of_lightning_stops_at_the_round_of_an_evaluation(capsys):
     stopping = {
         "class_path": "lightning.pytorch.callbacks.EarlyStopping",
         "init_args": {"monitor": "val/loss", "stopping_threshold": 100.0},
     }
     write_config({"trainer.callbacks": [stopping]})
     attempt = run("--trainer.max_epochs", 9).attempt
-    assert json.loads(attempt.result.read_text())["rounds"] == 2
+    result = json.loads(attempt.result.read_text())
+    assert result["rounds"] == 2
     assert [row["round"] for row in rows(attempt)] == [0, 1, 2]
+    why = "EarlyStopping: Stopping threshold reached: val/loss = "
+    assert result["stopped"].startswith(why)
+    assert result["stopped"].endswith(" < 100.0.")
+    told = [line for line in capsys.readouterr().out.splitlines() if line.startswith("stopped ")]
+    assert told == [f"stopped after round 2 of 9 by {result['stopped']}"]
+    again = run("--trainer.max_epochs", 2, config=write_config(path="plain.yaml")).attempt
+    assert "stopped" not in json.loads(again.result.read_text())
+
+
+def test_run_that_its_time_or_a_callback_of_the_users_stops_says_so(capsys):
+    attempt = run("--trainer.max_time", "00:00:00:00", "--trainer.min_epochs", 1).attempt
+    assert json.loads(attempt.result.read_text())["stopped"] == "Timer: 0 s have passed"
 
 
 def test_a_new_attempt_without_a_round_to_train_is_refused_and_leaves_no_folder(capsys):

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
-from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, ProgressBar, Timer
 from lightning.pytorch.loggers import WandbLogger
 from lightning.pytorch.profilers import PassThroughProfiler
 
@@ -98,7 +98,12 @@ class Prepared:
             if trainer.global_step > start.round:  # at least one round was trained
                 draw_pictures(start.attempt, self.module)
             raise
-        return finish_run(self.module, start.attempt)
+        stopped = stop_reason(trainer) if trainer.global_step < (trainer.max_epochs or 0) else None
+        if stopped is not None:
+            print(
+                f"stopped after round {trainer.global_step} of {trainer.max_epochs} by {stopped}", flush=True
+            )
+        return finish_run(self.module, start.attempt, stopped)
 
     def _limit_ranks(self) -> None:
         """Set up the data before the fork; with ``devices: auto`` keep only the useful ranks."""
@@ -306,6 +311,19 @@ class Training:
             error.kept = f"{attempt.path} keeps round {saved}; {self.way_on} goes on"
         if self._wandb is not None and self._wandb.place is not None and attempt.path.exists():
             print(self._wandb.place, flush=True)
+
+
+def stop_reason(trainer: L.Trainer) -> str:
+    """Return which callback has stopped a training before its last round, and why."""
+    callbacks: Any = trainer.callbacks  # type: ignore[attr-defined]  # set in a helper of the trainer
+    for callback in callbacks:
+        name = type(callback).__name__
+        if isinstance(callback, EarlyStopping) and callback.stopped_epoch + 1 == trainer.global_step:
+            words = (callback.stopping_reason_message or "").removesuffix(" Signaling Trainer to stop.")
+            return f"{name}: {words}"
+        if isinstance(callback, Timer) and (callback.time_remaining() or 1) <= 0:
+            return f"{name}: {round(callback.time_elapsed())} s have passed"
+    return "a callback: it has set trainer.should_stop"
 
 
 def has_progress_bar(callbacks: Sequence[L.Callback]) -> bool:

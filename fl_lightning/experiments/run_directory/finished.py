@@ -25,6 +25,7 @@ class Result(TypedDict):
     samples: int
     diverged: bool
     diverged_round: NotRequired[int]
+    stopped: NotRequired[str]
     upload_bytes: FiniteFloat
     download_bytes: FiniteFloat
     train_seconds: FiniteFloat

@@ -25,18 +25,21 @@ from fl_lightning.round.policy import policy_table, stages_in_words
 _RATES = ("client/lr", "server/lr")
 
 
-def finish_run(module: FederatedModule, attempt: Attempt | None) -> Result:
+def finish_run(module: FederatedModule, attempt: Attempt | None, stopped: str | None = None) -> Result:
     """Evaluate the final server model, and print, write and draw its result.
 
     Args:
         module: The trained module.
         attempt: The run's folder; None under ``fast_dev_run``.
+        stopped: The callback that has stopped the run before its last round, and why.
 
     Returns:
         The content of ``result.json``.
     """
     metrics = final_metrics(module)
     result = _collect(module, attempt, metrics)
+    if stopped is not None:
+        result["stopped"] = stopped
     if attempt is not None:
         write_json(attempt.result, result)
     _print(result)

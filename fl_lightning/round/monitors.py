@@ -1,0 +1,67 @@
+"""The check that a run logs the metrics that its callbacks monitor."""
+
+from collections.abc import Mapping
+
+import lightning as L
+from lightning.pytorch.callbacks import (
+    Callback,
+    Checkpoint,
+    EarlyStopping,
+    LambdaCallback,
+    LearningRateMonitor,
+)
+
+from fl_lightning.errors import ConfigurationError
+from fl_lightning.round.declarations import Declarations
+
+_ROUND = ("client/", "clients/", "comm/", "server/", "statistics/", "time/")
+"""Starts of the names of metrics that every run may log in a round, beside ``train/loss``."""
+
+_COUNTERS = ("epoch", "step")
+"""Counters that Lightning's ``ModelCheckpoint`` can monitor."""
+
+
+def check_monitors(
+    trainer: L.Trainer, module: L.LightningModule, row: Mapping[str, float], split: str
+) -> None:
+    """Refuse a monitored metric that a run cannot log; called before the first round.
+
+    The metrics of an evaluation are those of row 0, if there is one. The metrics of a round follow
+    from the callbacks' ``logs``. If the module or a callback is of a user's class, which may log
+    anything, nothing is refused.
+
+    Args:
+        trainer: The trainer with its callbacks.
+        module: The module.
+        row: The metrics of row 0; empty without an evaluation before round 1.
+        split: The evaluation data of ``fit``, ``"val"`` or ``"test"``.
+
+    Raises:
+        ConfigurationError: Nothing logs a monitored metric.
+    """
+    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set in a trainer's helper
+    if not all(map(_is_known, (module, *callbacks))):
+        return
+    methods = [callback for callback in callbacks if isinstance(callback, Declarations)]
+    evaluated = [name for name in row if name.startswith(f"{split}/")]
+    names = ["train/loss", *evaluated]
+    starts = {*_ROUND, *(start for method in methods for start in method.logs)}
+    starts |= set() if evaluated else {f"{split}/"}
+    variants = [f"{name}_" for name in evaluated if methods]  # row 0 may lack one
+    for callback in callbacks:
+        monitor = getattr(callback, "monitor", None)
+        asks = isinstance(callback, Checkpoint) or (isinstance(callback, EarlyStopping) and callback.strict)
+        if not asks or monitor is None or monitor in (*names, *_COUNTERS):
+            continue
+        if not monitor.startswith((*starts, *variants)):
+            logged = ", ".join([*names, *(f"{start}..." for start in sorted(starts))])
+            raise ConfigurationError(
+                f"monitor: nothing in this run logs {monitor!r}, which {type(callback).__name__} monitors; logged are: {logged}"
+            )
+
+
+def _is_known(thing: object) -> bool:
+    """Return whether it is known what an object logs: the user's classes and functions may log anything."""
+    if isinstance(thing, LambdaCallback | LearningRateMonitor):
+        return False
+    return type(thing).__module__.partition(".")[0] in ("fl_lightning", "lightning")
