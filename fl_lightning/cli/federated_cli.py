@@ -8,7 +8,6 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NoReturn
 
-import torch
 import yaml
 from jsonargparse import Namespace
 from jsonargparse._util import import_object
@@ -21,19 +20,17 @@ from fl_lightning.cli.messages import fail
 from fl_lightning.cli.parser import ConciseParser, new_lists, one_milestone_each
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.experiments.dashboard.settings import WandbSettings
-from fl_lightning.experiments.run.trainer import as_list, make_trainer
+from fl_lightning.experiments.run.trainer import MOST_THREADS, as_list, make_trainer, use_threads
 from fl_lightning.experiments.run.training import Prepared, Training, has_progress_bar
 from fl_lightning.experiments.run_directory.built import built
 from fl_lightning.experiments.run_directory.checkpoint_io import check_run, load_run
 from fl_lightning.experiments.run_directory.checkpoints import RoundCheckpoint
 from fl_lightning.experiments.run_directory.directory import Attempt, Config
 from fl_lightning.experiments.run_directory.predictions import write_predictions
-from fl_lightning.launched import under_torchrun
 from fl_lightning.round.module import FederatedModule
 
 _MODEL_LINKS = ("num_classes", "in_channels", "image_size", "in_features")
-# 1024: larger numbers of threads can kill the process
-_Threads: Any = restricted_number_type("int_from_1_to_1024", int, [(">=", 1), ("<=", 1024)])
+_Threads: Any = restricted_number_type("int_from_1_to_1024", int, [(">=", 1), ("<=", MOST_THREADS)])
 
 
 class FederatedCLI(LightningCLI):
@@ -149,9 +146,7 @@ class FederatedCLI(LightningCLI):
         """Name the run and keep its resolved configuration."""
         config = self.config[self.subcommand]
         if config.threads is not None:
-            torch.set_num_threads(config.threads)
-            if config.threads > 1 and config.trainer.devices == "auto" and not under_torchrun():
-                config.trainer.devices = 1  # several ranks would have one thread each
+            config.trainer.devices = use_threads(config.threads, config.trainer.devices)
         stem = Path(config.config[-1].relative).stem if config.get("config") else "run"
         config.name = config.name or stem  # saved, so that the configuration alone runs under this name
         # without ckpt_path: the saved configuration of a resumed run starts a new run

@@ -10,7 +10,7 @@ import torch
 import yaml
 from command_line import rows
 from helpers import SGD, blobs, small_cnn
-from lightning.pytorch.callbacks import TQDMProgressBar
+from lightning.pytorch.callbacks import Callback, TQDMProgressBar
 from lightning.pytorch.loggers import CSVLogger
 from PIL import Image
 
@@ -242,3 +242,48 @@ def test_a_run_that_fails_before_its_first_round_leaves_nothing():
     with pytest.raises(ConfigurationError, match="not finite"):
         a_run(2, lr=1e30).fit()
     assert not Path("runs").exists()
+
+
+def number_of_threads(run):
+    return json.loads((run.path / "result.json").read_text())["computed_by"]["threads"]
+
+
+@pytest.fixture
+def two_threads():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+def test_threads_are_one_unless_given_and_the_process_has_its_number_back(two_threads):
+    usual, given = a_run(1), a_run(1, threads=3)
+    for run, threads in ((usual, 1), (given, 3)):
+        run.fit()
+        assert number_of_threads(run) == threads
+        assert yaml.safe_load((run.path / "config.yaml").read_text())["threads"] == threads
+        assert torch.get_num_threads() == 2
+    assert given.path.name == f"{usual.path.name}.2"  # one hash
+
+
+def test_threads_are_given_back_after_an_error_and_several_of_them_are_one_process(two_threads, monkeypatch):
+    ranks = []
+
+    class Stop(Callback):
+        def on_train_start(self, trainer, pl_module):
+            ranks.append((trainer.world_size, torch.get_num_threads()))
+            raise ValueError("stop")
+
+    monkeypatch.setattr("fl_lightning.experiments.run.training.cpu_ranks", lambda: 2)
+    monkeypatch.setattr("fl_lightning.experiments.run.trainer._WORTH_RANKS", 1)
+    for threads in (2, None):
+        with pytest.raises((ValueError, ConfigurationError), match="stop"):
+            a_run(1, callbacks=[Stop()], threads=threads).fit()
+        assert torch.get_num_threads() == 2
+    assert ranks == [(1, 2), (2, 1)]
+
+
+@pytest.mark.parametrize("threads", [0, 1025, 2.0, True])
+def test_a_number_of_threads_that_there_is_not_is_an_error(threads):
+    with pytest.raises(ConfigurationError, match=f"threads: {threads} must be a whole number from 1 to 1024"):
+        a_run(1, threads=threads)

@@ -3,15 +3,18 @@
 import os
 import warnings
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal
 
 import lightning as L
+import torch
 
 from fl_lightning.client_data.federated import FederatedDataModule
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.experiments.dashboard.settings import WandbSettings
 from fl_lightning.experiments.run.interruption import stoppable
+from fl_lightning.experiments.run.trainer import MOST_THREADS, on_cpu, use_threads
 from fl_lightning.experiments.run.training import TRAINER_DEFAULTS, Training, quiet_host
 from fl_lightning.experiments.run_directory.built import built_in_python, without_decided
 from fl_lightning.experiments.run_directory.checkpoints import RoundCheckpoint
@@ -36,6 +39,9 @@ class Run:
         run_root: Folder of all runs.
         checkpoint: Settings of the checkpoints. Default: ``RoundCheckpoint()``.
         wandb: Mode of Weights & Biases, as ``wandb.mode`` of the command line.
+        threads: Number of CPU threads, from 1 to 1024; more than 1 implies one process. Default: 1 for
+            a run on CPUs, of each of its ranks; on a GPU torch's number. The process has its number
+            back after a fit.
         trainer: Arguments of Lightning's ``Trainer``; ``max_epochs`` is the number of rounds.
 
     Attributes:
@@ -66,13 +72,18 @@ class Run:
         run_root: str | os.PathLike[str] = "runs",
         checkpoint: RoundCheckpoint | None = None,
         wandb: Literal["auto", "online", "offline", "disabled"] = "disabled",
+        threads: int | None = None,
         **trainer: Any,
     ) -> None:
+        if threads is not None and not (type(threads) is int and 1 <= threads <= MOST_THREADS):
+            raise ConfigurationError(f"threads: {threads} must be a whole number from 1 to {MOST_THREADS}")
         self.module, self.data, self.callbacks = module, data, list(callbacks)
         self.checkpoint, self.wandb = checkpoint or RoundCheckpoint(), WandbSettings(wandb)
         self.trainer_settings = TRAINER_DEFAULTS | trainer
         self.attempt: Attempt | None = None
-        self._place: dict[str, Any] = {"name": name, "run_root": str(run_root)}
+        if threads is None and on_cpu(self.trainer_settings["accelerator"]):
+            threads = 1
+        self._place: dict[str, Any] = {"name": name, "run_root": str(run_root), "threads": threads}
         self._describe()
 
     def _describe(self) -> None:
@@ -115,8 +126,11 @@ class Run:
             "fit(resume=True)",
             header="# built in Python\n",
         )
-        with warnings.catch_warnings(), stoppable():
+        with warnings.catch_warnings(), stoppable(), ExitStack() as held:
             quiet_host()
+            if (threads := self._place["threads"]) is not None:
+                held.callback(torch.set_num_threads, torch.get_num_threads())
+                settings["devices"] = use_threads(threads, settings["devices"])
             with training.prepare(settings, self.wandb, "last" if resume is True else resume or None) as run:
                 self.attempt = run.start.attempt
                 return run.run()

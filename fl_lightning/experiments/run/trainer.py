@@ -4,6 +4,7 @@ import os
 from typing import Any
 
 import lightning as L
+import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.accelerators import CUDAAccelerator, MPSAccelerator
 from lightning.pytorch.utilities.seed import isolate_rng
@@ -21,6 +22,9 @@ from fl_lightning.round.trainer import check_trainer
 
 _WORTH_RANKS = 20
 """Least local steps of a round for several ranks; in a shorter round ranks wait longer than they save."""
+
+MOST_THREADS = 1024
+"""Most CPU threads of a process; larger numbers can kill it."""
 
 _OF_THE_RUN = {
     "barebones": ((False,), "would train without metrics and checkpoints; leave it out"),
@@ -80,8 +84,25 @@ def is_launched(settings: Config) -> bool:
 def _devices(accelerator: Any, ranks: int) -> int:
     if under_torchrun():
         return int(os.environ["LOCAL_WORLD_SIZE"])
-    has_gpu = accelerator == "auto" and (CUDAAccelerator.is_available() or MPSAccelerator.is_available())
-    return 1 if has_gpu or accelerator not in ("auto", "cpu") else ranks
+    return ranks if on_cpu(accelerator) else 1
+
+
+def on_cpu(accelerator: Any) -> bool:
+    """Return whether a run with this setting of ``trainer.accelerator`` computes on CPUs."""
+    has_gpu = CUDAAccelerator.is_available() or MPSAccelerator.is_available()
+    return accelerator == "cpu" or (accelerator == "auto" and not has_gpu)
+
+
+def use_threads(threads: int, devices: Any) -> Any:
+    """Set the number of CPU threads, and return the number of devices for it.
+
+    Args:
+        threads: Number of CPU threads.
+        devices: The setting ``trainer.devices``. ``"auto"`` becomes 1 for several threads, since ranks
+            have one thread each.
+    """
+    torch.set_num_threads(threads)
+    return 1 if threads > 1 and devices == "auto" and not under_torchrun() else devices
 
 
 def useful_ranks(module: FederatedModule, data: FederatedDataModule) -> int:
