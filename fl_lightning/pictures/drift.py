@@ -50,16 +50,19 @@ def has_drift(rows: Rows) -> bool:
 def drift_figure(rows: Rows, title: Sequence[str]) -> "Figure":
     """Draw change and variance of statistics, loss, gradient deviation, bias and gap over the rounds.
 
-    After Figure 3 of Zhong et al., arXiv 2303.06530. A quantity without measurements has no panel.
+    After Figure 3 of Zhong et al., arXiv 2303.06530. A heading says how to read each panel. A
+    quantity without measurements has no panel.
     A line marks the first round with frozen BN.
     """
     measured = {name for row in rows for name in row}
-    panels = {name: curves for name, curves in DRIFT.items() if measured & curves.keys()}
-    figure = new_figure(1.45 * len(panels) + 0.2, title)
+    panels = [panel for panel in DRIFT if measured & panel.curves.keys()]
+    figure = new_figure(1.6 * len(panels) + 0.2, title)
     stack = figure.subplots(len(panels), sharex=True, squeeze=False)[:, 0]
     last, frozen = max(float(row["round"]) for row in rows), frozen_from(rows)
-    for axes, (name, curves) in zip(stack, panels.items(), strict=True):
+    for axes, (name, curves, heading, zero) in zip(stack, panels, strict=True):
         axes.set_ylabel(name)
+        if zero:
+            axes.axhline(0, color=LIGHT_GREY, linewidth=0.8, zorder=0, label="_")
         if frozen is not None and 1 < frozen <= last:
             label = f"BN frozen from round {frozen:,}" if axes is stack[0] else "_"
             axes.axvline(frozen - 0.5, color=LIGHT_GREY, linestyle="-.", zorder=0, label=label)
@@ -69,7 +72,7 @@ def drift_figure(rows: Rows, title: Sequence[str]) -> "Figure":
             if metric in measured
         ]
         scale_values(axes, drawn, max(_REACH.get(metric, 0.0) for metric in curves))
-        legend_above(axes)
+        legend_above(axes, heading)
     stack[-1].set(xlim=(0, max(last, 1)), xlabel="communication round")
     stack[-1].locator_params(axis="x", integer=True)
     figure.align_ylabels()

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from functools import cache
 from io import BytesIO
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from fl_lightning.files import write_bytes
 
@@ -72,30 +72,67 @@ COSTS: dict[str, tuple[str, Mapping[float, str]]] = {
 }
 """Communication costs by metric: the label of the axis, and the units by size."""
 
-DRIFT = {
-    "BN statistics:\nL1 norm": {
-        "bn/local_deviation": "distance of clients' first batches to the server",
-        "bn/global_change": "change of the server's running statistics in a round",
-    },
-    "BN statistics:\nvariance": {
-        "bn/window_variance": "of a client's first batches over rounds, mean over clients",
-    },
-    "training loss": {"train/loss": "mean of the clients' models before aggregation"},
-    "gradient deviation,\nrelative": {
-        "bn/gradient_deviation": "all parameters, clients' mean against union batch",
-        "bn/gradient_deviation_affine": "BN's gamma and beta",
-        "bn/gradient_deviation_weights": "other parameters",
-    },
-    "BN statistics:\nrelative bias": {
-        "bn/mean_bias": "running means against a pooled pass over all training data",
-        "bn/var_bias": "running variances against the same pass",
-    },
-    "accuracy\ndifference": {
-        "bn/train_eval_gap": "running statistics minus evaluation batch statistics",
-        "bn/recalibration_gap": "running statistics minus pooled pass",
-    },
-}
-"""BN measurements: the label of each axis, and of each of its metrics."""
+
+class Panel(NamedTuple):
+    """A panel of BN measurements.
+
+    Attributes:
+        axis: Label of the y-axis.
+        curves: Label of each curve by metric.
+        heading: The quantity, and how to read it.
+        zero: Whether a line marks 0.
+    """
+
+    axis: str
+    curves: Mapping[str, str]
+    heading: str
+    zero: bool = False
+
+
+DRIFT = (
+    Panel(
+        "L1 distance",
+        {
+            "bn/local_deviation": "clients' batch statistics to the server's running statistics",
+            "bn/global_change": "change of the server's running statistics in a round, 0 if frozen",
+        },
+        "Statistics mismatch: how far clients are from the server's mean and variance",
+    ),
+    Panel(
+        "variance",
+        {"bn/window_variance": "variance over the last measured rounds, mean over clients"},
+        "Stability of a client's batch statistics: low if they have settled",
+    ),
+    Panel(
+        "loss",
+        {"train/loss": "mean of the clients' local models before aggregation"},
+        "Training loss",
+    ),
+    Panel(
+        "relative\nL2 distance",
+        {
+            "bn/gradient_deviation": "all parameters",
+            "bn/gradient_deviation_affine": "BN's gamma and beta",
+            "bn/gradient_deviation_weights": "other parameters",
+        },
+        "Gradient deviation: 0 up to rounding if clients follow the union batch's gradient",
+    ),
+    Panel(
+        "relative error",
+        {"bn/mean_bias": "running means", "bn/var_bias": "running variances"},
+        "Bias of running statistics: 0 if they are those of all training data",
+    ),
+    Panel(
+        "difference in\naccuracy",
+        {
+            "bn/train_eval_gap": "running statistics minus statistics of the evaluation batch",
+            "bn/recalibration_gap": "running statistics minus statistics of all training data",
+        },
+        "Train-test discrepancy: below 0 if running statistics cost accuracy",
+        zero=True,
+    ),
+)
+"""Panels of BN measurements."""
 
 LAYERS = {
     "local_deviation_mean": "distance of clients' batch means from the server's running means, per channel",
@@ -141,12 +178,21 @@ def new_figure(height: float, title: Sequence[str]) -> "Figure":
     return figure
 
 
-def legend_above(axes: "Axes") -> None:
-    """Put a legend above the data if a curve has a label."""
+def legend_above(axes: "Axes", heading: str | None = None) -> None:
+    """Put a legend above the data if a curve has a label, with a heading."""
     labels = axes.get_legend_handles_labels()[1]
     if labels:
         columns = max(1, min(3, 105 // (max(map(len, labels)) + 8)))  # as many as surely fit
-        axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=columns, frameon=False, borderaxespad=0.2)
+        axes.legend(
+            loc="lower left",
+            bbox_to_anchor=(0, 1),
+            ncols=columns,
+            frameon=False,
+            borderaxespad=0.2,
+            title=heading,
+            title_fontproperties={"size": 8.5, "weight": "bold"},
+            alignment="left",
+        )
 
 
 def literal(text: str) -> str:

@@ -13,7 +13,7 @@ from matplotlib.text import Text
 
 from fl_lightning.callbacks import BatchNormDiagnostics
 from fl_lightning.pictures.drift import drift_figure, layers_figure
-from fl_lightning.pictures.style import LAYERS, write_figure
+from fl_lightning.pictures.style import DRIFT, LAYERS, write_figure
 
 
 def rows(**curves):
@@ -39,14 +39,30 @@ def draw(figure, tmp_path):
 
 def test_what_was_not_measured_has_no_panel(tmp_path):
     found = draw(drift_figure(rows(bn_gradient_deviation=[1.0, 0.5], train_loss=[2.0, 1.0]), ["x"]), tmp_path)
-    assert [axes.get_ylabel() for axes in found.axes] == ["training loss", "gradient deviation,\nrelative"]
+    assert [axes.get_ylabel() for axes in found.axes] == ["loss", "relative\nL2 distance"]
+
+
+def test_every_panel_says_in_the_picture_how_to_read_it(tmp_path):
+    metrics = [metric for panel in DRIFT for metric in panel.curves]
+    values = [{"round": r, **dict.fromkeys(metrics, 0.1 * r), "fixbn/freeze_round": 1} for r in range(1, 4)]
+    found = draw(drift_figure(values, ["x"]), tmp_path)
+    found.draw_without_rendering()  # at the figure's own resolution
+    titles = [axes.get_legend().get_title() for axes in found.axes]
+    assert [title.get_text() for title in titles] == [panel.heading for panel in DRIFT]
+    assert all(title.get_window_extent().x1 < found.bbox.x1 for title in titles)
+    assert [len(axes.get_legend().texts) for axes in found.axes] == [3, 1, 1, 3, 2, 2]
+    zero = [line for line in found.axes[-1].get_lines() if list(line.get_ydata()) == [0, 0]]
+    assert len(zero) == 1
 
 
 def test_zeros_stand_at_the_foot_of_a_logarithmic_axis(tmp_path):
     values = [1.0, 0.1, 2e-3, 0.0, 0.0]
     found = draw(drift_figure(rows(bn_global_change=values, fixbn_freeze_round=[3] * 5), ["x"]), tmp_path)
     drawn = lines(found)
-    assert drawn["change of the server's running statistics in a round"].get_ydata().tolist() == values
+    assert (
+        drawn["change of the server's running statistics in a round, 0 if frozen"].get_ydata().tolist()
+        == values
+    )
     axis = found.axes[0].yaxis
     places = axis.get_transform().transform([0.0, *[v for v in axis.get_majorticklocs() if v > 0], 1.0])
     assert (np.diff(places[:-1]) > 0.1 * places[-1]).all()
