@@ -1,10 +1,9 @@
 """Data sets of image files, decoded once and cached as tensors on disk."""
 
-import fcntl
 import hashlib
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from hashlib import sha256
 from pathlib import Path
 from stat import S_ISREG
@@ -20,7 +19,7 @@ from torch import Tensor
 from fl_lightning.datamodules.images import ImageData
 from fl_lightning.datamodules.in_memory import InMemoryDataModule
 from fl_lightning.errors import ConfigurationError, check_at_least
-from fl_lightning.files import atomic_write, missing_folders, remove_empty, unwritable
+from fl_lightning.files import atomic_write, locked, missing_folders, remove_empty, unwritable
 
 SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
 
@@ -198,20 +197,17 @@ def building(target: Path) -> Iterator[None]:
         ConfigurationError: The folder cannot be made.
     """
     made = missing_folders(target.parent)
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        folder = os.open(target.parent, os.O_RDONLY)
-    except OSError as error:
-        raise unwritable(target, error) from error
-    try:
-        with suppress(OSError):  # some network file systems cannot lock a folder
-            fcntl.flock(folder, fcntl.LOCK_EX)
-        yield
-    except BaseException:
-        remove_empty(made)
-        raise
-    finally:
-        os.close(folder)
+    with ExitStack() as held:
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            held.enter_context(locked(target.parent.resolve(), folder=True))
+        except OSError as error:
+            raise unwritable(target, error) from error
+        try:
+            yield
+        except BaseException:
+            remove_empty(made)
+            raise
 
 
 Samples = Sequence[tuple[Path, int]]

@@ -1,6 +1,7 @@
 """Atomic writing of files, user paths, and JSON."""
 
 import errno
+import fcntl
 import json
 import math
 import os
@@ -64,6 +65,38 @@ def no_link(path: str, flags: int) -> int:
         raise ConfigurationError(
             f"{path} is a link to {os.readlink(path)}, and links are not written through; remove the link"
         ) from error
+
+
+@contextmanager
+def locked(path: Path, *, folder: bool = False, wait: bool = True, certain: bool = False) -> Iterator[int]:
+    """Lock a file, which is made, or an existing folder, until the block or the process ends.
+
+    Args:
+        path: The file or folder; a link is refused.
+        folder: Whether to lock a folder.
+        wait: Whether to wait while another process holds the lock.
+        certain: Whether to raise an error if the file system (of some networks) cannot lock.
+
+    Yields:
+        The file descriptor.
+
+    Raises:
+        BlockingIOError: Another process holds the lock, and ``wait`` is False.
+        OSError: The path cannot be opened, or not locked if ``certain``.
+    """
+    if folder:
+        file = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    else:
+        file = no_link(str(path), os.O_RDWR | os.O_CREAT)
+    try:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        except OSError as error:
+            if certain or isinstance(error, BlockingIOError):
+                raise
+        yield file
+    finally:
+        os.close(file)
 
 
 def user_path(setting: str, text: str | os.PathLike[str]) -> Path:

@@ -1,6 +1,5 @@
 """Command that an engine runs for a cell of a study: ``fit`` from the cell's newest checkpoint."""
 
-import fcntl
 import json
 import sys
 import time
@@ -17,7 +16,7 @@ from fl_lightning.cli.messages import command
 from fl_lightning.errors import OtherData
 from fl_lightning.experiments.run_directory.source import provenance
 from fl_lightning.experiments.studies.cells import Cell
-from fl_lightning.files import no_link
+from fl_lightning.files import locked
 
 _PAUSE = 1.0  # seconds between two checks
 
@@ -54,8 +53,7 @@ def main(args: Sequence[str]) -> None:
         with suppress(OSError):  # without a lock if the file system has none
             cell.key.parent.mkdir(parents=True, exist_ok=True)
             lock = cell.key.parent / f".{cell.key.name}.lock"
-            file = held.enter_context(open(lock, "a", opener=no_link))
-            fcntl.flock(file, fcntl.LOCK_EX)
+            held.enter_context(locked(lock))
         while (phase := cell.state(options.accept_stale).phase) == "running":
             time.sleep(_PAUSE)
         if phase == "done":

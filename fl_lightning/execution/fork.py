@@ -1,7 +1,6 @@
 """Ranks that are forks of this process."""
 
 import ctypes
-import fcntl
 import gc
 import os
 import pickle
@@ -24,6 +23,7 @@ from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.pytorch.strategies.launchers.launcher import _Launcher
 
 from fl_lightning.errors import ConfigurationError
+from fl_lightning.files import locked
 from fl_lightning.launched import silence
 from fl_lightning.ranks import LostRank, described, failure_of, is_shared
 
@@ -166,24 +166,14 @@ def _meeting_folder() -> Iterator[str]:
     The folder is locked while its run lives: the system releases the lock with the last rank.
     """
     for left in Path(gettempdir()).glob(f"{_FOLDER}*"):
-        with suppress(OSError), _locked(left) as file:
+        with suppress(OSError), locked(left, folder=True, wait=False, certain=True) as file:
             state = os.fstat(file)
             if state.st_uid == os.getuid() and time.time() - state.st_mtime > _FRESH:
                 shutil.rmtree(left)
     with TemporaryDirectory(prefix=_FOLDER) as folder, ExitStack() as held:
-        with suppress(OSError):  # on a file system without locks, folders are not removed either
-            held.enter_context(_locked(Path(folder)))
+        # on a file system without locks, no folder is removed
+        held.enter_context(locked(Path(folder), folder=True))
         yield folder
-
-
-@contextmanager
-def _locked(folder: Path) -> Iterator[int]:
-    file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield file
-    finally:
-        os.close(file)
 
 
 def _serve(rank: int, run: Callable[[], Any], trainer: L.Trainer | None, pipe: int) -> None:

@@ -140,5 +140,5 @@ def test_a_folder_that_cannot_be_locked_is_read_all_the_same(tree, monkeypatch):
     def refuse(*_):
         raise OSError(9, "Bad file descriptor")  # what some network file systems say of a folder
 
-    monkeypatch.setattr(cache_module.fcntl, "flock", refuse)
+    monkeypatch.setattr("fl_lightning.files.fcntl.flock", refuse)
     assert load(tree).train_labels.tolist() == [0] * 6 + [1] * 6

@@ -18,6 +18,7 @@ from torch import nn
 from fl_lightning import ConfigurationError, FederatedCallback, FederatedDataModule, FederatedModule
 from fl_lightning.execution import fork
 from fl_lightning.execution.strategy import CohortStrategy
+from fl_lightning.files import locked
 
 
 def children():
@@ -301,7 +302,7 @@ def test_folders_of_killed_runs_are_removed_and_no_others(tmp_path, monkeypatch)
             os.utime(folder, (0, 0))
     link = tmp_path / f"{fork._FOLDER}link"
     link.symlink_to(elsewhere)
-    with fork._locked(living), fork._meeting_folder():
+    with locked(living, folder=True), fork._meeting_folder():
         assert {*tmp_path.iterdir()} == {elsewhere, living, fresh, link}
     assert (elsewhere / "ranks").exists()
 

@@ -5,8 +5,6 @@ checkpoints. A new ``fit`` takes ``...-s0.2``, then ``...-s0.3``, ..., and never
 with a trained round.
 """
 
-import fcntl
-import os
 import re
 import shutil
 import time
@@ -19,7 +17,7 @@ from typing import Any
 import yaml
 
 from fl_lightning.errors import ConfigurationError
-from fl_lightning.files import no_link, unwritable, user_path
+from fl_lightning.files import locked, unwritable, user_path
 
 Config = dict[str, Any]
 """Settings of a run as in YAML, with all defaults."""
@@ -100,39 +98,34 @@ class Attempt:
         Raises:
             ConfigurationError: Another process holds the lock.
         """
-        # a file, since other nodes do not see the lock of a folder
-        file = no_link(str(self.path / LOCK), os.O_RDWR | os.O_CREAT)
-        try:
+        file = self.path / LOCK  # a file, since other nodes do not see the lock of a folder
+        with ExitStack() as held:
             try:
                 try:
-                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    held.enter_context(locked(file, wait=False, certain=certain))
                 except BlockingIOError:
                     time.sleep(_GLANCE)
-                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    held.enter_context(locked(file, wait=False, certain=certain))
             except OSError as error:
-                if certain or isinstance(error, BlockingIOError):
-                    raise ConfigurationError(
-                        f"ckpt_path: another process is training in {self.path}; wait for its end or stop it"
-                    ) from error
+                if not certain and not isinstance(error, BlockingIOError):
+                    raise
+                raise ConfigurationError(
+                    f"ckpt_path: another process is training in {self.path}; wait for its end or stop it"
+                ) from error
             yield
-        finally:
-            os.close(file)
 
     def is_locked(self) -> bool:
         """Return whether a process trains here; :meth:`lock` tolerates this check's short lock."""
-        try:
-            file = os.open(self.path / LOCK, os.O_RDWR | os.O_NOFOLLOW)
-        except OSError:  # no lock file, a folder that was just removed, or another user's file
+        file = self.path / LOCK
+        if not file.is_file() or file.is_symlink():
             return False
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            with locked(file, wait=False):
+                return False
         except BlockingIOError:
             return True
-        except OSError:  # a file system that cannot lock
+        except OSError:  # a folder that was just removed, or another user's file
             return False
-        finally:
-            os.close(file)
-        return False
 
     def kept_nothing(self) -> bool:
         """Return whether the folder has neither a checkpoint nor metrics of a trained round."""
