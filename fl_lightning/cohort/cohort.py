@@ -56,6 +56,8 @@ class Cohort:
         server_rows: The parameters of ``server`` as blocks ``[1, columns]``.
         server_parameters: The server model's parameters by name, which the server step changes.
         server_buffers: The server model's buffers by name; a method may write pooled statistics.
+        pseudo_gradient: The gradients for the server optimizer, of averaged parameters only, ``[1,
+            *shape]`` by name; known from ``on_after_aggregate`` on, which may change them in place.
         parameter_kinds: The kind of each parameter by name (see ``fl_lightning.batch_norm.kinds``).
         buffer_kinds: The kind of each buffer by name.
         policy: The treatment of each kind and part of the state (see ``fl_lightning.round.policy``).
@@ -90,6 +92,7 @@ class Cohort:
         self.parameter_kinds, self.buffer_kinds = parameter_kinds(model), buffer_kinds(model)
         self.server_rows = Rows.empty(self.params.layout, parameters, 1)
         self.server = self.server_rows.row(0)
+        self.pseudo_gradient = Rows({}, {})
         self.server_parameters, self.server_buffers = parameters, buffers
         self.weights = torch.empty(0)
         self.local_steps: list[int] = []

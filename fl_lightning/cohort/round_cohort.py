@@ -51,7 +51,6 @@ class RoundCohort(Cohort):
     Attributes:
         parameter_groups: Client optimizer settings by parameter group.
         parts: Parts of the model with a treatment in some round.
-        pseudo_gradient: Storage of the server's gradients, ``[1, *shape]`` by name.
         buffer_aggregate: Storage of the clients' aggregated buffers, ``[1, *shape]`` by name.
         own_rows: The rows that this rank computes.
         samples: Training samples that each client has processed in this round.
@@ -73,7 +72,6 @@ class RoundCohort(Cohort):
         self.own_rows = slice(share.start, share.stop)
         self._completed: set[str] = set()
         self.parameter_groups = parameter_groups or {}
-        self.pseudo_gradient = Rows.empty(self.params.layout, self.server_parameters, 1)
         self.buffer_aggregate = Rows.empty(self.buffers.layout, self.server_buffers, 1)
         self.samples: list[int] = []
         self._dropout_keys = [f"{n}.key" for n, layer in model.named_modules() if isinstance(layer, Dropout)]
@@ -135,6 +133,9 @@ class RoundCohort(Cohort):
             self.trained_blocks = trained
             self.trained_names = [name for block in trained for name in self.params.layout[block].shapes]
             self._row_state.clear()
+        averaged = {n: block for n, block in self.params.layout.items() if self.treatment(n) == "averaged"}
+        if averaged != self.pseudo_gradient.layout:
+            self.pseudo_gradient = Rows.empty(averaged, self.server_parameters, 1)
         groups = {name: self.parameter_groups.get(self.params.layout[name].group, {}) for name in trained}
         blocks, gradients = ({n: rows.blocks[n] for n in trained} for rows in (self.params, self.grads))
         self._optimizer = ClientOptimizer(optimizer, blocks, gradients, groups, lr_factor, self.own_rows)

@@ -30,7 +30,8 @@ class FederatedCallback(Recorded, Declarations, L.Callback):
                 cohort.params <- one step of the client optimizer
                 on_local_step_end(trainer, pl_module, cohort, step)
             on_before_aggregate(trainer, pl_module, cohort)
-            server gradient <- server - aggregate(cohort)            # the pseudo-gradient
+            cohort.pseudo_gradient <- server - aggregate(cohort)
+            on_after_aggregate(trainer, pl_module, cohort)
             on_before_optimizer_step(trainer, pl_module, optimizer)  # Lightning's own hook
             server <- one step of the server optimizer
             on_round_end(trainer, pl_module, cohort)
@@ -48,9 +49,9 @@ class FederatedCallback(Recorded, Declarations, L.Callback):
 
     A run on several ranks gives the numbers of a run on one rank if hooks follow these rules:
 
-    - ``on_round_start``, ``on_before_aggregate``, ``on_round_end`` and Lightning's hooks get the
-      entire cohort and must act equally on every rank: no clock, no process number, and no random
-      numbers but torch's global ones.
+    - ``on_round_start``, ``on_before_aggregate``, ``on_after_aggregate``, ``on_round_end`` and
+      Lightning's hooks get the entire cohort and must act equally on every rank: no clock, no
+      process number, and no random numbers but torch's global ones.
     - ``on_after_local_backward`` and ``on_local_step_end`` get the rank's rows ``cohort.rows``,
       possibly none, and change only these rows; ``cohort.mean`` raises. State for the local steps
       belongs in ``cohort.extra``, which ``on_round_start`` fills with tensors ``[C, ...]``, not on
@@ -100,6 +101,9 @@ class FederatedCallback(Recorded, Declarations, L.Callback):
 
     def on_before_aggregate(self, trainer: L.Trainer, pl_module: "FederatedModule", cohort: Cohort) -> None:
         """Act after the last local step, when the rows are what the clients send."""
+
+    def on_after_aggregate(self, trainer: L.Trainer, pl_module: "FederatedModule", cohort: Cohort) -> None:
+        """Correct the server's update, ``cohort.pseudo_gradient`` or averaged ``server_buffers``."""
 
     def on_round_end(self, trainer: L.Trainer, pl_module: "FederatedModule", cohort: Cohort) -> None:
         """Act after the server step."""

@@ -1,5 +1,7 @@
 """The communication round: FedAvg (McMahan et al. 2017) with FedOpt (Reddi et al. 2021)."""
 
+from lightning.pytorch.utilities.seed import isolate_rng
+
 from fl_lightning.cohort.round_cohort import RoundCohort
 from fl_lightning.errors import doing
 from fl_lightning.execution.joint import joint_executor
@@ -28,6 +30,9 @@ def communication_round(run: RunContext) -> None:
         cohort, failed = check_updates(run, cohort)
         update_server(cohort, run.aggregator, run.statistics, strict=run.on_divergence == "error")
         mark_trained([run.model, *run.federated_callbacks])
+    with isolate_rng():  # a random server optimizer continues the draws of the aggregation
+        run.call_hook("on_after_aggregate", cohort)
+    with run.clock.part("aggregation"):
         run.server_step()
     run.call_hook("on_round_end", cohort)
     check_aggregate(run, cohort, failed)

@@ -38,14 +38,13 @@ def _set_pseudo_gradient(cohort: RoundCohort, aggregator: Aggregator) -> None:
 
     Parameters that the round does not average get no gradient, so the server optimizer skips them.
     """
-    blocks = {n: block for n, block in cohort.params.blocks.items() if cohort.treatment(n) == "averaged"}
+    rows = {n: (n, cohort.params.blocks[n]) for n in cohort.pseudo_gradient.blocks}
     for parameter in cohort.server_parameters.values():
         parameter.grad = None
-    for block, mean in aggregate(cohort, {n: (n, rows) for n, rows in blocks.items()}, aggregator).items():
+    for block, mean in aggregate(cohort, rows, aggregator).items():
         torch.sub(cohort.server_rows.blocks[block][0], mean, out=cohort.pseudo_gradient.blocks[block][0])
-        gradients = cohort.pseudo_gradient.row(0)
-        for name in cohort.params.layout[block].shapes:
-            cohort.server_parameters[name].grad = gradients[name]
+    for name, gradient in cohort.pseudo_gradient.row(0).items():
+        cohort.server_parameters[name].grad = gradient
 
 
 def aggregate(

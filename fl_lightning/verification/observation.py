@@ -32,6 +32,8 @@ class Round:
         broadcast: The server's state at the start.
         start: The clients' rows before their first local step, ``[C, *shape]``.
         sent: The clients' rows before aggregation, ``[C, *shape]``.
+        aggregated: The server's state after a step along the aggregate with SGD(lr=1).
+        corrected: The same after ``on_after_aggregate``.
         server: The server's state at the end.
         memory: The method's ``state_dict`` after the round.
         payload: Result of ``extra_payload``.
@@ -55,6 +57,8 @@ class Round:
     broadcast: State
     start: State = field(default_factory=dict)
     sent: State = field(default_factory=dict)
+    aggregated: State = field(default_factory=dict)
+    corrected: State = field(default_factory=dict)
     server: State = field(default_factory=dict)
     memory: Any = None
     payload: Any = (0, 0)
@@ -143,6 +147,8 @@ class Run(FederatedModule):
             rows = {**cohort.params, **cohort.buffers}
             seen.trained = {name: value.detach().clone() for name, value in rows.items()}
             seen.losses = cohort.losses.clone()
+        elif hook == "on_after_aggregate":
+            seen.aggregated = self._stepped(cohort)
         done = [row for row, steps in enumerate(cohort.local_steps) if args and steps <= step]
         extra = {name: value[done].clone() for name, value in cohort.extra.items()} if done else {}
         super().call_hook(hook, cohort, *args)
@@ -165,6 +171,8 @@ class Run(FederatedModule):
             if self.method is not None:
                 seen.payload = self.method.extra_payload(cohort)
                 seen.exchanges = self.method.extra_exchanges(cohort)
+        elif hook == "on_after_aggregate":
+            seen.corrected = self._stepped(cohort)
         elif hook == "on_round_end":
             seen.server = self._server_state()
 
@@ -192,6 +200,10 @@ class Run(FederatedModule):
 
     def _server_state(self) -> State:
         return {name: value.detach().clone() for name, value in self.model.state_dict().items()}
+
+    def _stepped(self, cohort: Cohort) -> State:
+        gradients = cohort.pseudo_gradient.row(0)
+        return self._server_state() | {n: cohort.server[n] - gradient for n, gradient in gradients.items()}
 
     def _rows(self, cohort: Cohort) -> State:
         rows = {**cohort.params, **cohort.buffers}

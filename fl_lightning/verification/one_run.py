@@ -64,16 +64,17 @@ def between_rounds(trials: Trials) -> str:
 def server_state(trials: Trials) -> str:
     """Check that the server's averaged state, and its copy of local state, is sum p_i x_i with p_i = n_i / n.
 
-    The server optimizer is ``SGD(lr=1)``. Counters must be the clients' largest and stay int64;
-    pooled state must change in every round.
+    The server optimizer is ``SGD(lr=1)``. ``on_after_aggregate`` may correct this state, and only
+    this hook may. Counters must be the clients' largest and stay int64; pooled state must change in
+    every round.
     """
     if trials.make().role == "attack":
         raise NotApplicable("attacks are tried with the median as aggregator")
-    run, worst = trials.run(), 0.0
+    run, worst, corrections = trials.run(), 0.0, set()
     for number, seen in enumerate(run.rounds, 1):
         for name, kind in run.kinds.items():
-            held, sent, treatment = seen.server[name], seen.sent[name], seen.treatments[name]
-            if treatment == "pooled" and not apart(seen.broadcast[name], held):
+            held, sent, treatment = seen.aggregated[name], seen.sent[name], seen.treatments[name]
+            if treatment == "pooled" and not apart(seen.broadcast[name], seen.server[name]):
                 raise Violated(f"pooled state must change in every round: {name} did not in round {number}")
             if treatment not in ("averaged", "local", "max"):
                 continue
@@ -89,7 +90,17 @@ def server_state(trials: Trials) -> str:
                     raise Violated(
                         f"state must be the clients' weighted mean: {name} differs by {worst:.2g} in round {number}"
                     )
-    return f"matches the policy (distance of means {worst:.1g})"
+            changed = apart(seen.corrected[name], seen.server[name])
+            if not changed <= TOLERANCE:
+                raise Violated(
+                    f"only on_after_aggregate may correct the server: {name} differs by {changed:.2g} from the clients' "
+                    f"weighted mean in round {number} after the method's other hooks; change cohort.pseudo_gradient in "
+                    "on_after_aggregate (docs/own-method.md#a-correction-at-the-server)"
+                )
+            if apart(held, seen.corrected[name]):
+                corrections.add(number)
+    corrected = f", corrected by on_after_aggregate in {len(corrections)} rounds" if corrections else ""
+    return f"matches the policy (distance of means {worst:.1g}){corrected}"
 
 
 def frozen_state(trials: Trials) -> str:

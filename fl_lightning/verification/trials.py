@@ -62,7 +62,8 @@ class Observer(FederatedCallback):
             elif isinstance(value, random.Random | np.random.Generator | np.random.RandomState):
                 value.random()
 
-    on_round_start = on_after_local_backward = on_local_step_end = on_before_aggregate = on_round_end = look
+    on_round_start = on_after_local_backward = on_local_step_end = look
+    on_before_aggregate = on_after_aggregate = on_round_end = look
 
 
 class Disturb(FederatedCallback):

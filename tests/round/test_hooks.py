@@ -16,6 +16,7 @@ OURS = [
     "on_after_local_backward",
     "on_local_step_end",
     "on_before_aggregate",
+    "on_after_aggregate",
     "on_round_end",
 ]
 RECORDED = [
@@ -81,6 +82,7 @@ def test_all_hooks_of_two_rounds_with_two_local_steps_in_order():
         "on_after_local_backward 1",
         "on_local_step_end 1",
         "on_before_aggregate",
+        "on_after_aggregate",
         "on_before_optimizer_step",
         "on_round_end",
         "on_validation_start",
@@ -118,6 +120,11 @@ def test_the_state_that_each_hook_sees_is_what_its_documentation_says():
 
         def on_before_aggregate(self, trainer, pl_module, cohort):
             self.mean = {name: cohort.mean(value) for name, value in cohort.params.items()}
+
+        def on_after_aggregate(self, trainer, pl_module, cohort):
+            assert cohort.pseudo_gradient.keys() == self.mean.keys()
+            for name, gradient in cohort.pseudo_gradient.items():
+                assert torch.equal(gradient[0], self.start[name] - self.mean[name])
 
         def on_before_optimizer_step(self, trainer, pl_module, optimizer):
             for name, parameter in pl_module.model.named_parameters():
