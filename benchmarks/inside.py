@@ -12,7 +12,7 @@ import torch
 from benchmarks.stopwatch import Stopwatch
 from fl_lightning.datamodules.images import TrainImages
 from fl_lightning.execution import sequential, vectorized
-from fl_lightning.execution.base import client_loss
+from fl_lightning.execution.base import client_losses
 from fl_lightning.optimizers.client import ClientOptimizer
 
 
@@ -62,8 +62,8 @@ def compute_watched() -> Iterator[Inside]:
     vmap = torch.func.vmap
     with ExitStack() as patches:
         for owner, name, replacement in (
-            (sequential, "client_loss", timed(client_loss)),
-            (vectorized, "client_loss", timed(client_loss)),
+            (sequential, "client_losses", timed(client_losses)),
+            (vectorized, "client_losses", timed(client_losses)),
             (torch.func, "vmap", timed_vmap),
             (torch.autograd, "grad", timed(torch.autograd.grad)),
             (TrainImages, "batch", timed(TrainImages.batch)),

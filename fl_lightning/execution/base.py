@@ -15,6 +15,7 @@ from fl_lightning.client_data.batches import BatchStack, describe_batch
 from fl_lightning.cohort.round_cohort import RoundCohort
 from fl_lightning.cohort.slots import StateSlots
 from fl_lightning.errors import CannotVectorize, ConfigurationError, doing
+from fl_lightning.models.loss_terms import collecting
 from fl_lightning.recorded import Recorded
 
 
@@ -162,6 +163,13 @@ def client_loss(module: ClientTask, batch: Any) -> Tensor:
         if (refusal := cannot_vectorize(module, error)) is not None:
             raise refusal from error
         raise
+
+
+def client_losses(module: ClientTask, batch: Any) -> tuple[Tensor, Tensor]:
+    """Return a client's reported loss, and its sum with all terms of ``add_loss``, to differentiate."""
+    with collecting() as terms:
+        loss = client_loss(module, batch)
+    return loss, sum(terms, loss)
 
 
 def cannot_vectorize(module: ClientTask, error: RuntimeError) -> CannotVectorize | None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from fl_lightning.client_data.batches import BatchStack
 from fl_lightning.cohort.round_cohort import RoundCohort
 from fl_lightning.errors import ConfigurationError, doing
-from fl_lightning.execution.base import ClientTask, Compilation, Executor, client_loss
+from fl_lightning.execution.base import ClientTask, Compilation, Executor, client_losses
 from fl_lightning.execution.compiling import compiled_calls, decide
 from fl_lightning.randomness import derive_seed, seed_global
 
@@ -79,9 +79,9 @@ class SequentialExecutor(Executor):
         seed = derive_seed(module.seed, "model", cohort.round, cohort.client_ids[row], cohort.step)
         seed_global(seed, module.device)
         with module.slots.filled(state.tensors):
-            loss = client_loss(module, batch)
+            loss, objective = client_losses(module, batch)
             # inside: checkpointed layers and hooks need the client's state in the backward pass, too
-            gradients = torch.autograd.grad(loss, state.trained, allow_unused=True)
+            gradients = torch.autograd.grad(objective, state.trained, allow_unused=True)
             updated = module.slots.read(state.tensors)
         cohort.take_up(row, updated)  # last: a compiled backward pass may read the replaced tensors
         cohort.put_gradients(row, gradients)

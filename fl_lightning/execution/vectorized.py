@@ -14,7 +14,7 @@ from fl_lightning.batch_norm.stacked import StackedBatchNorm
 from fl_lightning.client_data.batches import BatchStack
 from fl_lightning.cohort.round_cohort import RoundCohort
 from fl_lightning.errors import CannotVectorize, ConfigurationError, doing
-from fl_lightning.execution.base import ClientTask, Executor, cannot_vectorize, client_loss
+from fl_lightning.execution.base import ClientTask, Executor, cannot_vectorize, client_losses
 from fl_lightning.execution.sequential import SequentialExecutor
 
 _log = logging.getLogger("fl_lightning")
@@ -109,18 +109,23 @@ class VectorizedExecutor(Executor):
         params = {name: value.requires_grad_() for name, value in cohort.params.copies(index).items()}
         buffers = cohort.buffers.copies(index)
 
-        def loss_and_buffers(
+        def losses_and_buffers(
             params: dict[str, Tensor], buffers: dict[str, Tensor], batch: Any
-        ) -> tuple[Tensor, dict[str, Tensor]]:
+        ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
             with slots.filled({**params, **buffers}):
-                return client_loss(module, batch), slots.read(buffers)
+                loss, objective = client_losses(module, batch)
+                if objective is not loss and not self._in_blocks:
+                    raise ConfigurationError(
+                        f"add_loss: {self.user} cannot have loss terms of layers; leave out the term or the method"
+                    )
+                return loss, objective, slots.read(buffers)
 
         versions = {name: value._version for name, value in params.items()}
         with _numeric_momentum(module.model, buffers), StackedBatchNorm():
-            losses, updated = torch.func.vmap(loss_and_buffers)(params, buffers, batch)
+            losses, objectives, updated = torch.func.vmap(losses_and_buffers)(params, buffers, batch)
         leaves = [params[name] for name in trained]
         try:  # hooks and checkpointed layers run model code in the backward pass
-            gradients = torch.autograd.grad(losses.sum(), leaves, allow_unused=True)
+            gradients = torch.autograd.grad(objectives.sum(), leaves, allow_unused=True)
         except RuntimeError as error:
             if (refusal := cannot_vectorize(module, error)) is not None:
                 raise refusal from error

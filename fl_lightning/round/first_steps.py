@@ -14,7 +14,7 @@ from fl_lightning.client_data.batches import BatchStack
 from fl_lightning.cohort.parts import treatments
 from fl_lightning.cohort.round_cohort import RoundCohort
 from fl_lightning.errors import ConfigurationError, doing
-from fl_lightning.execution.base import client_loss
+from fl_lightning.execution.base import client_losses
 from fl_lightning.execution.joint import joint_executor
 from fl_lightning.models.dropout import Dropout, dropout_keys
 from fl_lightning.randomness import derive_seed, seed_global
@@ -127,7 +127,7 @@ def _by_torch(
                 layer.key.copy_(key)
         seed_global(derive_seed(run.seed, "model", cohort.round, client, step), run.device)
         with doing("plain PyTorch, in the check of the first steps"):
-            client_loss(run, batch.batches()[row]).backward()  # type: ignore[no-untyped-call]  # torch gives it no types
+            client_losses(run, batch.batches()[row])[1].backward()  # type: ignore[no-untyped-call]  # torch gives it no types
         optimizer.step()
         optimizer.zero_grad()
 
