@@ -4,7 +4,12 @@ from fl_lightning.batch_norm.joint import averaging_by, cohort_mean, mean_of_all
 from fl_lightning.batch_norm.kinds import KINDS, STATISTICS, TREATMENTS, buffer_kinds, parameter_kinds
 from fl_lightning.batch_norm.layers import ONE_VALUE, batch_norm_layers, has_statistics, require_batch_norm
 from fl_lightning.batch_norm.moments import merge_, moments, total_variance
-from fl_lightning.batch_norm.swapping import SwappedBatchNorm, evaluating, swap_batch_norm
+from fl_lightning.batch_norm.swapping import (
+    SwappedBatchNorm,
+    batch_statistics,
+    evaluating,
+    swap_batch_norm,
+)
 
 __all__ = [
     "KINDS",
@@ -14,6 +19,7 @@ __all__ = [
     "SwappedBatchNorm",
     "averaging_by",
     "batch_norm_layers",
+    "batch_statistics",
     "buffer_kinds",
     "cohort_mean",
     "evaluating",

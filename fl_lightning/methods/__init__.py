@@ -3,7 +3,8 @@
 from fl_lightning.methods.callback import FederatedCallback
 from fl_lightning.methods.fine_tuning import fine_tuned
 from fl_lightning.methods.freezing import FoundFreezing, Freezing
-from fl_lightning.methods.local_state import LocalState, PersonalEvaluation, evaluate_client, weighed_accuracy
+from fl_lightning.methods.local_state import LocalState, PersonalEvaluation
+from fl_lightning.methods.own_data import Adaptation, evaluate_client, weighed_accuracy
 from fl_lightning.methods.report import Drawing, Report, Rows, Table
 from fl_lightning.methods.running_statistics import (
     client_statistics,
@@ -16,6 +17,7 @@ from fl_lightning.methods.variant_evaluation import BATCH_STATISTICS, VariantEva
 
 __all__ = [
     "BATCH_STATISTICS",
+    "Adaptation",
     "Drawing",
     "FederatedCallback",
     "FoundFreezing",

@@ -1,6 +1,6 @@
 """Local state of clients: the mechanism of FedBN, SiloBN and similar methods."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -13,8 +13,8 @@ from fl_lightning.cohort.cohort import SERVER
 from fl_lightning.cohort.parts import match_parts
 from fl_lightning.cohort.rows import buffer_layout, parameter_layout, split_columns
 from fl_lightning.errors import ConfigurationError
+from fl_lightning.methods.own_data import evaluate_client, weighed_accuracy
 from fl_lightning.methods.variant_evaluation import VariantEvaluation
-from fl_lightning.randomness import derive_seed, seeded
 from fl_lightning.round.evaluation import ServerEvaluation
 
 if TYPE_CHECKING:
@@ -165,47 +165,3 @@ class LocalState(PersonalEvaluation):
             for block, row in self.memory.get(client, self.memory.get(SERVER, {})).items():
                 state |= split_columns(row, layout[block].shapes)
         return models
-
-
-def evaluate_client(
-    pl_module: "FederatedModule",
-    client: int,
-    split: str,
-    evaluate: Callable[[Any, ServerEvaluation], None],
-) -> ServerEvaluation | None:
-    """Evaluate a client's own data, on the rank that calls it.
-
-    Args:
-        pl_module: The federated module.
-        client: The client.
-        split: ``"val"`` or ``"test"``.
-        evaluate: Function that adds a batch to an evaluation; it and the loader run under a seed from
-            (seed, client).
-
-    Returns:
-        The finished evaluation, None if the client has no such data.
-    """
-    evaluation = ServerEvaluation()
-    with seeded(derive_seed(pl_module.seed, "own evaluation", client)):
-        loader = pl_module.data.own_dataloader(client, split)
-        if loader is None:
-            return None
-        for batch in loader:
-            evaluate(pl_module.on_device(batch), evaluation)
-    evaluation.finish()
-    return evaluation
-
-
-def weighed_accuracy(class_accuracy: Sequence[float | None], weights: Sequence[float]) -> float | None:
-    """Return the accuracy on data with the given class proportions.
-
-    Args:
-        class_accuracy: Accuracy of each class; None leaves a class out.
-        weights: Frequency of each class, in any unit.
-
-    Returns:
-        The accuracy; None if every class is left out or has weight 0.
-    """
-    known = [(a, w) for a, w in zip(class_accuracy, weights, strict=False) if a is not None]
-    total = sum(weight for _, weight in known)
-    return sum(accuracy * weight for accuracy, weight in known) / total if total else None

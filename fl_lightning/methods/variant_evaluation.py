@@ -13,6 +13,7 @@ from fl_lightning.batch_norm.layers import explain_batch_of_one
 from fl_lightning.batch_norm.swapping import batch_statistics
 from fl_lightning.cohort.slots import StateSlots
 from fl_lightning.methods.callback import FederatedCallback
+from fl_lightning.methods.own_data import Adaptation, adapted_state, evaluate_client
 from fl_lightning.round.evaluation import ServerEvaluation, finish_together
 
 if TYPE_CHECKING:
@@ -30,6 +31,11 @@ class VariantEvaluation(FederatedCallback):
     non-finite outputs count as wrong. The metrics of a variant ``calibrated`` are
     ``val/accuracy_calibrated`` and ``val/loss_calibrated``. Variants do not affect training.
 
+    A variant may also be an :data:`~fl_lightning.methods.own_data.Adaptation`, a function that
+    adapts a copy of the server's model to the inputs of the evaluation data before the evaluation.
+    Its ``val/own_accuracy_calibrated`` is the mean over the clients' own evaluation data, each
+    under the copy that was adapted to them.
+
     A subclass defines :meth:`variants`, and may override :meth:`variant_metrics`.
 
     Example:
@@ -41,12 +47,12 @@ class VariantEvaluation(FederatedCallback):
 
     def variants(
         self, trainer: L.Trainer, pl_module: "FederatedModule"
-    ) -> Mapping[str, Mapping[str, Tensor]]:
+    ) -> Mapping[str, Mapping[str, Tensor] | Adaptation]:
         """Return the variants to evaluate; called at the start of each evaluation.
 
         Returns:
             By variant, the tensors that replace the server's parameters or buffers of the same
-            qualified name and shape; or :data:`BATCH_STATISTICS`.
+            qualified name and shape; :data:`BATCH_STATISTICS`; or an adaptation.
         """
         raise NotImplementedError(f"{type(self).__name__} must define variants(trainer, pl_module)")
 
@@ -74,12 +80,17 @@ class VariantEvaluation(FederatedCallback):
         model = pl_module.model
         server = {**dict(model.named_parameters()), **dict(model.named_buffers())}
         self._slots = StateSlots(model)
+        variants = self.variants(trainer, pl_module)
+        self._adaptations = {name: variant for name, variant in variants.items() if callable(variant)}
+        loader = f"{'test' if trainer.testing else pl_module.data.fit_split}_dataloader"
         # tensors of a checkpoint are on the CPU
         self._tensors = {
-            name: tensors
-            if tensors is BATCH_STATISTICS
-            else {key: value.to(server[key]) for key, value in tensors.items()}
-            for name, tensors in self.variants(trainer, pl_module).items()
+            name: adapted_state(pl_module, variant, getattr(pl_module.data, loader)(), name)
+            if callable(variant)
+            else variant
+            if variant is BATCH_STATISTICS
+            else {key: value.to(server[key]) for key, value in variant.items()}
+            for name, variant in variants.items()
         }
         self._evaluations = {name: ServerEvaluation() for name in self._tensors}
 
@@ -104,9 +115,36 @@ class VariantEvaluation(FederatedCallback):
         split = "test" if trainer.testing else pl_module.data.fit_split
         finish_together(self._evaluations.values())
         pl_module.record.diverge(trainer.global_step, any(x.diverged for x in self._evaluations.values()))
-        for name, value in self.variant_metrics(pl_module, split, self._evaluations).items():
+        metrics = dict(self.variant_metrics(pl_module, split, self._evaluations))
+        for name, adapt in self._adaptations.items():
+            metrics |= self._adapted_to_clients(pl_module, split, name, adapt)
+        for name, value in metrics.items():
             pl_module.log(f"{split}/{name}", value)
-        del self._tensors, self._evaluations, self._slots
+        del self._adaptations, self._tensors, self._evaluations, self._slots
+
+    def _adapted_to_clients(
+        self, pl_module: "FederatedModule", split: str, name: str, adapt: Adaptation
+    ) -> dict[str, float]:
+        """Return the means of quality and ``model.metrics`` over the clients' own evaluation data."""
+
+        def own(client: int) -> tuple[Mapping[str, float], bool]:
+            loader = pl_module.data.own_dataloader(client, split)
+            if loader is None:
+                return {}, False
+            evaluate = partial(
+                self.evaluate, pl_module, adapted_state(pl_module, adapt, loader, name, client)
+            )
+            evaluation = evaluate_client(pl_module, client, split, evaluate)
+            assert evaluation is not None
+            return evaluation.metrics, evaluation.diverged
+
+        evaluated = pl_module.ranks.map(own, range(pl_module.data.num_clients))
+        pl_module.record.diverge(pl_module.trainer.global_step, any(diverged for _, diverged in evaluated))
+        means = {}
+        for metric in (pl_module.task.quality, *pl_module.task.measured):
+            if known := [metrics[metric] for metrics, _ in evaluated if metric in metrics]:
+                means[f"own_{metric}_{name}"] = sum(known) / len(known)
+        return means
 
     on_test_epoch_start = on_validation_epoch_start  # type: ignore[assignment]  # rounds have one
     on_test_batch_end = on_validation_batch_end  # type: ignore[assignment]

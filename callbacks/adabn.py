@@ -1,0 +1,65 @@
+"""AdaBN: Li et al., "Revisiting Batch Normalization For Practical Domain Adaptation", arXiv 1603.04779."""
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import lightning as L
+import torch
+from torch import Tensor, nn
+
+from fl_lightning.batch_norm import batch_norm_layers, batch_statistics, merge_, moments, require_batch_norm
+from fl_lightning.methods import Adaptation, VariantEvaluation
+
+if TYPE_CHECKING:
+    from fl_lightning import FederatedModule
+
+
+class AdaBN(VariantEvaluation):
+    """AdaBN: evaluation with BN statistics of the evaluated data, without labels (Algorithm 1).
+
+    One pass over the data measures statistics (:func:`adapt_statistics`), and the evaluation uses
+    them as running statistics. ``val/accuracy_adabn`` (or ``test/``) adapts to the server's
+    evaluation data, ``val/own_accuracy_adabn`` is the mean over the clients of the accuracy on a
+    client's own evaluation data after adaptation to these data. Training does not change.
+    """
+
+    paper = "Li et al., arXiv 1603.04779"
+    role = "observer"
+    claims = ("weights_of_fedavg", "one_client_is_plain_training")
+
+    def configure_batch_norm(self, pl_module: "FederatedModule") -> None:
+        """Check that the model has running statistics."""
+        require_batch_norm(pl_module.model, "AdaBN")
+
+    def variants(self, trainer: L.Trainer, pl_module: "FederatedModule") -> Mapping[str, Adaptation]:
+        """Return the adaptation of BN statistics."""
+        return {"adabn": adapt_statistics}
+
+
+@torch.no_grad()
+def adapt_statistics(model: nn.Module, batches: Iterable[Any]) -> None:
+    """Set running statistics to the mean and the biased variance of all inputs of each BN layer.
+
+    BN layers normalise with the batch in this pass, so statistics of all but the first BN layer
+    depend on the division into batches.
+
+    Args:
+        model: The model.
+        batches: The inputs.
+    """
+    seen: dict[Any, Tensor] = {}
+
+    def look(layer: nn.Module, inputs: tuple[Tensor, ...], _outputs: Any) -> None:
+        values = inputs[0].transpose(0, 1).flatten(1).to(layer.get_buffer("running_mean"))
+        count, mean, spread = seen.setdefault(layer, values.new_zeros(3, len(values)))
+        merge_(count, mean, spread, *moments(values))
+
+    layers = [*batch_norm_layers(model).values()]
+    for layer in layers:
+        layer.register_forward_hook(look)
+    with batch_statistics(layers):
+        for inputs in batches:
+            model(inputs)
+    for layer, (count, mean, spread) in seen.items():
+        layer.running_mean.copy_(mean)
+        layer.running_var.copy_(spread / count)

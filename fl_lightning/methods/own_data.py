@@ -1,0 +1,100 @@
+"""Evaluation of clients' own data, and adaptation of the server's model to unlabelled data."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from copy import deepcopy
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from fl_lightning.batch_norm.layers import explain_batch_of_one
+from fl_lightning.randomness import derive_seed, seeded
+from fl_lightning.round.evaluation import ServerEvaluation
+
+if TYPE_CHECKING:
+    from fl_lightning.round.module import FederatedModule
+
+Adaptation = Callable[[nn.Module, Iterable[Any]], object]
+"""A function that adapts a copy of the server's model, in eval mode, in place to batches of inputs.
+
+The batches have no labels and can be read once. Gradients are enabled.
+"""
+
+
+def adapted_state(
+    pl_module: "FederatedModule", adapt: Adaptation, loader: Iterable[Any], name: str, client: int = -1
+) -> dict[str, Tensor]:
+    """Return the parameters and buffers of an adapted copy of the server's model, by name.
+
+    The model and the training's random numbers do not change.
+
+    Args:
+        pl_module: The federated module.
+        adapt: The adaptation.
+        loader: Batches of evaluation data; labels, the second entries of batches, are removed.
+        name: Name of the adaptation. Its random numbers depend on seed, name, round and client.
+        client: The client whose data these are, -1 for the server's.
+    """
+
+    def inputs() -> Iterator[Any]:
+        for batch in loader:
+            batch = pl_module.on_device(batch)
+            batch = batch[0] if isinstance(batch, list | tuple) else batch
+            # clone: a tensor that an evaluation has cached cannot take part in gradients
+            yield tree_map_only(Tensor, torch.clone, batch)
+
+    with (
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        seeded(derive_seed(pl_module.seed, f"adaptation {name}", pl_module.trainer.global_step, client)),
+        pl_module.trainer.precision_plugin.val_step_context(),
+        explain_batch_of_one(),
+    ):
+        model = deepcopy(pl_module.model).eval()
+        adapt(model, inputs())
+        return {n: x.detach() for n, x in (*model.named_parameters(), *model.named_buffers())}
+
+
+def evaluate_client(
+    pl_module: "FederatedModule",
+    client: int,
+    split: str,
+    evaluate: Callable[[Any, ServerEvaluation], None],
+) -> ServerEvaluation | None:
+    """Evaluate a client's own data, on the rank that calls it.
+
+    Args:
+        pl_module: The federated module.
+        client: The client.
+        split: ``"val"`` or ``"test"``.
+        evaluate: Function that adds a batch to an evaluation; it and the loader run under a seed from
+            (seed, client).
+
+    Returns:
+        The finished evaluation, None if the client has no such data.
+    """
+    evaluation = ServerEvaluation()
+    with seeded(derive_seed(pl_module.seed, "own evaluation", client)):
+        loader = pl_module.data.own_dataloader(client, split)
+        if loader is None:
+            return None
+        for batch in loader:
+            evaluate(pl_module.on_device(batch), evaluation)
+    evaluation.finish()
+    return evaluation
+
+
+def weighed_accuracy(class_accuracy: Sequence[float | None], weights: Sequence[float]) -> float | None:
+    """Return the accuracy on data with the given class proportions.
+
+    Args:
+        class_accuracy: Accuracy of each class; None leaves a class out.
+        weights: Frequency of each class, in any unit.
+
+    Returns:
+        The accuracy; None if every class is left out or has weight 0.
+    """
+    known = [(a, w) for a, w in zip(class_accuracy, weights, strict=False) if a is not None]
+    total = sum(weight for _, weight in known)
+    return sum(accuracy * weight for accuracy, weight in known) / total if total else None
