@@ -1,11 +1,14 @@
 """Methods, one file and one class per paper; the core of ``fl_lightning`` does not import them."""
 
+from fl_lightning.callbacks.adabn import AdaBN
 from fl_lightning.callbacks.byzantine import Byzantine
 from fl_lightning.callbacks.fbn import FBN
 from fl_lightning.callbacks.fedbabu import FedBABU
 from fl_lightning.callbacks.fedbn import FedBN
 from fl_lightning.callbacks.feddna import FedDNA
+from fl_lightning.callbacks.feddyn import FedDyn
 from fl_lightning.callbacks.fedex import FedExFixBN
+from fl_lightning.callbacks.fednova import FedNova
 from fl_lightning.callbacks.fedper import FedPer
 from fl_lightning.callbacks.fedprox import FedProx
 from fl_lightning.callbacks.fedrep import FedRep
@@ -30,6 +33,7 @@ __all__ = [
     "FBN",
     "MTFL",
     "SCAFFOLD",
+    "AdaBN",
     "AggregationDiagnostics",
     "BatchNormDiagnostics",
     "Byzantine",
@@ -40,7 +44,9 @@ __all__ = [
     "FedBABU",
     "FedBN",
     "FedDNA",
+    "FedDyn",
     "FedExFixBN",
+    "FedNova",
     "FedPer",
     "FedProx",
     "FedRep",

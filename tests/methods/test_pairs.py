@@ -19,6 +19,7 @@ from fl_lightning import (
 SETTINGS = {name: cls.examples[-1] for name, cls in SHIPPED.items()}
 """What shows most of a method in a few rounds."""
 COMPANIONS = {
+    "AdaBN",
     "AggregationDiagnostics",
     "BatchNormDiagnostics",
     "Byzantine",
@@ -27,6 +28,8 @@ COMPANIONS = {
     "ClientGradientClipping",
     "CommunicationLedger",
     "FedBABU",
+    "FedDyn",
+    "FedNova",
     "FedPer",
     "FedProx",
     "FedRep",
@@ -34,8 +37,8 @@ COMPANIONS = {
     "SCAFFOLD",
 }
 REFUSED = {
-    frozenset({"MaintainedMomentum", "FedTAN"}),
-    frozenset({"FedProx", "SCAFFOLD"}),
+    *(frozenset(pair) for pair in combinations(("MaintainedMomentum", "FedNova", "FedTAN"), 2)),
+    *(frozenset(pair) for pair in combinations(("FedDyn", "FedNova", "FedProx", "SCAFFOLD"), 2)),
     *(frozenset(pair) for pair in combinations(("FedBABU", "FedPer", "FedRep"), 2)),
     *(frozenset({"FedRep", other}) for other in ("FedTAN", "MaintainedMomentum")),
 }
@@ -47,8 +50,8 @@ ALLOWED = {
     frozenset({"FedTAN", "StatisticsSources"}),
     *(frozenset({"MTFL", other}) for other in BESIDE_AFFINE),
 } - REFUSED
-"""What changes a client's step goes with every method, but for kept momentum that FedTAN restarts and two remedies of client
-drift at once, and two treatments of the head; statistics of any averaged kind; gamma and beta beside any statistics."""
+"""What changes a client's step goes with every method, but for momentum that one keeps, restarts or counts on, two remedies of
+client drift at once, and two treatments of the head; statistics of any averaged kind; gamma and beta beside any statistics."""
 PAIRS = [frozenset(pair) for pair in combinations(sorted(SETTINGS), 2)]
 
 

@@ -1,0 +1,94 @@
+"""FedDyn: Acar et al., "Federated Learning Based on Dynamic Regularization", ICLR 2021."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import lightning as L
+import torch
+
+from fl_lightning import ConfigurationError, FederatedCallback
+from fl_lightning.cohort import SERVER, ClientMemory
+from fl_lightning.round import aggregate
+
+if TYPE_CHECKING:
+    from fl_lightning import Cohort, FederatedModule
+
+
+class FedDyn(FederatedCallback):
+    """FedDyn: each client adds ``alpha / 2 |x_i - x|^2 - <g_i, x_i>`` to its loss (Algorithm 1).
+
+    g_i is an estimate of the gradient of client i at its own solution: after a round ``g_i <- g_i -
+    alpha (x_i - x)``. It starts from 0, stays at the client, and an absent client's does not
+    change. The server holds h, with ``h <- h - alpha |S|/n mean(x_i - x)`` over the cohort S of the
+    n clients, so h is the weighted mean of all g_i. Its new parameters are ``mean(x_i) - h /
+    alpha``. Nothing is sent beside the parameters. The logged loss is the task's.
+
+    ``mean`` is the module's aggregator, by default the weighted mean, and ``|S|/n`` the cohort's
+    share of all clients' weight. With ``weighting: uniform`` both are the paper's. The server
+    optimizer gets ``x - mean(x_i) + h / alpha`` as its pseudo-gradient; ``SGD(lr=1)`` is the
+    paper's. The method covers what the server averages and trains: neither statistics nor frozen
+    or local parameters (FedBN).
+
+    Args:
+        alpha: Weight of the regularisation, above 0. The paper's are 0.001 to 0.1.
+
+    Raises:
+        ConfigurationError: ``alpha`` is not above 0.
+    """
+
+    paper = "Acar et al., arXiv 2111.04263"
+    claims = ("own_twin_without_bn", "one_client_is_two_of_half_its_weight", "server_keeps_the_mean")
+    takes: Mapping[str, str] = {"the correction of client drift": ""}
+    examples = ({}, {"alpha": 0.5})
+
+    def __init__(self, alpha: float = 0.01) -> None:
+        if not alpha > 0:
+            raise ConfigurationError(f"FedDyn.alpha: {alpha} must be above 0")
+        self.alpha = alpha
+        self.memory = ClientMemory()
+
+    def on_round_start(self, trainer: L.Trainer, pl_module: "FederatedModule", cohort: "Cohort") -> None:
+        """Load the g_i of the clients."""
+        self._own = {}
+        for block in cohort.pseudo_gradient.blocks:
+            self._own[block] = torch.zeros_like(cohort.params.blocks[block])
+            for row, client in zip(self._own[block], cohort.client_ids, strict=True):
+                row += self.memory.get(client, {}).get(block, row).to(row)
+
+    def on_after_local_backward(
+        self, trainer: L.Trainer, pl_module: "FederatedModule", cohort: "Cohort", step: int
+    ) -> None:
+        """Add the gradient ``alpha (x_i - x) - g_i``."""
+        for block, own in self._own.items():
+            pull = self.alpha * (cohort.params.blocks[block] - cohort.server_rows.blocks[block])
+            cohort.grads.blocks[block] += pull - own[cohort.rows]
+
+    def on_before_aggregate(self, trainer: L.Trainer, pl_module: "FederatedModule", cohort: "Cohort") -> None:
+        """Update the clients' ``g_i <- g_i - alpha (x_i - x)``."""
+        for index, client in enumerate(cohort.client_ids):
+            rows = {block: own[cohort.rows][index] for block, own in self._own.items()}
+            for block, row in rows.items():
+                moved = cohort.params.blocks[block][index] - cohort.server_rows.blocks[block][0]
+                rows[block] = row - self.alpha * moved
+            self.memory[client] = {**self.memory.get(client, {}), **rows}
+
+    def on_after_aggregate(self, trainer: L.Trainer, pl_module: "FederatedModule", cohort: "Cohort") -> None:
+        """Update ``h``, and subtract ``h / alpha`` from the server's parameters."""
+        updates = {
+            block: (block, cohort.server_rows.blocks[block] - cohort.params.blocks[block])
+            for block in self._own
+        }
+        weights, share = pl_module.usual_weights(cohort), pl_module.weight_share(cohort)
+        server = dict(self.memory.get(SERVER, {}))
+        for block, mean in aggregate(cohort, updates, pl_module.aggregator, weights).items():
+            server[block] = server.get(block, torch.zeros_like(mean)).to(mean) + self.alpha * share * mean
+            cohort.pseudo_gradient.blocks[block] += server[block] / self.alpha
+        self.memory[SERVER] = server
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the g_i by client id (``SERVER``: h), a row ``[columns]`` for each block."""
+        return {"memory": self.memory}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore the g_i and h from a checkpoint."""
+        self.memory = ClientMemory(state_dict["memory"])

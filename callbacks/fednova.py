@@ -1,0 +1,76 @@
+"""FedNova: Wang et al., "Tackling the Objective Inconsistency Problem in Heterogeneous Federated Optimization"."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import lightning as L
+import torch
+from torch import Tensor
+
+from fl_lightning import ConfigurationError, FederatedCallback
+
+if TYPE_CHECKING:
+    from fl_lightning import Cohort, FederatedModule
+
+
+class FedNova(FederatedCallback):
+    """FedNova: clients send normalised updates, so a client with more local steps counts no more.
+
+    Client i sends ``d_i = (x - x_i) / a_i``, with a_i of :func:`step_length`. The server's update is
+    ``(sum p_i a_i) sum p_i d_i``. With equal numbers of local steps this is FedAvg. The server
+    optimizer gets the update as its pseudo-gradient. Statistics and local parameters (FedBN) are
+    treated as without the method.
+
+    The formula of a_i is known for SGD with or without momentum that starts each round from zeros.
+    Other client optimizers, dampening and Nesterov momentum are refused, and so are methods that
+    keep or restart momentum, or correct client drift: a_i of FedProx, say, depends on mu.
+    """
+
+    paper = "Wang et al., arXiv 2007.07481"
+    claims = ("own_twin_without_bn", "one_client_is_plain_training", "one_client_is_two_of_half_its_weight")
+    takes: Mapping[str, str] = {"the client optimizer's state": "", "the correction of client drift": ""}
+
+    def on_round_start(self, trainer: L.Trainer, pl_module: "FederatedModule", cohort: "Cohort") -> None:
+        """Check the client optimizer."""
+        optimizer = cohort.optimizer
+        if type(optimizer) is not torch.optim.SGD or any(
+            group["dampening"] or group["nesterov"] for group in optimizer.param_groups
+        ):
+            raise ConfigurationError(
+                f"FedNova: client_optimizer {type(optimizer).__name__} must be SGD without dampening and nesterov; its steps "
+                "have no known length otherwise"
+            )
+
+    def on_before_aggregate(self, trainer: L.Trainer, pl_module: "FederatedModule", cohort: "Cohort") -> None:
+        """Normalise the updates: ``x_i <- x - d_i``."""
+        for block, lengths in self._lengths(cohort).items():
+            rows, server = cohort.params.blocks[block], cohort.server_rows.blocks[block]
+            rows.copy_(server + (rows - server) / lengths.unsqueeze(1))
+
+    def on_after_aggregate(self, trainer: L.Trainer, pl_module: "FederatedModule", cohort: "Cohort") -> None:
+        """Multiply the mean of the normalised updates by the mean length."""
+        for block, lengths in self._lengths(cohort).items():
+            cohort.pseudo_gradient.blocks[block] *= cohort.mean(lengths)
+
+    @staticmethod
+    def _lengths(cohort: "Cohort") -> dict[str, Tensor]:
+        """Return a_i of each client, ``[C]``, by averaged block."""
+        trained = [block for block in cohort.params.blocks if cohort.is_trained(block)]
+        return {
+            block: step_length(cohort.local_steps, group["momentum"]).to(cohort.params.blocks[block])
+            for block, group in zip(trained, cohort.optimizer.param_groups, strict=True)
+            if cohort.treatment(block) == "averaged"
+        }
+
+
+def step_length(steps: list[int], momentum: float) -> Tensor:
+    """Return ``a_i = [tau_i - m (1 - m^tau_i) / (1 - m)] / (1 - m)``, float64 ``[C]``.
+
+    It is the sum over tau_i local steps of the weights of all gradients, tau_i without momentum.
+
+    Args:
+        steps: Local steps tau_i of each client.
+        momentum: Momentum m of SGD, in [0, 1].
+    """
+    tau, m = torch.tensor(steps, dtype=torch.float64), momentum
+    return tau * (tau + 1) / 2 if m == 1 else (tau - m * (1 - m**tau) / (1 - m)) / (1 - m)
