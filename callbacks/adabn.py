@@ -23,7 +23,7 @@ class AdaBN(VariantEvaluation):
     client's own evaluation data after adaptation to these data. Training does not change.
     """
 
-    paper = "Li et al., arXiv 1603.04779"
+    paper = "Li et al., arXiv 1603.04779 (an observer: evaluation only)"
     role = "observer"
     claims = ("weights_of_fedavg", "one_client_is_plain_training")
 

@@ -142,7 +142,6 @@ def test_every_command_of_a_page_runs_in_its_order_for_two_rounds(name, write_me
         "GradientNorm",
         "Measured",
         "CentredInputs",
-        "ServerMomentum",
         "Tent",
         "Updates",
     ],

@@ -36,6 +36,7 @@ SHIPPED = {
 }
 # with all clients in every round the state of SiloBN's server is that of FedAvg
 _NEEDS = {
+    "FedNova": {"local_epochs": 1},  # clients that differ in their local steps
     "FedTAN": {"client_optimizer": MOMENTUM},
     "MaintainedMomentum": {"client_optimizer": MOMENTUM},
     "SiloBN": {"participation": 2},
