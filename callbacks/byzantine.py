@@ -10,7 +10,7 @@ import torch
 from fl_lightning import ConfigurationError, FederatedCallback
 from fl_lightning.attacks import ALittleIsEnough, Attack, Backdoor, Message, Mimic
 from fl_lightning.batch_norm import buffer_kinds
-from fl_lightning.cohort.parts import treatments
+from fl_lightning.cohort import treatments
 from fl_lightning.errors import check_choice
 from fl_lightning.round import resolve_policy, sent_statistics_by_kind, sent_vectors
 

@@ -8,7 +8,7 @@ import lightning as L
 from fl_lightning import FederatedCallback
 from fl_lightning.aggregation import require_weighted_mean
 from fl_lightning.batch_norm import buffer_kinds, parameter_kinds, require_batch_norm
-from fl_lightning.cohort.parts import treatments
+from fl_lightning.cohort import treatments
 from fl_lightning.errors import check_choice
 from fl_lightning.methods import Mode, collect
 from fl_lightning.round import resolve_policy

@@ -2,8 +2,8 @@
 
 from fl_lightning.cohort.client_memory import ClientMemory
 from fl_lightning.cohort.cohort import SERVER, Cohort
-from fl_lightning.cohort.parts import LAST_LAYER
+from fl_lightning.cohort.parts import LAST_LAYER, treatments
 from fl_lightning.cohort.round_cohort import RoundCohort
 from fl_lightning.cohort.slots import StateSlots
 
-__all__ = ["LAST_LAYER", "SERVER", "ClientMemory", "Cohort", "RoundCohort", "StateSlots"]
+__all__ = ["LAST_LAYER", "SERVER", "ClientMemory", "Cohort", "RoundCohort", "StateSlots", "treatments"]
