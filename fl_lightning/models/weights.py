@@ -56,7 +56,7 @@ def read_weights(model: nn.Module, path: str, setting: str) -> Mapping[str, Tens
 
     Args:
         model: The model, unchanged.
-        path: A file as in :func:`load_weights`.
+        path: A file as in :func:`~fl_lightning.models.weights.load_weights`.
         setting: The setting that names the file, for messages.
 
     Raises:
