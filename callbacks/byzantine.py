@@ -91,7 +91,7 @@ class Byzantine(FederatedCallback):
         self.attackers = attackers(self.clients, pl_module.data.num_clients)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: "FederatedModule") -> None:  # type: ignore[override]  # rounds have one
-        """Raise a ConfigurationError if the first attacked round does not send the target."""
+        """Raise a ConfigurationError if clients do not send the attacked state in the first attacked round."""
         first, sent = max(1, self.start_round), ["nothing (the run is centralised)"]
         if not pl_module.centralised:
             policy = resolve_policy(pl_module.federated_callbacks, first, pl_module.planned_rounds)

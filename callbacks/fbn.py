@@ -44,14 +44,14 @@ class FBN(FederatedCallback):
     v) are what PyTorch's BN would track on the union batch: unbiased, with N/(N-1) of all N values
     per channel. With E = 1 this is Algorithm 2 of the paper. Several local steps are our extension
     (footnote 4 hints at them): a client pools its E batches exactly, and one moving average with 1
-    - (1 - beta)^E follows. E is the largest number of local steps in the round; a client with fewer
-    steps forgets as much. Batches weigh by their number of values.
+    - (1 - beta)^E follows. E is the largest number of local steps in the round, also for a client
+    with fewer steps. Batches weigh by their number of values.
 
     Training equals that of one client with the union batch and this callback, not ordinary BN,
-    which normalises with the present batch. Gradients must weigh as the values do: equal clients,
-    ``weighting: samples`` if batches differ, or ``uniform`` if only the clients' sizes do. beta is
-    each BN layer's ``momentum`` (PyTorch's convention). The module's ``statistics_aggregator``
-    replaces the server's means in both lines.
+    which normalises with the present batch. Each gradient must have the weight of its values. Equal
+    clients need no setting; set ``weighting: samples`` if batch sizes differ, and ``uniform`` if
+    only the clients' data set sizes differ. beta is each BN layer's ``momentum`` (PyTorch's
+    convention). The module's ``statistics_aggregator`` replaces the server's means of m_i and v_i.
 
     Args:
         wire: Sent statistics. ``"run"``: moving averages m_i, v_i (the paper); ``"batch"``: mean
@@ -84,7 +84,7 @@ class FBN(FederatedCallback):
         self.wire, self.ema = wire, ema
 
     def policy(self, round_number: int, total_rounds: int) -> Mapping[str, str]:
-        """Return that statistics are pooled."""
+        """Declare running statistics pooled."""
         return {"mean": "pooled", "var": "pooled"}
 
     def configure_batch_norm(self, pl_module: "FederatedModule") -> None:
@@ -111,8 +111,8 @@ class FBN(FederatedCallback):
         """Yield each BN layer that saw values.
 
         ``server`` is the server's layer, ``clients`` holds the clients' buffers and their ``shares``
-        ``[C]`` of the N values per channel, ``unbias`` is N / (N - 1). ``weight`` is the round's weight
-        in what clients send, ``beta / weight`` the server's.
+        ``[C]`` of the N values per channel, ``unbias`` is N / (N - 1). ``weight`` is the weight of
+        this round in the sent statistics; the server multiplies their change by ``beta / weight``.
         """
         steps = max(cohort.local_steps) if self.ema == "per_step" else 1
         for name, server in batch_norm_layers(model).items():

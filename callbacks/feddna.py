@@ -65,7 +65,7 @@ class FedDNA(FederatedCallback):
             self.claims += ("moments_of_the_mixture",)
 
     def policy(self, round_number: int, total_rounds: int) -> Mapping[str, str]:
-        """Return that statistics are pooled."""
+        """Declare running statistics pooled."""
         return {"mean": "pooled", "var": "pooled"}
 
     def configure_batch_norm(self, pl_module: "FederatedModule") -> None:

@@ -112,7 +112,7 @@ class FedExFixBN(FoundFreezing):
         self.batch_round: int | None = None
 
     def undecided(self) -> Mapping[str, str]:
-        """Return that statistics may freeze, as long as neither configuration has won."""
+        """Declare that running statistics may freeze, as long as neither configuration has won."""
         return super().undecided() if self.batch_round is None else {}
 
     def configure_batch_norm(self, pl_module: "FederatedModule") -> None:

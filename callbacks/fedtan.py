@@ -149,7 +149,7 @@ class FedTAN(FederatedCallback):
             self.claims = ()
 
     def policy(self, round_number: int, total_rounds: int) -> Mapping[str, str]:
-        """Return that statistics are averaged, which no other method may change."""
+        """Declare running statistics averaged, so that no other method may change their treatment."""
         return {"mean": "averaged", "var": "averaged"}
 
     def configure_batch_norm(self, pl_module: "FederatedModule") -> None:

@@ -89,7 +89,7 @@ class MaintainedMomentum(FederatedCallback):
             self._remember(client, {**rest, "steps": steps[False][index].clone()})
 
     def extra_payload(self, cohort: "Cohort") -> tuple[int, int]:
-        """Return the floats of global state, sent once up and once down."""
+        """Return the number of floats of global state, which clients send and receive once a round."""
         floats = sum(
             rows.shape[1] for block, rows in _state(cohort).values() if self._is_shared(cohort, block)
         )

@@ -60,7 +60,7 @@ class StaticBN(FederatedCallback):
         self._is_last = False
 
     def policy(self, round_number: int, total_rounds: int) -> Mapping[str, str]:
-        """Return that statistics tracked in training are discarded."""
+        """Declare that statistics tracked in training are discarded."""
         return dict.fromkeys(("mean", "var", "counter"), "reset")
 
     def configure_batch_norm(self, pl_module: "FederatedModule") -> None:
@@ -117,7 +117,7 @@ class StaticBN(FederatedCallback):
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the rounds of the last pass and of the weights."""
+        """Return the round of the last statistics pass, and the round of the weights."""
         return {"measured_round": self.measured_round, "trained_round": self._trained_round}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -56,7 +56,7 @@ def subfolders(folder: Path) -> list[str]:
 
 
 def wrong_layout(data_dir: Path, missing: str, expected: str) -> ConfigurationError:
-    """Return the error of a data set's folder that does not exist or lacks ``missing``."""
+    """Return the error for a data folder that is absent or lacks ``missing``."""
     state = f"holds no {missing}" if data_dir.is_dir() else "does not exist"
     return ConfigurationError(f"data_dir={data_dir} {state}; expected {expected}")
 

@@ -79,7 +79,7 @@ class Normalization:
         self.scale = scale
 
     def to(self, device: torch.device) -> "Normalization":
-        """Return a copy for pixels in the memory of a device."""
+        """Return a copy that normalises pixels on a device."""
         moved = copy.copy(self)
         moved.mean, moved.std = self.mean.to(device), self.std.to(device)
         return moved

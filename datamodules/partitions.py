@@ -238,7 +238,7 @@ class FromFile(Partition):
     def __call__(
         self, labels: Tensor, num_clients: int, generator: Generator, groups: Groups = None
     ) -> list[Tensor]:
-        """See :meth:`Partition.__call__`; a file with the space ``train`` only."""
+        """See :meth:`Partition.__call__`; the file must have the space ``train``."""
         return self.assignment(labels, labels[:0]).train
 
     def assignment(self, train_labels: Tensor, test_labels: Tensor) -> Assignment:

@@ -61,8 +61,8 @@ class Samples(Dataset[Batch]):
 class TensorData(InMemorySamples):
     """Features and targets of any type and shape.
 
-    Integer targets ``[N]`` are classes, which label-skewed partitions separate. Such partitions
-    separate ten quantiles of other targets ``[N]``. Targets of more dimensions count as one class.
+    Label-skewed partitions use integer targets ``[N]`` as classes. They divide other targets ``[N]``
+    into ten quantiles, which count as classes. Targets of more dimensions count as one class.
 
     Args:
         features: Tensor or array ``[N, ...]``, or a file: ``.npz`` or ``.pt`` with ``features``,

@@ -84,7 +84,7 @@ class Ranks:
             message = pickle.dumps((computed(), None, self._depth))
         except Exception as error:
             if is_shared(error) or isinstance(error, LostRank):
-                # all ranks know the error from a nested exchange; drop the notes on what this rank did
+                # all ranks know the error of a nested exchange: drop this rank's notes on it
                 error.__notes__ = getattr(error, "shared_by_ranks", getattr(error, "__notes__", []))
                 raise
             mine, message = error, pickle.dumps((None, described(error), 0))

@@ -114,7 +114,7 @@ def accuracy_within(logits: Tensor, labels: Tensor, groups: Sequence[Sequence[in
 
 
 def accuracy_between(logits: Tensor, labels: Tensor, groups: Sequence[Sequence[int]]) -> float | None:
-    """Return the accuracy of telling clients apart, whose classes are disjoint.
+    """Return the accuracy of telling clients with disjoint classes apart.
 
     The prediction is the client whose classes have the largest summed probability, which is the
     most probable client under the model. Samples of classes without a client are left out.

@@ -1,4 +1,4 @@
-"""Measures that tell a classifier's bias from its features, of the server's model and a mean of models."""
+"""Measures of the classifier's bias and of the features, for the server's model and the mean of recent models."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -46,12 +46,12 @@ class ClassifierBias(FederatedCallback):
     - ``accuracy_between_clients``: accuracy of telling clients apart by the summed probability of
       each client's classes. Left out with a message if two clients share a class.
 
-    A client's classes are those of which it has at least a tenth as many training samples as of its
-    most frequent class. The last two need a data module with class histograms.
+    A class counts as a client's if the client has at least a tenth as many samples of it as of its
+    most frequent class. The last two measures need a data module with class histograms.
 
-    The names with ``_mean_model`` are the same measures, and ``accuracy`` and ``loss``, of the mean of
-    the server's models after the newest rounds: weights, running means and running variances are
-    averaged with equal weights; counters are those of the newest model.
+    Names that end in ``_mean_model`` are these measures, with ``accuracy`` and ``loss``, of the mean of
+    the newest server models. Weights, running means and running variances are averaged with equal
+    weights; counters are the newest model's.
 
     Only ``accuracy`` and ``loss`` count samples with non-finite outputs; the others leave these
     samples out. All evaluation data are used, whatever ``trainer.limit_val_batches`` is.
@@ -116,7 +116,7 @@ class ClassifierBias(FederatedCallback):
     on_test_epoch_end = on_validation_epoch_end  # type: ignore[assignment]  # rounds have one
 
     def _log(self, pl_module: "FederatedModule", split: str, suffix: str = "") -> None:
-        """Log the measures of the model that is in its place, on all ranks."""
+        """Log the measures of the module's present model, on all ranks."""
         data, train, outputs = pl_module.data, ServerEvaluation(), _Outputs()
         for index, (client, step) in enumerate(self._train_batches(pl_module)):
             batch = pl_module.on_device(data.cohort_batch([client], [step]).batches()[0])

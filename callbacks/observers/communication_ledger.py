@@ -59,7 +59,7 @@ class CommunicationLedger(Report, FederatedCallback):
         self.links: list[tuple[int, str]]
         self._begin()
 
-    # not on_round_end: hooks of other methods may follow it, and it would reseed torch's generator
+    # not on_round_end: another method's hook may follow, and each hook reseeds torch's generator
     def on_train_batch_end(  # type: ignore[override]  # rounds have one
         self, trainer: L.Trainer, pl_module: "FederatedModule", outputs: Any, batch: Any, batch_idx: int
     ) -> None:

@@ -99,7 +99,7 @@ class StatisticsSources(VariantEvaluation):
         self.clients = ClientMemory()
 
     def policy(self, round_number: int, total_rounds: int) -> Mapping[str, str]:
-        """Return that statistics are averaged, unless all sources are measured."""
+        """Declare running statistics averaged; declare nothing if all sources are measured."""
         return {"mean": "averaged", "var": "averaged"} if self._followed else {}
 
     def configure_batch_norm(self, pl_module: "FederatedModule") -> None:
@@ -144,7 +144,7 @@ class StatisticsSources(VariantEvaluation):
     def variants(
         self, trainer: L.Trainer, pl_module: "FederatedModule"
     ) -> Mapping[str, Mapping[str, Tensor]]:
-        """Return the statistics of each source, for ``silobn`` of each client."""
+        """Return the statistics of each source; ``silobn`` has one set for each client."""
         variants: dict[str, Mapping[str, Tensor]] = {}
         for source in self._chosen:
             if source == "batch":
@@ -192,9 +192,8 @@ def _matched(
     """Aggregate the clients' means and variances ``[C, channels of all layers]``, as MomentMatching does."""
     widths = [layer.num_features for layer in layers.values()]
     pairs = zip(torch.split(means, widths, 1), torch.split(variances, widths, 1), strict=True)
-    rule = StatisticsAggregator(
-        statistics.rule, statistics.domain
-    )  # a copy: the run's rule counts its clamps
+    # a copy: the run's own rule counts how often it clamps
+    rule = StatisticsAggregator(statistics.rule, statistics.domain)
     mean, variance = zip(*rule([LayerStatistics(*pair, weights, 1.0) for pair in pairs]), strict=True)
     return torch.cat(mean), torch.cat(variance)
 

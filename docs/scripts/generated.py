@@ -33,8 +33,8 @@ def rules() -> str:
     """Return the rules with their docstrings and remedies, and the claims with their first lines."""
     counts = Counter(line for lines in FAILS.values() for line in lines)
     sections = [
-        f"### {name}\n\n{_text(check)}\n\nIf it fails: {REMEDIES[name]}. Broken methods of the tests that fail it: "
-        f"{counts[name]}."
+        f"### {name}\n\n{_text(check)}\n\nIf it fails: {REMEDIES[name]}. The tests have {counts[name]} broken "
+        f"method{'s' * (counts[name] > 1)} that fail{'s' * (counts[name] == 1)} this rule."
         for name, check in RULES.items()
     ]
     return "\n\n".join(["## Rules", *sections, "## Claims", _list(CLAIMS)])

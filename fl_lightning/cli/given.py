@@ -95,7 +95,7 @@ def place_in(file: str, line: int) -> str:
 
 
 def _check_class(tree: Config, name: str, place: str) -> None:
-    """Raise an error for a class without a name, with settings beside ``init_args`` or without names."""
+    """Raise an error if a class has no name, settings outside ``init_args``, or settings without names."""
     kind, settings = tree["class_path"], tree.get("init_args") or {}
     if not isinstance(kind, str):
         raise ConfigurationError(f"{name}: class_path: {kind} must be the name of one class{place}")

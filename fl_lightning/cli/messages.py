@@ -123,7 +123,7 @@ def explain(
         near = f"; give one class, or for a list [{missing[1]}]" if "," in missing[1] else near
         return f"{setting}there is no class {missing[1]!r}{near or '; ' + remedy}"
     text = message.partition(f'"{key}":')[2] if key else message
-    # without the command, as users write settings
+    # users write settings without the command's name
     return setting + _one_line(re.sub(r"(required:|,) (?:fit|validate|test|predict)\.", r"\1 ", text))
 
 
@@ -273,7 +273,7 @@ class _Output:
 
 @contextmanager
 def refusals() -> Iterator[None]:
-    """Convert errors that a user can mend to ConfigurationErrors with :func:`command`'s line."""
+    """Raise errors that a user can fix as ConfigurationErrors, with the line that :func:`command` prints."""
     quiet_host()
     try:
         yield

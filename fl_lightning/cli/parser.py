@@ -31,7 +31,7 @@ class ConciseParser(LightningArgumentParser):
 
     Attributes:
         owner: Class whose settings the parser reads; empty if the settings belong to several.
-        given: Settings of the user, for similar names, files and lines in errors.
+        given: The user's settings. Errors name their file and line, and suggest similar names.
     """
 
     owner = ""
@@ -142,7 +142,7 @@ def _make(class_type: type, *args: Any, **settings: Any) -> Any:
 
 
 def _refuse_null(class_type: type, settings: Config) -> None:
-    """Raise an error if a setting is null against its type, which jsonargparse accepts."""
+    """Raise an error if a setting is null although its type excludes null; jsonargparse accepts this."""
     for name in [name for name, value in settings.items() if value is None]:
         known = parameters(class_type).get(name)
         if known is None or known.default is None:

@@ -64,7 +64,7 @@ def main(args: Sequence[str]) -> None:
     cli = run(["fit", *fit_options], cli_class=DataCLI)
     data: FederatedDataModule = cli.datamodule
     data.prepare_data()
-    # "fit" refuses clients without a batch, which the table counts
+    # "fit" would refuse clients with less than one batch; the table shows them
     data.setup("validate" if isinstance(data, PartitionedDataModule) else "fit")
     distribution: Any = getattr(data, "distribution", None)
     if saved is not None and distribution is None:

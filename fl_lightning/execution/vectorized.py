@@ -27,8 +27,8 @@ class VectorizedExecutor(Executor):
 
     Args:
         block_size: Clients in a block; None: the whole cohort. Smaller blocks need less memory.
-        where_possible: Whether clients are computed one after the other, instead of an error, if
-            the model or the shapes of the batches do not allow vectorization.
+        where_possible: Whether clients are computed one by one if the model or the shapes of the
+            batches do not allow vectorization. Default: an error.
 
     Raises:
         ConfigurationError: ``block_size`` is below 1.

@@ -58,7 +58,7 @@ class RoundPlan:
         return [c for c in drawn if failures is None or failures.reports(c, self.seed, round_number)]
 
     def cohort(self, round_number: int) -> list[int]:
-        """Return the clients of a round; empty if the round is skipped, as too few report."""
+        """Return the clients of a round; empty if too few report, so that the round is skipped."""
         clients = self.reporting(round_number)
         return clients if len(clients) >= self.min_clients else []
 

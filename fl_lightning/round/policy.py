@@ -130,8 +130,8 @@ def policy_table(
         total_rounds: Number of planned rounds.
 
     Returns:
-        The stages of each kind and part, such as ``[(1, "averaged"), (51, "frozen")]``. A method that finds
-        the round in training stands in place of the round: ``("SlidingWindowFixBN", "frozen")``.
+        The stages of each kind and part, such as ``[(1, "averaged"), (51, "frozen")]``. If a
+        method finds the round in training, its name replaces the round: ``("SlidingWindowFixBN", "frozen")``.
     """
     callbacks = list(callbacks)
     present = {*parameter_kinds(model).values(), *buffer_kinds(model).values()}

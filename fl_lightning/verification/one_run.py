@@ -258,7 +258,7 @@ def model_comes_back(trials: Trials) -> str:
 
 
 def _form(model: nn.Module) -> Leaves:
-    """Return the form of a model (all but its numbers) by place."""
+    """Return the structure of a model by name: types, shapes, flags and hooks, without values."""
     form: Leaves = {f"{name} in state_dict": "yes" for name in model.state_dict()}
     for name, module in model.named_modules():
         hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks)

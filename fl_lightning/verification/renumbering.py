@@ -25,7 +25,7 @@ def knows_no_client(trials: Trials) -> bool:
 
 
 def memory_apart(first: Round, second: Round) -> tuple[float, str]:
-    """Return the largest difference of the method's memory after second rounds, and its place."""
+    """Return the largest difference between the method's memories after two rounds, and its place."""
     return distance(leaves(first.memory), leaves(second.memory))
 
 

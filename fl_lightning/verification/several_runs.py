@@ -166,8 +166,9 @@ def pooled_weights(trials: Trials) -> str:
 def traffic(trials: Trials) -> str:
     """Check that ``extra_payload`` declares what crosses the network beside weights, statistics and losses.
 
-    Up: a client's other data reach the server only by what it sends. Down: the server's memory, if it
-    is larger than a few numbers, changes no local step.
+    Upload: if a client sends the same weights, statistics and loss, its data change neither the server
+    nor the server's memory. Download: the server's memory of more than a few numbers changes no local
+    step.
     """
     usual, number = trials.run(), 3
     seen = usual.rounds[number - 1]

@@ -226,7 +226,7 @@ class Training:
         return None if ckpt_path is None else self.directory.resolve_checkpoint(str(ckpt_path))
 
     def _has_this_plan(self, path: Path, rounds: int | None) -> bool:
-        """Return whether a run was planned for ``rounds``, which decide freezing and rate decay."""
+        """Return whether a run was planned for ``rounds`` rounds, which set freezing and the decay of the rate."""
         if self.module.budget_epochs is not None or rounds in (None, -1):
             return True  # the data decide the rounds, and are part of the hash
         planned = load_run(path)["fl_lightning"]["total_rounds"]

@@ -209,7 +209,7 @@ def _essential(node: Any) -> Any:
     for name, x in _arguments(node).items():
         scalar = type(x) in _SCALARS
         usual = known.get(name)
-        # saves the costly text: an object differs from None, the most common default
+        # most defaults are None, which no object equals: skip the costly text of the object
         if usual != repr(x) if scalar else usual in (None, "None") or usual != _text(_plain(x)):
             given[name] = _content(x) if name in files else x if scalar else _essential(x)
     rest = {name: x for name, x in node.items() if name not in _OF_A_CLASS}

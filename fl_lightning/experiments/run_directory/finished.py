@@ -15,7 +15,7 @@ from fl_lightning.round.record import Origin
 
 @with_config(extra="allow", strict=True)
 class Result(TypedDict):
-    """Content of ``result.json`` except metrics, whose names have a slash, and reports' entries."""
+    """Content of ``result.json`` without metrics, whose names have a slash, and entries of reports."""
 
     method: str
     model: str
