@@ -51,6 +51,20 @@ def table() -> str:
     return "\n".join(lines)
 
 
+def measures() -> str:
+    """Return the measures of ``ClassifierBias`` on kept weights as a table in Markdown."""
+    names = ("accuracy", "accuracy_calibrated", "accuracy_within_clients", "accuracy_between_clients")
+    lines = [
+        "| round | method | images of other classes | test accuracy | calibrated | within clients | between clients |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in json.loads((NUMBERS_FOLDER / "classifier_bias.json").read_text())["rows"]:
+        values = [f"{row[name]:.3f}" for name in names]
+        cut = [str(row["round"]), row["method"], f"{row['tail']} of each class", *values]
+        lines.append(f"| {' | '.join(cut)} |")
+    return "\n".join(lines)
+
+
 def draw() -> None:
     """Draw test accuracy over the rounds, with the published values as lines."""
     with paper_style():
