@@ -21,6 +21,12 @@ class AdaBN(VariantEvaluation):
     them as running statistics. ``val/accuracy_adabn`` (or ``test/``) adapts to the server's
     evaluation data, ``val/own_accuracy_adabn`` is the mean over the clients of the accuracy on a
     client's own evaluation data after adaptation to these data. Training does not change.
+
+    Example:
+        >>> from fl_lightning.testing import blobs, distance, small_cnn, train
+        >>> state = train(small_cnn(), blobs(), rounds=2, callbacks=[AdaBN()])
+        >>> distance(state, train(small_cnn(), blobs(), rounds=2))  # training is FedAvg
+        0.0
     """
 
     paper = "Li et al., arXiv 1603.04779 (an observer: evaluation only)"

@@ -32,6 +32,12 @@ class FedBABU(PersonalEvaluation):
 
     Raises:
         ConfigurationError: ``fine_tune_epochs`` is negative.
+
+    Example:
+        >>> from fl_lightning.testing import blobs, small_cnn, train
+        >>> state = train(small_cnn(), blobs(), rounds=2, callbacks=[FedBABU()])
+        >>> bool((state["8.weight"] == small_cnn().double()[8].weight).all())  # the head never moves
+        True
     """
 
     paper = "Oh et al., arXiv 2106.06042"

@@ -34,6 +34,13 @@ class FedDyn(FederatedCallback):
 
     Raises:
         ConfigurationError: ``alpha`` is not above 0.
+
+    Example:
+        >>> from fl_lightning.testing import blobs, small_cnn, train
+        >>> method = FedDyn(alpha=0.1)
+        >>> state = train(small_cnn("gn"), blobs(), rounds=3, callbacks=[method], local_steps=3)
+        >>> sorted(method.memory)  # h of the server, g_i of the clients
+        [-1, 0, 1, 2]
     """
 
     paper = "Acar et al., arXiv 2111.04263"

@@ -24,6 +24,13 @@ class FedNova(FederatedCallback):
     The formula of a_i is known for SGD with or without momentum that starts each round from zeros.
     Other client optimizers, dampening and Nesterov momentum are refused, and so are methods that
     keep or restart momentum, or correct client drift: a_i of FedProx, say, depends on mu.
+
+    Example:
+        >>> from fl_lightning.testing import blobs, distance, small_cnn, train
+        >>> state = train(small_cnn(), blobs(), rounds=2, callbacks=[FedNova()], local_steps=3)
+        >>> averaged = train(small_cnn(), blobs(), rounds=2, local_steps=3)
+        >>> distance(state, averaged) < 1e-12  # equal numbers of local steps
+        True
     """
 
     paper = "Wang et al., arXiv 2007.07481"

@@ -15,6 +15,12 @@ class FedPer(LocalState):
         head: The head, by the name or names of modules or parameters, such as ``fc`` (see
             ``fl_lightning.cohort.parts``). Default: the last layer. An empty list is FedAvg.
         evaluate_clients: Number of clients' models to evaluate. Default: all.
+
+    Example:
+        >>> from fl_lightning.testing import blobs, small_cnn, train
+        >>> state = train(small_cnn(), blobs(), rounds=2, callbacks=[method := FedPer(head="8")])
+        >>> method.memory[0]["weights@8"].shape  # client 0's weights and biases of the last layer
+        torch.Size([75])
     """
 
     paper = "Arivazhagan et al., arXiv 1912.00818"

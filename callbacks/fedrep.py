@@ -32,6 +32,13 @@ class FedRep(FedPer):
 
     Raises:
         ConfigurationError: ``head_steps`` is negative, or leaves no local step for the body.
+
+    Example:
+        >>> from fl_lightning.testing import blobs, small_cnn, train
+        >>> method = FedRep(head_steps=3)
+        >>> state = train(small_cnn(), blobs(), rounds=2, callbacks=[method], local_steps=4)
+        >>> bool((method.memory[0]["weights@last layer"] == method.memory[1]["weights@last layer"]).any())
+        False
     """
 
     paper = "Collins et al., arXiv 2102.07303"

@@ -12,6 +12,12 @@ class MTFL(LocalState):
     initial ones. The paper measures a client's model after the download, on test data like the
     client's own: this is ``own_accuracy``. Its FedAvg-Adam, which averages Adam's moments as well,
     is :class:`~fl_lightning.callbacks.maintained_momentum.MaintainedMomentum` with global scope.
+
+    Example:
+        >>> from fl_lightning.testing import blobs, small_cnn, train
+        >>> state = train(small_cnn(), blobs(), rounds=2, callbacks=[method := MTFL()])
+        >>> method.memory[0]["batch_norm"].shape  # client 0's gamma and beta of both BN layers
+        torch.Size([20])
     """
 
     paper = "Mills et al., arXiv 2007.09236"

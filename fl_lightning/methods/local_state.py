@@ -39,6 +39,12 @@ class PersonalEvaluation(VariantEvaluation):
 
     Raises:
         ConfigurationError: ``evaluate_clients`` is below 1.
+
+    Example:
+        >>> class Sharpened(PersonalEvaluation):
+        ...     def variants(self, trainer, pl_module):
+        ...         weight = {"8.weight": 2 * pl_module.model[8].weight.detach()}
+        ...         return {str(client): weight for client in self.evaluated_clients(pl_module)}
     """
 
     def __init__(self, evaluate_clients: int | None = None) -> None:
