@@ -44,7 +44,7 @@ class Round:
         steps: Local steps of each client.
         trained: The clients' rows after their last local step, those of ``scratch`` too.
         losses: The clients' losses, ``[C]``.
-        grads: The clients' gradients of each local step, ``[C, columns]`` by block.
+        grads: The clients' gradients of each local step, ``[C, *shape]`` by name.
         late: Name and client of an entry of ``cohort.extra`` that changed after the client's last
             step; empty if none did.
     """
@@ -160,7 +160,7 @@ class Run(FederatedModule):
                 f"{name!r} of client {cohort.client_ids[changed[0]]}" if changed else ""
             )
         if hook == "on_after_local_backward":
-            seen.grads.append({name: value.clone() for name, value in cohort.grads.blocks.items()})
+            seen.grads.append({name: value.clone() for name, value in cohort.grads.items()})
         elif hook == "on_round_start":
             seen.start, seen.steps = self._rows(cohort), list(cohort.local_steps)
             keys = cohort.optimizer_state_keys

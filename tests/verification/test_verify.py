@@ -247,3 +247,27 @@ class Ring(Remembers):
 @pytest.mark.parametrize("method", [ByLayer, ByName, ByRound, Ring])
 def test_numbers_that_are_not_clients_are_not_taken_for_theirs(method):
     assert certify(method, references=False).failed == []
+
+
+class NoisyHead(callbacks.FedPer):
+    """FedPer with noise in the gradients of each local step."""
+
+    claims = ()
+
+    def __init__(self):
+        super().__init__(head="8")
+
+    def on_after_local_backward(self, trainer, pl_module, cohort, step):
+        for block, gradients in cohort.grads.blocks.items():
+            generators = cohort.generators(f"noise {block}")
+            draws = [torch.randn(gradients.shape[1], generator=g, dtype=gradients.dtype) for g in generators]
+            if draws:
+                gradients += 0.01 * torch.stack(draws)
+
+
+def test_a_part_of_the_model_may_get_noise():
+    certificate = certify(NoisyHead, references=False)
+    assert certificate.failed == []
+    rules = {finding.line: finding for finding in certificate.rules}
+    assert rules["fresh noise"].status == "PASSED"
+    assert rules["learning rate 0"].status == "does not apply"
