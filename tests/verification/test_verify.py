@@ -270,4 +270,4 @@ def test_a_part_of_the_model_may_get_noise():
     assert certificate.failed == []
     rules = {finding.line: finding for finding in certificate.rules}
     assert rules["fresh noise"].status == "PASSED"
-    assert rules["learning rate 0"].status == "does not apply"
+    assert rules["learning rate 0"].status == "PASSED"  # noise in gradients moves nothing there
