@@ -17,7 +17,7 @@ options are settings of every cell, such as --data.data_dir data/cifar10 or --tr
 
 
 class Refusal(SystemExit):
-    """End of a command with one line, which :func:`command` prints.
+    """End of a command with one line, which ``command`` prints.
 
     Attributes:
         line: Line to print.

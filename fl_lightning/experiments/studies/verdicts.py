@@ -1,7 +1,7 @@
 """Verdicts on the claims of a study, by paired differences and Holm's correction.
 
 The claims of a table are a family: the probability of any wrong verdict in a family is at most
-:data:`FAMILY_ERROR`. Headline claims, at most :data:`HEADLINE_CLAIMS` with at least
+:data:`FAMILY_ERROR`. Headline claims, at most three with at least
 :data:`HEADLINE_SEEDS` seeds, are a family of their own.
 """
 
