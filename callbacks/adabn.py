@@ -19,8 +19,8 @@ class AdaBN(VariantEvaluation):
 
     One pass over the data measures statistics (:func:`adapt_statistics`), and the evaluation uses
     them as running statistics. ``val/accuracy_adabn`` (or ``test/``) adapts to the server's
-    evaluation data, ``val/own_accuracy_adabn`` is the mean over the clients of the accuracy on a
-    client's own evaluation data after adaptation to these data. Training does not change.
+    evaluation data. ``val/own_accuracy_adabn`` adapts to each client's own evaluation data and is
+    the mean accuracy over the clients. Training does not change.
 
     Example:
         >>> from fl_lightning.testing import blobs, distance, small_cnn, train

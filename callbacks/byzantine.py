@@ -31,23 +31,25 @@ _TARGETS = {
 class Byzantine(FederatedCallback):
     """Byzantine clients: attackers that know what the honest clients of a round send.
 
-    The hooks of an attack follow the hooks of all methods, so the attack replaces rows that methods
-    have already changed. Statistics are rewritten in the form in which they are sent (FBN's wire form,
-    otherwise moving averages), parameters as the difference from the server's, which for E = 1 is
-    the (damped) gradient. Everything else that a method sends (momentum, control variates), and
-    the state that clients keep, stays as the attackers computed it.
+    The hooks of an attack follow the hooks of all methods, so the attack replaces messages that
+    methods have already changed. The attack rewrites statistics as they are sent (with FBN its
+    ``wire``, otherwise moving averages). It rewrites parameters as the difference from the
+    server's, which for E = 1 is the (damped) gradient. Everything else that a method sends
+    (momentum, control variates), and the state that clients keep, stays as the attackers computed
+    it.
 
     The partition gives data to attackers too, unless it is wrapped in ``HonestOnly``.
     ``byzantine/clients`` is the number of attackers in the round's cohort.
 
     Args:
         attack: The attack, see :mod:`fl_lightning.attacks`.
-        clients: The attackers: a number or a fraction of clients, the last by id; or their ids.
+        clients: The attackers' ids, or their number or fraction; then the highest ids attack.
         target: State that an attack on messages rewrites: ``"means"``, ``"variances"``,
             ``"statistics"`` (both), ``"parameters"`` or ``"everything"``.
         start_round: First round with attacks.
-        per: Scope of a searched factor: ``"model"``, one for all that is rewritten; ``"layer"``,
-            one for each message (the parameters, and each layer's means and variances).
+        per: Scope of a factor that the attack searches: ``"model"``, one for all rewritten state;
+            ``"layer"``, one for each message (the parameters, and each layer's means and
+            variances).
         stay_valid: Whether attackers keep the variances that they send above 0, so that a
             ``statistics_domain`` of the server does not notice them.
 
@@ -90,8 +92,8 @@ class Byzantine(FederatedCallback):
         """Select the attackers."""
         self.attackers = attackers(self.clients, pl_module.data.num_clients)
 
-    def on_train_start(self, trainer: L.Trainer, pl_module: "FederatedModule") -> None:  # type: ignore[override]  # rounds have one
-        """Raise a ConfigurationError if clients do not send the attacked state in the first attacked round."""
+    def on_train_start(self, trainer: L.Trainer, pl_module: "FederatedModule") -> None:  # type: ignore[override]  # narrows pl_module
+        """Raise an error if clients do not send the attacked state in the first attacked round."""
         first, sent = max(1, self.start_round), ["nothing (the run is centralised)"]
         if not pl_module.centralised:
             policy = resolve_policy(pl_module.federated_callbacks, first, pl_module.planned_rounds)
@@ -165,13 +167,13 @@ class Byzantine(FederatedCallback):
 
     on_test_batch_end = on_validation_batch_end  # type: ignore[assignment]  # the same
 
-    def on_validation_epoch_start(self, trainer: L.Trainer, pl_module: "FederatedModule") -> None:  # type: ignore[override]  # rounds have one
+    def on_validation_epoch_start(self, trainer: L.Trainer, pl_module: "FederatedModule") -> None:  # type: ignore[override]  # narrows pl_module
         """Reset the counts."""
         self._success = torch.zeros(2)
 
     on_test_epoch_start = on_validation_epoch_start  # type: ignore[assignment]  # the same
 
-    def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: "FederatedModule") -> None:  # type: ignore[override]  # rounds have one
+    def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: "FederatedModule") -> None:  # type: ignore[override]  # narrows pl_module
         """Log the success rate of a backdoor."""
         if isinstance(self.attack, Backdoor) and self._success[1] and not trainer.sanity_checking:
             split = "test" if trainer.testing else pl_module.data.fit_split
@@ -181,7 +183,7 @@ class Byzantine(FederatedCallback):
 
 
 def attackers(clients: int | float | Sequence[int], num_clients: int) -> list[int]:
-    """Return the ids of the attackers, given by number, fraction or ids.
+    """Return the attackers' ids, given their number, fraction or ids.
 
     Raises:
         ConfigurationError: An id does not exist, or all clients attack.

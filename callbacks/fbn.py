@@ -47,11 +47,12 @@ class FBN(FederatedCallback):
     - (1 - beta)^E follows. E is the largest number of local steps in the round, also for a client
     with fewer steps. Batches weigh by their number of values.
 
-    Training equals that of one client with the union batch and this callback, not ordinary BN,
-    which normalises with the present batch. Each gradient must have the weight of its values. Equal
-    clients need no setting; set ``weighting: samples`` if batch sizes differ, and ``uniform`` if
-    only the clients' data set sizes differ. beta is each BN layer's ``momentum`` (PyTorch's
-    convention). The module's ``statistics_aggregator`` replaces the server's means of m_i and v_i.
+    Training equals that of one client with the union batch and this callback. It differs from
+    ordinary BN, which normalises with the present batch. Each gradient must have the weight of its
+    values. Equal clients need no setting; set ``weighting: samples`` if batch sizes differ, and
+    ``uniform`` if only the clients' data set sizes differ. beta is each BN layer's ``momentum``
+    (PyTorch's convention). The module's ``statistics_aggregator`` replaces the server's means of
+    m_i and v_i.
 
     Args:
         wire: Sent statistics. ``"run"``: moving averages m_i, v_i (the paper); ``"batch"``: mean
@@ -92,7 +93,7 @@ class FBN(FederatedCallback):
         swap_batch_norm(pl_module.model, SharedBatchNorm, momentum=True)
 
     def on_before_aggregate(self, trainer: L.Trainer, pl_module: "FederatedModule", cohort: "Cohort") -> None:
-        """Replace the clients' running statistics by what they send (Algorithm 2, lines 5 to 7)."""
+        """Replace clients' running statistics by the sent ones (Algorithm 2, lines 5 to 7)."""
         for layer in self._layers(pl_module.model, cohort):
             clients, weight = layer.clients, layer.weight
             clients.running_mean.lerp_(clients.batch_mean, weight)

@@ -7,8 +7,8 @@ class FedBN(LocalState):
     """FedBN: clients keep gamma, beta, statistics and counter of BN; the other parameters are averaged.
 
     There is no global model: each client combines the averaged weights with its own BN state. BN
-    layers are found by type, which includes ``downsample.1``; the authors' code looks for "bn" in
-    the name. Its average weighs every client with 1/n, as ``weighting: uniform`` does.
+    layers are found by type, also ResNet's ``downsample.1``; the authors' code looks for "bn" in
+    the name. The authors' code weights every client with 1/n, as ``weighting: uniform`` does.
 
     The paper does not measure a server's test set under label skew. Personal accuracy is low there,
     since a client's BN state fits its own classes (see

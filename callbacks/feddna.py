@@ -25,7 +25,7 @@ class FedDNA(FederatedCallback):
     """FedDNA (lite): importance-weighted aggregation of BN statistics, without the paper's VAE.
 
     Parameters are averaged as in FedAvg. Statistics are aggregated with importances q on the
-    simplex, one number per client: ``mu = sum q_i mu_i`` and ``sigma^2 = sum q_i (sigma_i^2 +
+    simplex, one weight per client: ``mu = sum q_i mu_i`` and ``sigma^2 = sum q_i (sigma_i^2 +
     mu_i^2) - mu^2``. The paper learns q with an adversarial variational auto-encoder, for which no
     code was found. Here q minimises a stated divergence between the server's Gaussian N(q) and the
     clients' N_i, summed over all channels, so the paper's numbers cannot be expected.
@@ -75,7 +75,7 @@ class FedDNA(FederatedCallback):
             pl_module, "FedDNA", "sums statistics with importances", ["statistics_aggregator"]
         )
 
-    def on_train_start(self, trainer: L.Trainer, pl_module: "FederatedModule") -> None:  # type: ignore[override]  # rounds have one
+    def on_train_start(self, trainer: L.Trainer, pl_module: "FederatedModule") -> None:  # type: ignore[override]  # narrows pl_module
         """Print how this version differs from the paper."""
         pl_module.print(
             f"FedDNA (lite): importances minimise {self.divergence}, in place of the paper's adversarial training."
@@ -111,8 +111,8 @@ def reverse_kl_importances(
 
     The objective is convex in q: ``sigma^2 + (mu - mu_i)^2`` is linear in q, and -log of the
     concave sigma^2 is convex. A step is accepted if the objective stays below its upper model, so
-    the objective never rises; the next step tries twice the size. The descent ends once the duality
-    gap ``q @ g - min g``, which bounds the remaining gain, is below 1e-7 a channel.
+    the objective never rises; the next step starts with twice the size. The duality gap ``q @ g -
+    min g`` bounds the remaining gain; the descent ends once the gap is below 1e-7 per channel.
 
     Args:
         means: Means of the clients, ``[C, channels]``.
@@ -125,7 +125,7 @@ def reverse_kl_importances(
     """
     mu, var, p = means.double().cpu(), variances.double().cpu() + _EPS, weights.double().cpu()
     squares = var + mu**2
-    # the part of the KL divergence that is linear in q
+    # coefficients of the terms of the KL divergence that are linear in q
     linear = (squares @ (p @ (1 / var)) - 2 * mu @ (p @ (mu / var))) / (2 * mu.shape[1])
 
     def objective(q: Tensor) -> tuple[Tensor, Tensor]:

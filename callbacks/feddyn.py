@@ -18,19 +18,19 @@ class FedDyn(FederatedCallback):
     """FedDyn: each client adds ``alpha / 2 |x_i - x|^2 - <g_i, x_i>`` to its loss (Algorithm 1).
 
     g_i is an estimate of the gradient of client i at its own solution: after a round ``g_i <- g_i -
-    alpha (x_i - x)``. It starts from 0, stays at the client, and an absent client's does not
-    change. The server holds h, with ``h <- h - alpha |S|/n mean(x_i - x)`` over the cohort S of the
-    n clients, so h is the weighted mean of all g_i. Its new parameters are ``mean(x_i) - h /
-    alpha``. Nothing is sent beside the parameters. The logged loss is the task's.
+    alpha (x_i - x)``. g_i starts from 0, stays at the client, and does not change while the client
+    is absent. The server updates ``h <- h - alpha |S|/n mean(x_i - x)`` over the cohort S of the n
+    clients, so h is the weighted mean of all g_i. The server's new parameters are ``mean(x_i) - h /
+    alpha``. Only parameters are sent. The logged loss excludes the added terms.
 
     ``mean`` is the module's aggregator, by default the weighted mean, and ``|S|/n`` the cohort's
     share of all clients' weight. With ``weighting: uniform`` both are the paper's. The server
     optimizer gets ``x - mean(x_i) + h / alpha`` as its pseudo-gradient; ``SGD(lr=1)`` is the
-    paper's. The method covers what the server averages and trains: neither statistics nor frozen
-    or local parameters (FedBN).
+    paper's. The method applies to parameters that clients train and the server averages, not to
+    statistics, frozen parameters or local parameters (FedBN).
 
     Args:
-        alpha: Weight of the regularisation, above 0. The paper's are 0.001 to 0.1.
+        alpha: Weight of the regularisation, above 0; 0.001 to 0.1 in the paper.
 
     Raises:
         ConfigurationError: ``alpha`` is not above 0.
@@ -93,7 +93,7 @@ class FedDyn(FederatedCallback):
         self.memory[SERVER] = server
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the g_i by client id (``SERVER``: h), a row ``[columns]`` for each block."""
+        """Return the g_i by client id (``SERVER``: h), a vector ``[columns]`` for each block."""
         return {"memory": self.memory}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

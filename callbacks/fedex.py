@@ -32,7 +32,7 @@ class ChosenBatchNorm(SwappedBatchNorm):
     scratch = ("frozen",)
 
     def prepare(self) -> None:
-        """Register the client's mark, a bool."""
+        """Register the buffer ``frozen``, a bool of each client."""
         self.register_buffer("frozen", torch.zeros_like(self.running_mean[0], dtype=torch.bool), False)  # type: ignore[index]  # swap_batch_norm has checked it
 
     def forward(self, inputs: Tensor) -> Tensor:
@@ -59,11 +59,11 @@ class FedExFixBN(FoundFreezing):
     for a run. So each client of a round samples one of two configurations from a shared
     distribution theta: batch statistics, or the server's running statistics, which this client does
     not update. After its local steps the client reports its model's loss on its next batch, in eval
-    mode with its own statistics. This stands in for FedEx's validation data; in later epochs that
-    batch is not new. The server takes an exponentiated gradient step on theta. Once the entropy of
-    theta is below ``cutoff``, its argmax decides: either the server's statistics freeze for all
-    clients from the next round (T* is found), or all clients train with batch statistics to the
-    end.
+    mode with its own statistics. This batch replaces FedEx's validation data; in later epochs the
+    client has trained on it before. The server takes an exponentiated gradient step on theta. Once
+    the entropy of theta is below ``cutoff``, its argmax decides: either the server's statistics
+    freeze for all clients from the next round (T* is found), or all clients train with batch
+    statistics to the end.
 
     The choice is myopic: the loss after this round's local steps decides, not the final accuracy.
     The first round has no baseline and takes no step (FedEx starts from a baseline of 0).
@@ -116,7 +116,7 @@ class FedExFixBN(FoundFreezing):
         return super().undecided() if self.batch_round is None else {}
 
     def configure_batch_norm(self, pl_module: "FederatedModule") -> None:
-        """Let each client's BN layers follow its own choice."""
+        """Swap BN layers for layers that follow each client's sampled configuration."""
         swap_batch_norm(pl_module.model, ChosenBatchNorm)
 
     def on_round_start(self, trainer: L.Trainer, pl_module: "FederatedModule", cohort: "Cohort") -> None:
@@ -211,10 +211,10 @@ def step_size(gradient: Tensor, schedule: str, past: float) -> tuple[float, floa
 
     Args:
         gradient: The gradient estimate ``[k]``.
-        schedule: The scale. ``"constant"``: 1. ``"auto"``: root of the number of steps.
-            ``"adaptive"``: root of the summed squares of each gradient's largest entry.
-            ``"aggressive"``: that entry now.
-        past: Sum over earlier steps, initially 0.
+        schedule: Choice of the scale. ``"constant"``: 1. ``"auto"``: root of the number of steps.
+            ``"adaptive"``: root of the summed squares of all gradients' largest entries.
+            ``"aggressive"``: largest entry of this gradient. Entries are absolute values.
+        past: Sum under the root over earlier steps, initially 0.
     """
     largest = float(gradient.abs().max())
     past += {"auto": 1.0, "adaptive": largest**2}.get(schedule, 0.0)

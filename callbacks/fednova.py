@@ -14,16 +14,17 @@ if TYPE_CHECKING:
 
 
 class FedNova(FederatedCallback):
-    """FedNova: clients send normalised updates, so a client with more local steps counts no more.
+    """FedNova: clients send normalised updates, so more local steps give a client no more weight.
 
-    Client i sends ``d_i = (x - x_i) / a_i``, with a_i of :func:`step_length`. The server's update is
-    ``(sum p_i a_i) sum p_i d_i``. With equal numbers of local steps this is FedAvg. The server
-    optimizer gets the update as its pseudo-gradient. Statistics and local parameters (FedBN) are
-    treated as without the method.
+    Client i sends ``d_i = (x - x_i) / a_i``, with a_i of :func:`step_length`. The server's update
+    is ``(sum p_i a_i) sum p_i d_i``. With equal numbers of local steps this is FedAvg. The server
+    optimizer gets the update as its pseudo-gradient. FedNova does not change the treatment of
+    statistics and local parameters (FedBN).
 
     The formula of a_i is known for SGD with or without momentum that starts each round from zeros.
-    Other client optimizers, dampening and Nesterov momentum are refused, and so are methods that
-    keep or restart momentum, or correct client drift: a_i of FedProx, say, depends on mu.
+    Other client optimizers, dampening and Nesterov momentum are refused. Methods that keep or
+    restart momentum or correct client drift are refused too: FedProx's a_i, for example, depends on
+    mu.
 
     Example:
         >>> from fl_lightning.testing import blobs, distance, small_cnn, train
@@ -73,7 +74,8 @@ class FedNova(FederatedCallback):
 def step_length(steps: list[int], momentum: float) -> Tensor:
     """Return ``a_i = [tau_i - m (1 - m^tau_i) / (1 - m)] / (1 - m)``, float64 ``[C]``.
 
-    It is the sum over tau_i local steps of the weights of all gradients, tau_i without momentum.
+    a_i is the sum of the weights of all gradients over tau_i local steps; without momentum it is
+    tau_i.
 
     Args:
         steps: Local steps tau_i of each client.

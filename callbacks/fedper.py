@@ -8,11 +8,11 @@ class FedPer(LocalState):
     """FedPer: clients keep the head (the personalization layers); the body (base layers) is averaged.
 
     Body and head are trained together (Algorithm 1). The paper's head is the classifier and up to
-    three blocks before it, each client's from a random initialisation; here every client's head
-    starts from the server's initial one. Buffers of the head stay at the client as well.
+    three blocks before it, and each client initialises its head at random. Here all heads start
+    from the server's initial head. Buffers of the head stay at the client as well.
 
     Args:
-        head: The head, by the name or names of modules or parameters, such as ``fc`` (see
+        head: Name or names of the modules or parameters of the head, such as ``fc`` (see
             ``fl_lightning.cohort.parts``). Default: the last layer. An empty list is FedAvg.
         evaluate_clients: Number of clients' models to evaluate. Default: all.
 

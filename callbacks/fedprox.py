@@ -15,8 +15,8 @@ class FedProx(FederatedCallback):
     """FedProx: each client adds the proximal term ``mu / 2 |theta_i - theta|^2`` to its loss.
 
     Only the gradient ``mu (theta_i - theta)`` is computed; the logged loss excludes the term. The
-    term covers the parameters that the server averages: neither statistics nor local parameters
-    (FedBN). The first local step starts at the server's parameters and so equals FedAvg's.
+    term includes all parameters that the server averages, but no local parameters (FedBN) and no
+    statistics. The first local step starts at the server's parameters and so equals FedAvg's.
 
     Args:
         mu: Weight of the proximal term, at least 0; 0 is FedAvg.

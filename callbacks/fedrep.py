@@ -17,13 +17,13 @@ class FedRep(FedPer):
     """FedRep: in each round a client first trains its head, then the body, which alone is averaged.
 
     The first ``head_steps`` local steps of a round train the head with the body at rest, the other
-    steps train the body with the head at rest (Algorithm 1). A part at rest has gradient and learning
-    rate 0, so neither momentum nor weight decay moves it. Each of the two phases starts with a fresh
-    client optimizer. A client with at most ``head_steps`` local steps trains only
-    its head. BN normalises with batches in both phases, so running statistics change in both.
+    steps train the body with the head at rest (Algorithm 1). At rest, head or body has gradient and
+    learning rate 0, so neither momentum nor weight decay changes it. Each of the two phases starts
+    with a fresh client optimizer. A client with at most ``head_steps`` local steps trains only its
+    head. BN normalises with batches in both phases, so running statistics change in both.
 
-    The authors weigh clients by their data. They tune the heads of all clients after the last
-    round; here the evaluated heads are those of each client's last round.
+    The authors weight clients by their number of samples. They tune the heads of all clients after
+    the last round; here a client is evaluated with its head from its last round.
 
     Args:
         head_steps: Local steps that train the head, >= 0. With 0 the heads are never trained.
@@ -63,7 +63,7 @@ class FedRep(FedPer):
     def on_after_local_backward(
         self, trainer: L.Trainer, pl_module: "FederatedModule", cohort: "Cohort", step: int
     ) -> None:
-        """Set learning rate and gradient of the part at rest to 0."""
+        """Set learning rate and gradient of the head or body at rest to 0."""
         if step == self.head_steps:
             cohort.restart_optimizer()
         blocks = {n: block for n, block in cohort.params.layout.items() if cohort.is_trained(n)}

@@ -96,15 +96,15 @@ class FedTAN(FederatedCallback):
     centralised training with BN on the union batches, for any model. Further local steps are
     ordinary and use the client's batch and running statistics.
 
-    Under any executor the first step is one forward pass over all clients. It needs memory for all
-    their batches, and batches of equal shape. All clients count alike in it, so the equality
-    requires equal weights: clients of one size, or ``weighting: uniform``, the authors' 1/n.
+    Under any executor the first step is one forward pass over all clients. The pass needs memory
+    for all clients' batches, and batches of equal shape. All clients have equal weight in this
+    step, so the equality requires clients of one size or ``weighting: uniform``, the authors' 1/n.
 
     Args:
         backward: ``"aggregated"``: the method. ``"own"``: only the forward pass exchanges, and a
-            client's gradient flows through its part of the statistics: the paper's baseline "FedAvg
-            + Algorithm 2", INFERRED since its text and code were not available. ``"none"``: the
-            same with statistics as constants.
+            client's gradient flows only through the client's own statistics. This is the paper's
+            baseline "FedAvg + Algorithm 2", INFERRED since its text and code were not available.
+            ``"none"``: as ``"own"``, but no gradient flows through statistics.
         var_correction: Factor that makes the running variance unbiased. ``"union"``: N/(N-1) with
             all N values per channel, as in centralised BN; ``"official"``: b/(b-1) with the b
             images of a client, as in the authors' code.
@@ -114,8 +114,8 @@ class FedTAN(FederatedCallback):
             authors' code.
 
     Raises:
-        ConfigurationError: Unknown setting, no BN, a callback that keeps the restarted momentum, or
-            an aggregator other than the weighted mean.
+        ConfigurationError: Unknown setting, no BN, an aggregator other than the weighted mean, or
+            another callback that keeps the momentum although FedTAN restarts it.
 
     Example:
         >>> from fl_lightning.testing import blobs, centralised, distance, small_cnn, train
@@ -161,7 +161,7 @@ class FedTAN(FederatedCallback):
                 draw = generator(pl_module.seed, "FedTAN affine_init", index)
                 layer.weight.data.copy_(torch.rand(layer.weight.shape, generator=draw))
 
-    def on_train_start(self, trainer: L.Trainer, pl_module: "FederatedModule") -> None:  # type: ignore[override]  # rounds have one
+    def on_train_start(self, trainer: L.Trainer, pl_module: "FederatedModule") -> None:  # type: ignore[override]  # narrows pl_module
         """Print a note if the backward pass is not the method's."""
         if self.backward != "aggregated":
             pl_module.print(
@@ -177,7 +177,7 @@ class FedTAN(FederatedCallback):
     def on_local_step_end(
         self, trainer: L.Trainer, pl_module: "FederatedModule", cohort: "Cohort", step: int
     ) -> None:
-        """Make further steps ordinary after the first, and restart the client optimizers if set."""
+        """Switch to ordinary BN after the first step, and restart the client optimizers if set."""
         if step == 0:
             cohort.extra["calls"].neg_().add_(_calls(cohort))
             for layer in self.layers:
@@ -186,13 +186,13 @@ class FedTAN(FederatedCallback):
                 cohort.restart_optimizer()
 
     def extra_payload(self, cohort: "Cohort") -> tuple[int, int]:
-        """Return the exchanged means and variances per channel and call of a layer, with their gradients."""
+        """Return the exchanged floats: means, variances and gradients of all BN layers' calls."""
         channels = torch.tensor([layer.num_features for layer in self.layers])
         floats = int(cohort.extra["calls"][0].cpu() @ channels) * (4 if self.backward == "aggregated" else 2)
         return floats, floats
 
     def extra_exchanges(self, cohort: "Cohort") -> int:
-        """Return the exchanges: mean and variance at each call of a layer, with gradients one more."""
+        """Return the exchanges: 2 at each call of a BN layer, 3 if gradients are averaged."""
         return int(cohort.extra["calls"][0].sum()) * (3 if self.backward == "aggregated" else 2)
 
 

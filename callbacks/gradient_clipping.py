@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 class ClientGradientClipping(FederatedCallback):
     """Clipping of each client's gradient to a norm of at most ``max_norm``, over all parameters.
 
-    It applies ``torch.nn.utils.clip_grad_norm_`` to every client's model, after the callbacks that
-    precede it in the list. Behind FedProx or SCAFFOLD it bounds the corrected gradient, before them
-    the client's gradient alone.
+    The callback applies ``torch.nn.utils.clip_grad_norm_`` to every client's model, in the order of
+    the callback list. If listed after FedProx or SCAFFOLD it bounds the corrected gradient; if
+    listed before, only the gradient of the loss.
 
     Args:
         max_norm: Largest norm, above 0; infinity changes no gradient.

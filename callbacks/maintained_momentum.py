@@ -76,7 +76,7 @@ class MaintainedMomentum(FederatedCallback):
         cohort.optimizer_steps = steps
 
     def on_before_aggregate(self, trainer: L.Trainer, pl_module: "FederatedModule", cohort: "Cohort") -> None:
-        """Remember the state with which the clients end."""
+        """Remember the clients' state after their last local step."""
         state = _state(cohort)
         shared = {name: of for name, of in state.items() if self._is_shared(cohort, of[0])}
         local = {name: rows for name, (_, rows) in state.items() if name not in shared}
@@ -104,7 +104,7 @@ class MaintainedMomentum(FederatedCallback):
         self.memory = ClientMemory(state_dict["memory"])
 
     def _is_shared(self, cohort: "Cohort", block: str) -> bool:
-        """Return whether a block's state is the server's: global scope and no local parameters."""
+        """Return whether the server keeps a block's state: global scope, parameters not local."""
         return self.scope == "global" and cohort.treatment(block) != "local"
 
     def _remember(self, owner: int, state: dict[str, Tensor]) -> None:
@@ -112,7 +112,7 @@ class MaintainedMomentum(FederatedCallback):
 
 
 def _state(cohort: "Cohort") -> dict[str, tuple[str, Tensor]]:
-    """Return the block and rows ``[C, columns]`` of each tensor of the client optimizer's state, by name."""
+    """Return the client optimizer's state by name: blocks and their rows ``[C, columns]``."""
     return {
         f"{key}/{block}": (block, rows)
         for key in cohort.optimizer_state_keys

@@ -24,8 +24,8 @@ class MomentMatching(FederatedCallback):
     ``statistics_aggregator`` replaces the three sums.
 
     Caution: clients send moving averages, ``mu_i = (1 - b) mu + b (client's mean)`` with b = 1 - (1
-    - beta)^E, so the sent means are b times as far apart as the batch means. The last sum is then
-    scaled by b^2, where the moving average requires b. After many rounds the server's variance
+    - beta)^E, so the sent means are b times as far apart as the batch means. The last sum then has
+    the factor b^2, although the moving average requires b. After many rounds the server's variance
     holds the fraction b of the variance between clients: a tenth with PyTorch's momentum beta = 0.1
     and E = 1 (hence FBN's division by beta), nearly all with E = 50. It holds all of that variance
     in two cases: with ``bn_momentum: 1``, where clients send the statistics of their last batch,

@@ -21,22 +21,22 @@ class SCAFFOLD(FederatedCallback):
     c_i is the mean of the gradients g that client i computed in its E_i local steps, and ``c +=
     |S|/n mean(new c_i - old c_i)`` over the cohort S of the n clients. For SGD that mean gradient
     is the paper's ``c_i - c + (theta - theta_i) / (E_i eta)`` with the round's learning rate eta.
-    Computed from gradients it is defined for every client optimizer (momentum and Adam step with
+    The mean of gradients is also defined for other client optimizers (momentum and Adam step with
     the corrected gradient) and free of the rounding of parameters. Weight decay enters neither c_i
     nor c. All control variates start from 0, and absent clients keep theirs. The server learning
     rate is the server optimizer's.
 
     ``mean`` is the module's aggregator, by default the weighted mean. ``|S|/n`` is the cohort's
     share of all clients' weight, so c stays the weighted mean of all c_i. With ``weighting:
-    uniform``, or clients of one size, both are the paper's. With ``weighting: samples`` both
-    weights assume that clients take all their steps: stragglers' weights would make c no mean. A
-    robust aggregator keeps a Byzantine client's c_i out of c like its update, layer by layer if its
-    ``per`` is set so.
+    uniform``, or clients of one size, both are the paper's. With ``weighting: samples`` both use
+    clients' weights for all their local steps: with the lower weights of stragglers, c would not be
+    the mean of all c_i. A robust aggregator filters a Byzantine client's c_i as it filters the
+    client's update, by layer if the aggregator's ``per`` is ``layer``.
 
-    Control variates cover what the server averages and trains: neither statistics nor frozen or
-    local parameters (FedBN). They double the traffic of these parameters both ways. Callbacks
-    before this one in the list change the gradient g (ClientGradientClipping), later ones the
-    corrected gradient.
+    Only parameters that clients train and the server averages have control variates, not
+    statistics, frozen parameters or local parameters (FedBN). Control variates double the traffic
+    of these parameters both ways. Callbacks before this one in the list change the gradient g
+    (ClientGradientClipping), later ones the corrected gradient.
 
     Example:
         >>> from fl_lightning.testing import blobs, distance, small_cnn, train
@@ -100,7 +100,7 @@ class SCAFFOLD(FederatedCallback):
         return floats, floats
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the control variates by client id (``SERVER``: c), a row ``[columns]`` for each block."""
+        """Return control variates by client id (``SERVER``: c), a vector for each block."""
         return {"memory": self.memory}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

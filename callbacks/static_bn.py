@@ -86,7 +86,7 @@ class StaticBN(FederatedCallback):
         return self._pass, int(self._is_last and bool(self._pass))
 
     def _measure_if_used(self, trainer: L.Trainer, pl_module: "FederatedModule", round_number: int) -> None:
-        """Pass over the data if statistics of older weights are about to be used; record the traffic."""
+        """Measure statistics and record the traffic if they are about to be used but outdated."""
         self._pass, self._is_last = {}, round_number == trainer.fit_loop.max_epochs
         used = self._is_last or _is_evaluated(trainer, round_number)
         if not used or self.measured_round == self._trained_round:
@@ -103,13 +103,13 @@ class StaticBN(FederatedCallback):
         clients = range(pl_module.data.num_clients)
         self._pass = {client: (statistics, weights * (client not in following)) for client in clients}
 
-    def on_train_end(self, trainer: L.Trainer, pl_module: "FederatedModule") -> None:  # type: ignore[override]  # rounds have one
+    def on_train_end(self, trainer: L.Trainer, pl_module: "FederatedModule") -> None:  # type: ignore[override]  # narrows pl_module
         """Measure statistics if training ended before its last round."""
         if self.measured_round < self._trained_round:
             self._measure(pl_module, self._trained_round)
 
-    def on_test_start(self, trainer: L.Trainer, pl_module: "FederatedModule") -> None:  # type: ignore[override]  # rounds have one
-        """Print a warning if statistics and weights of a checkpoint are of different rounds."""
+    def on_test_start(self, trainer: L.Trainer, pl_module: "FederatedModule") -> None:  # type: ignore[override]  # narrows pl_module
+        """Print a warning if a checkpoint's statistics and weights are from different rounds."""
         if self._trained_round != self.measured_round:
             pl_module.print(
                 f"StaticBN: statistics are of round {self.measured_round}, weights of round {self._trained_round}: the run stopped "
@@ -121,7 +121,7 @@ class StaticBN(FederatedCallback):
         return {"measured_round": self.measured_round, "trained_round": self._trained_round}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the rounds of the last pass and of the weights."""
+        """Restore both rounds from a checkpoint."""
         self.measured_round = state_dict["measured_round"]
         self._trained_round = state_dict.get("trained_round", self.measured_round)
 
@@ -133,7 +133,7 @@ class StaticBN(FederatedCallback):
             buffers[f"{layer}.running_var"].copy_(variance)
 
     def extra_traffic(self, cohort: "Cohort") -> Mapping[int, tuple[int, int]]:
-        """Return the traffic of a pass: all clients send statistics; those without the new weights get them."""
+        """Return a pass's traffic: all send statistics; clients not in the next cohort get weights."""
         return self._pass
 
     def extra_exchanges(self, cohort: "Cohort") -> int:

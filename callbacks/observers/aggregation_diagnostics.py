@@ -18,21 +18,22 @@ if TYPE_CHECKING:
 class AggregationDiagnostics(Report, FederatedCallback):
     """Observer of the server's aggregation rules under attack; training is unchanged.
 
-    For the parameters (as updates), means and variances that are sent, in round 1 and every
-    ``every_n_rounds``-th:
+    Round 1 and every ``every_n_rounds``-th round are measured, for the sent parameters (as
+    updates), means and variances:
 
     - ``byzantine/distance_parameters`` (``_means``, ``_variances``): L2 distance of the aggregate
-      to the mean of the honest clients, in units of their mean distance to it; both means are
-      weighted if the rule is. The distance is 0 without attackers if the rule is the mean; a robust
-      rule is biased. ``statistics_domain`` and the variance between clients, which act after the
-      rule, are ignored.
-    - ``byzantine/share_parameters`` (``_means``, ``_variances``): share of the attackers in the
-      aggregate. Under a mean it is f / n, and 0 if all attackers are trimmed or filtered out.
+      from the honest clients' mean, divided by the honest clients' mean distance from it. Both
+      means use the clients' weights if the rule does. Without attackers the distance is 0 if the
+      rule is the mean; a robust rule is biased. ``statistics_domain`` and the variance between
+      clients are ignored, because they act after the rule.
+    - ``byzantine/share_parameters`` (``_means``, ``_variances``): the attackers' share in the
+      aggregate. Under a mean, f attackers of n clients have the share f / n. The share is 0 if the
+      rule trims or filters out all attackers.
 
     ``shares.csv`` has each client's mean share in the measured aggregates.
 
-    Several vectors of one kind (each layer's means) count by their number of coordinates. Each
-    measured round takes the time of a second aggregation.
+    Shares of several vectors of one kind (each layer's means) are averaged by number of
+    coordinates. A measured round takes the time of a second aggregation.
 
     Args:
         every_n_rounds: Interval of the measured rounds, at least 1.

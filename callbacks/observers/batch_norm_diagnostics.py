@@ -32,55 +32,58 @@ _MEASURES = ("statistics", "gradients", "gap", "bias")
 class BatchNormDiagnostics(BatchNormReport, VariantEvaluation):
     """Observer of Batch Normalization in any run, with any method; training is unchanged.
 
-    Training is the same bit for bit if models and data draw from the global generators of torch,
-    numpy and Python and do not count their calls, since a measured round repeats the first step.
+    A measured round repeats the first local step. Training is still the same bit for bit if models
+    and data draw from the global generators of torch, numpy and Python and do not count their
+    calls.
 
     Round 1 and every ``every_n_rounds``-th round are measured. p_m are the clients' aggregation
     weights, S the server's running means and variances at the start of the round. S_m of client m
     are the mean and unbiased variance of each BN layer's inputs in the first local step, on the
     client's batch and starting weights. PyTorch's BN would add S_m to its moving averages; S_m is
-    measured even if the layer normalises with other statistics. The step is computed beside the run
-    as the method's own (frozen statistics, FBN's, FedTAN's joint pass), without dropout. A layer
-    that is not called has deviation 0.
+    measured even if the layer normalises with other statistics. The repeated step normalises as the
+    method does (frozen statistics, FBN's, FedTAN's joint pass) and has no dropout. A layer that is
+    not called has deviation 0.
 
     - ``"statistics"``: ``bn/global_change``, the L1 norm of S' - S with S' after the round.
-      ``bn/local_deviation``, ``sum_m p_m |S_m - S|_1`` (Figure 3a of the FixBN paper). Both also
-      ``_per_float``. ``bn/window_variance``, the unbiased variance of S_m over the measured rounds
-      of client m, mean over floats and clients (Figure 3b).
-    - ``"gradients"``: ``bn/gradient_deviation``, ``|sum_m w_m g_m - g| / |g|`` in L2 norms: the
-      clients' first gradients, weighted by batch size, against the gradient of the method's
-      centralised twin, one client with the union of the batches. A model with gamma and beta has it
-      also for these (``_affine``) and the rest (``_weights``). These are gradients of the loss,
-      without FedProx, SCAFFOLD or clipping, and without frozen or local parameters. Zero up to
-      rounding for GN, FBN, FedTAN, and FixBN once frozen; in mixed precision the rounding is
-      bfloat16's.
+      ``bn/local_deviation``, ``sum_m p_m |S_m - S|_1`` (Figure 3a of the FixBN paper). Both are
+      also divided by the number of floats (``_per_float``). ``bn/window_variance``, the unbiased
+      variance of S_m over the measured rounds of client m, mean over floats and clients (Figure
+      3b).
+    - ``"gradients"``: ``bn/gradient_deviation``, ``|sum_m w_m g_m - g| / |g|`` in L2 norms. The
+      clients' first gradients g_m have weights w_m by batch size; g is the gradient of the same
+      method with one client that has the union of the batches. If the model has gamma and beta, the
+      deviation is also logged for gamma and beta (``_affine``) and for the other parameters
+      (``_weights``). Gradients are of the loss, without FedProx, SCAFFOLD or clipping, and exclude
+      frozen and local parameters. The deviation is zero up to rounding for GN, FBN, FedTAN, and
+      FixBN once frozen; mixed precision rounds to bfloat16.
 
     Every evaluation inside ``fit`` measures:
 
     - ``"gap"``: ``bn/train_eval_gap``, the accuracy with the server's running statistics minus that
       with the evaluation batch's (``val/accuracy_batch_statistics``).
     - ``"bias"``: ``bn/mean_bias`` and ``bn/var_bias``, means over the layers of ``|m - m*| /
-      |sqrt(v*)|`` and ``|v - v*| / |v*|`` for the server's m and v. m* and v* are the moments
-      (variances biased) of a pooled pass at its weights: batch k is the union of all clients' k-th
-      batches and normalises with its own statistics; all values count alike. In the first BN layer
-      they are the moments of all training data. ``bn/recalibration_gap``, the accuracy with the
-      server's statistics minus that with m* and v* (``val/accuracy_recalibrated``).
+      |sqrt(v*)|`` and ``|v - v*| / |v*|`` for the server's m and v. A pooled pass over the training
+      data with the server's weights measures the mean m* and biased variance v* of all values. Its
+      batch k is the union of all clients' k-th batches and normalises with its own statistics. In
+      the first BN layer m* and v* are the moments of all training data. ``bn/recalibration_gap``,
+      the accuracy with the server's statistics minus that with m* and v*
+      (``val/accuracy_recalibrated``).
 
     ``bn_drift.png`` shows these measures over the rounds; ``bn_layers.png`` and ``bn_layers.csv``
-    show about 100 rounds of each layer. A layer's weight and bias count together, since gradients
-    of biases before BN are only rounding. A model without running statistics has only gradients
-    measured. ``result.json`` has the newest numbers of each measure and their round; an evaluation
-    after the last round counts as that round's.
+    show about 100 rounds of each layer. A layer's weight and bias are measured together, because
+    the gradient of a bias before BN is only rounding. Without running statistics in the model, only
+    gradients are measured. ``result.json`` has the newest numbers of each measure and their round;
+    an evaluation after the last round belongs to that round.
 
     On a CPU with E = 1 a measured round took 3.2 (LeNet) to 3.7 times (ResNet-8) as long as others,
     and 2.5 times with ``"statistics"`` alone. At the default interval a run takes 1.2 to 1.3 times
-    as long. A measured round needs memory for a second cohort and the union batch, ``"bias"`` for a
-    forward pass on a batch of all clients.
+    as long. A measured round needs memory for a second cohort and the union batch. ``"bias"`` needs
+    memory for a forward pass on one batch of every client together.
 
     Args:
         every_n_rounds: Interval of the measured rounds, at least 1.
-        window: Measured rounds of a client in the variance, at least 2.
-        window_clients: Clients in the variance, evenly spaced by id, at least 1. The window holds
+        window: Newest measured rounds of a client in the variance, at least 2.
+        window_clients: Clients in the variance, evenly spaced by id, at least 1. The windows hold
             up to ``window * window_clients`` times the floats of S, also in checkpoints.
         measure: List of ``statistics``, ``gradients``, ``gap``, ``bias``; None for all but the
             costly ``bias``.
@@ -135,7 +138,7 @@ class BatchNormDiagnostics(BatchNormReport, VariantEvaluation):
         self.channels = {name: layer.num_features for name, layer in layers.items()}
 
     def on_round_start(self, trainer: L.Trainer, pl_module: "FederatedModule", cohort: "Cohort") -> None:
-        """Measure the first local step of a measured round, once all methods have prepared it."""
+        """Measure the first local step, which all methods have prepared, if the round is due."""
         if self._is_measured(cohort):
             gradients = "gradients" in self._chosen
             first = first_step(pl_module, cohort, union=gradients)
@@ -149,7 +152,7 @@ class BatchNormDiagnostics(BatchNormReport, VariantEvaluation):
         due = cohort.round == 1 or cohort.round % self.every_n_rounds == 0
         return due and not {"statistics", "gradients"}.isdisjoint(self._chosen)
 
-    def on_train_batch_end(  # type: ignore[override]  # rounds have one
+    def on_train_batch_end(  # type: ignore[override]  # narrows pl_module
         self, trainer: L.Trainer, pl_module: "FederatedModule", outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Log the change of the server's statistics in the round, after all callbacks have set them."""
@@ -205,7 +208,7 @@ class BatchNormDiagnostics(BatchNormReport, VariantEvaluation):
     def variants(
         self, trainer: L.Trainer, pl_module: "FederatedModule"
     ) -> Mapping[str, Mapping[str, Tensor]]:
-        """Return two sources of statistics: the evaluation batch, and a pooled pass over all training data."""
+        """Return statistics of the evaluation batch and of a pooled pass over training data."""
         variants: dict[str, Mapping[str, Tensor]] = {}
         self._true = {}
         if has_statistics(pl_module.model):
@@ -216,7 +219,7 @@ class BatchNormDiagnostics(BatchNormReport, VariantEvaluation):
                 variants |= {"recalibrated": self._true} if self._true else {}
         return variants
 
-    def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: "FederatedModule") -> None:  # type: ignore[override]  # rounds have one
+    def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: "FederatedModule") -> None:  # type: ignore[override]  # narrows pl_module
         """Log the gaps and the bias of an evaluation."""
         variants = self._evaluations
         super().on_validation_epoch_end(trainer, pl_module)

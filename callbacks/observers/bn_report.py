@@ -37,7 +37,7 @@ class BatchNormReport(Report):
         self.channels: dict[str, int] = {}
 
     def log_floats(self, pl_module: "FederatedModule", name: str, values: Tensor) -> None:
-        """Log the sum of ``values`` ``[2, channels]`` in total and per float, and keep it for each layer."""
+        """Log the sum and mean of ``values`` ``[2, channels]``, and keep each layer's means."""
         total = float(values.sum())
         metrics = {f"bn/{name}": total, f"bn/{name}_per_float": total / values.numel()}
         self.log_measure(pl_module, "statistics", metrics)
@@ -51,18 +51,18 @@ class BatchNormReport(Report):
             self.keep(pl_module, f"{name}_{kind}", means)
 
     def keep(self, pl_module: "FederatedModule", quantity: str, values: Mapping[str, float]) -> None:
-        """Keep a number of each layer, unless a nearby round is kept already."""
+        """Keep each layer's number in this round, unless the history already has a nearby round."""
         by_round = self.history.setdefault(quantity, {})
         every = max(pl_module.planned_rounds, MAX_ROUNDS) / MAX_ROUNDS
         if not by_round or (max(by_round) - 1) // every < (pl_module.round - 1) // every:
             by_round[pl_module.round] = dict(values)
 
     def log_measure(self, pl_module: "FederatedModule", measure: str, metrics: Mapping[str, float]) -> None:
-        """Log numbers of the whole model, which replace the measure's numbers of an earlier round."""
+        """Log numbers of the whole model, and replace the measure's numbers of earlier rounds."""
         for name, value in metrics.items():
             pl_module.log(name, value)
         if metrics:
-            # the present round; outside of training the last finished one, 0 before the first
+            # in training the present round, otherwise the last finished round or 0
             trainer, now = pl_module.trainer, int(pl_module.metrics.get("round", 0))
             if trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking:
                 now = pl_module.round
@@ -70,10 +70,10 @@ class BatchNormReport(Report):
             self.newest[measure] = now, {**(values if before == now else {}), **metrics}
 
     def figures(self, rows: Rows) -> Mapping[str, Drawing]:
-        """Return ``bn_drift`` (the whole model over the rounds) and ``bn_layers`` (each layer)."""
+        """Return the figures ``bn_drift`` (the whole model) and ``bn_layers`` (each layer)."""
         figures: dict[str, Drawing] = {}
         for number, metrics in self.newest.values():
-            # the row of the last round lacks evaluations that follow it
+            # add evaluations after the last round, which were logged after its metrics
             rows = [{**metrics, **row} if row["round"] == number else row for row in rows]
         if has_drift(rows):
             figures["bn_drift"] = lambda title: drift_figure(rows, title)
@@ -82,7 +82,7 @@ class BatchNormReport(Report):
         return figures
 
     def tables(self) -> Mapping[str, Table]:
-        """Return ``bn_layers``, every number of every layer."""
+        """Return the table ``bn_layers`` of all kept numbers of all layers."""
         rows = self._rows()
         return {"bn_layers": Table(("round", "layer", "quantity", "value"), rows)} if rows else {}
 

@@ -1,4 +1,4 @@
-"""Measures that tell a classifier's bias from its features, as functions of logits.
+"""Measures that separate errors of a classifier's bias from errors of its features.
 
 Common arguments, with N samples and C classes:
 
@@ -29,15 +29,15 @@ def uniform_bias(logits: Tensor) -> Tensor | None:
 
     The bias minimises the convex function ``mean_n logsumexp(logits_n + bias) - mean(bias)``, whose
     gradient is the mean probability minus 1 / C. For finite logits the minimum exists and is unique
-    up to a constant, also if a class is never predicted: the bias lifts that class. An iteration is
-    a fixed-point step ``bias -= log(C * mean probability)``, as in Sinkhorn's scaling, and a Newton
-    step if it brings the mean probabilities closer to 1 / C.
+    up to a constant. If the model never predicts a class, the bias raises that class. Each
+    iteration takes a fixed-point step ``bias -= log(C * mean probability)``, as in Sinkhorn's
+    scaling. A Newton step follows if it brings the mean probabilities closer to 1 / C.
 
     Returns:
-        The bias with mean 0, float64, shape ``[C]``. None if after 200 iterations the mean
-        probability of a class deviates from 1 / C by more than :data:`TOLERANCE` of it.
+        The bias with mean 0, float64, shape ``[C]``. None if after 200 iterations a class's mean
+        probability has a relative deviation from 1 / C above :data:`TOLERANCE`.
     """
-    # large logits: first of logits that are scaled down, whose bias is near
+    # large logits need a near start: the bias of the same logits scaled down
     spread = float(logits.std(0, correction=0).max())
     halvings = max(0, math.ceil(math.log2(max(1.0, spread))))
     bias, deviation = logits.new_zeros(logits.shape[1]), math.inf
@@ -55,13 +55,13 @@ def _iterated(logits: Tensor, bias: Tensor) -> tuple[Tensor, float]:
     fixed_point = bias - _log_shares(logits + bias)
     candidates = [fixed_point, fixed_point + _newton_step(logits + fixed_point)]
     deviations = [float(_log_shares(logits + b).expm1().abs().max()) for b in candidates]
-    # a Newton step that is not finite has the deviation NaN, which is not less
+    # False if the Newton step is not finite: its deviation is NaN
     better = int(deviations[1] < deviations[0])
     return candidates[better] - candidates[better].mean(), deviations[better]
 
 
 def _log_shares(logits: Tensor) -> Tensor:
-    """Return ``log(C * mean probability)`` of each class, which does not underflow, ``[C]``."""
+    """Return ``log(C * mean probability)`` of each class without underflow, ``[C]``."""
     samples, classes = logits.shape
     return logits.log_softmax(1).logsumexp(0) + math.log(classes / samples)
 
@@ -72,16 +72,16 @@ def _newton_step(logits: Tensor) -> Tensor:
     probabilities = logits.softmax(1)
     means = probabilities.mean(0)
     hessian = means.diag() - probabilities.T @ probabilities / samples
-    # + 1 / C: a constant bias changes nothing, so the Hessian is singular in that direction alone
+    # a constant bias changes no probability; + 1 / C makes the Hessian regular in that direction
     step: Tensor = torch.linalg.solve_ex(hessian + 1 / classes, 1 / classes - means)[0]
     return step
 
 
 def client_classes(histograms: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Return each client's own classes, from its numbers of training samples by class.
+    """Return each client's own classes, given its number of training samples of each class.
 
     A class is a client's own if the client has at least a tenth as many samples of it as of its
-    most frequent class. A tail of a few samples of every class then does not count.
+    most frequent class. A few additional samples of every other class are thus ignored.
     """
     return [
         [label for label, count in enumerate(counts) if count and count >= _OWN * max(counts)]
@@ -97,11 +97,11 @@ def accuracy(logits: Tensor, labels: Tensor) -> float:
 def accuracy_within(logits: Tensor, labels: Tensor, groups: Sequence[Sequence[int]]) -> float | None:
     """Return the accuracy if the client is known: the mean over clients.
 
-    A client's accuracy is that on the samples of the client's classes, if only these classes can be
-    predicted. Clients without such samples are left out.
+    A client is evaluated on the samples of its classes, and only these classes can be predicted.
+    Clients without such samples are left out.
 
     Returns:
-        The mean; None without clients.
+        The mean; None if all clients are left out.
     """
     values = []
     for group in groups:
@@ -116,11 +116,11 @@ def accuracy_within(logits: Tensor, labels: Tensor, groups: Sequence[Sequence[in
 def accuracy_between(logits: Tensor, labels: Tensor, groups: Sequence[Sequence[int]]) -> float | None:
     """Return the accuracy of telling clients with disjoint classes apart.
 
-    The prediction is the client whose classes have the largest summed probability, which is the
-    most probable client under the model. Samples of classes without a client are left out.
+    The predicted client is the most probable client under the model: its classes have the largest
+    summed probability. Samples whose class belongs to no client are left out.
 
     Returns:
-        The share of samples for which the client is right; None without such samples.
+        The share of samples with the right client; None if all samples are left out.
     """
     owner = torch.full((logits.shape[1],), -1)
     for client, group in enumerate(groups):
@@ -135,7 +135,7 @@ def accuracy_between(logits: Tensor, labels: Tensor, groups: Sequence[Sequence[i
 
 
 def shared_class(groups: Sequence[Sequence[int]]) -> tuple[int, int, int] | None:
-    """Return two clients and a class that both have; None if the clients' classes are disjoint."""
+    """Return two clients and a class that they share; None if the clients' classes are disjoint."""
     owner: dict[int, int] = {}
     for client, group in enumerate(groups):
         for label in group:

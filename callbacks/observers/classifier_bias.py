@@ -29,21 +29,22 @@ if TYPE_CHECKING:
 
 
 class ClassifierBias(FederatedCallback):
-    """Observer that tells whether a low accuracy comes from the classifier's bias or the features.
+    """Observer that shows whether a low accuracy comes from the classifier's bias or the features.
 
-    Each evaluation of the server's model (in ``fit``, as row 0, in ``validate`` and in ``test``)
-    logs, on ``val/`` or ``test/``:
+    Each evaluation of the server's model (in ``fit``, also before training, in ``validate`` and in
+    ``test``) logs, with the prefix ``val/`` or ``test/``:
 
-    - ``train_loss``, ``train_accuracy``: on a fixed sample of the union of the training data: batches
-      of the clients' first epoch, augmented as in training, evenly spaced over all clients.
-    - ``predicted_share_<class>``: share of the samples that the class is predicted for.
-    - ``accuracy_calibrated``: accuracy after addition of the one bias that makes the mean
+    - ``train_loss``, ``train_accuracy``: loss and accuracy on a fixed training sample. Its batches
+      are from the clients' first epoch, evenly spaced over all clients, and augmented as in
+      training.
+    - ``predicted_share_<class>``: share of the samples for which the class is predicted.
+    - ``accuracy_calibrated``: accuracy once a bias is added to the logits that makes the mean
       probability of every class 1 / C, without use of labels
-      (:func:`~fl_lightning.callbacks.observers.calibration.uniform_bias`). Left out if the bias does
-      not converge. The distance from ``accuracy`` is due to the classifier's bias.
-    - ``accuracy_within_clients``: accuracy if the client is known: the highest logit among the
-      client's classes, on the samples of these classes, mean over clients.
-    - ``accuracy_between_clients``: accuracy of telling clients apart by the summed probability of
+      (:func:`~fl_lightning.callbacks.observers.calibration.uniform_bias`). Left out if the bias
+      does not converge. The classifier's bias causes the difference from ``accuracy``.
+    - ``accuracy_within_clients``: accuracy if the client is known. The highest logit among the
+      client's classes is predicted, on samples of these classes; mean over clients.
+    - ``accuracy_between_clients``: accuracy of predicting the client, by the summed probability of
       each client's classes. Left out with a message if two clients share a class.
 
     A class counts as a client's if the client has at least a tenth as many samples of it as of its
@@ -53,8 +54,8 @@ class ClassifierBias(FederatedCallback):
     the newest server models. Weights, running means and running variances are averaged with equal
     weights; counters are the newest model's.
 
-    Only ``accuracy`` and ``loss`` count samples with non-finite outputs; the others leave these
-    samples out. All evaluation data are used, whatever ``trainer.limit_val_batches`` is.
+    Only ``accuracy`` and ``loss`` include samples with non-finite outputs. All evaluation data are
+    used, whatever ``trainer.limit_val_batches`` is.
 
     Args:
         mean_of: Number of newest server models in the mean, at least 1; 1: no mean.
@@ -96,13 +97,14 @@ class ClassifierBias(FederatedCallback):
             model = {name: tensor.clone() for name, tensor in pl_module.model.state_dict().items()}
             self.models = [*self.models, model][-self.mean_of :]
 
-    @torch.inference_mode(mode=False)  # data modules may cache tensors that training needs
+    # data modules may cache tensors that training needs, and training cannot use inference tensors
+    @torch.inference_mode(mode=False)
     @torch.no_grad()
-    def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: "FederatedModule") -> None:  # type: ignore[override]  # rounds have one
+    def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: "FederatedModule") -> None:  # type: ignore[override]  # narrows pl_module
         """Log all measures."""
         split = "test" if trainer.testing else pl_module.data.fit_split
         if trainer.state.fn != TrainerFn.FITTING:
-            pl_module.data.setup("fit")  # validate and test do not set up clients
+            pl_module.data.setup("fit")  # 'validate' and 'test' do not set up the clients' data
         slots = StateSlots(pl_module.model)
         setting = "ClassifierBias.checkpoints"
         files = [read_weights(pl_module.model, path, setting) for path in self.checkpoints]
@@ -113,7 +115,7 @@ class ClassifierBias(FederatedCallback):
                 with slots.filled(_mean(models, pl_module.model.state_dict())):
                     self._log(pl_module, split, "_mean_model")
 
-    on_test_epoch_end = on_validation_epoch_end  # type: ignore[assignment]  # rounds have one
+    on_test_epoch_end = on_validation_epoch_end  # type: ignore[assignment]  # narrows pl_module
 
     def _log(self, pl_module: "FederatedModule", split: str, suffix: str = "") -> None:
         """Log the measures of the module's present model, on all ranks."""
@@ -132,7 +134,7 @@ class ClassifierBias(FederatedCallback):
             pl_module.log(f"{split}/{name}{suffix}", value)
 
     def _train_batches(self, pl_module: "FederatedModule") -> list[tuple[int, int]]:
-        """Return client and step of each batch of the training sample."""
+        """Return client and local step of each batch in the training sample."""
         data = pl_module.data
         clients = range(data.num_clients)
         batches = [(client, step) for client in clients for step in range(data.steps_per_epoch(client))]
@@ -172,7 +174,7 @@ class ClassifierBias(FederatedCallback):
 
 
 class _Outputs(ServerEvaluation):
-    """An evaluation that keeps the outputs and labels of this rank's batches by number."""
+    """Evaluation that keeps the outputs and labels of this rank's batches, by batch number."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -199,7 +201,7 @@ class _Outputs(ServerEvaluation):
 
     def gathered(self, pl_module: "FederatedModule") -> tuple[Tensor, Tensor]:
         """Return logits ``[N, C]`` and labels ``[N]`` of all ranks' batches, in the data's order."""
-        self.finish()  # raises an error of any rank on all ranks
+        self.finish()  # raises on all ranks if a rank failed
         parts: dict[int, tuple[Tensor, Tensor]] = {}
         for outputs in pl_module.ranks.exchange(lambda: self.outputs):
             parts |= outputs
@@ -208,7 +210,7 @@ class _Outputs(ServerEvaluation):
 
 
 def _mean(models: Sequence[Mapping[str, Tensor]], like: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the mean of models, computed in float64; tensors of integers are the last model's."""
+    """Return the mean of models, computed in float64; integer tensors are the last model's."""
     means = {}
     for name, tensor in like.items():
         values = [model[name] for model in models]

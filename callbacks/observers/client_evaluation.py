@@ -17,17 +17,22 @@ if TYPE_CHECKING:
 class ClientEvaluation(Report, FederatedCallback):
     """Observer that evaluates the server's model for each client: mean, worst tenth and variance.
 
-    A client's accuracy is that on its ``val_dataloader()`` (or ``test_dataloader()``). For a client
-    without one it is estimated from the server's evaluation data, with every class weighted as in
-    the client's training data, if the data module knows its class histogram. Other clients are left
-    out. Losses are known only for clients with their own data.
+    A client is evaluated on its ``val_dataloader()`` (or ``test_dataloader()``). If a client has
+    none but the data module knows its class histogram, its accuracy is estimated from the server's
+    evaluation data, with every class weighted as in the client's training data. Other clients are
+    left out. Only clients with their own evaluation data have a loss.
 
-    Each evaluation logs ``val/client_accuracy`` (or ``test/``), the unweighted mean over the
-    clients; ``val/client_accuracy_worst``, the mean over the worst-served tenth of the clients, at
-    least one; and ``val/client_accuracy_variance`` over the clients, of accuracies in [0, 1].
-    ``val/client_loss`` likewise, with the highest losses as ``_worst``. These are the measures of
-    q-FFL (Li et al., Fair resource allocation in federated learning, ICLR 2020, Table 1). At the
-    end ``clients.csv`` has the last evaluation's values by client, and W&B their histogram.
+    Each evaluation logs, with the prefix ``val/`` or ``test/``:
+
+    - ``client_accuracy``: unweighted mean over the clients.
+    - ``client_accuracy_worst``: mean over the tenth of the clients with the lowest accuracy, at
+      least one client.
+    - ``client_accuracy_variance``: variance over the clients, of accuracies in [0, 1].
+    - ``client_loss``, ``client_loss_worst`` (the highest losses) and ``client_loss_variance``.
+
+    These are the measures of q-FFL (Li et al., Fair resource allocation in federated learning, ICLR
+    2020, Table 1). After the run ``clients.csv`` has the last evaluation's values by client, and
+    W&B their histogram.
 
     Attributes:
         values: Known ``accuracy`` and ``loss`` of each client in the last evaluation, by client id.
@@ -40,7 +45,7 @@ class ClientEvaluation(Report, FederatedCallback):
     def __init__(self) -> None:
         self.values: dict[int, dict[str, float]] = {}
 
-    def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: "FederatedModule") -> None:  # type: ignore[override]  # rounds have one
+    def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: "FederatedModule") -> None:  # type: ignore[override]  # narrows pl_module
         """Evaluate all clients and log the summary."""
         split = "test" if trainer.testing else pl_module.data.fit_split
         pl_module.evaluation.finish()
@@ -57,7 +62,7 @@ class ClientEvaluation(Report, FederatedCallback):
                 pl_module.log(f"{name}_worst", fmean(worst))
                 pl_module.log(f"{name}_variance", pvariance(known))
 
-    on_test_epoch_end = on_validation_epoch_end  # type: ignore[assignment]  # rounds have one
+    on_test_epoch_end = on_validation_epoch_end  # type: ignore[assignment]  # narrows pl_module
 
     def _evaluate(self, pl_module: "FederatedModule", client: int, split: str) -> dict[str, float]:
         with pl_module.trainer.precision_plugin.val_step_context():

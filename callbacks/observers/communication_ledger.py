@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 class CommunicationLedger(Report, FederatedCallback):
     """Observer of a run's communication, with any method; training is the same bit for bit.
 
-    It counts the state sent under the policy of the round, and what the method declares in
-    addition: momentum, control variates, statistics inside a forward pass. Exchanges with the
-    server are counted separately: the 3L + 1 exchanges of a FedTAN round cost time rather than
-    bytes. A round takes as long as its slowest client. Not counted are diagnostics, the models that
-    personal evaluation would need, the one transfer of frozen statistics to every client, and
-    computation unless the link states the time of a local step. A centralised run sends no bytes.
+    The ledger counts the state that the round's policy sends and the payload that methods add:
+    momentum, control variates, statistics inside a forward pass. It also counts exchanges with the
+    server: the 3L + 1 of a FedTAN round with L BN layers cost time rather than bytes. A round takes
+    as long as its slowest client. Ignored are diagnostics, models that personal evaluation would
+    need, the one transfer of frozen statistics to every client, and computation unless ``link`` has
+    the time of a local step. A centralised run sends no bytes.
 
     Each round logs ``comm/simulated_s`` and totals since the first counted round:
     ``comm/total_upload_bytes``, ``comm/total_download_bytes``, ``comm/total_bytes_per_client``
@@ -60,7 +60,7 @@ class CommunicationLedger(Report, FederatedCallback):
         self._begin()
 
     # not on_round_end: another method's hook may follow, and each hook reseeds torch's generator
-    def on_train_batch_end(  # type: ignore[override]  # rounds have one
+    def on_train_batch_end(  # type: ignore[override]  # narrows pl_module
         self, trainer: L.Trainer, pl_module: "FederatedModule", outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Count the traffic of the round."""
@@ -96,13 +96,13 @@ class CommunicationLedger(Report, FederatedCallback):
         )
 
     def figures(self, rows: Rows) -> Mapping[str, Drawing]:
-        """Return ``communication``: accuracy against its cost."""
+        """Return the figure ``communication``: accuracy against the cost of communication."""
         if not has_communication(rows):
             return {}
         return {"communication": lambda title: communication_figure({"": rows}, self._in_words(), title)}
 
     def tables(self) -> Mapping[str, Table]:
-        """Return ``communication`` by client and ``communication_by_kind``."""
+        """Return the tables ``communication`` (by client) and ``communication_by_kind``."""
         clients: list[list[float | str]] = [
             [client, *numbers] for client, numbers in sorted(self.clients.items())
         ]
@@ -114,7 +114,7 @@ class CommunicationLedger(Report, FederatedCallback):
         }
 
     def result(self) -> Mapping[str, float]:
-        """Return the mean bytes of a client and round, all exchanges, and the simulated time."""
+        """Return mean bytes per client and round, number of exchanges, and simulated time."""
         up, down = self._per_round()
         return {
             "upload_bytes_per_client_round": up,
@@ -148,7 +148,7 @@ class CommunicationLedger(Report, FederatedCallback):
         self.clients, self.kinds, self.exchanges, self.seconds, self.links = {}, {}, 0, 0.0, []
 
     def _in_words(self) -> str:
-        """Return the link in words, with its rounds if it was not assumed for the whole run."""
+        """Return the link in words; name first rounds unless one link applies from round 1 on."""
         if not self.links or (len(self.links) == 1 and self.links[0][0] == 1):
             return str(self._link)
         return "; ".join(f"from round {first} on {link}" for first, link in self.links)

@@ -26,7 +26,7 @@ class FirstStep:
     Attributes:
         mean_gradient: Mean of the clients' gradients, weighted by batch size, ``[*shape]`` by
             parameter; without frozen and local parameters.
-        union_gradient: Gradient of the method's centralised twin: one client with the union batch.
+        union_gradient: Gradient of the same method with one client that has the union batch.
         means: Means of each client's BN inputs, ``[C, channels]``, layers in the model's order; the
             running mean for a layer that was not called.
         variances: Variances of these inputs, unbiased as PyTorch's running variances, ``[C,
@@ -42,11 +42,11 @@ class FirstStep:
 def first_step(pl_module: "FederatedModule", cohort: Cohort, *, union: bool = True) -> FirstStep:
     """Recompute a round's first local step, forward and backward, and leave the run unchanged.
 
-    The step is the method's, in the run's precision: with its BN layers (in one joint forward pass
-    if the method has one), the clients' batches, and the weights and buffers that their rows start
-    from. Dropout is off, because client and union would draw different masks. The union is a cohort
-    of one: it starts from the state that callbacks gave to all clients alike in ``on_round_start``,
-    otherwise from the server's state.
+    The step uses the run's precision, the method's BN layers (in one joint forward pass if the
+    method has one), the clients' batches, and the weights and buffers from which the clients start.
+    Dropout is off, because clients and union would draw different masks. The union is computed as a
+    cohort of one client. It starts from the server's state, except for state that is equal for all
+    clients, such as state that callbacks set in ``on_round_start``.
 
     Args:
         pl_module: The federated module, inside a round.
@@ -96,9 +96,10 @@ def first_step(pl_module: "FederatedModule", cohort: Cohort, *, union: bool = Tr
 
 
 def _copy_start(cohort: Cohort, copy: Cohort, *, common: bool) -> None:
-    """Copy the state that each client's row holds before the first forward pass.
+    """Copy the clients' state before the first forward pass from ``cohort`` to ``copy``.
 
-    With ``common``, for the union, only state that all clients share is copied.
+    If ``common``, ``copy`` has one client (the union) and gets only state that is equal for all
+    clients and not local.
     """
     for rows, copies in ((cohort.params, copy.params), (cohort.buffers, copy.buffers)):
         for block in rows.layout:
@@ -110,7 +111,7 @@ def _copy_start(cohort: Cohort, copy: Cohort, *, common: bool) -> None:
 
 
 def _beside(pl_module: "FederatedModule", cohort: Cohort, client_ids: Sequence[int]) -> RoundCohort:
-    """Return a separate cohort in the present round whose rows are copies of the server."""
+    """Return a separate cohort for this round, whose clients are copies of the server."""
     copy = RoundCohort(pl_module.model, len(client_ids), pl_module.parameter_groups, parts=pl_module.parts)
     copy.broadcast(
         round_number=cohort.round,
@@ -127,7 +128,7 @@ def _executor(pl_module: "FederatedModule") -> Executor:
     joint = pl_module.joint_method
     if joint is not None:
         return joint_executor(joint)
-    # other executors compute the same, but maybe on copies of the model that lack the observing hooks
+    # other executors compute the same, but may use copies of the model without the forward hooks
     executor = pl_module.executor
     return executor if isinstance(executor, VectorizedExecutor) else SequentialExecutor()
 
@@ -159,5 +160,5 @@ def _observe(layer: nn.Module, args: tuple[Any, ...], _outputs: Any) -> None:
     mean = layer.get_buffer("observed_mean")
     values = args[0].detach().transpose(0, 1).flatten(1).to(mean.dtype)
     mean.copy_(values.mean(1))
-    # with constant statistics a channel may have a single value, whose variance counts as 0
+    # frozen BN accepts a single value per channel: its variance is 0, not NaN
     layer.get_buffer("observed_var").copy_(values.var(1, correction=min(1, values.shape[1] - 1)))

@@ -9,7 +9,7 @@ _TINY = torch.finfo(torch.float64).tiny
 
 
 def layer_statistics(buffers: Mapping[str, Tensor], layers: Iterable[str]) -> Tensor:
-    """Return running means and variances of some BN layers side by side, ``[2, channels]``."""
+    """Return running means and variances, concatenated over layers, ``[2, channels]``."""
     names = list(layers)
     return torch.stack(
         [torch.cat([buffers[f"{layer}.running_{kind}"] for layer in names]) for kind in ("mean", "var")]
@@ -30,10 +30,10 @@ def local_deviation(clients: Tensor, server: Tensor, weights: Tensor) -> Tensor:
 
 
 def mean_variance(windows: Iterable[Tensor]) -> Tensor | None:
-    """Return the clients' mean of the unbiased variance over the rounds of a window (Figure 3b).
+    """Return the mean over clients of the unbiased variance over a window's rounds (Figure 3b).
 
-    The windows are ``[rounds, floats]``; the result ``[floats]`` is None while no client has two
-    rounds.
+    A client's window is ``[rounds, floats]``. The result is ``[floats]``, or None until a client
+    has two rounds.
     """
     variances = [window.double().var(0) for window in windows if len(window) > 1]
     return torch.stack(variances).mean(0) if variances else None
@@ -42,7 +42,7 @@ def mean_variance(windows: Iterable[Tensor]) -> Tensor | None:
 def relative_deviation(
     found: Mapping[str, Tensor], wanted: Mapping[str, Tensor], names: Iterable[str], smallest: float = 0.0
 ) -> float:
-    """Return ``||found - wanted|| / ||wanted||`` over some tensors together, in L2 norms.
+    """Return ``||found - wanted|| / ||wanted||`` in L2 norms over all named tensors together.
 
     Args:
         found: Measured tensors by name.
@@ -59,7 +59,7 @@ def relative_deviation(
 
 
 def rounding(gradients: Mapping[str, Tensor]) -> float:
-    """Return the norm below which one of these gradients is only the rounding of the rest."""
+    """Return the rounding error of all gradients together, as a norm."""
     norms = [gradient.double().norm() for gradient in gradients.values()]
     precision = max((torch.finfo(gradient.dtype).eps for gradient in gradients.values()), default=0.0)
     return precision * float(torch.stack(norms).norm()) if norms else 0.0

@@ -11,9 +11,8 @@ from fl_lightning.recorded import Recorded
 class NetworkLink(Recorded):
     """Link and speed of a client: ``exchanges x latency + bytes / bandwidth + steps x seconds``.
 
-    The defaults are round numbers of a phone's order of magnitude on a mobile network, not
-    measurements: 0.25 MB/s up, three times that down, 50 ms for a round trip. Set other values for
-    clinics or data centres.
+    The defaults are round numbers, not measurements, for a phone on a mobile network: 0.25 MB/s up,
+    three times that down, 50 ms for a round trip. Set other values for clinics or data centres.
 
     Args:
         upload_mbps: Upload bandwidth in Mbit/s, 10^6 bits per second.
@@ -45,7 +44,7 @@ class NetworkLink(Recorded):
                 )
 
     def seconds(self, upload: int, download: int, exchanges: int, local_steps: int = 0) -> float:
-        """Return how long a client is busy with bytes both ways, consecutive exchanges and local steps."""
+        """Return a client's seconds for bytes both ways, consecutive exchanges and local steps."""
         transfer = 8e-6 * (upload / self.upload_mbps + download / self.download_mbps)
         return exchanges * self.latency_ms / 1000 + transfer + local_steps * self.seconds_per_local_step
 

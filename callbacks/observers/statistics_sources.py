@@ -44,17 +44,18 @@ _SOURCES = (*_AGGREGATED, *_MEASURED, "silobn", "batch")
 
 
 class StatisticsSources(VariantEvaluation):
-    """Observer that evaluates FedAvg with BN under the statistics of methods that train like it.
+    """Observer that evaluates FedAvg with the BN statistics of methods that train like FedAvg.
 
     BN in training mode never reads running statistics, so FedAvg, moment matching, FedDNA, sBN and
     SiloBN have the same parameters in every round and differ only in evaluation. One run gives the
     accuracy of all of them as ``val/accuracy_<source>``; ``val/accuracy`` is FedAvg's. Each
     accuracy equals, up to rounding, that of the method's run with the same seed.
 
-    - ``moment_matching``, ``feddna_kl``, ``feddna_reverse_kl``: the server's statistics if it had
-      aggregated so in every round; the first by the module's ``statistics_aggregator``, the FedDNA
-      sources only with the weighted mean. A client's running statistics are (1 - beta)^E times the
-      server's at the start, plus a part that does not depend on the start.
+    - ``moment_matching``, ``feddna_kl``, ``feddna_reverse_kl``: the server's statistics if this
+      method had aggregated them in every round. ``moment_matching`` uses the module's
+      ``statistics_aggregator``; the FedDNA sources require the weighted mean. They follow from
+      FedAvg's run, because a client's running statistics are (1 - beta)^E times the server's at the
+      start of the round, plus a term that does not depend on the start.
     - ``static_pooled``, ``static_per_client``, ``static_total_variance``: measured at each
       evaluation by a pass over the clients' training data.
     - ``silobn``: the mean accuracy over the clients' models, with the statistics that each client
@@ -64,8 +65,8 @@ class StatisticsSources(VariantEvaluation):
       (AdaBN: Li et al., arXiv 1603.04779).
 
     ``batch``, ``test_set`` and the static sources work with every method that has BN, the rest with
-    methods that average statistics. Attackers attack FedAvg: their attack on another source is
-    unknown. Before the first round all sources but ``batch`` are the initial statistics.
+    methods that average statistics. Attackers attack FedAvg's run; how they would attack another
+    source is unknown. Before the first round all sources but ``batch`` are the initial statistics.
 
     Args:
         sources: List of sources; None for all.
